@@ -1,0 +1,1 @@
+"""From 2:4 zeros to sparse kernels."""

@@ -1,0 +1,36 @@
+"""Accurate post-training sparsity for language models.
+
+Shapes in the docstrings: `rows` and `columns` are a weight's output and input features, `tokens`
+the calibration tokens that a layer saw.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from mrp_lightning.hessian import HessianAccumulator
+from mrp_lightning.pruning import prune_weight
+
+if TYPE_CHECKING:
+    from mrp_lightning.causal_lm import CausalLM
+    from mrp_lightning.text_data import TextDataModule
+    from mrp_lightning.trainer import Trainer
+
+__version__ = "0.1.0"
+__all__ = ["CausalLM", "HessianAccumulator", "TextDataModule", "Trainer", "prune_weight"]
+
+# What needs Lightning or transformers is loaded when it is first asked for (PEP 562).
+_LAZY = {
+    "CausalLM": "mrp_lightning.causal_lm",
+    "TextDataModule": "mrp_lightning.text_data",
+    "Trainer": "mrp_lightning.trainer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'mrp_lightning' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,21 @@
+"""The errors that users meet, by kind, so that they can be told apart in code."""
+
+
+class PatternError(ValueError):
+    """`sparsity` or `pattern` is missing, malformed, or does not fit a layer."""
+
+
+class MethodError(ValueError):
+    """`method` is not one that exists, or cannot be used with the given pattern."""
+
+
+class HessianError(ValueError):
+    """Calibration data gave no usable Hessian: no tokens, NaN or Inf, all zero, or indefinite."""
+
+
+class TargetError(ValueError):
+    """Layers or blocks that were asked for do not exist, or cannot be pruned as they are."""
+
+
+class NumericalWarning(UserWarning):
+    """A result is valid but less accurate than asked for, or took more damping than asked for."""
