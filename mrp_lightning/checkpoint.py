@@ -88,7 +88,7 @@ def save_pretrained(
     directory: str | os.PathLike[str],
     *,
     tokenizer: Any = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     card: str | None = None,
 ) -> None:
     """Write a Hugging Face directory that `from_pretrained` loads.
@@ -103,7 +103,7 @@ def save_pretrained(
         card: Text of the model card, `README.md`.
     """
     stored = model.config.dtype
-    dtype = dtype or _as_dtype(stored) or model.dtype
+    dtype = as_dtype(dtype) or as_dtype(stored) or model.dtype
     state = None if model.dtype == dtype else _cast(model.state_dict(), dtype)
     try:
         model.save_pretrained(directory, state_dict=state, max_shard_size="5GB")
@@ -117,8 +117,20 @@ def save_pretrained(
         (Path(directory) / "README.md").write_text(card, encoding="utf-8")
 
 
-def _as_dtype(name: torch.dtype | str | None) -> torch.dtype | None:
-    return getattr(torch, name) if isinstance(name, str) else name
+def as_dtype(name: torch.dtype | str | None) -> torch.dtype | None:
+    """The floating dtype of a name such as `bfloat16`.
+
+    Raises:
+        ValueError: There is none of that name.
+    """
+    if name is None or isinstance(name, torch.dtype):
+        return name
+    found = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(
+            f"`dtype` must be a floating type such as float32 or bfloat16. Got {name!r}."
+        )
+    return found
 
 
 def _cast(state: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:

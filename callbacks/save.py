@@ -1,0 +1,39 @@
+"""Write what was trained as a Hugging Face directory."""
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from mrp_lightning.causal_lm import CausalLM
+from mrp_lightning.checkpoint import check_output_dir, save_directory, save_pretrained
+
+
+class SaveModel(Callback):
+    """Save a `CausalLM` when `fit` has ended, as a directory that `from_pretrained` loads.
+
+    Args:
+        save_dir: The directory; written aside and moved into place when it is whole.
+        dtype: What floating weights are stored as, such as `bfloat16`. `None` keeps the model's.
+        overwrite: Whether a directory that is not empty may be replaced.
+
+    Raises:
+        FileExistsError: `save_dir` is not empty and `overwrite` is false; before training starts.
+        TypeError: The module is not a `CausalLM`.
+    """
+
+    def __init__(self, save_dir: str, *, dtype: str | None = None, overwrite: bool = False) -> None:
+        self.save_dir, self.dtype, self.overwrite = save_dir, dtype, overwrite
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Check before any work that the result can be written."""
+        if not isinstance(pl_module, CausalLM):
+            raise TypeError(f"`SaveModel` saves a CausalLM. Got {type(pl_module).__name__}.")
+        check_output_dir(self.save_dir, overwrite=self.overwrite)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the directory."""
+        assert isinstance(pl_module, CausalLM)
+        if not trainer.is_global_zero or trainer.fast_dev_run or trainer.interrupted:
+            return
+        with save_directory(self.save_dir, overwrite=self.overwrite) as staging:
+            save_pretrained(
+                pl_module.model, staging, tokenizer=pl_module.tokenizer, dtype=self.dtype
+            )

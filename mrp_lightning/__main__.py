@@ -1,0 +1,6 @@
+"""`python -m mrp_lightning` and the console script `mrp-lightning`."""
+
+from mrp_lightning.cli import main
+
+if __name__ == "__main__":
+    main()

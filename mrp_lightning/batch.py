@@ -1,0 +1,38 @@
+"""What a batch may look like: a tensor, a sequence that starts with one, or a mapping."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def split_batch(batch: Any) -> tuple[Tensor, Tensor | None]:
+    """Token ids and attention mask of a batch.
+
+    Args:
+        batch: An int64 tensor (batch, length), a tuple or list whose first item is one, or a
+            mapping with `input_ids` and optionally `attention_mask`.
+
+    Returns:
+        Ids (batch, length), and the mask of the same shape with 1 for tokens and 0 for padding, or
+        `None` where every position is a token.
+
+    Raises:
+        TypeError: The batch is none of these.
+    """
+    mask = None
+    if isinstance(batch, Mapping):
+        ids, mask = batch.get("input_ids"), batch.get("attention_mask")
+    elif isinstance(batch, list | tuple):
+        ids = batch[0] if batch else None
+    else:
+        ids = batch
+    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32) or ids.ndim != 2:
+        got = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+        raise TypeError(
+            "A batch must be an int64 tensor (batch, length), a tuple or list whose first item is "
+            "one, or a mapping with `input_ids` and optionally `attention_mask`. "
+            f"Got {type(batch).__name__} with token ids {got}."
+        )
+    return ids, mask

@@ -1,0 +1,239 @@
+"""A Hugging Face causal language model as a LightningModule."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.nn import functional as F
+from torchmetrics import MeanMetric
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    get_cosine_schedule_with_warmup,
+)
+
+from mrp_lightning.batch import split_batch
+from mrp_lightning.checkpoint import as_dtype
+
+
+class CausalLM(LightningModule):
+    """A causal language model to prune (`predict`), to evaluate (`test`) and to train (`fit`).
+
+    The loss is the mean negative log-likelihood of every token but the first of each window, and
+    perplexity its exponential. With the non-overlapping windows of `TextDataModule` this is the
+    protocol of SparseGPT and Wanda. Padding is never predicted nor counted.
+
+    Args:
+        model: Where the model comes from: a local directory, a hub id, a configuration (an object,
+            or its dictionary with a `model_type`) for a new model with random weights, or a loaded
+            Hugging Face model.
+        dtype: Precision to load the weights in, such as `float32` or `bfloat16`. `None` keeps the
+            checkpoint's.
+        revision: Branch, tag or commit on the hub.
+        trust_remote_code: Whether code that comes with the checkpoint may run here.
+        tokenizer: Directory or hub id of the tokenizer, where it is not beside the model.
+        attn_implementation: Attention kernel of transformers, such as `sdpa` or `eager`.
+        learning_rate: Peak of the AdamW schedule: linear warm-up, then a cosine down to 0.
+        weight_decay: Of the matrices; vectors (norms, biases) have none.
+        warmup_steps: Optimizer steps until the peak.
+
+    Attributes:
+        model: The Hugging Face model.
+        tokenizer: Its tokenizer, or `None` where there is none.
+
+    Raises:
+        FileNotFoundError: `model` is neither a model directory nor a model that the hub gives.
+        ValueError: The checkpoint lacks weights that the model needs.
+        TypeError: `model` is none of the above.
+    """
+
+    def __init__(
+        self,
+        model: dict[str, Any] | str | os.PathLike[str] | PreTrainedConfig | torch.nn.Module,
+        *,
+        dtype: str | torch.dtype | None = None,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        tokenizer: str | None = None,
+        attn_implementation: str | None = None,
+        learning_rate: float = 1e-3,
+        weight_decay: float = 0.1,
+        warmup_steps: int = 100,
+    ) -> None:
+        super().__init__()
+        source = os.fspath(model) if isinstance(model, str | os.PathLike) else None
+        hub = {"revision": revision, "trust_remote_code": trust_remote_code}
+        options = {"attn_implementation": attn_implementation} if attn_implementation else {}
+        if source is not None:
+            self.model = _load(source, as_dtype(dtype), **hub, **options)
+        elif isinstance(model, dict | PreTrainedConfig):
+            config = model if isinstance(model, PreTrainedConfig) else _config(model)
+            dtype = as_dtype(dtype) or torch.float32
+            self.model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
+        elif isinstance(model, PreTrainedModel):
+            self.model = model if dtype is None else model.to(as_dtype(dtype))
+        else:
+            raise TypeError(
+                "`model` must be a path, a hub id, a transformers configuration or a transformers "
+                f"model. Got {type(model).__name__}; another module needs its own LightningModule, "
+                "with a `predict_step` that calls it."
+            )
+        self.tokenizer = _load_tokenizer(
+            tokenizer or source or self.model.name_or_path or None, required=bool(tokenizer), **hub
+        )
+        self.learning_rate, self.weight_decay = learning_rate, weight_decay
+        self.warmup_steps = warmup_steps
+        self.mean_loss = MeanMetric()
+        # trust_remote_code is left out: a checkpoint must not be able to ask for it.
+        self.save_hyperparameters(
+            {
+                "model": source or self.model.config.to_dict(),
+                "dtype": str(self.model.dtype).removeprefix("torch."),
+                "revision": revision,
+                "tokenizer": tokenizer,
+                "attn_implementation": attn_implementation,
+                "learning_rate": learning_rate,
+                "weight_decay": weight_decay,
+                "warmup_steps": warmup_steps,
+            }
+        )
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Logits (batch, length, vocabulary)."""
+        return self.model(
+            input_ids=input_ids, attention_mask=attention_mask, use_cache=False
+        ).logits
+
+    def loss(self, batch: Any) -> tuple[Tensor, int]:
+        """Mean negative log-likelihood in nats, and the number of tokens that were predicted."""
+        ids, mask = split_batch(batch)
+        targets = ids[:, 1:]
+        if mask is not None:
+            targets = targets.masked_fill(mask[:, 1:] == 0, -100)
+        logits = self(ids, mask)[:, :-1].float()
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+        return loss, int((targets != -100).sum())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Log `train_loss`."""
+        loss, _ = self.loss(batch)
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Log `loss` and `perplexity`, over all batches."""
+        self._count_loss(batch)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        """Log `loss` and `perplexity`, over all batches."""
+        self._count_loss(batch)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Logits (batch, length, vocabulary)."""
+        return self(*split_batch(batch))
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the means."""
+        self._log_perplexity()
+
+    def on_test_epoch_end(self) -> None:
+        """Log the means."""
+        self._log_perplexity()
+
+    def _count_loss(self, batch: Any) -> None:
+        loss, num_tokens = self.loss(batch)
+        if num_tokens:
+            self.mean_loss.update(loss, weight=num_tokens)
+
+    def _log_perplexity(self) -> None:
+        loss = self.mean_loss.compute()
+        self.mean_loss.reset()
+        self.log_dict({"loss": loss, "perplexity": loss.exp()}, prog_bar=True)
+
+    def configure_optimizers(self) -> Any:
+        """AdamW with linear warm-up and cosine decay over the steps that the trainer will take."""
+        parameters = [p for p in self.parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": self.weight_decay},
+            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=self.learning_rate, betas=(0.9, 0.95))
+        steps = int(self.trainer.estimated_stepping_batches)
+        schedule = get_cosine_schedule_with_warmup(optimizer, self.warmup_steps, steps)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+        }
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Store the configuration, so that the model can be rebuilt without its first source."""
+        saved = dict(checkpoint.get("hyper_parameters", {}))
+        if isinstance(saved.get("model"), str):
+            saved["tokenizer"] = saved["tokenizer"] or (self.tokenizer and saved["model"])
+        saved["model"] = self.model.config.to_dict()
+        checkpoint["hyper_parameters"] = saved
+
+
+def _config(values: dict[str, Any]) -> PreTrainedConfig:
+    if "model_type" not in values:
+        raise ValueError(
+            "`model` given as a dictionary is a transformers configuration and needs `model_type`, "
+            f"such as llama. Got the keys {sorted(values)}."
+        )
+    return AutoConfig.for_model(**values)
+
+
+def _load(source: str, dtype: torch.dtype | None, **options: Any) -> PreTrainedModel:
+    """The model of a directory or hub id, every weight of it from the checkpoint."""
+    path = Path(source).expanduser()
+    if path.exists() and not (path / "config.json").is_file():
+        raise FileNotFoundError(
+            f"`model`: {source} holds no config.json. Expected a Hugging Face model directory; "
+            "a Lightning .ckpt is given as `ckpt_path`."
+        )
+    if not path.exists() and (path.is_absolute() or source.startswith((".", "~"))):
+        raise FileNotFoundError(f"`model`: there is no directory {source}.")
+    source = str(path) if path.exists() else source
+    try:
+        published = AutoConfig.from_pretrained(
+            source, **{k: v for k, v in options.items() if k != "attn_implementation"}
+        ).dtype
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype or "auto", output_loading_info=True, **options
+        )
+    except OSError as error:
+        raise FileNotFoundError(
+            f"`model`: {source} is neither a complete local model directory nor a model that the "
+            f"hub gives. Check the name, or download it first. ({error})"
+        ) from error
+    if loading["missing_keys"]:
+        raise ValueError(
+            f"`model`: the checkpoint {source} lacks weights of {type(model).__name__}, which would "
+            f"be random: {', '.join(sorted(loading['missing_keys']))}."
+        )
+    # A checkpoint loaded in another precision is still saved in its own (see checkpoint.py).
+    model.config.dtype = published or model.dtype
+    return model
+
+
+def _load_tokenizer(source: str | None, *, required: bool, **hub: Any) -> Any:
+    """The tokenizer of a directory or hub id; `None` where the model comes without one."""
+    if source is None:
+        return None
+    path = Path(source).expanduser()
+    if path.is_dir() and not required and not any(path.glob("tokenizer*")):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(str(path) if path.exists() else source, **hub)
+    except OSError as error:
+        if path.is_dir() or required:
+            raise FileNotFoundError(
+                f"`tokenizer`: {source} gives no tokenizer. ({error})"
+            ) from error
+        return None

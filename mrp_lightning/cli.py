@@ -1,0 +1,70 @@
+"""The command line: LightningCLI, where `predict` prunes, `test` gives perplexity, `fit` trains."""
+
+import inspect
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch import Trainer as LightningTrainer
+from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
+
+from mrp_lightning import errors
+from mrp_lightning.causal_lm import CausalLM
+from mrp_lightning.text_data import TextDataModule
+from mrp_lightning.trainer import Trainer
+
+
+class SaveConfigToLog(SaveConfigCallback):
+    """Keep the configuration beside the logs, where there are logs."""
+
+    def setup(self, trainer: LightningTrainer, pl_module: LightningModule, stage: str) -> None:
+        """Lightning would write into the working directory when there is no logger."""
+        if trainer.logger is not None:
+            super().setup(trainer, pl_module, stage)
+
+
+class PruningCLI(LightningCLI):
+    """`fit`, `validate`, `test` and `predict` of a `CausalLM` on a `TextDataModule`."""
+
+    def __init__(self, args: Sequence[str] | None = None, *, run: bool = True) -> None:
+        super().__init__(
+            CausalLM,
+            TextDataModule,
+            trainer_class=Trainer,
+            save_config_callback=SaveConfigToLog,
+            save_config_kwargs={"overwrite": True},
+            seed_everything_default=0,
+            auto_configure_optimizers=False,
+            args=args,
+            run=run,
+        )
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Lightning's, without `--callbacks`: `trainer.callbacks` is the place for them."""
+        commands = LightningCLI.subcommands()
+        commands["predict"] = commands["predict"] | {"callbacks"}
+        return commands
+
+
+# What a user can put right: shown as a line, not as a traceback.
+_USER_ERRORS: tuple[Any, ...] = (
+    *(
+        error
+        for _, error in inspect.getmembers(errors, inspect.isclass)
+        if issubclass(error, Exception) and not issubclass(error, Warning)
+    ),
+    FileExistsError,
+    FileNotFoundError,
+    PermissionError,
+)
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the command line; a mistake of the user's ends it with one line and status 2."""
+    try:
+        PruningCLI(args)
+    except _USER_ERRORS as error:
+        sys.stderr.write(f"error: {error}\n")
+        raise SystemExit(2) from error
