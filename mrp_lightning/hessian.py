@@ -1,0 +1,113 @@
+"""The Hessian of a layer's output error, summed up over calibration batches."""
+
+import torch
+from torch import Tensor
+
+from mrp_lightning.errors import HessianError
+
+
+class HessianAccumulator:
+    """Sum up H = 2·XᵀX / tokens over batches of a layer's inputs.
+
+    H is the Hessian of the mean over tokens of ‖(w + δ)x − wx‖² with respect to a row of δ. It
+    lives in float32 on the device of the first batch.
+
+    Args:
+        columns: input features of the layer.
+        name: the layer's name, for messages.
+    """
+
+    def __init__(self, columns: int, name: str | None = None) -> None:
+        if isinstance(columns, bool) or not isinstance(columns, int) or columns < 1:
+            raise ValueError(f"`columns` must be a positive integer; got {columns!r}.")
+        self.columns = columns
+        self.name = name
+        self.num_tokens = 0
+        self._sum: Tensor | None = None
+
+    def update(self, x: Tensor) -> None:
+        """Add a batch of inputs.
+
+        Args:
+            x: (..., columns), floating point; every vector along the last axis is one token.
+
+        Raises:
+            HessianError: wrong shape or dtype, or NaN or Inf among the values (or values whose
+                squares overflow float32). The accumulator is then as it was before.
+        """
+        if x.ndim == 0 or x.shape[-1] != self.columns or not x.is_floating_point():
+            raise HessianError(
+                f"{self._label}: expected floating-point inputs of shape (..., {self.columns}); "
+                f"got {tuple(x.shape)} of {x.dtype}."
+            )
+        # The sum must stay a plain tensor whatever mode the model runs in.
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            torch.autocast(x.device.type, enabled=False),
+        ):
+            tokens = x.detach().reshape(-1, self.columns)
+            self._check_finite(tokens)
+            if self._sum is None:
+                self._sum = torch.zeros(
+                    self.columns, self.columns, dtype=torch.float32, device=x.device
+                )
+            if tokens.is_cuda and tokens.dtype in (torch.bfloat16, torch.float16):
+                # Products of 16-bit numbers are exact in float32, in which they are summed.
+                self._sum.add_(
+                    torch.mm(tokens.T, tokens, out_dtype=torch.float32),
+                    alpha=2,  # type: ignore[call-overload]
+                )
+            else:
+                tokens = tokens.float()
+                self._sum.addmm_(tokens.T, tokens, alpha=2)
+            self.num_tokens += tokens.shape[0]
+
+    def merge(self, other: "HessianAccumulator") -> None:
+        """Add what another accumulator has seen, such as that of another process.
+
+        Raises:
+            HessianError: it belongs to a layer with another number of input features.
+        """
+        if other.columns != self.columns:
+            raise HessianError(
+                f"{self._label}: cannot merge an accumulator of {other.columns} columns into one "
+                f"of {self.columns}."
+            )
+        with torch.inference_mode(False), torch.no_grad():
+            if other._sum is not None:
+                if self._sum is None:
+                    self._sum = other._sum.clone()
+                else:
+                    self._sum.add_(other._sum.to(self._sum.device))
+            self.num_tokens += other.num_tokens
+
+    def hessian(self) -> Tensor:
+        """Return 2·XᵀX / tokens, undamped: float32 (columns, columns), a new tensor.
+
+        Raises:
+            HessianError: no tokens were seen.
+        """
+        if self._sum is None or self.num_tokens == 0:
+            raise HessianError(
+                f"{self._label}: no calibration tokens were seen. Either the data loader is empty "
+                "(or all padding), or the layer does not take part in the forward pass."
+            )
+        with torch.inference_mode(False), torch.no_grad():
+            return self._sum / self.num_tokens
+
+    @property
+    def _label(self) -> str:
+        return f"layer `{self.name}`" if self.name else "layer"
+
+    def _check_finite(self, tokens: Tensor) -> None:
+        # Sums of squares show every NaN and Inf at the cost of reading the batch once.
+        energy = torch.linalg.vector_norm(tokens, dim=0, dtype=torch.float32).square()
+        bad = int((~energy.isfinite()).sum())
+        if bad:
+            raise HessianError(
+                f"{self._label}: {bad} of {self.columns} input features have NaN or Inf (or values "
+                "too large to square) in the calibration activations. Likely causes: float16 "
+                "overflow in the model (try bfloat16 or float32), a broken checkpoint, or blocks "
+                "that were pruned badly before this one."
+            )

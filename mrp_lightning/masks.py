@@ -1,0 +1,198 @@
+"""Masks: which weights to remove.
+
+A mask is bound to a layer by `chooser`, which returns a function from the current weights of some
+columns to the weights to remove there. The compensation decides when it is asked, and with
+which inverse: that of the whole Hessian (Algorithm 1) or that of its trailing part (a sweep).
+
+Dead inputs score −1: their weights carry nothing and go first.
+"""
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from mrp_lightning.damping import DampedHessian
+from mrp_lightning.errors import MethodError
+from mrp_lightning.patterns import Pattern, SemiStructured, Unstructured
+
+Chooser = Callable[[Tensor, int], Tensor]
+"""(current weights (rows, width) of the columns from `start`, start) → bool (rows, width)."""
+
+InverseBlocks = Callable[[int], Tensor]
+"""width → diagonal blocks (columns / width, width, width) of the inverse to score with."""
+
+MOST_COMBINATIONS = 100
+
+
+class Mask(Protocol):
+    """What all masks offer."""
+
+    name: ClassVar[str]
+    whole_layer: ClassVar[bool]
+    """Chosen at once from the dense weights, so that blocks mean nothing to it."""
+
+    def check(self, pattern: Pattern) -> None:
+        """Raise a MethodError where the mask does not exist for the pattern."""
+
+    def chooser(
+        self,
+        weight: Tensor,
+        prepared: DampedHessian,
+        inverse_blocks: InverseBlocks,
+        pattern: Pattern,
+    ) -> Chooser:
+        """Bind the mask to a layer with dense weight (rows, columns)."""
+
+
+@dataclass(frozen=True)
+class Magnitude:
+    """The smallest |w|, over the whole layer or in each group."""
+
+    name: ClassVar[str] = "magnitude"
+    whole_layer: ClassVar[bool] = True
+
+    def check(self, pattern: Pattern) -> None:
+        """Every pattern is possible."""
+
+    def chooser(
+        self,
+        weight: Tensor,
+        prepared: DampedHessian,
+        inverse_blocks: InverseBlocks,
+        pattern: Pattern,
+    ) -> Chooser:
+        """Rank |w|."""
+        pruned = pattern.select(weight.abs().masked_fill_(prepared.dead, -1), 0)
+        return lambda current, start: pruned[:, start : start + current.shape[1]]
+
+
+@dataclass(frozen=True)
+class Wanda:
+    """The smallest |w_ij|·‖x_j‖, in each output row or in each group (Sun et al., 2024)."""
+
+    name: ClassVar[str] = "wanda"
+    whole_layer: ClassVar[bool] = True
+
+    def check(self, pattern: Pattern) -> None:
+        """Every pattern is possible."""
+
+    def chooser(
+        self,
+        weight: Tensor,
+        prepared: DampedHessian,
+        inverse_blocks: InverseBlocks,
+        pattern: Pattern,
+    ) -> Chooser:
+        """Rank |w_ij|·√H_jj, which is Wanda's score up to a constant."""
+        scores = weight.abs() * prepared.diagonal.to(weight.dtype).sqrt()
+        pruned = pattern.select_in_rows(scores.masked_fill_(prepared.dead, -1))
+        return lambda current, start: pruned[:, start : start + current.shape[1]]
+
+
+@dataclass(frozen=True)
+class SingleRemoval:
+    """Solution 𝔖: the smallest loss of removing one weight alone.
+
+    The score is w_ij² / [H⁻¹]_jj (paper Eq. loss_single, without its factor ½).
+    """
+
+    name: ClassVar[str] = "S"
+    whole_layer: ClassVar[bool] = False
+
+    def check(self, pattern: Pattern) -> None:
+        """Every pattern is possible."""
+
+    def chooser(
+        self,
+        weight: Tensor,
+        prepared: DampedHessian,
+        inverse_blocks: InverseBlocks,
+        pattern: Pattern,
+    ) -> Chooser:
+        """Rank the single-removal losses of the current weights."""
+        inverse_diagonal = inverse_blocks(1).flatten()
+
+        def choose(current: Tensor, start: int) -> Tensor:
+            columns = slice(start, start + current.shape[1])
+            scores = current.square() / inverse_diagonal[columns]
+            return pattern.select(scores.masked_fill_(prepared.dead[columns], -1), start)
+
+        return choose
+
+
+@dataclass(frozen=True)
+class MultipleRemoval:
+    """Solution 𝔐: in each group, the combination of weights whose joint removal costs least.
+
+    The loss of removing p is w_p [(H⁻¹)_pp]⁻¹ w_pᵀ (paper Eq. optimal_loss, without its factor ½),
+    tried for all combinations of the group. It exists for N:M patterns only.
+    """
+
+    name: ClassVar[str] = "M"
+    whole_layer: ClassVar[bool] = False
+
+    def check(self, pattern: Pattern) -> None:
+        """Only N:M with at most 100 combinations in a group."""
+        if isinstance(pattern, Unstructured):
+            raise MethodError(
+                "the mask M is not defined for unstructured sparsity: it would have to try all "
+                "combinations of all weights (the paper does not either). Use the mask S (for "
+                f'example method="SM") with sparsity={pattern.sparsity:g}, or an N:M pattern.'
+            )
+        combinations = math.comb(pattern.group, pattern.removed)
+        if combinations > MOST_COMBINATIONS:
+            raise MethodError(
+                f"the mask M tries all combinations of a group, at most {MOST_COMBINATIONS}; "
+                f'pattern "{pattern}" has {combinations}. Use the mask S (for example '
+                'method="SM") with this pattern.'
+            )
+
+    def chooser(
+        self,
+        weight: Tensor,
+        prepared: DampedHessian,
+        inverse_blocks: InverseBlocks,
+        pattern: Pattern,
+    ) -> Chooser:
+        """Compare the joint losses of the current weights."""
+        self.check(pattern)
+        assert isinstance(pattern, SemiStructured)
+        group, removed = pattern.group, pattern.removed
+        combinations = torch.tensor(
+            list(itertools.combinations(range(group), removed)), device=weight.device
+        )
+        costs = _joint_costs(inverse_blocks(group), combinations)
+        membership = torch.zeros(len(combinations), group, dtype=torch.bool, device=weight.device)
+        membership.scatter_(1, combinations, True)
+        # Dead inputs first: only combinations with as many of them as can be may win.
+        dead = prepared.dead.view(-1, group)
+        dead_removed = (dead[:, None] & membership).sum(2)
+        penalty = torch.zeros_like(costs[:, 0]).masked_fill_(
+            dead_removed < dead.sum(1, keepdim=True).clamp(max=removed), torch.inf
+        )
+
+        def choose(current: Tensor, start: int) -> Tensor:
+            rows, width = current.shape
+            groups = slice(start // group, (start + width) // group)
+            # (groups, rows, M²) products times (groups, M², combinations).
+            w = current.reshape(rows, -1, group).masked_fill(dead[groups], 0).transpose(0, 1)
+            products = (w.unsqueeze(3) * w.unsqueeze(2)).flatten(2)
+            losses = torch.baddbmm(penalty[groups, None], products, costs[groups])
+            return membership[losses.argmin(2)].transpose(0, 1).reshape(rows, width)
+
+        return choose
+
+
+def _joint_costs(blocks: Tensor, combinations: Tensor) -> Tensor:
+    """[(H⁻¹)_pp]⁻¹ for every group and combination p, zero elsewhere: (groups, M², combinations)."""
+    groups, group = blocks.shape[:2]
+    corners = blocks.double()[:, combinations[:, :, None], combinations[:, None, :]]
+    spread = corners.new_zeros(groups, len(combinations), group * group)
+    places = (combinations[:, :, None] * group + combinations[:, None, :]).flatten(1)
+    spread.scatter_(2, places.expand(groups, -1, -1), torch.linalg.inv(corners).flatten(2))
+    return spread.to(blocks.dtype).transpose(1, 2).contiguous()

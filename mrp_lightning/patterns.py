@@ -1,0 +1,206 @@
+"""Sparsity patterns: how many weights go, and where they may go.
+
+Selection is by rank, never by threshold, so the counts are exact; equal scores are taken in the
+order of their position (row by row).
+"""
+
+import math
+import re
+from dataclasses import dataclass
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+from mrp_lightning.errors import PatternError
+
+_EXAMPLES = '`sparsity` is a fraction such as 0.5; `pattern` is a string such as "2:4"'
+
+
+@dataclass(frozen=True)
+class Unstructured:
+    """A fraction of the weights is removed, wherever they are.
+
+    Args:
+        sparsity: fraction of the weights to remove, in (0, 1).
+
+    Raises:
+        PatternError: the fraction is not a number in (0, 1).
+    """
+
+    sparsity: float
+
+    def __post_init__(self) -> None:
+        value = self.sparsity
+        if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) < 1:
+            raise PatternError(
+                f"`sparsity` must be a number between 0 and 1 (both excluded), the fraction of "
+                f"weights to remove; got {value!r}. {_EXAMPLES}."
+            )
+        object.__setattr__(self, "sparsity", float(value))
+
+    def __str__(self) -> str:
+        return f"{100 * self.sparsity:g}%"
+
+    def budget(self, rows: int, columns: int) -> int:
+        """The number of weights to remove from the first `columns` columns, rounded half up."""
+        return min(math.floor(self.sparsity * rows * columns + 0.5), rows * columns)
+
+    def select(self, scores: Tensor, start: int) -> Tensor:
+        """Mark the lowest scores of a block of columns, all its rows together.
+
+        Args:
+            scores: (rows, width), for columns `start` to `start + width`.
+            start: first column of the block.
+
+        Returns:
+            bool (rows, width), True = removed. Whatever the blocks are, those up to any column b
+            remove `budget(rows, b)` weights in all.
+        """
+        rows, width = scores.shape
+        count = self.budget(rows, start + width) - self.budget(rows, start)
+        return lowest(scores.reshape(-1), count).view(rows, width)
+
+    def select_in_rows(self, scores: Tensor) -> Tensor:
+        """Mark the same number of lowest scores in each row. Returns bool (rows, columns)."""
+        count = self.budget(1, scores.shape[1])
+        ranked = scores.sort(dim=1, stable=True).indices[:, :count]
+        return torch.zeros_like(scores, dtype=torch.bool).scatter_(1, ranked, True)
+
+    def divides(self, columns: int) -> bool:
+        """Whether a layer with so many input columns can have this pattern: any can."""
+        return columns > 0
+
+    def holds(self, pruned: Tensor) -> bool:
+        """Whether at least the fraction is removed in bool `pruned` (rows, columns)."""
+        rows, columns = pruned.shape
+        return int(pruned.sum()) >= self.budget(rows, columns)
+
+
+@dataclass(frozen=True)
+class SemiStructured:
+    """N:M sparsity: `kept` of every `group` consecutive input columns stay, in each row.
+
+    Args:
+        kept: weights that stay in a group (N).
+        group: consecutive columns in a group (M), more than `kept`.
+
+    Raises:
+        PatternError: not 1 ≤ kept < group.
+    """
+
+    kept: int
+    group: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.kept < self.group:
+            raise PatternError(
+                f'`pattern` "N:M" keeps N of every M consecutive weights and needs 1 ≤ N < M; got '
+                f'"{self.kept}:{self.group}". For example "2:4" removes half of the weights.'
+            )
+
+    def __str__(self) -> str:
+        return f"{self.kept}:{self.group}"
+
+    @property
+    def removed(self) -> int:
+        """Weights removed from each group."""
+        return self.group - self.kept
+
+    @property
+    def sparsity(self) -> float:
+        """Fraction of the weights that is removed."""
+        return self.removed / self.group
+
+    def select(self, scores: Tensor, start: int) -> Tensor:
+        """Mark the lowest scores of each group.
+
+        Args:
+            scores: (rows, width), for columns `start` to `start + width`; width is a multiple
+                of the group.
+            start: first column, a multiple of the group; every group counts for itself.
+
+        Returns:
+            bool (rows, width), True = removed.
+        """
+        del start
+        grouped = scores.reshape(scores.shape[0], -1, self.group)
+        ranks = torch.zeros_like(grouped, dtype=torch.int16)
+        # A score's rank is the number of scores before it; counting beats sorting for short groups.
+        for other in range(self.group):
+            rival = grouped[..., other : other + 1]
+            ranks[..., : other + 1] += rival < grouped[..., : other + 1]
+            ranks[..., other + 1 :] += rival <= grouped[..., other + 1 :]
+        return (ranks < self.removed).view_as(scores)
+
+    def select_in_rows(self, scores: Tensor) -> Tensor:
+        """The same as `select`: a group is part of one row. Returns bool (rows, columns)."""
+        return self.select(scores, 0)
+
+    def divides(self, columns: int) -> bool:
+        """Whether so many input columns split into whole groups."""
+        return columns > 0 and columns % self.group == 0
+
+    def holds(self, pruned: Tensor) -> bool:
+        """Whether each group of bool `pruned` (rows, columns) has enough removed weights."""
+        if not self.divides(pruned.shape[1]):
+            return False
+        counts = pruned.reshape(pruned.shape[0], -1, self.group).sum(dim=2)
+        return bool((counts >= self.removed).all())
+
+
+Pattern = Unstructured | SemiStructured
+
+
+def make_pattern(sparsity: float | None, pattern: str | None) -> Pattern:
+    """Build the pattern from the two arguments that users give, of which one must be None.
+
+    Args:
+        sparsity: fraction of the weights to remove, in (0, 1).
+        pattern: "N:M", N kept of every M consecutive input columns.
+
+    Raises:
+        PatternError: both or neither are given, or the one given is malformed.
+    """
+    if (sparsity is None) == (pattern is None):
+        got = "neither" if sparsity is None else f"{sparsity=!r} and {pattern=!r}"
+        raise PatternError(f"give exactly one of `sparsity` and `pattern`; got {got}. {_EXAMPLES}.")
+    if pattern is None:
+        assert sparsity is not None
+        return Unstructured(sparsity)
+    if not isinstance(pattern, str) or pattern.strip().isdecimal():
+        raise PatternError(_unquoted_message(pattern))
+    match = re.fullmatch(r"\s*(\d+)\s*:\s*(\d+)\s*", pattern, flags=re.ASCII)
+    if match is None:
+        raise PatternError(
+            f'`pattern` must be "N:M", N weights kept of every M, such as "2:4"; got {pattern!r}. '
+            "For unstructured sparsity give `sparsity`, a fraction such as 0.5, instead."
+        )
+    return SemiStructured(int(match[1]), int(match[2]))
+
+
+def lowest(scores: Tensor, count: int) -> Tensor:
+    """Mark exactly `count` lowest of the scores (n,), earlier ones first where they are equal."""
+    if count <= 0:
+        return torch.zeros_like(scores, dtype=torch.bool)
+    if scores.is_cuda:
+        ranked = scores.sort(stable=True).indices[:count]
+        return torch.zeros_like(scores, dtype=torch.bool).scatter_(0, ranked, True)
+    # The same selection without a full sort, which is slow on a CPU.
+    last = scores.kthvalue(count).values
+    chosen, equal = scores < last, scores == last
+    room = count - chosen.sum()
+    return chosen | (equal & (equal.cumsum(0) <= room))
+
+
+def _unquoted_message(value: object) -> str:
+    """YAML 1.1 reads an unquoted 2:4 as a number in base 60."""
+    suggestion = "2:4"
+    if str(value).strip().isdecimal():
+        kept, group = divmod(int(str(value)), 60)
+        if 1 <= kept < group:
+            suggestion = f"{kept}:{group}"
+    return (
+        f'`pattern` must be a string such as "2:4"; got {value!r}. YAML reads an unquoted '
+        f'{suggestion} as a number: write `pattern: "{suggestion}"`.'
+    )

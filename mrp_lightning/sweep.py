@@ -1,0 +1,74 @@
+"""Solution 𝔖 of the compensation: SparseGPT's sweep over the columns."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from mrp_lightning.compensation import Compensated, column_ranges
+from mrp_lightning.damping import DampedHessian
+from mrp_lightning.masks import Mask
+from mrp_lightning.patterns import Pattern, SemiStructured
+
+_PANEL = 128
+
+
+@dataclass(frozen=True)
+class ColumnSweep:
+    """Remove column after column, each time moving only the columns that are still to come.
+
+    Removing w_j from a row moves its later weights by −w_j·U_j,: / U_jj with UᵀU = H⁻¹ (Frantar and
+    Alistarh, 2023). What is left of a column is frozen when the sweep has passed it, which is why
+    the result is not the optimum.
+
+    N:M groups are chosen from the swept weights when the sweep reaches them, unstructured masks
+    once a block.
+    """
+
+    name: ClassVar[str] = "S"
+
+    def apply(
+        self,
+        weight: Tensor,
+        prepared: DampedHessian,
+        mask: Mask,
+        pattern: Pattern,
+        block_size: int,
+        tolerance: float,
+    ) -> Compensated:
+        """Choose and compensate in one pass over weight (rows, columns)."""
+        del tolerance
+        choose = mask.chooser(weight, prepared, prepared.trailing_inverse_blocks, pattern)
+        columns = weight.shape[1]
+        if mask.whole_layer:
+            width = columns
+        elif isinstance(pattern, SemiStructured):
+            width = pattern.group
+        else:
+            width = min(block_size, columns)
+
+        # Input-major, so that a column of the weight is contiguous.
+        swept = weight.T.contiguous()
+        pruned = torch.zeros_like(swept, dtype=torch.bool)
+        moves = prepared.factor / prepared.factor.diagonal()[:, None]
+        removed = torch.empty_like(swept[:_PANEL])
+        for start, stop in _panels(columns, width):
+            for j in range(start, stop):
+                if j % width == 0:
+                    pruned[j : j + width] = choose(swept[j : j + width].T, j).T
+                torch.mul(swept[j], pruned[j], out=removed[j - start])
+                swept[j + 1 : stop].addr_(moves[j, j + 1 : stop], removed[j - start], alpha=-1)
+            # The columns beyond the panel wait for all of its removals at once.
+            swept[stop:].addmm_(moves[start:stop, stop:].T, removed[: stop - start], alpha=-1)
+        return Compensated(swept.masked_fill_(pruned, 0).T, pruned.T)
+
+
+def _panels(columns: int, width: int) -> Iterator[tuple[int, int]]:
+    """Ranges of at most 128 columns (or one choice) that split no choice of `width` columns."""
+    if width <= _PANEL:
+        yield from column_ranges(0, columns, width * (_PANEL // width))
+    else:
+        for start, stop in column_ranges(0, columns, width):
+            yield from column_ranges(start, stop, _PANEL)
