@@ -17,5 +17,9 @@ class TargetError(ValueError):
     """Layers or blocks that were asked for do not exist, or cannot be pruned as they are."""
 
 
+class StrategyError(ValueError):
+    """The trainer spreads the model or the data over processes in a way that is not supported."""
+
+
 class NumericalWarning(UserWarning):
     """A result is valid but less accurate than asked for, or took more damping than asked for."""

@@ -1,0 +1,341 @@
+"""Pruning in Lightning's predict loop."""
+
+import logging
+import math
+from os import PathLike
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from mrp_lightning.blocks import find_blocks
+from mrp_lightning.capture import Step, StepCapture
+from mrp_lightning.checkpoint import check_output_dir
+from mrp_lightning.methods import parse_method
+from mrp_lightning.names import as_patterns
+from mrp_lightning.offload import hold_on_cpu, release
+from mrp_lightning.patterns import make_pattern
+from mrp_lightning.plan import Plan, make_plan
+from mrp_lightning.processes import require_one_process
+from mrp_lightning.progress import nested_progress
+from mrp_lightning.pruned_checkpoint import (
+    check_length,
+    name_prefix,
+    save_pruned,
+)
+from mrp_lightning.report import LayerReport, PruningReport
+from mrp_lightning.sequential import Progress, Recipe, SequentialPruner
+
+log = logging.getLogger(__name__)
+
+
+class PruningCallback(Callback):
+    """Prune the model that `predict` runs, calibrated on the data that it runs on.
+
+    For each linear layer, with H = 2·XᵀX / tokens of its inputs over the calibration data, it
+    minimises ½·tr(δ H δᵀ), the mean over tokens of ‖(w + δ)x − wx‖², subject to the removed weights
+    being zero. Blocks are pruned in the order in which they run, each on the outputs of the pruned
+    blocks before it. Padding (`attention_mask` 0) counts nowhere.
+
+    The loop itself only stores the batches; the work is done at its end, in place, and `predict`
+    returns nothing. A callback prunes once: later `predict` calls with it are ordinary.
+
+    Args:
+        method: magnitude, wanda, SS (the same as sparsegpt), SM, MS, MM, or a pair
+            MASK+COMPENSATION, with MASK magnitude, wanda, S or M, and COMPENSATION none, S or M.
+            Case matters.
+        sparsity: Fraction of the weights to remove, in (0, 1). Exactly one of `sparsity` and
+            `pattern` is given.
+        pattern: "N:M" keeps N of every M consecutive input features. Quoted in YAML, which reads
+            an unquoted 2:4 as a number.
+        block_size: Columns (input features) that are chosen together, a multiple of M. `None` is
+            all.
+        damping: Fraction (≥ 0) of the mean of the Hessian's diagonal that is added to it.
+        tolerance: Relative distance (> 0) to the optimal loss at which the exact compensation M
+            stops.
+        targets: Names of the linear layers to prune, with shell wildcards: runs of whole name
+            parts, such as `q_proj`, `mlp`, `layers.3`. All layers in the blocks if not given. A
+            name that is in no block, such as `lm_head`, is calibrated after the blocks.
+        ignore: Names, of the same form, of what to leave dense.
+        blocks: Names of the lists of blocks (`model.layers`), or of single blocks, where the
+            outermost `ModuleList`s are not the right ones.
+        true_sequential: Prune the layers of a block one after another (q, k, v; then o; …), each
+            on the outputs of those before it, for one pass over the data each.
+        offload: Keep blocks and stored activations in CPU memory, one block at a time on the
+            accelerator.
+        skip_indivisible: Leave layers dense whose input features are no multiple of M, instead of
+            refusing the model.
+        save_dir: Directory for the pruned model: a Hugging Face checkpoint if the LightningModule
+            holds exactly one `PreTrainedModel`, else `model.safetensors`; and
+            `pruning_report.json`. It appears when it is whole. Nothing is written with
+            `fast_dev_run`.
+        overwrite: Whether `save_dir` may be replaced.
+
+    Attributes:
+        report: What was done to each layer; `None` before. After an exception it lists the layers
+            that are pruned, and all others are untouched.
+
+    Raises:
+        PatternError: `sparsity`, `pattern` or `block_size` are malformed.
+        MethodError: There is no such method.
+        ValueError: `damping` or `tolerance` is out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        method: str,
+        sparsity: float | None = None,
+        pattern: str | None = None,
+        block_size: int | None = 128,
+        damping: float = 0.01,
+        tolerance: float = 1e-6,
+        targets: list[str] | str | None = None,
+        ignore: list[str] | str | None = None,
+        blocks: list[str] | str | None = None,
+        true_sequential: bool = False,
+        offload: bool = False,
+        skip_indivisible: bool = False,
+        save_dir: str | PathLike[str] | None = None,
+        overwrite: bool = False,
+    ) -> None:
+        self.recipe = Recipe(
+            pattern=make_pattern(sparsity, pattern),
+            method=parse_method(method),
+            block_size=block_size,
+            damping=_number("damping", damping, positive=False),
+            tolerance=_number("tolerance", tolerance, positive=True),
+            true_sequential=true_sequential,
+        )
+        self.recipe.method.check(self.recipe.pattern, block_size)
+        self.targets, self.ignore, self.blocks = targets, ignore, blocks
+        self.offload, self.skip_indivisible = offload, skip_indivisible
+        self.save_dir, self.overwrite = save_dir, overwrite
+        self.report: PruningReport | None = None
+        self._config = {
+            "method": method,
+            "sparsity": sparsity,
+            "pattern": pattern,
+            "block_size": block_size,
+            "damping": damping,
+            "tolerance": tolerance,
+            "targets": list(as_patterns(targets)) or None,
+            "ignore": list(as_patterns(ignore)) or None,
+            "blocks": list(as_patterns(blocks)) or None,
+            "true_sequential": true_sequential,
+            "offload": offload,
+            "skip_indivisible": skip_indivisible,
+        }
+        self._capture: StepCapture | None = None
+        self._plan: Plan | None = None
+        self._held: list[torch.nn.Module] = []
+        self._armed = False
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Check everything that can be checked before the data is read."""
+        self._armed = False
+        if stage != "predict":
+            return
+        if self.report is not None and self.report.complete:
+            log.info("This %s has pruned already; predicting as usual.", type(self).__name__)
+            return
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        others = [c for c in callbacks if isinstance(c, PruningCallback) and c is not self]
+        if others:
+            raise ValueError("A predict run takes one PruningCallback; run predict once for each.")
+        require_one_process(trainer, type(self).__name__)
+        if self.save_dir is not None:
+            check_output_dir(self.save_dir, overwrite=self.overwrite)
+        if not _is_built_later(pl_module):
+            self._make_plan(pl_module)
+            if self.offload:
+                self._held = [b.module for b in find_blocks(pl_module, as_patterns(self.blocks))]
+                hold_on_cpu(self._held)
+        trainer.predict_loop.return_predictions = False
+        self._armed = True
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start to store batches."""
+        if not self._armed:
+            return
+        self._release()
+        plan = self._plan = self._make_plan(pl_module)
+        stop_at = [block.module for block in plan.blocks] or [x.module for x in plan.outside]
+        self._capture = StepCapture(
+            pl_module, stop_at, lambda batch: check_length(pl_module, batch)
+        )
+
+    def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Prune, report, save."""
+        if self._capture is None or self._plan is None:
+            return
+        steps = self._capture.steps
+        plan = self._plan
+        self._release()
+        config = {**self._config, "batches": len(steps), "precision": str(trainer.precision)}
+        self.report = PruningReport(config)
+        with torch.inference_mode(False), torch.no_grad(), _eager():
+            self._prune(trainer, pl_module, plan, steps, self.report)
+            if self.save_dir is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+                save_pruned(pl_module, self.save_dir, self.report, overwrite=self.overwrite)
+        self._armed = False
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Leave nothing behind; Lightning does not call `teardown` after an exception."""
+        self._release()
+        self._armed = False
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse to have done nothing.
+
+        Raises:
+            ValueError: There was no batch to calibrate on.
+        """
+        armed, self._armed = self._armed, False
+        self._release()
+        if armed and stage == "predict":
+            raise ValueError(
+                f"{type(self).__name__} pruned nothing: the predict dataloader gave no batch. "
+                "Give it calibration data, and check `limit_predict_batches`."
+            )
+
+    def _make_plan(self, pl_module: LightningModule) -> Plan:
+        return make_plan(
+            pl_module,
+            self.recipe.pattern,
+            targets=self.targets,
+            ignore=self.ignore,
+            blocks=self.blocks,
+            skip_indivisible=self.skip_indivisible,
+            prefix=name_prefix(pl_module),
+        )
+
+    def _prune(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        plan: Plan,
+        steps: list[Step],
+        report: PruningReport,
+    ) -> None:
+        device = trainer.strategy.root_device
+
+        def run(step: Step) -> Any:
+            on_device = step.to(device)
+            return trainer.strategy.predict_step(*on_device.args, **on_device.kwargs)
+
+        def log_block(k: int, rows: list[LayerReport]) -> None:
+            if rows:
+                losses = [row.relative_loss or 0.0 for row in rows]
+                metrics = {
+                    "prune/relative_loss": sum(losses) / len(losses),
+                    "prune/sparsity": sum(row.sparsity or 0.0 for row in rows) / len(rows),
+                    "prune/seconds": sum(row.seconds or 0.0 for row in rows),
+                }
+                for logger in trainer.loggers:
+                    logger.log_metrics(metrics, step=k)
+                    logger.save()
+
+        with nested_progress(trainer, plan.num_layers) as show:
+            SequentialPruner(
+                model=pl_module,
+                run=run,
+                batches=steps,
+                batch_of=lambda step: step.batch,
+                plan=plan,
+                recipe=self.recipe,
+                report=report,
+                device=device,
+                offload=self.offload,
+                on_progress=lambda progress: show(progress.layers, _describe(progress)),
+                on_block=log_block,
+            ).prune()
+        totals = report.totals
+        trainer.callback_metrics["prune/sparsity"] = torch.tensor(totals["sparsity"])
+        if report.relative_loss is not None:
+            trainer.callback_metrics["prune/relative_loss"] = torch.tensor(report.relative_loss)
+        if totals["already_pruned"]:
+            log.warning(
+                "%d of %d layers already had the pattern %s.",
+                totals["already_pruned"],
+                totals["layers"],
+                self.recipe.pattern,
+            )
+
+    def _release(self) -> None:
+        if self._capture is not None:
+            self._capture.remove()
+            self._capture = None
+        self._plan = None
+        release(self._held)
+        self._held = []
+
+
+class MRPCallback(PruningCallback):
+    """`PruningCallback` with the multiple removal method: mask S, exact compensation M.
+
+    The arguments are those of `PruningCallback`.
+    """
+
+    def __init__(
+        self,
+        *,
+        method: str = "SM",
+        sparsity: float | None = None,
+        pattern: str | None = None,
+        block_size: int | None = 128,
+        damping: float = 0.01,
+        tolerance: float = 1e-6,
+        targets: list[str] | str | None = None,
+        ignore: list[str] | str | None = None,
+        blocks: list[str] | str | None = None,
+        true_sequential: bool = False,
+        offload: bool = False,
+        skip_indivisible: bool = False,
+        save_dir: str | PathLike[str] | None = None,
+        overwrite: bool = False,
+    ) -> None:
+        super().__init__(
+            method=method,
+            sparsity=sparsity,
+            pattern=pattern,
+            block_size=block_size,
+            damping=damping,
+            tolerance=tolerance,
+            targets=targets,
+            ignore=ignore,
+            blocks=blocks,
+            true_sequential=true_sequential,
+            offload=offload,
+            skip_indivisible=skip_indivisible,
+            save_dir=save_dir,
+            overwrite=overwrite,
+        )
+
+
+def _eager() -> Any:
+    """Hooks on a compiled model never fire."""
+    return torch.compiler.set_stance("force_eager")
+
+
+def _is_built_later(pl_module: LightningModule) -> bool:
+    """Whether the module may make its layers after the callbacks' `setup`."""
+    return any(is_overridden(hook, pl_module) for hook in ("setup", "configure_model"))
+
+
+def _describe(progress: Progress) -> str:
+    loss = progress.report.relative_loss
+    so_far = "" if loss is None else f" · relative loss {loss:.3g}"
+    return f"block {progress.block}/{progress.blocks} · {progress.task}{so_far}"
+
+
+def _number(argument: str, value: Any, *, positive: bool) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value < 0 or (positive and value == 0):
+        bound = "> 0" if positive else "≥ 0"
+        raise ValueError(f"`{argument}` must be a finite number {bound}. Got {value!r}.")
+    return float(value)

@@ -1,0 +1,39 @@
+"""Which of Lightning's strategies the walk runs under."""
+
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+
+from mrp_lightning.errors import StrategyError
+
+
+def require_one_process(trainer: Trainer, caller: str) -> None:
+    """Refuse strategies that shard the model, or that run in other processes.
+
+    Raises:
+        StrategyError: It names the strategy.
+    """
+    strategy: Any = trainer.strategy
+    name = getattr(strategy, "strategy_name", None) or type(strategy).__name__
+    if trainer.world_size > 1:
+        problem = f"{trainer.world_size} processes"
+    elif isinstance(strategy.launcher, _MultiProcessingLauncher):
+        problem = "workers that are spawned or forked, whose pruned weights would be lost"
+    elif not isinstance(strategy, SingleDeviceStrategy) and _shards(strategy):
+        problem = "a model that is sharded"
+    else:
+        return
+    raise StrategyError(
+        f"{caller} runs in one process, on one device. Got strategy {name!r} "
+        f"({type(strategy).__name__}) with {problem}. Use "
+        "Trainer(devices=1, strategy='auto'); for a model larger than the device, `offload: true`."
+    )
+
+
+def _shards(strategy: Any) -> bool:
+    return any(
+        kind.__name__ in ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
+        for kind in type(strategy).__mro__
+    )

@@ -1,0 +1,267 @@
+"""Pruning a model block by block, each calibrated on the outputs of the pruned blocks before it."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mrp_lightning.blocks import Block
+from mrp_lightning.calibration import Calibration, InputGroup, InputsDiffer
+from mrp_lightning.damping import DampedHessian
+from mrp_lightning.layers import Layer
+from mrp_lightning.methods import Method
+from mrp_lightning.offload import CPU, Offload
+from mrp_lightning.padding import Padding
+from mrp_lightning.patterns import SemiStructured, Unstructured
+from mrp_lightning.plan import Plan
+from mrp_lightning.pruning import prune
+from mrp_lightning.report import LayerReport, PruningReport
+from mrp_lightning.walk import Walk, WholeModel, choose_walk
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How layers are pruned.
+
+    Attributes:
+        pattern: What to.
+        method: Mask and compensation.
+        block_size: Columns at a time, `None` for all.
+        damping: Fraction of the mean of the Hessian's diagonal that is added to it.
+        tolerance: Relative distance to the optimum at which the exact compensation stops.
+        true_sequential: Whether layers of one block see the pruned layers before them.
+    """
+
+    pattern: Unstructured | SemiStructured
+    method: Method
+    block_size: int | None = 128
+    damping: float = 0.01
+    tolerance: float = 1e-6
+    true_sequential: bool = False
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where the walk is.
+
+    Attributes:
+        block: Number of the block, from 1.
+        blocks: How many there are.
+        task: What is being done.
+        layers: Layers finished, pruned or skipped.
+        report: The layers so far.
+    """
+
+    block: int
+    blocks: int
+    task: str
+    layers: int
+    report: PruningReport
+
+
+@dataclass(eq=False)
+class SequentialPruner:
+    """Prunes a model in place.
+
+    Args:
+        model: The module whose forward `run` calls.
+        run: Runs that forward on one batch.
+        batches: The calibration batches; anything that `run` takes.
+        plan: The blocks and layers.
+        recipe: How layers are pruned.
+        report: Filled while layers are pruned.
+        batch_of: What of an item of `batches` holds an `attention_mask`.
+        device: Where the model runs.
+        offload: Whether blocks and stored activations stay on the CPU until they are needed.
+        on_progress: Called often, for a progress bar.
+        on_block: Called with the number of each block (from 0) and the layers pruned in it.
+    """
+
+    model: nn.Module
+    run: Callable[[Any], Any]
+    batches: Sequence[Any]
+    plan: Plan
+    recipe: Recipe
+    report: PruningReport
+    batch_of: Callable[[Any], Any] = lambda item: item
+    device: torch.device = CPU
+    offload: bool = False
+    on_progress: Callable[[Progress], None] = lambda *_: None
+    on_block: Callable[[int, list[LayerReport]], None] = lambda *_: None
+    _block: int = field(default=0, init=False)
+
+    def prune(self) -> None:
+        """Walk the model.
+
+        Each layer is written in one copy, then reported: after an exception the report lists the
+        layers that are pruned, and all others are as they were.
+
+        Raises:
+            TargetError: The blocks have no order.
+            HessianError: A layer's inputs give no usable Hessian.
+        """
+        start = time.perf_counter()
+        self.padding = Padding(self.model)
+        blocks = [block.module for block in self.plan.blocks] if self.offload else []
+        self._offload = Offload(blocks, self.device)
+        self._forward = self.run
+        self.run = self._run_one
+        try:
+            with self.padding.watch(), self._offload.active(), torch.no_grad():
+                self._report_skipped()
+                self._walk()
+            self.report.complete = True
+        finally:
+            self.run = self._forward
+            self.report.seconds = time.perf_counter() - start
+
+    def _run_one(self, item: Any) -> Any:
+        self.padding.start_batch(self.batch_of(item))
+        return self._forward(item)
+
+    def _walk(self) -> None:
+        plan = self.plan
+        if plan.blocks:
+            store = CPU if self.offload else None
+            walk = choose_walk(self.run, self.batches, plan.blocks, store=store)
+            self.report.config["walk"] = walk.name
+            last = max((k for k, b in enumerate(walk.blocks) if plan.layers[b.name]), default=-1)
+            for k, block in enumerate(walk.blocks[: last + 1]):
+                self._block = k
+                with self._offload.pinned(block.module):
+                    rows = self._prune_layers(walk, k, plan.layers[block.name])
+                    if k < last:
+                        for _ in walk.advance(k):
+                            self._tell(f"{block.name} outputs")
+                self.on_block(k, rows)
+        if plan.outside:
+            whole = WholeModel(self.run, self.batches, [Block("", self.model, "")])
+            self.report.config.setdefault("walk", whole.name)
+            self._block = len(plan.blocks)
+            self.on_block(self._block, self._prune_layers(whole, 0, plan.outside))
+
+    def _prune_layers(self, walk: Walk, k: int, layers: list[Layer]) -> list[LayerReport]:
+        """Calibrate and prune the layers of one block; all from one pass, or group by group."""
+        rows: list[LayerReport] = []
+        for stage in self._stages(walk, k, layers):
+            calibration = self._calibrate(walk, k, stage)
+            while calibration.groups:
+                rows += self._prune_group(calibration.groups.pop(0))
+            for layer in calibration.not_called:
+                self._skip(layer.name, tuple(layer.weight.shape), "not called in the forward")
+        return rows
+
+    def _stages(self, walk: Walk, k: int, layers: list[Layer]) -> list[list[Layer]]:
+        if not layers or not self.recipe.true_sequential:
+            return [layers] if layers else []
+        order = Calibration(layers, self.padding)
+        with order.hooked():
+            walk.output(k, 0)
+        return [list(group.layers) for group in order.groups] + (
+            [order.not_called] if order.not_called else []
+        )
+
+    def _calibrate(self, walk: Walk, k: int, layers: list[Layer]) -> Calibration:
+        """One pass over all batches."""
+        for share in (True, False):
+            calibration = Calibration(layers, self.padding, share=share)
+            try:
+                with calibration.hooked():
+                    for _ in walk.visit(k):
+                        calibration.end_batch()
+                        self._tell(f"{walk.blocks[k].name} statistics")
+                return calibration
+            except InputsDiffer:
+                assert share
+                log.info("%s: layers share inputs in some batches only", walk.blocks[k].name)
+        raise AssertionError
+
+    def _prune_group(self, group: InputGroup) -> list[LayerReport]:
+        """Prune the layers that share an input."""
+        first = group.layers[0]
+        if group.accumulator.num_tokens == 0:
+            for layer in group.layers:
+                self._skip(layer.name, tuple(layer.weight.shape), "saw no tokens, only padding")
+            return []
+        hessian = group.accumulator.hessian().to(first.weight.device)
+        tokens = group.accumulator.num_tokens
+        del group.accumulator
+        prepared = DampedHessian(hessian, self.recipe.damping, name=first.name)
+        return [self._prune_layer(layer, prepared, tokens) for layer in group.layers]
+
+    def _prune_layer(self, layer: Layer, prepared: DampedHessian, tokens: int) -> LayerReport:
+        recipe, weight = self.recipe, layer.weight
+        already = recipe.pattern.holds(weight == 0)
+        if already:
+            log.info("%s already has the pattern %s", layer.name, recipe.pattern)
+        with _measure(weight.device) as used:
+            solution = prune(
+                weight,
+                prepared,
+                recipe.pattern,
+                recipe.method,
+                block_size=recipe.block_size,
+                tolerance=recipe.tolerance,
+            )
+        energy = _energy(weight, prepared.hessian)
+        row = LayerReport(
+            name=layer.name,
+            shape=tuple(weight.shape),
+            method=recipe.method.name,
+            sparsity=float(solution.pruned.float().mean()),
+            loss=solution.loss,
+            relative_loss=solution.loss / energy if energy else 0.0,
+            damping=solution.damping_used,
+            iterations=solution.iterations,
+            gap=solution.gap,
+            tokens=tokens,
+            dead_inputs=solution.dead_inputs,
+            already_pruned=already,
+            **used,
+        )
+        layer.write_(solution.weight)
+        self.report.layers.append(row)
+        log.info("%s: relative loss %.4g, %.1f s", row.name, row.relative_loss, row.seconds)
+        self._tell(layer.name)
+        return row
+
+    def _report_skipped(self) -> None:
+        for left in self.plan.skipped:
+            self._skip(left.name, left.shape, left.reason)
+
+    def _skip(self, name: str, shape: tuple[int, ...], reason: str) -> None:
+        log.info("%s is left dense: %s", name, reason)
+        self.report.layers.append(LayerReport(name=name, shape=shape, skipped=reason))
+
+    def _tell(self, task: str) -> None:
+        blocks = len(self.plan.blocks) + bool(self.plan.outside)
+        done = len(self.report.layers) - len(self.plan.skipped)
+        self.on_progress(Progress(self._block + 1, blocks, task, done, self.report))
+
+
+def _energy(weight: Tensor, hessian: Tensor) -> float:
+    """½·tr(W H Wᵀ), the mean over tokens of ‖Wx‖²."""
+    dense = weight.to(hessian.dtype)
+    return 0.5 * float(((dense @ hessian) * dense).sum())
+
+
+@contextmanager
+def _measure(device: torch.device) -> Iterator[dict[str, Any]]:
+    """Seconds, and the peak of GPU memory, of the block of code."""
+    used: dict[str, Any] = {}
+    cuda = device.type == "cuda"
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(device)
+    start = time.perf_counter()
+    yield used
+    if cuda:
+        torch.cuda.synchronize(device)
+        used["peak_memory"] = torch.cuda.max_memory_allocated(device)
+    used["seconds"] = time.perf_counter() - start
