@@ -120,6 +120,11 @@ class CausalLM(LightningModule):
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
         return loss, int((targets != -100).sum())
 
+    def setup(self, stage: str) -> None:
+        """Train all of the model: transformers loads models in evaluation mode."""
+        if stage == "fit":
+            self.model.train()
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Log `train_loss`."""
         loss, _ = self.loss(batch)
@@ -214,8 +219,8 @@ def _load(source: str, dtype: torch.dtype | None, **options: Any) -> PreTrainedM
         ) from error
     if loading["missing_keys"]:
         raise ValueError(
-            f"`model`: the checkpoint {source} lacks weights of {type(model).__name__}, which would "
-            f"be random: {', '.join(sorted(loading['missing_keys']))}."
+            f"`model`: the checkpoint {source} lacks weights of {type(model).__name__}, which "
+            f"would be random: {', '.join(sorted(loading['missing_keys']))}."
         )
     # A checkpoint loaded in another precision is still saved in its own (see checkpoint.py).
     model.config.dtype = published or model.dtype

@@ -1,4 +1,4 @@
-"""Writing a model to disk: into a directory beside the target, moved into place when it is whole."""
+"""Writing a model to disk: beside the target, and moved into place when it is whole."""
 
 import os
 import shutil

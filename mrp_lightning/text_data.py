@@ -32,7 +32,7 @@ class TextDataModule(LightningDataModule):
             `text_column`), for `predict` and `fit`.
         eval_files: The same, for `validate` and `test`.
         dataset: A Hugging Face dataset with the splits train, validation and test: its name or
-            directory, the arguments of `datasets.load_dataset` (`{path: allenai/c4, data_files: …}`),
+            directory, the arguments of `datasets.load_dataset` (such as `path` and `data_files`),
             or a loaded `DatasetDict`. Where it has no test split, `test` reads validation.
         num_samples: Calibration windows.
         sequence_length: Tokens a window.
@@ -192,12 +192,11 @@ class TextDataModule(LightningDataModule):
             ) from error
 
     def _of_dataset(self, split: Split) -> Sequence[str]:
-        splits: Any = self.dataset
-        if isinstance(splits, str | dict):
+        splits: Any = {"path": self.dataset} if isinstance(self.dataset, str) else self.dataset
+        if type(splits) is dict:  # a DatasetDict is a dict, too
             from datasets import load_dataset
 
-            arguments = {"path": splits} if isinstance(splits, str) else splits
-            splits = load_dataset(**arguments)
+            splits = load_dataset(**splits)
         name = "validation" if split == "test" and "test" not in splits else split
         if name not in splits:
             raise ValueError(f"`data.dataset` has no split {name!r}; it has {sorted(splits)}.")
