@@ -1,5 +1,6 @@
-"""Lightning callbacks that prune."""
+"""Lightning callbacks that prune and save."""
 
 from callbacks.pruning import MRPCallback, PruningCallback
+from callbacks.save import SaveModel
 
-__all__ = ["MRPCallback", "PruningCallback"]
+__all__ = ["MRPCallback", "PruningCallback", "SaveModel"]

@@ -31,7 +31,7 @@ class SaveModel(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the directory."""
         assert isinstance(pl_module, CausalLM)
-        if not trainer.is_global_zero or trainer.fast_dev_run or trainer.interrupted:
+        if not trainer.is_global_zero or trainer.interrupted or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         with save_directory(self.save_dir, overwrite=self.overwrite) as staging:
             save_pretrained(

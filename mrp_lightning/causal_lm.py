@@ -20,6 +20,7 @@ from transformers import (
 
 from mrp_lightning.batch import split_batch
 from mrp_lightning.checkpoint import as_dtype
+from mrp_lightning.errors import OptionError, TargetError
 
 
 class CausalLM(LightningModule):
@@ -49,7 +50,7 @@ class CausalLM(LightningModule):
 
     Raises:
         FileNotFoundError: `model` is neither a model directory nor a model that the hub gives.
-        ValueError: The checkpoint lacks weights that the model needs.
+        TargetError: The checkpoint lacks weights that the model needs.
         TypeError: `model` is none of the above.
     """
 
@@ -70,6 +71,7 @@ class CausalLM(LightningModule):
         source = os.fspath(model) if isinstance(model, str | os.PathLike) else None
         hub = {"revision": revision, "trust_remote_code": trust_remote_code}
         options = {"attn_implementation": attn_implementation} if attn_implementation else {}
+        self.model: Any
         if source is not None:
             self.model = _load(source, as_dtype(dtype), **hub, **options)
         elif isinstance(model, dict | PreTrainedConfig):
@@ -77,7 +79,9 @@ class CausalLM(LightningModule):
             dtype = as_dtype(dtype) or torch.float32
             self.model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
         elif isinstance(model, PreTrainedModel):
-            self.model = model if dtype is None else model.to(as_dtype(dtype))
+            self.model = model
+            if dtype is not None:
+                self.model.to(as_dtype(dtype))
         else:
             raise TypeError(
                 "`model` must be a path, a hub id, a transformers configuration or a transformers "
@@ -187,7 +191,7 @@ class CausalLM(LightningModule):
 
 def _config(values: dict[str, Any]) -> PreTrainedConfig:
     if "model_type" not in values:
-        raise ValueError(
+        raise OptionError(
             "`model` given as a dictionary is a transformers configuration and needs `model_type`, "
             f"such as llama. Got the keys {sorted(values)}."
         )
@@ -209,7 +213,7 @@ def _load(source: str, dtype: torch.dtype | None, **options: Any) -> PreTrainedM
         published = AutoConfig.from_pretrained(
             source, **{k: v for k, v in options.items() if k != "attn_implementation"}
         ).dtype
-        model, loading = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             source, dtype=dtype or "auto", output_loading_info=True, **options
         )
     except OSError as error:
@@ -217,8 +221,9 @@ def _load(source: str, dtype: torch.dtype | None, **options: Any) -> PreTrainedM
             f"`model`: {source} is neither a complete local model directory nor a model that the "
             f"hub gives. Check the name, or download it first. ({error})"
         ) from error
+    model, loading = loaded
     if loading["missing_keys"]:
-        raise ValueError(
+        raise TargetError(
             f"`model`: the checkpoint {source} lacks weights of {type(model).__name__}, which "
             f"would be random: {', '.join(sorted(loading['missing_keys']))}."
         )

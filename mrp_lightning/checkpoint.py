@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mrp_lightning.errors import OptionError
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -121,13 +123,13 @@ def as_dtype(name: torch.dtype | str | None) -> torch.dtype | None:
     """The floating dtype of a name such as `bfloat16`.
 
     Raises:
-        ValueError: There is none of that name.
+        OptionError: There is none of that name.
     """
     if name is None or isinstance(name, torch.dtype):
         return name
     found = getattr(torch, name.removeprefix("torch."), None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ValueError(
+        raise OptionError(
             f"`dtype` must be a floating type such as float32 or bfloat16. Got {name!r}."
         )
     return found

@@ -2,7 +2,6 @@
 
 import inspect
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -27,7 +26,7 @@ class SaveConfigToLog(SaveConfigCallback):
 class PruningCLI(LightningCLI):
     """`fit`, `validate`, `test` and `predict` of a `CausalLM` on a `TextDataModule`."""
 
-    def __init__(self, args: Sequence[str] | None = None, *, run: bool = True) -> None:
+    def __init__(self, args: list[str] | None = None, *, run: bool = True) -> None:
         super().__init__(
             CausalLM,
             TextDataModule,
@@ -61,10 +60,20 @@ _USER_ERRORS: tuple[Any, ...] = (
 )
 
 
-def main(args: Sequence[str] | None = None) -> None:
+def main(args: list[str] | None = None) -> None:
     """Run the command line; a mistake of the user's ends it with one line and status 2."""
     try:
         PruningCLI(args)
-    except _USER_ERRORS as error:
-        sys.stderr.write(f"error: {error}\n")
+    except Exception as error:
+        message = _user_error(error)
+        if message is None:
+            raise
+        sys.stderr.write(f"error: {message}\n")
         raise SystemExit(2) from error
+
+
+def _user_error(error: BaseException | None) -> BaseException | None:
+    """The user's mistake behind an error; jsonargparse wraps what a constructor raises."""
+    while error is not None and not isinstance(error, _USER_ERRORS):
+        error = error.__cause__
+    return error

@@ -21,5 +21,13 @@ class StrategyError(ValueError):
     """The trainer spreads the model or the data over processes in a way that is not supported."""
 
 
+class DataError(ValueError):
+    """Text or batches cannot be used: none, too short, of an unknown form, without a tokenizer."""
+
+
+class OptionError(ValueError):
+    """An option has a value that it cannot have."""
+
+
 class NumericalWarning(UserWarning):
     """A result is valid but less accurate than asked for, or took more damping than asked for."""

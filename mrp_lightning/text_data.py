@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from mrp_lightning.embedded.standard_library import Split, standard_library
+from mrp_lightning.errors import DataError, OptionError
 
 _SEPARATOR = "\n\n"  # between documents, as SparseGPT joins WikiText2
 
@@ -43,7 +44,8 @@ class TextDataModule(LightningDataModule):
 
     Raises:
         FileNotFoundError: Files that do not exist, all listed.
-        ValueError: A number is not positive, the text is too short for one window, the window is
+        OptionError: A number is not positive, or text comes from two places.
+        DataError: Later, when the text is needed: it is too short for one window, the window is
             longer than the model's positions, or no tokenizer is known.
     """
 
@@ -67,9 +69,9 @@ class TextDataModule(LightningDataModule):
             "batch_size": batch_size,
         }
         if wrong := {name: n for name, n in counts.items() if n < 1}:
-            raise ValueError(f"TextDataModule: expected positive numbers. Got {wrong}.")
+            raise OptionError(f"TextDataModule: expected positive numbers. Got {wrong}.")
         if dataset is not None and (train_files or eval_files):
-            raise ValueError(
+            raise OptionError(
                 "TextDataModule: give either `dataset` or `train_files`/`eval_files`, not both."
             )
         self.files: dict[str, list[Path]] = {
@@ -99,14 +101,14 @@ class TextDataModule(LightningDataModule):
         elif self.tokenizer is None:
             self.tokenizer = getattr(module, "tokenizer", None)
         if self.tokenizer is None:
-            raise ValueError(
+            raise DataError(
                 "TextDataModule has no tokenizer: the model comes without one. "
                 "Name a directory or hub id with `data.tokenizer`."
             )
         config = getattr(getattr(module, "model", None), "config", None)
         positions = getattr(config, "max_position_embeddings", None)
         if positions is not None and self.sequence_length > positions:
-            raise ValueError(
+            raise DataError(
                 f"`data.sequence_length` is {self.sequence_length}, but the model has only "
                 f"{positions} positions (`max_position_embeddings`)."
             )
@@ -156,7 +158,7 @@ class TextDataModule(LightningDataModule):
         """The texts of one split.
 
         Raises:
-            ValueError: The source has no such split, or it is empty.
+            DataError: The source has no such split, or it is empty.
         """
         if self.dataset is not None:
             documents = self._of_dataset(split)
@@ -165,12 +167,12 @@ class TextDataModule(LightningDataModule):
         else:
             documents = list(standard_library(split))
         if not len(documents):
-            raise ValueError(f"TextDataModule: the {split} split is empty.")
+            raise DataError(f"TextDataModule: the {split} split is empty.")
         return documents
 
     def _of_files(self, key: str) -> list[str]:
         if not self.files[key]:
-            raise ValueError(f"TextDataModule: `data.{key}` is needed here, but none was given.")
+            raise DataError(f"TextDataModule: `data.{key}` is needed here, but none was given.")
         documents = []
         for path in self.files[key]:
             text = path.read_text(encoding="utf-8")
@@ -186,7 +188,7 @@ class TextDataModule(LightningDataModule):
         try:
             return json.loads(line)[self.text_column]
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
+            raise DataError(
                 f"`data.{{train,eval}}_files`: {where} is not a JSON object with the key "
                 f"{self.text_column!r} (`data.text_column`)."
             ) from error
@@ -199,9 +201,9 @@ class TextDataModule(LightningDataModule):
             splits = load_dataset(**splits)
         name = "validation" if split == "test" and "test" not in splits else split
         if name not in splits:
-            raise ValueError(f"`data.dataset` has no split {name!r}; it has {sorted(splits)}.")
+            raise DataError(f"`data.dataset` has no split {name!r}; it has {sorted(splits)}.")
         if self.text_column not in splits[name].column_names:
-            raise ValueError(
+            raise DataError(
                 f"`data.dataset` has no column {self.text_column!r}; name one of "
                 f"{splits[name].column_names} with `data.text_column`."
             )
@@ -218,15 +220,17 @@ class TextDataModule(LightningDataModule):
         kept = torch.tensor(tokens[: num_windows * self.sequence_length])
         return kept.view(num_windows, self.sequence_length)
 
-    def _too_short(self, split: str, num_tokens: int) -> ValueError:
-        return ValueError(
+    def _too_short(self, split: str, num_tokens: int) -> DataError:
+        return DataError(
             f"TextDataModule: the {split} text has only {num_tokens} tokens, less than one window "
             f"of `data.sequence_length` {self.sequence_length}. Give more text or shorter windows."
         )
 
     def _loader(self, windows: Tensor, *, shuffle: bool) -> DataLoader[Tensor]:
         order = torch.Generator().manual_seed(self.seed) if shuffle else None
-        return DataLoader(windows, self.batch_size, shuffle=shuffle, generator=order)  # type: ignore[arg-type]
+        # A tensor is a sequence of windows, though not by its type.
+        dataset: Any = windows
+        return DataLoader(dataset, batch_size=self.batch_size, shuffle=shuffle, generator=order)
 
 
 def _paths(files: Sequence[str] | str | None) -> list[Path]:
