@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from mrp_lightning.blocks import find_blocks
-from mrp_lightning.capture import Step, StepCapture
+from mrp_lightning.capture import Step, StepCapture, eager
 from mrp_lightning.checkpoint import check_output_dir
 from mrp_lightning.methods import parse_method
 from mrp_lightning.names import as_patterns
@@ -20,11 +20,7 @@ from mrp_lightning.patterns import make_pattern
 from mrp_lightning.plan import Plan, make_plan
 from mrp_lightning.processes import require_one_process
 from mrp_lightning.progress import nested_progress
-from mrp_lightning.pruned_checkpoint import (
-    check_length,
-    name_prefix,
-    save_pruned,
-)
+from mrp_lightning.pruned_checkpoint import check_length, checkpoint_root, save_pruned
 from mrp_lightning.report import LayerReport, PruningReport
 from mrp_lightning.sequential import Progress, Recipe, SequentialPruner
 
@@ -176,7 +172,7 @@ class PruningCallback(Callback):
         self._release()
         config = {**self._config, "batches": len(steps), "precision": str(trainer.precision)}
         self.report = PruningReport(config)
-        with torch.inference_mode(False), torch.no_grad(), _eager():
+        with torch.inference_mode(False), torch.no_grad(), eager():
             self._prune(trainer, pl_module, plan, steps, self.report)
             if self.save_dir is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
                 save_pruned(pl_module, self.save_dir, self.report, overwrite=self.overwrite)
@@ -211,7 +207,7 @@ class PruningCallback(Callback):
             ignore=self.ignore,
             blocks=self.blocks,
             skip_indivisible=self.skip_indivisible,
-            prefix=name_prefix(pl_module),
+            prefix=checkpoint_root(pl_module)[0],
         )
 
     def _prune(
@@ -315,11 +311,6 @@ class MRPCallback(PruningCallback):
             save_dir=save_dir,
             overwrite=overwrite,
         )
-
-
-def _eager() -> Any:
-    """Hooks on a compiled model never fire."""
-    return torch.compiler.set_stance("force_eager")
 
 
 def _is_built_later(pl_module: LightningModule) -> bool:

@@ -60,7 +60,12 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """`model.named_modules()` with modules that were compiled in place of their wrappers."""
     for name, module in model.named_modules():
         if not hasattr(module, "_orig_mod"):
-            yield ".".join(part for part in name.split(".") if part != "_orig_mod"), module
+            yield without_wrappers(name), module
+
+
+def without_wrappers(name: str) -> str:
+    """A name without the parts that `torch.compile` adds."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def unwrap(module: nn.Module) -> nn.Module:

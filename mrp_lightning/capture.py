@@ -13,6 +13,11 @@ from torch import Tensor, nn
 from mrp_lightning.walk import StopForward
 
 
+def eager() -> Any:
+    """A context without compiled code, in which hooks that are added later would not fire."""
+    return torch.compiler.set_stance("force_eager")
+
+
 @dataclass(frozen=True)
 class Step:
     """The arguments of one `predict_step`, on the CPU."""
@@ -73,7 +78,8 @@ class StepCapture:
 
         handles = [module.register_forward_pre_hook(stop) for module in self._stop_at]
         try:
-            step(*args, **kwargs)
+            with eager():
+                step(*args, **kwargs)
         except StopForward:
             pass
         finally:

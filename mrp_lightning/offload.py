@@ -54,6 +54,7 @@ class Offload:
         handles: list[Any] = []
         try:
             for block in self.blocks:
+                block.to(CPU)
                 handles.append(block.register_forward_pre_hook(self._bring))
                 handles.append(block.register_forward_hook(self._take_back))
             yield

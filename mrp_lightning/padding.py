@@ -4,7 +4,8 @@ import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +13,23 @@ from torch import Tensor, nn
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class _Masks:
+    """What a module was called with: masks (batch, length), True for tokens, None without padding.
+
+    Attributes:
+        own: Of its hidden state.
+        memory: The encoder's output that its cross-attention reads, if it was given one.
+        of_memory: The mask of that.
+    """
+
+    own: Tensor | None
+    memory: Tensor | None = None
+    of_memory: Tensor | None = None
+
+
 class Padding:
-    """Watches the `attention_mask` that modules are called with.
+    """Watches the attention masks that modules are called with.
 
     A layer's padding is told by the mask of the innermost module around it that was given one: a
     decoder's layers by the decoder's mask. Where no module takes a mask, it is that of the batch.
@@ -23,14 +39,9 @@ class Padding:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._takers = {
-            name: module
-            for name, module in model.named_modules()
-            if "attention_mask" in inspect.signature(module.forward).parameters
-            and any(True for _ in module.children())
-        }
+        self._takers = [module for module in model.modules() if _takes_mask(module)]
         self._parents = _parents(model)
-        self._kept: dict[int, Tensor | None] = {}
+        self._masks: dict[int, _Masks] = {}
         self._of_batch: Tensor | None = None
         self._warned: set[str] = set()
 
@@ -39,7 +50,7 @@ class Padding:
         """Note the masks of every forward that runs in this context."""
         handles = [
             module.register_forward_pre_hook(self._note, with_kwargs=True)
-            for module in self._takers.values()
+            for module in self._takers
         ]
         try:
             yield
@@ -50,17 +61,18 @@ class Padding:
 
     def start_batch(self, batch: Any) -> None:
         """Forget the masks of the last batch, and take this one's own."""
-        self._kept.clear()
+        self._masks.clear()
         mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-        self._of_batch = _tokens(mask)
+        self._of_batch = _tokens(mask) if _is_mask(mask) else None
 
     def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        mask = kwargs.get("attention_mask")
-        if mask is None and args:
-            bound = inspect.signature(module.forward).bind_partial(*args)
-            mask = bound.arguments.get("attention_mask")
-        if isinstance(mask, Tensor) and mask.ndim == 2:
-            self._kept[id(module)] = _tokens(mask)
+        given = inspect.signature(module.forward).bind_partial(*args).arguments | kwargs
+        mask, memory = given.get("attention_mask"), given.get("encoder_hidden_states")
+        of_memory = given.get("encoder_attention_mask")
+        if _is_mask(mask):
+            self._masks[id(module)] = _Masks(
+                _tokens(mask), memory, _tokens(of_memory) if _is_mask(of_memory) else None
+            )
 
     def tokens(self, x: Tensor, module: nn.Module, name: str) -> Tensor:
         """The rows of a layer's input that are tokens.
@@ -73,7 +85,8 @@ class Padding:
         Returns:
             (rows, ..., columns), or `x` itself where there is no padding.
         """
-        kept = self._mask_for(module)
+        masks = self._around(module)
+        kept = masks.of_memory if x is masks.memory else masks.own
         if kept is None:
             return x
         kept = kept.to(x.device)
@@ -92,22 +105,32 @@ class Padding:
             )
         return x
 
-    def _mask_for(self, module: nn.Module) -> Tensor | None:
+    def _around(self, module: nn.Module) -> _Masks:
         around: nn.Module | None = module
         while around is not None:
-            if id(around) in self._kept:
-                return self._kept[id(around)]
+            if id(around) in self._masks:
+                return self._masks[id(around)]
             around = self._parents.get(id(around))
-        return self._of_batch
+        return _Masks(self._of_batch)
 
 
-def _tokens(mask: Any) -> Tensor | None:
-    """(batch, length), True for tokens; `None` where all are, or where this is no such mask."""
-    if not isinstance(mask, Tensor) or mask.ndim != 2:
-        return None
+def _takes_mask(module: nn.Module) -> bool:
+    try:
+        return "attention_mask" in inspect.signature(module.forward).parameters
+    except (TypeError, ValueError):  # compiled to something without a signature
+        return False
+
+
+def _is_mask(value: Any) -> TypeGuard[Tensor]:
+    """Whether this is a mask (batch, length) of zeros and ones, and not one to add to scores."""
+    if not isinstance(value, Tensor) or value.ndim != 2:
+        return False
+    return not value.is_floating_point() or bool(((value == 0) | (value == 1)).all())
+
+
+def _tokens(mask: Tensor) -> Tensor | None:
+    """True for tokens; `None` where all are."""
     kept = mask != 0
-    if mask.is_floating_point() and not torch.equal(kept.to(mask.dtype), mask):
-        return None
     return None if bool(kept.all()) else kept
 
 
@@ -124,5 +147,5 @@ def longest_input(batch: Any) -> int:
     ids: Any = batch.get("input_ids") if isinstance(batch, Mapping) else batch
     if isinstance(ids, Sequence) and ids:
         ids = ids[0]
-    is_ids = isinstance(ids, Tensor) and ids.ndim == 2 and not ids.is_floating_point()
+    is_ids = isinstance(ids, torch.Tensor) and ids.ndim == 2 and not ids.is_floating_point()
     return ids.shape[1] if is_ids else 0

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from mrp_lightning.blocks import Block, find_blocks, named_modules
+from mrp_lightning.blocks import Block, find_blocks, named_modules, without_wrappers
 from mrp_lightning.errors import PatternError, TargetError
 from mrp_lightning.layers import (
     Layer,
@@ -100,7 +100,7 @@ def make_plan(
     names = [n for n in (*in_blocks, *outside) if wanted(n)]
     _refuse_unusual(modules, names, [n for n in modules if wanted(n)], found)
     skipped = {s.name: s for s in _fused(modules, found, wanted)}
-    skipped |= {s.name: s for s in _tied(model, names)}
+    skipped |= {s.name: s for s in _tied(model, modules, names)}
     skipped |= {s.name: s for s in _indivisible(modules, names, pattern, skip_indivisible)}
     kept = {n: Layer(n.removeprefix(prefix), modules[n]) for n in names if n not in skipped}
     if not kept:
@@ -147,18 +147,15 @@ def _fused(modules: dict[str, nn.Module], blocks: list[Block], wanted: object) -
                     yield Skipped(f"{name}.{weight}", tuple(tensor.shape), reason)
 
 
-def _tied(model: nn.Module, names: list[str]) -> Iterator[Skipped]:
+def _tied(model: nn.Module, modules: dict[str, nn.Module], names: list[str]) -> Iterator[Skipped]:
     """A weight with several owners is pruned with the first layer, or not at all."""
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        owner = ".".join(p for p in name.split(".")[:-1] if p != "_orig_mod")
+        owner = without_wrappers(name.rpartition(".")[0])
         owners.setdefault(id(parameter), []).append(owner)
     targets = set(names)
     for name in names:
-        parameter = model.get_parameter(_parameter_name(model, name))
-        others = [o for o in owners[id(parameter)] if o != name]
-        if not others:
-            continue
+        others = [o for o in owners[id(modules[name].weight)] if o != name]
         foreign = [o for o in others if o not in targets]
         first = next(n for n in names if n in (name, *others))
         if foreign:
@@ -167,15 +164,7 @@ def _tied(model: nn.Module, names: list[str]) -> Iterator[Skipped]:
             reason = f"its weight is tied to {first}, with which it is pruned"
         else:
             continue
-        yield Skipped(name, tuple(parameter.shape), reason)
-
-
-def _parameter_name(model: nn.Module, name: str) -> str:
-    """The name with the wrappers of compiled modules."""
-    for raw, _ in model.named_parameters(remove_duplicate=False):
-        if ".".join(p for p in raw.split(".") if p != "_orig_mod") == f"{name}.weight":
-            return raw
-    raise AssertionError(name)
+        yield Skipped(name, tuple(Layer(name, modules[name]).weight.shape), reason)
 
 
 def _indivisible(

@@ -5,12 +5,14 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 from safetensors.torch import save_model
+from torch import nn
 from transformers import PreTrainedModel
 
-from mrp_lightning.blocks import find_blocks, unwrap
+from mrp_lightning.blocks import find_blocks, unwrap, without_wrappers
 from mrp_lightning.checkpoint import save_directory, save_pretrained
 from mrp_lightning.padding import longest_input
 from mrp_lightning.report import PruningReport, model_card
+from mrp_lightning.trainer import ModuleRunner
 
 
 def language_models(module: LightningModule) -> dict[str, PreTrainedModel]:
@@ -23,14 +25,21 @@ def language_models(module: LightningModule) -> dict[str, PreTrainedModel]:
     return found
 
 
-def name_prefix(module: LightningModule) -> str:
-    """What to cut from layer names, so that they are those of the checkpoint."""
+def checkpoint_root(module: LightningModule) -> tuple[str, nn.Module]:
+    """What is saved, and the prefix of its names in the LightningModule.
+
+    It is the one `PreTrainedModel`, or the module that a `ModuleRunner` runs, or else all.
+    """
     models = language_models(module)
-    if len(models) != 1:
-        return ""
-    prefix = next(iter(models)).removesuffix("_orig_mod").rstrip(".") + "."
-    blocks = find_blocks(module)
-    return prefix if all(block.name.startswith(prefix) for block in blocks) else ""
+    if len(models) == 1:
+        name, model = next(iter(models.items()))
+        prefix = f"{without_wrappers(name)}."
+        # Layers of other parts of the LightningModule keep their full names.
+        everything = all(block.name.startswith(prefix) for block in find_blocks(module))
+        return prefix if everything else "", model
+    if isinstance(module, ModuleRunner):
+        return "model.", unwrap(module.model)
+    return "", module
 
 
 def check_length(module: LightningModule, batch: Any) -> None:
@@ -64,19 +73,18 @@ def save_pruned(
 ) -> None:
     """Write the model and its report into a directory that appears when it is whole.
 
-    A module with exactly one `PreTrainedModel` becomes a Hugging Face directory; any other
-    `model.safetensors` with the names of its `state_dict`.
+    A `PreTrainedModel` becomes a Hugging Face directory, any other module `model.safetensors` with
+    the names of its `state_dict`.
 
     Raises:
         FileExistsError: The directory is not empty, and may not be replaced.
     """
-    models = list(language_models(module).values())
+    _, model = checkpoint_root(module)
     with save_directory(directory, overwrite=overwrite) as staging:
-        if len(models) == 1:
-            model = models[0]
+        if isinstance(model, PreTrainedModel):
             card = model_card(report, model.name_or_path or None)
             tokenizer = getattr(module, "tokenizer", None)
             save_pretrained(model, staging, tokenizer=tokenizer, card=card)
         else:
-            save_model(unwrap(module), str(staging / "model.safetensors"))
+            save_model(model, str(staging / "model.safetensors"))
         report.save(staging)

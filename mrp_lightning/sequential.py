@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from mrp_lightning.blocks import Block
 from mrp_lightning.calibration import Calibration, InputGroup, InputsDiffer
 from mrp_lightning.damping import DampedHessian
+from mrp_lightning.errors import TargetError
 from mrp_lightning.layers import Layer
 from mrp_lightning.methods import Method
 from mrp_lightning.offload import CPU, Offload
@@ -104,7 +105,7 @@ class SequentialPruner:
         layers that are pruned, and all others are as they were.
 
         Raises:
-            TargetError: The blocks have no order.
+            TargetError: The blocks have no order, or no layer could be pruned.
             HessianError: A layer's inputs give no usable Hessian.
         """
         start = time.perf_counter()
@@ -117,6 +118,9 @@ class SequentialPruner:
             with self.padding.watch(), self._offload.active(), torch.no_grad():
                 self._report_skipped()
                 self._walk()
+            if not self.report.pruned:
+                reasons = "\n".join(f"  {row.name}: {row.skipped}" for row in self.report.layers)
+                raise TargetError(f"Pruned nothing. Every layer was left out:\n{reasons}")
             self.report.complete = True
         finally:
             self.run = self._forward

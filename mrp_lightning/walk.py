@@ -331,6 +331,11 @@ def choose_walk(
             "is no block-by-block order. Let `predict_step` run the model once, or name other "
             "blocks in `blocks`."
         )
+    if not real.order:
+        raise TargetError(
+            f"`predict_step` called none of the {len(blocks)} blocks, {blocks[0].name} and so on. "
+            "Let it run the model, or name the blocks that it runs in `blocks`."
+        )
     order = real.order + [k for k in range(len(blocks)) if k not in real.order]
     ordered = [blocks[k] for k in order]
     problem = real.error or _self_test(run, batches[0], ordered[: len(real.order)], real, store)

@@ -1,4 +1,4 @@
-"""The pruned model against a slow rewrite: full forwards, inputs kept whole, one layer at a time."""
+"""The pruned model against a slow rewrite: full forwards, all inputs kept, one layer at a time."""
 
 from collections.abc import Callable
 from typing import Any
