@@ -8,6 +8,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from mrp_lightning.conjugate_gradients import LowRankModel
 from mrp_lightning.errors import HessianError, NumericalWarning
 
 _FIRST_RAISE, _LARGEST = 1e-6, 10.0
@@ -102,6 +103,11 @@ class DampedHessian:
         return self.factor.T @ self.factor
 
     @cached_property
+    def low_rank_model(self) -> LowRankModel:
+        """The leading directions of H + λI, of rank √columns, for preconditioning."""
+        return LowRankModel.of(self.matrix, math.isqrt(self.columns - 1) + 1)
+
+    @cached_property
     def double(self) -> "DampedHessian":
         """The same damped Hessian in float64, for refinement and for float64 weights."""
         if self.dtype == torch.float64:
@@ -111,7 +117,9 @@ class DampedHessian:
 
     def inverse_blocks(self, width: int) -> Tensor:
         """Diagonal blocks of (H + λI)⁻¹: (columns / width, width, width)."""
-        return _diagonal_blocks(self.inverse, width)
+        columns = self.columns // width * width
+        panels = self.factor[:, :columns].unflatten(1, (-1, width)).transpose(0, 1)
+        return panels.mT @ panels
 
     def trailing_inverse_blocks(self, width: int) -> Tensor:
         """Leading blocks of the inverses of trailing parts: (columns / width, width, width).

@@ -1,14 +1,16 @@
-"""Solution 𝔐 of the compensation: the exact optimum of all kept weights, for all rows at once.
+"""Solution 𝔐 of the compensation: the exact optimum of all kept weights (paper Algorithm 1).
 
 For a row w with removed set P and kept set U the optimum solves H_UU x_U = (H w)_U, H damped
-(equivalent to paper Eq. optimal_w). Conjugate gradients on this masked system, preconditioned with
-(H⁻¹)_UU, cost two (rows × columns)·(columns × columns) products an iteration.
+(equivalent to paper Eq. optimal_w).
 
-The same preconditioner gives a certificate. Since (H_UU)⁻¹ ≼ (H⁻¹)_UU, the loss of x exceeds the
-optimal one by at most ½ r (H⁻¹)_UU rᵀ with the residual r = (w − x)H on U.
+The result is certified. Since (H_UU)⁻¹ ≼ (H⁻¹)_UU, the loss of x exceeds the optimal one by at most
+½ r (H⁻¹)_UU rᵀ with the residual r = (w − x)H on U, both computed afresh from the result.
 """
 
+import math
+import sys
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,18 +18,23 @@ import torch
 from torch import Tensor
 
 from mrp_lightning.compensation import Compensated, column_ranges
+from mrp_lightning.conjugate_gradients import InverseOnKept, conjugate_gradients
 from mrp_lightning.damping import DampedHessian
 from mrp_lightning.errors import NumericalWarning
-from mrp_lightning.masks import Mask
+from mrp_lightning.masks import Chooser, Mask
 from mrp_lightning.patterns import Pattern
 
 _LIMIT = 500
-_BETWEEN_BLOCKS = 1e-3
+_ELEMENTS = 2**26
+"""Elements of the temporaries of one solve; more rows than that are solved in turn."""
+
+_GAP_BETWEEN_BLOCKS = 1e-3
+_LIMIT_BETWEEN_BLOCKS = 20
 
 
 @dataclass(frozen=True)
 class Optimum:
-    """Set all kept weights to the optimum for everything that is removed (paper Algorithm 1).
+    """Set all kept weights to the optimum for everything that is removed.
 
     Block by block the mask sees the weights re-optimised for all blocks before it. Re-optimising
     after each block equals optimising once for the whole removed set, so only the last solve is
@@ -48,101 +55,181 @@ class Optimum:
         """Choose and compensate for weight (rows, columns)."""
         choose = mask.chooser(weight, prepared, prepared.inverse_blocks, pattern)
         columns = weight.shape[1]
-        width = columns if mask.whole_layer else block_size
-        x, pruned = torch.zeros_like(weight), torch.zeros_like(weight, dtype=torch.bool)
-        gradient = torch.zeros_like(weight)
-        iterations = 0
-        reduced = torch.zeros_like(prepared.matrix) if width < columns else prepared.matrix
-        for start, stop in column_ranges(0, columns, width):
-            block, lead = slice(start, stop), slice(0, stop)
-            current = weight[:, block]
-            if start:
-                current = current - gradient[:, :start] @ prepared.inverse[:start, block]
-            pruned[:, block] = choose(current, start)
-            removed = current * pruned[:, block]
-            x[:, block] = current - removed
-            if width < columns:
-                root = _root_columns(prepared.factor[lead, lead], stop - start)
-                reduced[lead, lead].addmm_(root, root.T)
-            gradient[:, lead].addmm_(removed, reduced[block, lead])
-            if stop < columns:
-                iterations += _descend(
-                    weight[:, lead],
-                    x[:, lead],
-                    gradient[:, lead],
-                    ~pruned[:, lead],
-                    reduced[lead, lead],
-                    prepared.inverse[lead, lead],
-                    _BETWEEN_BLOCKS,
-                    20,
-                )
-        del reduced, gradient
-        x, last, gap = optimum(weight, pruned, prepared, x, tolerance)
-        return Compensated(x, pruned, iterations + last, gap)
+        if mask.whole_layer or block_size >= columns:
+            pruned = choose(weight, 0)
+            x = weight.masked_fill(pruned, 0)
+            gradient = (weight - x) @ prepared.matrix
+            before = 0
+        else:
+            pruned, x, gradient, before = _block_by_block(weight, prepared, choose, block_size)
+        iterations, gap = _solve(weight, x, gradient, pruned, prepared, tolerance)
+        return Compensated(x, pruned, before + iterations, gap)
 
 
-def optimum(weight, pruned, prepared, start, tolerance):
-    kept = ~pruned
-    x = start.clone()
-    best, iterations = None, 0
-    for p in (prepared, prepared.double):
-        w, x = weight.to(p.dtype), x.to(p.dtype)
-        previous = None
-        while True:
-            out = x.to(weight.dtype)
-            gradient = (w - out.to(p.dtype)) @ p.matrix
-            loss = float(((w - x) * gradient).sum()) / 2
-            r = gradient * kept
-            bound = float(((r @ p.inverse) * r).sum()) / 2
-            gap = bound / max(loss, torch.finfo(p.dtype).tiny) if bound > 0 else 0.0
-            if best is None or gap < best[1]:
-                best = (out, gap)
-            if (
-                gap <= tolerance
-                or iterations >= _LIMIT
-                or (previous is not None and gap > previous / 4)
-            ):
-                break
-            previous = gap
-            iterations += _descend(w, x, gradient, kept, p.matrix, p.inverse, tolerance / 2, _LIMIT)
-        if best[1] <= tolerance:
+def _block_by_block(
+    weight: Tensor, prepared: DampedHessian, choose: Chooser, block_size: int
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Algorithm 1 up to its last compensation: removed weights, x, gradient, iterations.
+
+    After the blocks up to column b everything beyond is kept and can be eliminated: with
+    G = [(H⁻¹)_bb]⁻¹ (a Schur complement) the problem is one in the first b columns alone, and the
+    optimum of the others follows from the gradient g = (w − x)G there as w − g (H⁻¹)_b:. Only the
+    next block of them is ever needed.
+    """
+    columns = weight.shape[1]
+    pruned = torch.zeros_like(weight, dtype=torch.bool)
+    x, gradient = torch.zeros_like(weight), torch.zeros_like(weight)
+    reduced = torch.zeros_like(prepared.matrix)
+    inverse = prepared.inverse
+    iterations = 0
+    for start, stop in column_ranges(0, columns, block_size):
+        block, lead = slice(start, stop), slice(0, stop)
+        current = weight[:, block] - gradient[:, :start] @ inverse[:start, block]
+        pruned[:, block] = choose(current, start)
+        removed = current * pruned[:, block]
+        x[:, block] = current - removed
+        # With UᵀU = H⁻¹ and R = U⁻¹, G = R_bb R_bbᵀ: one more block adds its columns of R_bb.
+        root = _last_columns_of_inverse(prepared.factor[lead, lead], stop - start)
+        reduced[lead, lead].addmm_(root, root.T)
+        gradient[:, lead].addmm_(removed, reduced[block, lead])
+        if stop == columns:
             break
-    out, gap = best
+        most = 0
+        for rows in _row_chunks(weight):
+            x_lead, gradient_lead = x[rows, lead], gradient[rows, lead]
+            kept = (~pruned[rows, lead]).to(weight.dtype)
+            enough = _GAP_BETWEEN_BLOCKS * ((weight[rows, lead] - x_lead) * gradient_lead).sum()
+            steps = conjugate_gradients(
+                x_lead,
+                gradient_lead,
+                kept,
+                reduced[lead, lead],
+                InverseOnKept(inverse[lead, lead], kept),
+                lambda energy, enough=enough: bool(energy.sum() <= enough),
+                limit=_LIMIT_BETWEEN_BLOCKS,
+            )
+            most = max(most, steps)
+        iterations += most
+    return pruned, x, gradient, iterations
+
+
+def _solve(
+    weight: Tensor,
+    x: Tensor,
+    gradient: Tensor,
+    pruned: Tensor,
+    prepared: DampedHessian,
+    tolerance: float,
+) -> tuple[int, float]:
+    """Bring x to the optimum in place: iterations and the certified relative gap."""
+    iterations, bound, loss = 0, 0.0, 0.0
+    for rows in _row_chunks(weight):
+        system = _Rows(weight[rows], x[rows], gradient[rows], pruned[rows], prepared)
+        steps = system.solve(tolerance)
+        if system.gap > tolerance and prepared.dtype != torch.float64:
+            # float32 has stalled. Its result is a good start for float64.
+            refined = _Rows(
+                *(t.double() for t in (weight[rows], x[rows], gradient[rows])),
+                pruned[rows],
+                prepared.double,
+            )
+            refined.certify()
+            steps += refined.solve(tolerance / 2)
+            refined.x.copy_(refined.x.float())
+            refined.certify()
+            if refined.gap < system.gap:
+                x[rows] = refined.x.float()
+                system = refined
+        iterations = max(iterations, steps)
+        bound, loss = bound + system.bound, loss + system.loss
+    gap = _relative(bound, loss)
     if gap > tolerance:
         warnings.warn(
-            f"{prepared.label}: the certified gap to the optimum is {gap:.1e}, above the "
-            f"tolerance {tolerance:g}.",
+            f"{prepared.label}: stopped at a certified gap to the optimum of {gap:.1e}, above "
+            f"`tolerance` {tolerance:g}. The Hessian is too ill-conditioned; use more damping or a "
+            "larger tolerance.",
             NumericalWarning,
             stacklevel=2,
         )
-    return out, iterations, gap
+    return iterations, gap
 
 
-def _root_columns(factor: Tensor, width: int) -> Tensor:
+class _Rows:
+    """The masked system of some rows, solved until its own certificate holds.
+
+    Attributes:
+        x: (rows, columns), improved in place.
+        bound: ½ Σ r (H⁻¹)_UU rᵀ, what the damped loss of x exceeds the optimal one by at most.
+        loss: the damped loss ½ Σ (w − x) H (w − x)ᵀ.
+    """
+
+    def __init__(
+        self, weight: Tensor, x: Tensor, gradient: Tensor, pruned: Tensor, prepared: DampedHessian
+    ) -> None:
+        self.weight, self.x, self.gradient = weight, x, gradient
+        self.kept = (~pruned).to(x.dtype)
+        self.prepared = prepared
+        self.bound = math.inf
+        self.loss = float(((weight - x) * gradient).sum()) / 2
+
+    @property
+    def gap(self) -> float:
+        return _relative(self.bound, self.loss)
+
+    def certify(self) -> None:
+        """Compute the gradient, the bound and the loss from x alone."""
+        change = self.weight - self.x
+        torch.mm(change, self.prepared.matrix, out=self.gradient)
+        self.loss = float((change * self.gradient).sum()) / 2
+        # r H⁻¹ rᵀ = ‖r Uᵀ‖², which cannot come out negative.
+        self.bound = (
+            float(((self.gradient * self.kept) @ self.prepared.factor.T).square_().sum()) / 2
+        )
+
+    def solve(self, tolerance: float) -> int:
+        """Iterate until the certified gap is within the tolerance or stalls."""
+        # The preconditioner's energy is no bound, but proportional to one: about a third of it.
+        self._target = tolerance * self.loss / 2
+
+        def converged(energy: Tensor) -> bool:
+            return float(energy.sum()) <= self._target
+
+        def confirm() -> bool:
+            previous = self.bound
+            self.certify()
+            if self.gap <= tolerance or self.bound > previous / 2:
+                return True
+            self._target *= min(0.5, 0.5 * tolerance * self.loss / self.bound)
+            return False
+
+        steps = conjugate_gradients(
+            self.x,
+            self.gradient,
+            self.kept,
+            self.prepared.matrix,
+            self.prepared.low_rank_model.on(self.kept),
+            converged,
+            confirm,
+            limit=_LIMIT,
+        )
+        if steps == _LIMIT:
+            self.certify()
+        return steps
+
+
+def _relative(bound: float, loss: float) -> float:
+    """The bound relative to the loss; nothing is nothing of nothing."""
+    return bound / max(loss, sys.float_info.min) if bound > 0 else 0.0
+
+
+def _row_chunks(weight: Tensor) -> Iterator[slice]:
+    rows, columns = weight.shape
+    for start, stop in column_ranges(0, rows, max(1, _ELEMENTS // columns)):
+        yield slice(start, stop)
+
+
+def _last_columns_of_inverse(factor: Tensor, width: int) -> Tensor:
     """The last `width` columns of U⁻¹ for upper triangular U (n, n): (n, width)."""
     identity = torch.zeros(factor.shape[0], width, dtype=factor.dtype, device=factor.device)
     identity[-width:].fill_diagonal_(1)
     return torch.linalg.solve_triangular(factor, identity, upper=True)
-
-
-def _descend(weight, x, gradient, kept, matrix, inverse, tolerance, limit) -> int:
-    tiny = torch.finfo(x.dtype).tiny
-    r = gradient * kept
-    z = (r @ inverse).mul_(kept)
-    rz = (r * z).sum(1, keepdim=True)
-    direction = z.clone()
-    loss = ((weight - x) * gradient).sum(1, keepdim=True) / 2
-    for step in range(limit):
-        if float(rz.sum()) / 2 <= tolerance * float(loss.sum()):
-            return step
-        q = direction @ matrix
-        alpha = rz / (direction * q).sum(1, keepdim=True).clamp_min(tiny)
-        x.addcmul_(direction, alpha)
-        gradient.addcmul_(q, alpha, value=-1)
-        loss -= alpha * rz / 2
-        r = gradient * kept
-        z = (r @ inverse).mul_(kept)
-        new = (r * z).sum(1, keepdim=True)
-        direction.mul_(new / rz.clamp_min(tiny)).add_(z)
-        rz = new
-    return limit
