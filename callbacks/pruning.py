@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from mrp_lightning.blocks import find_blocks
 from mrp_lightning.capture import Step, StepCapture, eager
+from mrp_lightning.causal_lm import CausalLM
 from mrp_lightning.checkpoint import check_output_dir
 from mrp_lightning.methods import parse_method
 from mrp_lightning.names import as_patterns
@@ -315,7 +316,9 @@ class MRPCallback(PruningCallback):
 
 def _is_built_later(pl_module: LightningModule) -> bool:
     """Whether the module may make its layers after the callbacks' `setup`."""
-    return any(is_overridden(hook, pl_module) for hook in ("setup", "configure_model"))
+    complete = CausalLM if isinstance(pl_module, CausalLM) else LightningModule
+    hooks = ("setup", "configure_model")
+    return any(is_overridden(hook, pl_module, parent=complete) for hook in hooks)
 
 
 def _describe(progress: Progress) -> str:

@@ -16,7 +16,8 @@ def require_one_process(trainer: Trainer, caller: str) -> None:
         StrategyError: It names the strategy.
     """
     strategy: Any = trainer.strategy
-    name = getattr(strategy, "strategy_name", None) or type(strategy).__name__
+    flag = trainer._accelerator_connector._strategy_flag
+    name = flag if isinstance(flag, str) else type(strategy).__name__
     if trainer.world_size > 1:
         problem = f"{trainer.world_size} processes"
     elif isinstance(strategy.launcher, _MultiProcessingLauncher):
@@ -27,7 +28,7 @@ def require_one_process(trainer: Trainer, caller: str) -> None:
         return
     raise StrategyError(
         f"{caller} runs in one process, on one device. Got strategy {name!r} "
-        f"({type(strategy).__name__}) with {problem}. Use "
+        f"with {problem}. Use "
         "Trainer(devices=1, strategy='auto'); for a model larger than the device, `offload: true`."
     )
 

@@ -116,7 +116,7 @@ class ModuleRunner(pl.LightningModule):
         super().__init__()
         self.model = model
 
-    def predict_step(self, batch: Any) -> Any:
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:  # noqa: ARG002
         """What the module returns."""
         if isinstance(batch, Tensor):
             return self.model(batch)

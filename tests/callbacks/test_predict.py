@@ -1,0 +1,274 @@
+"""The callbacks in Lightning's predict loop."""
+
+import json
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+from torch.utils.data import DataLoader
+
+from callbacks import MRPCallback, PruningCallback
+from mrp_lightning import CausalLM, Trainer
+from mrp_lightning.patterns import SemiStructured
+
+KEYS = [
+    *("name", "shape", "method", "sparsity", "loss", "relative_loss", "damping", "iterations"),
+    *("gap", "seconds", "tokens", "dead_inputs", "skipped"),
+]
+
+
+def assert_clean(model: nn.Module) -> None:
+    """No hook, stub, patch or inference tensor is left, and everything is trainable as before."""
+    for module in model.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+        assert not {"forward", "predict_step", "_apply"} & set(module.__dict__)
+    assert not any(parameter.is_inference() for parameter in model.parameters())
+
+
+def assert_pruned(model: nn.Module, but: tuple[str, ...] = ("lm_head",)) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            has_pattern = SemiStructured(2, 4).holds(module.weight == 0)
+            assert has_pattern is not name.endswith(but), name
+
+
+def same_weights(a: nn.Module, b: nn.Module) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def test_the_literal_call_prunes_a_hugging_face_model(llama, loader, quiet):
+    model, callback = llama(), MRPCallback(pattern="2:4")
+    assert Trainer(**quiet).predict(model, loader, callbacks=[callback]) is None
+    assert_pruned(model)
+    assert_clean(model)
+    assert [row.name for row in callback.report.layers[:7]] == [
+        f"model.layers.0.{name}"
+        for name in (
+            *(f"self_attn.{x}_proj" for x in "qkvo"),
+            *(f"mlp.{x}_proj" for x in ("gate", "up", "down")),
+        )
+    ]
+    assert callback.report.complete
+    assert all(row.tokens == 8 * 16 for row in callback.report.layers)
+
+
+def test_stock_trainer_and_own_module_give_the_same_weights(llama, loader, quiet, own):
+    ours, theirs = llama(), llama()
+    Trainer(**quiet).predict(ours, loader, callbacks=MRPCallback(pattern="2:4"))
+    callback = PruningCallback(method="SM", pattern="2:4")
+    module = own(theirs)
+    pl.Trainer(callbacks=[callback], devices=1, **quiet).predict(module, loader)
+    assert same_weights(ours, theirs)
+    assert_clean(module)
+    assert callback.report.layers[0].name == "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
+def test_precisions(precision, llama, loader, quiet):
+    module = CausalLM(llama())
+    callback = MRPCallback(pattern="2:4")
+    Trainer(precision=precision, **quiet).predict(module, loader, callbacks=[callback])
+    assert_pruned(module)
+    assert_clean(module)
+    assert callback.report.config["walk"] == "inject"
+    assert 0 < callback.report.relative_loss < 0.2
+    weight = module.model.model.layers[0].mlp.up_proj.weight
+    assert weight.dtype is (torch.bfloat16 if precision == "bf16-true" else torch.float32)
+
+
+class Windows(pl.LightningDataModule):
+    def __init__(self, loaders: Any) -> None:
+        super().__init__()
+        self.loaders = loaders
+
+    def predict_dataloader(self) -> Any:
+        return self.loaders
+
+
+def test_datamodule_several_loaders_and_limits(llama, windows, quiet, own):
+    reference, split, limited = llama(), llama(), llama()
+    trainer = Trainer(**quiet)
+    trainer.predict(
+        reference, DataLoader(windows, batch_size=2), callbacks=MRPCallback(pattern="2:4")
+    )
+    loaders = [DataLoader(part, batch_size=2) for part in windows.split(4)]
+    trainer.predict(own(split), datamodule=Windows(loaders), callbacks=MRPCallback(pattern="2:4"))
+    assert same_weights(reference, split)
+    callback = MRPCallback(pattern="2:4")
+    Trainer(limit_predict_batches=3, **quiet).predict(
+        limited, DataLoader(windows, batch_size=2), callbacks=callback
+    )
+    assert {row.tokens for row in callback.report.layers} == {3 * 2 * 16}
+
+
+def test_ckpt_path_is_loaded_before_pruning(llama, loader, quiet, own, tmp_path):
+    trained, fresh, reference = own(llama()), own(llama()), llama()
+    with torch.no_grad():
+        for model in (trained.net, reference):
+            model.model.layers[0].mlp.up_proj.weight.mul_(2)
+    trainer = Trainer(**quiet)
+    trainer.strategy.connect(trained)
+    trainer.save_checkpoint(tmp_path / "trained.ckpt", weights_only=True)
+    trainer.predict(reference, loader, callbacks=MRPCallback(pattern="2:4"))
+    trainer.predict(
+        fresh,
+        loader,
+        ckpt_path=str(tmp_path / "trained.ckpt"),
+        callbacks=MRPCallback(pattern="2:4"),
+    )
+    assert same_weights(reference, fresh.net)
+
+
+@pytest.mark.parametrize("kind", ["tuple", "list", "mapping"])
+def test_batches_of_other_shapes(kind, llama, windows, loader, quiet):
+    reference, model = llama(), llama()
+    made: Any = {
+        "tuple": [(w, w) for w in windows.split(2)],
+        "list": [[w] for w in windows.split(2)],
+        "mapping": [
+            {"input_ids": w, "attention_mask": torch.ones_like(w), "id": ["a", "b"]}
+            for w in windows.split(2)
+        ],
+    }[kind]
+    Trainer(**quiet).predict(reference, loader, callbacks=MRPCallback(pattern="2:4"))
+    batches = DataLoader(made, batch_size=None)
+    Trainer(**quiet).predict(model, batches, callbacks=MRPCallback(pattern="2:4"))
+    assert same_weights(reference, model)
+
+
+def test_a_callback_prunes_once(llama, loader, quiet, caplog):
+    model, callback = llama(), PruningCallback(method="magnitude", pattern="2:4")
+    trainer = pl.Trainer(callbacks=[callback], devices=1, **quiet)
+    module = CausalLM(model)
+    trainer.predict(module, loader)
+    report, weights = callback.report, [p.clone() for p in model.parameters()]
+    with caplog.at_level("INFO"):
+        predictions = trainer.predict(module, loader)
+    assert "has pruned already" in caplog.text
+    assert [p.shape for p in predictions] == [(2, 16, 64)] * 4
+    assert callback.report is report
+    assert all(torch.equal(p, w) for p, w in zip(model.parameters(), weights, strict=True))
+
+
+def test_other_stages_are_left_alone(llama, loader, quiet, own):
+    callback = MRPCallback(pattern="2:4")
+    trainer = pl.Trainer(callbacks=[callback], devices=1, max_steps=1, **quiet)
+    trainer.fit(own(llama()), loader)
+    assert callback.report is None
+
+
+def test_the_pruned_model_trains_compiles_and_exports(llama, loader, quiet, own, windows):
+    # The layer in the second block gets an input that needs a gradient: where a weight that was
+    # written in inference mode would fail.
+    module = own(llama())
+    trainer = Trainer(max_steps=2, **quiet)
+    trainer.predict(module, loader, callbacks=MRPCallback(pattern="2:4"))
+    weight = module.net.model.layers[1].mlp.down_proj.weight
+    before = weight.detach().clone()
+    trainer.fit(module, loader)
+    assert not torch.equal(before, weight)
+    module.net.requires_grad_(True).train()
+    hidden = torch.randn(2, 16, 48, requires_grad=True)
+    down = module.net.model.layers[1].mlp.down_proj
+    torch.compile(down, backend="eager")(hidden).sum().backward()
+    assert hidden.grad is not None
+    exported = torch.export.export(module.net.model.layers[1].mlp.eval(), (torch.randn(2, 16, 32),))
+    x = torch.randn(2, 16, 32)
+    torch.testing.assert_close(exported.module()(x), module.net.model.layers[1].mlp(x))
+
+
+def test_a_compiled_model_is_pruned(llama, loader, quiet, own, windows):
+    reference, model = llama(), llama()
+    Trainer(**quiet).predict(reference, loader, callbacks=MRPCallback(pattern="2:4"))
+    module = own(torch.compile(model, backend="eager"))
+    with torch.no_grad():
+        module.net(input_ids=windows[:2])  # hooks added from here on do not fire by themselves
+    callback = MRPCallback(pattern="2:4")
+    Trainer(**quiet).predict(module, loader, callbacks=callback)
+    assert same_weights(reference, model)
+    assert callback.report.layers[0].name == "model.layers.0.self_attn.q_proj"
+    assert_clean(model)
+
+
+def test_offload_gives_the_same_weights(llama, loader, quiet):
+    reference, model = llama(), llama()
+    Trainer(**quiet).predict(reference, loader, callbacks=MRPCallback(pattern="2:4"))
+    callback = MRPCallback(pattern="2:4", offload=True)
+    Trainer(precision="32-true", **quiet).predict(model, loader, callbacks=callback)
+    assert same_weights(reference, model)
+    assert_clean(model)
+
+
+def test_offload_with_another_precision(llama, loader, quiet):
+    model = llama()
+    callback = MRPCallback(pattern="2:4", offload=True)
+    Trainer(precision="bf16-true", **quiet).predict(model, loader, callbacks=callback)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert_pruned(model)
+    assert_clean(model)
+
+
+def test_plain_modules_are_wrapped(quiet, tmp_path):
+    from safetensors.torch import load_file
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8))
+    callback = MRPCallback(pattern="2:4", save_dir=tmp_path / "out")
+    data = torch.utils.data.TensorDataset(torch.randn(32, 16), torch.zeros(32))
+    Trainer(**quiet).predict(model, DataLoader(data, batch_size=8), callbacks=[callback])
+    assert_pruned(model)
+    assert [row.name for row in callback.report.layers] == ["0", "2"]
+    saved = load_file(tmp_path / "out" / "model.safetensors")
+    assert saved.keys() == model.state_dict().keys()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in model.state_dict().items())
+    assert (tmp_path / "out" / "pruning_report.json").is_file()
+
+
+@pytest.mark.parametrize("bar", [RichProgressBar, TQDMProgressBar])
+def test_progress_is_shown_in_the_trainers_bar(bar, llama, loader, quiet, capfd):
+    quiet["enable_progress_bar"] = True
+    trainer = Trainer(callbacks=[bar()], **quiet)
+    trainer.predict(llama(), loader, callbacks=MRPCallback(pattern="2:4"))
+    out = "".join(capfd.readouterr())
+    assert "block 2/2" in out
+    assert "relative loss 0." in out
+
+
+def test_metrics_go_to_the_loggers(llama, loader, quiet, tmp_path):
+    logger = CSVLogger(tmp_path)
+    trainer = Trainer(**quiet | {"logger": logger})
+    callback = MRPCallback(pattern="2:4")
+    trainer.predict(llama(), loader, callbacks=callback)
+    rows = (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text().splitlines()
+    header = rows[0].split(",")
+    values = [dict(zip(header, row.split(","), strict=True)) for row in rows[1:]]
+    assert [row["step"] for row in values] == ["0", "1"]
+    losses = [row.relative_loss for row in callback.report.layers[:7]]
+    assert float(values[0]["prune/relative_loss"]) == pytest.approx(sum(losses) / 7)
+    assert float(trainer.callback_metrics["prune/sparsity"]) == 0.5
+
+
+def test_the_report_has_its_fixed_form(llama, loader, quiet):
+    callback = PruningCallback(method="wanda", sparsity=0.5, targets=["q_proj", "down_proj"])
+    Trainer(**quiet).predict(llama(), loader, callbacks=callback)
+    report = json.loads(json.dumps(callback.report.to_dict(), allow_nan=False))
+    assert list(report) == ["format_version", "layers", "totals", "versions", "config"]
+    assert report["format_version"] == 1
+    assert len(report["layers"]) == 4
+    for row in report["layers"]:
+        assert list(row) == KEYS
+        assert row["method"] == "wanda"
+        assert row["iterations"] is None
+        assert row["gap"] is None
+        assert row["skipped"] is None
+    assert report["config"]["sparsity"] == 0.5
+    assert report["config"]["targets"] == ["q_proj", "down_proj"]
+    assert {"torch", "lightning", "transformers"} <= report["versions"].keys()
+    assert report["totals"]["removed"] == sum(
+        round(row["sparsity"] * row["shape"][0] * row["shape"][1]) for row in report["layers"]
+    )

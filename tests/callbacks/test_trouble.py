@@ -1,0 +1,283 @@
+"""Bad input, and runs that end early."""
+
+import signal
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from callbacks import MRPCallback, PruningCallback
+from mrp_lightning import CausalLM, Trainer
+from mrp_lightning.errors import HessianError, MethodError, PatternError, StrategyError, TargetError
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({}, PatternError, "exactly one of `sparsity` and `pattern`"),
+        ({"sparsity": 0.5, "pattern": "2:4"}, PatternError, "exactly one of"),
+        ({"sparsity": 1.0}, PatternError, "`sparsity` must be"),
+        ({"sparsity": 0.0}, PatternError, "`sparsity` must be"),
+        ({"pattern": "2-4"}, PatternError, "`pattern` must be"),
+        ({"pattern": 124}, PatternError, 'write `pattern: "2:4"`'),
+        ({"pattern": "2:4", "method": "sm"}, MethodError, "`method` must be one of.*sparsegpt"),
+        ({"pattern": "2:4", "block_size": 6}, PatternError, "`block_size` must be a multiple of 4"),
+        ({"pattern": "2:4", "block_size": 0}, ValueError, "`block_size` must be"),
+        ({"pattern": "2:4", "damping": -1.0}, ValueError, "`damping` must be .* ≥ 0"),
+        ({"pattern": "2:4", "tolerance": 0.0}, ValueError, "`tolerance` must be .* > 0"),
+    ],
+)
+def test_arguments_are_checked_when_they_are_given(arguments, error, message):
+    with pytest.raises(error, match=message):
+        MRPCallback(**arguments)
+
+
+def test_arguments_are_keywords_and_the_method_is_required():
+    with pytest.raises(TypeError):
+        MRPCallback("2:4")
+    with pytest.raises(TypeError, match="method"):
+        PruningCallback(pattern="2:4")
+
+
+@pytest.fixture
+def refused(llama, loader, quiet):
+    """Runs a callback that must be refused before any batch is read."""
+
+    def run(error, message, model=None, **arguments):
+        module = CausalLM(llama()) if model is None else model
+        before = [p.clone() for p in module.parameters()]
+
+        class Unread(Dataset):
+            def __len__(self):
+                return 1
+
+            def __getitem__(self, index):
+                raise AssertionError("work had started")
+
+        with pytest.raises(error, match=message):
+            Trainer(**quiet).predict(
+                module, DataLoader(Unread()), callbacks=[MRPCallback(**arguments)]
+            )
+        assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
+
+    return run
+
+
+def test_targets_that_match_nothing(refused):
+    message = r"(?s)`targets` matched nothing.*'q_porj' \(nearest names:.*q_proj"
+    refused(TargetError, message, pattern="2:4", targets=["q_porj", "k_proj"])
+    refused(TargetError, "`ignore` matched nothing", pattern="2:4", ignore=["down_porj"])
+    refused(
+        TargetError, "`blocks` matched nothing.*model.layers", pattern="2:4", blocks=["model.layer"]
+    )
+    refused(TargetError, "leave none", pattern="2:4", targets=["mlp"], ignore=["layers"])
+
+
+def test_layers_that_the_pattern_does_not_divide(refused, llama, loader, quiet):
+    model = llama(intermediate_size=50)
+    message = r"(?s)does not fit 2 layers.*skip_indivisible.*layers\.0\.mlp\.down_proj: 50 input"
+    refused(PatternError, message, model=CausalLM(model), pattern="2:4")
+    callback = MRPCallback(pattern="2:4", skip_indivisible=True)
+    Trainer(**quiet).predict(model, loader, callbacks=callback)
+    skipped = {row.name: row.skipped for row in callback.report.layers if row.skipped}
+    assert list(skipped) == [f"model.layers.{k}.mlp.down_proj" for k in (0, 1)]
+    assert "50 input features" in skipped["model.layers.0.mlp.down_proj"]
+
+
+def test_weights_that_are_not_plain_are_listed(refused, llama):
+    model = llama()
+    first, second = (layer.self_attn for layer in model.model.layers)
+    nn.utils.parametrizations.weight_norm(first.q_proj)
+    first.k_proj.weight = nn.Parameter(first.k_proj.weight.to("meta"))
+    second.q_proj.weight = nn.Parameter(second.q_proj.weight.to(torch.float8_e4m3fn))
+    second.v_proj.lora_a = nn.Parameter(torch.zeros(1))
+
+    class Packed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("qweight", torch.zeros(4, 4, dtype=torch.int32))
+
+    second.o_proj = Packed()
+    message = (
+        r"(?s)5 layers.*layers\.0\.self_attn\.q_proj: it is parametrized"
+        r".*layers\.0\.self_attn\.k_proj: its weight is on the meta device"
+        r".*layers\.1\.self_attn\.q_proj: its weight is torch\.float8"
+        r".*layers\.1\.self_attn\.v_proj: it has parameters beyond"
+        r".*layers\.1\.self_attn\.o_proj: it is a packed Packed"
+    )
+    with pytest.raises(TargetError, match=message):
+        MRPCallback(pattern="2:4").setup(Trainer(accelerator="cpu"), CausalLM(model), "predict")
+    MRPCallback(pattern="2:4", ignore=["self_attn"]).setup(
+        Trainer(accelerator="cpu"), CausalLM(model), "predict"
+    )
+
+
+def test_adapters_are_refused(refused, llama):
+    class LoRA(nn.Module):
+        def __init__(self, base: nn.Linear) -> None:
+            super().__init__()
+            self.base_layer = base
+            self.lora_A = nn.ModuleDict({"default": nn.Linear(base.in_features, 2)})
+
+    model = llama()
+    model.model.layers[0].self_attn.q_proj = LoRA(model.model.layers[0].self_attn.q_proj)
+    message = r"1 layers.*\n.*q_proj: it is wrapped by an adapter; call merge_and_unload"
+    refused(TargetError, message, model=CausalLM(model), pattern="2:4")
+
+
+def test_an_empty_loader(llama, quiet, loader):
+    with pytest.raises(ValueError, match="gave no batch"):
+        Trainer(**quiet).predict(llama(), [], callbacks=[MRPCallback(pattern="2:4")])
+    with pytest.raises(ValueError, match="limit_predict_batches"):
+        Trainer(limit_predict_batches=0, **quiet).predict(
+            llama(), loader, callbacks=[MRPCallback(pattern="2:4")]
+        )
+
+
+def test_sequences_longer_than_the_model(llama, quiet):
+    model = llama()
+    with pytest.raises(ValueError, match="33 tokens, more than the 32 positions"):
+        Trainer(**quiet).predict(
+            model, DataLoader(torch.ones(1, 33).long()), callbacks=[MRPCallback(pattern="2:4")]
+        )
+    assert "predict_step" not in model.__dict__
+
+
+@pytest.mark.parametrize(
+    ("strategy", "name"),
+    [
+        (DDPStrategy(start_method="spawn"), "DDPStrategy"),
+        ("ddp_spawn", "ddp_spawn"),
+        ("ddp", "ddp"),
+    ],
+)
+def test_several_processes_are_refused_by_name(strategy, name, llama, quiet):
+    trainer = pl.Trainer(strategy=strategy, devices=2, **quiet)
+    with pytest.raises(StrategyError, match=rf"'{name}'.*2 processes.*devices=1"):
+        MRPCallback(pattern="2:4").setup(trainer, CausalLM(llama()), "predict")
+
+
+def test_one_spawned_process_is_refused(llama, quiet):
+    trainer = pl.Trainer(strategy="ddp_spawn", devices=1, **quiet)
+    with pytest.raises(StrategyError, match="would be lost"):
+        MRPCallback(pattern="2:4").setup(trainer, CausalLM(llama()), "predict")
+
+
+def test_activations_that_are_not_finite(llama, loader, quiet):
+    model = llama()
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.fill_(1e30)
+    callback = MRPCallback(pattern="2:4")
+    with pytest.raises(HessianError, match=r"layers\.1\.mlp\.down_proj"):
+        Trainer(**quiet).predict(model, loader, callbacks=[callback])
+    assert not callback.report.complete
+
+
+def test_a_block_that_runs_twice(quiet):
+    from transformers import AutoConfig, AutoModelForMaskedLM
+
+    config = AutoConfig.for_model(
+        "albert",
+        vocab_size=64,
+        embedding_size=16,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+    )
+    model = AutoModelForMaskedLM.from_config(config)
+    with pytest.raises(TargetError, match=r"albert_layer_groups\.0 \(3 times\)"):
+        Trainer(**quiet).predict(
+            model, DataLoader(torch.randint(3, 64, (2, 8))), callbacks=[MRPCallback(pattern="2:4")]
+        )
+
+
+def test_two_pruning_callbacks_are_refused(llama, loader, quiet):
+    with pytest.raises(ValueError, match="one PruningCallback"):
+        Trainer(**quiet).predict(
+            llama(), loader, callbacks=[MRPCallback(pattern="2:4"), MRPCallback(sparsity=0.5)]
+        )
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
+def test_an_interrupted_run_leaves_whole_layers(error, llama, loader, quiet, tmp_path, monkeypatch):
+    from mrp_lightning import sequential
+
+    model, dense = llama(), llama()
+    original, calls = sequential.prune, []
+
+    def prune(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 6:
+            raise error("stop")
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(sequential, "prune", prune)
+    callback = MRPCallback(pattern="2:4", save_dir=tmp_path / "out")
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(SystemExit if error is KeyboardInterrupt else error):
+            Trainer(**quiet).predict(model, loader, callbacks=[callback])
+    finally:
+        signal.signal(signal.SIGINT, handler)  # Lightning switches Ctrl-C off
+    assert not callback.report.complete
+    done = [row.name for row in callback.report.layers]
+    assert len(done) == 5
+    for name, module in model.named_modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+        assert not {"forward", "predict_step"} & set(module.__dict__)
+        if isinstance(module, nn.Linear):
+            untouched = torch.equal(module.weight, dense.get_submodule(name).weight)
+            assert untouched is (name not in done)
+    assert list(tmp_path.iterdir()) == []
+
+    # The next run starts over.
+    monkeypatch.setattr(sequential, "prune", original)
+    Trainer(**quiet).predict(model, loader, callbacks=[callback])
+    assert callback.report.complete
+    assert callback.report.totals["already_pruned"] == 5
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_a_model_that_fails_in_the_loop_gets_its_predict_step_back(llama, loader, quiet, own):
+    module = own(llama())
+    module.net.model.embed_tokens.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        Trainer(**quiet).predict(module, loader, callbacks=[MRPCallback(pattern="2:4")])
+    assert "predict_step" not in module.__dict__
+    assert not any(block._forward_pre_hooks for block in module.net.model.layers)
+
+
+def test_callbacks_must_be_callbacks(llama, quiet, loader):
+    with pytest.raises(TypeError, match=r"`callbacks` must be.*Got str"):
+        Trainer(**quiet).predict(llama(), loader, callbacks=["mrp"])
+
+
+def test_callbacks_of_one_call_do_not_stay(llama, quiet, loader):
+    trainer = Trainer(**quiet)
+    before = list(trainer.callbacks)
+    callback = MRPCallback(pattern="2:4")
+    trainer.predict(llama(), loader, callbacks=[callback])
+    assert trainer.callbacks == before
+    assert "log" not in callback.__dict__
+    assert trainer.num_devices == 1
+
+
+def test_dataloader_batches_are_not_changed(llama, quiet, windows):
+    batches = [{"input_ids": w, "attention_mask": torch.ones_like(w)} for w in windows.split(4)]
+    copies = [{k: v.clone() for k, v in batch.items()} for batch in batches]
+    loader = DataLoader(batches, batch_size=None)
+    Trainer(**quiet).predict(llama(), loader, callbacks=[MRPCallback(pattern="2:4")])
+    for batch, copy in zip(batches, copies, strict=True):
+        assert all(torch.equal(batch[k], copy[k]) for k in copy)
+
+
+def test_unused_loader_types(llama, quiet, windows):
+    data = DataLoader(windows, batch_size=3)  # a short last batch
+    callback = MRPCallback(sparsity=0.5)
+    Trainer(**quiet).predict(llama(), data, callbacks=[callback])
+    assert callback.report.layers[0].tokens == windows.numel()
