@@ -11,7 +11,6 @@ ROOT = Path(__file__).parents[2]
 ALLOWED = {
     "mrp_lightning": {"mrp_lightning"},
     "callbacks": {"callbacks", "mrp_lightning"},
-    "export": {"export", "mrp_lightning"},
 }
 
 

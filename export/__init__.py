@@ -1,1 +1,0 @@
-"""From 2:4 zeros to sparse kernels."""
