@@ -1,6 +1,5 @@
 """Compensations: how the kept weights make up for the removed ones."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -8,8 +7,9 @@ import torch
 from torch import Tensor
 
 from mrp_lightning.damping import DampedHessian
-from mrp_lightning.masks import Mask
+from mrp_lightning.masks import LayerMask, Mask, chooser
 from mrp_lightning.patterns import Pattern
+from mrp_lightning.ranges import split_range
 
 
 @dataclass(frozen=True)
@@ -63,14 +63,8 @@ class NoCompensation:
     ) -> Compensated:
         """Choose from weight (rows, columns)."""
         del tolerance
-        choose = mask.chooser(weight, prepared, prepared.inverse_blocks, pattern)
+        choose = chooser(mask, weight, prepared, prepared.inverse_blocks, pattern)
         columns = weight.shape[1]
-        width = columns if mask.whole_layer else block_size
-        chosen = [choose(weight[:, a:b], a) for a, b in column_ranges(0, columns, width)]
+        width = columns if isinstance(mask, LayerMask) else block_size
+        chosen = [choose(weight[:, a:b], a) for a, b in split_range(0, columns, width)]
         return Compensated(weight, torch.cat(chosen, dim=1))
-
-
-def column_ranges(start: int, stop: int, width: int) -> Iterator[tuple[int, int]]:
-    """Split columns `start` to `stop` into ranges of `width`, the last one shorter."""
-    for first in range(start, stop, width):
-        yield first, min(first + width, stop)

@@ -1,4 +1,4 @@
-"""The damped Hessian of one input, and what is derived from it once for all layers that share it."""
+"""The damped Hessian of one input, and what follows from it for all layers that read it."""
 
 import math
 import warnings

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from mrp_lightning.errors import HessianError
+from mrp_lightning.precision import full_float32
 
 
 class HessianAccumulator:
@@ -41,11 +42,7 @@ class HessianAccumulator:
                 f"got {tuple(x.shape)} of {x.dtype}."
             )
         # The sum must stay a plain tensor whatever mode the model runs in.
-        with (
-            torch.inference_mode(False),
-            torch.no_grad(),
-            torch.autocast(x.device.type, enabled=False),
-        ):
+        with torch.inference_mode(False), torch.no_grad(), full_float32(x.device):
             tokens = x.detach().reshape(-1, self.columns)
             self._check_finite(tokens)
             if self._sum is None:
@@ -54,10 +51,7 @@ class HessianAccumulator:
                 )
             if tokens.is_cuda and tokens.dtype in (torch.bfloat16, torch.float16):
                 # Products of 16-bit numbers are exact in float32, in which they are summed.
-                self._sum.add_(
-                    torch.mm(tokens.T, tokens, out_dtype=torch.float32),
-                    alpha=2,  # type: ignore[call-overload]
-                )
+                self._sum.add_(torch.mm(tokens.T, tokens, out_dtype=torch.float32), alpha=2)
             else:
                 tokens = tokens.float()
                 self._sum.addmm_(tokens.T, tokens, alpha=2)

@@ -1,17 +1,18 @@
 """Masks: which weights to remove.
 
-A mask is bound to a layer by `chooser`, which returns a function from the current weights of some
-columns to the weights to remove there. The compensation decides when it is asked, and with
-which inverse: that of the whole Hessian (Algorithm 1) or that of its trailing part (a sweep).
+`chooser` binds a mask to a layer and returns a function from the current weights of some columns to
+the weights to remove there. The compensation decides when it is asked, and with which inverse: that
+of the whole Hessian (Algorithm 1) or that of its trailing part (a sweep).
 
 Dead inputs score −1: their weights carry nothing and go first.
 """
 
 import itertools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch import Tensor
 from mrp_lightning.damping import DampedHessian
 from mrp_lightning.errors import MethodError
 from mrp_lightning.patterns import Pattern, SemiStructured, Unstructured
+from mrp_lightning.ranges import split_range
 
 Chooser = Callable[[Tensor, int], Tensor]
 """(current weights (rows, width) of the columns from `start`, start) → bool (rows, width)."""
@@ -27,92 +29,89 @@ InverseBlocks = Callable[[int], Tensor]
 """width → diagonal blocks (columns / width, width, width) of the inverse to score with."""
 
 MOST_COMBINATIONS = 100
+_ELEMENTS = 2**26
+"""Elements of the temporaries in which combinations are compared."""
 
 
-class Mask(Protocol):
-    """What all masks offer."""
+class LayerMask(ABC):
+    """A mask chosen at once from the dense weights, so that blocks mean nothing to it."""
 
     name: ClassVar[str]
-    whole_layer: ClassVar[bool]
-    """Chosen at once from the dense weights, so that blocks mean nothing to it."""
 
-    def check(self, pattern: Pattern) -> None:
+    def check(self, pattern: Pattern) -> None:  # noqa: B027  (most have nothing to refuse)
         """Raise a MethodError where the mask does not exist for the pattern."""
 
-    def chooser(
-        self,
-        weight: Tensor,
-        prepared: DampedHessian,
-        inverse_blocks: InverseBlocks,
-        pattern: Pattern,
+    @abstractmethod
+    def choose(self, weight: Tensor, prepared: DampedHessian, pattern: Pattern) -> Tensor:
+        """Return the removed weights of weight (rows, columns): bool, True = removed."""
+
+
+class BlockMask(ABC):
+    """A mask chosen a block of columns at a time, from the weights as they are by then."""
+
+    name: ClassVar[str]
+
+    def check(self, pattern: Pattern) -> None:  # noqa: B027
+        """Raise a MethodError where the mask does not exist for the pattern."""
+
+    @abstractmethod
+    def bind(
+        self, prepared: DampedHessian, inverse_blocks: InverseBlocks, pattern: Pattern
     ) -> Chooser:
-        """Bind the mask to a layer with dense weight (rows, columns)."""
+        """Prepare the choice for all layers that read one input."""
+
+
+Mask = LayerMask | BlockMask
+
+
+def chooser(
+    mask: Mask,
+    weight: Tensor,
+    prepared: DampedHessian,
+    inverse_blocks: InverseBlocks,
+    pattern: Pattern,
+) -> Chooser:
+    """Bind either kind of mask to a layer with dense weight (rows, columns)."""
+    if isinstance(mask, BlockMask):
+        return mask.bind(prepared, inverse_blocks, pattern)
+    pruned = mask.choose(weight, prepared, pattern)
+    return lambda current, start: pruned[:, start : start + current.shape[1]]
 
 
 @dataclass(frozen=True)
-class Magnitude:
+class Magnitude(LayerMask):
     """The smallest |w|, over the whole layer or in each group."""
 
     name: ClassVar[str] = "magnitude"
-    whole_layer: ClassVar[bool] = True
 
-    def check(self, pattern: Pattern) -> None:
-        """Every pattern is possible."""
-
-    def chooser(
-        self,
-        weight: Tensor,
-        prepared: DampedHessian,
-        inverse_blocks: InverseBlocks,
-        pattern: Pattern,
-    ) -> Chooser:
+    def choose(self, weight: Tensor, prepared: DampedHessian, pattern: Pattern) -> Tensor:
         """Rank |w|."""
-        pruned = pattern.select(weight.abs().masked_fill_(prepared.dead, -1), 0)
-        return lambda current, start: pruned[:, start : start + current.shape[1]]
+        return pattern.select(weight.abs().masked_fill_(prepared.dead, -1), 0)
 
 
 @dataclass(frozen=True)
-class Wanda:
+class Wanda(LayerMask):
     """The smallest |w_ij|·‖x_j‖, in each output row or in each group (Sun et al., 2024)."""
 
     name: ClassVar[str] = "wanda"
-    whole_layer: ClassVar[bool] = True
 
-    def check(self, pattern: Pattern) -> None:
-        """Every pattern is possible."""
-
-    def chooser(
-        self,
-        weight: Tensor,
-        prepared: DampedHessian,
-        inverse_blocks: InverseBlocks,
-        pattern: Pattern,
-    ) -> Chooser:
+    def choose(self, weight: Tensor, prepared: DampedHessian, pattern: Pattern) -> Tensor:
         """Rank |w_ij|·√H_jj, which is Wanda's score up to a constant."""
         scores = weight.abs() * prepared.diagonal.to(weight.dtype).sqrt()
-        pruned = pattern.select_in_rows(scores.masked_fill_(prepared.dead, -1))
-        return lambda current, start: pruned[:, start : start + current.shape[1]]
+        return pattern.select_in_rows(scores.masked_fill_(prepared.dead, -1))
 
 
 @dataclass(frozen=True)
-class SingleRemoval:
+class SingleRemoval(BlockMask):
     """Solution 𝔖: the smallest loss of removing one weight alone.
 
     The score is w_ij² / [H⁻¹]_jj (paper Eq. loss_single, without its factor ½).
     """
 
     name: ClassVar[str] = "S"
-    whole_layer: ClassVar[bool] = False
 
-    def check(self, pattern: Pattern) -> None:
-        """Every pattern is possible."""
-
-    def chooser(
-        self,
-        weight: Tensor,
-        prepared: DampedHessian,
-        inverse_blocks: InverseBlocks,
-        pattern: Pattern,
+    def bind(
+        self, prepared: DampedHessian, inverse_blocks: InverseBlocks, pattern: Pattern
     ) -> Chooser:
         """Rank the single-removal losses of the current weights."""
         inverse_diagonal = inverse_blocks(1).flatten()
@@ -126,7 +125,7 @@ class SingleRemoval:
 
 
 @dataclass(frozen=True)
-class MultipleRemoval:
+class MultipleRemoval(BlockMask):
     """Solution 𝔐: in each group, the combination of weights whose joint removal costs least.
 
     The loss of removing p is w_p [(H⁻¹)_pp]⁻¹ w_pᵀ (paper Eq. optimal_loss, without its factor ½),
@@ -134,7 +133,6 @@ class MultipleRemoval:
     """
 
     name: ClassVar[str] = "M"
-    whole_layer: ClassVar[bool] = False
 
     def check(self, pattern: Pattern) -> None:
         """Only N:M with at most 100 combinations in a group."""
@@ -152,22 +150,20 @@ class MultipleRemoval:
                 'method="SM") with this pattern.'
             )
 
-    def chooser(
-        self,
-        weight: Tensor,
-        prepared: DampedHessian,
-        inverse_blocks: InverseBlocks,
-        pattern: Pattern,
+    def bind(
+        self, prepared: DampedHessian, inverse_blocks: InverseBlocks, pattern: Pattern
     ) -> Chooser:
         """Compare the joint losses of the current weights."""
         self.check(pattern)
         assert isinstance(pattern, SemiStructured)
         group, removed = pattern.group, pattern.removed
         combinations = torch.tensor(
-            list(itertools.combinations(range(group), removed)), device=weight.device
+            list(itertools.combinations(range(group), removed)), device=prepared.dead.device
         )
         costs = _joint_costs(inverse_blocks(group), combinations)
-        membership = torch.zeros(len(combinations), group, dtype=torch.bool, device=weight.device)
+        membership = torch.zeros(
+            len(combinations), group, dtype=torch.bool, device=prepared.dead.device
+        )
         membership.scatter_(1, combinations, True)
         # Dead inputs first: only combinations with as many of them as can be may win.
         dead = prepared.dead.view(-1, group)
@@ -178,18 +174,24 @@ class MultipleRemoval:
 
         def choose(current: Tensor, start: int) -> Tensor:
             rows, width = current.shape
-            groups = slice(start // group, (start + width) // group)
-            # (groups, rows, M²) products times (groups, M², combinations).
-            w = current.reshape(rows, -1, group).masked_fill(dead[groups], 0).transpose(0, 1)
-            products = (w.unsqueeze(3) * w.unsqueeze(2)).flatten(2)
-            losses = torch.baddbmm(penalty[groups, None], products, costs[groups])
-            return membership[losses.argmin(2)].transpose(0, 1).reshape(rows, width)
+            pruned = torch.empty_like(current, dtype=torch.bool)
+            few = max(1, _ELEMENTS // (rows * max(costs.shape[1:]))) * group
+            for first, stop in split_range(0, width, few):
+                groups = slice((start + first) // group, (start + stop) // group)
+                w = current[:, first:stop].reshape(rows, -1, group).transpose(0, 1)
+                w = w.masked_fill(dead[groups, None], 0)
+                # (groups, rows, M²) products of weights times (groups, M², combinations) costs.
+                products = (w.unsqueeze(3) * w.unsqueeze(2)).flatten(2)
+                losses = torch.baddbmm(penalty[groups, None], products, costs[groups])
+                best = membership[losses.argmin(2)].transpose(0, 1)
+                pruned[:, first:stop] = best.reshape(rows, -1)
+            return pruned
 
         return choose
 
 
 def _joint_costs(blocks: Tensor, combinations: Tensor) -> Tensor:
-    """[(H⁻¹)_pp]⁻¹ for every group and combination p, zero elsewhere: (groups, M², combinations)."""
+    """[(H⁻¹)_pp]⁻¹ of each group and combination p, spread out: (groups, M², combinations)."""
     groups, group = blocks.shape[:2]
     corners = blocks.double()[:, combinations[:, :, None], combinations[:, None, :]]
     spread = corners.new_zeros(groups, len(combinations), group * group)

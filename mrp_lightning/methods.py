@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from mrp_lightning.compensation import Compensation, NoCompensation
 from mrp_lightning.errors import MethodError, PatternError
-from mrp_lightning.masks import Magnitude, Mask, MultipleRemoval, SingleRemoval, Wanda
+from mrp_lightning.masks import LayerMask, Magnitude, Mask, MultipleRemoval, SingleRemoval, Wanda
 from mrp_lightning.optimum import Optimum
 from mrp_lightning.patterns import Pattern, SemiStructured
 from mrp_lightning.sweep import ColumnSweep
@@ -59,7 +59,7 @@ class Method:
                 f"`block_size` must be a positive number of columns, or None for all columns; got "
                 f"{block_size!r}."
             )
-        if self.mask.whole_layer or not isinstance(pattern, SemiStructured):
+        if isinstance(self.mask, LayerMask) or not isinstance(pattern, SemiStructured):
             return
         if block_size % pattern.group:
             raise PatternError(

@@ -17,18 +17,19 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mrp_lightning.compensation import Compensated, column_ranges
+from mrp_lightning.compensation import Compensated
 from mrp_lightning.conjugate_gradients import InverseOnKept, conjugate_gradients
 from mrp_lightning.damping import DampedHessian
 from mrp_lightning.errors import NumericalWarning
-from mrp_lightning.masks import Chooser, Mask
+from mrp_lightning.masks import Chooser, LayerMask, Mask, chooser
 from mrp_lightning.patterns import Pattern
+from mrp_lightning.ranges import split_range
 
 _LIMIT = 500
 _ELEMENTS = 2**26
 """Elements of the temporaries of one solve; more rows than that are solved in turn."""
 
-_GAP_BETWEEN_BLOCKS = 1e-3
+_GAP_BETWEEN_BLOCKS = 1e-4
 _LIMIT_BETWEEN_BLOCKS = 20
 
 
@@ -53,9 +54,9 @@ class Optimum:
         tolerance: float,
     ) -> Compensated:
         """Choose and compensate for weight (rows, columns)."""
-        choose = mask.chooser(weight, prepared, prepared.inverse_blocks, pattern)
+        choose = chooser(mask, weight, prepared, prepared.inverse_blocks, pattern)
         columns = weight.shape[1]
-        if mask.whole_layer or block_size >= columns:
+        if isinstance(mask, LayerMask) or block_size >= columns:
             pruned = choose(weight, 0)
             x = weight.masked_fill(pruned, 0)
             gradient = (weight - x) @ prepared.matrix
@@ -82,7 +83,7 @@ def _block_by_block(
     reduced = torch.zeros_like(prepared.matrix)
     inverse = prepared.inverse
     iterations = 0
-    for start, stop in column_ranges(0, columns, block_size):
+    for start, stop in split_range(0, columns, block_size):
         block, lead = slice(start, stop), slice(0, stop)
         current = weight[:, block] - gradient[:, :start] @ inverse[:start, block]
         pruned[:, block] = choose(current, start)
@@ -94,23 +95,40 @@ def _block_by_block(
         gradient[:, lead].addmm_(removed, reduced[block, lead])
         if stop == columns:
             break
-        most = 0
-        for rows in _row_chunks(weight):
-            x_lead, gradient_lead = x[rows, lead], gradient[rows, lead]
-            kept = (~pruned[rows, lead]).to(weight.dtype)
-            enough = _GAP_BETWEEN_BLOCKS * ((weight[rows, lead] - x_lead) * gradient_lead).sum()
-            steps = conjugate_gradients(
-                x_lead,
-                gradient_lead,
-                kept,
-                reduced[lead, lead],
-                InverseOnKept(inverse[lead, lead], kept),
-                lambda energy, enough=enough: bool(energy.sum() <= enough),
-                limit=_LIMIT_BETWEEN_BLOCKS,
-            )
-            most = max(most, steps)
-        iterations += most
+        iterations += _approach(
+            weight[:, lead],
+            x[:, lead],
+            gradient[:, lead],
+            pruned[:, lead],
+            reduced[lead, lead],
+            inverse[lead, lead],
+        )
     return pruned, x, gradient, iterations
+
+
+def _approach(
+    weight: Tensor, x: Tensor, gradient: Tensor, pruned: Tensor, matrix: Tensor, inverse: Tensor
+) -> int:
+    """Bring x near the optimum in place, near enough to choose the next block's weights."""
+    most = 0
+    for rows in _row_chunks(weight):
+        kept = (~pruned[rows]).to(weight.dtype)
+        loss = float(((weight[rows] - x[rows]) * gradient[rows]).sum())
+
+        def converged(energy: Tensor, loss: float = loss) -> bool:
+            return float(energy.sum()) <= _GAP_BETWEEN_BLOCKS * loss
+
+        steps = conjugate_gradients(
+            x[rows],
+            gradient[rows],
+            kept,
+            matrix,
+            InverseOnKept(inverse, kept),
+            converged,
+            limit=_LIMIT_BETWEEN_BLOCKS,
+        )
+        most = max(most, steps)
+    return most
 
 
 def _solve(
@@ -127,18 +145,20 @@ def _solve(
         system = _Rows(weight[rows], x[rows], gradient[rows], pruned[rows], prepared)
         steps = system.solve(tolerance)
         if system.gap > tolerance and prepared.dtype != torch.float64:
-            # float32 has stalled. Its result is a good start for float64.
+            # float32 has stalled; what it reached is a good start for float64.
             refined = _Rows(
-                *(t.double() for t in (weight[rows], x[rows], gradient[rows])),
+                weight[rows].double(),
+                x[rows].double(),
+                gradient[rows].double(),
                 pruned[rows],
                 prepared.double,
             )
             refined.certify()
             steps += refined.solve(tolerance / 2)
-            refined.x.copy_(refined.x.float())
+            refined.x.copy_(refined.x.to(x.dtype))
             refined.certify()
             if refined.gap < system.gap:
-                x[rows] = refined.x.float()
+                x[rows] = refined.x.to(x.dtype)
                 system = refined
         iterations = max(iterations, steps)
         bound, loss = bound + system.bound, loss + system.loss
@@ -171,9 +191,11 @@ class _Rows:
         self.prepared = prepared
         self.bound = math.inf
         self.loss = float(((weight - x) * gradient).sum()) / 2
+        self._target = math.inf
 
     @property
     def gap(self) -> float:
+        """The bound relative to the loss."""
         return _relative(self.bound, self.loss)
 
     def certify(self) -> None:
@@ -218,13 +240,12 @@ class _Rows:
 
 
 def _relative(bound: float, loss: float) -> float:
-    """The bound relative to the loss; nothing is nothing of nothing."""
     return bound / max(loss, sys.float_info.min) if bound > 0 else 0.0
 
 
 def _row_chunks(weight: Tensor) -> Iterator[slice]:
     rows, columns = weight.shape
-    for start, stop in column_ranges(0, rows, max(1, _ELEMENTS // columns)):
+    for start, stop in split_range(0, rows, max(1, _ELEMENTS // columns)):
         yield slice(start, stop)
 
 

@@ -10,6 +10,7 @@ from mrp_lightning.damping import DampedHessian
 from mrp_lightning.errors import HessianError, PatternError, TargetError
 from mrp_lightning.methods import Method, parse_method
 from mrp_lightning.patterns import Pattern, make_pattern
+from mrp_lightning.precision import full_float32
 
 
 @dataclass(frozen=True)
@@ -112,11 +113,7 @@ def prune(
     if not (isinstance(tolerance, int | float) and math.isfinite(tolerance) and tolerance > 0):
         raise ValueError(f"`tolerance` must be a number > 0; got {tolerance!r}.")
     _check_weight(weight, prepared, pattern)
-    with (
-        torch.inference_mode(False),
-        torch.no_grad(),
-        torch.autocast(weight.device.type, enabled=False),
-    ):
+    with torch.inference_mode(False), torch.no_grad(), full_float32(weight.device):
         weight = weight.detach()
         if weight.dtype == torch.float64:
             prepared = prepared.double

@@ -7,10 +7,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mrp_lightning.compensation import Compensated, column_ranges
+from mrp_lightning.compensation import Compensated
 from mrp_lightning.damping import DampedHessian
-from mrp_lightning.masks import Mask
+from mrp_lightning.masks import LayerMask, Mask, chooser
 from mrp_lightning.patterns import Pattern, SemiStructured
+from mrp_lightning.ranges import split_range
 
 _PANEL = 128
 
@@ -40,9 +41,9 @@ class ColumnSweep:
     ) -> Compensated:
         """Choose and compensate in one pass over weight (rows, columns)."""
         del tolerance
-        choose = mask.chooser(weight, prepared, prepared.trailing_inverse_blocks, pattern)
+        choose = chooser(mask, weight, prepared, prepared.trailing_inverse_blocks, pattern)
         columns = weight.shape[1]
-        if mask.whole_layer:
+        if isinstance(mask, LayerMask):
             width = columns
         elif isinstance(pattern, SemiStructured):
             width = pattern.group
@@ -68,7 +69,7 @@ class ColumnSweep:
 def _panels(columns: int, width: int) -> Iterator[tuple[int, int]]:
     """Ranges of at most 128 columns (or one choice) that split no choice of `width` columns."""
     if width <= _PANEL:
-        yield from column_ranges(0, columns, width * (_PANEL // width))
+        yield from split_range(0, columns, width * (_PANEL // width))
     else:
-        for start, stop in column_ranges(0, columns, width):
-            yield from column_ranges(start, stop, _PANEL)
+        for start, stop in split_range(0, columns, width):
+            yield from split_range(start, stop, _PANEL)
