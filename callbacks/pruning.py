@@ -85,7 +85,7 @@ class PruningCallback(Callback):
         *,
         method: str,
         sparsity: float | None = None,
-        pattern: str | None = None,
+        pattern: str | int | None = None,  # int: to explain what YAML makes of an unquoted 2:4
         block_size: int | None = 128,
         damping: float = 0.01,
         tolerance: float = 1e-6,
@@ -99,7 +99,7 @@ class PruningCallback(Callback):
         overwrite: bool = False,
     ) -> None:
         self.recipe = Recipe(
-            pattern=make_pattern(sparsity, pattern),
+            pattern=make_pattern(sparsity, pattern),  # type: ignore[arg-type]
             method=parse_method(method),
             block_size=block_size,
             damping=_number("damping", damping, positive=False),
@@ -283,7 +283,7 @@ class MRPCallback(PruningCallback):
         *,
         method: str = "SM",
         sparsity: float | None = None,
-        pattern: str | None = None,
+        pattern: str | int | None = None,  # int: to explain what YAML makes of an unquoted 2:4
         block_size: int | None = 128,
         damping: float = 0.01,
         tolerance: float = 1e-6,
