@@ -78,22 +78,22 @@ class Padding:
         """The rows of a layer's input that are tokens.
 
         Args:
-            x: (batch, length, ..., columns), or (batch · length, columns).
+            x: (batch, length, ..., columns), (batch · length, columns), or with further
+                dimensions of 1 in between.
             module: The layer.
             name: For the warning that the rows of a layer cannot be told apart.
 
         Returns:
-            (rows, ..., columns), or `x` itself where there is no padding.
+            (tokens, ..., columns), or `x` itself where there is no padding.
         """
         masks = self._around(module)
         kept = masks.of_memory if x is masks.memory else masks.own
         if kept is None:
             return x
-        kept = kept.to(x.device)
-        if x.shape[:2] == kept.shape and x.ndim > 2:
-            return x[kept]
-        if x.ndim == 2 and x.shape[0] == kept.numel():
-            return x[kept.flatten()]
+        leading = [size for size in x.shape[:-1] if size != 1]
+        positions = [size for size in kept.shape if size != 1]
+        if leading[: len(positions)] == positions or leading == [kept.numel()]:
+            return x.reshape(kept.numel(), -1, x.shape[-1])[kept.flatten().to(x.device)]
         if name not in self._warned:
             self._warned.add(name)
             log.warning(

@@ -201,7 +201,8 @@ class SequentialPruner:
         return [self._prune_layer(layer, prepared, tokens) for layer in group.layers]
 
     def _prune_layer(self, layer: Layer, prepared: DampedHessian, tokens: int) -> LayerReport:
-        recipe, weight = self.recipe, layer.weight
+        recipe = self.recipe
+        weight = layer.weight.contiguous()  # a copy of Conv1D's, whose rows are strided
         already = recipe.pattern.holds(weight == 0)
         if already:
             log.info("%s already has the pattern %s", layer.name, recipe.pattern)

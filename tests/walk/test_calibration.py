@@ -78,7 +78,7 @@ class Masked(nn.Module):
         return self.layer(x)
 
 
-@pytest.mark.parametrize("shape", [(2, 3, 4), (6, 4), (2, 3, 2, 4)])
+@pytest.mark.parametrize("shape", [(2, 3, 4), (6, 4), (2, 3, 2, 4), (2, 1, 3, 4)])
 @torch.no_grad()
 def test_padding_is_cut_from_inputs_of_any_shape(shape):
     model = Masked()

@@ -125,18 +125,21 @@ def test_true_sequential_gives_the_weights_of_a_slow_rewrite(build, batches):
     assert_same_weights(ours, theirs)
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("method", ["magnitude", "wanda", "SS", "SM", "MM"])
 @torch.no_grad()
-def test_reports_the_true_loss_of_every_layer(method, build, batches):
+def test_reports_the_true_loss_of_every_layer(method, family, build, batches):
     # In the first block, the pruned model and the dense one see the same inputs.
-    model, dense = build("llama"), build("llama")
-    report = prune_model(model, batches, method=method, blocks="model.layers.0")
+    model, dense = build(family), build(family)
+    report = prune_model(model, batches, method=method, blocks=f"{BLOCKS[family]}.0")
     rows = {row.name: row for row in report.layers}
-    assert len(rows) == 7
+    assert len(rows) == {"llama": 7, "gpt2": 4}[family]
     for name, row in rows.items():
         layer = dense.get_submodule(name)
         x = inputs_of(dense, [layer], batches)[0]
         before, after = layer.weight.double(), model.get_submodule(name).weight.double()
+        if is_conv1d(layer):
+            before, after = before.T, after.T
         loss = (x @ (after - before).T).square().sum(1).mean()
         assert row.loss == pytest.approx(float(loss), rel=1e-3)
         assert row.relative_loss == pytest.approx(
