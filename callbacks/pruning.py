@@ -136,7 +136,9 @@ class PruningCallback(Callback):
         if stage != "predict":
             return
         if self.report is not None and self.report.complete:
-            log.info("This %s has pruned already; predicting as usual.", type(self).__name__)
+            log.warning(
+                "This %s has pruned already, so predict only predicts.", type(self).__name__
+            )
             return
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         others = [c for c in callbacks if isinstance(c, PruningCallback) and c is not self]

@@ -36,9 +36,9 @@ class Step:
         return Step(args, kwargs)
 
 
-def copy_tensors(data: Any, device: torch.device) -> Any:
+def copy_tensors(data: Any, device: torch.device | None = None) -> Any:
     """A copy of a collection with its tensors copied; strings and the like are kept."""
-    return apply_to_collection(data, Tensor, lambda t: t.detach().to(device, copy=True))
+    return apply_to_collection(data, Tensor, lambda t: t.detach().to(device or t.device, copy=True))
 
 
 class StepCapture:
@@ -60,11 +60,12 @@ class StepCapture:
 
         @functools.wraps(original)  # Lightning reads the signature
         def predict_step(*args: Any, **kwargs: Any) -> Tensor:
-            # The loop may be in inference mode, whose tensors could not be used in training later.
-            with torch.inference_mode(False), torch.no_grad():
+            # The loop may be in inference mode, whose tensors (the batch, and what the model keeps)
+            # could not be used in training later.
+            with torch.inference_mode(False), torch.no_grad(), eager():
                 step = Step(*copy_tensors((args, kwargs), torch.device("cpu")))
-            self._check(step.batch)
-            self._run_to_first_block(original, args, kwargs)
+                self._check(step.batch)
+                self._run_to_first_block(original, *copy_tensors((args, kwargs)))
             self.steps.append(step)
             return torch.empty(0)
 
@@ -78,8 +79,7 @@ class StepCapture:
 
         handles = [module.register_forward_pre_hook(stop) for module in self._stop_at]
         try:
-            with eager():
-                step(*args, **kwargs)
+            step(*args, **kwargs)
         except StopForward:
             pass
         finally:

@@ -40,6 +40,10 @@ class Padding:
 
     def __init__(self, model: nn.Module) -> None:
         self._takers = [module for module in model.modules() if _takes_mask(module)]
+        self._arguments = {
+            id(m): list(inspect.signature(m.forward).parameters) for m in self._takers
+        }
+        self._tokens: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._parents = _parents(model)
         self._masks: dict[int, _Masks] = {}
         self._of_batch: Tensor | None = None
@@ -62,17 +66,27 @@ class Padding:
     def start_batch(self, batch: Any) -> None:
         """Forget the masks of the last batch, and take this one's own."""
         self._masks.clear()
+        self._tokens.clear()
         mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-        self._of_batch = _tokens(mask) if _is_mask(mask) else None
+        self._of_batch = self._tokens_of(mask) if _is_mask(mask) else None
 
     def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = inspect.signature(module.forward).bind_partial(*args).arguments | kwargs
+        given = dict(zip(self._arguments[id(module)], args, strict=False)) | kwargs
         mask, memory = given.get("attention_mask"), given.get("encoder_hidden_states")
         of_memory = given.get("encoder_attention_mask")
         if _is_mask(mask):
             self._masks[id(module)] = _Masks(
-                _tokens(mask), memory, _tokens(of_memory) if _is_mask(of_memory) else None
+                self._tokens_of(mask),
+                memory,
+                self._tokens_of(of_memory) if _is_mask(of_memory) else None,
             )
+
+    def _tokens_of(self, mask: Tensor) -> Tensor | None:
+        """True for tokens; `None` where all are. Found once a batch: on a GPU it waits."""
+        if id(mask) not in self._tokens:
+            kept = mask != 0
+            self._tokens[id(mask)] = mask, None if bool(kept.all()) else kept
+        return self._tokens[id(mask)][1]
 
     def tokens(self, x: Tensor, module: nn.Module, name: str) -> Tensor:
         """The rows of a layer's input that are tokens.
@@ -126,12 +140,6 @@ def _is_mask(value: Any) -> TypeGuard[Tensor]:
     if not isinstance(value, Tensor) or value.ndim != 2:
         return False
     return not value.is_floating_point() or bool(((value == 0) | (value == 1)).all())
-
-
-def _tokens(mask: Tensor) -> Tensor | None:
-    """True for tokens; `None` where all are."""
-    kept = mask != 0
-    return None if bool(kept.all()) else kept
 
 
 def _parents(model: nn.Module) -> dict[int, nn.Module]:

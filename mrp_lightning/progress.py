@@ -34,7 +34,12 @@ def nested_progress(trainer: Trainer, total: int) -> Iterator[Callable[[int, str
     else:
         position = 2 * getattr(bar, "process_position", 0) + 1
         line = Tqdm(
-            total=total, desc="pruning", position=position, dynamic_ncols=True, file=sys.stdout
+            total=total,
+            desc="pruning",
+            position=position,
+            dynamic_ncols=True,
+            file=sys.stdout,
+            miniters=0,  # by time: the text changes more often than the count
         )
 
         def update_tqdm(done: int, text: str) -> None:

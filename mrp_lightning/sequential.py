@@ -22,7 +22,8 @@ from mrp_lightning.patterns import SemiStructured, Unstructured
 from mrp_lightning.plan import Plan
 from mrp_lightning.pruning import prune
 from mrp_lightning.report import LayerReport, PruningReport
-from mrp_lightning.walk import Walk, WholeModel, choose_walk
+from mrp_lightning.walk import Walk, WholeModel
+from mrp_lightning.walk_choice import choose_walk
 
 log = logging.getLogger(__name__)
 
@@ -142,8 +143,8 @@ class SequentialPruner:
                 with self._offload.pinned(block.module):
                     rows = self._prune_layers(walk, k, plan.layers[block.name])
                     if k < last:
-                        for _ in walk.advance(k):
-                            self._tell(f"{block.name} outputs")
+                        for i in walk.advance(k):
+                            self._tell(f"{block.name}, outputs {i + 1}/{len(self.batches)}")
                 self.on_block(k, rows)
         if plan.outside:
             whole = WholeModel(self.run, self.batches, [Block("", self.model, "")])
@@ -174,17 +175,18 @@ class SequentialPruner:
 
     def _calibrate(self, walk: Walk, k: int, layers: list[Layer]) -> Calibration:
         """One pass over all batches."""
+        name = walk.blocks[k].name or "model"
         for share in (True, False):
             calibration = Calibration(layers, self.padding, share=share)
             try:
                 with calibration.hooked():
-                    for _ in walk.visit(k):
+                    for i in walk.visit(k):
                         calibration.end_batch()
-                        self._tell(f"{walk.blocks[k].name} statistics")
+                        self._tell(f"{name}, inputs {i + 1}/{len(self.batches)}")
                 return calibration
             except InputsDiffer:
                 assert share
-                log.info("%s: layers share inputs in some batches only", walk.blocks[k].name)
+                log.info("%s: layers share inputs in some batches only", name)
         raise AssertionError
 
     def _prune_group(self, group: InputGroup) -> list[LayerReport]:

@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader
+from transformers import BatchEncoding
 
 from callbacks import MRPCallback, PruningCallback
 from mrp_lightning import CausalLM, Trainer
@@ -124,7 +125,7 @@ def test_ckpt_path_is_loaded_before_pruning(llama, loader, quiet, own, tmp_path)
     assert same_weights(reference, fresh.net)
 
 
-@pytest.mark.parametrize("kind", ["tuple", "list", "mapping"])
+@pytest.mark.parametrize("kind", ["tuple", "list", "mapping", "encoding"])
 def test_batches_of_other_shapes(kind, llama, windows, loader, quiet):
     reference, model = llama(), llama()
     made: Any = {
@@ -134,6 +135,7 @@ def test_batches_of_other_shapes(kind, llama, windows, loader, quiet):
             {"input_ids": w, "attention_mask": torch.ones_like(w), "id": ["a", "b"]}
             for w in windows.split(2)
         ],
+        "encoding": [BatchEncoding({"input_ids": w}) for w in windows.split(2)],
     }[kind]
     Trainer(**quiet).predict(reference, loader, callbacks=MRPCallback(pattern="2:4"))
     batches = DataLoader(made, batch_size=None)
@@ -147,8 +149,7 @@ def test_a_callback_prunes_once(llama, loader, quiet, caplog):
     module = CausalLM(model)
     trainer.predict(module, loader)
     report, weights = callback.report, [p.clone() for p in model.parameters()]
-    with caplog.at_level("INFO"):
-        predictions = trainer.predict(module, loader)
+    predictions = trainer.predict(module, loader)
     assert "has pruned already" in caplog.text
     assert [p.shape for p in predictions] == [(2, 16, 64)] * 4
     assert callback.report is report
