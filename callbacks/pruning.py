@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from mrp_lightning.blocks import find_blocks
-from mrp_lightning.capture import Step, StepCapture, eager
+from mrp_lightning.capture import StepCapture, eager
 from mrp_lightning.causal_lm import CausalLM
 from mrp_lightning.checkpoint import check_output_dir
 from mrp_lightning.methods import parse_method
@@ -19,11 +19,11 @@ from mrp_lightning.names import as_patterns
 from mrp_lightning.offload import hold_on_cpu, release
 from mrp_lightning.patterns import make_pattern
 from mrp_lightning.plan import Plan, make_plan
+from mrp_lightning.predict_loop import prune_in_trainer
 from mrp_lightning.processes import require_one_process
-from mrp_lightning.progress import nested_progress
 from mrp_lightning.pruned_checkpoint import check_length, checkpoint_root, save_pruned
-from mrp_lightning.report import LayerReport, PruningReport
-from mrp_lightning.sequential import Progress, Recipe, SequentialPruner
+from mrp_lightning.report import PruningReport
+from mrp_lightning.sequential import Recipe
 
 log = logging.getLogger(__name__)
 
@@ -135,17 +135,17 @@ class PruningCallback(Callback):
         self._armed = False
         if stage != "predict":
             return
-        if self.report is not None and self.report.complete:
+        if self._is_done:
             log.warning(
                 "This %s has pruned already, so predict only predicts.", type(self).__name__
             )
             return
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        others = [c for c in callbacks if isinstance(c, PruningCallback) and c is not self]
-        if others:
+        mine = [c for c in callbacks if isinstance(c, PruningCallback) and not c._is_done]
+        if len(mine) > 1:
             raise ValueError("A predict run takes one PruningCallback; run predict once for each.")
         require_one_process(trainer, type(self).__name__)
-        if self.save_dir is not None:
+        if self.save_dir is not None and not _is_rehearsal(trainer):
             check_output_dir(self.save_dir, overwrite=self.overwrite)
         if not _is_built_later(pl_module):
             self._make_plan(pl_module)
@@ -176,8 +176,11 @@ class PruningCallback(Callback):
         config = {**self._config, "batches": len(steps), "precision": str(trainer.precision)}
         self.report = PruningReport(config)
         with torch.inference_mode(False), torch.no_grad(), eager():
-            self._prune(trainer, pl_module, plan, steps, self.report)
-            if self.save_dir is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            prune_in_trainer(
+                trainer, pl_module, steps, plan, self.recipe, self.report, offload=self.offload
+            )
+            self._note_pruned_before(self.report.totals)
+            if self.save_dir is not None and not _is_rehearsal(trainer):
                 save_pruned(pl_module, self.save_dir, self.report, overwrite=self.overwrite)
         self._armed = False
 
@@ -202,6 +205,10 @@ class PruningCallback(Callback):
                 "Give it calibration data, and check `limit_predict_batches`."
             )
 
+    @property
+    def _is_done(self) -> bool:
+        return self.report is not None and self.report.complete
+
     def _make_plan(self, pl_module: LightningModule) -> Plan:
         return make_plan(
             pl_module,
@@ -213,50 +220,7 @@ class PruningCallback(Callback):
             prefix=checkpoint_root(pl_module)[0],
         )
 
-    def _prune(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        plan: Plan,
-        steps: list[Step],
-        report: PruningReport,
-    ) -> None:
-        device = trainer.strategy.root_device
-
-        def run(step: Step) -> Any:
-            on_device = step.to(device)
-            return trainer.strategy.predict_step(*on_device.args, **on_device.kwargs)
-
-        def log_block(k: int, rows: list[LayerReport]) -> None:
-            if rows:
-                losses = [row.relative_loss or 0.0 for row in rows]
-                metrics = {
-                    "prune/relative_loss": sum(losses) / len(losses),
-                    "prune/sparsity": sum(row.sparsity or 0.0 for row in rows) / len(rows),
-                    "prune/seconds": sum(row.seconds or 0.0 for row in rows),
-                }
-                for logger in trainer.loggers:
-                    logger.log_metrics(metrics, step=k)
-                    logger.save()
-
-        with nested_progress(trainer, plan.num_layers) as show:
-            SequentialPruner(
-                model=pl_module,
-                run=run,
-                batches=steps,
-                batch_of=lambda step: step.batch,
-                plan=plan,
-                recipe=self.recipe,
-                report=report,
-                device=device,
-                offload=self.offload,
-                on_progress=lambda progress: show(progress.layers, _describe(progress)),
-                on_block=log_block,
-            ).prune()
-        totals = report.totals
-        trainer.callback_metrics["prune/sparsity"] = torch.tensor(totals["sparsity"])
-        if report.relative_loss is not None:
-            trainer.callback_metrics["prune/relative_loss"] = torch.tensor(report.relative_loss)
+    def _note_pruned_before(self, totals: dict[str, Any]) -> None:
         if totals["already_pruned"]:
             log.warning(
                 "%d of %d layers already had the pattern %s.",
@@ -277,43 +241,13 @@ class PruningCallback(Callback):
 class MRPCallback(PruningCallback):
     """`PruningCallback` with the multiple removal method: mask S, exact compensation M.
 
-    The arguments are those of `PruningCallback`.
+    Args:
+        method: As in `PruningCallback`.
+        **kwargs: The other arguments of `PruningCallback`.
     """
 
-    def __init__(
-        self,
-        *,
-        method: str = "SM",
-        sparsity: float | None = None,
-        pattern: str | int | None = None,  # int: to explain what YAML makes of an unquoted 2:4
-        block_size: int | None = 128,
-        damping: float = 0.01,
-        tolerance: float = 1e-6,
-        targets: list[str] | str | None = None,
-        ignore: list[str] | str | None = None,
-        blocks: list[str] | str | None = None,
-        true_sequential: bool = False,
-        offload: bool = False,
-        skip_indivisible: bool = False,
-        save_dir: str | PathLike[str] | None = None,
-        overwrite: bool = False,
-    ) -> None:
-        super().__init__(
-            method=method,
-            sparsity=sparsity,
-            pattern=pattern,
-            block_size=block_size,
-            damping=damping,
-            tolerance=tolerance,
-            targets=targets,
-            ignore=ignore,
-            blocks=blocks,
-            true_sequential=true_sequential,
-            offload=offload,
-            skip_indivisible=skip_indivisible,
-            save_dir=save_dir,
-            overwrite=overwrite,
-        )
+    def __init__(self, *, method: str = "SM", **kwargs: Any) -> None:
+        super().__init__(method=method, **kwargs)
 
 
 def _is_built_later(pl_module: LightningModule) -> bool:
@@ -323,10 +257,8 @@ def _is_built_later(pl_module: LightningModule) -> bool:
     return any(is_overridden(hook, pl_module, parent=complete) for hook in hooks)
 
 
-def _describe(progress: Progress) -> str:
-    loss = progress.report.relative_loss
-    so_far = "" if loss is None else f" · relative loss {loss:.3g}"
-    return f"block {progress.block}/{progress.blocks} · {progress.task}{so_far}"
+def _is_rehearsal(trainer: Trainer) -> bool:
+    return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
 
 
 def _number(argument: str, value: Any, *, positive: bool) -> float:

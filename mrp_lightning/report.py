@@ -3,7 +3,6 @@
 import json
 import platform
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -143,12 +142,12 @@ def model_card(report: PruningReport, base_model: str | None) -> str:
     """A short README for the pruned checkpoint."""
     totals, config = report.totals, report.config
     kind = config.get("pattern") or f"{100 * totals['sparsity']:.3g}% unstructured"
-    header: Mapping[str, Any] = {"base_model": base_model} if base_model else {}
-    front = [f"{key}: {json.dumps(value)}" for key, value in header.items()]
+    # The hub knows no local directory.
+    is_on_hub = base_model is not None and not Path(base_model).exists()
     skipped = [row for row in report.layers if row.skipped is not None]
     lines = [
         "---",
-        *front,
+        *([f"base_model: {base_model}"] if is_on_hub else []),
         "library_name: transformers",
         "tags: [pruned, sparse]",
         "---",

@@ -273,3 +273,40 @@ def test_the_report_has_its_fixed_form(llama, loader, quiet):
     assert report["totals"]["removed"] == sum(
         round(row["sparsity"] * row["shape"][0] * row["shape"][1]) for row in report["layers"]
     )
+
+
+class Late(pl.LightningModule):
+    """Makes its model when Lightning asks for it."""
+
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self.make = make
+
+    def configure_model(self) -> None:
+        self.net = self.make()
+
+    def predict_step(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.net(batch).logits
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_model_that_is_made_in_configure_model(offload, llama, loader, quiet):
+    reference, module = llama(), Late(llama)
+    Trainer(**quiet).predict(reference, loader, callbacks=MRPCallback(pattern="2:4"))
+    callback = MRPCallback(pattern="2:4", targets="self_attn", offload=offload)
+    Trainer(**quiet).predict(module, loader, callbacks=callback)
+    assert len(callback.report.pruned) == 8
+    ours, theirs = (m.model.layers[0].self_attn.q_proj.weight for m in (module.net, reference))
+    assert torch.equal(ours, theirs)
+
+
+def test_one_trainer_takes_one_callback_after_another(llama, loader, quiet, own):
+    first = PruningCallback(method="magnitude", pattern="2:4", targets="self_attn")
+    second = PruningCallback(method="wanda", sparsity=0.5, targets="mlp")
+    trainer = pl.Trainer(callbacks=[first], devices=1, **quiet)
+    module = own(llama())
+    trainer.predict(module, loader)
+    trainer.callbacks.append(second)
+    trainer.predict(module, loader)
+    assert len(first.report.pruned) == 8
+    assert len(second.report.pruned) == 6

@@ -30,6 +30,7 @@ def test_the_saved_model_loads_with_equal_bits(dtype, llama, loader, quiet, tmp_
     card = (tmp_path / "sparse" / "README.md").read_text()
     assert "2:4" in card
     assert "layers pruned: 14" in card
+    assert str(tmp_path) not in card
 
 
 def test_a_full_directory_is_refused_before_work(llama, loader, quiet, tmp_path):
@@ -47,10 +48,12 @@ def test_a_full_directory_is_refused_before_work(llama, loader, quiet, tmp_path)
 
 
 def test_fast_dev_run_prunes_and_writes_nothing(llama, loader, quiet, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "old.txt").touch()
     callback = MRPCallback(pattern="2:4", save_dir=tmp_path / "out")
     Trainer(fast_dev_run=True, **quiet).predict(llama(), loader, callbacks=[callback])
     assert callback.report.complete
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "old.txt"]
 
 
 class Two(pl.LightningModule):
