@@ -148,7 +148,9 @@ def conjugate_gradients(
         turn = torch.zeros_like(energy) if before is None else energy / before.clamp_min(tiny)
         direction = torch.addcmul(z, direction, turn.unsqueeze(1))
         image = direction @ matrix
-        step = energy / torch.linalg.vecdot(direction, image).clamp_min_(tiny)
+        curvature = torch.linalg.vecdot(direction, image)
+        # Where nothing is left to do, or rounding leaves no curvature, the row stays.
+        step = torch.where(curvature > tiny, energy / curvature, 0)
         x.addcmul_(direction, step.unsqueeze(1))
         gradient.addcmul_(image, step.unsqueeze(1), value=-1)
         before = energy

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from mrp_lightning.conjugate_gradients import LowRankModel
 from mrp_lightning.errors import HessianError, NumericalWarning
+from mrp_lightning.ranges import split_range
 
 _FIRST_RAISE, _LARGEST = 1e-6, 10.0
+_FLOAT32_SUFFICES = 1e4
 _CAUSES = (
     "Likely causes: too few calibration tokens, NaN or Inf in the activations, or a matrix that is "
     "not 2·XᵀX / tokens."
@@ -54,6 +56,8 @@ class DampedHessian:
         diagonal = self.hessian.diagonal().to(self.dtype)
         if not bool(self.hessian.isfinite().all()):
             self._fail("the Hessian holds NaN or Inf")
+        if self._asymmetry() > 1e-3 * float(diagonal.abs().max()):
+            self._fail("the Hessian is not symmetric")
         if bool((diagonal < 0).any()):
             self._fail("the Hessian has a negative diagonal, which no 2·XᵀX / tokens has")
         self.diagonal = diagonal.clone()
@@ -64,6 +68,7 @@ class DampedHessian:
         live = self.diagonal[~self.dead].double()
         self._mean = float(live.mean())
         self._damping = float(damping)
+        self._float32_suffices = True
 
     @property
     def damping_used(self) -> float:
@@ -91,6 +96,12 @@ class DampedHessian:
                 stacklevel=2,
             )
 
+    @property
+    def float32_suffices(self) -> bool:
+        """Whether iterations in float32 can be trusted with this matrix."""
+        self.factor  # noqa: B018  (settles it)
+        return self._float32_suffices
+
     @cached_property
     def matrix(self) -> Tensor:
         """H + λI, exactly symmetric, (columns, columns)."""
@@ -105,7 +116,10 @@ class DampedHessian:
     @cached_property
     def low_rank_model(self) -> LowRankModel:
         """The leading directions of H + λI, of rank √columns, for preconditioning."""
-        return LowRankModel.of(self.matrix, math.isqrt(self.columns - 1) + 1)
+        model = LowRankModel.of(self.matrix, math.isqrt(self.columns - 1) + 1)
+        # The leading directions may reach into dead inputs by rounding, and would move their weights.
+        model.factor[self.dead] = 0
+        return model
 
     @cached_property
     def double(self) -> "DampedHessian":
@@ -160,11 +174,20 @@ class DampedHessian:
                 identity = torch.eye(self.columns, dtype=dtype, device=lower.device)
                 factor = torch.linalg.solve_triangular(lower.flip(0, 1), identity, upper=True)
                 inflation = float((diagonal * factor.square().sum(0)).max())
-                if inflation <= (1e4 if dtype == torch.float32 else 0.1 / precision):
+                self._float32_suffices = inflation <= _FLOAT32_SUFFICES
+                if inflation <= (_FLOAT32_SUFFICES if dtype == torch.float32 else 0.1 / precision):
                     return factor.to(self.dtype)
             if dtype == torch.float64:
                 break
         return None
+
+    def _asymmetry(self) -> float:
+        """The largest |H_ij − H_ji|, without a copy of H."""
+        largest = 0.0
+        for start, stop in split_range(0, self.columns, 1024):
+            difference = self.hessian[start:stop] - self.hessian[:, start:stop].T
+            largest = max(largest, float(difference.abs_().max()))
+        return largest
 
     def _fail(self, problem: str) -> NoReturn:
         raise HessianError(f"{self.label}: {problem}. {_CAUSES}")

@@ -44,16 +44,18 @@ class HessianAccumulator:
         # The sum must stay a plain tensor whatever mode the model runs in.
         with torch.inference_mode(False), torch.no_grad(), full_float32(x.device):
             tokens = x.detach().reshape(-1, self.columns)
+            narrow = tokens.is_cuda and tokens.dtype in (torch.bfloat16, torch.float16)
+            if not narrow:
+                tokens = tokens.float()
             self._check_finite(tokens)
             if self._sum is None:
                 self._sum = torch.zeros(
                     self.columns, self.columns, dtype=torch.float32, device=x.device
                 )
-            if tokens.is_cuda and tokens.dtype in (torch.bfloat16, torch.float16):
+            if narrow:
                 # Products of 16-bit numbers are exact in float32, in which they are summed.
                 self._sum.add_(torch.mm(tokens.T, tokens, out_dtype=torch.float32), alpha=2)
             else:
-                tokens = tokens.float()
                 self._sum.addmm_(tokens.T, tokens, alpha=2)
             self.num_tokens += tokens.shape[0]
 

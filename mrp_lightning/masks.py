@@ -175,16 +175,16 @@ class MultipleRemoval(BlockMask):
         def choose(current: Tensor, start: int) -> Tensor:
             rows, width = current.shape
             pruned = torch.empty_like(current, dtype=torch.bool)
-            few = max(1, _ELEMENTS // (rows * max(costs.shape[1:]))) * group
+            few = max(1, _ELEMENTS // max(1, rows * max(costs.shape[1:]))) * group
             for first, stop in split_range(0, width, few):
                 groups = slice((start + first) // group, (start + stop) // group)
-                w = current[:, first:stop].reshape(rows, -1, group).transpose(0, 1)
+                w = current[:, first:stop].unflatten(1, (-1, group)).transpose(0, 1)
                 w = w.masked_fill(dead[groups, None], 0)
                 # (groups, rows, M²) products of weights times (groups, M², combinations) costs.
                 products = (w.unsqueeze(3) * w.unsqueeze(2)).flatten(2)
                 losses = torch.baddbmm(penalty[groups, None], products, costs[groups])
                 best = membership[losses.argmin(2)].transpose(0, 1)
-                pruned[:, first:stop] = best.reshape(rows, -1)
+                pruned[:, first:stop] = best.flatten(1)
             return pruned
 
         return choose

@@ -54,6 +54,9 @@ class Optimum:
         tolerance: float,
     ) -> Compensated:
         """Choose and compensate for weight (rows, columns)."""
+        given = weight.dtype
+        if not prepared.float32_suffices:
+            prepared, weight = prepared.double, weight.double()
         choose = chooser(mask, weight, prepared, prepared.inverse_blocks, pattern)
         columns = weight.shape[1]
         if isinstance(mask, LayerMask) or block_size >= columns:
@@ -63,8 +66,8 @@ class Optimum:
             before = 0
         else:
             pruned, x, gradient, before = _block_by_block(weight, prepared, choose, block_size)
-        iterations, gap = _solve(weight, x, gradient, pruned, prepared, tolerance)
-        return Compensated(x, pruned, before + iterations, gap)
+        iterations, gap = _solve(weight, x, gradient, pruned, prepared, tolerance, given)
+        return Compensated(x.to(given), pruned, before + iterations, gap)
 
 
 def _block_by_block(
@@ -138,36 +141,32 @@ def _solve(
     pruned: Tensor,
     prepared: DampedHessian,
     tolerance: float,
+    given: torch.dtype,
 ) -> tuple[int, float]:
-    """Bring x to the optimum in place: iterations and the certified relative gap."""
+    """Bring x to the optimum in place: iterations and the certified relative gap.
+
+    The gap is that of x rounded to the `given` dtype.
+    """
     iterations, bound, loss = 0, 0.0, 0.0
     for rows in _row_chunks(weight):
         system = _Rows(weight[rows], x[rows], gradient[rows], pruned[rows], prepared)
         steps = system.solve(tolerance)
-        if system.gap > tolerance and prepared.dtype != torch.float64:
+        if prepared.dtype != torch.float64 and not system.gap <= tolerance:
             # float32 has stalled; what it reached is a good start for float64.
-            refined = _Rows(
-                weight[rows].double(),
-                x[rows].double(),
-                gradient[rows].double(),
-                pruned[rows],
-                prepared.double,
-            )
-            refined.certify()
-            steps += refined.solve(tolerance / 2)
-            refined.x.copy_(refined.x.to(x.dtype))
-            refined.certify()
-            if refined.gap < system.gap:
-                x[rows] = refined.x.to(x.dtype)
-                system = refined
+            system = system.refined(prepared.double)
+            steps += system.solve(tolerance / 2)
+        if system.x.dtype != given:
+            system.x.copy_(system.x.to(given))
+            system.certify()
+        x[rows] = system.x.to(x.dtype)
         iterations = max(iterations, steps)
         bound, loss = bound + system.bound, loss + system.loss
     gap = _relative(bound, loss)
-    if gap > tolerance:
+    if not gap <= tolerance:
         warnings.warn(
             f"{prepared.label}: stopped at a certified gap to the optimum of {gap:.1e}, above "
-            f"`tolerance` {tolerance:g}. The Hessian is too ill-conditioned; use more damping or a "
-            "larger tolerance.",
+            f"`tolerance` {tolerance:g}, which the precision of {weight.dtype} weights allows. More "
+            "damping helps where the Hessian is ill-conditioned.",
             NumericalWarning,
             stacklevel=2,
         )
@@ -207,6 +206,15 @@ class _Rows:
         self.bound = (
             float(((self.gradient * self.kept) @ self.prepared.factor.T).square_().sum()) / 2
         )
+
+    def refined(self, prepared: DampedHessian) -> "_Rows":
+        """The same system in float64, from where this one is (or from the start, had it failed)."""
+        weight, x = self.weight.double(), self.x.double()
+        if not math.isfinite(self.loss):
+            x = weight * self.kept
+        system = _Rows(weight, x, torch.zeros_like(x), self.kept == 0, prepared)
+        system.certify()
+        return system
 
     def solve(self, tolerance: float) -> int:
         """Iterate until the certified gap is within the tolerance or stalls."""

@@ -124,14 +124,14 @@ class SemiStructured:
             bool (rows, width), True = removed.
         """
         del start
-        grouped = scores.reshape(scores.shape[0], -1, self.group)
+        grouped = scores.unflatten(1, (scores.shape[1] // self.group, self.group))
         ranks = torch.zeros_like(grouped, dtype=torch.int16)
         # A score's rank is the number of scores before it; counting beats sorting for short groups.
         for other in range(self.group):
             rival = grouped[..., other : other + 1]
             ranks[..., : other + 1] += rival < grouped[..., : other + 1]
             ranks[..., other + 1 :] += rival <= grouped[..., other + 1 :]
-        return (ranks < self.removed).view_as(scores)
+        return (ranks < self.removed).flatten(1)
 
     def select_in_rows(self, scores: Tensor) -> Tensor:
         """The same as `select`: a group is part of one row. Returns bool (rows, columns)."""
@@ -145,7 +145,8 @@ class SemiStructured:
         """Whether each group of bool `pruned` (rows, columns) has enough removed weights."""
         if not self.divides(pruned.shape[1]):
             return False
-        counts = pruned.reshape(pruned.shape[0], -1, self.group).sum(dim=2)
+        groups = (pruned.shape[1] // self.group, self.group)
+        counts = pruned.unflatten(1, groups).sum(dim=2)
         return bool((counts >= self.removed).all())
 
 

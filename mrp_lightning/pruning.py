@@ -25,7 +25,7 @@ class Solution:
         damping_used: λ, what was added to the diagonal of H.
         iterations: conjugate gradient iterations; None for methods without.
         gap: certified relative distance of the damped loss to that of the optimum for `pruned`,
-            before the cast to 16 bits; None for methods that do not seek the optimum.
+            before a cast to a narrower dtype; None for methods that do not seek the optimum.
         dead_inputs: columns whose input was always zero.
     """
 
@@ -127,18 +127,27 @@ def prune(
             tolerance,
         )
         pruned = result.pruned.contiguous()
-        kept = result.weight.masked_fill(pruned, 0).to(weight.dtype).contiguous()
-        change = kept.to(prepared.dtype) - dense
-        loss = 0.5 * float(((change @ prepared.hessian.to(prepared.dtype)) * change).sum())
+        compensated = result.weight.masked_fill(pruned, 0).to(weight.dtype).contiguous()
         return Solution(
-            weight=kept,
+            weight=compensated,
             pruned=pruned,
-            loss=loss,
+            loss=_loss(compensated.to(prepared.dtype) - dense, prepared),
             damping_used=prepared.damping_used,
             iterations=result.iterations,
             gap=result.gap,
             dead_inputs=prepared.dead_inputs,
         )
+
+
+def _loss(change: Tensor, prepared: DampedHessian) -> float:
+    """½·tr(δ H δᵀ), H undamped, for δ (rows, columns)."""
+    loss = float(((change @ prepared.hessian.to(change.dtype)) * change).sum()) / 2
+    apart = float((change.square() * prepared.diagonal.to(change.dtype)).sum()) / 2
+    if loss < 1e-3 * apart and change.dtype != torch.float64:
+        # The changes cancel in the outputs, as they do where tokens are few: float32 would return
+        # what its rounding leaves.
+        return _loss(change.double(), prepared.double)
+    return max(loss, 0.0)
 
 
 def _check_weight(weight: Tensor, prepared: DampedHessian, pattern: Pattern) -> None:

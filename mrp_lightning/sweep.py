@@ -50,8 +50,8 @@ class ColumnSweep:
         else:
             width = min(block_size, columns)
 
-        # Input-major, so that a column of the weight is contiguous.
-        swept = weight.T.contiguous()
+        # Input-major, so that a column of the weight is contiguous; a copy in any case.
+        swept = weight.T.clone(memory_format=torch.contiguous_format)
         pruned = torch.zeros_like(swept, dtype=torch.bool)
         moves = prepared.factor / prepared.factor.diagonal()[:, None]
         removed = torch.empty_like(swept[:_PANEL])

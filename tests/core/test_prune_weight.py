@@ -1,0 +1,329 @@
+"""Contracts of `prune_weight` that hold for all methods."""
+
+import copy
+import dataclasses
+import warnings
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mrp_lightning import prune_weight
+from mrp_lightning.errors import HessianError, NumericalWarning, PatternError, TargetError
+
+NAMED = ["magnitude", "wanda", "SS", "SM", "MS", "MM"]
+PAIRS = [f"{m}+{c}" for m in ("magnitude", "wanda", "S", "M") for c in ("none", "S", "M")]
+
+
+def is_negative_zero(values):
+    return (values == 0) & values.signbit()
+
+
+@given(
+    method=st.sampled_from(PAIRS),
+    pattern=st.sampled_from(["2:4", "1:4", "4:8", "1:2", None]),
+    sparsity=st.floats(0.01, 0.99),
+    rows=st.integers(1, 7),
+    groups=st.integers(1, 5),
+    tokens=st.sampled_from([1, 2, 5, 200]),
+    block=st.sampled_from([8, 16, 128, None]),
+    damping=st.sampled_from([0.0, 1e-4, 0.01]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]),
+    spoil=st.sets(st.sampled_from(["zero", "duplicate", "ties", "strided", "zero rows"])),
+    seed=st.integers(0, 2**20),
+)
+@settings(max_examples=250, deadline=None)
+def test_counts_are_exact_and_inputs_untouched(
+    problem, method, pattern, sparsity, rows, groups, tokens, block, damping, dtype, spoil, seed
+):
+    if pattern is None and method.startswith("M+"):
+        method = "S" + method[1:]
+    columns = 8 * groups
+    weight, inputs = problem(rows, columns, tokens=tokens, seed=seed, dtype=torch.float64)
+    if "zero" in spoil:
+        inputs[:, [0, columns // 2]] = 0
+    if "duplicate" in spoil:
+        inputs[:, -1] = inputs[:, 1]
+    if "ties" in spoil:
+        weight = weight.sign() * 0.125
+    if "zero rows" in spoil:
+        weight[0] = 0
+    hessian = (2 * inputs.T @ inputs / tokens).to(torch.float32)
+    weight = weight.to(dtype)
+    if "strided" in spoil:
+        weight = weight.repeat_interleave(2, dim=1)[:, ::2]
+        hessian = hessian.T.contiguous().T
+    before = weight.clone(), hessian.clone()
+    arguments = {"sparsity": sparsity} if pattern is None else {"pattern": pattern}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NumericalWarning)
+        solution = prune_weight(
+            weight, hessian, method=method, block_size=block, damping=damping, **arguments
+        )
+    assert torch.equal(weight, before[0])
+    assert torch.equal(hessian, before[1])
+    assert solution.weight.dtype == dtype
+    assert solution.weight.isfinite().all()
+    assert (solution.weight[solution.pruned] == 0).all()
+    assert not is_negative_zero(solution.weight[solution.pruned]).any()
+    if pattern is not None:
+        kept, group = map(int, pattern.split(":"))
+        assert (solution.pruned.reshape(rows, -1, group).sum(2) == group - kept).all()
+    elif method.startswith("wanda"):
+        assert (solution.pruned.sum(1) == int(sparsity * columns + 0.5)).all()
+    elif method.startswith("magnitude"):
+        assert solution.pruned.sum() == int(sparsity * rows * columns + 0.5)
+    else:
+        for stop in [*range(0, columns, block or columns), columns]:
+            assert solution.pruned[:, :stop].sum() == int(sparsity * rows * stop + 0.5)
+    assert solution.dead_inputs == (hessian.diagonal() == 0).sum()
+
+
+@pytest.mark.parametrize("method", NAMED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_loss_is_the_mean_squared_change_of_the_outputs(problem, truth, method, dtype):
+    weight, inputs = problem()
+    weight = weight.to(dtype)
+    hessian = truth.hessian_of(inputs).float()
+    solution = prune_weight(weight, hessian, pattern="2:4", method=method)
+    change = (solution.weight.double() - weight.double()) @ inputs.double().T
+    assert solution.loss == pytest.approx(float(change.square().sum()) / len(inputs), rel=1e-4)
+
+
+def test_damping_used_is_what_is_added_to_the_diagonal(problem, truth):
+    weight, inputs = problem()
+    hessian = truth.hessian_of(inputs)
+    hessian[3], hessian[:, 3] = 0, 0
+    solution = prune_weight(weight, hessian, pattern="2:4", damping=0.05)
+    live = hessian.diagonal()[hessian.diagonal() > 0]
+    assert solution.damping_used == pytest.approx(0.05 * float(live.mean()))
+
+
+@pytest.mark.parametrize("method", [*NAMED, "wanda+M", "magnitude+S"])
+def test_weights_of_dead_inputs_go_first_and_never_move(problem, truth, method):
+    weight, inputs = problem(rows=8, columns=32)
+    inputs[:, [4, 5, 6, 13, 31]] = 0
+    hessian = truth.hessian_of(inputs).float()
+    for damping in (0.01, 1e-4):
+        solution = prune_weight(
+            weight * 100, hessian, pattern="2:4", method=method, damping=damping
+        )
+        assert solution.dead_inputs == 5
+        assert solution.pruned[:, [4, 5, 13, 31]].all()  # of 4, 5 and 6 only two can go
+        assert not solution.pruned[:, 6].any()
+        assert torch.equal(solution.weight[:, 6], weight[:, 6] * 100)
+    rest = torch.arange(32)[inputs.abs().sum(0) > 0]
+    alone = prune_weight(
+        weight[:, rest], hessian[rest][:, rest], sparsity=0.5, method="SM", block_size=None
+    )
+    both = prune_weight(
+        weight, hessian, sparsity=(5 * 8 + alone.pruned.sum().item()) / 256, block_size=None
+    )
+    assert torch.equal(both.pruned[:, rest], alone.pruned)
+    torch.testing.assert_close(both.weight[:, rest], alone.weight, rtol=1e-3, atol=1e-4)
+
+
+def test_dead_weights_beyond_the_budget_stay(problem, truth):
+    weight, inputs = problem(rows=4, columns=16)
+    inputs[:, :12] = 0
+    solution = prune_weight(weight, truth.hessian_of(inputs), sparsity=0.25, method="SM")
+    assert solution.pruned.sum() == 16
+    assert solution.pruned[0, :12].all()  # equal scores go by position: row after row
+    assert solution.pruned[1, :4].all()
+    assert torch.equal(solution.weight[:, :12], weight[:, :12] * ~solution.pruned[:, :12])
+
+
+def test_the_result_does_not_depend_on_the_modes_of_the_caller(problem, truth):
+    weight, inputs = problem()
+    hessian = truth.hessian_of(inputs).float()
+    plain = prune_weight(weight, hessian, pattern="2:4", block_size=16)
+    parameter = torch.nn.Parameter(weight.clone())
+    with torch.enable_grad():
+        results = [prune_weight(parameter, hessian, pattern="2:4", block_size=16)]
+    with torch.inference_mode():
+        results += [prune_weight(weight + 0, hessian + 0, pattern="2:4", block_size=16)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        results += [prune_weight(weight, hessian, pattern="2:4", block_size=16)]
+    torch.set_float32_matmul_precision("medium")
+    try:
+        results += [prune_weight(weight, hessian, pattern="2:4", block_size=16)]
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    state = torch.get_rng_state()
+    results += [prune_weight(weight, hessian, pattern="2:4", block_size=16)]
+    assert torch.equal(torch.get_rng_state(), state)
+    for result in results:
+        assert torch.equal(result.weight, plain.weight)
+        assert type(result.weight) is torch.Tensor
+        assert not result.weight.requires_grad
+        assert not result.weight.is_inference()
+        assert result.weight.is_contiguous()
+        assert result.pruned.is_contiguous()
+        assert result.loss == plain.loss
+    assert parameter.grad is None
+    copy.deepcopy(plain)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plain.loss = 0.0
+
+
+def test_weights_whose_result_equals_them_are_still_copies(problem, truth):
+    weight, inputs = problem(rows=2, columns=4)
+    weight[:, :2] = 0
+    solution = prune_weight(weight, truth.hessian_of(inputs), pattern="2:4", method="magnitude")
+    assert solution.loss == 0
+    solution.weight.zero_()
+    assert weight.any()
+
+
+@pytest.mark.parametrize("method", NAMED)
+def test_a_weight_without_anything_to_lose(problem, truth, method):
+    _, inputs = problem(rows=3, columns=16)
+    solution = prune_weight(
+        torch.zeros(3, 16), truth.hessian_of(inputs), pattern="2:4", method=method
+    )
+    assert solution.loss == 0
+    assert solution.gap in (None, 0)
+    assert not solution.weight.any()
+
+
+# ---- Hessians in trouble
+
+
+def test_a_rank_deficient_hessian_is_damped_step_by_step(problem, truth):
+    weight, inputs = problem(rows=6, columns=32, tokens=10)
+    hessian = truth.hessian_of(inputs).float()
+    with pytest.warns(NumericalWarning, match="not positive definite with damping 0; trying 1e-06"):
+        solution = prune_weight(weight.double(), hessian, pattern="2:4", damping=0)
+    assert solution.damping_used >= 1e-6 * float(hessian.diagonal().mean()) * 0.999
+    assert solution.gap <= 1e-6
+
+
+def test_each_step_of_the_ladder_is_told(problem, truth):
+    weight, inputs = problem(rows=6, columns=32)
+    hessian = truth.hessian_of(inputs)
+    mean = hessian.diagonal().mean()
+    # Indefinite by a little: positive definite only from a damping of about 2e-4.
+    hessian -= (torch.linalg.eigvalsh(hessian)[0] + 2e-4 * mean) * torch.eye(32)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        solution = prune_weight(weight, hessian, pattern="2:4", damping=2e-6)
+    steps = [str(w.message) for w in caught if issubclass(w.category, NumericalWarning)]
+    assert len(steps) == 3
+    assert "with damping 2e-06; trying 2e-05" in steps[0]
+    assert "with damping 0.0002; trying 0.002" in steps[2] or "trying 0.002" in steps[2]
+    mean = float(hessian.diagonal().mean())
+    assert solution.damping_used == pytest.approx(2e-3 * mean)
+
+
+def test_a_healthy_hessian_without_damping_gives_no_warning(problem, truth):
+    weight, inputs = problem()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        solution = prune_weight(weight, truth.hessian_of(inputs).float(), pattern="2:4", damping=0)
+    assert solution.damping_used == 0
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize("method", NAMED)
+def test_very_few_tokens_are_enough(problem, truth, tokens, method):
+    weight, inputs = problem(tokens=tokens)
+    solution = prune_weight(weight, truth.hessian_of(inputs).float(), pattern="2:4", method=method)
+    assert solution.weight.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda h: h * 0, "the Hessian is zero"),
+        (lambda h: h.index_fill(0, torch.tensor(3), torch.nan), "NaN or Inf"),
+        (lambda h: h.index_fill(0, torch.tensor(3), torch.inf), "NaN or Inf"),
+        (lambda h: h[:, :-1], r"must be square.*\(64, 63\)"),
+        (lambda h: h[0], r"must be square.*\(64,\)"),
+        (lambda h: h[:60, :60], "64 columns, its Hessian 60"),
+        (lambda h: h.triu(), "not symmetric"),
+        (lambda h: -h, "negative diagonal"),
+        (lambda h: h.long(), "floating point"),
+        (lambda h: torch.full((64, 64), 100.0).fill_diagonal_(1.0), "not positive definite"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::mrp_lightning.errors.NumericalWarning")
+def test_an_unusable_hessian_is_a_typed_error(problem, truth, spoil, message):
+    weight, inputs = problem()
+    hessian = truth.hessian_of(inputs).float()
+    with pytest.raises(HessianError, match=message):
+        prune_weight(weight, spoil(hessian), pattern="2:4")
+
+
+def test_errors_and_warnings_name_the_layer(problem, truth):
+    from mrp_lightning.damping import DampedHessian
+    from mrp_lightning.methods import parse_method
+    from mrp_lightning.patterns import make_pattern
+    from mrp_lightning.pruning import prune
+
+    with pytest.raises(
+        HessianError, match=r"layer `model\.fc1`: the Hessian is zero.*Likely causes"
+    ):
+        DampedHessian(torch.zeros(4, 4), 0.01, name="model.fc1")
+    weight, inputs = problem(tokens=3)
+    prepared = DampedHessian(truth.hessian_of(inputs).float(), 0.0, name="model.fc1")
+    with pytest.warns(NumericalWarning, match="layer `model.fc1`"):
+        prune(weight, prepared, make_pattern(0.5, None), parse_method("SM"))
+
+
+# ---- arguments
+
+
+def test_columns_must_split_into_groups(problem, truth):
+    weight, inputs = problem(rows=3, columns=18)
+    with pytest.raises(
+        PatternError, match='18 columns do not split into the groups of pattern "2:4"'
+    ):
+        prune_weight(weight, truth.hessian_of(inputs), pattern="2:4")
+
+
+@pytest.mark.parametrize("damping", [-0.1, float("nan"), float("inf"), "0.01"])
+def test_damping_is_a_finite_number(damping):
+    with pytest.raises(ValueError, match="`damping` must be a finite number ≥ 0"):
+        prune_weight(torch.ones(4, 4), torch.eye(4), pattern="2:4", damping=damping)
+
+
+@pytest.mark.parametrize("tolerance", [0, -1e-6, float("nan"), float("inf")])
+def test_tolerance_is_positive(tolerance):
+    with pytest.raises(ValueError, match="`tolerance` must be a number > 0"):
+        prune_weight(torch.ones(4, 4), torch.eye(4), pattern="2:4", tolerance=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [
+        (torch.ones(4), r"expected a floating-point weight \(rows, columns\)"),
+        (torch.ones(2, 4, dtype=torch.int8), "torch.int8"),
+        (torch.full((2, 4), torch.nan), "NaN or Inf"),
+    ],
+)
+def test_unusable_weights_are_refused(weight, message):
+    with pytest.raises(TargetError, match=message):
+        prune_weight(weight, torch.eye(4), pattern="2:4")
+
+
+@pytest.mark.parametrize("method", NAMED)
+def test_a_weight_without_rows(method):
+    solution = prune_weight(torch.zeros(0, 8), torch.eye(8), pattern="2:4", method=method)
+    assert solution.weight.shape == (0, 8)
+    assert solution.loss == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("method", PAIRS)
+def test_a_gpu_gives_what_a_cpu_gives(problem, truth, method):
+    weight, inputs = problem(rows=64, columns=256)
+    hessian = truth.hessian_of(inputs).float()
+    here = prune_weight(weight, hessian, pattern="2:4", method=method)
+    there = prune_weight(weight.cuda(), hessian.cuda(), pattern="2:4", method=method)
+    assert there.weight.is_cuda
+    assert (there.pruned.cpu() != here.pruned).float().mean() < 0.01
+    assert there.loss == pytest.approx(here.loss, rel=5e-3)
+    assert there.gap is None or there.gap <= 1e-6
