@@ -1,7 +1,6 @@
 """Telling tokens from padding in the input of a layer, by the attention masks of the forward."""
 
 import inspect
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,8 +8,6 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -36,9 +33,14 @@ class Padding:
 
     Args:
         model: The module whose forward runs.
+
+    Attributes:
+        unmatched: Layers some of whose inputs do not match the mask around them, with the shapes of
+            both. All rows of such an input count as tokens.
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self.unmatched: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         self._takers = [module for module in model.modules() if _takes_mask(module)]
         self._arguments = {
             id(m): list(inspect.signature(m.forward).parameters) for m in self._takers
@@ -47,7 +49,6 @@ class Padding:
         self._parents = _parents(model)
         self._masks: dict[int, _Masks] = {}
         self._of_batch: Tensor | None = None
-        self._warned: set[str] = set()
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -95,7 +96,7 @@ class Padding:
             x: (batch, length, ..., columns), (batch · length, columns), or with further
                 dimensions of 1 in between.
             module: The layer.
-            name: For the warning that the rows of a layer cannot be told apart.
+            name: The layer's name, for `unmatched`.
 
         Returns:
             (tokens, ..., columns), or `x` itself where there is no padding.
@@ -108,15 +109,7 @@ class Padding:
         positions = [size for size in kept.shape if size != 1]
         if leading[: len(positions)] == positions or leading == [kept.numel()]:
             return x.reshape(kept.numel(), -1, x.shape[-1])[kept.flatten().to(x.device)]
-        if name not in self._warned:
-            self._warned.add(name)
-            log.warning(
-                "%s: its input %s cannot be matched with the attention mask %s, so padding counts "
-                "in its statistics. Calibrate it on batches without padding.",
-                name,
-                tuple(x.shape),
-                tuple(kept.shape),
-            )
+        self.unmatched.setdefault(name, (tuple(x.shape), tuple(kept.shape)))
         return x
 
     def _around(self, module: nn.Module) -> _Masks:

@@ -122,6 +122,7 @@ class SequentialPruner:
             if not self.report.pruned:
                 reasons = "\n".join(f"  {row.name}: {row.skipped}" for row in self.report.layers)
                 raise TargetError(f"Pruned nothing. Every layer was left out:\n{reasons}")
+            self._warn_of_padding()
             self.report.complete = True
         finally:
             self.run = self._forward
@@ -238,6 +239,18 @@ class SequentialPruner:
         log.info("%s: relative loss %.4g, %.1f s", row.name, row.relative_loss, row.seconds)
         self._tell(layer.name)
         return row
+
+    def _warn_of_padding(self) -> None:
+        if self.padding.unmatched:
+            log.warning(
+                "Some batches have padding, and the inputs of these layers do not match the "
+                "attention mask around them, so all of their rows counted. If rows of theirs are "
+                "padding (experts, and not an image tower), calibrate without padding:\n%s",
+                "\n".join(
+                    f"  {name}: input {shape}, mask {mask}"
+                    for name, (shape, mask) in self.padding.unmatched.items()
+                ),
+            )
 
     def _report_skipped(self) -> None:
         for left in self.plan.skipped:
