@@ -1,0 +1,83 @@
+"""What the README shows runs as it stands, with a tiny model and text in place of the named ones."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    found = re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.M | re.S)
+    assert found, language
+    return found
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.jsonl").write_text('{"text": "def f(x):\\n    return x\\n"}\n' * 400)
+    return tmp_path
+
+
+def test_python_blocks_run(tiny_llama, here):
+    model, matrix = blocks("python")
+    model = model.replace('"facebook/opt-125m"', repr(str(tiny_llama)))
+    model = model.replace("dataset=text", 'train_files="text.jsonl"')
+    model = model.replace("num_samples=128, sequence_length=2048", "num_samples=2, sequence_length=64")
+    names: dict = {}
+    exec(model, names)
+    assert names["prune"].report.layers
+    assert (here / "runs" / "opt-125m-2of4" / "pruning_report.json").is_file()
+    exec(matrix, names)
+    assert ((names["solution"].weight.view(64, -1, 4) == 0).sum(2) == 2).all()
+
+
+def test_commands_run(tiny_llama, here):
+    from mrp_lightning.cli import main
+
+    commands = [block for block in blocks("") if "python -m mrp_lightning predict" in block]
+    text = commands[0].replace("\\\n", " ").replace("configs/", f"{ROOT}/configs/")
+    lines = [line for line in text.splitlines() if line]
+    assert len(lines) == 2
+    tiny = ["--data.dataset=null", "--data.train_files=text.jsonl", "--data.eval_files=text.jsonl"]
+    tiny += ["--data.num_samples=2", "--data.sequence_length=64", "--trainer.logger=false"]
+    for line in lines:
+        _, _, module, *arguments = shlex.split(line)
+        assert module == "mrp_lightning"
+        if arguments[0] == "predict":
+            tiny_model = [f"--model.model={tiny_llama}"]
+            main([*arguments, *tiny, *tiny_model])
+        else:
+            main([*arguments, *tiny])
+    assert (here / "runs" / "opt-125m-2of4" / "model.safetensors").is_file()
+
+
+def test_the_yaml_is_a_run(tiny_llama, here):
+    from mrp_lightning.cli import main
+
+    (config,) = blocks("yaml")
+    parsed = yaml.safe_load(config)
+    for key in ("train_files", "eval_files"):
+        for name in parsed["data"][key]:
+            Path(name).write_text("import this\n" * 3000)
+    Path("run.yaml").write_text(config)
+    options = ["--trainer.logger=false", "--data.sequence_length=64", "--data.num_samples=2"]
+    main(["predict", "--config=run.yaml", f"--model.model={tiny_llama}", *options])
+    assert Path("runs/mine/model.safetensors").is_file()
+
+
+def test_the_files_to_read_exist():
+    section = README.split("## Reading the code")[1]
+    named = re.findall(r"`([\w/]+\.py)`", section)
+    assert len(named) > 4
+    for name in named:
+        assert (ROOT / name).is_file(), name
+
+
+def test_the_readme_is_short():
+    assert len(README.splitlines()) < 170
