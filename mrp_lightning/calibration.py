@@ -61,7 +61,8 @@ class Calibration:
             for layer in self.layers
         ]
         try:
-            yield
+            with self._padding.follow([layer.module for layer in self.layers]):
+                yield
         finally:
             for handle in handles:
                 handle.remove()

@@ -49,6 +49,34 @@ class Padding:
         self._parents = _parents(model)
         self._masks: dict[int, _Masks] = {}
         self._of_batch: Tensor | None = None
+        self._inputs: dict[int, Tensor] = {}
+
+    @contextmanager
+    def follow(self, layers: Sequence[nn.Module]) -> Iterator[None]:
+        """Note the inputs of the modules around these layers, in which routed rows are found."""
+        around: dict[int, nn.Module] = {}
+        for layer in layers:
+            parent = self._parents.get(id(layer))
+            while parent is not None:
+                around[id(parent)] = parent
+                parent = self._parents.get(id(parent))
+        handles = [
+            module.register_forward_pre_hook(self._note_input, with_kwargs=True)
+            for module in around.values()
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._inputs.clear()
+
+    def _note_input(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = args[0] if args else kwargs.get("hidden_states")
+        if isinstance(given, Tensor) and given.is_floating_point():
+            self._inputs[id(module)] = given
+        else:
+            self._inputs.pop(id(module), None)
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -68,6 +96,7 @@ class Padding:
         """Forget the masks of the last batch, and take this one's own."""
         self._masks.clear()
         self._tokens.clear()
+        self._inputs.clear()
         mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
         self._of_batch = self._tokens_of(mask) if _is_mask(mask) else None
 
@@ -105,12 +134,32 @@ class Padding:
         kept = masks.of_memory if x is masks.memory else masks.own
         if kept is None:
             return x
-        leading = [size for size in x.shape[:-1] if size != 1]
-        positions = [size for size in kept.shape if size != 1]
-        if leading[: len(positions)] == positions or leading == [kept.numel()]:
-            return x.reshape(kept.numel(), -1, x.shape[-1])[kept.flatten().to(x.device)]
-        self.unmatched.setdefault(name, (tuple(x.shape), tuple(kept.shape)))
-        return x
+        rows = self._kept_rows(x, module, kept)
+        if rows is None:
+            self.unmatched.setdefault(name, (tuple(x.shape), tuple(kept.shape)))
+            return x
+        return x.reshape(rows.numel(), -1, x.shape[-1])[rows]
+
+    def _kept_rows(self, x: Tensor, module: nn.Module, kept: Tensor) -> Tensor | None:
+        """Which positions of an input are tokens: by the mask, or by the inputs of modules around.
+
+        What a router sends to an expert are rows of the router's own input, in another order; the
+        second layer of an expert sees as many rows as the expert, in the same order.
+        """
+        aligned = _is_aligned(x, kept)
+        if aligned and x.ndim > 2:
+            return kept.flatten().to(x.device)
+        around = self._parents.get(id(module))
+        while around is not None:
+            given = self._inputs.get(id(around))
+            if given is not None and given.ndim > 2 and _is_aligned(given, kept):
+                rows = rows_taken_from(x, given, kept)
+                if rows is not None:
+                    return rows
+            if given is not None and given.shape[:-1].numel() == x.shape[:-1].numel():
+                return self._kept_rows(given, around, kept)
+            around = self._parents.get(id(around))
+        return kept.flatten().to(x.device) if aligned else None
 
     def _around(self, module: nn.Module) -> _Masks:
         around: nn.Module | None = module
@@ -133,6 +182,41 @@ def _is_mask(value: Any) -> TypeGuard[Tensor]:
     if not isinstance(value, Tensor) or value.ndim != 2:
         return False
     return not value.is_floating_point() or bool(((value == 0) | (value == 1)).all())
+
+
+def _is_aligned(x: Tensor, kept: Tensor) -> bool:
+    """Whether the rows of x are the positions of the mask, one by one."""
+    leading = [size for size in x.shape[:-1] if size != 1]
+    positions = [size for size in kept.shape if size != 1]
+    return leading[: len(positions)] == positions or leading == [kept.numel()]
+
+
+def rows_taken_from(x: Tensor, source: Tensor, kept: Tensor) -> Tensor | None:
+    """Which rows of x are copies of rows of `source` that are tokens.
+
+    Args:
+        x: (..., columns), picked from the rows of `source` in any order.
+        source: (batch, length, columns).
+        kept: (batch, length), True for tokens.
+
+    Returns:
+        bool, one for each row of x; `None` if it has rows that `source` has not.
+    """
+    columns = x.shape[-1]
+    if x.dtype != source.dtype or source.shape[-1] != columns:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    factors = torch.randint(2**62, (columns,), generator=generator).to(x.device)
+    as_integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+
+    def fingerprints(rows: Tensor) -> Tensor:
+        bits = rows.reshape(-1, columns).contiguous().view(as_integer)
+        return (bits.to(torch.int64) * factors).sum(1)  # exact, modulo 2^64
+
+    mine, theirs = fingerprints(x), fingerprints(source)
+    if not bool(torch.isin(mine, theirs).all()):
+        return None
+    return torch.isin(mine, theirs[kept.flatten().to(x.device)])
 
 
 def _parents(model: nn.Module) -> dict[int, nn.Module]:

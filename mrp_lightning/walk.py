@@ -171,7 +171,9 @@ class Inject(Walk):
         block = self.blocks[k].module
         with ExitStack() as stack:
             stack.enter_context(self._stubs(k, i))
-            stack.callback(block.register_forward_pre_hook(pre, with_kwargs=True).remove)
+            # First, so that all other hooks see the stored input.
+            before = block.register_forward_pre_hook(pre, with_kwargs=True, prepend=True)
+            stack.callback(before.remove)
             stack.callback(block.register_forward_hook(post).remove)
             run_until_stop(self.run, self.batches[i])
         return out[0] if out else None

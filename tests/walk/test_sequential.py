@@ -322,3 +322,65 @@ def test_a_model_that_is_already_pruned_is_noted(build, batches):
     again = prune_model(model, batches)
     assert again.totals["already_pruned"] == 21
     assert again.totals["sparsity"] == 0.5
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 24), nn.Linear(24, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu())
+
+
+class Routed(nn.Module):
+    """A block whose experts see the rows that a router picks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Parameter(torch.randn(3, 16))
+        self.experts = nn.ModuleList(Expert() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, 16)
+        out = rows.clone()
+        chosen = (rows @ self.router.T).topk(2, dim=1).indices
+        for k, expert in enumerate(self.experts):
+            picked = (chosen == k).any(1).nonzero()[:, 0].flip(0)
+            out[picked] += expert(rows[picked])
+        return out.view_as(x)
+
+
+class MixtureOfExperts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 16)
+        self.positions = nn.Embedding(16, 16)
+        self.blocks = nn.ModuleList(Routed() for _ in range(2))
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        x = self.embed(input_ids) + self.positions.weight[: input_ids.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@torch.no_grad()
+def test_padding_stays_out_behind_routing(batches, caplog):
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return MixtureOfExperts()
+
+    ours, theirs = build(), build()
+    batches = batches[1:]  # padded on the right
+    lone = [
+        {"input_ids": ids[mask.bool()][None], "attention_mask": mask[mask.bool()][None]}
+        for batch in batches
+        for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
+    ]
+    report = prune_model(ours, batches, method="SS")
+    alone = prune_model(theirs, lone, method="SS")
+    assert_same_weights(ours, theirs)
+    assert [row.tokens for row in report.layers] == [row.tokens for row in alone.layers]
+    assert sum(row.tokens for row in report.layers if row.name.endswith("up")) == 2 * 2 * 47
+    assert "padding" not in caplog.text
