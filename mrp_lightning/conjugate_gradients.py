@@ -11,6 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+Preconditioner = Callable[[Tensor, Tensor], None]
+"""(residual, z): sets z, both (rows, columns) and zero outside U."""
+
 
 @dataclass(frozen=True)
 class InverseOnKept:
@@ -22,9 +25,9 @@ class InverseOnKept:
     inverse: Tensor
     kept: Tensor
 
-    def __call__(self, residual: Tensor) -> Tensor:
-        """Return z for residual (rows, columns)."""
-        return (residual @ self.inverse).mul_(self.kept)
+    def __call__(self, residual: Tensor, z: Tensor) -> None:
+        """Set z (rows, columns)."""
+        torch.mm(residual, self.inverse, out=z).mul_(self.kept)
 
 
 @dataclass(frozen=True)
@@ -98,11 +101,11 @@ class LowRankOnKept:
     core: Tensor
     kept: Tensor
 
-    def __call__(self, residual: Tensor) -> Tensor:
-        """Return z for residual (rows, columns)."""
-        z = residual * self.inverse_diagonal
+    def __call__(self, residual: Tensor, z: Tensor) -> None:
+        """Set z (rows, columns)."""
+        torch.mul(residual, self.inverse_diagonal, out=z)
         along = torch.bmm(self.core, (z @ self.factor).unsqueeze(2)).squeeze(2)
-        return z.addmm_(along, self.spread, alpha=-1).mul_(self.kept)
+        z.addmm_(along, self.spread, alpha=-1).mul_(self.kept)
 
 
 def conjugate_gradients(
@@ -110,7 +113,7 @@ def conjugate_gradients(
     gradient: Tensor,
     kept: Tensor,
     matrix: Tensor,
-    precondition: Callable[[Tensor], Tensor],
+    precondition: Preconditioner,
     converged: Callable[[Tensor], bool],
     confirm: Callable[[], bool] = lambda: True,
     limit: int = 500,
@@ -122,7 +125,8 @@ def conjugate_gradients(
         gradient: (w − x)H, (rows, columns), changed along with x; it vanishes on U at the optimum.
         kept: (rows, columns), of zeros and ones.
         matrix: H, (columns, columns).
-        precondition: residual (the gradient on U) → z, approximately (H_UU)⁻¹ residual.
+        precondition: sets z to approximately (H_UU)⁻¹ residual, the residual being the gradient
+            on U.
         converged: energies residual·z of the rows, (rows,) → whether they look small enough.
         confirm: asked when they do. To refuse, it must have put the exact gradient of x in place
             of the recursive one, from which the iteration then goes on.
@@ -131,30 +135,47 @@ def conjugate_gradients(
     Returns:
         The number of iterations.
     """
-    tiny = torch.finfo(x.dtype).tiny
+    # All large tensors are made once: fresh memory costs a CPU more than the arithmetic.
+    residual, z, image = torch.empty_like(x), torch.empty_like(x), torch.empty_like(x)
     direction, before = torch.zeros_like(x), None
     for iteration in range(limit + 1):
-        residual = gradient * kept
-        z = precondition(residual)
-        energy = torch.linalg.vecdot(residual, z)
+        energy = _energies(gradient, kept, precondition, residual, z, image)
         if converged(energy):
             if confirm():
                 return iteration
-            torch.mul(gradient, kept, out=residual)
-            z = precondition(residual)
-            energy = torch.linalg.vecdot(residual, z)
+            energy = _energies(gradient, kept, precondition, residual, z, image)
         if iteration == limit:
             break
-        turn = torch.zeros_like(energy) if before is None else energy / before.clamp_min(tiny)
-        direction = torch.addcmul(z, direction, turn.unsqueeze(1))
-        image = direction @ matrix
-        curvature = torch.linalg.vecdot(direction, image)
-        # Where nothing is left to do, or rounding leaves no curvature, the row stays.
-        step = torch.where(curvature > tiny, energy / curvature, 0)
-        x.addcmul_(direction, step.unsqueeze(1))
-        gradient.addcmul_(image, step.unsqueeze(1), value=-1)
+        if before is not None:
+            direction.mul_(_quotient(energy, before).unsqueeze(1))
+        direction.add_(z)
+        torch.mm(direction, matrix, out=image)
+        curvature = torch.mul(direction, image, out=residual).sum(1)
+        step = _quotient(energy, curvature).unsqueeze(1)
+        x.addcmul_(direction, step)
+        gradient.addcmul_(image, step, value=-1)
         before = energy
     return limit
+
+
+def _energies(
+    gradient: Tensor,
+    kept: Tensor,
+    precondition: Preconditioner,
+    residual: Tensor,
+    z: Tensor,
+    work: Tensor,
+) -> Tensor:
+    """Set the residual and z, and return their inner product in each row: (rows,)."""
+    torch.mul(gradient, kept, out=residual)
+    precondition(residual, z)
+    return torch.mul(residual, z, out=work).sum(1)
+
+
+def _quotient(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """Zero where the denominator vanishes: a row with nothing left to do, or lost in rounding."""
+    tiny = torch.finfo(denominator.dtype).tiny
+    return torch.where(denominator > tiny, numerator / denominator, 0)
 
 
 def _scaled_product(matrix: Tensor, basis: Tensor, scale: Tensor) -> Tensor:

@@ -117,7 +117,7 @@ class DampedHessian:
     def low_rank_model(self) -> LowRankModel:
         """The leading directions of H + λI, of rank √columns, for preconditioning."""
         model = LowRankModel.of(self.matrix, math.isqrt(self.columns - 1) + 1)
-        # The leading directions may reach into dead inputs by rounding, and would move their weights.
+        # Rounding lets the leading directions reach into dead inputs; their weights must not move.
         model.factor[self.dead] = 0
         return model
 

@@ -29,7 +29,7 @@ _LIMIT = 500
 _ELEMENTS = 2**26
 """Elements of the temporaries of one solve; more rows than that are solved in turn."""
 
-_GAP_BETWEEN_BLOCKS = 1e-4
+_GAP_BETWEEN_BLOCKS = 3e-4
 _LIMIT_BETWEEN_BLOCKS = 20
 
 

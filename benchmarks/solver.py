@@ -1,0 +1,208 @@
+"""Time of the multiple-removal solver against SparseGPT's sweep and per-row Cholesky.
+
+    python benchmarks/solver.py --sizes 512 1024 --threads 1
+    python benchmarks/solver.py --sizes 1024 4096 4096x11008 --device cuda
+
+All contestants prune the same layer to 2:4 in the same dtype, factorise the Hessian themselves and
+take turns; the median of the rounds is shown. Hessians are those of inputs with a decaying
+spectrum, correlated features and a few large channels.
+"""
+
+import argparse
+import contextlib
+import io
+import os
+import platform
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mrp_lightning.damping import DampedHessian
+from mrp_lightning.methods import parse_method
+from mrp_lightning.patterns import make_pattern
+from mrp_lightning.pruning import Solution, prune
+
+PATTERN = make_pattern(None, "2:4")
+DAMPING = 0.01
+BASE = "SparseGPT sweep (128)"
+CONTESTANTS = {
+    BASE: ("SS", 128),
+    "SM (128)": ("SM", 128),
+    "SM (all)": ("SM", None),
+    "MM (128)": ("MM", 128),
+    "MM (all)": ("MM", None),
+}
+
+
+def layer(
+    rows: int, columns: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """A weight (rows, columns) and the Hessian (columns, columns) of realistic inputs."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device)
+
+    rotation = torch.linalg.qr(normal(columns, columns)).Q
+    spectrum = torch.arange(1, columns + 1, device=device) ** -0.6
+    channels = torch.exp(0.5 * normal(columns))
+    channels[:: max(columns // 8, 1)] *= 10
+    hessian = torch.zeros(columns, columns, device=device)
+    for _ in range(4):
+        inputs = (normal(columns, columns) * spectrum) @ rotation.T * channels
+        hessian += inputs.T @ inputs / (2 * columns)
+    weight = normal(rows, columns) / columns**0.5
+    return weight.to(dtype), hessian
+
+
+def solve(weight: Tensor, hessian: Tensor, method: str, block_size: int | None) -> Solution:
+    """Prepare and prune, as for a layer whose input no other layer shares."""
+    prepared = DampedHessian(hessian, DAMPING)
+    return prune(weight, prepared, PATTERN, parse_method(method), block_size=block_size)
+
+
+def cholesky_by_row(weight: Tensor, hessian: Tensor, pruned: Tensor) -> Tensor:
+    """The optimum of a removed set by one batched Cholesky factorisation a row, in float32."""
+    matrix = hessian.clone()
+    matrix.diagonal().add_(DAMPING * matrix.diagonal().mean())
+    dense = weight.float()
+    target = dense @ matrix
+    kept = (~pruned).nonzero()[:, 1].view(weight.shape[0], -1)  # 2:4 keeps as many in each row
+    result = torch.zeros_like(dense)
+    batch = max(1, 2**28 // kept.shape[1] ** 2)
+    for rows in range(0, weight.shape[0], batch):
+        places = kept[rows : rows + batch]
+        systems = matrix[places[:, :, None], places[:, None, :]]
+        factors = torch.linalg.cholesky(systems)
+        right = target[rows : rows + batch].gather(1, places)
+        solved = torch.cholesky_solve(right.unsqueeze(2), factors).squeeze(2)
+        result[rows : rows + batch].scatter_(1, places, solved)
+    return result.to(weight.dtype)
+
+
+def original_sweep(repository: Path, weight: Tensor, hessian: Tensor) -> Tensor:
+    """The sweep of the original repository, which must be on disk."""
+    if str(repository) not in sys.path:
+        sys.path.insert(0, str(repository))
+    from sparsegpt import SparseGPT  # type: ignore[import-not-found]
+
+    linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device=weight.device)
+    linear.weight.data = weight.clone()
+    pruner = SparseGPT(linear)
+    pruner.H = hessian.clone()
+    if not weight.is_cuda:
+        torch.cuda.synchronize = lambda *_: None  # it takes a GPU for granted
+    with contextlib.redirect_stdout(io.StringIO()):
+        pruner.fasterprune(0, prunen=2, prunem=4, blocksize=128, percdamp=DAMPING)
+    return linear.weight.data
+
+
+def loss_of(result: Tensor, weight: Tensor, hessian: Tensor) -> float:
+    change = result.double() - weight.double()
+    return float(((change @ hessian.double()) * change).sum()) / 2
+
+
+def seconds(run: Callable[[], object], device: torch.device, clock: Callable[[], float]) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    start = clock()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return clock() - start
+
+
+def measure(
+    rows: int, columns: int, device: torch.device, dtype: torch.dtype, args: argparse.Namespace
+) -> Iterator[str]:
+    weight, hessian = layer(rows, columns, device, dtype)
+    runs: dict[str, Callable[[], Solution | Tensor]] = {
+        name: lambda method=method, block=block: solve(weight, hessian, method, block)
+        for name, (method, block) in CONTESTANTS.items()
+    }
+    pruned = solve(weight, hessian, "SM", None).pruned
+    if not args.skip_cholesky:
+        runs["per-row Cholesky of SM (all)"] = lambda: cholesky_by_row(weight, hessian, pruned)
+    if args.sparsegpt:
+        runs["original SparseGPT code"] = lambda: original_sweep(args.sparsegpt, weight, hessian)
+
+    clock = time.process_time if args.cpu_time else time.perf_counter
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    results = {name: run() for name, run in runs.items()}  # also the warm-up
+    for _ in range(args.rounds):
+        for name, run in runs.items():
+            times[name].append(seconds(run, device, clock))
+    medians = {name: statistics.median(values) for name, values in times.items()}
+
+    dense_loss = loss_of(torch.zeros_like(weight), weight, hessian)
+    damped = hessian.double()
+    damped.diagonal().add_(DAMPING * damped.diagonal().mean())
+    eigenvalues = torch.linalg.eigvalsh(damped)
+    condition = float(eigenvalues[-1] / eigenvalues[0])
+    for name, result in results.items():
+        solution = result if isinstance(result, Solution) else None
+        found = result if isinstance(result, Tensor) else result.weight
+        gap = "" if solution is None or solution.gap is None else f"{solution.gap:.1e}"
+        steps = "" if solution is None or solution.iterations is None else str(solution.iterations)
+        spread = max(times[name]) / min(times[name])
+        yield (
+            f"| {rows}×{columns} | {condition:.0f} | {name} | {medians[name]:.3f} | {spread:.2f} "
+            f"| {medians[name] / medians[BASE]:.2f} | {steps} | {gap} "
+            f"| {loss_of(found, weight, hessian) / dense_loss:.4f} |"
+        )
+
+
+def processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def size(text: str) -> tuple[int, int]:
+    rows, _, columns = text.partition("x")
+    return int(rows), int(columns or rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--sizes", nargs="+", type=size, default=[(512, 512), (1024, 1024)])
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
+    parser.add_argument("--cpu-time", action="store_true", help="count CPU time, not elapsed time")
+    parser.add_argument("--skip-cholesky", action="store_true")
+    parser.add_argument("--sparsegpt", type=Path, help="a checkout of IST-DASLab/sparsegpt")
+    args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    warnings.simplefilter("error")
+
+    device = (
+        torch.cuda.get_device_name(args.device)
+        if args.device.type == "cuda"
+        else f"{processor()}, {torch.get_num_threads()} of {os.cpu_count()} cores"
+    )
+    unit = "CPU s" if args.cpu_time else "s"
+    print(f"`python {' '.join(sys.argv)}`\n")
+    print(f"{device}; torch {torch.__version__}; weights {args.dtype}, computed in full float32;")
+    print(f"2:4; median of {args.rounds} rounds; load average {os.getloadavg()[0]:.1f} before.\n")
+    print(f"| layer | condition | method | {unit} | max/min | × sweep | steps | gap | rel. loss |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for rows, columns in args.sizes:
+        with torch.no_grad():
+            dtype = getattr(torch, args.dtype)
+            for line in measure(rows, columns, args.device, dtype, args):
+                print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
