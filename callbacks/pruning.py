@@ -53,8 +53,8 @@ class PruningCallback(Callback):
         tolerance: Relative distance (> 0) to the optimal loss at which the exact compensation M
             stops.
         targets: Names of the linear layers to prune, with shell wildcards: runs of whole name
-            parts, such as `q_proj`, `mlp`, `layers.3`. All layers in the blocks if not given. A
-            name that is in no block, such as `lm_head`, is calibrated after the blocks.
+            parts, such as `q_proj`, `mlp`, `layers.3`. All layers in the blocks but routers if not
+            given. A name that is in no block, such as `lm_head`, is calibrated after the blocks.
         ignore: Names, of the same form, of what to leave dense.
         blocks: Names of the lists of blocks (`model.layers`), or of single blocks, where the
             outermost `ModuleList`s are not the right ones.

@@ -67,8 +67,8 @@ def make_plan(
         model: Any module.
         pattern: What the layers will be pruned to.
         targets: Name patterns (see `mrp_lightning.names.matches`) of the linear layers to prune.
-            `None` is all that are in blocks, and all of a model without blocks. Layers outside the
-            blocks are taken for a pattern that matches nothing in them, such as `lm_head`.
+            `None` is all that are in blocks but routers, and all of a model without blocks. Layers
+            outside the blocks are taken for a pattern that matches none in them, such as `lm_head`.
         ignore: Name patterns of layers to leave out.
         blocks: Names of the block lists, where they are not to be found by themselves.
         skip_indivisible: Leave out layers whose columns the pattern does not divide.
@@ -98,8 +98,10 @@ def make_plan(
         return taken and not any(matches(name, p) for p in ignored)
 
     names = [n for n in (*in_blocks, *outside) if wanted(n)]
+    routers = [] if chosen else list(_routers(modules, names))
+    names = [n for n in names if n not in {router.name for router in routers}]
     _refuse_unusual(modules, names, [n for n in modules if wanted(n)], found)
-    skipped = {s.name: s for s in _fused(modules, found, wanted)}
+    skipped = {s.name: s for s in (*routers, *_fused(modules, found, wanted))}
     skipped |= {s.name: s for s in _tied(model, modules, names)}
     skipped |= {s.name: s for s in _indivisible(modules, names, pattern, skip_indivisible)}
     kept = {n: Layer(n.removeprefix(prefix), modules[n]) for n in names if n not in skipped}
@@ -145,6 +147,15 @@ def _fused(modules: dict[str, nn.Module], blocks: list[Block], wanted: object) -
                 if wanted(f"{name}.{weight}"):
                     reason = f"fused weight of {type(module).__name__}, which is not supported yet"
                     yield Skipped(f"{name}.{weight}", tuple(tensor.shape), reason)
+
+
+def _routers(modules: dict[str, nn.Module], names: list[str]) -> Iterator[Skipped]:
+    """Layers that stand beside experts choose among them: tiny, and a wrong choice costs most."""
+    for name in names:
+        parent = modules[name.rpartition(".")[0]]
+        if "experts" in parent._modules:
+            shape = tuple(Layer(name, modules[name]).weight.shape)
+            yield Skipped(name, shape, "it routes tokens to experts; `targets` can name it")
 
 
 def _tied(model: nn.Module, modules: dict[str, nn.Module], names: list[str]) -> Iterator[Skipped]:

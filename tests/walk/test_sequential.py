@@ -338,13 +338,13 @@ class Routed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.router = nn.Parameter(torch.randn(3, 16))
+        self.router = nn.Linear(16, 3)
         self.experts = nn.ModuleList(Expert() for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, 16)
         out = rows.clone()
-        chosen = (rows @ self.router.T).topk(2, dim=1).indices
+        chosen = self.router(rows).topk(2, dim=1).indices
         for k, expert in enumerate(self.experts):
             picked = (chosen == k).any(1).nonzero()[:, 0].flip(0)
             out[picked] += expert(rows[picked])
@@ -382,5 +382,12 @@ def test_padding_stays_out_behind_routing(batches, caplog):
     alone = prune_model(theirs, lone, method="SS")
     assert_same_weights(ours, theirs)
     assert [row.tokens for row in report.layers] == [row.tokens for row in alone.layers]
-    assert sum(row.tokens for row in report.layers if row.name.endswith("up")) == 2 * 2 * 47
+    assert sum(row.tokens for row in report.pruned if row.name.endswith("up")) == 2 * 2 * 47
     assert "padding" not in caplog.text
+    # Routers are left alone unless they are named.
+    assert {row.name for row in report.layers if row.skipped} == {
+        "blocks.0.router",
+        "blocks.1.router",
+    }
+    report = prune_model(build(), batches, method="SS", targets=["router"])
+    assert {row.name for row in report.pruned} == {"blocks.0.router", "blocks.1.router"}
