@@ -104,11 +104,13 @@ def original_sweep(repository: Path, weight: Tensor, hessian: Tensor) -> Tensor:
 
 
 def loss_of(result: Tensor, weight: Tensor, hessian: Tensor) -> float:
+    """½·tr(δ H δᵀ) in float64."""
     change = result.double() - weight.double()
     return float(((change @ hessian.double()) * change).sum()) / 2
 
 
 def seconds(run: Callable[[], object], device: torch.device, clock: Callable[[], float]) -> float:
+    """Time one run, with what it started on a GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     start = clock()
@@ -121,6 +123,7 @@ def seconds(run: Callable[[], object], device: torch.device, clock: Callable[[],
 def measure(
     rows: int, columns: int, device: torch.device, dtype: torch.dtype, args: argparse.Namespace
 ) -> Iterator[str]:
+    """Yield the rows of the table for one layer."""
     weight, hessian = layer(rows, columns, device, dtype)
     runs: dict[str, Callable[[], Solution | Tensor]] = {
         name: lambda method=method, block=block: solve(weight, hessian, method, block)
@@ -159,17 +162,20 @@ def measure(
 
 
 def processor() -> str:
+    """The CPU's name."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor()
 
 
 def size(text: str) -> tuple[int, int]:
+    """Read 1024 or 4096x11008."""
     rows, _, columns = text.partition("x")
     return int(rows), int(columns or rows)
 
 
 def main() -> None:
+    """Print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -74,9 +74,10 @@ class LowRankModel:
         whitened = self.factor / self.diagonal.sqrt()[:, None]
         first, second = torch.triu_indices(rank, rank, device=kept.device)
         packed = kept @ (whitened[:, first] * whitened[:, second])
-        core = packed.new_zeros(kept.shape[0], rank, rank)
-        core[:, first, second] = packed
-        core[:, second, first] = packed
+        # Entry (i, j) of a symmetric matrix is found at its place in the packed triangle.
+        place = torch.empty(rank, rank, dtype=torch.int64, device=kept.device)
+        place[first, second] = place[second, first] = torch.arange(len(first), device=kept.device)
+        core = packed.index_select(1, place.flatten()).view(-1, rank, rank)
         core.diagonal(dim1=1, dim2=2).add_(1)
         inverse_diagonal = self.diagonal.reciprocal()
         spread = (self.factor * inverse_diagonal[:, None]).T.contiguous()

@@ -165,8 +165,8 @@ def _solve(
     if not gap <= tolerance:
         warnings.warn(
             f"{prepared.label}: stopped at a certified gap to the optimum of {gap:.1e}, above "
-            f"`tolerance` {tolerance:g}, which the precision of {weight.dtype} weights allows. More "
-            "damping helps where the Hessian is ill-conditioned.",
+            f"`tolerance` {tolerance:g}: {given} weights allow no better. More damping helps where "
+            "the Hessian is ill-conditioned.",
             NumericalWarning,
             stacklevel=2,
         )

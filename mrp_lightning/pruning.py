@@ -131,7 +131,7 @@ def prune(
         return Solution(
             weight=compensated,
             pruned=pruned,
-            loss=_loss(compensated.to(prepared.dtype) - dense, prepared),
+            loss=_loss(compensated.to(prepared.dtype) - dense, prepared.hessian),
             damping_used=prepared.damping_used,
             iterations=result.iterations,
             gap=result.gap,
@@ -139,14 +139,15 @@ def prune(
         )
 
 
-def _loss(change: Tensor, prepared: DampedHessian) -> float:
+def _loss(change: Tensor, hessian: Tensor) -> float:
     """½·tr(δ H δᵀ), H undamped, for δ (rows, columns)."""
-    loss = float(((change @ prepared.hessian.to(change.dtype)) * change).sum()) / 2
-    apart = float((change.square() * prepared.diagonal.to(change.dtype)).sum()) / 2
+    hessian = hessian.to(change.dtype)
+    loss = float(((change @ hessian) * change).sum()) / 2
+    apart = float((change.square() * hessian.diagonal()).sum()) / 2
     if loss < 1e-3 * apart and change.dtype != torch.float64:
         # The changes cancel in the outputs, as they do where tokens are few: float32 would return
         # what its rounding leaves.
-        return _loss(change.double(), prepared.double)
+        return _loss(change.double(), hessian.double())
     return max(loss, 0.0)
 
 
@@ -161,6 +162,11 @@ def _check_weight(weight: Tensor, prepared: DampedHessian, pattern: Pattern) -> 
         raise HessianError(
             f"{label}: the weight has {weight.shape[1]} columns, its Hessian {prepared.columns}; "
             "they must be equal."
+        )
+    if weight.device != prepared.hessian.device:
+        raise ValueError(
+            f"{label}: the weight is on {weight.device}, its Hessian on {prepared.hessian.device}; "
+            "move one of them."
         )
     if not pattern.divides(weight.shape[1]):
         raise PatternError(

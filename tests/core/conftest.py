@@ -9,7 +9,7 @@ import torch
 
 
 def layer_problem(rows=24, columns=64, tokens=None, seed=0, dtype=torch.float32):
-    """A weight and inputs with correlated features, a decaying spectrum and a few large channels."""
+    """A weight and inputs with correlated features, a decaying spectrum and large channels."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape):

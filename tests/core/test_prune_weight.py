@@ -272,6 +272,25 @@ def test_errors_and_warnings_name_the_layer(problem, truth):
         prune(weight, prepared, make_pattern(0.5, None), parse_method("SM"))
 
 
+def test_methods_that_need_no_factor_do_not_ask_for_damping(problem, truth):
+    weight, inputs = problem(tokens=3)
+    hessian = truth.hessian_of(inputs).float()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for method in ("magnitude", "wanda"):
+            solution = prune_weight(weight, hessian, pattern="2:4", method=method, damping=0)
+            assert solution.loss == pytest.approx(truth.loss(solution.weight, weight, hessian))
+
+
+def test_the_loss_is_right_where_the_changes_cancel(problem, truth):
+    weight, inputs = problem(rows=6, columns=32, tokens=10)
+    hessian = truth.hessian_of(inputs).float()
+    for damping in (1e-4, 1e-3):
+        solution = prune_weight(weight, hessian, pattern="2:4", damping=damping)
+        expected = truth.loss(solution.weight, weight, hessian)
+        assert solution.loss == pytest.approx(expected, rel=1e-4)
+
+
 # ---- arguments
 
 
