@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-Preconditioner = Callable[[Tensor, Tensor], None]
-"""(residual, z): sets z, both (rows, columns) and zero outside U."""
+Preconditioner = Callable[[Tensor, Tensor, Tensor], None]
+"""(gradient, z, work): sets z on U from the gradient on U, and to zero elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,10 @@ class InverseOnKept:
     inverse: Tensor
     kept: Tensor
 
-    def __call__(self, residual: Tensor, z: Tensor) -> None:
+    def __call__(self, gradient: Tensor, z: Tensor, work: Tensor) -> None:
         """Set z (rows, columns)."""
-        torch.mm(residual, self.inverse, out=z).mul_(self.kept)
+        torch.mul(gradient, self.kept, out=work)
+        torch.mm(work, self.inverse, out=z).mul_(self.kept)
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,9 @@ class LowRankModel:
         core.diagonal(dim1=1, dim2=2).add_(1)
         inverse_diagonal = self.diagonal.reciprocal()
         spread = (self.factor * inverse_diagonal[:, None]).T.contiguous()
-        return LowRankOnKept(inverse_diagonal, self.factor, spread, torch.linalg.inv(core), kept)
+        return LowRankOnKept(
+            kept * inverse_diagonal, self.factor, spread, torch.linalg.inv(core), kept
+        )
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ class LowRankOnKept:
     """Precondition with (D_U + F_U F_Uᵀ)⁻¹, by Woodbury's formula.
 
     Attributes:
-        inverse_diagonal: D⁻¹, (columns,).
+        inverse_diagonal: D⁻¹ on U and zero elsewhere, (rows, columns).
         factor: F, (columns, rank).
         spread: FᵀD⁻¹, (rank, columns).
         core: (I + F_UᵀD_U⁻¹F_U)⁻¹ of each row, (rows, rank, rank).
@@ -102,9 +105,10 @@ class LowRankOnKept:
     core: Tensor
     kept: Tensor
 
-    def __call__(self, residual: Tensor, z: Tensor) -> None:
+    def __call__(self, gradient: Tensor, z: Tensor, work: Tensor) -> None:
         """Set z (rows, columns)."""
-        torch.mul(residual, self.inverse_diagonal, out=z)
+        del work
+        torch.mul(gradient, self.inverse_diagonal, out=z)
         along = torch.bmm(self.core, (z @ self.factor).unsqueeze(2)).squeeze(2)
         z.addmm_(along, self.spread, alpha=-1).mul_(self.kept)
 
@@ -112,7 +116,6 @@ class LowRankOnKept:
 def conjugate_gradients(
     x: Tensor,
     gradient: Tensor,
-    kept: Tensor,
     matrix: Tensor,
     precondition: Preconditioner,
     converged: Callable[[Tensor], bool],
@@ -124,11 +127,9 @@ def conjugate_gradients(
     Args:
         x: (rows, columns), zero where weights are removed.
         gradient: (w − x)H, (rows, columns), changed along with x; it vanishes on U at the optimum.
-        kept: (rows, columns), of zeros and ones.
         matrix: H, (columns, columns).
-        precondition: sets z to approximately (H_UU)⁻¹ residual, the residual being the gradient
-            on U.
-        converged: energies residual·z of the rows, (rows,) → whether they look small enough.
+        precondition: sets z to approximately (H_UU)⁻¹ times the gradient on U.
+        converged: energies gradient·z of the rows, (rows,) → whether they look small enough.
         confirm: asked when they do. To refuse, it must have put the exact gradient of x in place
             of the recursive one, from which the iteration then goes on.
         limit: largest number of iterations.
@@ -137,21 +138,21 @@ def conjugate_gradients(
         The number of iterations.
     """
     # All large tensors are made once: fresh memory costs a CPU more than the arithmetic.
-    residual, z, image = torch.empty_like(x), torch.empty_like(x), torch.empty_like(x)
+    z, image = torch.empty_like(x), torch.empty_like(x)
     direction, before = torch.zeros_like(x), None
     for iteration in range(limit + 1):
-        energy = _energies(gradient, kept, precondition, residual, z, image)
+        energy = _energies(gradient, precondition, z, image)
         if converged(energy):
             if confirm():
                 return iteration
-            energy = _energies(gradient, kept, precondition, residual, z, image)
+            energy = _energies(gradient, precondition, z, image)
         if iteration == limit:
             break
         if before is not None:
             direction.mul_(_quotient(energy, before).unsqueeze(1))
         direction.add_(z)
         torch.mm(direction, matrix, out=image)
-        curvature = torch.mul(direction, image, out=residual).sum(1)
+        curvature = torch.mul(direction, image, out=z).sum(1)
         step = _quotient(energy, curvature).unsqueeze(1)
         x.addcmul_(direction, step)
         gradient.addcmul_(image, step, value=-1)
@@ -159,18 +160,10 @@ def conjugate_gradients(
     return limit
 
 
-def _energies(
-    gradient: Tensor,
-    kept: Tensor,
-    precondition: Preconditioner,
-    residual: Tensor,
-    z: Tensor,
-    work: Tensor,
-) -> Tensor:
-    """Set the residual and z, and return their inner product in each row: (rows,)."""
-    torch.mul(gradient, kept, out=residual)
-    precondition(residual, z)
-    return torch.mul(residual, z, out=work).sum(1)
+def _energies(gradient: Tensor, precondition: Preconditioner, z: Tensor, work: Tensor) -> Tensor:
+    """Set z and return its inner product with the gradient in each row: (rows,)."""
+    precondition(gradient, z, work)
+    return torch.mul(gradient, z, out=work).sum(1)
 
 
 def _quotient(numerator: Tensor, denominator: Tensor) -> Tensor:

@@ -124,7 +124,6 @@ def _approach(
         steps = conjugate_gradients(
             x[rows],
             gradient[rows],
-            kept,
             matrix,
             InverseOnKept(inverse, kept),
             converged,
@@ -235,7 +234,6 @@ class _Rows:
         steps = conjugate_gradients(
             self.x,
             self.gradient,
-            self.kept,
             self.prepared.matrix,
             self.prepared.low_rank_model.on(self.kept),
             converged,
