@@ -14,6 +14,7 @@ from mrp_lightning.blocks import find_blocks
 from mrp_lightning.capture import StepCapture, eager
 from mrp_lightning.causal_lm import CausalLM
 from mrp_lightning.checkpoint import check_output_dir
+from mrp_lightning.errors import DataError, OptionError
 from mrp_lightning.methods import parse_method
 from mrp_lightning.names import as_patterns
 from mrp_lightning.offload import hold_on_cpu, release
@@ -77,7 +78,7 @@ class PruningCallback(Callback):
     Raises:
         PatternError: `sparsity`, `pattern` or `block_size` are malformed.
         MethodError: There is no such method.
-        ValueError: `damping` or `tolerance` is out of range.
+        OptionError: `damping` or `tolerance` is out of range.
     """
 
     def __init__(
@@ -143,7 +144,7 @@ class PruningCallback(Callback):
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         mine = [c for c in callbacks if isinstance(c, PruningCallback) and not c._is_done]
         if len(mine) > 1:
-            raise ValueError("A predict run takes one PruningCallback; run predict once for each.")
+            raise OptionError("A predict run takes one PruningCallback; run predict once for each.")
         require_one_process(trainer, type(self).__name__)
         if self.save_dir is not None and not _is_rehearsal(trainer):
             check_output_dir(self.save_dir, overwrite=self.overwrite)
@@ -195,12 +196,12 @@ class PruningCallback(Callback):
         """Refuse to have done nothing.
 
         Raises:
-            ValueError: There was no batch to calibrate on.
+            DataError: There was no batch to calibrate on.
         """
         armed, self._armed = self._armed, False
         self._release()
         if armed and stage == "predict":
-            raise ValueError(
+            raise DataError(
                 f"{type(self).__name__} pruned nothing: the predict dataloader gave no batch. "
                 "Give it calibration data, and check `limit_predict_batches`."
             )
@@ -265,5 +266,5 @@ def _number(argument: str, value: Any, *, positive: bool) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or value < 0 or (positive and value == 0):
         bound = "> 0" if positive else "≥ 0"
-        raise ValueError(f"`{argument}` must be a finite number {bound}. Got {value!r}.")
+        raise OptionError(f"`{argument}` must be a finite number {bound}. Got {value!r}.")
     return float(value)

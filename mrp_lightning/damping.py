@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mrp_lightning.conjugate_gradients import LowRankModel
-from mrp_lightning.errors import HessianError, NumericalWarning
+from mrp_lightning.errors import HessianError, NumericalWarning, OptionError
 from mrp_lightning.ranges import split_range
 
 _FIRST_RAISE, _LARGEST = 1e-6, 10.0
@@ -41,7 +41,7 @@ class DampedHessian:
 
     def __init__(self, hessian: Tensor, damping: float, *, name: str | None = None) -> None:
         if not (isinstance(damping, int | float) and math.isfinite(damping) and damping >= 0):
-            raise ValueError(f"`damping` must be a finite number ≥ 0; got {damping!r}.")
+            raise OptionError(f"`damping` must be a finite number ≥ 0; got {damping!r}.")
         self.name = name
         self.label = f"layer `{name}`" if name else "layer"
         if hessian.ndim != 2 or hessian.shape[0] != hessian.shape[1] or hessian.shape[0] == 0:

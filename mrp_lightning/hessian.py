@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from mrp_lightning.errors import HessianError
+from mrp_lightning.errors import HessianError, OptionError
 from mrp_lightning.precision import full_float32
 
 
@@ -20,7 +20,7 @@ class HessianAccumulator:
 
     def __init__(self, columns: int, name: str | None = None) -> None:
         if isinstance(columns, bool) or not isinstance(columns, int) or columns < 1:
-            raise ValueError(f"`columns` must be a positive integer; got {columns!r}.")
+            raise OptionError(f"`columns` must be a positive integer; got {columns!r}.")
         self.columns = columns
         self.name = name
         self.num_tokens = 0

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from mrp_lightning.compensation import Compensation, NoCompensation
-from mrp_lightning.errors import MethodError, PatternError
+from mrp_lightning.errors import MethodError, OptionError, PatternError
 from mrp_lightning.masks import LayerMask, Magnitude, Mask, MultipleRemoval, SingleRemoval, Wanda
 from mrp_lightning.optimum import Optimum
 from mrp_lightning.patterns import Pattern, SemiStructured
@@ -49,13 +49,13 @@ class Method:
         Raises:
             MethodError: the mask does not exist for the pattern.
             PatternError: `block_size` would split the groups of an N:M pattern.
-            ValueError: `block_size` is neither None nor a positive integer.
+            OptionError: `block_size` is neither None nor a positive integer.
         """
         self.mask.check(pattern)
         if block_size is None:
             return
         if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
-            raise ValueError(
+            raise OptionError(
                 f"`block_size` must be a positive number of columns, or None for all columns; got "
                 f"{block_size!r}."
             )

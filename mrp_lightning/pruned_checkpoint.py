@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from mrp_lightning.blocks import find_blocks, unwrap, without_wrappers
 from mrp_lightning.checkpoint import save_directory, save_pretrained
+from mrp_lightning.errors import DataError
 from mrp_lightning.padding import longest_input
 from mrp_lightning.report import PruningReport, model_card
 from mrp_lightning.trainer import ModuleRunner
@@ -46,7 +47,7 @@ def check_length(module: LightningModule, batch: Any) -> None:
     """Refuse windows that are longer than the model's positions.
 
     Raises:
-        ValueError: It names both lengths.
+        DataError: It names both lengths.
     """
     models = language_models(module)
     if len(models) != 1:
@@ -57,7 +58,7 @@ def check_length(module: LightningModule, batch: Any) -> None:
         return
     length = longest_input(batch)
     if length > limit:
-        raise ValueError(
+        raise DataError(
             f"The calibration sequences have {length} tokens, more than the {limit} positions of "
             "the model (`max_position_embeddings`). "
             f"Cut them to `sequence_length: {limit}` or less."

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mrp_lightning.damping import DampedHessian
-from mrp_lightning.errors import HessianError, PatternError, TargetError
+from mrp_lightning.errors import HessianError, OptionError, PatternError, TargetError
 from mrp_lightning.methods import Method, parse_method
 from mrp_lightning.patterns import Pattern, make_pattern
 from mrp_lightning.precision import full_float32
@@ -111,7 +111,7 @@ def prune(
     """
     method.check(pattern, block_size)
     if not (isinstance(tolerance, int | float) and math.isfinite(tolerance) and tolerance > 0):
-        raise ValueError(f"`tolerance` must be a number > 0; got {tolerance!r}.")
+        raise OptionError(f"`tolerance` must be a number > 0; got {tolerance!r}.")
     _check_weight(weight, prepared, pattern)
     with torch.inference_mode(False), torch.no_grad(), full_float32(weight.device):
         weight = weight.detach()
@@ -164,7 +164,7 @@ def _check_weight(weight: Tensor, prepared: DampedHessian, pattern: Pattern) -> 
             "they must be equal."
         )
     if weight.device != prepared.hessian.device:
-        raise ValueError(
+        raise OptionError(
             f"{label}: the weight is on {weight.device}, its Hessian on {prepared.hessian.device}; "
             "move one of them."
         )
