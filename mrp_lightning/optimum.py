@@ -20,7 +20,7 @@ from torch import Tensor
 from mrp_lightning.compensation import Compensated
 from mrp_lightning.conjugate_gradients import InverseOnKept, conjugate_gradients
 from mrp_lightning.damping import DampedHessian
-from mrp_lightning.errors import NumericalWarning
+from mrp_lightning.errors import HessianError, NumericalWarning
 from mrp_lightning.masks import Chooser, LayerMask, Mask, chooser
 from mrp_lightning.patterns import Pattern
 from mrp_lightning.ranges import split_range
@@ -161,7 +161,12 @@ def _solve(
         iterations = max(iterations, steps)
         bound, loss = bound + system.bound, loss + system.loss
     gap = _relative(bound, loss)
-    if not gap <= tolerance:
+    if not math.isfinite(gap):
+        raise HessianError(
+            f"{prepared.label}: the optimum came out as NaN or Inf. The weight and its Hessian are "
+            "of sizes that do not go together in floating point; scale them, or use more damping."
+        )
+    if gap > tolerance:
         warnings.warn(
             f"{prepared.label}: stopped at a certified gap to the optimum of {gap:.1e}, above "
             f"`tolerance` {tolerance:g}: {given} weights allow no better. More damping helps where "
@@ -221,12 +226,12 @@ class _Rows:
         self._target = tolerance * self.loss / 2
 
         def converged(energy: Tensor) -> bool:
-            return float(energy.sum()) <= self._target
+            return not float(energy.sum()) > self._target  # also where it is NaN
 
         def confirm() -> bool:
             previous = self.bound
             self.certify()
-            if self.gap <= tolerance or self.bound > previous / 2:
+            if not (self.gap > tolerance and self.bound <= previous / 2):
                 return True
             self._target *= min(0.5, 0.5 * tolerance * self.loss / self.bound)
             return False
@@ -246,7 +251,8 @@ class _Rows:
 
 
 def _relative(bound: float, loss: float) -> float:
-    return bound / max(loss, sys.float_info.min) if bound > 0 else 0.0
+    # Not `bound > 0`: what is not a number must not pass for a gap of zero.
+    return 0.0 if bound == 0 else bound / max(loss, sys.float_info.min)
 
 
 def _row_chunks(weight: Tensor) -> Iterator[slice]:

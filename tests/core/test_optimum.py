@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mrp_lightning import prune_weight
+from mrp_lightning.conjugate_gradients import LowRankModel
 from mrp_lightning.errors import NumericalWarning
 
 ENDING_IN_M = ["magnitude+M", "wanda+M", "SM", "MM"]
@@ -173,6 +174,23 @@ def test_many_rows_are_solved_in_chunks(problem, truth, monkeypatch):
         assert (chunks.pruned != whole.pruned).float().mean() < 0.01
         assert chunks.loss == pytest.approx(whole.loss, rel=2e-3)
         assert true_gap(truth, chunks, weight, truth.damped(hessian)) <= chunks.gap + 1e-8 <= 2e-6
+
+
+def test_a_float32_solve_that_fails_is_redone_in_float64(problem, truth, monkeypatch):
+    weight, inputs = problem(rows=8, columns=48)
+    hessian = truth.hessian_of(inputs).float()
+    restrict = LowRankModel.on
+
+    def spoilt(model, kept):
+        preconditioner = restrict(model, kept)
+        if kept.dtype == torch.float32:
+            preconditioner.core.fill_(torch.nan)
+        return preconditioner
+
+    monkeypatch.setattr(LowRankModel, "on", spoilt)
+    solution = prune_weight(weight, hessian, pattern="2:4")
+    assert solution.gap <= 1e-6
+    assert true_gap(truth, solution, weight, truth.damped(hessian)) <= 1e-6
 
 
 @given(
