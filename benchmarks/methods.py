@@ -9,6 +9,7 @@ by `test` on the pruned model.
 import argparse
 import logging
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Iterable
@@ -18,6 +19,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from transformers.utils import logging as transformers_logging
 
 from callbacks import MRPCallback
 from mrp_lightning.cli import PruningCLI
@@ -120,6 +122,16 @@ def claims(results: dict[Run, list[Result]]) -> list[str]:
     return lines
 
 
+def _be_quiet() -> None:
+    """A progress bar and a table are all that is shown."""
+    sys.argv = sys.argv[:1]  # LightningCLI warns when it is given arguments beside these
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    transformers_logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*")
+
+
 def main() -> None:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -131,9 +143,7 @@ def main() -> None:
     parser.add_argument("--markdown", type=Path, help="write the table here as well")
     args, more = parser.parse_known_args()
 
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-    warnings.filterwarnings("ignore", message=".*LeafSpec.*")
+    _be_quiet()
     config = [*(f"--config={path}" for path in args.config), *more]
     saved, _, save_dir = (args.save or "").rpartition("=")
     results: dict[Run, list[Result]] = {run: [] for run in runs(args.settings)}
