@@ -23,10 +23,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mrp_lightning.damping import DampedHessian
-from mrp_lightning.methods import parse_method
-from mrp_lightning.patterns import make_pattern
-from mrp_lightning.pruning import Solution, prune
+from mrp_lightning.solver.damping import DampedHessian
+from mrp_lightning.solver.methods import parse_method
+from mrp_lightning.solver.patterns import make_pattern
+from mrp_lightning.solver.pruning import Solution, prune
 
 PATTERN = make_pattern(None, "2:4")
 DAMPING = 0.01

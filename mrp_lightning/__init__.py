@@ -7,8 +7,8 @@ the calibration tokens that a layer saw.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mrp_lightning.hessian import HessianAccumulator
-from mrp_lightning.pruning import prune_weight
+from mrp_lightning.solver.hessian import HessianAccumulator
+from mrp_lightning.solver.pruning import prune_weight
 
 if TYPE_CHECKING:
     from mrp_lightning.causal_lm import CausalLM

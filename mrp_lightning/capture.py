@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-from mrp_lightning.walk import StopForward
+from mrp_lightning.walk.walks import StopForward
 
 
 def eager() -> Any:

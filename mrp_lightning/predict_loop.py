@@ -7,10 +7,10 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from mrp_lightning.capture import Step
-from mrp_lightning.plan import Plan
 from mrp_lightning.progress import nested_progress
-from mrp_lightning.report import LayerReport, PruningReport
-from mrp_lightning.sequential import Progress, Recipe, SequentialPruner
+from mrp_lightning.walk.plan import Plan
+from mrp_lightning.walk.report import LayerReport, PruningReport
+from mrp_lightning.walk.sequential import Progress, Recipe, SequentialPruner
 
 
 def prune_in_trainer(

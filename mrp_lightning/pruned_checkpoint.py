@@ -8,12 +8,12 @@ from safetensors.torch import save_model
 from torch import nn
 from transformers import PreTrainedModel
 
-from mrp_lightning.blocks import find_blocks, unwrap, without_wrappers
 from mrp_lightning.checkpoint import save_directory, save_pretrained
 from mrp_lightning.errors import DataError
-from mrp_lightning.padding import longest_input
-from mrp_lightning.report import PruningReport, model_card
 from mrp_lightning.trainer import ModuleRunner
+from mrp_lightning.walk.blocks import find_blocks, unwrap, without_wrappers
+from mrp_lightning.walk.padding import longest_input
+from mrp_lightning.walk.report import PruningReport, model_card
 
 
 def language_models(module: LightningModule) -> dict[str, PreTrainedModel]:

@@ -14,7 +14,7 @@ from transformers import BatchEncoding
 
 from callbacks import MRPCallback, PruningCallback
 from mrp_lightning import CausalLM, Trainer
-from mrp_lightning.patterns import SemiStructured
+from mrp_lightning.solver.patterns import SemiStructured
 
 KEYS = [
     *("name", "shape", "method", "sparsity", "loss", "relative_loss", "damping", "iterations"),

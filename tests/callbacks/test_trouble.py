@@ -204,7 +204,7 @@ def test_two_pruning_callbacks_are_refused(llama, loader, quiet):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
 def test_an_interrupted_run_leaves_whole_layers(error, llama, loader, quiet, tmp_path, monkeypatch):
-    from mrp_lightning import sequential
+    from mrp_lightning.walk import sequential
 
     model, dense = llama(), llama()
     original, calls = sequential.prune, []

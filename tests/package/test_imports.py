@@ -33,9 +33,10 @@ def test_packages_import_one_way(package):
         assert (tops & set(ALLOWED)) <= ALLOWED[package], path
 
 
-def test_the_tensor_core_loads_torch_alone():
+@pytest.mark.parametrize("module", ["solver.pruning", "walk.sequential"])
+def test_the_solver_and_the_walk_load_torch_alone(module):
     code = (
-        "import sys, mrp_lightning; mrp_lightning.prune_weight; mrp_lightning.HessianAccumulator;"
+        f"import sys, mrp_lightning.{module}; from mrp_lightning import prune_weight;"
         "print([m for m in ('lightning', 'transformers', 'datasets', 'rich') if m in sys.modules])"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)

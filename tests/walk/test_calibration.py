@@ -2,9 +2,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mrp_lightning.calibration import Calibration, InputsDiffer
-from mrp_lightning.layers import Layer
-from mrp_lightning.padding import Padding
+from mrp_lightning.walk.calibration import Calibration, InputsDiffer
+from mrp_lightning.walk.layers import Layer
+from mrp_lightning.walk.padding import Padding
 
 
 class Attention(nn.Module):

@@ -1,7 +1,7 @@
 import torch
 from torch import Tensor, nn
 
-from mrp_lightning.offload import Offload, hold_on_cpu, release
+from mrp_lightning.walk.offload import Offload, hold_on_cpu, release
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 

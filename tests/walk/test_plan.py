@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from mrp_lightning.blocks import find_blocks
 from mrp_lightning.errors import TargetError
-from mrp_lightning.layers import Layer
-from mrp_lightning.names import matches
-from mrp_lightning.patterns import make_pattern
-from mrp_lightning.plan import Plan, make_plan
+from mrp_lightning.solver.patterns import make_pattern
+from mrp_lightning.walk.blocks import find_blocks
+from mrp_lightning.walk.layers import Layer
+from mrp_lightning.walk.names import matches
+from mrp_lightning.walk.plan import Plan, make_plan
 
 HALF = make_pattern(0.5, None)
 

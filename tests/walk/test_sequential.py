@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from mrp_lightning import prune_weight
 from mrp_lightning.errors import HessianError
-from mrp_lightning.layers import is_conv1d, is_linear
-from mrp_lightning.methods import parse_method
-from mrp_lightning.patterns import make_pattern
-from mrp_lightning.plan import make_plan
-from mrp_lightning.report import PruningReport
-from mrp_lightning.sequential import Recipe, SequentialPruner
+from mrp_lightning.solver.methods import parse_method
+from mrp_lightning.solver.patterns import make_pattern
+from mrp_lightning.walk.layers import is_conv1d, is_linear
+from mrp_lightning.walk.plan import make_plan
+from mrp_lightning.walk.report import PruningReport
+from mrp_lightning.walk.sequential import Recipe, SequentialPruner
 
 Batches = list[dict[str, Tensor]]
 BLOCKS = {
@@ -270,7 +270,7 @@ def test_a_layer_outside_the_blocks_sees_the_pruned_blocks(build, batches):
 
 @torch.no_grad()
 def test_an_interrupted_run_leaves_whole_layers_and_says_which(build, batches, monkeypatch):
-    from mrp_lightning import sequential
+    from mrp_lightning.walk import sequential
 
     model, dense = build("llama"), build("llama")
     original, calls = sequential.prune, []

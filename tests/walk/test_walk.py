@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mrp_lightning.blocks import Block, find_blocks
 from mrp_lightning.errors import TargetError
-from mrp_lightning.walk import Inject, Rerun, Walk
-from mrp_lightning.walk_choice import choose_walk
+from mrp_lightning.walk.blocks import Block, find_blocks
+from mrp_lightning.walk.choice import choose_walk
+from mrp_lightning.walk.walks import Inject, Rerun, Walk
 
 Batches = list[dict[str, Tensor]]
 FAMILIES = ["llama", "gemma3_text", "opt", "bloom", "gpt2", "mamba"]

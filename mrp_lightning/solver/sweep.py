@@ -7,11 +7,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mrp_lightning.compensation import Compensated
-from mrp_lightning.damping import DampedHessian
-from mrp_lightning.masks import LayerMask, Mask, chooser
-from mrp_lightning.patterns import Pattern, SemiStructured
-from mrp_lightning.ranges import split_range
+from mrp_lightning.solver.compensation import Compensated
+from mrp_lightning.solver.damping import DampedHessian
+from mrp_lightning.solver.masks import LayerMask, Mask, chooser
+from mrp_lightning.solver.patterns import Pattern, SemiStructured
+from mrp_lightning.solver.ranges import split_range
 
 _PANEL = 128
 

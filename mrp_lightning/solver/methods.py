@@ -2,12 +2,19 @@
 
 from dataclasses import dataclass
 
-from mrp_lightning.compensation import Compensation, NoCompensation
 from mrp_lightning.errors import MethodError, OptionError, PatternError
-from mrp_lightning.masks import LayerMask, Magnitude, Mask, MultipleRemoval, SingleRemoval, Wanda
-from mrp_lightning.optimum import Optimum
-from mrp_lightning.patterns import Pattern, SemiStructured
-from mrp_lightning.sweep import ColumnSweep
+from mrp_lightning.solver.compensation import Compensation, NoCompensation
+from mrp_lightning.solver.masks import (
+    LayerMask,
+    Magnitude,
+    Mask,
+    MultipleRemoval,
+    SingleRemoval,
+    Wanda,
+)
+from mrp_lightning.solver.optimum import Optimum
+from mrp_lightning.solver.patterns import Pattern, SemiStructured
+from mrp_lightning.solver.sweep import ColumnSweep
 
 MASKS: dict[str, Mask] = {
     mask.name: mask for mask in (Magnitude(), Wanda(), SingleRemoval(), MultipleRemoval())

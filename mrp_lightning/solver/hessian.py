@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from mrp_lightning.errors import HessianError, OptionError
-from mrp_lightning.precision import full_float32
+from mrp_lightning.solver.precision import full_float32
 
 
 class HessianAccumulator:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mrp_lightning.blocks import Block
+from mrp_lightning.walk.blocks import Block
 
 
 class StopForward(BaseException):

@@ -17,13 +17,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mrp_lightning.compensation import Compensated
-from mrp_lightning.conjugate_gradients import InverseOnKept, conjugate_gradients
-from mrp_lightning.damping import DampedHessian
 from mrp_lightning.errors import HessianError, NumericalWarning
-from mrp_lightning.masks import Chooser, LayerMask, Mask, chooser
-from mrp_lightning.patterns import Pattern
-from mrp_lightning.ranges import split_range
+from mrp_lightning.solver.compensation import Compensated
+from mrp_lightning.solver.conjugate_gradients import InverseOnKept, conjugate_gradients
+from mrp_lightning.solver.damping import DampedHessian
+from mrp_lightning.solver.masks import Chooser, LayerMask, Mask, chooser
+from mrp_lightning.solver.patterns import Pattern
+from mrp_lightning.solver.ranges import split_range
 
 _LIMIT = 500
 _ELEMENTS = 2**26

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mrp_lightning.hessian import HessianAccumulator
-from mrp_lightning.layers import Layer
-from mrp_lightning.padding import Padding
+from mrp_lightning.solver.hessian import HessianAccumulator
+from mrp_lightning.walk.layers import Layer
+from mrp_lightning.walk.padding import Padding
 
 
 @dataclass(eq=False)

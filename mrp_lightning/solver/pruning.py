@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mrp_lightning.damping import DampedHessian
 from mrp_lightning.errors import HessianError, OptionError, PatternError, TargetError
-from mrp_lightning.methods import Method, parse_method
-from mrp_lightning.patterns import Pattern, make_pattern
-from mrp_lightning.precision import full_float32
+from mrp_lightning.solver.damping import DampedHessian
+from mrp_lightning.solver.methods import Method, parse_method
+from mrp_lightning.solver.patterns import Pattern, make_pattern
+from mrp_lightning.solver.precision import full_float32
 
 
 @dataclass(frozen=True)

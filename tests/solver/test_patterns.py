@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mrp_lightning.errors import PatternError
-from mrp_lightning.patterns import SemiStructured, Unstructured, lowest, make_pattern
+from mrp_lightning.solver.patterns import SemiStructured, Unstructured, lowest, make_pattern
 
 
 def test_exactly_one_of_the_two_arguments_is_needed():

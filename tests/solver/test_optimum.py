@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mrp_lightning import prune_weight
-from mrp_lightning.conjugate_gradients import LowRankModel
 from mrp_lightning.errors import NumericalWarning
+from mrp_lightning.solver.conjugate_gradients import LowRankModel
 
 ENDING_IN_M = ["magnitude+M", "wanda+M", "SM", "MM"]
 PATTERNS = [{"pattern": "2:4"}, {"pattern": "1:4"}, {"pattern": "4:8"}]
@@ -168,8 +168,8 @@ def test_many_rows_are_solved_in_chunks(problem, truth, monkeypatch):
     for arguments in ({"pattern": "2:4"}, {"sparsity": 0.6}):
         whole = prune_weight(weight, hessian, block_size=16, **arguments)
         with monkeypatch.context() as patch:
-            patch.setattr("mrp_lightning.optimum._ELEMENTS", 7 * 64)
-            patch.setattr("mrp_lightning.masks._ELEMENTS", 1)
+            patch.setattr("mrp_lightning.solver.optimum._ELEMENTS", 7 * 64)
+            patch.setattr("mrp_lightning.solver.masks._ELEMENTS", 1)
             chunks = prune_weight(weight, hessian, block_size=16, **arguments)
         assert (chunks.pruned != whole.pruned).float().mean() < 0.01
         assert chunks.loss == pytest.approx(whole.loss, rel=2e-3)

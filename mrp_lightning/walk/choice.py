@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mrp_lightning.blocks import Block
 from mrp_lightning.errors import TargetError
-from mrp_lightning.walk import Container, Inject, Rerun, Walk, hidden_input, hidden_of
+from mrp_lightning.walk.blocks import Block
+from mrp_lightning.walk.walks import Container, Inject, Rerun, Walk, hidden_input, hidden_of
 
 log = logging.getLogger(__name__)
 

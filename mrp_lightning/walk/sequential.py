@@ -10,20 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mrp_lightning.blocks import Block
-from mrp_lightning.calibration import Calibration, InputGroup, InputsDiffer
-from mrp_lightning.damping import DampedHessian
 from mrp_lightning.errors import TargetError
-from mrp_lightning.layers import Layer
-from mrp_lightning.methods import Method
-from mrp_lightning.offload import CPU, Offload
-from mrp_lightning.padding import Padding
-from mrp_lightning.patterns import SemiStructured, Unstructured
-from mrp_lightning.plan import Plan
-from mrp_lightning.pruning import prune
-from mrp_lightning.report import LayerReport, PruningReport
-from mrp_lightning.walk import Walk, WholeModel
-from mrp_lightning.walk_choice import choose_walk
+from mrp_lightning.solver.damping import DampedHessian
+from mrp_lightning.solver.methods import Method
+from mrp_lightning.solver.patterns import SemiStructured, Unstructured
+from mrp_lightning.solver.pruning import prune
+from mrp_lightning.walk.blocks import Block
+from mrp_lightning.walk.calibration import Calibration, InputGroup, InputsDiffer
+from mrp_lightning.walk.choice import choose_walk
+from mrp_lightning.walk.layers import Layer
+from mrp_lightning.walk.offload import CPU, Offload
+from mrp_lightning.walk.padding import Padding
+from mrp_lightning.walk.plan import Plan
+from mrp_lightning.walk.report import LayerReport, PruningReport
+from mrp_lightning.walk.walks import Walk, WholeModel
 
 log = logging.getLogger(__name__)
 

@@ -6,10 +6,10 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from mrp_lightning.damping import DampedHessian
-from mrp_lightning.masks import LayerMask, Mask, chooser
-from mrp_lightning.patterns import Pattern
-from mrp_lightning.ranges import split_range
+from mrp_lightning.solver.damping import DampedHessian
+from mrp_lightning.solver.masks import LayerMask, Mask, chooser
+from mrp_lightning.solver.patterns import Pattern
+from mrp_lightning.solver.ranges import split_range
 
 
 @dataclass(frozen=True)

@@ -257,10 +257,10 @@ def test_an_unusable_hessian_is_a_typed_error(problem, truth, spoil, message):
 
 
 def test_errors_and_warnings_name_the_layer(problem, truth):
-    from mrp_lightning.damping import DampedHessian
-    from mrp_lightning.methods import parse_method
-    from mrp_lightning.patterns import make_pattern
-    from mrp_lightning.pruning import prune
+    from mrp_lightning.solver.damping import DampedHessian
+    from mrp_lightning.solver.methods import parse_method
+    from mrp_lightning.solver.patterns import make_pattern
+    from mrp_lightning.solver.pruning import prune
 
     with pytest.raises(
         HessianError, match=r"layer `model\.fc1`: the Hessian is zero.*Likely causes"

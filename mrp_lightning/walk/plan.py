@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from mrp_lightning.blocks import Block, find_blocks, named_modules, without_wrappers
 from mrp_lightning.errors import PatternError, TargetError
-from mrp_lightning.layers import (
+from mrp_lightning.solver.patterns import SemiStructured, Unstructured
+from mrp_lightning.walk.blocks import Block, find_blocks, named_modules, without_wrappers
+from mrp_lightning.walk.layers import (
     Layer,
     fused_weights,
     is_adapter,
@@ -15,8 +16,7 @@ from mrp_lightning.layers import (
     packed_weights,
     why_not_plain,
 )
-from mrp_lightning.names import as_patterns, matches, require_matches
-from mrp_lightning.patterns import SemiStructured, Unstructured
+from mrp_lightning.walk.names import as_patterns, matches, require_matches
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,9 @@ def make_plan(
     Args:
         model: Any module.
         pattern: What the layers will be pruned to.
-        targets: Name patterns (see `mrp_lightning.names.matches`) of the linear layers to prune.
-            `None` is all that are in blocks but routers, and all of a model without blocks. Layers
-            outside the blocks are taken for a pattern that matches none in them, such as `lm_head`.
+        targets: Name patterns (see `names.matches`) of the linear layers to prune. `None` is all
+            that are in blocks but routers, and all of a model without blocks. Layers outside the
+            blocks are taken for a pattern that matches none in them, such as `lm_head`.
         ignore: Name patterns of layers to leave out.
         blocks: Names of the block lists, where they are not to be found by themselves.
         skip_indivisible: Leave out layers whose columns the pattern does not divide.

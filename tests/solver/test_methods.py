@@ -3,8 +3,8 @@ import torch
 
 from mrp_lightning import prune_weight
 from mrp_lightning.errors import MethodError, PatternError
-from mrp_lightning.methods import NAMED, parse_method
-from mrp_lightning.patterns import SemiStructured, Unstructured
+from mrp_lightning.solver.methods import NAMED, parse_method
+from mrp_lightning.solver.patterns import SemiStructured, Unstructured
 
 PAIRS = [f"{m}+{c}" for m in ("magnitude", "wanda", "S", "M") for c in ("none", "S", "M")]
 

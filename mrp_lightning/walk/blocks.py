@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from mrp_lightning.layers import fused_weights, is_linear
-from mrp_lightning.names import matches, require_matches
+from mrp_lightning.walk.layers import fused_weights, is_linear
+from mrp_lightning.walk.names import matches, require_matches
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,7 +1,7 @@
 """Write sparsegpt.json: what the original SparseGPT code does to a small seeded problem.
 
     git clone https://github.com/IST-DASLab/sparsegpt
-    python tests/core/reference/make.py sparsegpt
+    python tests/solver/reference/make.py sparsegpt
 
 The file records the commit. For unstructured sparsity that code removes the weights up to a
 threshold, which is one more than asked for in each block; so it is asked for half a weight less

@@ -17,10 +17,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mrp_lightning.damping import DampedHessian
 from mrp_lightning.errors import MethodError
-from mrp_lightning.patterns import Pattern, SemiStructured, Unstructured
-from mrp_lightning.ranges import split_range
+from mrp_lightning.solver.damping import DampedHessian
+from mrp_lightning.solver.patterns import Pattern, SemiStructured, Unstructured
+from mrp_lightning.solver.ranges import split_range
 
 Chooser = Callable[[Tensor, int], Tensor]
 """(current weights (rows, width) of the columns from `start`, start) → bool (rows, width)."""

@@ -8,9 +8,9 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from mrp_lightning.conjugate_gradients import LowRankModel
 from mrp_lightning.errors import HessianError, NumericalWarning, OptionError
-from mrp_lightning.ranges import split_range
+from mrp_lightning.solver.conjugate_gradients import LowRankModel
+from mrp_lightning.solver.ranges import split_range
 
 _FIRST_RAISE, _LARGEST = 1e-6, 10.0
 _FLOAT32_SUFFICES = 1e4
