@@ -7,6 +7,12 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 import pytest
 import torch
+from hypothesis import settings
+
+# Where nobody looks at a failure at once, the same examples are tried every time.
+settings.register_profile("repeatable", derandomize=True)
+if "CI" in os.environ:
+    settings.load_profile("repeatable")
 
 
 @pytest.fixture(scope="session")

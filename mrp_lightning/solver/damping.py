@@ -114,6 +114,16 @@ class DampedHessian:
         return self.factor.T @ self.factor
 
     @cached_property
+    def residual_rounding(self) -> float:
+        """What rounding can add to r H⁻¹ rᵀ for r = vH, relative to ‖v‖².
+
+        Each r_j is off by about ε·‖v‖·‖H_:j‖, independently, with ε the precision of the products.
+        """
+        inverse_diagonal = self.factor.square().sum(0)
+        norms = torch.linalg.vector_norm(self.matrix, dim=0)
+        return torch.finfo(self.dtype).eps ** 2 * float((norms.square() * inverse_diagonal).sum())
+
+    @cached_property
     def low_rank_model(self) -> LowRankModel:
         """The leading directions of H + λI, of rank √columns, for preconditioning."""
         model = LowRankModel.of(self.matrix, math.isqrt(self.columns - 1) + 1)

@@ -207,9 +207,10 @@ class _Rows:
         torch.mm(change, self.prepared.matrix, out=self.gradient)
         self.loss = float((change * self.gradient).sum()) / 2
         # r H⁻¹ rᵀ = ‖r Uᵀ‖², which cannot come out negative.
-        self.bound = (
-            float(((self.gradient * self.kept) @ self.prepared.factor.T).square_().sum()) / 2
-        )
+        energy = ((self.gradient * self.kept) @ self.prepared.factor.T).square_().sum()
+        # The residual is itself rounded; a bound must allow for what that may hide.
+        hidden = change.square_().sum() * self.prepared.residual_rounding
+        self.bound = float(energy + hidden) / 2
 
     def refined(self, prepared: DampedHessian) -> "_Rows":
         """The same system in float64, from where this one is (or from the start, had it failed)."""
