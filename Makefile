@@ -5,7 +5,8 @@ BIN := .venv/bin
 .PHONY: quickstart test lint embedded-model clean
 
 quickstart: .venv/installed
-	$(BIN)/python benchmarks/methods.py --config configs/quickstart.yaml --markdown runs/quickstart/table.md
+	$(BIN)/python benchmarks/methods.py --config configs/quickstart.yaml \
+		--save 2:4=SM=runs/quickstart/sm-2of4 --markdown runs/quickstart/table.md
 
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal

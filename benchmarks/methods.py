@@ -8,6 +8,7 @@ by `test` on the pruned model.
 
 import argparse
 import logging
+import platform
 import statistics
 import sys
 import time
@@ -16,6 +17,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+import transformers
+from machine import machine
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -122,6 +126,12 @@ def claims(results: dict[Run, list[Result]]) -> list[str]:
     return lines
 
 
+def provenance() -> str:
+    """Machine and versions."""
+    versions = f"transformers {transformers.__version__}, Python {platform.python_version()}"
+    return f"{machine(torch.device('cpu'))}, {versions}."
+
+
 def _be_quiet() -> None:
     """A progress bar and a table are all that is shown."""
     sys.argv = sys.argv[:1]  # LightningCLI warns when it is given arguments beside these
@@ -141,6 +151,7 @@ def main() -> None:
     parser.add_argument("--split", choices=["test", "validation"], default="test")
     parser.add_argument("--save", metavar="SETTING=METHOD=DIR", help="keep this run's checkpoint")
     parser.add_argument("--markdown", type=Path, help="write the table here as well")
+    command = list(sys.argv)
     args, more = parser.parse_known_args()
 
     _be_quiet()
@@ -158,19 +169,22 @@ def main() -> None:
                 progress.advance(task)
 
     header = ["sparsity", "method", f"perplexity ({args.split})", "relative layer loss", "seconds"]
-    table = Table(*header)
+    shown = Table(*header)
     for cells in rows(results):
-        table.add_row(*cells)
-    console.print(table)
+        shown.add_row(*cells)
+    console.print(shown)
     for line in claims(results):
         console.print(line)
     if save_dir:
         console.print(f"The pruned checkpoint {saved} is in {save_dir}.")
     if args.markdown:
         lines = [header, ["---"] * len(header), *rows(results)]
-        text = "".join("| " + " | ".join(cells) + " |\n" for cells in lines)
+        table = "".join("| " + " | ".join(cells) + " |\n" for cells in lines)
         args.markdown.parent.mkdir(parents=True, exist_ok=True)
-        args.markdown.write_text(text + "".join(f"\n{line}\n" for line in claims(results)))
+        args.markdown.write_text(
+            f"`python {' '.join(command)}`\n\n{provenance()}\n\n{table}"
+            + "".join(f"\n{line}\n" for line in claims(results))
+        )
 
 
 if __name__ == "__main__":

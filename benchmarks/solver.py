@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import io
 import os
-import platform
 import statistics
 import sys
 import time
@@ -21,6 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from machine import machine
 from torch import Tensor
 
 from mrp_lightning.solver.damping import DampedHessian
@@ -161,13 +161,6 @@ def measure(
         )
 
 
-def processor() -> str:
-    """The CPU's name."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
-
-
 def size(text: str) -> tuple[int, int]:
     """Read 1024 or 4096x11008."""
     rows, _, columns = text.partition("x")
@@ -192,14 +185,9 @@ def main() -> None:
         torch.set_num_threads(args.threads)
     warnings.simplefilter("error")
 
-    device = (
-        torch.cuda.get_device_name(args.device)
-        if args.device.type == "cuda"
-        else f"{processor()}, {torch.get_num_threads()} of {os.cpu_count()} cores"
-    )
     unit = "CPU s" if args.cpu_time else "s"
     print(f"`python {' '.join(sys.argv)}`\n")
-    print(f"{device}; torch {torch.__version__}; weights {args.dtype}, computed in full float32;")
+    print(f"{machine(args.device)}; weights {args.dtype}, computed in full float32;")
     print(f"2:4; median of {args.rounds} rounds; load average {os.getloadavg()[0]:.1f} before.\n")
     print(f"| layer | condition | method | {unit} | max/min | × sweep | steps | gap | rel. loss |")
     print("|---|---|---|---|---|---|---|---|---|")

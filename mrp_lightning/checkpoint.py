@@ -61,12 +61,21 @@ def save_directory(
     path.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent))
     try:
-        staging.chmod(path.parent.stat().st_mode & 0o777)  # mkdtemp makes it private
         yield staging
         check_output_dir(path, overwrite=overwrite, argument=argument)
+        _make_readable(staging)
         _move_into_place(staging, path)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def _make_readable(directory: Path) -> None:
+    """Undo that temporary directories, and the files of safetensors, are private."""
+    umask = os.umask(0)
+    os.umask(umask)
+    directory.chmod(0o777 & ~umask)
+    for file in directory.rglob("*"):
+        file.chmod((0o777 if file.is_dir() else 0o666) & ~umask)
 
 
 def _move_into_place(staging: Path, path: Path) -> None:

@@ -17,6 +17,16 @@ def test_a_directory_appears_only_when_it_is_whole(tmp_path):
     assert list(target.parent.iterdir()) == [target]
 
 
+def test_what_is_written_has_ordinary_permissions(tmp_path):
+    (tmp_path / "ordinary").mkdir()
+    (tmp_path / "ordinary" / "file").write_text("x")
+    with save_directory(tmp_path / "saved") as staging:
+        (staging / "file").touch(mode=0o600)
+    for name in ("", "file"):
+        expected = (tmp_path / "ordinary" / name).stat().st_mode
+        assert (tmp_path / "saved" / name).stat().st_mode == expected
+
+
 @pytest.mark.parametrize("failure", [RuntimeError, KeyboardInterrupt])
 def test_a_failed_write_leaves_what_was_there(tmp_path, failure):
     target = tmp_path / "model"
