@@ -1,0 +1,272 @@
+"""A tiny random model of every family that is tested, with batches for it.
+
+Norms and biases are not left at one and zero, and attention windows are shorter than the batches,
+so that a walk that gets any of them wrong gives other numbers.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+VOCABULARY, LENGTHS = 64, (12, 9, 16)
+
+
+@dataclass(frozen=True)
+class Family:
+    """How to build a tiny model.
+
+    Attributes:
+        model_type: Of transformers.
+        config: What differs from the defaults of its configuration.
+        auto: The class that builds it.
+    """
+
+    model_type: str
+    config: dict[str, Any]
+    auto: str = "AutoModelForCausalLM"
+
+
+_TOKENS = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_SMALL = {
+    **_TOKENS,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+_WIDE = {**_SMALL, "intermediate_size": 48}
+_GROUPED = {**_WIDE, "num_key_value_heads": 2}
+_HEAD = {**_GROUPED, "head_dim": 8}
+_SHORT = {**_HEAD, "sliding_window": 4}
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+_OPT = {**_SMALL, "ffn_dim": 48, "pad_token_id": 1}
+_GPT = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
+_BLOOM = {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 3, "n_head": 4}
+_MPT = {"vocab_size": VOCABULARY, "d_model": 32, "n_layers": 3, "n_heads": 4}
+_STATES = {**_TOKENS, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_SEQ2SEQ = {
+    "vocab_size": VOCABULARY,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "decoder_start_token_id": 0,
+    "d_model": 32,
+}
+_VISION = {
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "image_size": 16,
+    "patch_size": 8,
+    "num_labels": 4,
+}
+_MASKED, _SEQ2SEQ_LM = "AutoModelForMaskedLM", "AutoModelForSeq2SeqLM"
+_IMAGES = "AutoModelForImageClassification"
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family("llama", _GROUPED),
+    "opt": Family("opt", {**_OPT, "word_embed_proj_dim": 32}),
+    "opt_350m": Family("opt", {**_OPT, "word_embed_proj_dim": 16, "do_layer_norm_before": False}),
+    "bloom": Family("bloom", _BLOOM),
+    "mamba": Family("mamba", {**_STATES, "time_step_rank": 4}),
+    "mamba2": Family(
+        "mamba2",
+        {**_STATES, "num_heads": 8, "head_dim": 8, "expand": 2, "n_groups": 1, "chunk_size": 8},
+    ),
+    "falcon_mamba": Family("falcon_mamba", {**_STATES, "time_step_rank": 4}),
+    "gpt2": Family("gpt2", _GPT),
+    "gptj": Family("gptj", {**_GPT, "rotary_dim": 4}),
+    "gpt_neox": Family("gpt_neox", _WIDE),
+    "falcon": Family("falcon", _SMALL),
+    "phi": Family("phi", _GROUPED),
+    "phi3": Family("phi3", _GROUPED),
+    "mistral": Family("mistral", _SHORT),
+    "qwen2": Family("qwen2", _GROUPED),
+    "qwen2_sliding": Family(
+        "qwen2",
+        {**_GROUPED, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    ),
+    "qwen3": Family("qwen3", _HEAD),
+    "gemma": Family("gemma", _HEAD),
+    "gemma2": Family("gemma2", _SHORT),
+    "gemma3_text": Family("gemma3_text", {**_SHORT, "layer_types": [_SLIDING, _FULL, _SLIDING]}),
+    "olmo2": Family("olmo2", _GROUPED),
+    "starcoder2": Family("starcoder2", _SHORT),
+    "cohere2": Family("cohere2", _SHORT),
+    "mpt": Family("mpt", _MPT),
+    "mixtral": Family("mixtral", {**_GROUPED, **_LOCAL_EXPERTS}),
+    "qwen2_moe": Family(
+        "qwen2_moe", {**_GROUPED, **_EXPERTS, "shared_expert_intermediate_size": 16}
+    ),
+    "qwen3_moe": Family("qwen3_moe", {**_HEAD, **_EXPERTS}),
+    "gpt_oss": Family("gpt_oss", {**_SHORT, **_LOCAL_EXPERTS}),
+    "deepseek_v3": Family(
+        "deepseek_v3",
+        {
+            **_WIDE,
+            "num_key_value_heads": 4,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "moe_intermediate_size": 16,
+            "kv_lora_rank": 16,
+            "q_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+            "first_k_dense_replace": 1,
+            "n_shared_experts": 1,
+        },
+    ),
+    "llama4_text": Family(
+        "llama4_text",
+        {
+            **_HEAD,
+            **_LOCAL_EXPERTS,
+            "intermediate_size_mlp": 48,
+            "num_hidden_layers": 4,
+            "attention_chunk_size": 4,
+            "moe_layers": [1, 3],
+        },
+    ),
+    "qwen3_next": Family(
+        "qwen3_next",
+        {
+            **_HEAD,
+            **_EXPERTS,
+            "num_hidden_layers": 4,
+            "shared_expert_intermediate_size": 16,
+            "linear_num_value_heads": 4,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+        },
+    ),
+    "jamba": Family(
+        "jamba",
+        {
+            **_GROUPED,
+            "num_hidden_layers": 4,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "num_experts": 2,
+            "num_experts_per_tok": 1,
+            "use_mamba_kernels": False,
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 4,
+        },
+    ),
+    "falcon_h1": Family(
+        "falcon_h1",
+        {
+            **_HEAD,
+            "mamba_d_ssm": 32,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 8,
+            "mamba_d_state": 8,
+            "mamba_n_groups": 1,
+            "mamba_chunk_size": 8,
+        },
+    ),
+    "gemma3n_text": Family(
+        "gemma3n_text",
+        {
+            **_SHORT,
+            "num_hidden_layers": 4,
+            "vocab_size_per_layer_input": VOCABULARY,
+            "hidden_size_per_layer_input": 8,
+            "num_kv_shared_layers": 2,
+            "laurel_rank": 8,
+            "activation_sparsity_pattern": [0.0] * 4,
+            "layer_types": [_SLIDING, _FULL, _SLIDING, _FULL],
+        },
+    ),
+    "bert": Family("bert", _WIDE, _MASKED),
+    "roberta": Family("roberta", {**_WIDE, "pad_token_id": 1}, _MASKED),
+    "distilbert": Family(
+        "distilbert",
+        {
+            "vocab_size": VOCABULARY,
+            "dim": 32,
+            "n_layers": 3,
+            "n_heads": 4,
+            "hidden_dim": 48,
+            "max_position_embeddings": 64,
+        },
+        _MASKED,
+    ),
+    "modernbert": Family(
+        "modernbert", {**_WIDE, "cls_token_id": 1, "sep_token_id": 2, "local_attention": 4}, _MASKED
+    ),
+    "vit": Family("vit", {**_VISION, "intermediate_size": 48}, _IMAGES),
+    "dinov2": Family("dinov2", {**_VISION, "mlp_ratio": 2}, _IMAGES),
+    "bart": Family(
+        "bart",
+        {
+            **_SEQ2SEQ,
+            "encoder_layers": 2,
+            "decoder_layers": 2,
+            "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4,
+            "encoder_ffn_dim": 48,
+            "decoder_ffn_dim": 48,
+            "max_position_embeddings": 64,
+        },
+        _SEQ2SEQ_LM,
+    ),
+    "t5": Family(
+        "t5", {**_SEQ2SEQ, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}, _SEQ2SEQ_LM
+    ),
+}
+
+
+def build(name: str) -> nn.Module:
+    """The tiny model of a family, with the same random weights on every call."""
+    family = FAMILIES[name]
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(family.model_type, **family.config)
+    model: nn.Module = getattr(transformers, family.auto).from_config(config).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if "A_log" in parameter_name:
+                parameter.copy_(noise.abs())
+            elif parameter.ndim >= 2:
+                parameter.copy_(0.2 * noise)
+            else:
+                parameter.add_(0.05 * noise)
+    return model
+
+
+def batches(name: str, *, padding: bool = True) -> list[dict[str, Tensor]]:
+    """Batches of several lengths: padded on the left, on the right, and not at all."""
+    family = FAMILIES[name]
+    generator = torch.Generator().manual_seed(2)
+    if family.auto == _IMAGES:
+        return [{"pixel_values": torch.randn(n, 3, 16, 16, generator=generator)} for n in (2, 1, 3)]
+    made = []
+    for length in LENGTHS:
+        ids = torch.randint(3, VOCABULARY, (2, length), generator=generator)
+        made.append({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+    if padding:
+        made[0]["attention_mask"][0, :5] = 0
+        made[1]["attention_mask"][1, 6:] = 0
+    if family.auto == _SEQ2SEQ_LM:
+        for batch in made:
+            batch["decoder_input_ids"] = batch["input_ids"][:, :7]
+    return made
+
+
+def runner(model: nn.Module, *, use_cache: bool | None = None) -> Callable[[Any], Any]:
+    """Runs a model on a batch, with its cache on, off, or as it comes."""
+    options = {} if use_cache is None else {"use_cache": use_cache}
+    return lambda batch: model(**batch, **options)

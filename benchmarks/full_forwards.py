@@ -1,0 +1,125 @@
+"""Pruning a tiny model while every block that the walk runs is compared with a full forward."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from families import batches, build, runner
+from torch import Tensor, nn
+
+from mrp_lightning.solver.methods import parse_method
+from mrp_lightning.solver.patterns import make_pattern
+from mrp_lightning.walk.plan import Plan, make_plan
+from mrp_lightning.walk.report import PruningReport
+from mrp_lightning.walk.sequential import Recipe, SequentialPruner
+
+
+@dataclass(eq=False)
+class CheckedRun:
+    """A model that was pruned, and how far the walk was from its full forward.
+
+    Attributes:
+        model: The pruned model.
+        plan: Its blocks and layers.
+        report: What was done.
+        errors: By block, the largest error of a run of it: the distance of its output, or of its
+            input, from those in a full forward of the model as it was at that moment, relative to
+            ‖output − input‖ of the block, what it adds to the residual stream.
+    """
+
+    model: nn.Module
+    plan: Plan
+    report: PruningReport
+    errors: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def error(self) -> float:
+        """The largest of all blocks."""
+        return max(self.errors.values())
+
+
+def prune_and_compare(
+    family: str, *, padding: bool = True, use_cache: bool | None = None, pattern: str = "2:4"
+) -> CheckedRun:
+    """Prune the tiny model of a family; compare each run of a block with a full forward.
+
+    The full forward is that of a second model, to which the weights of the first are copied every
+    time: it shares neither hooks nor stubs with the walk.
+    """
+    model, twin = build(family), build(family)
+    recipe = Recipe(pattern=make_pattern(None, pattern), method=parse_method("SM"))
+    plan = make_plan(model, recipe.pattern)
+    done = CheckedRun(model, plan, PruningReport({}))
+    names = [block.name for block in plan.blocks]
+    run, run_twin = (runner(m, use_cache=use_cache) for m in (model, twin))
+
+    with ExitStack() as stack:
+        seen = stack.enter_context(recorded(model, names))
+        expected = stack.enter_context(recorded(twin, names))
+
+        def run_and_compare(batch: Any) -> Any:
+            seen.clear()
+            try:
+                return run(batch)
+            except BaseException:
+                # The walk stopped the forward after the block that it runs. Before it has said
+                # which walk it takes, it only tries.
+                if seen and "walk" in done.report.config:
+                    compare(batch)
+                raise
+
+        def compare(batch: Any) -> None:
+            name = list(seen)[-1]
+            expected.clear()
+            twin.load_state_dict(model.state_dict())
+            with torch.no_grad():
+                run_twin(batch)
+            error = distance(seen[name], expected[name])
+            done.errors[name] = max(error, done.errors.get(name, 0.0))
+
+        SequentialPruner(
+            model=model,
+            run=run_and_compare,
+            batches=batches(family, padding=padding),
+            plan=plan,
+            recipe=recipe,
+            report=done.report,
+        ).prune()
+    return done
+
+
+@contextmanager
+def recorded(model: nn.Module, names: list[str]) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
+    """Note what each block is given and gives, in the order in which they run."""
+    seen: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def note(name: str) -> Callable[..., None]:
+        def post(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            given = args[0] if args else kwargs["hidden_states"]
+            seen[name] = given.clone(), (output if torch.is_tensor(output) else output[0]).clone()
+
+        return post
+
+    blocks = [model.get_submodule(name) for name in names]
+    handles = [
+        block.register_forward_hook(note(name), with_kwargs=True)
+        for name, block in zip(names, blocks, strict=True)
+    ]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def distance(walked: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> float:
+    """Of inputs and outputs, relative to the block's own update."""
+    for ours, theirs in zip(walked, expected, strict=True):
+        if ours.shape != theirs.shape or not torch.equal(ours.isnan(), theirs.isnan()):
+            return float("inf")
+    pairs = list(zip(walked, expected, strict=True))
+    given, output = (theirs.nan_to_num() for theirs in expected)
+    update = (output - given).norm()
+    return max(float((a.nan_to_num() - b.nan_to_num()).norm() / update) for a, b in pairs)

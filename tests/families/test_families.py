@@ -1,0 +1,153 @@
+"""Every family against its own full forward, on tiny random models; see benchmarks/families.py."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES, batches, build, runner
+from full_forwards import CheckedRun, prune_and_compare
+from torch import Tensor, nn
+
+from mrp_lightning.walk import sequential
+from mrp_lightning.walk.choice import choose_walk
+from mrp_lightning.walk.layers import is_conv1d
+from mrp_lightning.walk.walks import Inject
+
+# They hand something from block to block beside the hidden state: T5 its position bias, Gemma 3n
+# the keys and values that later blocks share.
+RERUN = {"t5", "gemma3n_text"}
+# Blocks of one model get different masks or rotary tables.
+OWN_ARGUMENTS = ["gemma2", "gemma3_text", "qwen2_sliding", "gpt_oss", "llama4_text", "modernbert"]
+# Linear layers that may stay dense: routers, and Mamba's dt_proj, whose module is never called.
+MAY_STAY_DENSE = re.compile(r".*\.(router|gate|shared_expert_gate|dt_proj)")
+TOLERANCE = 1e-5
+
+
+def linear_layers_of_blocks(run: CheckedRun) -> dict[str, nn.Module]:
+    """Found without the plan: by what stands in a block's name."""
+    return {
+        f"{block.name}.{name}": module
+        for block in run.plan.blocks
+        for name, module in block.module.named_modules()
+        if isinstance(module, nn.Linear) or is_conv1d(module)
+    }
+
+
+def is_2_of_4(module: nn.Module) -> bool:
+    weight = module.weight.T if is_conv1d(module) else module.weight
+    return bool(((weight.unflatten(1, (-1, 4)) == 0).sum(2) == 2).all())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_blocks_run_as_in_full_forwards_of_the_model_pruned_so_far(family):
+    run = prune_and_compare(family)
+    assert list(run.errors) == [block.name for block in run.plan.blocks]
+    assert run.error <= TOLERANCE
+    assert run.report.config["walk"] == ("rerun" if family in RERUN else "inject")
+
+    rows = {row.name: row for row in run.report.layers}
+    for name, module in linear_layers_of_blocks(run).items():
+        if rows[name].skipped is None:
+            assert is_2_of_4(module), name
+            assert rows[name].sparsity == 0.5
+        else:
+            assert MAY_STAY_DENSE.fullmatch(name), name
+
+    # What is left is an ordinary model.
+    for module in run.model.modules():
+        assert "forward" not in module.__dict__
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+    with torch.no_grad():
+        for batch in batches(family):
+            assert run.model(**batch).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in ("vit", "dinov2")])
+def test_without_padding(family):
+    run = prune_and_compare(family, padding=False)
+    assert run.error <= TOLERANCE
+    tokens = {row.tokens for row in run.report.layers if row.skipped is None}
+    # 12, 9 and 16 in two sequences each; experts see those that are routed to them.
+    assert 2 * (12 + 9 + 16) in tokens
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize(
+    "family", [f for f, made in FAMILIES.items() if made.auto == "AutoModelForCausalLM"]
+)
+def test_with_and_without_a_cache(family, use_cache):
+    assert prune_and_compare(family, use_cache=use_cache).error <= TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["llama", "opt_350m", "mamba2", "gemma3_text", "jamba", "bart"])
+def test_stored_inputs_give_the_bits_of_full_reruns(family, monkeypatch):
+    ours = prune_and_compare(family).model
+    monkeypatch.setattr(sequential, "choose_walk", rerun)
+    theirs = prune_and_compare(family)
+    assert theirs.report.config["walk"] == "rerun"
+    for (name, a), b in zip(ours.named_parameters(), theirs.model.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def rerun(run: Any, given: Any, blocks: Any, **_: Any) -> Any:
+    from mrp_lightning.walk.walks import Rerun
+
+    return Rerun(run, given, blocks)
+
+
+class FirstBlocksArguments(Inject):
+    """The classic mistake: every block gets the arguments of block 0 beside its hidden state."""
+
+    def output(self, k: int, i: int) -> Any:
+        first: dict[str, Any] = {}
+
+        def note(_: nn.Module, args: Any, kwargs: Any) -> None:
+            first.update(args=args, kwargs=kwargs)
+
+        def mistake(_: nn.Module, args: Any, kwargs: Any) -> Any:
+            own = {name: kwargs[name] for name in ("hidden_states",) if name in kwargs}
+            return (*args[:1], *first["args"][1:]), {**first["kwargs"], **own}
+
+        handles = [self.blocks[0].module.register_forward_pre_hook(note, with_kwargs=True)]
+        if k:
+            pre = self.blocks[k].module.register_forward_pre_hook(mistake, with_kwargs=True)
+            handles.append(pre)
+        try:
+            return super().output(k, i)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def make_the_mistake(*args: Any, **kwargs: Any) -> Inject:
+    walk = choose_walk(*args, **kwargs)
+    assert isinstance(walk, Inject)
+    return FirstBlocksArguments(walk.run, walk.batches, walk.blocks, walk.containers, walk.store)
+
+
+@pytest.mark.parametrize(
+    ("family", "is_wrong"),
+    [*((f, True) for f in OWN_ARGUMENTS), *((f, False) for f in ("llama", "opt", "bloom", "bert"))],
+)
+def test_the_first_blocks_arguments_for_all_would_be_found_out(family, is_wrong, monkeypatch):
+    monkeypatch.setattr(sequential, "choose_walk", make_the_mistake)
+    error = prune_and_compare(family, padding=False).error
+    assert error > 0.02 if is_wrong else error <= TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "jamba"])
+def test_the_first_blocks_arguments_break_hybrids_with_padding(family, monkeypatch):
+    # Attention is handed the 2-D mask of the recurrent blocks.
+    monkeypatch.setattr(sequential, "choose_walk", make_the_mistake)
+    with pytest.raises(RuntimeError):
+        prune_and_compare(family)
+
+
+@torch.no_grad()
+def test_the_tiny_models_are_built_alike_every_time():
+    first, second = build("gpt_oss"), build("gpt_oss")
+    batch = batches("gpt_oss")[0]
+    logits: list[Tensor] = [runner(model)(batch).logits for model in (first, second)]
+    assert torch.equal(*logits)
