@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from mrp_lightning.capture import StepCapture, eager
 from mrp_lightning.causal_lm import CausalLM
@@ -184,6 +185,7 @@ class PruningCallback(Callback):
             if self.save_dir is not None and not _is_rehearsal(trainer):
                 save_pruned(pl_module, self.save_dir, self.report, overwrite=self.overwrite)
         self._armed = False
+        rank_zero_info(self._summary(self.report, rehearsal=_is_rehearsal(trainer)))
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
@@ -219,6 +221,18 @@ class PruningCallback(Callback):
             blocks=self.blocks,
             skip_indivisible=self.skip_indivisible,
             prefix=checkpoint_root(pl_module)[0],
+        )
+
+    def _summary(self, report: PruningReport, *, rehearsal: bool) -> str:
+        totals = report.totals
+        where = f"The model is in {self.save_dir}."
+        if rehearsal or self.save_dir is None:
+            reason = "`fast_dev_run`" if rehearsal else "no `save_dir`"
+            where = f"The model is pruned in memory only ({reason})."
+        return (
+            f"Pruned {totals['layers']} layers to {self.recipe.pattern} with {self.recipe.method} "
+            f"in {totals['seconds']:.1f} s, {totals['skipped']} left dense. Mean output error of a "
+            f"layer, relative to its output: {totals['relative_loss']:.4f}. {where}"
         )
 
     def _note_pruned_before(self, totals: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """The callbacks in Lightning's predict loop."""
 
 import json
+import re
 from typing import Any
 
 import lightning.pytorch as pl
@@ -310,3 +311,17 @@ def test_one_trainer_takes_one_callback_after_another(llama, loader, quiet, own)
     trainer.predict(module, loader)
     assert len(first.report.pruned) == 8
     assert len(second.report.pruned) == 6
+
+
+def test_the_run_ends_with_one_line_that_says_what_was_done(llama, loader, quiet, tmp_path, caplog):
+    caplog.set_level("INFO")
+    for arguments, said in (
+        ({"save_dir": str(tmp_path / "out")}, rf"The model is in {tmp_path}/out\."),
+        ({}, r"pruned in memory only \(no `save_dir`\)"),
+    ):
+        caplog.clear()
+        Trainer(**quiet).predict(
+            llama(), loader, callbacks=[MRPCallback(pattern="2:4", **arguments)]
+        )
+        (line,) = [m for m in caplog.messages if m.startswith("Pruned 14 layers to 2:4 with SM in")]
+        assert re.search(said, line)
