@@ -1,6 +1,8 @@
 """A Hugging Face causal language model as a LightningModule."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -198,8 +200,16 @@ def _config(values: dict[str, Any]) -> PreTrainedConfig:
     return AutoConfig.for_model(**values)
 
 
-def _load(source: str, dtype: torch.dtype | None, **options: Any) -> PreTrainedModel:
-    """The model of a directory or hub id, every weight of it from the checkpoint."""
+def load_config(source: str, **hub: Any) -> PreTrainedConfig:
+    """The configuration in a model directory, or of a hub id.
+
+    Args:
+        source: Directory or hub id.
+        **hub: `revision` and `trust_remote_code`.
+
+    Raises:
+        FileNotFoundError: It is neither.
+    """
     path = Path(source).expanduser()
     if path.exists() and not (path / "config.json").is_file():
         raise FileNotFoundError(
@@ -208,19 +218,34 @@ def _load(source: str, dtype: torch.dtype | None, **options: Any) -> PreTrainedM
         )
     if not path.exists() and (path.is_absolute() or source.startswith((".", "~"))):
         raise FileNotFoundError(f"`model`: there is no directory {source}.")
-    source = str(path) if path.exists() else source
+    with _complete(source):
+        return AutoConfig.from_pretrained(str(path) if path.exists() else source, **hub)
+
+
+@contextmanager
+def _complete(source: str) -> Iterator[None]:
+    """Say what a file that is missing means."""
     try:
-        published = AutoConfig.from_pretrained(
-            source, **{k: v for k, v in options.items() if k != "attn_implementation"}
-        ).dtype
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype or "auto", output_loading_info=True, **options
-        )
+        yield
     except OSError as error:
         raise FileNotFoundError(
             f"`model`: {source} is neither a complete local model directory nor a model that the "
             f"hub gives. Check the name, or download it first. ({error})"
         ) from error
+
+
+def _load(source: str, dtype: torch.dtype | None, **options: Any) -> PreTrainedModel:
+    """The model of a directory or hub id, every weight of it from the checkpoint."""
+    hub = {key: value for key, value in options.items() if key != "attn_implementation"}
+    published = load_config(source, **hub).dtype
+    path = Path(source).expanduser()
+    with _complete(source):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            str(path) if path.exists() else source,
+            dtype=dtype or "auto",
+            output_loading_info=True,
+            **options,
+        )
     model, loading = loaded
     if loading["missing_keys"]:
         raise TargetError(

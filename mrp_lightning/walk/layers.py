@@ -53,8 +53,12 @@ def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or is_conv1d(module)
 
 
-def why_not_plain(module: nn.Module) -> str | None:
+def why_not_plain(module: nn.Module, *, allow_meta: bool = False) -> str | None:
     """What keeps the weight of a linear layer from being read and written as a matrix.
+
+    Args:
+        module: The layer.
+        allow_meta: Whether a weight without data will do, because it is not read.
 
     Returns:
         The reason with the next step, or `None` for a dense floating tensor on a real device.
@@ -69,7 +73,7 @@ def why_not_plain(module: nn.Module) -> str | None:
         return f"it has parameters beyond weight and bias ({extra}); merge adapters, or dequantize"
     if type(weight) is not nn.Parameter:
         return f"its weight is a {type(weight).__name__}; load the dense model, unsharded"
-    if weight.device.type == "meta":
+    if weight.device.type == "meta" and not allow_meta:
         return "its weight is on the meta device; load the checkpoint first"
     if weight.layout is not torch.strided or weight.dtype not in _DENSE:
         return f"its weight is {weight.dtype} ({weight.layout}); load it in a floating type"

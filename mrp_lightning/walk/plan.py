@@ -60,6 +60,7 @@ def make_plan(
     blocks: Sequence[str] | str | None = None,
     skip_indivisible: bool = False,
     prefix: str = "",
+    allow_meta: bool = False,
 ) -> Plan:
     """Choose the layers to prune, and refuse those that cannot be.
 
@@ -73,6 +74,7 @@ def make_plan(
         blocks: Names of the block lists, where they are not to be found by themselves.
         skip_indivisible: Leave out layers whose columns the pattern does not divide.
         prefix: Cut from the names that are reported.
+        allow_meta: Plan for a model on the meta device, too. Such a plan can only be read.
 
     Raises:
         TargetError: A pattern matches nothing, no layer is left, or weights are not plain.
@@ -100,7 +102,7 @@ def make_plan(
     names = [n for n in (*in_blocks, *outside) if wanted(n)]
     routers = [] if chosen else list(_routers(modules, names))
     names = [n for n in names if n not in {router.name for router in routers}]
-    _refuse_unusual(modules, names, [n for n in modules if wanted(n)], found)
+    _refuse_unusual(modules, names, [n for n in modules if wanted(n)], found, allow_meta)
     skipped = {s.name: s for s in (*routers, *_fused(modules, found, wanted))}
     skipped |= {s.name: s for s in _tied(model, modules, names)}
     skipped |= {s.name: s for s in _indivisible(modules, names, pattern, skip_indivisible)}
@@ -119,10 +121,15 @@ def make_plan(
 
 
 def _refuse_unusual(
-    modules: dict[str, nn.Module], names: list[str], wanted: list[str], blocks: list[Block]
+    modules: dict[str, nn.Module],
+    names: list[str],
+    wanted: list[str],
+    blocks: list[Block],
+    allow_meta: bool,
 ) -> None:
     """Weights that cannot be read and written as matrices, all of them in one message."""
-    problems = {n: reason for n in names if (reason := why_not_plain(modules[n]))}
+    reasons = {n: why_not_plain(modules[n], allow_meta=allow_meta) for n in names}
+    problems = {n: reason for n, reason in reasons.items() if reason}
     for name in wanted:
         if blocks and not any(name.startswith(f"{b.name}.") for b in blocks):
             continue
