@@ -1,4 +1,4 @@
-"""The command line: LightningCLI, where `predict` prunes, `test` gives perplexity, `fit` trains."""
+"""The command line: LightningCLI (`predict` prunes, `test` gives perplexity), and `layers`."""
 
 import inspect
 import sys
@@ -8,7 +8,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
 
-from mrp_lightning import errors
+from mrp_lightning import errors, layers_command
 from mrp_lightning.causal_lm import CausalLM
 from mrp_lightning.text_data import TextDataModule
 from mrp_lightning.trainer import Trainer
@@ -35,6 +35,9 @@ class PruningCLI(LightningCLI):
             save_config_kwargs={"overwrite": True},
             seed_everything_default=0,
             auto_configure_optimizers=False,
+            parser_kwargs={
+                "epilog": "`layers --model X` lists what would be pruned; see its --help."
+            },
             args=args,
             run=run,
         )
@@ -62,8 +65,12 @@ _USER_ERRORS: tuple[Any, ...] = (
 
 def main(args: list[str] | None = None) -> None:
     """Run the command line; a mistake of the user's ends it with one line and status 2."""
+    given = sys.argv[1:] if args is None else args
     try:
-        PruningCLI(args)
+        if given[:1] == ["layers"]:
+            layers_command.main(given[1:])
+        else:
+            PruningCLI(args)
     except Exception as error:
         message = _user_error(error)
         if message is None:

@@ -57,6 +57,14 @@ def test_commands_run(tiny_llama, here):
     assert (here / "runs" / "opt-125m-2of4" / "model.safetensors").is_file()
 
 
+def test_the_layers_command_runs(tiny_llama, capsys):
+    from mrp_lightning.cli import main
+
+    (command,) = [block for block in blocks("") if "mrp_lightning layers" in block]
+    main(shlex.split(command.replace("facebook/opt-125m", str(tiny_llama)))[3:])
+    assert "self_attn.q_proj" in capsys.readouterr().out
+
+
 def test_the_yaml_is_a_run(tiny_llama, here):
     from mrp_lightning.cli import main
 
