@@ -34,12 +34,14 @@ def prune_model(
     sparsity: float | None = None,
     method: str = "SM",
     true_sequential: bool = False,
+    tolerance: float = 1e-6,
     **choices: Any,
 ) -> PruningReport:
     recipe = Recipe(
         pattern=make_pattern(sparsity, pattern),
         method=parse_method(method),
         true_sequential=true_sequential,
+        tolerance=tolerance,
     )
     report = PruningReport({"method": method, "pattern": pattern})
     SequentialPruner(
@@ -72,6 +74,11 @@ def inputs_of(model: nn.Module, layers: list[nn.Module], batches: Batches) -> li
     return [torch.cat(rows).double() for rows in seen]
 
 
+# A certified relative loss of 1e-6 leaves a distance of 1e-3 between weights, in which the masks of
+# later blocks can differ where two weights are almost equally dispensable.
+TOLERANCE = 1e-8
+
+
 def slow_prune(
     model: nn.Module, path: str, batches: Batches, stages: Callable[[nn.Module], list[list[Any]]]
 ) -> None:
@@ -80,7 +87,9 @@ def slow_prune(
             for layer, x in zip(layers, inputs_of(model, layers, batches), strict=True):
                 hessian = (2 * x.T @ x / len(x)).float()
                 weight = layer.weight.T if is_conv1d(layer) else layer.weight
-                solution = prune_weight(weight, hessian, pattern="2:4", method="SM")
+                solution = prune_weight(
+                    weight, hessian, pattern="2:4", method="SM", tolerance=TOLERANCE
+                )
                 weight.copy_(solution.weight)
 
 
@@ -101,15 +110,14 @@ def one_after_another(block: Any) -> list[list[nn.Module]]:
 def assert_same_weights(ours: nn.Module, theirs: nn.Module) -> None:
     for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert torch.equal(a == 0, b == 0), name
-        # A certified relative loss of 1e-6 is a distance of 1e-3 between weights.
-        assert (a - b).norm() <= 2e-3 * b.norm(), name
+        assert (a - b).norm() <= 1e-3 * b.norm(), name
 
 
 @pytest.mark.parametrize("family", BLOCKS)
 @torch.no_grad()
 def test_gives_the_weights_of_a_slow_rewrite(family, build, batches):
     ours, theirs = build(family), build(family)
-    report = prune_model(ours, batches)
+    report = prune_model(ours, batches, tolerance=TOLERANCE)
     slow_prune(theirs, BLOCKS[family], batches, all_at_once)
     assert_same_weights(ours, theirs)
     assert report.config["walk"] == "inject"
@@ -120,7 +128,7 @@ def test_gives_the_weights_of_a_slow_rewrite(family, build, batches):
 @torch.no_grad()
 def test_true_sequential_gives_the_weights_of_a_slow_rewrite(build, batches):
     ours, theirs = build("llama"), build("llama")
-    prune_model(ours, batches, true_sequential=True)
+    prune_model(ours, batches, true_sequential=True, tolerance=TOLERANCE)
     slow_prune(theirs, "model.layers", batches, one_after_another)
     assert_same_weights(ours, theirs)
 
