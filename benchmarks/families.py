@@ -50,12 +50,22 @@ _MPT = {"vocab_size": VOCABULARY, "d_model": 32, "n_layers": 3, "n_heads": 4}
 _STATES = {**_TOKENS, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-_SEQ2SEQ = {
+_TRANSLATOR = {
     "vocab_size": VOCABULARY,
     "pad_token_id": 0,
     "eos_token_id": 1,
     "decoder_start_token_id": 0,
     "d_model": 32,
+}
+_BART = {
+    **_TRANSLATOR,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "max_position_embeddings": 64,
 }
 _VISION = {
     "hidden_size": 32,
@@ -65,8 +75,8 @@ _VISION = {
     "patch_size": 8,
     "num_labels": 4,
 }
-_MASKED, _SEQ2SEQ_LM = "AutoModelForMaskedLM", "AutoModelForSeq2SeqLM"
-_IMAGES = "AutoModelForImageClassification"
+MASKED, SEQ2SEQ = "AutoModelForMaskedLM", "AutoModelForSeq2SeqLM"
+IMAGES = "AutoModelForImageClassification"
 
 FAMILIES: dict[str, Family] = {
     "llama": Family("llama", _GROUPED),
@@ -98,12 +108,31 @@ FAMILIES: dict[str, Family] = {
     "olmo2": Family("olmo2", _GROUPED),
     "starcoder2": Family("starcoder2", _SHORT),
     "cohere2": Family("cohere2", _SHORT),
+    "granite": Family("granite", _GROUPED),
+    "stablelm": Family("stablelm", _GROUPED),
+    "smollm3": Family("smollm3", _GROUPED),
+    "glm4": Family("glm4", _HEAD),
+    "codegen": Family("codegen", {**_GPT, "rotary_dim": 4}),
+    "gpt_bigcode": Family("gpt_bigcode", _GPT),
+    "gpt_neo": Family(
+        "gpt_neo",
+        {
+            "vocab_size": VOCABULARY,
+            "hidden_size": 32,
+            "num_layers": 2,
+            "num_heads": 4,
+            "attention_types": [[["global", "local"], 1]],
+            "window_size": 4,
+            "max_position_embeddings": 64,
+        },
+    ),
     "mpt": Family("mpt", _MPT),
     "mixtral": Family("mixtral", {**_GROUPED, **_LOCAL_EXPERTS}),
     "qwen2_moe": Family(
         "qwen2_moe", {**_GROUPED, **_EXPERTS, "shared_expert_intermediate_size": 16}
     ),
     "qwen3_moe": Family("qwen3_moe", {**_HEAD, **_EXPERTS}),
+    "olmoe": Family("olmoe", {**_GROUPED, "num_experts": 4, "num_experts_per_tok": 2}),
     "gpt_oss": Family("gpt_oss", {**_SHORT, **_LOCAL_EXPERTS}),
     "deepseek_v3": Family(
         "deepseek_v3",
@@ -176,6 +205,38 @@ FAMILIES: dict[str, Family] = {
             "mamba_chunk_size": 8,
         },
     ),
+    "lfm2": Family("lfm2", {**_GROUPED, "full_attn_idxs": [1]}),
+    "recurrent_gemma": Family(
+        "recurrent_gemma",
+        {
+            **_WIDE,
+            "lru_width": 32,
+            "attention_window_size": 4,
+            "block_types": ["recurrent", "recurrent", "attention"],
+        },
+    ),
+    "rwkv": Family(
+        "rwkv",
+        {
+            "vocab_size": VOCABULARY,
+            "hidden_size": 32,
+            "num_hidden_layers": 3,
+            "attention_hidden_size": 32,
+            "intermediate_size": 48,
+        },
+    ),
+    "gemma4_text": Family(
+        "gemma4_text",
+        {
+            **_SHORT,
+            "num_hidden_layers": 4,
+            "vocab_size_per_layer_input": VOCABULARY,
+            "hidden_size_per_layer_input": 8,
+            "num_kv_shared_layers": 2,
+            "global_head_dim": 8,
+            "layer_types": [_SLIDING, _FULL, _SLIDING, _FULL],
+        },
+    ),
     "gemma3n_text": Family(
         "gemma3n_text",
         {
@@ -189,8 +250,8 @@ FAMILIES: dict[str, Family] = {
             "layer_types": [_SLIDING, _FULL, _SLIDING, _FULL],
         },
     ),
-    "bert": Family("bert", _WIDE, _MASKED),
-    "roberta": Family("roberta", {**_WIDE, "pad_token_id": 1}, _MASKED),
+    "bert": Family("bert", _WIDE, MASKED),
+    "roberta": Family("roberta", {**_WIDE, "pad_token_id": 1}, MASKED),
     "distilbert": Family(
         "distilbert",
         {
@@ -201,29 +262,52 @@ FAMILIES: dict[str, Family] = {
             "hidden_dim": 48,
             "max_position_embeddings": 64,
         },
-        _MASKED,
+        MASKED,
     ),
     "modernbert": Family(
-        "modernbert", {**_WIDE, "cls_token_id": 1, "sep_token_id": 2, "local_attention": 4}, _MASKED
+        "modernbert", {**_WIDE, "cls_token_id": 1, "sep_token_id": 2, "local_attention": 4}, MASKED
     ),
-    "vit": Family("vit", {**_VISION, "intermediate_size": 48}, _IMAGES),
-    "dinov2": Family("dinov2", {**_VISION, "mlp_ratio": 2}, _IMAGES),
-    "bart": Family(
-        "bart",
+    "electra": Family("electra", {**_WIDE, "embedding_size": 32}, MASKED),
+    "deberta_v2": Family(
+        "deberta-v2",
         {
-            **_SEQ2SEQ,
-            "encoder_layers": 2,
-            "decoder_layers": 2,
-            "encoder_attention_heads": 4,
-            "decoder_attention_heads": 4,
-            "encoder_ffn_dim": 48,
-            "decoder_ffn_dim": 48,
-            "max_position_embeddings": 64,
+            **_WIDE,
+            "relative_attention": True,
+            "position_buckets": 8,
+            "pos_att_type": ["c2p", "p2c"],
         },
-        _SEQ2SEQ_LM,
+        MASKED,
     ),
+    "vit": Family("vit", {**_VISION, "intermediate_size": 48}, IMAGES),
+    "dinov2": Family("dinov2", {**_VISION, "mlp_ratio": 2}, IMAGES),
+    "swin": Family(
+        "swin",
+        {
+            "image_size": 16,
+            "patch_size": 2,
+            "embed_dim": 16,
+            "depths": [2, 2],
+            "num_heads": [2, 2],
+            "window_size": 4,
+            "num_labels": 4,
+        },
+        IMAGES,
+    ),
+    "convnext": Family(
+        "convnext",
+        {
+            "hidden_sizes": [16, 32],
+            "depths": [2, 2],
+            "num_stages": 2,
+            "patch_size": 2,
+            "num_labels": 4,
+        },
+        IMAGES,
+    ),
+    "bart": Family("bart", _BART, SEQ2SEQ),
+    "pegasus": Family("pegasus", _BART, SEQ2SEQ),
     "t5": Family(
-        "t5", {**_SEQ2SEQ, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}, _SEQ2SEQ_LM
+        "t5", {**_TRANSLATOR, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}, SEQ2SEQ
     ),
 }
 
@@ -251,7 +335,7 @@ def batches(name: str, *, padding: bool = True) -> list[dict[str, Tensor]]:
     """Batches of several lengths: padded on the left, on the right, and not at all."""
     family = FAMILIES[name]
     generator = torch.Generator().manual_seed(2)
-    if family.auto == _IMAGES:
+    if family.auto == IMAGES:
         return [{"pixel_values": torch.randn(n, 3, 16, 16, generator=generator)} for n in (2, 1, 3)]
     made = []
     for length in LENGTHS:
@@ -260,7 +344,7 @@ def batches(name: str, *, padding: bool = True) -> list[dict[str, Tensor]]:
     if padding:
         made[0]["attention_mask"][0, :5] = 0
         made[1]["attention_mask"][1, 6:] = 0
-    if family.auto == _SEQ2SEQ_LM:
+    if family.auto == SEQ2SEQ:
         for batch in made:
             batch["decoder_input_ids"] = batch["input_ids"][:, :7]
     return made

@@ -26,7 +26,8 @@ class CheckedRun:
         report: What was done.
         errors: By block, the largest error of a run of it: the distance of its output, or of its
             input, from those in a full forward of the model as it was at that moment, relative to
-            ‖output − input‖ of the block, what it adds to the residual stream.
+            ‖output − input‖ of the block, what it adds to the residual stream (to ‖output‖, where
+            the two differ in shape).
     """
 
     model: nn.Module
@@ -121,5 +122,5 @@ def distance(walked: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> 
             return float("inf")
     pairs = list(zip(walked, expected, strict=True))
     given, output = (theirs.nan_to_num() for theirs in expected)
-    update = (output - given).norm()
-    return max(float((a.nan_to_num() - b.nan_to_num()).norm() / update) for a, b in pairs)
+    added = output - given if output.shape == given.shape else output  # of a stage of Swin
+    return max(float((a.nan_to_num() - b.nan_to_num()).norm() / added.norm()) for a, b in pairs)

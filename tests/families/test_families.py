@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, batches, build, runner
+from families import FAMILIES, IMAGES, batches, build, runner
 from full_forwards import CheckedRun, prune_and_compare
 from torch import Tensor, nn
 
@@ -15,8 +15,8 @@ from mrp_lightning.walk.layers import is_conv1d
 from mrp_lightning.walk.walks import Inject
 
 # They hand something from block to block beside the hidden state: T5 its position bias, Gemma 3n
-# the keys and values that later blocks share.
-RERUN = {"t5", "gemma3n_text"}
+# and 4 the keys and values that later blocks share, RWKV its state.
+RERUN = {"t5", "gemma3n_text", "gemma4_text", "rwkv"}
 # Blocks of one model get different masks or rotary tables.
 OWN_ARGUMENTS = ["gemma2", "gemma3_text", "qwen2_sliding", "gpt_oss", "llama4_text", "modernbert"]
 # Linear layers that may stay dense: routers, and Mamba's dt_proj, whose module is never called.
@@ -64,7 +64,7 @@ def test_blocks_run_as_in_full_forwards_of_the_model_pruned_so_far(family):
             assert run.model(**batch).logits.isfinite().all()
 
 
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in ("vit", "dinov2")])
+@pytest.mark.parametrize("family", [f for f, made in FAMILIES.items() if made.auto != IMAGES])
 def test_without_padding(family):
     run = prune_and_compare(family, padding=False)
     assert run.error <= TOLERANCE
