@@ -49,7 +49,7 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] = ()) -> list[Block]:
     blocks = []
     for name in chosen:
         module = modules[name]
-        if isinstance(module, nn.ModuleList | nn.Sequential):
+        if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
             blocks += [Block(f"{name}.{i}", unwrap(b), name) for i, b in module.named_children()]
         else:
             blocks.append(Block(name, module, name.rpartition(".")[0]))

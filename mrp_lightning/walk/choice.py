@@ -88,7 +88,8 @@ def choose_walk(
         store: Where hidden states are kept; `None` leaves them where they are made.
 
     Raises:
-        TargetError: A block is called more than once in a forward.
+        TargetError: A block is called more than once in a forward. The runs of the walk raise it,
+            too, for a batch that runs other blocks than the first one, or in another order.
     """
     real = trace(run, batches[0], blocks, store)
     repeated = [f"{blocks[k].name} ({n} times)" for k, n in enumerate(real.calls) if n > 1]
@@ -107,6 +108,7 @@ def choose_walk(
     order = real.order + [k for k in range(len(blocks)) if k not in real.order]
     ordered = [blocks[k] for k in order]
     problem = real.error or _self_test(run, batches[0], ordered[: len(real.order)], real, store)
+    run = in_order(run, ordered, len(real.order))
     if problem is None:
         containers = [real.outputs[k][0] if k in real.outputs else None for k in order]
         return Inject(run, batches, ordered, containers, store)
@@ -116,6 +118,49 @@ def choose_walk(
         problem,
     )
     return Rerun(run, batches, ordered)
+
+
+def in_order(
+    run: Callable[[Any], Any], ordered: Sequence[Block], num_reached: int
+) -> Callable[[Any], Any]:
+    """Let no batch run the blocks otherwise than the first one did; leaving some out is allowed.
+
+    The walk stops each forward at the block that it runs, so what comes after the last is not seen.
+
+    Args:
+        run: Runs the model's forward on one batch.
+        ordered: The blocks in the order of the first batch.
+        num_reached: How many of them it ran; the others come after those.
+    """
+
+    def guarded(batch: Any) -> Any:
+        called: list[int] = []
+
+        def note(position: int) -> Any:
+            def pre(_: nn.Module, __: Any) -> None:
+                if position >= num_reached:
+                    raise TargetError(
+                        f"Some batches run {ordered[position].name}, which the first batch does "
+                        "not. Let the first batch be one that runs all blocks, or name those to "
+                        "walk in `blocks`."
+                    )
+                if called and position <= called[-1]:
+                    raise TargetError(
+                        f"A batch runs {ordered[position].name} after {ordered[called[-1]].name}, "
+                        "other than the first batch: there is no block-by-block order for all. "
+                        "Name blocks that always run once and in one order in `blocks`."
+                    )
+                called.append(position)
+
+            return pre
+
+        with ExitStack() as stack:
+            for position, block in enumerate(ordered):
+                handle = block.module.register_forward_pre_hook(note(position))
+                stack.callback(handle.remove)
+            return run(batch)
+
+    return guarded
 
 
 SELF_TEST_TOLERANCE = 1e-3
