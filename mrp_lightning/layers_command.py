@@ -128,7 +128,8 @@ def build_without_weights(source: str, **hub: Any) -> nn.Module:
         named = (config.architectures or [""])[0]
         with torch.device("meta"):
             if hasattr(transformers, named):
-                return getattr(transformers, named)._from_config(config)
+                model: nn.Module = getattr(transformers, named)(config)
+                return model
             remote = "AutoModelForCausalLM" in getattr(config, "auto_map", {})
             is_causal = remote or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
             auto = AutoModelForCausalLM if is_causal else AutoModel
