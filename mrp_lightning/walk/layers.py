@@ -1,43 +1,209 @@
-"""The layers that can be pruned, seen as matrices (rows, columns), whatever their class."""
+"""The layers that can be pruned, seen as matrices (rows, columns), whatever their class.
 
-from collections.abc import Iterator
+Four kinds: `Linear`, `Conv1D` (stored transposed), `Conv2d` (unfolded) and `Expert` (a slice of a
+stack). Each says how its parameter is a matrix; reading and writing are the same for all.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad, unfold
 from torch.nn.utils import parametrize
 
 
 @dataclass(frozen=True, eq=False)
-class Layer:
-    """One linear layer of the model.
+class Layer(ABC):
+    """One linear map of the model.
 
     Attributes:
         name: Its name in the model, as in the checkpoint.
-        module: An `nn.Linear`, or transformers' `Conv1D`, which stores (columns, rows).
+        module: What holds the weight.
     """
 
     name: str
     module: nn.Module
 
     @property
-    def weight(self) -> Tensor:
-        """A detached (rows, columns) view of the weight."""
+    def parameter(self) -> nn.Parameter:
+        """What is stored."""
         parameter = self.module.weight
-        assert isinstance(parameter, Tensor)
-        weight = parameter.detach()
-        return weight.T if is_conv1d(self.module) else weight
+        assert isinstance(parameter, nn.Parameter)
+        return parameter
+
+    @property
+    @abstractmethod
+    def view(self) -> Tensor:
+        """The stored weight, detached, as (rows, ...): what follows flattens to the columns."""
+
+    @property
+    def weight(self) -> Tensor:
+        """The detached weight (rows, columns); a view wherever strides can express it."""
+        return self.view.flatten(1)
 
     @property
     def columns(self) -> int:
         """Input features."""
-        return self.weight.shape[1]
+        return math.prod(self.view.shape[1:])
+
+    @property
+    def run(self) -> int:
+        """Input features in a row that groups of a pattern N:M must divide."""
+        return self.view.shape[-1]
+
+    @property
+    def owner(self) -> str:
+        """Name of the module."""
+        return self.name
+
+    @property
+    def key(self) -> Hashable:
+        """Tells weights apart: layers that are tied have the same."""
+        return id(self.parameter)
+
+    @property
+    def reading(self) -> Hashable:
+        """How the input is read: layers share a Hessian only if they read it alike."""
+        return None
+
+    def inputs(self, x: Tensor) -> Tensor:
+        """The vectors (..., columns) that the weight is multiplied with, of a module's input."""
+        return x
 
     def write_(self, weight: Tensor) -> None:
         """Overwrite the weight in place and in one copy: ties and optimizers keep it."""
-        weight = weight.to(self.weight.device, self.weight.dtype)
+        view = self.view
         with torch.no_grad():
-            self.weight.copy_(weight)
+            view.copy_(weight.to(view.device, view.dtype).view(view.shape))
+
+
+class Linear(Layer):
+    """An `nn.Linear`."""
+
+    @property
+    def view(self) -> Tensor:
+        """The weight as it is stored."""
+        return self.parameter.detach()
+
+
+class Conv1D(Layer):
+    """The `Conv1D` of transformers, which stores (columns, rows)."""
+
+    @property
+    def view(self) -> Tensor:
+        """The transpose of what is stored."""
+        return self.parameter.detach().T
+
+
+class Conv2d(Layer):
+    """An `nn.Conv2d` without groups: a linear map of the patch under the kernel.
+
+    Columns are ordered (kernel row, kernel column, input channel): the channels of one position
+    are neighbours, so groups N:M run along input channels, as sparse kernels for channels-last
+    convolutions want them. The weight is stored (rows, channels, kernel rows, kernel columns). A
+    token is one position of the output. Unfolding an input takes kernel rows × kernel columns (over
+    the strides) times its memory.
+    """
+
+    module: nn.Conv2d
+
+    @property
+    def view(self) -> Tensor:
+        """(rows, kernel rows, kernel columns, channels)."""
+        return self.parameter.detach().permute(0, 2, 3, 1)
+
+    @property
+    def reading(self) -> Hashable:
+        """How patches are cut."""
+        conv = self.module
+        return conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.padding_mode
+
+    def inputs(self, x: Tensor) -> Tensor:
+        """The patches (batch, positions, columns)."""
+        conv = self.module
+        x = x if x.ndim == 4 else x[None]
+        mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
+        x = pad(x, conv._reversed_padding_repeated_twice, mode=mode)
+        # (batch, channels · kernel positions, output positions), the channels slowest.
+        patches = unfold(x, conv.kernel_size, conv.dilation, 0, conv.stride)
+        patches = patches.unflatten(1, (conv.in_channels, -1))
+        return patches.permute(0, 3, 2, 1).flatten(2)
+
+
+@dataclass(frozen=True, eq=False)
+class Expert(Layer):
+    """One expert's slice of a parameter (experts, ...) in which all experts are stacked.
+
+    Attributes:
+        stack: Name of the parameter: `gate_up_proj`, `up_proj` or `down_proj`.
+        index: Number of the expert.
+    """
+
+    stack: str
+    index: int
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The stack."""
+        return self.module._parameters[self.stack]  # type: ignore[return-value]
+
+    @property
+    def view(self) -> Tensor:
+        """A view; gpt_oss and others store (columns, rows), and say so by `is_transposed`."""
+        weight = self.parameter.detach()[self.index]
+        return weight.T if self.module.is_transposed else weight
+
+    @property
+    def owner(self) -> str:
+        """Name of the module that holds the stack."""
+        return self.name.rsplit(".", 2)[0]
+
+    @property
+    def key(self) -> Hashable:
+        """The stack and the place in it."""
+        return id(self.parameter), self.index
+
+    @property
+    def siblings(self) -> Hashable:
+        """The same for this matrix of all experts."""
+        return id(self.module), self.stack
+
+    @property
+    def first(self) -> "Expert":
+        """The matrix of this expert that is given the tokens themselves."""
+        stack = "gate_up_proj" if self.module.has_gate else "up_proj"
+        return Expert(f"{self.owner}.{self.index}.{stack}", self.module, stack, self.index)
+
+
+def layers_of(name: str, module: nn.Module) -> list[Layer]:
+    """The layers whose weights a module itself holds: none, one, or the matrices of experts."""
+    if isinstance(module, nn.Linear):
+        return [Linear(name, module)]
+    if is_conv1d(module):
+        return [Conv1D(name, module)]
+    if isinstance(module, nn.Conv2d) and module.groups == 1:
+        return [Conv2d(name, module)]
+    if holds_experts(module):
+        stacks = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+        return [
+            Expert(f"{name}.{e}.{stack}", module, stack, e)
+            for e in range(len(module._parameters["down_proj"]))  # type: ignore[arg-type]
+            for stack in stacks
+        ]
+    return []
+
+
+def holds_experts(module: nn.Module) -> bool:
+    """Whether these are stacked experts of transformers 5, which say how they are stored."""
+    told = all(hasattr(module, name) for name in ("is_transposed", "has_gate", "num_experts"))
+    if not told or not hasattr(getattr(module, "config", None), "_experts_implementation"):
+        return False
+    stacks = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+    stored = [module._parameters.get(stack) for stack in stacks]
+    return all(parameter is not None and parameter.ndim == 3 for parameter in stored)
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -49,26 +215,27 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether `Layer` knows this module."""
-    return isinstance(module, nn.Linear) or is_conv1d(module)
+    """Whether `layers_of` knows this module."""
+    return bool(layers_of("", module))
 
 
-def why_not_plain(module: nn.Module, *, allow_meta: bool = False) -> str | None:
+def why_not_plain(layer: Layer, *, allow_meta: bool = False) -> str | None:
     """What keeps the weight of a linear layer from being read and written as a matrix.
 
     Args:
-        module: The layer.
+        layer: The layer.
         allow_meta: Whether a weight without data will do, because it is not read.
 
     Returns:
         The reason with the next step, or `None` for a dense floating tensor on a real device.
     """
+    module = layer.module
     if parametrize.is_parametrized(module):
         return "it is parametrized; call torch.nn.utils.parametrize.remove_parametrizations first"
-    weight = module._parameters.get("weight")
+    weight = module._parameters.get(layer.stack if isinstance(layer, Expert) else "weight")
     if weight is None:
         return "it has no parameter `weight` (packed or re-parametrized); load the dense model"
-    if set(module._parameters) - {"weight", "bias"}:
+    if not isinstance(layer, Expert) and set(module._parameters) - {"weight", "bias"}:
         extra = ", ".join(sorted(set(module._parameters) - {"weight", "bias"}))
         return f"it has parameters beyond weight and bias ({extra}); merge adapters, or dequantize"
     if type(weight) is not nn.Parameter:
@@ -97,8 +264,8 @@ def is_adapter(module: nn.Module) -> bool:
 
 
 def fused_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Stacked matrices that no linear layer holds: fused experts, packed attention inputs."""
-    if isinstance(module, nn.modules.conv._ConvNd):
+    """Stacks that no `Layer` can show: experts of other makes, packed attention inputs."""
+    if isinstance(module, nn.modules.conv._ConvNd) or holds_experts(module):
         return
     for name, parameter in module._parameters.items():
         if parameter is None:
@@ -106,3 +273,15 @@ def fused_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         stacked = parameter.ndim == 3 and min(parameter.shape[1:]) > 1
         if stacked or (isinstance(module, nn.MultiheadAttention) and name == "in_proj_weight"):
             yield name, parameter
+
+
+def why_no_layer(module: nn.Module) -> str | None:
+    """Why a convolution stays dense, `None` for all else."""
+    if not isinstance(module, nn.modules.conv._ConvNd) or is_linear(module):
+        return None
+    kind = type(module).__name__
+    if module.groups == module.in_channels > 1:
+        return f"it is a depthwise {kind}"
+    if module.groups > 1:
+        return f"it is a {kind} in {module.groups} groups"
+    return f"it is a {kind}; of convolutions, only nn.Conv2d is pruned"

@@ -119,7 +119,12 @@ class Padding:
         return self._tokens[id(mask)][1]
 
     def tokens(self, x: Tensor, module: nn.Module, name: str) -> Tensor:
-        """The rows of a layer's input that are tokens.
+        """The rows of a layer's input that are tokens, (tokens, ..., columns); see `rows`."""
+        rows = self.rows(x, module, name)
+        return x if rows is None else x.reshape(rows.numel(), -1, x.shape[-1])[rows]
+
+    def rows(self, x: Tensor, module: nn.Module, name: str) -> Tensor | None:
+        """Which rows of a layer's input are tokens.
 
         Args:
             x: (batch, length, ..., columns), (batch · length, columns), or with further
@@ -128,17 +133,16 @@ class Padding:
             name: The layer's name, for `unmatched`.
 
         Returns:
-            (tokens, ..., columns), or `x` itself where there is no padding.
+            bool (positions), `None` for all.
         """
         masks = self._around(module)
         kept = masks.of_memory if x is masks.memory else masks.own
         if kept is None:
-            return x
+            return None
         rows = self._kept_rows(x, module, kept)
         if rows is None:
             self.unmatched.setdefault(name, (tuple(x.shape), tuple(kept.shape)))
-            return x
-        return x.reshape(rows.numel(), -1, x.shape[-1])[rows]
+        return rows
 
     def _kept_rows(self, x: Tensor, module: nn.Module, kept: Tensor) -> Tensor | None:
         """Which positions of an input are tokens: by the mask, or by the inputs of modules around.

@@ -1,7 +1,7 @@
 """What will be pruned: every layer, in its block, checked before any work starts."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
@@ -9,11 +9,14 @@ from mrp_lightning.errors import PatternError, TargetError
 from mrp_lightning.solver.patterns import SemiStructured, Unstructured
 from mrp_lightning.walk.blocks import Block, find_blocks, named_modules, without_wrappers
 from mrp_lightning.walk.layers import (
+    Expert,
     Layer,
     fused_weights,
     is_adapter,
     is_linear,
+    layers_of,
     packed_weights,
+    why_no_layer,
     why_not_plain,
 )
 from mrp_lightning.walk.names import as_patterns, matches, require_matches
@@ -67,7 +70,7 @@ def make_plan(
     Args:
         model: Any module.
         pattern: What the layers will be pruned to.
-        targets: Name patterns (see `names.matches`) of the linear layers to prune. `None` is all
+        targets: Name patterns (see `names.matches`) of the layers to prune. `None` is all
             that are in blocks but routers, and all of a model without blocks. Layers outside the
             blocks are taken for a pattern that matches none in them, such as `lm_head`.
         ignore: Name patterns of layers to leave out.
@@ -83,12 +86,13 @@ def make_plan(
     chosen, ignored = as_patterns(targets), as_patterns(ignore)
     found = find_blocks(model, as_patterns(blocks))
     modules = dict(named_modules(model))
-    linear = [name for name, module in modules.items() if is_linear(module)]
+    layers = {layer.name: layer for n, module in modules.items() for layer in layers_of(n, module)}
+    linear = list(layers)
     inside = {b.name: [n for n in linear if f"{n}.".startswith(f"{b.name}.")] for b in found}
     in_blocks = [name for names in inside.values() for name in names]
 
     require_matches("targets", chosen, linear or list(modules))
-    require_matches("ignore", ignored, list(modules))
+    require_matches("ignore", ignored, [*modules, *linear])
     rest = [n for n in linear if n not in set(in_blocks)]
     outside = rest if not found and not chosen else []
     for pattern_ in chosen:
@@ -100,13 +104,14 @@ def make_plan(
         return taken and not any(matches(name, p) for p in ignored)
 
     names = [n for n in (*in_blocks, *outside) if wanted(n)]
-    routers = [] if chosen else list(_routers(modules, names))
+    routers = [] if chosen else list(_routers(modules, layers, names))
     names = [n for n in names if n not in {router.name for router in routers}]
-    _refuse_unusual(modules, names, [n for n in modules if wanted(n)], found, allow_meta)
-    skipped = {s.name: s for s in (*routers, *_fused(modules, found, wanted))}
-    skipped |= {s.name: s for s in _tied(model, modules, names)}
-    skipped |= {s.name: s for s in _indivisible(modules, names, pattern, skip_indivisible)}
-    kept = {n: Layer(n.removeprefix(prefix), modules[n]) for n in names if n not in skipped}
+    targeted = [layers[n] for n in names]
+    _refuse_unusual(modules, targeted, [n for n in modules if wanted(n)], found, allow_meta)
+    skipped = {s.name: s for s in (*routers, *_no_layers(modules, found, wanted))}
+    skipped |= {s.name: s for s in _tied(model, targeted)}
+    skipped |= {s.name: s for s in _indivisible(targeted, pattern, skip_indivisible)}
+    kept = {n: replace(layers[n], name=n.removeprefix(prefix)) for n in names if n not in skipped}
     if not kept:
         _nothing_left(linear, in_blocks, list(skipped.values()))
     return Plan(
@@ -122,13 +127,13 @@ def make_plan(
 
 def _refuse_unusual(
     modules: dict[str, nn.Module],
-    names: list[str],
+    layers: list[Layer],
     wanted: list[str],
     blocks: list[Block],
     allow_meta: bool,
 ) -> None:
     """Weights that cannot be read and written as matrices, all of them in one message."""
-    reasons = {n: why_not_plain(modules[n], allow_meta=allow_meta) for n in names}
+    reasons = {layer.name: why_not_plain(layer, allow_meta=allow_meta) for layer in layers}
     problems = {n: reason for n, reason in reasons.items() if reason}
     for name in wanted:
         if blocks and not any(name.startswith(f"{b.name}.") for b in blocks):
@@ -146,57 +151,62 @@ def _refuse_unusual(
         )
 
 
-def _fused(modules: dict[str, nn.Module], blocks: list[Block], wanted: object) -> Iterator[Skipped]:
-    assert callable(wanted)
+def _no_layers(
+    modules: dict[str, nn.Module], blocks: list[Block], wanted: Callable[[str], bool]
+) -> Iterator[Skipped]:
+    """Weights of two and more dimensions that no `Layer` can show, in the blocks (if any)."""
     for name, module in modules.items():
-        if any(f"{name}.".startswith(f"{b.name}.") for b in blocks):
-            for weight, tensor in fused_weights(module):
-                if wanted(f"{name}.{weight}"):
-                    reason = f"fused weight of {type(module).__name__}, which is not supported yet"
-                    yield Skipped(f"{name}.{weight}", tuple(tensor.shape), reason)
+        if blocks and not any(f"{name}.".startswith(f"{b.name}.") for b in blocks):
+            continue
+        reason = why_no_layer(module)
+        if reason and wanted(name):
+            yield Skipped(name, tuple(module.weight.shape), reason)  # type: ignore[arg-type]
+        for weight, tensor in fused_weights(module):
+            if wanted(f"{name}.{weight}"):
+                reason = f"fused weight of {type(module).__name__}, which is not supported yet"
+                yield Skipped(f"{name}.{weight}", tuple(tensor.shape), reason)
 
 
-def _routers(modules: dict[str, nn.Module], names: list[str]) -> Iterator[Skipped]:
+def _routers(
+    modules: dict[str, nn.Module], layers: dict[str, Layer], names: list[str]
+) -> Iterator[Skipped]:
     """Layers that stand beside experts choose among them: tiny, and a wrong choice costs most."""
     for name in names:
-        parent = modules[name.rpartition(".")[0]]
-        if "experts" in parent._modules:
-            shape = tuple(Layer(name, modules[name]).weight.shape)
-            yield Skipped(name, shape, "it routes tokens to experts; `targets` can name it")
+        parent = modules[layers[name].owner.rpartition(".")[0]]
+        if "experts" in parent._modules and not isinstance(layers[name], Expert):
+            reason = "it routes tokens to experts; `targets` can name it"
+            yield Skipped(name, tuple(layers[name].weight.shape), reason)
 
 
-def _tied(model: nn.Module, modules: dict[str, nn.Module], names: list[str]) -> Iterator[Skipped]:
+def _tied(model: nn.Module, layers: list[Layer]) -> Iterator[Skipped]:
     """A weight with several owners is pruned with the first layer, or not at all."""
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owner = without_wrappers(name.rpartition(".")[0])
         owners.setdefault(id(parameter), []).append(owner)
-    targets = set(names)
-    for name in names:
-        others = [o for o in owners[id(modules[name].weight)] if o != name]
-        foreign = [o for o in others if o not in targets]
-        first = next(n for n in names if n in (name, *others))
+    targets = {(layer.owner, layer.key) for layer in layers}
+    first: dict[Hashable, str] = {}
+    for layer in layers:
+        mine = first.setdefault(layer.key, layer.name)
+        foreign = [o for o in owners[id(layer.parameter)] if (o, layer.key) not in targets]
         if foreign:
             reason = f"its weight is tied to {foreign[0]}, which is not pruned"
-        elif first != name:
-            reason = f"its weight is tied to {first}, with which it is pruned"
+        elif mine != layer.name:
+            reason = f"its weight is tied to {mine}, with which it is pruned"
         else:
             continue
-        yield Skipped(name, tuple(Layer(name, modules[name]).weight.shape), reason)
+        yield Skipped(layer.name, tuple(layer.weight.shape), reason)
 
 
 def _indivisible(
-    modules: dict[str, nn.Module],
-    names: list[str],
-    pattern: Unstructured | SemiStructured,
-    skip: bool,
+    layers: list[Layer], pattern: Unstructured | SemiStructured, skip: bool
 ) -> list[Skipped]:
     unfit = []
-    for name in names:
-        layer = Layer(name, modules[name])
-        if not pattern.divides(layer.columns):
-            reason = f"{layer.columns} input features do not divide into the groups of {pattern}"
-            unfit.append(Skipped(name, tuple(layer.weight.shape), reason))
+    for layer in layers:
+        if not pattern.divides(layer.run):
+            kind = "features" if layer.run == layer.columns else "channels"
+            reason = f"{layer.run} input {kind} do not divide into the groups of {pattern}"
+            unfit.append(Skipped(layer.name, tuple(layer.weight.shape), reason))
     if unfit and not skip:
         listed = "\n".join(f"  {s.name}: {s.reason}" for s in unfit)
         raise PatternError(
@@ -210,7 +220,7 @@ def _nothing_left(linear: list[str], in_blocks: list[str], skipped: list[Skipped
     if skipped:
         why = "all were left out:\n" + "\n".join(f"  {s.name}: {s.reason}" for s in skipped)
     elif not linear:
-        why = "the model has no nn.Linear or transformers Conv1D."
+        why = "the model has no nn.Linear, nn.Conv2d or transformers Conv1D."
     elif not in_blocks:
         why = f"its {len(linear)} linear layers are outside the blocks; see `blocks`, `targets`."
     else:

@@ -33,6 +33,8 @@ class LayerReport:
         dead_inputs: Input features that were always 0.
         skipped: Why it was left dense.
         already_pruned: Whether it had the pattern before.
+        shared_hessian: Of an expert, the weight of all experts' Hessian in its own: above 0 where
+            it saw too few tokens. `loss` is then measured by that mixture. `None` for other layers.
         peak_memory: Bytes allocated on the GPU at most while it was pruned. Only on CUDA.
     """
 
@@ -50,14 +52,16 @@ class LayerReport:
     dead_inputs: int | None = None
     skipped: str | None = None
     already_pruned: bool = False
+    shared_hessian: float | None = None
     peak_memory: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The row of `pruning_report.json`."""
         row = asdict(self) | {"shape": list(self.shape)}
         del row["already_pruned"]  # counted in the totals
-        if self.peak_memory is None:
-            del row["peak_memory"]
+        for key in ("shared_hessian", "peak_memory"):
+            if row[key] is None:
+                del row[key]
         return row
 
 

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,13 +12,15 @@ from torch import Tensor, nn
 
 from mrp_lightning.errors import TargetError
 from mrp_lightning.solver.damping import DampedHessian
+from mrp_lightning.solver.hessian import HessianAccumulator
 from mrp_lightning.solver.methods import Method
 from mrp_lightning.solver.patterns import SemiStructured, Unstructured
 from mrp_lightning.solver.pruning import prune
 from mrp_lightning.walk.blocks import Block
 from mrp_lightning.walk.calibration import Calibration, InputGroup, InputsDiffer
 from mrp_lightning.walk.choice import choose_walk
-from mrp_lightning.walk.layers import Layer
+from mrp_lightning.walk.experts import blend, portions
+from mrp_lightning.walk.layers import Expert, Layer
 from mrp_lightning.walk.offload import CPU, Offload
 from mrp_lightning.walk.padding import Padding
 from mrp_lightning.walk.plan import Plan
@@ -157,12 +159,49 @@ class SequentialPruner:
         """Calibrate and prune the layers of one block; all from one pass, or group by group."""
         rows: list[LayerReport] = []
         for stage in self._stages(walk, k, layers):
-            calibration = self._calibrate(walk, k, stage)
-            while calibration.groups:
-                rows += self._prune_group(calibration.groups.pop(0))
-            for layer in calibration.not_called:
-                self._skip(layer.name, tuple(layer.weight.shape), "not called in the forward")
+            for part in portions(stage):
+                pooled = [x for x in stage if isinstance(x, Expert) and x not in part]
+                calibration = self._calibrate(walk, k, part, pooled)
+                rows += self._prune_calibrated(calibration)
         return rows
+
+    def _prune_calibrated(self, calibration: Calibration) -> list[LayerReport]:
+        rows: list[LayerReport] = []
+        pools = calibration.pools()
+        for layer in calibration.not_called:
+            if isinstance(layer, Expert) and layer.siblings in pools:
+                empty = HessianAccumulator(layer.columns, layer.name)
+                calibration.groups.append(InputGroup([layer], empty, 0))
+            else:
+                self._skip(layer.name, tuple(layer.weight.shape), "not called in the forward")
+        while calibration.groups:
+            group = calibration.groups.pop(0)
+            expert = group.layers[0]
+            if isinstance(expert, Expert):
+                rows += self._prune_expert(expert, group, pools[expert.siblings])
+            else:
+                rows += self._prune_group(group)
+        helped = {row.name: row.tokens for row in rows if row.shared_hessian}
+        if helped:
+            log.warning(
+                "%d experts saw fewer tokens than they have input features; the Hessian of all "
+                "experts' tokens made up for it. More calibration data helps them: %s",
+                len(helped),
+                ", ".join(f"{name} ({tokens})" for name, tokens in helped.items()),
+            )
+        return rows
+
+    def _prune_expert(
+        self, expert: Expert, group: InputGroup, pool: HessianAccumulator
+    ) -> list[LayerReport]:
+        own = group.accumulator
+        if pool.num_tokens == 0:
+            self._skip(expert.name, tuple(expert.weight.shape), "saw no tokens, only padding")
+            return []
+        hessian, shared = blend(own, pool)
+        hessian = hessian.to(expert.weight.device)
+        prepared = DampedHessian(hessian, self.recipe.damping, name=expert.name)
+        return [self._prune_layer(expert, prepared, own.num_tokens, shared)]
 
     def _stages(self, walk: Walk, k: int, layers: list[Layer]) -> list[list[Layer]]:
         if not layers or not self.recipe.true_sequential:
@@ -170,15 +209,24 @@ class SequentialPruner:
         order = Calibration(layers, self.padding)
         with order.hooked():
             walk.output(k, 0)
-        return [list(group.layers) for group in order.groups] + (
-            [order.not_called] if order.not_called else []
-        )
+        stages: dict[Hashable, list[Layer]] = {}
+        for group in order.groups:
+            first = group.layers[0]
+            # Experts stand side by side, also those that this batch does not reach.
+            key = first.siblings if isinstance(first, Expert) else id(group)
+            stages.setdefault(key, []).extend(group.layers)
+        for layer in order.not_called:
+            key = layer.siblings if isinstance(layer, Expert) else None
+            stages.setdefault(key, []).append(layer)
+        return list(stages.values())
 
-    def _calibrate(self, walk: Walk, k: int, layers: list[Layer]) -> Calibration:
+    def _calibrate(
+        self, walk: Walk, k: int, layers: list[Layer], pooled: list[Expert]
+    ) -> Calibration:
         """One pass over all batches."""
         name = walk.blocks[k].name or "model"
         for share in (True, False):
-            calibration = Calibration(layers, self.padding, share=share)
+            calibration = Calibration(layers, self.padding, share=share, pooled=pooled)
             try:
                 with calibration.hooked():
                     for i in walk.visit(k):
@@ -203,7 +251,9 @@ class SequentialPruner:
         prepared = DampedHessian(hessian, self.recipe.damping, name=first.name)
         return [self._prune_layer(layer, prepared, tokens) for layer in group.layers]
 
-    def _prune_layer(self, layer: Layer, prepared: DampedHessian, tokens: int) -> LayerReport:
+    def _prune_layer(
+        self, layer: Layer, prepared: DampedHessian, tokens: int, shared: float | None = None
+    ) -> LayerReport:
         recipe = self.recipe
         weight = layer.weight.contiguous()  # a copy of Conv1D's, whose rows are strided
         already = recipe.pattern.holds(weight == 0)
@@ -232,6 +282,7 @@ class SequentialPruner:
             tokens=tokens,
             dead_inputs=solution.dead_inputs,
             already_pruned=already,
+            shared_hessian=shared,
             **used,
         )
         layer.write_(solution.weight)

@@ -3,7 +3,7 @@ import torch
 from torch import Tensor, nn
 
 from mrp_lightning.walk.calibration import Calibration, InputsDiffer
-from mrp_lightning.walk.layers import Layer
+from mrp_lightning.walk.layers import Layer, Linear
 from mrp_lightning.walk.padding import Padding
 
 
@@ -23,7 +23,7 @@ class Attention(nn.Module):
 
 
 def layers_of(model: nn.Module) -> list[Layer]:
-    return [Layer(name, module) for name, module in model.named_children()]
+    return [Linear(name, module) for name, module in model.named_children()]
 
 
 @torch.no_grad()

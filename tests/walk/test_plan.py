@@ -9,7 +9,7 @@ from torch import nn
 from mrp_lightning.errors import TargetError
 from mrp_lightning.solver.patterns import make_pattern
 from mrp_lightning.walk.blocks import find_blocks
-from mrp_lightning.walk.layers import Layer
+from mrp_lightning.walk.layers import Conv1D
 from mrp_lightning.walk.names import matches
 from mrp_lightning.walk.plan import Plan, make_plan
 
@@ -119,7 +119,7 @@ def test_a_model_without_layers_says_so():
 
 def test_conv1d_is_seen_transposed_and_written_in_place(build):
     module = build("gpt2").transformer.h[0].mlp.c_fc
-    layer, parameter = Layer("c_fc", module), module.weight
+    layer, parameter = Conv1D("c_fc", module), module.weight
     assert layer.weight.shape == (128, 32) == module.weight.T.shape
     new = torch.randn(128, 32)
     layer.write_(new)

@@ -227,27 +227,12 @@ def test_offload_gives_the_same_bits_and_leaves_no_hook(family, build, batches):
 
 
 @torch.no_grad()
-def test_layers_that_no_forward_calls_are_reported(build, batches):
-    # Mamba multiplies by the weight of dt_proj itself.
-    report = prune_model(build("mamba"), batches)
+def test_layers_that_no_forward_calls_are_reported():
+    model = nn.Sequential(nn.Linear(8, 8))
+    model[0].register_module("unused", nn.Linear(8, 8))
+    report = prune_model(model, [{"input": torch.randn(16, 8)}])
     skipped = {row.name: row.skipped for row in report.layers if row.skipped}
-    assert skipped == {
-        f"backbone.layers.{k}.mixer.dt_proj": "not called in the forward" for k in (0, 1)
-    }
-
-
-@torch.no_grad()
-def test_fused_experts_are_reported(build, batches):
-    report = prune_model(build("qwen3_moe"), batches)
-    skipped = [row for row in report.layers if row.skipped]
-    assert [row.name for row in skipped] == [
-        f"model.layers.{k}.mlp.experts.{weight}"
-        for k in range(3)
-        for weight in ("gate_up_proj", "down_proj")
-    ]
-    assert skipped[0].shape == (4, 32, 32)
-    assert "not supported" in skipped[0].skipped
-    assert len(report.pruned) == 3 * 4
+    assert skipped == {"0.unused": "not called in the forward"}
 
 
 @torch.no_grad()
