@@ -49,6 +49,16 @@ with Python {python}, torch {torch}, transformers {transformers}, on tiny random
   `targets` names them. `python -m mrp_lightning layers --model X` lists all of a model.
 
 {table}
+
+## Other models
+
+Blocks are the members of the outermost `ModuleList`s that hold linear layers, in the order in which
+the first batch runs them. Blocks in a `Sequential`, a `ModuleDict` or in attributes are named in
+`blocks`; without that, the model has none and is calibrated in one dense pass. Refused, with what
+was found: a block that one forward runs more than once (ALBERT), a forward that runs no block, and
+batches that run blocks in another order than the first one, or blocks that the first one does not.
+A batch may leave blocks out; but which blocks run must not hang on the values of hidden states,
+which the walk does not always see as they are in a full forward.
 """
 
 
