@@ -150,6 +150,28 @@ def test_convolutions_that_read_one_input_differently_share_no_hessian():
     assert_close_weights(Conv2d("far", model.far).weight, expected)
 
 
+@torch.no_grad()
+def test_convnext_is_pruned_but_for_its_depthwise_convolutions():
+    from transformers import ConvNextConfig, ConvNextModel
+
+    torch.manual_seed(0)
+    config = ConvNextConfig(hidden_sizes=[8, 16], depths=[1, 1], num_stages=2, patch_size=2)
+    model = ConvNextModel(config).eval()
+    report = prune_model(model, [{"pixel_values": torch.randn(4, 3, 32, 32)}])
+    skipped = {row.name for row in report.layers if row.skipped}
+    assert skipped == {f"encoder.stages.{k}.layers.0.dwconv" for k in (0, 1)}
+    between = model.encoder.stages[1].downsampling_layer[1]
+    assert isinstance(between, nn.Conv2d)
+    assert ((between.weight == 0).unflatten(1, (-1, 4)).sum(2) == 2).all()
+
+
+def test_patch_embeddings_stand_outside_the_blocks(build):
+    model = build("vit")
+    patches = "vit.embeddings.patch_embeddings.projection"
+    assert make_plan(model, HALF).outside == []
+    assert [x.name for x in make_plan(model, HALF, targets="projection").outside] == [patches]
+
+
 class Bare(nn.Module):
     """Uses the weights of its layers without calling them, on inputs with padding."""
 
