@@ -45,8 +45,8 @@ with Python {python}, torch {torch}, transformers {transformers}, on tiny random
   distance, relative to ‖output − input‖ of the block. *0* means equal bits. Three settings: padded
   batches of different lengths; the same without padding; and with padding and without a cache,
   where there is one.
-* Embeddings, heads, norms, convolutions and what else stands outside the blocks stay dense, unless
-  `targets` names them. `python -m mrp_lightning layers --model X` lists all of a model.
+* Layers outside the blocks, such as heads, stay dense unless `targets` names them; embeddings and
+  norms always do. `python -m mrp_lightning layers --model X` lists all of a model.
 
 {table}
 

@@ -253,19 +253,21 @@ def _planned(plan: Plan) -> list[PlannedLayer]:
 
 def _left_out(model: nn.Module, plan: Plan) -> list[LeftOut]:
     """The plan's reasons, and all other weights of two or more dimensions."""
-    pruned = {id(layer.module) for layers in plan.layers.values() for layer in layers}
-    pruned |= {id(layer.module) for layer in plan.outside}
+    pruned = {id(layer.parameter) for layers in plan.layers.values() for layer in layers}
+    pruned |= {id(layer.parameter) for layer in plan.outside}
     reasons = {skipped.name: skipped.reason for skipped in plan.skipped}
     inside = {id(module) for block in plan.blocks for module in block.module.modules()}
     rows = []
     first: dict[int, str] = {}
     for name, module in model.named_modules():
         for weight, parameter in module.named_parameters(prefix=name, recurse=False):
-            if parameter.ndim < 2 or id(module) in pruned:
-                continue
             reason = reasons.get(name) or reasons.get(weight)
+            if parameter.ndim < 2 or (id(parameter) in pruned and reason is None):
+                continue
             if first.setdefault(id(parameter), weight) != weight:
                 reason = reason or f"tied to {first[id(parameter)]}"
+            elif reason is None and weight.endswith("bias"):
+                reason = "a bias of each expert"
             elif reason is None and not is_linear(module):
                 reason = f"{type(module).__name__} is not a linear layer"
             elif reason is None:

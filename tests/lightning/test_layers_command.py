@@ -113,6 +113,16 @@ def test_what_is_left_out_says_why(config_of, capsys):
     assert any("3:12" in row["reason"] for row in listing["skipped"])
 
 
+def test_experts_are_listed_one_by_one(config_of, capsys):
+    listing = listed(capsys, f"--model={config_of('gpt_oss')}", "--pattern=2:4")
+    experts = [row for row in listing["layers"] if ".experts." in row["name"]]
+    assert len(experts) == 3 * 4 * 2
+    assert {tuple(row["shape"]) for row in experts} == {(96, 32), (32, 48)}
+    reasons = {row["name"]: row["reason"] for row in listing["skipped"]}
+    assert "bias" in reasons["model.layers.0.mlp.experts.down_proj_bias"]
+    assert "model.layers.0.mlp.experts.down_proj" not in reasons
+
+
 def test_the_table_puts_blocks_that_are_alike_together(tiny_llama, capsys):
     main(["layers", f"--model={tiny_llama}", "--pattern=2:4"])
     lines = capsys.readouterr().out.splitlines()
