@@ -24,8 +24,8 @@ from mrp_lightning.walk.blocks import find_blocks
 from mrp_lightning.walk.names import as_patterns
 from mrp_lightning.walk.offload import hold_on_cpu, release
 from mrp_lightning.walk.plan import Plan, make_plan
+from mrp_lightning.walk.prune_layer import Recipe
 from mrp_lightning.walk.report import PruningReport
-from mrp_lightning.walk.sequential import Recipe
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,9 @@ from lightning.pytorch import LightningModule, Trainer
 from mrp_lightning.capture import Step
 from mrp_lightning.progress import nested_progress
 from mrp_lightning.walk.plan import Plan
+from mrp_lightning.walk.prune_layer import Recipe
 from mrp_lightning.walk.report import LayerReport, PruningReport
-from mrp_lightning.walk.sequential import Progress, Recipe, SequentialPruner
+from mrp_lightning.walk.sequential import Progress, SequentialPruner
 
 
 def prune_in_trainer(

@@ -2,20 +2,16 @@
 
 import logging
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mrp_lightning.errors import TargetError
 from mrp_lightning.solver.damping import DampedHessian
 from mrp_lightning.solver.hessian import HessianAccumulator
-from mrp_lightning.solver.methods import Method
-from mrp_lightning.solver.patterns import SemiStructured, Unstructured
-from mrp_lightning.solver.pruning import prune
 from mrp_lightning.walk.blocks import Block
 from mrp_lightning.walk.calibration import Calibration, InputGroup, InputsDiffer
 from mrp_lightning.walk.choice import choose_walk
@@ -24,31 +20,11 @@ from mrp_lightning.walk.layers import Expert, Layer
 from mrp_lightning.walk.offload import CPU, Offload
 from mrp_lightning.walk.padding import Padding
 from mrp_lightning.walk.plan import Plan
+from mrp_lightning.walk.prune_layer import Recipe, prune_layer
 from mrp_lightning.walk.report import LayerReport, PruningReport
 from mrp_lightning.walk.walks import Walk, WholeModel
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """How layers are pruned.
-
-    Attributes:
-        pattern: What to.
-        method: Mask and compensation.
-        block_size: Columns at a time, `None` for all.
-        damping: Fraction of the mean of the Hessian's diagonal that is added to it.
-        tolerance: Relative distance to the optimum at which the exact compensation stops.
-        true_sequential: Whether layers of one block see the pruned layers before them.
-    """
-
-    pattern: Unstructured | SemiStructured
-    method: Method
-    block_size: int | None = 128
-    damping: float = 0.01
-    tolerance: float = 1e-6
-    true_sequential: bool = False
 
 
 @dataclass(frozen=True)
@@ -254,38 +230,7 @@ class SequentialPruner:
     def _prune_layer(
         self, layer: Layer, prepared: DampedHessian, tokens: int, shared: float | None = None
     ) -> LayerReport:
-        recipe = self.recipe
-        weight = layer.weight.contiguous()  # a copy of Conv1D's, whose rows are strided
-        already = recipe.pattern.holds(weight == 0)
-        if already:
-            log.info("%s already has the pattern %s", layer.name, recipe.pattern)
-        with _measure(weight.device) as used:
-            solution = prune(
-                weight,
-                prepared,
-                recipe.pattern,
-                recipe.method,
-                block_size=recipe.block_size,
-                tolerance=recipe.tolerance,
-            )
-        energy = _energy(weight, prepared.hessian)
-        row = LayerReport(
-            name=layer.name,
-            shape=tuple(weight.shape),
-            method=recipe.method.name,
-            sparsity=float(solution.pruned.float().mean()),
-            loss=solution.loss,
-            relative_loss=solution.loss / energy if energy else 0.0,
-            damping=solution.damping_used,
-            iterations=solution.iterations,
-            gap=solution.gap,
-            tokens=tokens,
-            dead_inputs=solution.dead_inputs,
-            already_pruned=already,
-            shared_hessian=shared,
-            **used,
-        )
-        layer.write_(solution.weight)
+        row = prune_layer(layer, prepared, self.recipe, tokens, shared)
         self.report.layers.append(row)
         log.info("%s: relative loss %.4g, %.1f s", row.name, row.relative_loss, row.seconds)
         self._tell(layer.name)
@@ -315,24 +260,3 @@ class SequentialPruner:
         blocks = len(self.plan.blocks) + bool(self.plan.outside)
         done = len(self.report.layers) - len(self.plan.skipped)
         self.on_progress(Progress(self._block + 1, blocks, task, done, self.report))
-
-
-def _energy(weight: Tensor, hessian: Tensor) -> float:
-    """½·tr(W H Wᵀ), the mean over tokens of ‖Wx‖²."""
-    dense = weight.to(hessian.dtype)
-    return 0.5 * float(((dense @ hessian) * dense).sum())
-
-
-@contextmanager
-def _measure(device: torch.device) -> Iterator[dict[str, Any]]:
-    """Seconds, and the peak of GPU memory, of the block of code."""
-    used: dict[str, Any] = {}
-    cuda = device.type == "cuda"
-    if cuda:
-        torch.cuda.reset_peak_memory_stats(device)
-    start = time.perf_counter()
-    yield used
-    if cuda:
-        torch.cuda.synchronize(device)
-        used["peak_memory"] = torch.cuda.max_memory_allocated(device)
-    used["seconds"] = time.perf_counter() - start

@@ -204,10 +204,10 @@ def test_two_pruning_callbacks_are_refused(llama, loader, quiet):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
 def test_an_interrupted_run_leaves_whole_layers(error, llama, loader, quiet, tmp_path, monkeypatch):
-    from mrp_lightning.walk import sequential
+    from mrp_lightning.walk import prune_layer
 
     model, dense = llama(), llama()
-    original, calls = sequential.prune, []
+    original, calls = prune_layer.prune, []
 
     def prune(*args, **kwargs):
         calls.append(1)
@@ -215,7 +215,7 @@ def test_an_interrupted_run_leaves_whole_layers(error, llama, loader, quiet, tmp
             raise error("stop")
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(sequential, "prune", prune)
+    monkeypatch.setattr(prune_layer, "prune", prune)
     callback = MRPCallback(pattern="2:4", save_dir=tmp_path / "out")
     handler = signal.getsignal(signal.SIGINT)
     try:
@@ -236,7 +236,7 @@ def test_an_interrupted_run_leaves_whole_layers(error, llama, loader, quiet, tmp
     assert list(tmp_path.iterdir()) == []
 
     # The next run starts over.
-    monkeypatch.setattr(sequential, "prune", original)
+    monkeypatch.setattr(prune_layer, "prune", original)
     Trainer(**quiet).predict(model, loader, callbacks=[callback])
     assert callback.report.complete
     assert callback.report.totals["already_pruned"] == 5

@@ -15,8 +15,9 @@ from mrp_lightning.solver.patterns import make_pattern
 from mrp_lightning.walk import experts
 from mrp_lightning.walk.layers import Conv2d, layers_of
 from mrp_lightning.walk.plan import make_plan
+from mrp_lightning.walk.prune_layer import Recipe
 from mrp_lightning.walk.report import PruningReport
-from mrp_lightning.walk.sequential import Recipe, SequentialPruner
+from mrp_lightning.walk.sequential import SequentialPruner
 
 HALF = make_pattern(0.5, None)
 

@@ -13,8 +13,9 @@ from mrp_lightning.solver.methods import parse_method
 from mrp_lightning.solver.patterns import make_pattern
 from mrp_lightning.walk.layers import is_conv1d, is_linear
 from mrp_lightning.walk.plan import make_plan
+from mrp_lightning.walk.prune_layer import Recipe
 from mrp_lightning.walk.report import PruningReport
-from mrp_lightning.walk.sequential import Recipe, SequentialPruner
+from mrp_lightning.walk.sequential import SequentialPruner
 
 Batches = list[dict[str, Tensor]]
 BLOCKS = {
@@ -263,10 +264,10 @@ def test_a_layer_outside_the_blocks_sees_the_pruned_blocks(build, batches):
 
 @torch.no_grad()
 def test_an_interrupted_run_leaves_whole_layers_and_says_which(build, batches, monkeypatch):
-    from mrp_lightning.walk import sequential
+    from mrp_lightning.walk import prune_layer
 
     model, dense = build("llama"), build("llama")
-    original, calls = sequential.prune, []
+    original, calls = prune_layer.prune, []
 
     def prune(*args, **kwargs):
         calls.append(1)
@@ -274,7 +275,7 @@ def test_an_interrupted_run_leaves_whole_layers_and_says_which(build, batches, m
             raise KeyboardInterrupt
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(sequential, "prune", prune)
+    monkeypatch.setattr(prune_layer, "prune", prune)
     recipe = Recipe(pattern=make_pattern(None, "2:4"), method=parse_method("SM"))
     report = PruningReport({})
     pruner = SequentialPruner(
