@@ -16,7 +16,7 @@ from export.format import unpack
 
 @torch.library.custom_op("mrp_lightning::linear24", mutates_args=(), device_types="cpu")
 def linear24(x: Tensor, weight: Tensor, meta: Tensor, bias: Tensor | None) -> Tensor:
-    """x Wᵀ + bias, W = unpack(weight, meta).
+    """Compute x Wᵀ + bias with W = unpack(weight, meta).
 
     A CPU has no instruction for 2:4: there the weight is unpacked and multiplied as a dense one.
 
@@ -44,11 +44,13 @@ def _cuda(x: Tensor, weight: Tensor, meta: Tensor, bias: Tensor | None) -> Tenso
 
 @linear24.register_fake
 def _fake(x: Tensor, weight: Tensor, meta: Tensor, bias: Tensor | None) -> Tensor:
+    del meta, bias
     torch._check(x.shape[-1] == 2 * weight.shape[1], lambda: "x must have the weight's columns")
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    del output
     _, weight, meta, _ = inputs
     ctx.save_for_backward(weight, meta)
 
