@@ -67,6 +67,7 @@ def choose_name(call: Call, prepared: bool) -> tuple[str, dict[str, int]]:
     for m in table.at(call.tokens, call.out_features, call.in_features, call.dtype):
         if m.kernel in usable:
             return m.kernel, dict(m.config)
+    order: tuple[str, ...]
     if call.tokens == 1:
         order = ("triton-gemv", "triton-gemm", "cusparselt", "dense")
     elif call.tokens <= FEW_TOKENS:

@@ -47,6 +47,11 @@ def find(values: Tensor, kind: str) -> Tensor | None:
     return form.data if _version(weight) == form.version else None
 
 
+def nbytes(values: Tensor) -> int:
+    """Bytes of all forms of a packed weight."""
+    return sum(f.data.nbytes for key, f in _FORMS.items() if key[0] == values.data_ptr())
+
+
 def drop(values: Tensor) -> None:
     """Forget all forms of a packed weight."""
     for key in [key for key in _FORMS if key[0] == values.data_ptr()]:

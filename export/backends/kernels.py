@@ -1,6 +1,7 @@
 """The kernels that the operator can run on a CUDA device, and what each of them refuses.
 
-All of them map (tokens, in) with a packed weight to (tokens, out) and read the packed format; only cuSPARSELt needs a form of its own, which `prepare` builds beforehand.
+All of them map (tokens, in) with a packed weight to (tokens, out) and read the packed format;
+only cuSPARSELt needs a form of its own, which `prepare` builds beforehand.
 """
 
 import functools
