@@ -69,11 +69,11 @@ def choose_name(call: Call, prepared: bool) -> tuple[str, dict[str, int]]:
             return m.kernel, dict(m.config)
     order: tuple[str, ...]
     if call.tokens == 1:
-        order = ("triton-gemv", "triton-gemm", "cusparselt", "dense")
+        order = ("triton-gemv", "triton-gemm", "cusparselt", "unpack-dense")
     elif call.tokens <= FEW_TOKENS:
-        order = ("triton-gemm", "cusparselt", "dense")
+        order = ("triton-gemm", "cusparselt", "unpack-dense")
     else:
-        order = ("cusparselt", "dense")
+        order = ("cusparselt", "unpack-dense")
     name = next(name for name in order if name in usable)
     return name, dict(KERNELS[name].configs[0])
 

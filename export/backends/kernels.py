@@ -120,7 +120,7 @@ def _cusparselt(
     return cusparselt.matmul(x, compressed, bias, cusparselt.Algorithm(**config))
 
 
-def _dense(x: Tensor, values: Tensor, meta: Tensor, bias: Tensor | None) -> Tensor:
+def _unpack_dense(x: Tensor, values: Tensor, meta: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x, unpacked(values, meta), bias)
 
 
@@ -160,7 +160,7 @@ KERNELS: dict[str, Kernel] = {
         _grid(tokens=(16, 64), rows=(64, 32), columns=(128, 256), warps=(4, 8), stages=(3,)),
     ),
     "cusparselt": Kernel(_cusparselt, _refuse_cusparselt),
-    "dense": Kernel(_dense, lambda _: None),
+    "unpack-dense": Kernel(_unpack_dense, lambda _: None),
 }
 
 
