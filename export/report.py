@@ -3,13 +3,14 @@
 import json
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from export.benchmark_tables import Result, tables
 from export.parity import Parity
 from export.selection import LayerChoice
 from mrp_lightning.walk.report import versions
@@ -40,7 +41,7 @@ class ExportReport:
     source_bytes: int
     exported_bytes: int | None = None
     parity: Parity | None = None
-    benchmark: dict[str, Any] | None = None
+    benchmark: Result | None = None
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -91,7 +92,7 @@ class ExportReport:
             ],
             "totals": self.totals,
             "parity": None if self.parity is None else self.parity.to_dict(),
-            "benchmark": self.benchmark,
+            "benchmark": None if self.benchmark is None else asdict(self.benchmark),
             "notes": self.notes,
             "versions": versions(),
         }
@@ -114,6 +115,8 @@ class ExportReport:
             console.print(table)
         if self.parity is not None:
             console.print(_parity(self.parity))
+        if self.benchmark is not None:
+            sys.stdout.write(tables(self.benchmark))
         for note in self.notes:
             console.print(note, highlight=False)
 

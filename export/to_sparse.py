@@ -6,12 +6,16 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from export.backends.apply import BACKENDS, TARGETS
+from export.benchmark import benchmark
 from export.checkpoint import Checkpoint, open_checkpoint, write_dense, write_packed
+from export.huggingface import load
 from export.parity import check_parity
 from export.progress import Track, bars
 from export.report import NO_CUDA, ExportReport
@@ -19,7 +23,6 @@ from export.selection import choose_layers
 from mrp_lightning import errors
 from mrp_lightning.checkpoint import check_output_dir, save_directory
 
-BACKENDS = ("auto", "triton", "torch", "torchao", "torchao-fp8")
 _USER_ERRORS = (
     errors.DataError,
     errors.FormatError,
@@ -135,13 +138,28 @@ def _compare(
 
 
 def _measure(
-    report: ExportReport,
-    directory: Path,  # noqa: ARG001
-    options: argparse.Namespace,  # noqa: ARG001
-    device: torch.device,
+    report: ExportReport, directory: Path, options: argparse.Namespace, device: torch.device
 ) -> None:
+    """Time the export, where that has a meaning and was asked for."""
     if device.type != "cuda":
         report.notes.append(NO_CUDA)
+    elif report.format == "dense":
+        report.notes.append("speed not measured: the dense format runs as its source does")
+    elif not options.benchmark:
+        report.notes.append("speed not measured: ask for it with --benchmark")
+    else:
+        try:
+            report.benchmark = benchmark(
+                cast(PreTrainedModel, load(directory).eval().to(device)),
+                backend=options.backend,
+                target=options.target,
+                compile_mode=None if options.compile == "none" else options.compile,
+                batch_sizes=options.batch_sizes,
+                prompt_tokens=options.prompt_tokens,
+                new_tokens=options.new_tokens,
+            )
+        except torch.cuda.OutOfMemoryError as error:  # no reason to lose a proven export
+            report.notes.append(f"speed not measured: {str(error).splitlines()[0]}")
 
 
 def _device(name: str | None) -> torch.device:
@@ -218,11 +236,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", help="where to compare and measure (default: cuda if present)")
     speed = parser.add_argument_group("speed, on a CUDA device")
     speed.add_argument("--benchmark", action="store_true", help="measure prefill and decode")
-    speed.add_argument("--backend", choices=BACKENDS, default="auto", help="kernels to run")
-    speed.add_argument("--compile", metavar="MODE", help="mode of torch.compile, for both sides")
+    speed.add_argument("--backend", choices=BACKENDS, default="auto", help="what to measure")
+    speed.add_argument(
+        "--compile",
+        default="default",
+        metavar="MODE",
+        help="mode of torch.compile, for both sides; none: eager code alone",
+    )
     speed.add_argument(
         "--target",
-        choices=("decode", "prefill", "both"),
+        choices=tuple(TARGETS),
         default="both",
         help="what to keep weights ready for; both keeps two forms in memory (default: both)",
     )

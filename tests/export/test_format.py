@@ -1,6 +1,8 @@
 """The packed form, against brute force and against torch's own 2:4 conversion."""
 
 from itertools import combinations
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -135,3 +137,28 @@ def test_sixteen_bit_weights_take_nine_sixteenths():
 def test_nibbles_that_name_no_pair_are_found():
     meta = torch.tensor([[0x44, 0x04, 0x40, 0xEE, 0x14]], dtype=torch.uint8)
     assert invalid_nibbles(meta) == 3  # 0x0 twice and 0x1, whose first column is not the smaller
+
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "format.md"
+
+
+def test_the_documented_example_holds():
+    row = [0.0, 5.0, 0.0, -1.0, 0.0, 0.0, 2.0, 0.0]
+    values, meta = pack(torch.tensor([row], dtype=torch.float16))
+    text = DOCUMENT.read_text()
+    assert str(row).replace(".0", "").replace("-", "−") in text
+    shown = {line.split()[0]: line for line in text.splitlines() if line.startswith("weight")}
+    words = " ".join(f"{word & 0xFFFF:04x}" for word in bits(values).flatten().tolist())
+    assert words in shown["weight"].replace("  ", "|").replace(" ", "").replace("|", " ")
+    assert f" {meta.item():02x} " in shown["weight_meta"]
+
+
+def test_the_documented_numpy_reader_reads():
+    blocks = DOCUMENT.read_text().split("```python\n")[1:]
+    code = next(block.split("```")[0] for block in blocks if "numpy" in block)
+    scope: dict[str, Any] = {}
+    exec(code, scope)
+    weight = torch.zeros(3, 16)
+    weight[:, [1, 3, 4, 10, 15]] = torch.randn(3, 5)
+    values, meta = pack(weight)
+    assert torch.equal(torch.from_numpy(scope["unpack"](values.numpy(), meta.numpy())), weight)
