@@ -87,7 +87,7 @@ def _kernel(call: Call, prepared: bool) -> Callable[..., Tensor]:
 
 def measured_table(device: torch.device) -> Table:
     """The table in use on a device: set by `use_table`, else read from the cache directory."""
-    key = str(device)
+    key = _key(device)
     if key not in _tables:
         here = environment(device)
         path = cache_path(here)
@@ -103,7 +103,14 @@ def measured_table(device: torch.device) -> Table:
 
 def use_table(table: Table | None, device: torch.device) -> None:
     """Choose by this table from now on; `None`: by the one in the cache directory again."""
-    _tables.pop(str(device), None)
+    _tables.pop(_key(device), None)
     if table is not None:
-        _tables[str(device)] = table
+        _tables[_key(device)] = table
     _kernel.cache_clear()
+
+
+def _key(device: torch.device) -> str:
+    """A tensor's device has an index where the one that a user names may have none."""
+    if device.type == "cuda" and device.index is None:
+        return f"cuda:{torch.cuda.current_device()}"
+    return str(device)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from export import backends
 from export.backends import choose, choose_name, cusparselt, forms, measured_table, use_table
 from export.backends import kernels as kernels_module
 from export.backends.apply import BACKENDS, apply, not_faster
@@ -139,6 +140,16 @@ def test_the_table_of_this_environment_is_read_from_the_cache(tmp_path, monkeypa
         assert "Until then kernels are chosen by number of tokens" in caplog.text
     finally:
         use_table(None, CPU)
+
+
+def test_a_device_without_index_is_the_current_one(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    mine = Table({"device": "x"})
+    use_table(mine, torch.device("cuda"))
+    try:
+        assert measured_table(torch.device("cuda", 3)) is mine
+    finally:
+        backends._tables.pop("cuda:3")
 
 
 def test_the_chosen_function_computes_the_layer(table):
