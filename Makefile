@@ -7,6 +7,7 @@ BIN := .venv/bin
 quickstart: .venv/installed
 	$(BIN)/python benchmarks/methods.py --config configs/quickstart.yaml \
 		--save 2:4=SM=runs/quickstart/sm-2of4 --markdown runs/quickstart/table.md
+	$(BIN)/python -m export.to_sparse runs/quickstart/sm-2of4 --overwrite
 
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal

@@ -25,6 +25,14 @@ class DataError(ValueError):
     """Text or batches cannot be used: none, too short, of an unknown form, without a tokenizer."""
 
 
+class FormatError(ValueError):
+    """A checkpoint cannot be read as what it says it is: missing, damaged or unknown content."""
+
+
+class ParityError(ValueError):
+    """An exported checkpoint does not compute what its source computes."""
+
+
 class OptionError(ValueError):
     """An option has a value that it cannot have."""
 

@@ -9,6 +9,10 @@ import pytest
 import torch
 from hypothesis import settings
 
+if not torch.cuda.is_available():
+    # Triton decides when it is first imported, and transformers imports it by way of torchao.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # Where nobody looks at a failure at once, the same examples are tried every time.
 settings.register_profile("repeatable", derandomize=True)
 if "CI" in os.environ:

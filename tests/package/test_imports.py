@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[2]
 ALLOWED = {
     "mrp_lightning": {"mrp_lightning"},
     "callbacks": {"callbacks", "mrp_lightning"},
+    "export": {"export", "mrp_lightning"},
 }
 
 

@@ -1,0 +1,10 @@
+"""Make a 2:4-pruned checkpoint small and fast.
+
+Importing this package teaches `AutoModelForCausalLM.from_pretrained` the packed format.
+"""
+
+from export.format import pack, unpack
+from export.huggingface import load
+from export.layer import Sparse24Linear
+
+__all__ = ["Sparse24Linear", "load", "pack", "unpack"]

@@ -1,0 +1,126 @@
+"""Put a model with packed layers on a back-end; what a back-end refuses stays dense and is listed.
+
+auto         our operator, the kernel chosen by measured table, cuSPARSELt forms for prefill
+triton       our operator with the Triton kernels alone
+torch        torch's `to_sparse_semi_structured`
+torchao      torchao's `sparsify_`
+torchao-fp8  torchao's fp8 + 2:4, which changes what the model computes
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from export.backends import measured_table
+from export.backends.kernels import KERNELS, Call, prepare, triton_missing
+from export.backends.subclasses import SUBCLASSES
+from export.backends.table import STORED_DENSE, Table
+from export.layer import Sparse24Linear
+from mrp_lightning.errors import OptionError
+
+BACKENDS = ("auto", "triton", *SUBCLASSES)
+TARGETS: Mapping[str, tuple[int, ...]] = {
+    "decode": (1, 8),
+    "prefill": (1024, 4096),
+    "both": (1, 8, 1024, 4096),
+}
+"""The numbers of tokens that decide whether a layer is worth keeping sparse."""
+
+
+@dataclass
+class Applied:
+    """What became of each packed layer.
+
+    Attributes:
+        sparse: Names of the layers that the back-end runs.
+        dense: For each layer that was made dense again, why.
+    """
+
+    sparse: list[str] = field(default_factory=list)
+    dense: dict[str, str] = field(default_factory=dict)
+
+
+def apply(model: nn.Module, backend: str = "auto", target: str = "both") -> Applied:
+    """Prepare all `Sparse24Linear` layers of a model in place, on the device where they are.
+
+    Args:
+        model: Any module.
+        backend: One of `BACKENDS`.
+        target: A key of `TARGETS`. Prefill takes cuSPARSELt's form of each weight, another 0.5625
+            of the dense bytes; decode alone does without.
+
+    Raises:
+        OptionError: An unknown back-end or target, or a back-end that cannot run here at all.
+    """
+    if backend not in BACKENDS:
+        raise OptionError(f"`--backend {backend}` is none of {', '.join(BACKENDS)}.")
+    if target not in TARGETS:
+        raise OptionError(f"`--target {target}` is none of {', '.join(TARGETS)}.")
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, Sparse24Linear)}
+    for device in {layer.weight.device for layer in layers.values()}:
+        if reason := _missing(backend, device):
+            raise OptionError(f"`--backend {backend}` cannot run here: {reason}.")
+
+    applied = Applied()
+    for name, layer in layers.items():
+        reason = _place(model, name, layer, backend, target)
+        if reason is None:
+            applied.sparse.append(name)
+        else:
+            applied.dense[name] = reason
+    return applied
+
+
+def _place(
+    model: nn.Module, name: str, layer: Sparse24Linear, backend: str, target: str
+) -> str | None:
+    """Place one layer; the reason where it was made dense."""
+    if backend in SUBCLASSES:
+        linear = layer.to_linear()
+        reason = SUBCLASSES[backend].refuse(linear)
+        if reason is None:
+            SUBCLASSES[backend].convert(linear)
+        model.set_submodule(name, linear)
+        return reason
+    reason = _refusal(layer, backend)
+    if reason is None and backend == "auto":
+        reason = not_faster(layer, measured_table(layer.weight.device), target)
+    if reason is not None:
+        model.set_submodule(name, layer.to_linear())
+        return reason
+    if backend == "auto" and target != "decode":
+        prepare(layer.weight, layer.weight_meta)  # without it prefill unpacks and runs dense
+    return None
+
+
+def _missing(backend: str, device: torch.device) -> str | None:
+    if backend in SUBCLASSES:
+        return SUBCLASSES[backend].missing(device)
+    if device.type != "cuda":
+        return f"it needs a CUDA device, and the layers are on {device.type!r}"
+    return triton_missing() if backend == "triton" else None
+
+
+def _refusal(layer: Sparse24Linear, backend: str) -> str | None:
+    """Why no sparse kernel of ours takes the layer, or None."""
+    call = Call(1, layer.out_features, layer.in_features, layer.weight.dtype, layer.weight.device)
+    names = ("triton-gemm",) if backend == "triton" else ("triton-gemm", "cusparselt")
+    reasons = [KERNELS[name].refuse(call) for name in names]
+    return None if None in reasons else "; ".join(reason for reason in reasons if reason)
+
+
+def not_faster(layer: Sparse24Linear, table: Table, target: str) -> str | None:
+    """Where the table says that a dense weight wins at every number of tokens, say so."""
+    dtype = layer.weight.dtype
+    verdicts = []
+    for tokens in TARGETS[target]:
+        ranked = table.at(tokens, layer.out_features, layer.in_features, dtype)
+        if STORED_DENSE not in {m.kernel for m in ranked}:
+            return None  # not measured here: keep the layer small
+        if ranked[0].kernel != STORED_DENSE:
+            return None
+        ratio = ranked[0].microseconds / ranked[1].microseconds if len(ranked) > 1 else 1.0
+        verdicts.append(f"{ratio:.2f}× at {ranked[0].tokens} tokens")
+    return f"not faster on this device: {', '.join(verdicts)}"

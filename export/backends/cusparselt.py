@@ -1,0 +1,93 @@
+"""cuSPARSELt on plain tensors: the one place that touches torch's private functions for it.
+
+cuSPARSELt multiplies with the sparse tensor cores (sm_80 and newer) and needs its own layout,
+which depends on library and device: it is built at load and never written to disk. A call plans on
+the host each time, so it is only fast inside a CUDA graph, and the default algorithm is often slow.
+"""
+
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+DTYPES = (torch.float16, torch.bfloat16)
+WEIGHT_MULTIPLE = 16  # rows and columns of the sparse operand, 16-bit dtypes
+TOKEN_MULTIPLE = 8  # the dense operand, 16-bit dtypes
+# NVIDIA's release notes: 0.8.0 lost speed on Hopper, 0.8.1 has it back. torch 2.11 pins 0.8.0.
+SLOW_ON_HOPPER = 800  # counted as major·1000 + minor·100 + patch
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """What `search` found; the library's default algorithm without arguments."""
+
+    alg_id: int = 0
+    split_k: int = 1
+    split_k_mode: int = -1
+
+
+def missing(device: torch.device) -> str | None:
+    """Why cuSPARSELt cannot be used on a device, or None."""
+    if device.type != "cuda":
+        return f"cuSPARSELt runs on CUDA devices, not on {device.type!r}"
+    if not torch.backends.cusparselt.is_available():
+        return f"torch {torch.__version__} was built without cuSPARSELt"
+    arguments = {a.name for a in torch.ops.aten._cslt_sparse_mm.default._schema.arguments}
+    lacking = {"transpose_result", "alg_id", "split_k", "split_k_mode"} - arguments
+    if lacking:
+        return f"torch {torch.__version__} calls cuSPARSELt without {sorted(lacking)}; use 2.11+"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return f"sparse tensor cores need sm_80 or newer; this device is sm_{major}{minor}"
+    return None
+
+
+def refuse(out_features: int, in_features: int, dtype: torch.dtype) -> str | None:
+    """Why a weight cannot be compressed, or None."""
+    if dtype not in DTYPES:
+        return (
+            f"cuSPARSELt takes float16 and bfloat16 here, not {str(dtype).removeprefix('torch.')}"
+        )
+    if out_features % WEIGHT_MULTIPLE or in_features % WEIGHT_MULTIPLE:
+        return (
+            f"cuSPARSELt needs both dimensions to be multiples of {WEIGHT_MULTIPLE}, "
+            f"not {out_features}×{in_features}"
+        )
+    return None
+
+
+def version() -> int | None:
+    """The library's version number, or None without it."""
+    return torch.backends.cusparselt.version() if torch.backends.cusparselt.is_available() else None
+
+
+def compress(weight: Tensor) -> Tensor:
+    """A 2:4 weight (out, in) in the library's layout. It does not check that the weight is 2:4."""
+    return torch._cslt_compress(weight.contiguous())
+
+
+def matmul(
+    x: Tensor, compressed: Tensor, bias: Tensor | None, algorithm: Algorithm = Algorithm()
+) -> Tensor:
+    """X Wᵀ + b: x is (tokens, in), the result (tokens, out) and contiguous."""
+    tokens = x.shape[0]
+    return torch._cslt_sparse_mm(
+        compressed, _padded(x).t(), bias=bias, transpose_result=True, **asdict(algorithm)
+    )[:tokens]
+
+
+def search(x: Tensor, compressed: Tensor, bias: Tensor | None) -> Algorithm:
+    """Let the library try its algorithms on these very operands. Not inside a CUDA graph."""
+    dense = _padded(x).t()
+    binding = getattr(torch._C, "_cusparselt", None)
+    if binding is not None and "mm_search" in dir(binding):
+        found = binding.mm_search(compressed, dense, bias, None, None, True)
+        return Algorithm(*(int(value) for value in found[:3]))
+    alg_id = torch._cslt_sparse_mm_search(compressed, dense, bias=bias, transpose_result=True)
+    return Algorithm(int(alg_id))  # no split-k from this one
+
+
+def _padded(x: Tensor) -> Tensor:
+    padding = -x.shape[0] % TOKEN_MULTIPLE
+    return F.pad(x, (0, 0, 0, padding)) if padding else x.contiguous()

@@ -1,0 +1,137 @@
+"""Other people's 2:4 layers: torch's tensor subclass, and torchao's, by `sparsify_` and in fp8.
+
+They exist in memory only: their weights are tensor subclasses that safetensors does not write.
+"""
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.sparse import (
+    SparseSemiStructuredTensor,
+    SparseSemiStructuredTensorCUSPARSELT,
+    SparseSemiStructuredTensorCUTLASS,
+    to_sparse_semi_structured,
+)
+
+FP8_MULTIPLE = 32
+"""in_features of the sm_90 kernel; out_features must be a multiple of 16."""
+
+
+@dataclass(frozen=True)
+class Subclass:
+    """A back-end that replaces the weight of an `nn.Linear` by a tensor subclass.
+
+    Attributes:
+        missing: Why it cannot be used on a device at all, or `None`.
+        refuse: Why it does not take a layer, or `None`.
+        convert: Replaces the weight in place.
+    """
+
+    missing: Callable[[torch.device], str | None]
+    refuse: Callable[[nn.Linear], str | None]
+    convert: Callable[[nn.Linear], object]
+
+
+def _torch_missing(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return f"`to_sparse_semi_structured` takes CUDA tensors, not {device.type!r} ones"
+    if SparseSemiStructuredTensor._FORCE_CUTLASS:
+        major, minor = torch.cuda.get_device_capability(device)
+        if major != 8:
+            return f"torch's CUTLASS kernels need sm_8x; this device is sm_{major}{minor}"
+    elif not torch.backends.cusparselt.is_available():
+        return f"torch {torch.__version__} was built without cuSPARSELt"
+    return None
+
+
+def _torch_refuse(linear: nn.Linear) -> str | None:
+    weight = linear.weight
+    chosen = (
+        SparseSemiStructuredTensorCUTLASS
+        if SparseSemiStructuredTensor._FORCE_CUTLASS
+        else SparseSemiStructuredTensorCUSPARSELT
+    )
+    rules = chosen._DTYPE_SHAPE_CONSTRAINTS.get(weight.dtype)
+    if weight.dtype == torch.float32 or rules is None:
+        name = str(weight.dtype).removeprefix("torch.")
+        return f"torch's 2:4 tensors take float16 and bfloat16, not {name}"
+    rows, columns = weight.shape
+    if rows % rules.sparse_min_rows or columns % rules.sparse_min_cols:
+        return (
+            f"{rows}×{columns} is not a multiple of {rules.sparse_min_rows}×{rules.sparse_min_cols}"
+        )
+    return None
+
+
+def _torch_convert(linear: nn.Linear) -> None:
+    weight = to_sparse_semi_structured(linear.weight.detach().contiguous())
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+
+
+def _torchao_missing(device: torch.device) -> str | None:
+    if importlib.util.find_spec("torchao") is None:
+        return "torchao is not installed (pip install 'torchao==0.18.*')"
+    if importlib.util.find_spec("torchao.sparsity") is None:
+        return "this torchao has no `torchao.sparsity`; 0.18 was the last to have it"
+    return _torch_missing(device)
+
+
+def _torchao_convert(linear: nn.Linear) -> None:
+    from torchao.sparsity import semi_sparse_weight, sparsify_
+
+    linear.weight = nn.Parameter(linear.weight.detach().contiguous(), requires_grad=False)
+    sparsify_(linear, semi_sparse_weight())
+
+
+def _fp8_missing(device: torch.device) -> str | None:
+    if importlib.util.find_spec("torchao") is None:
+        return "torchao is not installed (pip install 'torchao==0.18.*')"
+    if device.type != "cuda":
+        return f"torchao's fp8 2:4 kernel runs on CUDA devices, not on {device.type!r}"
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) != (9, 0):
+        return f"torchao's fp8 2:4 kernel is for sm_90; this device is sm_{major}{minor}"
+    import torchao
+
+    # The operator's schema is always there, its kernel only where the compiled library loaded.
+    try:
+        tile = torch.zeros(64, 64, device=device, dtype=torch.float8_e4m3fn)
+        torch.ops.torchao.to_sparse_semi_structured_cutlass_sm9x_f8(tile)
+    except (AttributeError, RuntimeError) as error:
+        first_line = str(error).splitlines()[0]
+        return (
+            f"torchao {torchao.__version__} has no fp8 2:4 kernel for this torch "
+            f"(CUDA {torch.version.cuda}; its wheels are built for CUDA 13): {first_line}"
+        )
+    return None
+
+
+def _fp8_refuse(linear: nn.Linear) -> str | None:
+    if linear.weight.dtype != torch.bfloat16:
+        name = str(linear.weight.dtype).removeprefix("torch.")
+        return f"fp8 with scales by row starts from bfloat16, not {name}"
+    rows, columns = linear.weight.shape
+    if columns % FP8_MULTIPLE or rows % 16:
+        return f"the fp8 kernel needs in % {FP8_MULTIPLE} == 0 and out % 16 == 0: {rows}×{columns}"
+    return None
+
+
+def _fp8_convert(linear: nn.Linear) -> None:
+    from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
+    from torchao.quantization.quantize_.workflows import Float8PackingFormat
+
+    config = Float8DynamicActivationFloat8WeightConfig(
+        granularity=PerRow(), packing_format=Float8PackingFormat.SPARSE_2D_DATA_2D_METADATA
+    )
+    linear.weight = nn.Parameter(linear.weight.detach().contiguous(), requires_grad=False)
+    quantize_(linear, config)
+
+
+SUBCLASSES = {
+    "torch": Subclass(_torch_missing, _torch_refuse, _torch_convert),
+    "torchao": Subclass(_torchao_missing, _torch_refuse, _torchao_convert),
+    "torchao-fp8": Subclass(_fp8_missing, _fp8_refuse, _fp8_convert),
+}

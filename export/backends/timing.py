@@ -1,0 +1,109 @@
+"""How a time is taken on a CUDA device: replayed graphs, cold weights, contestants in turns."""
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+COLD_BYTES = 512 * 2**20
+"""Weights that are read one after the other add up to this much: several times any L2 cache."""
+
+
+WARM_UP = 3
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds over the repeats.
+
+    Attributes:
+        median: 50th percentile.
+        low: 20th percentile.
+        high: 80th percentile.
+    """
+
+    median: float
+    low: float
+    high: float
+
+
+def copies(weight_bytes: int) -> int:
+    """How many weights of a size to rotate over, so that none is found in the cache."""
+    return max(2, -(-COLD_BYTES // weight_bytes))
+
+
+def take_turns(measure: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, Timing]:
+    """Measure each contestant once a round, so that a drifting clock meets all of them alike.
+
+    Args:
+        measure: Each returns microseconds.
+        repeats: Rounds, at least 2.
+    """
+    times: dict[str, list[float]] = {name: [] for name in measure}
+    for _ in range(repeats):
+        for name, once in measure.items():
+            times[name].append(once())
+    return {name: _summary(values) for name, values in times.items()}
+
+
+def _summary(values: Sequence[float]) -> Timing:
+    fifths = statistics.quantiles(values, n=5, method="inclusive")
+    return Timing(statistics.median(values), fifths[0], fifths[-1])
+
+
+def captured(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
+    """Run the calls until they are warm, and capture them in one CUDA graph.
+
+    Host time is not in it: eager cuSPARSELt spends more time planning on the host than computing.
+
+    Args:
+        calls: They run `WARM_UP` times and are captured once. Their results must not be needed.
+    """
+    with _side_stream():
+        for _ in range(WARM_UP):  # compiles, allocates and fills caches outside the capture
+            for call in calls:
+                call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph
+
+
+def graphed(calls: Sequence[Callable[[], object]]) -> Callable[[], float]:
+    """Capture the calls in one CUDA graph; the result replays it and gives microseconds a call.
+
+    Args:
+        calls: One for each copy of a weight.
+    """
+    graph = captured(calls)
+    for _ in range(WARM_UP):
+        graph.replay()
+
+    def once() -> float:
+        return microseconds(graph.replay) / len(calls)
+
+    return once
+
+
+def microseconds(run: Callable[[], object]) -> float:
+    """Device time of what `run` starts on the current stream."""
+    start = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3
+
+
+@contextmanager
+def _side_stream() -> Iterator[None]:
+    # CUDA graphs ask that the warm-up runs on another stream than the default one.
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream().wait_stream(stream)

@@ -1,0 +1,169 @@
+"""What an export did: a table on the terminal, and `export_report.json`."""
+
+import json
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from export.benchmark_tables import Result, tables
+from export.parity import Parity
+from export.selection import LayerChoice
+from mrp_lightning.walk.report import versions
+
+FORMAT_VERSION = 1
+NAME = "export_report.json"
+NO_CUDA = "no CUDA device: speed not measured"
+
+
+@dataclass
+class ExportReport:
+    """One run of `python -m export.to_sparse`.
+
+    Attributes:
+        source: The pruned checkpoint.
+        format: `packed` or `dense`.
+        layers: Every linear layer.
+        source_bytes: Of the weight files read.
+        exported_bytes: Of the weight files written; `None` where nothing was written.
+        parity: `None` where nothing was written.
+        benchmark: What `export.benchmark` measured, or `None`.
+        notes: What was not done, and why.
+    """
+
+    source: str
+    format: str
+    layers: list[LayerChoice]
+    source_bytes: int
+    exported_bytes: int | None = None
+    parity: Parity | None = None
+    benchmark: Result | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def packed(self) -> list[LayerChoice]:
+        """Layers that are 2:4 and were, or could be, packed."""
+        return [layer for layer in self.layers if layer.reason is None]
+
+    @property
+    def dense(self) -> list[LayerChoice]:
+        """Layers that stay dense."""
+        return [layer for layer in self.layers if layer.reason is not None]
+
+    @property
+    def totals(self) -> dict[str, Any]:
+        """Counts, and bytes of all weights of the layers and of the whole files."""
+        layers = self.packed
+        dense_bytes = sum(layer.dense_bytes for layer in layers)
+        packed_bytes = sum(layer.packed_bytes for layer in layers)
+        return {
+            "packed_layers": len(layers),
+            "dense_layers": len(self.dense),
+            "packed_layers_dense_bytes": dense_bytes,
+            "packed_layers_packed_bytes": packed_bytes,
+            "packed_fraction": packed_bytes / dense_bytes,
+            "negative_zeros": sum(layer.negative_zeros for layer in layers),
+            "source_bytes": self.source_bytes,
+            "exported_bytes": self.exported_bytes,
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of `export_report.json`."""
+        return {
+            "format_version": FORMAT_VERSION,
+            "source": self.source,
+            "format": self.format,
+            "layers": [
+                {
+                    "name": layer.name,
+                    "shape": list(layer.shape),
+                    "dtype": str(layer.dtype).removeprefix("torch."),
+                    "dense_bytes": layer.dense_bytes,
+                    "packed_bytes": layer.packed_bytes,
+                    "broken_groups": layer.broken_groups,
+                    "negative_zeros": layer.negative_zeros,
+                    "dense_because": layer.reason,
+                }
+                for layer in self.layers
+            ],
+            "totals": self.totals,
+            "parity": None if self.parity is None else self.parity.to_dict(),
+            "benchmark": None if self.benchmark is None else asdict(self.benchmark),
+            "notes": self.notes,
+            "versions": versions(),
+        }
+
+    def save(self, directory: Path) -> None:
+        """Write `export_report.json` into a directory."""
+        content = json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
+        (directory / NAME).write_text(content, encoding="utf-8")
+
+    def print(self) -> None:
+        """Show sizes, parity, and what stays dense."""
+        console = Console(width=None if sys.stdout.isatty() else 120)
+        console.print(_sizes(self))
+        if self.dense:
+            table = Table(title="Dense layers", title_justify="left")
+            table.add_column("layer", overflow="fold")
+            table.add_column("why", overflow="fold")
+            for layer in self.dense:
+                table.add_row(layer.name, layer.reason)
+            console.print(table)
+        if self.parity is not None:
+            console.print(_parity(self.parity))
+        if self.benchmark is not None:
+            sys.stdout.write(tables(self.benchmark))
+        for note in self.notes:
+            console.print(note, highlight=False)
+
+
+def _sizes(report: ExportReport) -> Table:
+    totals = report.totals
+    table = Table(title="Size", title_justify="left")
+    table.add_column("")
+    for column in ("with zeros", "packed", "ratio"):
+        table.add_column(column, justify="right")
+    dense, packed = totals["packed_layers_dense_bytes"], totals["packed_layers_packed_bytes"]
+    name = f"{totals['packed_layers']} 2:4 layers"
+    table.add_row(name, _mebibytes(dense), _mebibytes(packed), f"{packed / dense:.4f}")
+    if report.exported_bytes is not None and report.format == "packed":
+        before, after = report.source_bytes, report.exported_bytes
+        table.add_row(
+            "weight files", _mebibytes(before), _mebibytes(after), f"{after / before:.4f}"
+        )
+    if totals["negative_zeros"]:
+        table.caption = f"{totals['negative_zeros']} weights were −0.0 and are +0.0 now"
+    return table
+
+
+def _parity(parity: Parity) -> Table:
+    table = Table(title="Parity with the source", title_justify="left")
+    for column in ("what", "result"):
+        table.add_column(column, overflow="fold")
+    for what, result in _parity_rows(parity):
+        table.add_row(what, result)
+    return table
+
+
+def _parity_rows(parity: Parity) -> Iterable[tuple[str, str]]:
+    yield "tensors with equal bits", f"{parity.tensors} of {parity.tensors}"
+    if parity.operators:
+        worst = max(parity.operators, key=lambda row: row.packed)
+        yield (
+            "largest relative error of a layer",
+            f"{worst.packed:.1e} (dense product {worst.dense:.1e})",
+        )
+    if (text := parity.text) is not None:
+        yield "compared on", f"{text.tokens} tokens: {text.text}"
+        equal = "equal" if text.bit_equal else f"largest difference {text.max_difference:.3g}"
+        yield "logits", equal
+        yield "likeliest next token agrees", f"{text.top1_agreement:.2%}"
+        yield "perplexity", f"{text.perplexity_before:.4f} → {text.perplexity_after:.4f}"
+
+
+def _mebibytes(count: int) -> str:
+    return f"{count / 2**20:,.2f} MiB"

@@ -1,0 +1,266 @@
+"""`python -m export.to_sparse CKPT`: pack a 2:4 checkpoint, prove it equal, measure its speed."""
+
+import argparse
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from export.backends.apply import BACKENDS, TARGETS
+from export.benchmark import benchmark
+from export.checkpoint import Checkpoint, open_checkpoint, write_dense, write_packed
+from export.huggingface import load
+from export.parity import check_parity
+from export.progress import Track, bars
+from export.report import NO_CUDA, ExportReport
+from export.selection import choose_layers
+from mrp_lightning import errors
+from mrp_lightning.checkpoint import check_output_dir, save_directory
+
+_USER_ERRORS = (
+    errors.DataError,
+    errors.FormatError,
+    errors.OptionError,
+    errors.PatternError,
+    errors.TargetError,
+    FileExistsError,
+    FileNotFoundError,
+    PermissionError,
+)
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the command line.
+
+    Status 0: the export is written and equal to its source. 1: it is not equal. 2: a mistake of the
+    user's. 130 and 143: interrupted. But for 0 nothing is written.
+    """
+    options = _parser().parse_args(args)
+    signal.signal(signal.SIGTERM, _stop)
+    # A line for each file of each model that the gate loads says nothing.
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    if not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()
+    try:
+        run(options)
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted: nothing was written\n")
+        raise SystemExit(130) from None
+    except errors.ParityError as error:
+        sys.stderr.write(f"error: {error}\n")
+        raise SystemExit(1) from error
+    except _USER_ERRORS as error:
+        sys.stderr.write(f"error: {error}\n")
+        raise SystemExit(2) from error
+
+
+def run(options: argparse.Namespace) -> ExportReport:
+    """Validate, pack, compare, measure and report.
+
+    Raises:
+        PatternError: The checkpoint is not 2:4; see `choose_layers`.
+        ParityError: The export is not equal to its source; it is not written.
+        FormatError: See `open_checkpoint`.
+        OptionError: Options contradict each other.
+        FileExistsError: The output exists.
+    """
+    device = _device(options.device)
+    out = _output(options)
+    if not options.check_only:
+        check_output_dir(out, overwrite=options.overwrite, argument="--out")
+    source = open_checkpoint(options.checkpoint)
+    with bars() as track:
+        layers = choose_layers(
+            source, skip=options.skip, allow_partial=options.allow_partial, track=track
+        )
+        report = ExportReport(str(options.checkpoint), options.format, layers, source.num_bytes)
+        if options.check_only:
+            _check(source, report, out, options, device, track)
+        else:
+            with save_directory(out, overwrite=options.overwrite, argument="--out") as staging:
+                _export(source, report, staging, options, track)
+                _compare(source, report, staging, options, device, track)
+                _measure(report, staging, options, device)
+                report.save(staging)
+    report.print()
+    if not options.check_only:
+        sys.stdout.write(f"Written to {out}\n")
+    return report
+
+
+def _export(
+    source: Checkpoint,
+    report: ExportReport,
+    staging: Path,
+    options: argparse.Namespace,
+    track: Track,
+) -> None:
+    write = {"packed": write_packed, "dense": write_dense}[options.format]
+    chosen = {layer.tensor: layer.packed_name for layer in report.packed}
+    for _ in track(write(source, staging, chosen), len(chosen), "writing layers"):
+        pass
+
+
+def _check(
+    source: Checkpoint,
+    report: ExportReport,
+    out: Path,
+    options: argparse.Namespace,
+    device: torch.device,
+    track: Track,
+) -> None:
+    """Compare with what was exported before, if that is there."""
+    if (out / "config.json").is_file():
+        _compare(source, report, out, options, device, track)
+    else:
+        report.notes.append(f"checked only: {out} does not exist, and nothing was written")
+
+
+def _compare(
+    source: Checkpoint,
+    report: ExportReport,
+    directory: Path,
+    options: argparse.Namespace,
+    device: torch.device,
+    track: Track,
+) -> None:
+    report.exported_bytes = open_checkpoint(directory).num_bytes
+    report.parity = check_parity(
+        source, directory, report.layers, text=options.text, device=device, track=track
+    )
+    report.parity.require()
+
+
+def _measure(
+    report: ExportReport, directory: Path, options: argparse.Namespace, device: torch.device
+) -> None:
+    """Time the export, where that has a meaning and was asked for."""
+    if device.type != "cuda":
+        report.notes.append(NO_CUDA)
+    elif report.format == "dense":
+        report.notes.append("speed not measured: the dense format runs as its source does")
+    elif not options.benchmark:
+        report.notes.append("speed not measured: ask for it with --benchmark")
+    else:
+        try:
+            report.benchmark = benchmark(
+                cast(PreTrainedModel, load(directory).eval().to(device)),
+                backend=options.backend,
+                target=options.target,
+                compile_mode=None if options.compile == "none" else options.compile,
+                batch_sizes=options.batch_sizes,
+                prompt_tokens=options.prompt_tokens,
+                new_tokens=options.new_tokens,
+            )
+        except torch.cuda.OutOfMemoryError as error:  # no reason to lose a proven export
+            report.notes.append(f"speed not measured: {str(error).splitlines()[0]}")
+
+
+def _device(name: str | None) -> torch.device:
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise errors.OptionError(f"`--device`: {str(error).splitlines()[0]}") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise errors.OptionError("`--device cuda`: this machine has no CUDA device; try `cpu`.")
+    return device
+
+
+def _output(options: argparse.Namespace) -> Path:
+    source = Path(options.checkpoint).expanduser().resolve()
+    suffix = {"packed": "sparse24", "dense": "dense"}[options.format]
+    name = source.name.removesuffix(".ckpt")
+    out = options.out and Path(options.out).expanduser().resolve()
+    out = out or source.with_name(f"{name}-{suffix}")
+    if out == source or out in source.parents or source in out.parents:
+        raise errors.OptionError(
+            f"`--out` {out} must neither be the source {source}, nor hold it, nor lie in it."
+        )
+    return out
+
+
+def _stop(*_: Any) -> None:
+    """End by an exception, so that what is half written is removed."""
+    raise SystemExit(143)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m export.to_sparse",
+        description="Pack a checkpoint that was pruned to 2:4, prove that it computes the same, "
+        "and measure its speed.",
+    )
+    parser.add_argument(
+        "checkpoint",
+        metavar="CKPT",
+        help="a Hugging Face directory, or a Lightning .ckpt of mrp_lightning.CausalLM",
+    )
+    parser.add_argument("--out", metavar="DIR", help="default: CKPT-sparse24 (or CKPT-dense)")
+    parser.add_argument(
+        "--format",
+        choices=("packed", "dense"),
+        default="packed",
+        help="dense keeps the zeros, for software that knows no sparsity (default: packed)",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace what is in --out")
+    parser.add_argument(
+        "--skip",
+        nargs="+",
+        default=[],
+        metavar="PATTERN",
+        help="layers that stay dense: name parts with wildcards, such as lm_head or layers.0",
+    )
+    parser.add_argument(
+        "--allow-partial", action="store_true", help="leave layers that are not 2:4 dense"
+    )
+    parser.add_argument(
+        "--check-only",
+        action="store_true",
+        help="write nothing: check the source, and compare it with --out if that exists",
+    )
+    parser.add_argument(
+        "--text",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="text or .jsonl to compare logits on (default: the embedded text)",
+    )
+    parser.add_argument("--device", help="where to compare and measure (default: cuda if present)")
+    speed = parser.add_argument_group("speed, on a CUDA device")
+    speed.add_argument("--benchmark", action="store_true", help="measure prefill and decode")
+    speed.add_argument("--backend", choices=BACKENDS, default="auto", help="what to measure")
+    speed.add_argument(
+        "--compile",
+        default="default",
+        metavar="MODE",
+        help="mode of torch.compile, for both sides; none: eager code alone",
+    )
+    speed.add_argument(
+        "--target",
+        choices=tuple(TARGETS),
+        default="both",
+        help="what to keep weights ready for; both keeps two forms in memory (default: both)",
+    )
+    speed.add_argument("--batch-sizes", nargs="+", type=_positive, default=[1, 8], metavar="N")
+    speed.add_argument("--prompt-tokens", type=_positive, default=2048, metavar="N")
+    speed.add_argument("--new-tokens", type=_positive, default=128, metavar="N")
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive number, got {text}")
+    return value
+
+
+if __name__ == "__main__":
+    main()

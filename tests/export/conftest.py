@@ -1,0 +1,81 @@
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from mrp_lightning.embedded import STDLIB_LLAMA
+from mrp_lightning.solver.patterns import SemiStructured
+from mrp_lightning.walk.layers import Layer, is_linear
+
+SIZES = {
+    "llama": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
+    "opt": {
+        "hidden_size": 32,
+        "ffn_dim": 64,
+        "num_hidden_layers": 2,
+        "word_embed_proj_dim": 32,
+        "max_position_embeddings": 128,
+    },
+}
+
+
+def keep_two_of_four(weight: Tensor) -> Tensor:
+    """Zero the two smallest of every four columns."""
+    return weight.masked_fill(SemiStructured(2, 4).select(weight.abs(), 0), 0.0)
+
+
+@pytest.fixture(scope="session")
+def pruned(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A function that writes a random model, 2:4 in its blocks, to a new directory."""
+
+    def write(
+        kind: str = "llama",
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        max_shard_size: str = "5GB",
+        tokenizer: bool = True,
+        **config: Any,
+    ) -> Path:
+        torch.manual_seed(0)
+        options: dict[str, Any] = {"vocab_size": 2048, "pad_token_id": 0, "bos_token_id": 0}
+        if kind == "llama":
+            options |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+            options |= {"max_position_embeddings": 128, "tie_word_embeddings": True}
+        if kind == "opt":
+            options |= {"num_attention_heads": 4}
+        options |= SIZES[kind] | {"eos_token_id": 0} | config
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **options), dtype=dtype)
+        for name, module in model.named_modules():
+            if is_linear(module) and "lm_head" not in name:
+                layer = Layer(name, module)
+                layer.write_(keep_two_of_four(layer.weight))
+        directory = tmp_path_factory.mktemp("pruned") / kind
+        model.save_pretrained(directory, max_shard_size=max_shard_size)
+        if tokenizer:
+            AutoTokenizer.from_pretrained(STDLIB_LLAMA).save_pretrained(directory)
+        return directory
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def _llama(pruned: Callable[..., Path]) -> Path:
+    return pruned()
+
+
+@pytest.fixture
+def llama(_llama: Path, tmp_path: Path) -> Path:
+    """A pruned LLaMA in a directory of the test's own, with room beside it."""
+    return Path(shutil.copytree(_llama, tmp_path / "llama"))
+
+
+@pytest.fixture
+def ids() -> Tensor:
+    """Tokens (2, 16)."""
+    return torch.randint(1, 2048, (2, 16), generator=torch.Generator().manual_seed(2))

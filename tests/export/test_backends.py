@@ -1,0 +1,340 @@
+"""The choice of a kernel, the measured table, derived forms, and what each back-end refuses."""
+
+import gc
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from export import backends
+from export.backends import choose, choose_name, cusparselt, forms, measured_table, use_table
+from export.backends import kernels as kernels_module
+from export.backends.apply import BACKENDS, apply, not_faster
+from export.backends.kernels import KERNELS, Call
+from export.backends.subclasses import SUBCLASSES
+from export.backends.table import STORED_DENSE, Measurement, Table, cache_path, environment
+from export.backends.tuning import random_24
+from export.format import broken_groups, pack
+from export.layer import Sparse24Linear
+from mrp_lightning.errors import DataError, OptionError
+
+CPU = torch.device("cpu")
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def row(kernel, microseconds, tokens=8, config=None, shape=(64, 32)):
+    return Measurement(
+        *shape, "bfloat16", tokens, kernel, config or {}, microseconds, microseconds, microseconds
+    )
+
+
+@pytest.fixture
+def all_kernels_usable(monkeypatch):
+    """As if the machine had Triton and cuSPARSELt: only the choice is tested."""
+    monkeypatch.setattr(kernels_module, "triton_missing", lambda: None)
+    monkeypatch.setattr(kernels_module, "_interpreting", lambda: True)
+    monkeypatch.setattr(cusparselt, "missing", lambda device: None)
+
+
+@pytest.fixture
+def table():
+    """Sets the table of the CPU, and removes it afterwards."""
+    yield lambda *rows: use_table(Table({}, rows), CPU)
+    use_table(None, CPU)
+
+
+def call(tokens, dtype=torch.bfloat16, shape=(64, 32), device=CPU):
+    return Call(tokens, *shape, dtype, device)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "prepared", "kernel"),
+    [
+        (1, True, "triton-gemv"),
+        (2, True, "triton-gemm"),
+        (64, False, "triton-gemm"),
+        (65, True, "cusparselt"),
+        (65, False, "unpack-dense"),
+        (0, True, "unpack-dense"),
+    ],
+)
+def test_without_measurements_the_number_of_tokens_decides(
+    all_kernels_usable, table, tokens, prepared, kernel
+):
+    table()
+    assert choose_name(call(tokens), prepared)[0] == kernel
+
+
+def test_the_fastest_measured_kernel_runs_with_its_configuration(all_kernels_usable, table):
+    table(
+        row("cusparselt", 2.0, config={"alg_id": 3, "split_k": 2, "split_k_mode": 1}),
+        row("triton-gemm", 3.0, config={"tokens": 64}),
+        row(STORED_DENSE, 1.0),
+    )
+    assert choose_name(call(8), prepared=True) == (
+        "cusparselt",
+        {"alg_id": 3, "split_k": 2, "split_k_mode": 1},
+    )
+    # A weight that was not prepared for cuSPARSELt gets the next best.
+    assert choose_name(call(8), prepared=False) == ("triton-gemm", {"tokens": 64})
+
+
+def test_float32_has_no_sparse_kernel_and_is_multiplied_dense(all_kernels_usable, table):
+    table()
+    assert choose_name(call(1, torch.float32), prepared=True)[0] == "unpack-dense"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "found"), [(1, 1), (2, None), (5, 8), (11, 8), (12, 16), (32, 16), (33, None)]
+)
+def test_a_table_speaks_for_numbers_of_tokens_near_the_measured_ones(tokens, found):
+    measured = Table({}, (row("a", 1.0, 1), row("b", 1.0, 8), row("c", 1.0, 16)))
+    rows = measured.at(tokens, 64, 32, torch.bfloat16)
+    assert (rows[0].tokens if rows else None) == found
+
+
+def test_a_table_does_not_speak_for_other_shapes_or_dtypes():
+    measured = Table({}, (row("a", 1.0),))
+    assert measured.at(8, 64, 32, torch.bfloat16)
+    assert not measured.at(8, 32, 64, torch.bfloat16)
+    assert not measured.at(8, 64, 32, torch.float16)
+
+
+def test_newer_measurements_replace_those_of_the_same_problem():
+    old = Table({"device": "x"}, (row("a", 1.0, 8), row("b", 2.0, 8), row("a", 1.0, 16)))
+    new = old.merged([row("b", 3.0, 8)])
+    assert new.measurements == (row("a", 1.0, 16), row("b", 3.0, 8))
+    assert new.environment == {"device": "x"}
+
+
+def test_a_table_survives_the_disk(tmp_path):
+    path = tmp_path / "new" / "table.json"
+    saved = Table({"device": "x"}, (row("triton-gemv", 1.5, 1, {"rows": 8}),))
+    saved.save(path)
+    assert Table.load(path) == saved
+    assert [p.name for p in path.parent.iterdir()] == ["table.json"]
+
+
+@pytest.mark.parametrize("content", ["{", "{}", '{"version": 99}', "[]"])
+def test_a_spoilt_table_is_named(tmp_path, content):
+    path = tmp_path / "table.json"
+    path.write_text(content)
+    with pytest.raises(DataError, match=r"table\.json .*[Mm]easure again|measure again"):
+        Table.load(path)
+
+
+def test_the_table_of_this_environment_is_read_from_the_cache(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    here = environment(CPU)
+    path = cache_path(here)
+    assert path.is_relative_to(tmp_path)
+    assert cache_path({**here, "torch": "other"}) != path
+    try:
+        Table(here, (row("a", 1.0),)).save(path)
+        use_table(None, CPU)
+        assert measured_table(CPU).measurements == (row("a", 1.0),)
+        path.write_text(json.dumps({"version": 0}))
+        use_table(None, CPU)
+        assert measured_table(CPU).measurements == ()
+        assert "Until then kernels are chosen by number of tokens" in caplog.text
+    finally:
+        use_table(None, CPU)
+
+
+def test_a_device_without_index_is_the_current_one(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    mine = Table({"device": "x"})
+    use_table(mine, torch.device("cuda"))
+    try:
+        assert measured_table(torch.device("cuda", 3)) is mine
+    finally:
+        backends._tables.pop("cuda:3")
+
+
+def test_the_chosen_function_computes_the_layer(table):
+    table()
+    torch.manual_seed(0)
+    weight = random_24(24, 32, torch.float32, CPU)
+    x, bias = torch.randn(5, 32), torch.randn(24)
+    run = choose(5, 24, 32, torch.float32, CPU)
+    torch.testing.assert_close(run(x, *pack(weight), bias), x @ weight.T + bias)
+    with pytest.raises(ValueError, match=r"input is torch\.float64 and the packed weight"):
+        run(x.double(), *pack(weight), bias)
+
+
+def test_random_weights_are_2_of_4():
+    weight = random_24(16, 64, torch.bfloat16, CPU)
+    assert broken_groups(weight) == 0
+    assert int((weight != 0).sum()) == weight.numel() // 2
+
+
+def test_a_form_lives_as_long_as_its_weight_and_only_for_its_values():
+    weight = torch.randn(4, 4)
+    form = torch.ones(3)
+    forms.keep(weight, "kind", form)
+    assert forms.find(weight, "kind") is form
+    assert forms.find(weight.detach(), "kind") is form  # aliases are the same weight
+    assert forms.find(weight[:2], "kind") is None
+    assert forms.find(weight, "other") is None
+    assert forms.nbytes(weight) == 12
+    weight.add_(1)
+    assert forms.find(weight, "kind") is None  # stale
+    forms.keep(weight, "kind", form)
+    forms.drop(weight)
+    assert forms.find(weight, "kind") is None
+
+    forms.keep(weight, "kind", form)
+    before = len(forms._FORMS)
+    del weight
+    gc.collect()
+    assert len(forms._FORMS) == before - 1
+
+
+def test_cusparselt_says_what_it_refuses():
+    assert "runs on CUDA devices, not on 'cpu'" in cusparselt.missing(CPU)
+    assert cusparselt.refuse(32, 64, torch.bfloat16) is None
+    assert "multiples of 16, not 24×64" in cusparselt.refuse(24, 64, torch.float16)
+    assert "not float32" in cusparselt.refuse(32, 64, torch.float32)
+
+
+def test_the_installed_torch_has_the_private_functions_of_cusparselt():
+    arguments = {a.name for a in torch.ops.aten._cslt_sparse_mm.default._schema.arguments}
+    assert {"alg_id", "split_k", "split_k_mode", "transpose_result", "bias"} <= arguments
+    # The meta kernel checks operands and gives the shape: tokens first, contiguous.
+    x = torch.empty(5, 32, dtype=torch.bfloat16, device="meta")
+    compressed = torch.empty(48, 18, dtype=torch.bfloat16, device="meta")
+    bias = torch.empty(48, dtype=torch.bfloat16, device="meta")
+    y = cusparselt.matmul(x, compressed, bias, cusparselt.Algorithm(1, 2, 0))
+    assert y.shape == (5, 48)
+    assert y.is_contiguous()
+
+
+def test_kernels_refuse_calls_with_a_reason():
+    assert KERNELS["triton-gemv"].refuse(call(2)) == (
+        "the matrix-vector kernel takes one token, not 2"
+    )
+    assert KERNELS["triton-gemm"].refuse(call(0)) == "there are no tokens"
+    assert KERNELS["cusparselt"].refuse(call(4)) is not None
+    assert KERNELS["unpack-dense"].refuse(call(4)) is None
+
+
+def test_triton_kernels_refuse_dtypes_and_sizes(all_kernels_usable):
+    refuse = KERNELS["triton-gemm"].refuse
+    assert refuse(call(4)) is None
+    assert "float16 and bfloat16, not float32" in refuse(call(4, torch.float32))
+    assert "multiple of 8" in refuse(call(4, shape=(64, 12)))
+    assert "at most" in refuse(call(4, shape=(2**20, 2**12)))
+
+
+def sparse_model(dtype=torch.bfloat16, shape=(32, 64)):
+    layers = []
+    for _ in range(2):
+        linear = nn.Linear(shape[1], shape[0], dtype=dtype)
+        linear.weight.data = random_24(*shape, dtype, CPU)
+        layers.append(Sparse24Linear.from_linear(linear))
+    return nn.Sequential(*layers)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_back_end_says_why_it_cannot_run_on_a_cpu_and_changes_nothing(backend):
+    model = sparse_model()
+    with pytest.raises(OptionError, match=rf"--backend {backend}` cannot run here: .*CUDA"):
+        apply(model, backend)
+    assert all(isinstance(layer, Sparse24Linear) for layer in model)
+
+
+def test_unknown_back_ends_and_targets_are_refused():
+    with pytest.raises(OptionError, match="none of auto, triton, torch, torchao, torchao-fp8"):
+        apply(sparse_model(), "cutlass")
+    with pytest.raises(OptionError, match="none of decode, prefill, both"):
+        apply(sparse_model(), "auto", "training")
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "shape", "reason"),
+    [
+        ("torch", torch.bfloat16, (32, 64), None),
+        ("torch", torch.float32, (32, 64), "float16 and bfloat16, not float32"),
+        ("torch", torch.bfloat16, (24, 64), "24×64 is not a multiple of 16×16"),
+        ("torchao", torch.float16, (32, 40), "32×40 is not a multiple of 16×16"),
+        ("torchao-fp8", torch.bfloat16, (32, 64), None),
+        ("torchao-fp8", torch.float16, (32, 64), "from bfloat16, not float16"),
+        ("torchao-fp8", torch.bfloat16, (32, 48), "32×48"),
+    ],
+)
+def test_back_ends_refuse_layers_with_a_reason(backend, dtype, shape, reason):
+    refused = SUBCLASSES[backend].refuse(nn.Linear(shape[1], shape[0], dtype=dtype))
+    assert refused is None if reason is None else reason in refused
+
+
+def test_a_refused_layer_becomes_dense_and_is_listed(all_kernels_usable, monkeypatch):
+    from export.backends import apply as apply_module
+
+    monkeypatch.setattr(apply_module, "_missing", lambda backend, device: None)
+    model = sparse_model(torch.float32)
+    x = torch.randn(3, 64)
+    before = model[0](x)
+    applied = apply(model, "triton")
+    assert applied.sparse == []
+    assert set(applied.dense) == {"0", "1"}
+    assert "not float32" in applied.dense["0"]
+    assert type(model[0]) is nn.Linear
+    torch.testing.assert_close(model[0](x), before)
+
+
+def test_a_layer_that_is_nowhere_faster_stays_dense(all_kernels_usable, monkeypatch, table):
+    from export.backends import apply as apply_module
+
+    monkeypatch.setattr(apply_module, "_missing", lambda backend, device: None)
+    slow = [row(STORED_DENSE, 1.0, t, shape=(32, 64)) for t in (1, 8)]
+    slow += [row("triton-gemm", 2.0, t, shape=(32, 64)) for t in (1, 8)]
+    table(*slow)
+    model = sparse_model()
+    applied = apply(model, "auto", "decode")
+    assert applied.sparse == []
+    assert applied.dense["0"] == ("not faster on this device: 0.50× at 1 tokens, 0.50× at 8 tokens")
+    layer = sparse_model()[0]
+    win = row("triton-gemv", 0.5, 1, shape=(32, 64))
+    assert not_faster(layer, Table({}, (*slow, win)), "decode") is None
+    assert not_faster(layer, Table({}, tuple(slow)), "both") is None  # prefill is not measured
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", [1, 5, 16, 100])
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_are_as_exact_as_a_dense_product(name, tokens, dtype):
+    device = torch.device("cuda")
+    problem = Call(tokens, 208, 512, dtype, device)
+    if reason := KERNELS[name].refuse(problem):
+        pytest.skip(reason)
+    torch.manual_seed(0)
+    weight = random_24(208, 512, dtype, device)
+    x, bias = torch.randn(tokens, 512, dtype=dtype, device=device), weight[:, 0].clone()
+    values, meta = pack(weight)
+    if name == "cusparselt":
+        assert kernels_module.prepare(values, meta) is None
+    truth = x.double() @ weight.double().T + bias.double()
+    allowed = 1.5 * (nn.functional.linear(x, weight, bias).double() - truth).norm()
+    y = KERNELS[name].run(x, values, meta, bias)
+    assert (y.double() - truth).norm() <= allowed
+    assert y.shape == (tokens, 208)
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_back_ends_compute_the_layer(backend):
+    model = sparse_model(shape=(64, 64)).cuda()
+    x = torch.randn(16, 64, dtype=torch.bfloat16, device="cuda")
+    with torch.no_grad():
+        expected = model(x)
+        try:
+            applied = apply(model, backend)
+        except OptionError as error:
+            pytest.skip(str(error))
+        assert len(applied.sparse) == 2
+        error = (model(x) - expected).norm() / expected.norm()
+    assert error < (0.1 if backend == "torchao-fp8" else 0.01)

@@ -1,0 +1,207 @@
+"""The benchmark but for the clock: models, decoding, turns, memory and tables."""
+
+from dataclasses import asdict
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from export import benchmark as module
+from export.backends.forms import drop, keep
+from export.backends.table import STORED_DENSE, Measurement
+from export.backends.timing import COLD_BYTES, Timing, copies, take_turns
+from export.benchmark import (
+    SHAPES,
+    benchmark,
+    dense_copy,
+    main,
+    packed_copy,
+    prunable,
+    random_model,
+    storage_bytes,
+)
+from export.benchmark_tables import Result, speed_ups, tables
+from export.format import broken_groups
+from export.layer import Sparse24Linear
+from export.model_timing import Decoder, ModelTime
+from mrp_lightning.errors import OptionError
+
+CPU = torch.device("cpu")
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+PARAMETERS = {"llama2-7b": 6.74e9, "llama3-8b": 8.03e9, "opt-6.7b": 6.66e9}
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    small = {
+        "model_type": "llama",
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    monkeypatch.setitem(module.SHAPES, "tiny", small)
+    torch.manual_seed(0)
+    return random_model("tiny", torch.float32, CPU)
+
+
+@pytest.mark.parametrize("shape", PARAMETERS)
+def test_shapes_have_as_many_parameters_as_their_models(shape):
+    options = dict(SHAPES[shape])
+    config = AutoConfig.for_model(options.pop("model_type"), **options)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    count = sum(p.numel() for p in model.parameters())
+    if shape == "opt-6.7b":  # more positions than the original's 2048
+        count -= (config.max_position_embeddings - 2048) * config.hidden_size
+    assert count == pytest.approx(PARAMETERS[shape], rel=0.002)
+
+
+def test_random_models_are_2_of_4_but_for_the_head(tiny):
+    layers = prunable(tiny)
+    assert len(layers) == 14
+    assert all(broken_groups(layer.weight) == 0 for layer in layers.values())
+    assert broken_groups(tiny.lm_head.weight) > 0
+
+
+def test_packed_and_dense_copies_compute_the_same_and_share_the_rest(tiny):
+    sparse = packed_copy(tiny, prunable(tiny))
+    dense = dense_copy(sparse)
+    ids = torch.randint(64, (2, 9))
+    assert sum(isinstance(m, Sparse24Linear) for m in sparse.modules()) == 14
+    assert not any(isinstance(m, Sparse24Linear) for m in dense.modules())
+    with torch.no_grad():
+        expected = tiny(ids).logits
+        assert torch.equal(sparse(ids).logits, expected)
+        assert torch.equal(dense(ids).logits, expected)
+    head = tiny.lm_head.weight.data_ptr()
+    assert sparse.lm_head.weight.data_ptr() == dense.lm_head.weight.data_ptr() == head
+
+
+def test_memory_counts_each_storage_once_and_the_forms(tiny):
+    linear = torch.nn.Linear(64, 32, bias=False, dtype=torch.bfloat16)
+    linear.weight.data = module.random_24(32, 64, torch.bfloat16, CPU)
+    layer = Sparse24Linear.from_linear(linear)
+    shared = torch.nn.ModuleList([layer, layer])
+    shared.extra = layer.weight
+    assert storage_bytes(shared) == 32 * 64 * 2 * 0.5625
+    keep(layer.weight, "form", torch.zeros(10))
+    assert storage_bytes(shared) == 32 * 64 * 2 * 0.5625 + 40
+    drop(layer.weight)
+
+
+def test_steps_decode_what_generate_does_and_can_be_taken_again(tiny):
+    prompt = torch.randint(64, (1, 6))
+    with torch.no_grad():
+        expected = tiny.generate(prompt, max_new_tokens=5, min_new_tokens=5, do_sample=False)[0, 6:]
+        decoder = Decoder(tiny, prompt, new_tokens=4)
+        for _ in range(2):
+            found = [int(decoder.token)]
+            for _ in range(4):
+                decoder.step()
+                found.append(int(decoder.token))
+            assert found == expected.tolist()
+            decoder.rewind()
+
+
+def test_contestants_take_turns():
+    order = []
+
+    def once(name, times):
+        def measure():
+            order.append(name)
+            return times.pop(0)
+
+        return measure
+
+    found = take_turns({"a": once("a", [3.0, 1.0, 2.0]), "b": once("b", [5.0, 5.0, 8.0])}, 3)
+    assert order == ["a", "b"] * 3
+    assert found["a"].median == 2.0
+    assert found["a"].low == pytest.approx(1.4)  # 20th percentile of 1, 2, 3
+    assert found["a"].high == pytest.approx(2.6)
+    assert found["b"].median == 5.0
+
+
+@pytest.mark.parametrize("size", [1, 1000, COLD_BYTES - 1, COLD_BYTES, 3 * COLD_BYTES])
+def test_rotated_copies_exceed_the_cache(size):
+    assert copies(size) >= 2
+    assert copies(size) * size >= COLD_BYTES
+
+
+def timed(phase, side, way, milliseconds, failure=None):
+    timing = Timing(*[milliseconds * 1e3] * 3) if failure is None else None
+    return ModelTime(phase, side, way, 1, 100, timing, 12.0, failure)
+
+
+MODELS = [
+    timed("prefill", "dense", "eager", 4.0),
+    timed("prefill", "dense", "compiled", 3.0),
+    timed("prefill", "sparse", "eager", 2.0),
+    timed("prefill", "sparse", "compiled", 0.0, "RuntimeError: no"),
+    timed("decode", "dense", "eager", 1.0),
+    timed("decode", "sparse", "eager", 2.0),
+]
+
+
+def test_the_faster_way_of_each_side_counts():
+    assert speed_ups(MODELS) == {("prefill", 1): 1.5, ("decode", 1): 0.5}
+
+
+def test_tables_show_wins_losses_and_failures():
+    layers = [
+        Measurement(1000, 2000, "bfloat16", 1, STORED_DENSE, {}, 4.0, 3.9, 4.1),
+        Measurement(1000, 2000, "bfloat16", 1, "triton-gemv", {"rows": 8}, 2.5, 2.4, 2.6),
+        Measurement(1000, 2000, "bfloat16", 1, "triton-gemm", {}, 8.0, 8.0, 8.0),
+    ]
+    result = Result(
+        {"device": "a GPU"},
+        "auto",
+        "both",
+        layers,
+        MODELS,
+        {"model.0": "refused"},
+        2_000_000_000,
+        1_125_000_000,
+        2e12,
+        ["a note"],
+    )
+    text = tables(result)
+    # 4 MB in 4 µs are 1000 GB/s; 2.25 MB in 2.5 µs are 900 GB/s of 2000.
+    assert "| 1000×2000 | 1 | stored dense | 4.0 | 3.9–4.1 | 1.00 | 1000 | 50% |" in text
+    assert "| 1000×2000 | 1 | triton-gemv | 2.5 | 2.4–2.6 | 1.60 | 900 | 45% |" in text
+    assert "| triton-gemm | 8.0 | 8.0–8.0 | 0.50 |" in text
+    assert "| prefill | 1 | 100 | dense | compiled | 3.000 | 3.000–3.000 | 33333 | 12 |" in text
+    assert "failed: RuntimeError: no" in text
+    assert "decode, batch 1: sparse is 0.50× as fast" in text
+    assert "1.12 GB, 2.00 GB dense" in text
+    assert "Stayed dense: model.0: refused." in text
+    assert "a note" in text
+    assert asdict(result)["models"][0]["timing"]["median"] == 4000.0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA")
+def test_without_cuda_it_says_so(tiny, capsys):
+    with pytest.raises(SystemExit):
+        main(["--shape", "llama2-7b"])
+    assert "this machine has none" in capsys.readouterr().err
+    with pytest.raises(OptionError, match="on CUDA devices; the model is on cpu"):
+        benchmark(packed_copy(tiny, prunable(tiny)))
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_a_small_model_is_measured(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    device = torch.device("cuda", 0)
+    model = random_model("tiny", torch.bfloat16, device)
+    result = benchmark(
+        packed_copy(model, prunable(model)),
+        compile_mode=None,
+        prompt_tokens=16,
+        new_tokens=4,
+        layer_tokens=(1, 16),
+    )
+    assert not [row.failure for row in result.models if row.failure]
+    assert {m.kernel for m in result.layers} >= {STORED_DENSE, "unpack-dense"}

@@ -1,0 +1,126 @@
+"""Packed directories in the hands of transformers."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import export
+from export import Sparse24Linear
+from export.to_sparse import main
+from mrp_lightning.errors import FormatError
+
+
+@pytest.fixture
+def packed(llama: Path) -> Path:
+    main([str(llama)])
+    return llama.with_name("llama-sparse24")
+
+
+def logits(directory: Path, ids: torch.Tensor, **options: object) -> torch.Tensor:
+    with torch.inference_mode():
+        return AutoModelForCausalLM.from_pretrained(directory, **options)(ids).logits
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "opt"])
+def test_the_logits_are_those_of_the_pruned_model(kind, pruned, ids, tmp_path):
+    source = pruned(kind)
+    main([str(source), "--out", str(tmp_path / "packed")])
+    model, loading = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "packed", output_loading_info=True
+    )
+    assert not any(loading.values()), loading
+    layers = [m for m in model.modules() if isinstance(m, Sparse24Linear)]
+    assert len(layers) == {"llama": 14, "gpt2": 8, "opt": 12}[kind]
+    assert not any(layer.weight.requires_grad for layer in layers)
+    with torch.inference_mode():
+        assert torch.equal(model(ids).logits, logits(source, ids))
+        dense = model.dequantize()
+        assert torch.equal(dense(ids).logits, logits(source, ids))
+    dense.save_pretrained(tmp_path / "dense")
+    before = load_file(source / "model.safetensors")
+    after = load_file(tmp_path / "dense" / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert "quantization_config" not in json.loads((tmp_path / "dense/config.json").read_text())
+
+
+def test_it_loads_in_another_precision(llama, packed, ids):
+    found = logits(packed, ids, dtype=torch.float32)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, logits(llama, ids, dtype=torch.float32))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs accelerate")
+def test_it_loads_with_a_device_map(llama, packed, ids):
+    assert torch.equal(logits(packed, ids, device_map="cpu"), logits(llama, ids))
+
+
+def test_it_generates_the_same_text(llama, packed, ids):
+    options = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    before = AutoModelForCausalLM.from_pretrained(llama).generate(ids, **options)
+    assert torch.equal(export.load(packed).generate(ids, **options), before)
+
+
+def test_saving_again_writes_the_same_tensors(packed, ids, tmp_path):
+    export.load(packed).save_pretrained(tmp_path / "again")
+    before = load_file(packed / "model.safetensors")
+    after = load_file(tmp_path / "again" / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert torch.equal(logits(tmp_path / "again", ids), logits(packed, ids))
+
+
+def test_without_the_plug_in_loading_fails(packed):
+    code = f"from transformers import AutoModelForCausalLM as A; A.from_pretrained({str(packed)!r})"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert "ignore_mismatched_sizes" in ended.stderr
+
+
+def change(packed: Path, **tensors: torch.Tensor | None) -> None:
+    held = load_file(packed / "model.safetensors") | tensors
+    kept = {name: tensor for name, tensor in held.items() if tensor is not None}
+    save_file(kept, packed / "model.safetensors", {"format": "pt"})
+
+
+def test_load_refuses_what_is_missing_or_left_over(packed):
+    change(packed, **{"model.norm.weight": None, "model.extra.weight": torch.zeros(2)})
+    with pytest.raises(FormatError, match=r"missing keys: model\.norm\.weight; unexpected keys"):
+        export.load(packed)
+
+
+def test_nibbles_that_cannot_be_are_refused_by_every_loader(packed):
+    name = "model.layers.0.mlp.up_proj.weight_meta"
+    meta = load_file(packed / "model.safetensors")[name]
+    meta[0, 0] = 0x40
+    change(packed, **{name: meta})
+    with pytest.raises(FormatError, match=r"up_proj\.weight_meta \(1 of 512\)"):
+        AutoModelForCausalLM.from_pretrained(packed)
+
+
+def test_another_version_of_the_format_is_refused(packed):
+    config = json.loads((packed / "config.json").read_text())
+    config["quantization_config"]["format_version"] = 2
+    (packed / "config.json").write_text(json.dumps(config))
+    with pytest.raises(FormatError, match="format_version` is 2.*reads 1"):
+        export.load(packed)
+
+
+def test_names_that_the_model_lacks_are_refused(packed):
+    config = json.loads((packed / "config.json").read_text())
+    config["quantization_config"]["modules"] += ["model.norm", "model.nothing"]
+    (packed / "config.json").write_text(json.dumps(config))
+    with pytest.raises(FormatError, match=r"model\.norm, model\.nothing"):
+        export.load(packed)
+
+
+def test_load_needs_a_model_directory(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"config\.json"):
+        export.load(tmp_path)

@@ -1,0 +1,132 @@
+"""The operator and the layer, against a dense `nn.Linear`."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from export import Sparse24Linear
+from mrp_lightning.errors import PatternError
+
+from .conftest import keep_two_of_four
+
+
+@pytest.fixture(params=[True, False], ids=["bias", "no bias"])
+def linear(request: pytest.FixtureRequest) -> nn.Linear:
+    torch.manual_seed(0)
+    linear = nn.Linear(32, 24, bias=request.param)
+    linear.weight.data = keep_two_of_four(linear.weight.data)
+    return linear.requires_grad_(False)
+
+
+@pytest.mark.parametrize("shape", [(32,), (1, 32), (3, 5, 32), (0, 32), (2, 0, 32)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_it_computes_what_the_dense_layer_computes(shape, dtype, linear):
+    linear = linear.to(dtype)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    assert torch.equal(Sparse24Linear.from_linear(linear)(x), linear(x))
+
+
+def test_inputs_need_not_be_contiguous(linear):
+    x = torch.randn(5, 3, 32).transpose(0, 1)
+    assert torch.equal(Sparse24Linear.from_linear(linear)(x), linear(x))
+
+
+def test_the_operator_follows_the_rules_of_torch(linear):
+    layer = Sparse24Linear.from_linear(linear)
+    for x in (torch.randn(3, 32), torch.randn(2, 3, 32, requires_grad=True)):
+        torch.library.opcheck(
+            torch.ops.mrp_lightning.linear24, (x, layer.weight, layer.weight_meta, layer.bias)
+        )
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_it_compiles_into_one_graph_for_any_number_of_tokens(backend, linear):
+    layer = Sparse24Linear.from_linear(linear)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=backend)
+    for tokens in (2, 3, 7):
+        x = torch.randn(tokens, 32)
+        assert torch.equal(compiled(x), linear(x))
+
+
+def test_it_exports(linear):
+    layer = Sparse24Linear.from_linear(linear)
+    tokens = torch.export.Dim("tokens", min=2, max=64)
+    exported = torch.export.export(layer, (torch.randn(4, 32),), dynamic_shapes=({0: tokens},))
+    file = io.BytesIO()
+    torch.export.save(exported, file)
+    file.seek(0)
+    x = torch.randn(9, 32)
+    assert torch.equal(torch.export.load(file).module()(x), linear(x))
+
+
+def test_copies_and_state_dicts_keep_it(linear):
+    layer = Sparse24Linear.from_linear(linear)
+    x = torch.randn(4, 32)
+    assert torch.equal(copy.deepcopy(layer)(x), linear(x))
+    other = Sparse24Linear(32, 24, bias=linear.bias is not None)
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other(x), linear(x))
+    file = io.BytesIO()
+    torch.save(layer.state_dict(), file)
+    file.seek(0)
+    other.load_state_dict(torch.load(file, weights_only=True), assign=True)
+    assert torch.equal(other(x), linear(x))
+
+
+def test_a_change_of_dtype_leaves_the_meta_alone(linear):
+    layer = Sparse24Linear.from_linear(linear)
+    half = copy.deepcopy(layer).half()
+    assert half.weight.dtype == torch.float16
+    assert torch.equal(half.weight_meta, layer.weight_meta)
+    x = torch.randn(4, 32).half()
+    assert torch.equal(half(x), linear.half()(x))
+
+
+def test_it_goes_back_to_a_dense_layer(linear):
+    dense = Sparse24Linear.from_linear(linear).to_linear()
+    assert torch.equal(dense.weight, linear.weight)
+    x = torch.randn(4, 32)
+    assert torch.equal(dense(x), linear(x))
+
+
+def test_conv1d_is_packed_along_its_inputs():
+    torch.manual_seed(0)
+    conv = Conv1D(24, 32)
+    conv.weight.data = keep_two_of_four(conv.weight.data.T).T.contiguous()
+    layer = Sparse24Linear.from_linear(conv)
+    assert (layer.in_features, layer.out_features) == (32, 24)
+    x = torch.randn(2, 3, 32)
+    assert torch.allclose(layer(x), conv(x), atol=1e-6)
+
+
+def test_gradients_reach_the_input_and_the_bias(linear):
+    layer = Sparse24Linear.from_linear(linear)
+    x, y = torch.randn(2, 3, 32, requires_grad=True), torch.randn(2, 3, 24)
+    if layer.bias is not None:
+        layer.bias.requires_grad_()
+        linear.bias.requires_grad_()
+    (layer(x) * y).sum().backward()
+    found, x.grad = x.grad, None
+    (linear(x) * y).sum().backward()
+    assert torch.allclose(found, x.grad, atol=1e-6)
+    if layer.bias is not None:
+        assert torch.allclose(layer.bias.grad, linear.bias.grad, atol=1e-6)
+
+
+def test_training_the_packed_weight_is_refused(linear):
+    layer = Sparse24Linear.from_linear(linear)
+    layer.weight.requires_grad_()
+    with pytest.raises(NotImplementedError, match="cannot be trained.*dequantize"):
+        layer(torch.randn(2, 32)).sum().backward()
+
+
+def test_a_layer_that_does_not_fit_is_refused():
+    with pytest.raises(PatternError, match="in_features 12 is not a multiple of 8"):
+        Sparse24Linear(12, 4)
+    with pytest.raises(PatternError, match="not 2:4"):
+        Sparse24Linear.from_linear(nn.Linear(16, 4))

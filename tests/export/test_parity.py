@@ -1,0 +1,106 @@
+"""The gates of the parity check let equals pass and stop each kind of difference."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from export import parity
+from export.checkpoint import open_checkpoint, write_packed
+from export.layer import Sparse24Linear
+from export.parity import Parity, check_parity, compare_text, different_bits, operator_error
+from export.selection import choose_layers
+from mrp_lightning.errors import DataError, ParityError
+
+
+@pytest.fixture
+def exported(llama, tmp_path):
+    source = open_checkpoint(llama)
+    layers = choose_layers(source)
+    (tmp_path / "out").mkdir()
+    for _ in write_packed(source, tmp_path / "out", {c.tensor: c.packed_name for c in layers}):
+        pass
+    return source, tmp_path / "out", layers
+
+
+def test_every_gate_is_passed_by_an_honest_export(exported):
+    found = check_parity(*exported)
+    assert found.failures == []
+    assert found.tensors == 20
+    assert len(found.operators) == 14
+    assert found.text is not None
+    assert found.text.bit_equal
+    assert found.text.tokens >= parity.MIN_TOKENS
+    found.require()
+
+
+def test_a_less_accurate_operator_is_stopped(exported, monkeypatch):
+    monkeypatch.setattr(
+        parity, "operator_error", lambda name, *_: parity.OperatorError(name, 1.6e-3, 1e-3)
+    )
+    found = check_parity(*exported)
+    assert len(found.failures) == 14
+    assert "1.60e-03, more than 1.5 times the 1.00e-03" in found.failures[0]
+    assert found.text is None  # what follows a failed gate is not computed
+    with pytest.raises(ParityError, match="up_proj"):
+        found.require()
+
+
+def test_the_error_of_the_operator_is_that_of_the_dense_product():
+    layer = Sparse24Linear(64, 16, bias=False, dtype=torch.bfloat16)
+    torch.manual_seed(0)
+    layer.weight.data.normal_()
+    layer.weight_meta.fill_(0x4E)
+    error = operator_error("layer", layer)
+    assert error.packed == error.dense
+    assert 1e-4 < error.dense < 1e-2  # bfloat16 has 8 bits
+
+
+def test_a_model_that_predicts_otherwise_is_stopped(llama):
+    before = AutoModelForCausalLM.from_pretrained(llama)
+    after = AutoModelForCausalLM.from_pretrained(llama)
+    with torch.no_grad():
+        after.model.norm.weight.neg_()
+    windows = torch.randint(2048, (3, 64), generator=torch.Generator().manual_seed(0))
+    text = compare_text(before, after, windows, origin="random")
+    assert text.tokens == 3 * 63
+    assert not text.bit_equal
+    assert text.divergence > 0
+    failures = parity._text_failures(text)
+    assert any("likeliest next token agrees" in failure for failure in failures)
+    assert any("perplexity goes from" in failure for failure in failures)
+
+
+def test_perplexity_is_that_of_the_models_own_loss(llama):
+    model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
+    windows = torch.randint(2048, (2, 64), generator=torch.Generator().manual_seed(0))
+    text = compare_text(model, model, windows, origin="random")
+    with torch.inference_mode():
+        loss = model(input_ids=windows, labels=windows).loss
+    assert text.perplexity_before == text.perplexity_after == pytest.approx(float(loss.exp()))
+    assert text.top1_agreement == 1.0
+    assert text.divergence == pytest.approx(0, abs=1e-12)
+
+
+def test_not_a_number_fails():
+    nan = float("nan")
+    text = parity.TextParity("", 1, nan, 1.0, nan, nan, nan, False)
+    assert len(parity._text_failures(text)) == 2
+
+
+def test_too_little_text_is_refused(exported, tmp_path):
+    (tmp_path / "short.txt").write_text("import torch\n" * 200)
+    with pytest.raises(DataError, match="`--text`: the parity gate needs"):
+        check_parity(*exported, text=[str(tmp_path / "short.txt")])
+
+
+def test_bits_and_not_values_are_compared():
+    assert different_bits(torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0])) == 1
+    assert different_bits(torch.tensor([float("nan")]), torch.tensor([float("nan")])) == 0
+    assert different_bits(torch.zeros(3), torch.zeros(3).half()) == 3
+    assert different_bits(torch.zeros(0), torch.zeros(0)) == 0
+
+
+def test_a_failure_is_an_error_that_lists_all():
+    Parity().require()
+    with pytest.raises(ParityError, match=r"(?s)one.*two"):
+        Parity(failures=["one", "two"]).require()

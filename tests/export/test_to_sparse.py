@@ -1,0 +1,290 @@
+"""`python -m export.to_sparse`, from any pruned checkpoint to a report."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import export
+from export.to_sparse import main
+
+ROOT = Path(__file__).parents[2]
+
+
+def set_group(directory: Path, name: str, values: list[float], group: int = 0) -> None:
+    """Change four weights of a layer's first row."""
+    tensors = load_file(directory / "model.safetensors")
+    tensors[f"{name}.weight"][0, 4 * group : 4 * group + 4] = torch.tensor(values).bfloat16()
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+
+
+def refusal(args: list[str], capsys: pytest.CaptureFixture[str], status: int = 2) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(args)
+    assert ended.value.code == status
+    return capsys.readouterr().err
+
+
+def test_sizes_and_parity_are_shown_and_written(llama, capsys):
+    main([str(llama)])
+    out = llama.with_name("llama-sparse24")
+    shown = capsys.readouterr().out
+    assert "0.5625" in shown
+    assert "no CUDA device: speed not measured" in shown or torch.cuda.is_available()
+    assert f"Written to {out}" in shown
+    report = json.loads((out / "export_report.json").read_text())
+    assert report["totals"]["packed_layers"] == 14
+    assert report["totals"]["packed_fraction"] == 0.5625
+    assert report["totals"]["exported_bytes"] == (out / "model.safetensors").stat().st_size
+    assert report["parity"]["failures"] == []
+    assert report["parity"]["text"]["tokens"] >= 4000
+    assert report["parity"]["text"]["top1_agreement"] >= 0.995
+    assert {row["dense_because"] for row in report["layers"]} == {None}
+    ours = {"config.json", "export_report.json", "model.safetensors"}
+    for file in llama.iterdir():
+        if file.name not in ours:
+            assert (out / file.name).read_bytes() == file.read_bytes()
+    config = json.loads((out / "config.json").read_text())
+    settings = config.pop("quantization_config")
+    assert settings["quant_method"] == "mrp_sparse24"
+    assert settings["format_version"] == 1
+    assert config == json.loads((llama / "config.json").read_text())
+
+
+def test_the_shards_stay_as_they_were(pruned, ids, tmp_path):
+    source = pruned(max_shard_size="60KB")
+    names = {file.name for file in source.glob("*.safetensors")}
+    assert len(names) > 1
+    main([str(source), "--out", str(tmp_path / "out")])
+    assert {file.name for file in (tmp_path / "out").glob("*.safetensors")} == names
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    for name, file in index["weight_map"].items():
+        assert name in load_file(tmp_path / "out" / file)
+    before = AutoModelForCausalLM.from_pretrained(source)(ids).logits
+    assert torch.equal(export.load(tmp_path / "out")(ids).logits, before)
+
+
+def test_dense_format_keeps_zeros_and_makes_them_positive(llama, ids, tmp_path):
+    set_group(llama, "model.layers.0.mlp.up_proj", [-0.0, 1.0, -0.0, 0.5])
+    before = AutoModelForCausalLM.from_pretrained(llama)(ids).logits
+    main([str(llama), "--format", "dense"])
+    out = llama.with_name("llama-dense")
+    report = json.loads((out / "export_report.json").read_text())
+    assert report["totals"]["negative_zeros"] == 2
+    weight = load_file(out / "model.safetensors")["model.layers.0.mlp.up_proj.weight"]
+    assert not weight[weight == 0].signbit().any()
+    code = (  # transformers alone must do
+        "import sys, torch; from transformers import AutoModelForCausalLM as A;"
+        f"torch.save(A.from_pretrained({str(out)!r})(torch.load({str(tmp_path / 'ids')!r})).logits,"
+        f"{str(tmp_path / 'logits')!r})"
+    )
+    torch.save(ids, tmp_path / "ids")
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    assert torch.equal(torch.load(tmp_path / "logits"), before)
+
+
+def test_a_pytorch_bin_is_read_without_running_code(llama, ids, capsys):
+    before = AutoModelForCausalLM.from_pretrained(llama)(ids).logits
+    tensors = load_file(llama / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]  # tied tensors share memory
+    torch.save(tensors, llama / "pytorch_model.bin")
+    (llama / "model.safetensors").unlink()
+    main([str(llama)])
+    assert torch.equal(export.load(llama.with_name("llama-sparse24"))(ids).logits, before)
+    torch.save({"weight": Path("code")}, llama / "pytorch_model.bin")
+    assert "weights_only=True" in refusal([str(llama), "--overwrite"], capsys)
+
+
+def test_a_lightning_checkpoint_is_read(llama, ids, tmp_path):
+    from mrp_lightning import CausalLM, Trainer
+
+    module = CausalLM(str(llama))
+    trainer = Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False
+    )
+    trainer.strategy.connect(module)
+    trainer.save_checkpoint(tmp_path / "pruned.ckpt")
+    main([str(tmp_path / "pruned.ckpt"), "--out", str(tmp_path / "out")])
+    before = AutoModelForCausalLM.from_pretrained(llama)(ids).logits
+    assert torch.equal(export.load(tmp_path / "out")(ids).logits, before)
+    report = json.loads((tmp_path / "out" / "export_report.json").read_text())
+    assert "random tokens" in report["parity"]["text"]["text"]
+
+
+def test_layers_that_break_the_pattern_are_refused_by_name(llama, capsys):
+    set_group(llama, "model.layers.0.mlp.up_proj", [1.0, 2.0, 3.0, 0.0])
+    set_group(llama, "model.layers.1.self_attn.q_proj", [1.0, 2.0, 3.0, 4.0], group=2)
+    shown = refusal([str(llama)], capsys)
+    assert "not 2:4 in 2 of 14 layers" in shown
+    assert "model.layers.0.mlp.up_proj: not 2:4: 1 of 512 groups" in shown
+    assert "model.layers.1.self_attn.q_proj" in shown
+    assert "--allow-partial" in shown
+    assert not llama.with_name("llama-sparse24").exists()
+    main([str(llama), "--allow-partial"])
+    report = json.loads((llama.with_name("llama-sparse24") / "export_report.json").read_text())
+    assert report["totals"]["packed_layers"] == 12
+    assert "not 2:4: 1 of 512" in str(report["layers"])
+    skip = ["--skip", "up_proj", "layers.1.self_attn.q_proj", "--overwrite"]
+    main([str(llama), *skip])
+    report = json.loads((llama.with_name("llama-sparse24") / "export_report.json").read_text())
+    assert report["totals"]["packed_layers"] == 11
+
+
+def test_the_pruning_report_says_what_must_be_2_of_4(llama, capsys):
+    set_group(llama, "model.layers.0.mlp.up_proj", [1.0, 2.0, 3.0, 0.0])
+    rows = [{"name": "model.layers.0.mlp.up_proj", "skipped": "ignored"}]
+    (llama / "pruning_report.json").write_text(json.dumps({"layers": rows}))
+    main([str(llama)])
+    assert "it was not to be pruned" in " ".join(capsys.readouterr().out.split())
+    rows[0]["skipped"] = None
+    (llama / "pruning_report.json").write_text(json.dumps({"layers": rows}))
+    assert "not 2:4 in 1 of 1 layers" in refusal([str(llama), "--overwrite"], capsys)
+
+
+def test_columns_that_are_no_multiple_of_8_stay_dense(pruned, ids, tmp_path):
+    source = pruned(intermediate_size=60)
+    main([str(source), "--out", str(tmp_path / "out")])
+    report = json.loads((tmp_path / "out" / "export_report.json").read_text())
+    dense = {row["name"]: row["dense_because"] for row in report["layers"] if row["dense_because"]}
+    assert dense == {
+        f"model.layers.{i}.mlp.down_proj": "in_features 60 is not a multiple of 8" for i in (0, 1)
+    }
+    before = AutoModelForCausalLM.from_pretrained(source)(ids).logits
+    assert torch.equal(export.load(tmp_path / "out")(ids).logits, before)
+
+
+def test_untied_heads_stay_dense(pruned, tmp_path):
+    main([str(pruned(tie_word_embeddings=False)), "--out", str(tmp_path / "out")])
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert "lm_head.weight" in tensors
+    assert "lm_head.weight_meta" not in tensors
+
+
+def test_check_only_writes_nothing(llama, capsys):
+    before = sorted(llama.parent.rglob("*"))
+    main([str(llama), "--check-only"])
+    assert "0.5625" in capsys.readouterr().out
+    assert sorted(llama.parent.rglob("*")) == before
+
+
+@pytest.mark.parametrize("damage", [0x10, 0x40])
+def test_one_wrong_nibble_in_the_file_fails_the_gate(damage, llama, capsys):
+    main([str(llama)])
+    out = llama.with_name("llama-sparse24")
+    main([str(llama), "--check-only"])
+    tensors = load_file(out / "model.safetensors")
+    meta = tensors["model.layers.1.mlp.down_proj.weight_meta"]
+    low = int(meta[3, 2]) & 15
+    meta[3, 2] = (int(meta[3, 2]) & 0xF0) | ({4: 8, 8: 4}.get(low, 4) if damage == 0x10 else 0)
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    shown = refusal([str(llama), "--check-only"], capsys, status=1)
+    assert "model.layers.1.mlp.down_proj.weight" in shown
+
+
+def test_a_failed_gate_leaves_nothing(llama, capsys, monkeypatch):
+    import export.checkpoint
+
+    pack = export.checkpoint.pack
+
+    def wrong(weight):
+        values, meta = pack(weight)
+        values[0, 0] += 1
+        return values, meta
+
+    monkeypatch.setattr(export.checkpoint, "pack", wrong)
+    shown = refusal([str(llama)], capsys, status=1)
+    assert shown.count("values have other bits") == 14
+    assert [path.name for path in llama.parent.iterdir()] == ["llama"]
+
+
+def test_an_interrupted_run_leaves_nothing(llama, capsys, monkeypatch):
+    import export.to_sparse
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(export.to_sparse, "check_parity", interrupt)
+    assert "nothing was written" in refusal([str(llama)], capsys, status=130)
+    assert [path.name for path in llama.parent.iterdir()] == ["llama"]
+
+
+def test_a_terminated_run_leaves_nothing(llama):
+    code = (
+        "import time, export.to_sparse as command;"
+        "command.check_parity = lambda *_, **__: time.sleep(60);"
+        f"command.main([{str(llama)!r}])"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    for _ in range(600):
+        if any(path.name == "config.json" for path in llama.parent.glob(".*.partial/*")):
+            break
+        time.sleep(0.1)
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait(timeout=60) == 143
+    assert [path.name for path in llama.parent.iterdir()] == ["llama"]
+
+
+def test_an_output_that_is_not_empty_is_refused(llama, capsys):
+    out = llama.with_name("llama-sparse24")
+    out.mkdir()
+    (out / "mine.txt").write_text("mine")
+    assert "--out" in refusal([str(llama)], capsys)
+    assert (out / "mine.txt").read_text() == "mine"
+    main([str(llama), "--overwrite"])
+    assert not (out / "mine.txt").exists()
+
+
+@pytest.mark.parametrize("place", ["llama", "llama/inside", "."])
+def test_the_source_is_never_overwritten(place, llama, capsys):
+    args = [str(llama), "--overwrite", "--out", str(llama.parent / place)]
+    assert "neither be the source" in refusal(args, capsys)
+    assert (llama / "model.safetensors").is_file()
+
+
+def test_mistakes_are_one_line(llama, capsys, tmp_path):
+    assert "config.json" in refusal([str(tmp_path / "nothing")], capsys)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "config.json").write_text("{}")
+    assert "holds no weights" in refusal([str(tmp_path / "empty")], capsys)
+    assert "nearest names: " in refusal([str(llama), "--skip", "up_porj"], capsys)
+    if not torch.cuda.is_available():
+        assert "no CUDA device" in refusal([str(llama), "--device", "cuda"], capsys)
+    main([str(llama)])
+    assert "already packed" in refusal([str(llama.with_name("llama-sparse24"))], capsys)
+    (llama / "model.safetensors").write_bytes(b"damaged")
+    assert "no complete safetensors file" in refusal([str(llama), "--overwrite"], capsys)
+
+
+def test_the_command_runs_as_a_module(llama):
+    command = [sys.executable, "-m", "export.to_sparse", str(llama), "--check-only"]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert ended.returncode == 0, ended.stderr
+    assert "14 2:4 layers" in ended.stdout
+
+
+def test_a_model_that_we_pruned_is_exported_whole(tmp_path, ids):
+    """The embedded model: prune, export, reload, compare."""
+    from callbacks import PruningCallback
+    from mrp_lightning import CausalLM, TextDataModule, Trainer
+    from mrp_lightning.embedded import STDLIB_LLAMA
+
+    data = TextDataModule(num_samples=2, sequence_length=64)
+    callback = PruningCallback(method="wanda", pattern="2:4", save_dir=tmp_path / "pruned")
+    trainer = Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False
+    )
+    trainer.predict(CausalLM(str(STDLIB_LLAMA)), datamodule=data, callbacks=[callback])
+    main([str(tmp_path / "pruned")])
+    model = export.load(tmp_path / "pruned-sparse24")
+    before = AutoModelForCausalLM.from_pretrained(tmp_path / "pruned")
+    assert torch.equal(model(ids).logits, before(ids).logits)
+    report = json.loads((tmp_path / "pruned-sparse24" / "export_report.json").read_text())
+    assert report["totals"]["packed_layers"] == callback.report.totals["layers"] == 28

@@ -1,0 +1,96 @@
+"""The Triton kernels: in Triton's interpreter on a CPU, compiled where there is a CUDA device."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed: it comes with CUDA builds of torch")
+
+from export.backends import triton_kernels
+from export.backends.tuning import random_24
+from export.format import pack
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SHAPES = [(16, 64), (70, 520), (33, 8), (64, 1024)]
+DTYPES = [torch.bfloat16, torch.float16]
+
+
+def problem(tokens, out_features, in_features, dtype):
+    torch.manual_seed(0)
+    weight = random_24(out_features, in_features, dtype, DEVICE)
+    # Groups with fewer than two non-zeros, and none.
+    weight[0, :4] = 0
+    weight[1, :3] = 0
+    x = torch.randn(tokens, in_features, dtype=dtype, device=DEVICE)
+    bias = torch.randn(out_features, dtype=dtype, device=DEVICE)
+    return x, weight, bias
+
+
+def assert_equal_up_to_rounding(y, x, weight, bias):
+    truth = x.double() @ weight.double().T
+    if bias is not None:
+        truth += bias.double()
+    torch.testing.assert_close(y.double(), truth, rtol=2 * torch.finfo(y.dtype).eps, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_gemv_is_the_product(shape, dtype, has_bias):
+    x, weight, bias = problem(1, *shape, dtype)
+    bias = bias if has_bias else None
+    y = triton_kernels.gemv(x, *pack(weight), bias)
+    assert y.dtype == dtype
+    assert_equal_up_to_rounding(y, x, weight, bias)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("tokens", [1, 5, 17])
+def test_gemm_is_the_product(tokens, shape, dtype):
+    x, weight, bias = problem(tokens, *shape, dtype)
+    y = triton_kernels.gemm(x, *pack(weight), bias)
+    assert y.dtype == dtype
+    assert_equal_up_to_rounding(y, x, weight, bias)
+
+
+def test_every_configuration_that_is_measured_computes_the_product():
+    from export.backends.kernels import KERNELS
+
+    for name, tokens in (("triton-gemv", 1), ("triton-gemm", 3)):
+        x, weight, bias = problem(tokens, 24, 136, torch.bfloat16)
+        for config in KERNELS[name].configs:
+            y = KERNELS[name].run(x, *pack(weight), bias, **config)
+            assert_equal_up_to_rounding(y, x, weight, bias)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_unpack_gives_the_very_bits(shape, dtype):
+    _, weight, _ = problem(1, *shape, dtype)
+    weight[2, 0], weight[2, 1] = float("inf"), float("-inf")
+    weight[2, 2:4] = 0
+    unpacked = triton_kernels.unpack(*pack(weight))
+    assert torch.equal(unpacked.view(torch.int16), weight.view(torch.int16))
+
+
+def test_inputs_may_lie_anywhere_in_memory():
+    x, weight, bias = problem(4, 16, 64, torch.bfloat16)
+    shifted = torch.cat((x.new_zeros(1), x.flatten()))[1:].view(4, 64)
+    transposed = x.T.contiguous().T
+    for strange in (shifted, transposed):
+        y = triton_kernels.gemm(strange, *pack(weight), bias)
+        assert_equal_up_to_rounding(y, x, weight, bias)
+    y = triton_kernels.gemv(shifted[1:2], *pack(weight), bias)
+    assert_equal_up_to_rounding(y, x[1:2], weight, bias)
+
+
+def test_the_operator_runs_the_kernel_it_chose(monkeypatch):
+    """In the interpreter the CUDA path can be followed on a CPU, but for the device."""
+    from export.backends import choose, choose_name
+    from export.backends.kernels import Call
+
+    assert choose_name(Call(1, 16, 64, torch.bfloat16, DEVICE), False)[0] == "triton-gemv"
+    for tokens in (1, 3, 65):
+        x, weight, bias = problem(tokens, 16, 64, torch.bfloat16)
+        y = choose(tokens, 16, 64, x.dtype, x.device)(x, *pack(weight), bias)
+        assert_equal_up_to_rounding(y, x, weight, bias)
