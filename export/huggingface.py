@@ -22,9 +22,8 @@ from transformers.quantizers import (
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from export.format import FORMAT_VERSION, invalid_nibbles
-from export.layer import Sparse24Linear
+from export.layer import Sparse24Linear, is_packable
 from mrp_lightning.errors import FormatError
-from mrp_lightning.walk.layers import is_linear
 
 QUANT_METHOD = "mrp_sparse24"
 
@@ -128,7 +127,7 @@ def pack_modules(model: nn.Module, names: Iterable[str]) -> None:
     """
     modules = dict(model.named_modules())
     names = list(names)
-    unknown = [name for name in names if name not in modules or not is_linear(modules[name])]
+    unknown = [name for name in names if name not in modules or not is_packable(modules[name])]
     if unknown:
         raise FormatError(
             f"`quantization_config.modules` names what {type(model).__name__} does not have as "

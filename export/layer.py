@@ -8,7 +8,12 @@ from torch import Tensor, nn
 from export import operator  # noqa: F401  (registers torch.ops.mrp_lightning.linear24)
 from export.format import pack, unpack, why_not_packable
 from mrp_lightning.errors import PatternError
-from mrp_lightning.walk.layers import Layer
+from mrp_lightning.walk.layers import is_conv1d, layers_of
+
+
+def is_packable(module: nn.Module) -> bool:
+    """Whether this is a linear layer with one matrix: no convolution, no stacked experts."""
+    return isinstance(module, nn.Linear) or is_conv1d(module)
 
 
 class Sparse24Linear(nn.Module):
@@ -64,7 +69,8 @@ class Sparse24Linear(nn.Module):
     @classmethod
     def like(cls, linear: nn.Module, device: torch.device | str | None = None) -> Self:
         """An uninitialised layer of the shape of an `nn.Linear` or of transformers' `Conv1D`."""
-        weight = Layer("", linear).weight
+        (dense,) = layers_of("", linear)
+        weight = dense.weight
         rows, columns = weight.shape
         has_bias = getattr(linear, "bias", None) is not None
         return cls(columns, rows, has_bias, weight.dtype, device or weight.device)
@@ -76,8 +82,8 @@ class Sparse24Linear(nn.Module):
         Raises:
             PatternError: Its weight is not 2:4, or has a shape that does not fit.
         """
-        weight = Layer("", linear).weight
-        values, meta = pack(weight)
+        (dense,) = layers_of("", linear)
+        values, meta = pack(dense.weight)
         layer = cls.like(linear, "meta")
         layer.weight = nn.Parameter(values, requires_grad=False)
         layer.weight_meta = meta

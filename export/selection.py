@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from export.checkpoint import Checkpoint, PackedName
 from export.format import GROUP, broken_groups, positive_zeros, why_not_packable
 from export.huggingface import skeleton
+from export.layer import is_packable
 from export.progress import Track, silently
 from mrp_lightning.errors import FormatError, PatternError
 from mrp_lightning.solver.patterns import Unstructured
-from mrp_lightning.walk.layers import is_conv1d, is_linear
+from mrp_lightning.walk.layers import is_conv1d
 from mrp_lightning.walk.names import matches, require_matches
 from mrp_lightning.walk.plan import make_plan
 
@@ -94,7 +95,7 @@ def choose_layers(
             "the pruned checkpoint, with dense weights."
         )
     model = skeleton(checkpoint.pretrained_config())
-    modules = {name: module for name, module in model.named_modules() if is_linear(module)}
+    modules = {name: module for name, module in model.named_modules() if is_packable(module)}
     require_matches("--skip", skip, list(modules))
     expected = _expected(checkpoint, model)
     tied = set(_tied(model, modules))

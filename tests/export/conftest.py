@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from mrp_lightning.embedded import STDLIB_LLAMA
 from mrp_lightning.solver.patterns import SemiStructured
-from mrp_lightning.walk.layers import Layer, is_linear
+from mrp_lightning.walk.layers import is_linear, layers_of
 
 SIZES = {
     "llama": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2},
@@ -53,7 +53,7 @@ def pruned(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **options), dtype=dtype)
         for name, module in model.named_modules():
             if is_linear(module) and "lm_head" not in name:
-                layer = Layer(name, module)
+                (layer,) = layers_of(name, module)
                 layer.write_(keep_two_of_four(layer.weight))
         directory = tmp_path_factory.mktemp("pruned") / kind
         model.save_pretrained(directory, max_shard_size=max_shard_size)
