@@ -125,9 +125,8 @@ class DampedHessian:
 
     @cached_property
     def low_rank_model(self) -> LowRankModel:
-        """The leading directions of H + λI, 1.5·√columns of them, for preconditioning."""
-        rank = min(math.isqrt(9 * self.columns // 4) + 1, self.columns)
-        model = LowRankModel.of(self.matrix, rank)
+        """The leading directions of H + λI, of rank √columns, for preconditioning."""
+        model = LowRankModel.of(self.matrix, math.isqrt(self.columns - 1) + 1)
         # Rounding lets the leading directions reach into dead inputs; their weights must not move.
         model.factor[self.dead] = 0
         return model
