@@ -20,7 +20,8 @@ lint: .venv/installed
 # Trains the tokenizer and the model in mrp_lightning/embedded/stdlib-llama; about an hour on 2 cores.
 embedded-model: .venv/installed
 	$(BIN)/python -m mrp_lightning.embedded.train_tokenizer runs/tokenizer
-	$(BIN)/python -m mrp_lightning fit --config configs/train/stdlib-llama.yaml
+	$(BIN)/python -m mrp_lightning fit --config configs/train/text.yaml --config configs/train/llama.yaml \
+		--trainer.callbacks.init_args.save_dir mrp_lightning/embedded/stdlib-llama
 
 # constraints.txt holds the versions that were tested; pyproject.toml the ranges that should work.
 .venv/installed: pyproject.toml constraints.txt

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from callbacks import MRPCallback
+from callbacks import MRPCallback, SaveModel
 from mrp_lightning.cli import PruningCLI
 
 ROOT = Path(__file__).parents[2]
@@ -12,7 +12,8 @@ CONFIGS = ROOT / "configs"
 MODELS = sorted((CONFIGS / "models").glob("*.yaml"))
 PATTERNS = sorted((CONFIGS / "patterns").glob("*.yaml"))
 DATA = sorted((CONFIGS / "data").glob("*.yaml"))
-WHOLE = [CONFIGS / "quickstart.yaml", *sorted((CONFIGS / "train").glob("*.yaml"))]
+TRAIN = sorted((CONFIGS / "train").glob("*.yaml"))
+WHOLE = [CONFIGS / "quickstart.yaml"]
 
 
 def cli(*args: str | Path) -> PruningCLI:
@@ -20,7 +21,7 @@ def cli(*args: str | Path) -> PruningCLI:
 
 
 def test_every_file_is_covered_here():
-    assert sorted([*MODELS, *PATTERNS, *DATA, *WHOLE]) == sorted(CONFIGS.rglob("*.yaml"))
+    assert sorted([*MODELS, *PATTERNS, *DATA, *TRAIN, *WHOLE]) == sorted(CONFIGS.rglob("*.yaml"))
     assert {path.stem for path in MODELS} >= {
         "opt-125m",
         "llama-2-7b",
@@ -50,6 +51,20 @@ def test_a_whole_run(path, tiny_llama):
     tokenizer = "--model.tokenizer", tiny_llama
     made = cli("--config", path, "--model.model", tiny_llama, *tokenizer)
     assert made.trainer.callbacks
+
+
+@pytest.mark.parametrize(
+    "family", [path for path in TRAIN if path.stem != "text"], ids=lambda path: path.stem
+)
+def test_training_a_family(family, tiny_llama, tmp_path):
+    made = cli(
+        *("--config", CONFIGS / "train" / "text.yaml", "--config", family),
+        *("--model.tokenizer", tiny_llama),
+        *("--trainer.callbacks.init_args.save_dir", tmp_path / "out"),
+    )
+    assert made.model.model.config.model_type == family.stem
+    assert made.trainer.max_steps >= 500
+    assert any(isinstance(callback, SaveModel) for callback in made.trainer.callbacks)
 
 
 @pytest.mark.parametrize("path", DATA, ids=lambda path: path.stem)
