@@ -23,6 +23,7 @@ from transformers import (
 from mrp_lightning.batch import split_batch
 from mrp_lightning.checkpoint import as_dtype
 from mrp_lightning.errors import OptionError, TargetError
+from mrp_lightning.formats import register_format
 
 
 class CausalLM(LightningModule):
@@ -201,7 +202,7 @@ def _config(values: dict[str, Any]) -> PreTrainedConfig:
 
 
 def load_config(source: str, **hub: Any) -> PreTrainedConfig:
-    """The configuration in a model directory, or of a hub id.
+    """The configuration in a model directory, or of a hub id; its format is registered.
 
     Args:
         source: Directory or hub id.
@@ -219,7 +220,9 @@ def load_config(source: str, **hub: Any) -> PreTrainedConfig:
     if not path.exists() and (path.is_absolute() or source.startswith((".", "~"))):
         raise FileNotFoundError(f"`model`: there is no directory {source}.")
     with _complete(source):
-        return AutoConfig.from_pretrained(str(path) if path.exists() else source, **hub)
+        config = AutoConfig.from_pretrained(str(path) if path.exists() else source, **hub)
+    register_format(config)
+    return config
 
 
 @contextmanager
