@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
-from torch.nn import functional as F
-from torchmetrics import MeanMetric
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -24,6 +23,7 @@ from mrp_lightning.batch import split_batch
 from mrp_lightning.checkpoint import as_dtype
 from mrp_lightning.errors import OptionError, TargetError
 from mrp_lightning.formats import register_format
+from mrp_lightning.perplexity import Perplexities, token_losses
 
 
 class CausalLM(LightningModule):
@@ -31,7 +31,11 @@ class CausalLM(LightningModule):
 
     The loss is the mean negative log-likelihood of every token but the first of each window, and
     perplexity its exponential. With the non-overlapping windows of `TextDataModule` this is the
-    protocol of SparseGPT and Wanda. Padding is never predicted nor counted.
+    protocol of SparseGPT and Wanda. Padding is never predicted nor counted, logits of any precision
+    are turned into probabilities in float32, and the batch size changes nothing but rounding.
+
+    `test` and `validate` take one text, and log `perplexity` and `loss`; or several texts as a
+    dictionary of dataloaders, and log `perplexity/<name>` and `loss/<name>` of each.
 
     Args:
         model: Where the model comes from: a local directory, a hub id, a configuration (an object,
@@ -50,6 +54,9 @@ class CausalLM(LightningModule):
     Attributes:
         model: The Hugging Face model.
         tokenizer: Its tokenizer, or `None` where there is none.
+        evaluation: What the last `test` or `validate` found, by text: `perplexity`, `loss`, the
+            `context` (longest window), `windows` and `tokens` (that were predicted). A single text
+            without a name is called "text".
 
     Raises:
         FileNotFoundError: `model` is neither a model directory nor a model that the hub gives.
@@ -96,7 +103,8 @@ class CausalLM(LightningModule):
         )
         self.learning_rate, self.weight_decay = learning_rate, weight_decay
         self.warmup_steps = warmup_steps
-        self.mean_loss = MeanMetric()
+        self.evaluation: dict[str, dict[str, float | int]] = {}
+        self._texts = Perplexities()
         # trust_remote_code is left out: a checkpoint must not be able to ask for it.
         self.save_hyperparameters(
             {
@@ -119,13 +127,13 @@ class CausalLM(LightningModule):
 
     def loss(self, batch: Any) -> tuple[Tensor, int]:
         """Mean negative log-likelihood in nats, and the number of tokens that were predicted."""
+        losses, predicted = self._token_losses(batch)
+        count = predicted.sum()
+        return losses.sum() / count, int(count)
+
+    def _token_losses(self, batch: Any) -> tuple[Tensor, Tensor]:
         ids, mask = split_batch(batch)
-        targets = ids[:, 1:]
-        if mask is not None:
-            targets = targets.masked_fill(mask[:, 1:] == 0, -100)
-        logits = self(ids, mask)[:, :-1].float()
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
-        return loss, int((targets != -100).sum())
+        return token_losses(self(ids, mask), ids, mask)
 
     def setup(self, stage: str) -> None:
         """Train all of the model: transformers loads models in evaluation mode."""
@@ -139,34 +147,52 @@ class CausalLM(LightningModule):
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Log `loss` and `perplexity`, over all batches."""
-        self._count_loss(batch)
+        """Log the loss and the perplexity of the text, over all batches."""
+        self._evaluate(batch, dataloader_idx)
 
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Log `loss` and `perplexity`, over all batches."""
-        self._count_loss(batch)
+        """Log the loss and the perplexity of the text, over all batches."""
+        self._evaluate(batch, dataloader_idx)
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """Logits (batch, length, vocabulary)."""
         return self(*split_batch(batch))
 
+    def on_validation_epoch_start(self) -> None:
+        """Count each text from zero."""
+        self._texts = Perplexities(self.trainer.val_dataloaders, self.device)
+
+    def on_test_epoch_start(self) -> None:
+        """Count each text from zero."""
+        self._texts = Perplexities(self.trainer.test_dataloaders, self.device)
+
     def on_validation_epoch_end(self) -> None:
-        """Log the means."""
-        self._log_perplexity()
+        """Fill `evaluation`."""
+        self.evaluation = self._texts.figures()
 
     def on_test_epoch_end(self) -> None:
-        """Log the means."""
-        self._log_perplexity()
+        """Fill `evaluation`, and say what was found with the context that it was found at."""
+        self.evaluation = self._texts.figures()
+        for name, found in self.evaluation.items():
+            rank_zero_info(
+                f"{name}: perplexity {found['perplexity']:.3f} (context {found['context']}, "
+                f"{found['windows']} windows, {found['tokens']:,} predicted tokens)"
+            )
 
-    def _count_loss(self, batch: Any) -> None:
-        loss, num_tokens = self.loss(batch)
-        if num_tokens:
-            self.mean_loss.update(loss, weight=num_tokens)
-
-    def _log_perplexity(self) -> None:
-        loss = self.mean_loss.compute()
-        self.mean_loss.reset()
-        self.log_dict({"loss": loss, "perplexity": loss.exp()}, prog_bar=True)
+    def _evaluate(self, batch: Any, dataloader_idx: int) -> None:
+        losses, predicted = self._token_losses(batch)
+        for key, metric in self._texts.logged(dataloader_idx).items():
+            metric.update(losses, predicted)
+            # Lightning looks for the metric among the submodules, if it is not told its name.
+            self.log(
+                key,
+                metric,
+                on_epoch=True,
+                prog_bar="/" not in key,
+                batch_size=len(losses),
+                add_dataloader_idx=False,
+                metric_attribute=key,
+            )
 
     def configure_optimizers(self) -> Any:
         """AdamW with linear warm-up and cosine decay over the steps that the trainer will take."""

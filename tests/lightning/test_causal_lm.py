@@ -4,10 +4,15 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mrp_lightning import CausalLM, Trainer
+from mrp_lightning.embedded import STDLIB_LLAMA
+from mrp_lightning.embedded.standard_library import standard_library
+from mrp_lightning.perplexity import token_losses
 
 QUIET = {
     "accelerator": "cpu",
@@ -18,12 +23,14 @@ QUIET = {
 }
 
 
-def padded_batches(batch_size: int) -> DataLoader:
+def padded_batches(batch_size: int, side: str = "right") -> DataLoader:
+    """Windows of which some are short; padding holds arbitrary tokens."""
     generator = torch.Generator().manual_seed(0)
     rows = []
-    for length in (12, 5, 9, 12, 2, 7):
+    for length in (12, 5, 9, 12, 2, 7, 1, 12, 3, 11):
         ids = torch.randint(1, 2048, (12,), generator=generator)
-        rows.append({"input_ids": ids, "attention_mask": (torch.arange(12) < length).long()})
+        mask = (torch.arange(12) < length).long()
+        rows.append({"input_ids": ids, "attention_mask": mask if side == "right" else mask.flip(0)})
     return DataLoader(rows, batch_size)
 
 
@@ -32,7 +39,7 @@ def reference_perplexity(model, loader) -> float:
     total, count = 0.0, 0
     for batch in loader:
         for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
-            ids = ids[: int(mask.sum())]
+            ids = ids[mask.bool()]
             with torch.no_grad():
                 logits = model(ids[None]).logits[0].double()
             for position in range(len(ids) - 1):
@@ -41,15 +48,84 @@ def reference_perplexity(model, loader) -> float:
     return math.exp(total / count)
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 6])
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
 @pytest.mark.parametrize("loop", ["test", "validate"])
-def test_perplexity_is_that_of_the_models_own_logits(tiny_llama, batch_size, loop):
+def test_perplexity_is_that_of_the_models_own_logits(tiny_llama, loop, batch_size, side):
     lm = CausalLM(tiny_llama)
-    loader = padded_batches(batch_size)
+    loader = padded_batches(batch_size, side)
     (logged,) = getattr(Trainer(**QUIET), loop)(lm, loader, verbose=False)
     expected = reference_perplexity(lm.model.eval(), loader)
-    assert logged["perplexity"] == pytest.approx(expected, rel=1e-5)
-    assert logged["loss"] == pytest.approx(math.log(expected), rel=1e-5)
+    assert logged["perplexity"] == pytest.approx(expected, rel=1e-6)
+    assert logged["loss"] == pytest.approx(math.log(expected), rel=1e-6)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+def test_perplexity_is_exact_in_bfloat16(batch_size):
+    """Rounding the logits to bfloat16 is the model's; nothing is rounded after them."""
+    lm = CausalLM(STDLIB_LLAMA, dtype="bfloat16")
+    text = "".join(list(standard_library("test"))[:4])
+    windows = torch.tensor(lm.tokenizer(text)["input_ids"])[: 10 * 96].view(10, 96)
+    total = 0.0
+    for batch in windows.split(batch_size):
+        with torch.inference_mode():
+            logits = lm.model.eval()(batch).logits
+        assert logits.dtype == torch.bfloat16
+        chosen = logits.double().log_softmax(-1)[:, :-1].gather(2, batch[:, 1:, None])
+        total -= chosen.sum().item()
+    Trainer(**QUIET).test(lm, DataLoader(windows, batch_size), verbose=False)
+    found = lm.evaluation["text"]
+    assert found["loss"] == pytest.approx(total / (10 * 95), rel=1e-6)
+    assert found["loss"] < 4, "the text is one that the model knows"
+
+
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    left=st.booleans(),
+    scale=st.floats(0.1, 100),
+    seed=st.integers(0, 99),
+)
+def test_token_losses_are_those_of_a_float64_softmax(lengths, left, scale, seed):
+    generator = torch.Generator().manual_seed(seed)
+    logits = scale * torch.randn(len(lengths), 9, 13, generator=generator)
+    ids = torch.randint(13, (len(lengths), 9), generator=generator)
+    mask = torch.arange(9) < torch.tensor(lengths)[:, None]
+    mask = mask.flip(1) if left else mask
+    losses, predicted = token_losses(logits, ids, mask.long())
+    log_probabilities = logits.double().log_softmax(-1)
+    for row, length in enumerate(lengths):
+        assert predicted[row].sum() == length - 1
+        start = 9 - length if left else 0
+        for position in range(start + 1, start + length):
+            expected = -log_probabilities[row, position - 1, ids[row, position]]
+            torch.testing.assert_close(
+                losses[row, position - 1].double(), expected, rtol=1e-5, atol=1e-5 * scale
+            )
+    assert (losses[~predicted] == 0).all()
+
+
+def test_several_texts_are_told_apart(tiny_llama, caplog):
+    lm = CausalLM(tiny_llama)
+    texts = {"wikitext2": padded_batches(3), "b.txt": padded_batches(4, "left")}
+    trainer = Trainer(**QUIET)
+    with caplog.at_level("INFO"):
+        logged = trainer.test(lm, texts, verbose=False)
+    assert [sorted(found) for found in logged] == [
+        ["loss/wikitext2", "perplexity/wikitext2"],
+        ["loss/b.txt", "perplexity/b.txt"],
+    ]
+    for name, loader in texts.items():
+        expected = reference_perplexity(lm.model.eval(), loader)
+        found = lm.evaluation[name]
+        assert found["perplexity"] == pytest.approx(expected, rel=1e-6)
+        assert found["loss"] == pytest.approx(math.log(expected), rel=1e-6)
+        assert (found["context"], found["windows"], found["tokens"]) == (12, 10, 64)
+        assert trainer.callback_metrics[f"perplexity/{name}"].item() == found["perplexity"]
+        shown = f"{name}: perplexity {found['perplexity']:.3f} (context 12, 10 windows, 64 "
+        assert shown in caplog.text
+    again = trainer.test(lm, list(texts.values()), verbose=False)
+    assert again[1]["perplexity/1"] == logged[1]["perplexity/b.txt"]
+    assert sorted(lm.evaluation) == ["0", "1"]
 
 
 def test_every_kind_of_batch_gives_the_same_logits(tiny_llama):

@@ -1,0 +1,114 @@
+"""Exact perplexity: the likelihood of each token once, in float32 or better, in any batches."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torchmetrics import Metric
+from torchmetrics.utilities import dim_zero_cat
+
+_POSITIONS = 1024  # whose logits are in float32 at the same time
+
+
+def token_losses(logits: Tensor, ids: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Negative log-likelihood −log p(id_t | id_<t) of every token but the first of each window.
+
+    Args:
+        logits: (batch, length, vocabulary), of any floating precision; the softmax is in float32.
+        ids: (batch, length).
+        mask: (batch, length), 0 where there is padding on either side; `None` where there is none.
+
+    Returns:
+        Losses (batch, length − 1), float32, nats, 0 for what is not predicted; and which tokens are
+        predicted: those that are no padding and follow a token that is none.
+    """
+    predicted = torch.ones_like(ids[:, 1:], dtype=torch.bool)
+    if mask is not None:
+        predicted = (mask[:, 1:] != 0) & (mask[:, :-1] != 0)
+    targets = ids[:, 1:].long().masked_fill(~predicted, -100)
+    parts = [
+        F.cross_entropy(some.float(), of_some, ignore_index=-100, reduction="none")
+        for some, of_some in zip(
+            logits[:, :-1].flatten(0, 1).split(_POSITIONS),
+            targets.flatten().split(_POSITIONS),
+            strict=True,
+        )
+    ]
+    return torch.cat(parts).view(targets.shape), predicted
+
+
+class MeanLoss(Metric):
+    """Mean negative log-likelihood over all predicted tokens, whatever the batches.
+
+    The sum over a window is taken in float32 and the sum over windows in float64.
+    """
+
+    full_state_update = False
+    sums: list[Tensor]
+    counts: list[Tensor]
+    context: Tensor
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.add_state("sums", [], dist_reduce_fx="cat")
+        self.add_state("counts", [], dist_reduce_fx="cat")
+        self.add_state("context", torch.tensor(0), dist_reduce_fx="max")
+
+    def update(self, losses: Tensor, predicted: Tensor) -> None:
+        """Count the windows of a batch; see `token_losses` for the arguments."""
+        self.sums.append(losses.detach().sum(1))
+        self.counts.append(predicted.sum(1))
+        self.context = self.context.clamp(min=losses.shape[1] + 1)
+
+    def compute(self) -> Tensor:
+        """Nats a token; NaN where no token was predicted."""
+        return dim_zero_cat(self.sums).cpu().double().sum() / dim_zero_cat(self.counts).cpu().sum()
+
+
+class Perplexity(MeanLoss):
+    """The exponential of `MeanLoss`."""
+
+    def compute(self) -> Tensor:
+        """At least 1; infinite where it is beyond the range of floats."""
+        return super().compute().exp()
+
+    def figures(self) -> dict[str, float | int]:
+        """Perplexity with all that it depends on, as `evaluation.json` has it."""
+        with self.sync_context():
+            loss, counts = super().compute(), dim_zero_cat(self.counts)
+            return {
+                "perplexity": loss.exp().item(),
+                "loss": loss.item(),
+                "context": int(self.context),
+                "windows": len(counts),
+                "tokens": int(counts.sum()),
+            }
+
+
+class Perplexities:
+    """The metrics of the texts of a `test` or `validate` run.
+
+    Args:
+        loaders: One dataloader, whose text has no name, several, or several by name.
+        device: Where the batches are.
+    """
+
+    def __init__(self, loaders: Any = None, device: torch.device | None = None) -> None:
+        self.names = ["text"]
+        if isinstance(loaders, dict):
+            self.names = [str(name) for name in loaders]
+        elif isinstance(loaders, list | tuple) and len(loaders) != 1:
+            self.names = [str(index) for index in range(len(loaders))]
+        self._metrics = [(MeanLoss().to(device), Perplexity().to(device)) for _ in self.names]
+
+    def logged(self, index: int) -> dict[str, MeanLoss]:
+        """The metrics of one text by what they are logged as: `loss`, or `loss/c4` among others."""
+        suffix = f"/{self.names[index]}" if len(self.names) > 1 else ""
+        loss, perplexity = self._metrics[index]
+        return {f"loss{suffix}": loss, f"perplexity{suffix}": perplexity}
+
+    def figures(self) -> dict[str, dict[str, float | int]]:
+        """What was found so far, by text; texts without a batch are left out."""
+        metrics = zip(self.names, self._metrics, strict=True)
+        return {name: metric.figures() for name, (_, metric) in metrics if metric.update_called}
