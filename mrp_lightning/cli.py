@@ -1,14 +1,15 @@
-"""The command line: LightningCLI (`predict` prunes, `test` gives perplexity), and `layers`."""
+"""The command line: LightningCLI (`predict` prunes, `test` gives perplexity), and what it lacks."""
 
 import inspect
 import sys
+from importlib import import_module
 from typing import Any
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
 
-from mrp_lightning import errors, layers_command
+from mrp_lightning import errors
 from mrp_lightning.causal_lm import CausalLM
 from mrp_lightning.text_data import TextDataModule
 from mrp_lightning.trainer import Trainer
@@ -36,7 +37,8 @@ class PruningCLI(LightningCLI):
             seed_everything_default=0,
             auto_configure_optimizers=False,
             parser_kwargs={
-                "epilog": "`layers --model X` lists what would be pruned; see its --help."
+                "epilog": "More commands, each with its own --help: layers (what would be pruned), "
+                "zeroshot (tasks of lm-eval), report (a page on a run), sweep (many runs)."
             },
             args=args,
             run=run,
@@ -63,12 +65,16 @@ _USER_ERRORS: tuple[Any, ...] = (
 )
 
 
+# Each is `main` of `<command>_command.py`, loaded when it is asked for.
+_COMMANDS = ("layers", "zeroshot", "report", "sweep")
+
+
 def main(args: list[str] | None = None) -> None:
     """Run the command line; a mistake of the user's ends it with one line and status 2."""
     given = sys.argv[1:] if args is None else args
     try:
-        if given[:1] == ["layers"]:
-            layers_command.main(given[1:])
+        if given and given[0] in _COMMANDS:
+            import_module(f"mrp_lightning.{given[0]}_command").main(given[1:])
         else:
             PruningCLI(args)
     except Exception as error:

@@ -37,5 +37,9 @@ class OptionError(ValueError):
     """An option has a value that it cannot have."""
 
 
+class DependencyError(ImportError):
+    """A package that only some commands need is not installed."""
+
+
 class NumericalWarning(UserWarning):
     """A result is valid but less accurate than asked for, or took more damping than asked for."""
