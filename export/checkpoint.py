@@ -1,8 +1,7 @@
-"""Read a pruned checkpoint shard by shard, and write it packed, or dense, in the same shards."""
+"""A checkpoint on disk, read shard by shard."""
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,16 +9,15 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from export.format import FORMAT_VERSION, pack, positive_zeros
-from export.huggingface import QUANT_METHOD, model_class
+from export.model_names import model_class
 from mrp_lightning.errors import FormatError
 
-_WEIGHTS = {".safetensors", ".bin", ".ckpt", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf"}
 _REPLACED = {"config.json", "export_report.json"}
+_WEIGHTS = {".safetensors", ".bin", ".ckpt", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf"}
 
 
 @dataclass(frozen=True)
@@ -74,10 +72,21 @@ class Checkpoint:
             yield from shard.read().items()
 
     def pretrained_config(self) -> PreTrainedConfig:
-        """The configuration as transformers' object."""
-        if self.path.is_dir():
-            return AutoConfig.from_pretrained(self.path)
-        return AutoConfig.for_model(**self.config)
+        """The configuration as transformers' object.
+
+        Raises:
+            FormatError: transformers knows no such configuration.
+        """
+        try:
+            if self.path.is_dir():
+                return AutoConfig.from_pretrained(self.path)
+            return AutoConfig.for_model(**self.config)
+        except ValueError as error:
+            raise FormatError(
+                f"{self.path}: transformers does not know this configuration (`model_type` "
+                f"{self.config.get('model_type')!r}), and code of the checkpoint is never run: "
+                f"{str(error).splitlines()[0]}"
+            ) from error
 
     def load(self) -> PreTrainedModel:
         """The model, dense, in the precision that it is stored in.
@@ -123,101 +132,19 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     return Checkpoint(path, config, shards, _companions(path))
 
 
-def write_packed(
-    source: Checkpoint, directory: Path, packed: Mapping[str, "PackedName"]
-) -> Iterator[str]:
-    """Write the checkpoint with some weights packed, one shard after the other.
-
-    Args:
-        source: The pruned checkpoint.
-        directory: An existing empty directory.
-        packed: The layers to pack, by the name of their weight in the files.
-
-    Yields:
-        The name of each weight that was packed.
-    """
-
-    def convert(name: str, tensor: Tensor) -> dict[str, Tensor]:
-        values, meta = pack(packed[name].matrix(tensor))
-        return {name: values, f"{name}_meta": meta}
-
-    settings = {
-        "quant_method": QUANT_METHOD,
-        "format_version": FORMAT_VERSION,
-        "modules": [layer.module for layer in packed.values()],
-    }
-    config = source.config | {"quantization_config": settings}
-    yield from _write(source, directory, set(packed), convert, config)
-
-
-def write_dense(
-    source: Checkpoint, directory: Path, packed: Mapping[str, "PackedName"]
-) -> Iterator[str]:
-    """Write safetensors with the zeros, all of them positive; see `write_packed`."""
-
-    def convert(name: str, tensor: Tensor) -> dict[str, Tensor]:
-        return {name: positive_zeros(tensor)[0]}
-
-    yield from _write(source, directory, set(packed), convert, source.config)
-
-
-@dataclass(frozen=True)
-class PackedName:
-    """Where a layer is in the model, and how its weight lies in the files.
-
-    Attributes:
-        module: Name of the module.
-        transposed: Whether the file holds (columns, rows), as for `Conv1D`.
-    """
-
-    module: str
-    transposed: bool
-
-    def matrix(self, tensor: Tensor) -> Tensor:
-        """The weight (rows, columns) of the tensor in the file."""
-        return tensor.T.contiguous() if self.transposed else tensor
-
-
-def _write(
-    source: Checkpoint,
-    directory: Path,
-    chosen: set[str],
-    convert: Callable[[str, Tensor], dict[str, Tensor]],
-    config: dict[str, Any],
-) -> Iterator[str]:
-    weight_map: dict[str, str] = {}
-    total = 0
-    for shard in source.shards:
-        tensors: dict[str, Tensor] = {}
-        for name, tensor in shard.read().items():
-            if name in chosen:
-                tensors |= convert(name, tensor)
-                yield name
-            else:
-                tensors[name] = tensor
-        # An unfinished file is never seen: the directory is moved into place when it is whole.
-        save_file(_unshared(tensors), directory / shard.name, {"format": "pt", **shard.metadata})
-        weight_map |= dict.fromkeys(tensors, shard.name)
-        total += sum(tensor.nbytes for tensor in tensors.values())
-    if len(source.shards) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        _write_json(directory / "model.safetensors.index.json", index)
-    _write_json(directory / "config.json", config)
-    for companion in source.companions:
-        (directory / companion).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source.path / companion, directory / companion)
-
-
 def _weight_files(path: Path) -> list[Path]:
+    """The files that transformers would read, in its order of preference."""
     for name in ("model.safetensors", "pytorch_model.bin"):
+        if (path / name).is_file():
+            return [path / name]
         index = path / f"{name}.index.json"
         if index.is_file():
             names = sorted(set(_read_json(index).get("weight_map", {}).values()))
             if missing := [name for name in names if not (path / name).is_file()]:
                 raise FormatError(f"{index} names files that are not there: {', '.join(missing)}.")
+            if not names:
+                raise FormatError(f"{index} names no files: its `weight_map` is empty.")
             return [path / name for name in names]
-        if (path / name).is_file():
-            return [path / name]
     raise FileNotFoundError(
         f"`CKPT`: {path} holds no weights: expected model.safetensors or pytorch_model.bin, or an "
         "index of their shards."
@@ -268,27 +195,17 @@ def _lightning_checkpoint(file: Path) -> Checkpoint:
 
 
 def _companions(path: Path) -> list[Path]:
+    """All files but the model's; weights only of the further modules of a sentence encoder."""
+    modules = (path / "modules.json").is_file()
     files = []
     for file in sorted(path.rglob("*")):
         relative = file.relative_to(path)
         hidden = any(part.startswith(".") for part in relative.parts)
         weights = file.suffix in _WEIGHTS or file.name.endswith(".index.json")
-        if file.is_file() and not hidden and not weights and str(relative) not in _REPLACED:
+        replaced = str(relative) in _REPLACED or (weights and (file.parent == path or not modules))
+        if file.is_file() and not hidden and not replaced:
             files.append(relative)
     return files
-
-
-def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Safetensors refuses tensors that share memory: each but the first is copied."""
-    seen: set[int] = set()
-    result = {}
-    for name, tensor in tensors.items():
-        storage = tensor.untyped_storage()
-        whole = tensor.is_contiguous() and tensor.nbytes == storage.nbytes()
-        shared = storage.data_ptr() in seen
-        seen.add(storage.data_ptr())
-        result[name] = tensor if whole and not shared else tensor.contiguous().clone()
-    return result
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -299,7 +216,3 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise FormatError(f"{path} holds no JSON object.")
     return content
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

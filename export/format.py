@@ -108,3 +108,13 @@ def invalid_nibbles(meta: Tensor) -> int:
     """
     nibbles = torch.stack((meta & 15, meta >> 4))
     return int(((nibbles & 3) >= (nibbles >> 2)).sum())
+
+
+def different_bits(first: Tensor, second: Tensor) -> int:
+    """How many values differ in a bit; all, where shapes or dtypes differ."""
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return second.numel()
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    view = integer[first.element_size()]
+    a, b = first.contiguous(), second.contiguous()
+    return int((a.view(view) != b.view(view)).sum()) if a.numel() else 0

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.quantizers import (
     HfQuantizer,
     register_quantization_config,
@@ -23,6 +22,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from export.format import FORMAT_VERSION, invalid_nibbles
 from export.layer import Sparse24Linear, is_packable
+from export.model_names import model_class
 from mrp_lightning.errors import FormatError
 
 QUANT_METHOD = "mrp_sparse24"
@@ -136,20 +136,6 @@ def pack_modules(model: nn.Module, names: Iterable[str]) -> None:
     for name in names:
         layer = Sparse24Linear.like(modules[name])
         model.set_submodule(name, layer.train(modules[name].training))
-
-
-def model_class(config: PreTrainedConfig) -> Any:
-    """The class that a checkpoint's `architectures` names."""
-    return getattr(transformers, (config.architectures or [""])[0], AutoModelForCausalLM)
-
-
-def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
-    """The model on the meta device, without weights."""
-    kind = model_class(config)
-    with torch.device("meta"):
-        if kind is AutoModelForCausalLM:
-            return kind.from_config(config)
-        return kind._from_config(config)
 
 
 def load(directory: str | os.PathLike[str], **options: Any) -> PreTrainedModel:

@@ -1,7 +1,9 @@
 """What an export did: a table on the terminal, and `export_report.json`."""
 
 import json
+import re
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -44,6 +46,12 @@ class ExportReport:
     benchmark: Result | None = None
     notes: list[str] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        """Note what a user should know of the weights."""
+        for layer in self.packed:
+            if layer.not_finite:
+                self.notes.append(f"{layer.name} holds {layer.not_finite} NaN or infinite weights")
+
     @property
     def packed(self) -> list[LayerChoice]:
         """Layers that are 2:4 and were, or could be, packed."""
@@ -67,6 +75,7 @@ class ExportReport:
             "packed_layers_packed_bytes": packed_bytes,
             "packed_fraction": packed_bytes / dense_bytes,
             "negative_zeros": sum(layer.negative_zeros for layer in layers),
+            "not_finite": sum(layer.not_finite for layer in layers),
             "source_bytes": self.source_bytes,
             "exported_bytes": self.exported_bytes,
         }
@@ -86,6 +95,7 @@ class ExportReport:
                     "packed_bytes": layer.packed_bytes,
                     "broken_groups": layer.broken_groups,
                     "negative_zeros": layer.negative_zeros,
+                    "not_finite": layer.not_finite,
                     "dense_because": layer.reason,
                 }
                 for layer in self.layers
@@ -104,15 +114,10 @@ class ExportReport:
 
     def print(self) -> None:
         """Show sizes, parity, and what stays dense."""
-        console = Console(width=None if sys.stdout.isatty() else 120)
+        console = Console(width=None if sys.stdout.isatty() else 120, markup=False)
         console.print(_sizes(self))
         if self.dense:
-            table = Table(title="Dense layers", title_justify="left")
-            table.add_column("layer", overflow="fold")
-            table.add_column("why", overflow="fold")
-            for layer in self.dense:
-                table.add_row(layer.name, layer.reason)
-            console.print(table)
+            console.print(_dense(self.dense))
         if self.parity is not None:
             console.print(_parity(self.parity))
         if self.benchmark is not None:
@@ -137,6 +142,18 @@ def _sizes(report: ExportReport) -> Table:
         )
     if totals["negative_zeros"]:
         table.caption = f"{totals['negative_zeros']} weights were −0.0 and are +0.0 now"
+    return table
+
+
+def _dense(layers: Iterable[LayerChoice]) -> Table:
+    """Layers that differ in numbers only and have the same reason share a row."""
+    table = Table(title="Dense layers", title_justify="left")
+    table.add_column("layer", overflow="fold")
+    table.add_column("why", overflow="fold")
+    alike = Counter((re.sub(r"\b\d+\b", "*", c.name), c.reason) for c in layers)
+    names = {(re.sub(r"\b\d+\b", "*", c.name), c.reason): c.name for c in layers}
+    for key, count in alike.items():
+        table.add_row(names[key] if count == 1 else f"{key[0]} ({count} layers)", key[1])
     return table
 
 

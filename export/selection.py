@@ -1,21 +1,22 @@
 """Which layers of a checkpoint are packed, and why the others stay dense."""
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from export.checkpoint import Checkpoint, PackedName
+from export.checkpoint import Checkpoint
 from export.format import GROUP, broken_groups, positive_zeros, why_not_packable
-from export.huggingface import skeleton
 from export.layer import is_packable
+from export.model_names import ParameterNames, is_read_directly, skeleton
 from export.progress import Track, silently
 from mrp_lightning.errors import FormatError, PatternError
 from mrp_lightning.solver.patterns import Unstructured
-from mrp_lightning.walk.layers import is_conv1d
+from mrp_lightning.walk.layers import Expert, Layer, is_conv1d, layers_of
 from mrp_lightning.walk.names import matches, require_matches
 from mrp_lightning.walk.plan import make_plan
 
@@ -28,12 +29,13 @@ class LayerChoice:
 
     Attributes:
         name: Of the module in the model.
-        tensor: Name of its weight in the files.
+        tensor: Name of its weight in the files; empty where no tensor there is its weight.
         shape: (rows, columns).
         dtype: Of the stored weight.
-        transposed: Whether the file holds (columns, rows).
+        transposed: Whether the file holds (columns, rows), as for `Conv1D`.
         broken_groups: Groups of four columns with more than two non-zeros.
         negative_zeros: How many −0.0 it has.
+        not_finite: How many NaN and ±inf it has.
         reason: Why it stays dense; `None` for a layer that is packed.
     """
 
@@ -41,10 +43,11 @@ class LayerChoice:
     tensor: str
     shape: tuple[int, int]
     dtype: torch.dtype
-    transposed: bool
-    broken_groups: int
-    negative_zeros: int
-    reason: str | None
+    transposed: bool = False
+    broken_groups: int = 0
+    negative_zeros: int = 0
+    not_finite: int = 0
+    reason: str | None = None
 
     @property
     def dense_bytes(self) -> int:
@@ -58,10 +61,9 @@ class LayerChoice:
             return self.dense_bytes
         return self.dense_bytes // 2 + self.shape[0] * self.shape[1] // 8
 
-    @property
-    def packed_name(self) -> PackedName:
-        """What the writer needs."""
-        return PackedName(self.name, self.transposed)
+    def matrix(self, tensor: Tensor) -> Tensor:
+        """The weight (rows, columns) of the tensor in the file."""
+        return tensor.T.contiguous() if self.transposed else tensor
 
 
 def choose_layers(
@@ -75,7 +77,7 @@ def choose_layers(
 
     It should be 2:4 in the layers that its `pruning_report.json` lists as pruned; without a report,
     in all that a run with the default targets would prune. Other layers are packed where they
-    happen to be 2:4.
+    happen to be 2:4. Pruned layers without a packed form (experts, convolutions) are listed.
 
     Args:
         checkpoint: The source.
@@ -98,44 +100,65 @@ def choose_layers(
     modules = {name: module for name, module in model.named_modules() if is_packable(module)}
     require_matches("--skip", skip, list(modules))
     expected = _expected(checkpoint, model)
-    tied = set(_tied(model, modules))
+    reasons = dict(_reasons(model, modules, skip))
+    names = ParameterNames(model)
 
-    choices = []
-    tensors = track(checkpoint.tensors(), checkpoint.num_tensors, "checking 2:4")
-    for tensor_name, tensor in tensors:
-        name = _module_of(tensor_name, modules)
-        if name is None:
-            continue
-        reason = None
-        if name in tied:
-            reason = "its weight is tied to another module's"
-        elif any(matches(name, pattern) for pattern in skip):
-            reason = "left out by `--skip`"
-        transposed = is_conv1d(modules[name])
-        choices.append(_look(name, tensor_name, tensor, transposed, reason, name in expected))
+    choices, converted = [], set()
+    for tensor_name, tensor in track(checkpoint.tensors(), checkpoint.num_tensors, "checking 2:4"):
+        parameter, is_converted = names.of(tensor_name)
+        name, _, kind = parameter.rpartition(".")
+        if is_converted:
+            converted.add(parameter)
+        elif kind == "weight" and name in modules:
+            choice = LayerChoice(name, tensor_name, (0, 0), tensor.dtype, is_conv1d(modules[name]))
+            choices.append(_look(choice, tensor, reasons.get(name), name in expected))
+    seen = {choice.name for choice in choices}
+    choices += _without_tensor(model, expected - seen, converted)
     _refuse(checkpoint, choices, expected, allow_partial)
     return choices
 
 
-def _look(
-    name: str, key: str, tensor: Tensor, transposed: bool, reason: str | None, expected: bool
-) -> LayerChoice:
-    weight = PackedName(name, transposed).matrix(tensor)
-    broken = negative = 0
-    if reason is None:
-        reason = why_not_packable(weight.shape)
+def _look(choice: LayerChoice, tensor: Tensor, reason: str | None, expected: bool) -> LayerChoice:
+    """Fill in what the weight itself says; `reason` is what is known without it."""
+    weight = choice.matrix(tensor)
+    reason = reason or why_not_packable(weight.shape)
     if reason is None and weight.dtype not in _DTYPES:
         reason = f"its weight is {weight.dtype}"
-    if reason is None:
-        broken, negative = broken_groups(weight), positive_zeros(weight)[1]
-        if broken:
-            groups = weight.numel() // GROUP
-            reason = f"not 2:4: {broken} of {groups} groups have more than two non-zeros"
-            reason += "" if expected else "; it was not to be pruned"
     rows, columns = weight.shape
-    return LayerChoice(
-        name, key, (rows, columns), weight.dtype, transposed, broken, negative, reason
+    choice = replace(choice, shape=(rows, columns), reason=reason)
+    if reason is not None:
+        return choice
+    broken = broken_groups(weight)
+    if broken:
+        groups = weight.numel() // GROUP
+        reason = f"not 2:4: {broken} of {groups} groups have more than two non-zeros"
+        reason += "" if expected else "; it was not to be pruned"
+    return replace(
+        choice,
+        broken_groups=broken,
+        negative_zeros=positive_zeros(weight)[1],
+        not_finite=int((~weight.isfinite()).sum()),
+        reason=reason,
     )
+
+
+def _without_tensor(
+    model: PreTrainedModel, names: set[str], converted: set[str]
+) -> Iterator[LayerChoice]:
+    """Pruned layers whose weight is not a matrix of its own in the files."""
+    layers = {layer.name: layer for n, m in model.named_modules() for layer in layers_of(n, m)}
+    for name in sorted(names & layers.keys()):
+        layer = layers[name]
+        if isinstance(layer, Expert):
+            reason = "it is an expert of a stack; the format packs linear layers"
+        elif not is_packable(layer.module):
+            reason = f"it is a {type(layer.module).__name__}; the format packs linear layers"
+        elif f"{name}.weight" in converted:
+            reason = "transformers computes its weight from other tensors while loading"
+        else:
+            reason = "the files hold no weight of its own for it"
+        rows, columns = layer.weight.shape
+        yield LayerChoice(name, "", (rows, columns), layer.weight.dtype, reason=reason)
 
 
 def _refuse(
@@ -155,6 +178,7 @@ def _refuse(
 
 
 def _expected(checkpoint: Checkpoint, model: nn.Module) -> set[str]:
+    """Names of the layers that should be 2:4."""
     report = checkpoint.path / "pruning_report.json"
     if report.is_file():
         try:
@@ -165,26 +189,21 @@ def _expected(checkpoint: Checkpoint, model: nn.Module) -> set[str]:
                 f"{report} is no report of a pruning run. Repair or remove it."
             ) from error
     plan = make_plan(model, Unstructured(0.5), allow_meta=True)
-    layers = [layer for of_block in plan.layers.values() for layer in of_block]
+    layers: list[Layer] = [layer for of_block in plan.layers.values() for layer in of_block]
     return {layer.name for layer in (*layers, *plan.outside)}
 
 
-def _module_of(tensor: str, modules: dict[str, nn.Module]) -> str | None:
-    """The layer whose weight this is; files may lack the prefix of the base model, or have one."""
-    name, _, kind = tensor.rpartition(".")
-    if kind != "weight":
-        return None
-    if name in modules:
-        return name
-    near = [m for m in modules if m.endswith(f".{name}") or name.endswith(f".{m}")]
-    return near[0] if len(near) == 1 else None
-
-
-def _tied(model: nn.Module, modules: dict[str, nn.Module]) -> Iterator[str]:
-    """Layers whose weight another module holds, too: packed, they would no longer be tied."""
+def _reasons(
+    model: nn.Module, modules: Mapping[str, nn.Module], skip: Sequence[str]
+) -> Iterator[tuple[str, str]]:
+    """Layers that stay dense whatever their weights are."""
     owners: dict[int, int] = {}
     for _, parameter in model.named_parameters(remove_duplicate=False):
         owners[id(parameter)] = owners.get(id(parameter), 0) + 1
     for name, module in modules.items():
-        if owners[id(module.weight)] > 1:
-            yield name
+        if any(matches(name, pattern) for pattern in skip):
+            yield name, "left out by `--skip`"
+        elif owners[id(module.weight)] > 1:  # packed, they would no longer be tied
+            yield name, "its weight is tied to another module's"
+        elif is_read_directly(model, name):
+            yield name, "the module around it multiplies with its weight itself"

@@ -9,19 +9,23 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from export.backends.apply import BACKENDS, TARGETS
+from export.backends.apply import BACKENDS, TARGETS, why_not_here
 from export.benchmark import benchmark
-from export.checkpoint import Checkpoint, open_checkpoint, write_dense, write_packed
+from export.checkpoint import Checkpoint, open_checkpoint
 from export.huggingface import load
 from export.parity import check_parity
 from export.progress import Track, bars
 from export.report import NO_CUDA, ExportReport
 from export.selection import choose_layers
+from export.writing import write_dense, write_packed
 from mrp_lightning import errors
 from mrp_lightning.checkpoint import check_output_dir, save_directory
+
+log = logging.getLogger(__name__)
 
 _USER_ERRORS = (
     errors.DataError,
@@ -29,9 +33,8 @@ _USER_ERRORS = (
     errors.OptionError,
     errors.PatternError,
     errors.TargetError,
-    FileExistsError,
-    FileNotFoundError,
-    PermissionError,
+    OSError,  # files that are not there, exist already, or cannot be written: a full disk, too
+    SafetensorError,
 )
 
 
@@ -71,6 +74,9 @@ def run(options: argparse.Namespace) -> ExportReport:
         FileExistsError: The output exists.
     """
     device = _device(options.device)
+    measured = options.benchmark and device.type == "cuda"
+    if measured and (reason := why_not_here(options.backend, device)):
+        raise errors.OptionError(f"`--backend {options.backend}` cannot run here: {reason}.")
     out = _output(options)
     if not options.check_only:
         check_output_dir(out, overwrite=options.overwrite, argument="--out")
@@ -102,8 +108,8 @@ def _export(
     track: Track,
 ) -> None:
     write = {"packed": write_packed, "dense": write_dense}[options.format]
-    chosen = {layer.tensor: layer.packed_name for layer in report.packed}
-    for _ in track(write(source, staging, chosen), len(chosen), "writing layers"):
+    layers = report.packed
+    for _ in track(write(source, staging, layers), len(layers), "writing layers"):
         pass
 
 
@@ -135,6 +141,8 @@ def _compare(
         source, directory, report.layers, text=options.text, device=device, track=track
     )
     report.parity.require()
+    if report.parity.text is None:
+        report.notes.append("logits not compared: the model predicts no next token")
 
 
 def _measure(
@@ -142,7 +150,8 @@ def _measure(
 ) -> None:
     """Time the export, where that has a meaning and was asked for."""
     if device.type != "cuda":
-        report.notes.append(NO_CUDA)
+        untried = "" if options.backend == "auto" else f", back-end {options.backend} not tried"
+        report.notes.append(f"{NO_CUDA}{untried}")
     elif report.format == "dense":
         report.notes.append("speed not measured: the dense format runs as its source does")
     elif not options.benchmark:
@@ -158,8 +167,9 @@ def _measure(
                 prompt_tokens=options.prompt_tokens,
                 new_tokens=options.new_tokens,
             )
-        except torch.cuda.OutOfMemoryError as error:  # no reason to lose a proven export
-            report.notes.append(f"speed not measured: {str(error).splitlines()[0]}")
+        except Exception as error:  # no reason to lose a proven export
+            log.exception("The benchmark failed; the export is written all the same.")
+            report.notes.append(f"speed not measured: {type(error).__name__}: {error}")
 
 
 def _device(name: str | None) -> torch.device:
@@ -184,6 +194,9 @@ def _output(options: argparse.Namespace) -> Path:
         raise errors.OptionError(
             f"`--out` {out} must neither be the source {source}, nor hold it, nor lie in it."
         )
+    for place in (Path.cwd(), Path.home().resolve()):
+        if out == place or out in place.parents:
+            raise errors.OptionError(f"`--out` {out} would replace {place}. Name a new directory.")
     return out
 
 

@@ -60,7 +60,7 @@ def apply(model: nn.Module, backend: str = "auto", target: str = "both") -> Appl
         raise OptionError(f"`--target {target}` is none of {', '.join(TARGETS)}.")
     layers = {n: m for n, m in model.named_modules() if isinstance(m, Sparse24Linear)}
     for device in {layer.weight.device for layer in layers.values()}:
-        if reason := _missing(backend, device):
+        if reason := why_not_here(backend, device):
             raise OptionError(f"`--backend {backend}` cannot run here: {reason}.")
 
     applied = Applied()
@@ -95,7 +95,8 @@ def _place(
     return None
 
 
-def _missing(backend: str, device: torch.device) -> str | None:
+def why_not_here(backend: str, device: torch.device) -> str | None:
+    """Why a back-end cannot run on a device at all, or `None`."""
     if backend in SUBCLASSES:
         return SUBCLASSES[backend].missing(device)
     if device.type != "cuda":

@@ -272,7 +272,7 @@ def test_back_ends_refuse_layers_with_a_reason(backend, dtype, shape, reason):
 def test_a_refused_layer_becomes_dense_and_is_listed(all_kernels_usable, monkeypatch):
     from export.backends import apply as apply_module
 
-    monkeypatch.setattr(apply_module, "_missing", lambda backend, device: None)
+    monkeypatch.setattr(apply_module, "why_not_here", lambda backend, device: None)
     model = sparse_model(torch.float32)
     x = torch.randn(3, 64)
     before = model[0](x)
@@ -287,7 +287,7 @@ def test_a_refused_layer_becomes_dense_and_is_listed(all_kernels_usable, monkeyp
 def test_a_layer_that_is_nowhere_faster_stays_dense(all_kernels_usable, monkeypatch, table):
     from export.backends import apply as apply_module
 
-    monkeypatch.setattr(apply_module, "_missing", lambda backend, device: None)
+    monkeypatch.setattr(apply_module, "why_not_here", lambda backend, device: None)
     slow = [row(STORED_DENSE, 1.0, t, shape=(32, 64)) for t in (1, 8)]
     slow += [row("triton-gemm", 2.0, t, shape=(32, 64)) for t in (1, 8)]
     table(*slow)

@@ -5,10 +5,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from export import parity
-from export.checkpoint import open_checkpoint, write_packed
+from export.checkpoint import open_checkpoint
+from export.format import different_bits
 from export.layer import Sparse24Linear
-from export.parity import Parity, check_parity, compare_text, different_bits, operator_error
+from export.parity import Parity, check_parity, operator_error
 from export.selection import choose_layers
+from export.text_parity import MIN_TOKENS, TextParity, compare_text, text_failures
+from export.writing import write_packed
 from mrp_lightning.errors import DataError, ParityError
 
 
@@ -17,7 +20,7 @@ def exported(llama, tmp_path):
     source = open_checkpoint(llama)
     layers = choose_layers(source)
     (tmp_path / "out").mkdir()
-    for _ in write_packed(source, tmp_path / "out", {c.tensor: c.packed_name for c in layers}):
+    for _ in write_packed(source, tmp_path / "out", layers):
         pass
     return source, tmp_path / "out", layers
 
@@ -29,7 +32,7 @@ def test_every_gate_is_passed_by_an_honest_export(exported):
     assert len(found.operators) == 14
     assert found.text is not None
     assert found.text.bit_equal
-    assert found.text.tokens >= parity.MIN_TOKENS
+    assert found.text.tokens >= MIN_TOKENS
     found.require()
 
 
@@ -65,7 +68,7 @@ def test_a_model_that_predicts_otherwise_is_stopped(llama):
     assert text.tokens == 3 * 63
     assert not text.bit_equal
     assert text.divergence > 0
-    failures = parity._text_failures(text)
+    failures = text_failures(text)
     assert any("likeliest next token agrees" in failure for failure in failures)
     assert any("perplexity goes from" in failure for failure in failures)
 
@@ -83,8 +86,8 @@ def test_perplexity_is_that_of_the_models_own_loss(llama):
 
 def test_not_a_number_fails():
     nan = float("nan")
-    text = parity.TextParity("", 1, nan, 1.0, nan, nan, nan, False)
-    assert len(parity._text_failures(text)) == 2
+    text = TextParity("", 1, nan, 1.0, nan, nan, nan, False)
+    assert len(text_failures(text)) == 2
 
 
 def test_too_little_text_is_refused(exported, tmp_path):

@@ -190,16 +190,16 @@ def test_one_wrong_nibble_in_the_file_fails_the_gate(damage, llama, capsys):
 
 
 def test_a_failed_gate_leaves_nothing(llama, capsys, monkeypatch):
-    import export.checkpoint
+    import export.writing
 
-    pack = export.checkpoint.pack
+    pack = export.writing.pack
 
     def wrong(weight):
         values, meta = pack(weight)
         values[0, 0] += 1
         return values, meta
 
-    monkeypatch.setattr(export.checkpoint, "pack", wrong)
+    monkeypatch.setattr(export.writing, "pack", wrong)
     shown = refusal([str(llama)], capsys, status=1)
     assert shown.count("values have other bits") == 14
     assert [path.name for path in llama.parent.iterdir()] == ["llama"]

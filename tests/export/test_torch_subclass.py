@@ -38,7 +38,7 @@ def torch_subclass_on_cpu(monkeypatch):
         "_validate_device_dim_dtype_shape",
         classmethod(lambda cls, tensor: None),
     )
-    monkeypatch.setattr(apply_module, "_missing", lambda backend, device: None)
+    monkeypatch.setattr(apply_module, "why_not_here", lambda backend, device: None)
     yield
     library._destroy()
 
