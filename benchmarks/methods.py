@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from machine import machine
+from mrp_lightning.machine import machine
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from machine import machine
+from mrp_lightning.machine import machine
 from torch import Tensor
 
 from mrp_lightning.solver.damping import DampedHessian

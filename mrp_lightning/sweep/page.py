@@ -1,0 +1,57 @@
+"""The page of a sweep: what was run, which claims hold, and every figure."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from mrp_lightning.sweep.claims import Finding, findings
+from mrp_lightning.sweep.results import Result, averages
+from mrp_lightning.sweep.tables import as_markdown, markdown
+
+
+def page(
+    results: Sequence[Result],
+    *,
+    title: str,
+    description: str,
+    command: str,
+    pictures: Sequence[Path] = (),
+) -> str:
+    """Markdown; `pictures` are shown by their paths."""
+    machines = " / ".join(dict.fromkeys(result.machine for result in results))
+    seeds = len({result.run.seed for result in results if result.run.seed is not None})
+    contexts = sorted({result.context for result in results if result.context})
+    spread = f"mean ± standard deviation over {seeds} calibration sets; " if seeds > 1 else ""
+    parts = [
+        f"# {title}",
+        *([description.strip()] if description else []),
+        f"```\n{command}\n```",
+        f"{machines}. Perplexity at a context of {' or '.join(map(str, contexts))} tokens; {spread}"
+        "relative loss is the mean over layers of ‖δx‖² / ‖wx‖²; seconds are those of the pruning.",
+    ]
+    if found := findings(results):
+        parts += ["## What the paper claims", *_claims(found)]
+    parts += ["## Figures", markdown(averages(results))]
+    parts += [f"![{path.stem}]({path.as_posix()})" for path in pictures]
+    return "\n\n".join(parts) + "\n"
+
+
+def write(text: str, path: Path) -> None:
+    """Replace the page in one step."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial.write_text(text, "utf-8")
+    partial.replace(path)
+
+
+def _claims(found: Sequence[Finding]) -> list[str]:
+    parts = []
+    for claim in dict.fromkeys(finding.claim for finding in found):
+        cases = [finding for finding in found if finding.claim == claim]
+        held = sum(finding.holds for finding in cases)
+        lines = [["yes" if f.holds else "**no**", f.where, f.evidence] for f in cases]
+        parts += [
+            f"**{claim}**: so in {held} of {len(cases)} cases.",
+            as_markdown(["holds", "where", "evidence"], lines),
+        ]
+    return parts

@@ -1,0 +1,122 @@
+"""The tables of a sweep: Markdown to read, CSV and JSON to compute with."""
+
+import csv
+import io
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mrp_lightning.sweep.plan import Run, has_blocks, short
+from mrp_lightning.sweep.published import reported
+from mrp_lightning.sweep.results import Average, rounded
+from mrp_lightning.walk.report import versions
+
+NAMES = {None: "", "magnitude": "magnitude", "wanda": "Wanda", "SS": "SparseGPT"}
+
+Averages = Mapping[Run, Mapping[str, Average]]
+
+
+def rows(results: Averages) -> list[dict[str, Any]]:
+    """One row a run and measure, with the paper's figure and the difference where it has one."""
+    table = []
+    for run, measures in results.items():
+        for measure, ours in measures.items():
+            paper = _paper(run, measure)
+            table.append(
+                {
+                    "model": run.model,
+                    "setting": run.setting,
+                    "method": run.method or "",
+                    "block_size": _block_size(run),
+                    "changed": f"{run.changed[0]}={run.changed[1]}" if run.changed else "",
+                    "measure": measure,
+                    "mean": ours.mean if math.isfinite(ours.mean) else None,
+                    "deviation": ours.deviation,
+                    "seeds": ours.count,
+                    "paper": paper,
+                    "difference": None if paper is None else ours.mean - paper,
+                }
+            )
+    return table
+
+
+def markdown(results: Averages) -> str:
+    """A table a model: its runs, and a column a measure."""
+    sections = []
+    for model in dict.fromkeys(run.model for run in results):
+        mine = {run: measures for run, measures in results.items() if run.model == model}
+        sections.append(f"### {model}\n\n{_model_table(mine)}")
+    return "\n\n".join(sections)
+
+
+def write(results: Averages, directory: Path) -> None:
+    """Write `results.md`, `results.csv` and `results.json`."""
+    table = rows(results)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(table[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(table)
+    content = {"format_version": 1, "results": table, "versions": versions()}
+    for name, written in {
+        "results.csv": text.getvalue(),
+        "results.json": json.dumps(content, indent=2, allow_nan=False) + "\n",
+        "results.md": markdown(results) + "\n",
+    }.items():
+        partial = directory / f".{name}.partial"
+        partial.write_text(written, "utf-8")
+        partial.replace(directory / name)
+
+
+def heading(measure: str) -> str:
+    """A measure as a column's name; a text without a name is the only one."""
+    return measure.removesuffix("/text").replace("/", " ")
+
+
+def as_markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    cells = [header, ["---"] * len(header), *lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+
+
+def _model_table(results: Averages) -> str:
+    measures = list(dict.fromkeys(name for found in results.values() for name in found))
+    compared = {name for name in measures for run in results if _paper(run, name) is not None}
+    changed = list(dict.fromkeys(run.changed[0] for run in results if run.changed))
+    sizes = {run.block_size for run in results if _block_size(run)}
+    header = ["sparsity", "method", *(["S"] if len(sizes) > 1 else []), *map(short, changed)]
+    for name in measures:
+        header += [heading(name), *(["paper", "difference"] if name in compared else [])]
+    lines = []
+    for run, found in results.items():
+        line = [run.setting, NAMES.get(run.method, run.method or "")]
+        line += [_block_size(run)] if len(sizes) > 1 else []
+        line += [
+            str(run.changed[1]) if run.changed and run.changed[0] == key else "" for key in changed
+        ]
+        for name in measures:
+            ours, paper = found.get(name), _paper(run, name)
+            line.append(str(ours) if ours else "")
+            if name in compared:
+                line += _difference(ours, paper)
+        lines.append(line)
+    return as_markdown(header, lines)
+
+
+def _difference(ours: Average | None, paper: float | None) -> list[str]:
+    if ours is None or paper is None:
+        return ["" if paper is None else f"{paper:g}", ""]
+    return [f"{paper:g}", f"{'−' if ours.mean < paper else '+'}{rounded(abs(ours.mean - paper))}"]
+
+
+def _block_size(run: Run) -> str:
+    if run.method is None or not has_blocks(run.method):
+        return ""
+    return "all" if run.block_size is None else str(run.block_size)
+
+
+def _paper(run: Run, measure: str) -> float | None:
+    if run.changed:
+        return None
+    return reported(run.model, run.setting, run.method, run.block_size, measure)
