@@ -23,6 +23,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from export.format import FORMAT_VERSION, invalid_nibbles
 from export.layer import Sparse24Linear, is_packable
 from export.model_names import model_class
+from mrp_lightning.checkpoint import as_dtype
 from mrp_lightning.errors import FormatError
 
 QUANT_METHOD = "mrp_sparse24"
@@ -89,8 +90,9 @@ class Sparse24Quantizer(HfQuantizer):
             )
         return model
 
-    def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> Any:
+    def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> Any:
         """Put back the layers that the model's class has, with the zeros stored."""
+        dtype = as_dtype(dtype)  # a configuration that was saved holds a name
         with torch.device("meta"):
             original = type(model)(model.config)
         for name in self.quantization_config.modules:
