@@ -67,7 +67,7 @@ def main(args: list[str]) -> None:
     parser = ArgumentParser(prog="python -m mrp_lightning sweep", description=_WHAT)
     parser.add_argument("--config", action="config", help="YAML of a sweep; may be repeated.")
     parser.add_class_arguments(Sweep)
-    parsed = parser.instantiate_classes(parser.parse_args(args))
+    parsed = parser.instantiate(parser.parse_args(args))
     sweep = Sweep(**{key: value for key, value in vars(parsed).items() if key != "config"})
     console = Console()
     failed = make_runs(sweep, console)

@@ -104,7 +104,7 @@ def average(values: Sequence[float]) -> Average:
 def rounded(value: float) -> str:
     """Four digits, as far as they say something."""
     if value >= 1e4:
-        return f"{value:.0e}".replace("e+0", "e")
+        return f"{value:.0e}".replace("e+0", "e").replace("e+", "e")
     return f"{value:.4f}" if value < 1 else f"{value:.{max(0, 3 - len(str(int(value))) + 1)}f}"
 
 
