@@ -2,12 +2,14 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: quickstart test lint embedded-model clean
+.PHONY: quickstart test lint results embedded-model clean
 
 quickstart: .venv/installed
-	$(BIN)/python benchmarks/methods.py --config configs/quickstart.yaml \
-		--save 2:4=SM=runs/quickstart/sm-2of4 --markdown runs/quickstart/table.md
-	$(BIN)/python -m export.to_sparse runs/quickstart/sm-2of4 --overwrite
+	rm -rf runs/quickstart
+	$(BIN)/python -m mrp_lightning sweep --config configs/sweeps/quickstart.yaml
+	$(BIN)/python -m mrp_lightning report runs/quickstart
+	$(BIN)/python -m export.to_sparse runs/quickstart/stdlib-llama/2of4-SM-s128-seed0 \
+		--out runs/quickstart-sparse24 --overwrite
 
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
@@ -16,6 +18,18 @@ lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Writes docs/results.md and docs/ablations.md; resumes after an interruption.
+results: $(patsubst %,runs/models/%/config.json,opt bloom mamba)
+	$(BIN)/python -m mrp_lightning sweep --config configs/sweeps/results.yaml
+	$(BIN)/python -m mrp_lightning sweep --config configs/sweeps/ablations.yaml
+
+# mambapy has a scan that can be trained on a CPU. It is kept out of .venv, so that models are pruned
+# and evaluated by transformers alone.
+runs/models/%/config.json: configs/train/text.yaml configs/train/%.yaml | .venv/installed
+	$(BIN)/pip install --quiet --no-deps --upgrade --target runs/mambapy mambapy==1.2.0
+	PYTHONPATH=runs/mambapy $(BIN)/python -m mrp_lightning fit --config configs/train/text.yaml \
+		--config configs/train/$*.yaml --trainer.callbacks.init_args.save_dir $(@D)
 
 # Trains the tokenizer and the model in mrp_lightning/embedded/stdlib-llama; about an hour on 2 cores.
 embedded-model: .venv/installed

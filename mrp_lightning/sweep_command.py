@@ -11,7 +11,7 @@ from jsonargparse.typing import Path_fr
 from rich.console import Console
 from rich.markdown import Markdown
 
-from mrp_lightning.sweep import page, plots, tables
+from mrp_lightning.sweep import page, tables
 from mrp_lightning.sweep.execute import configure, described, execute, is_finished
 from mrp_lightning.sweep.plan import Plan, Run
 from mrp_lightning.sweep.results import Result, averages, read_result
@@ -127,6 +127,8 @@ def collect(sweep: Sweep) -> list[Result]:
 
 def write_page(sweep: Sweep, results: Iterable[Result], command: str) -> None:
     """The page, and its pictures beside it."""
+    from mrp_lightning.sweep import plots  # needs matplotlib, which tables do not
+
     assert sweep.page is not None
     results, path = list(results), Path(sweep.page)
     pictures = plots.write(averages(results), path.with_suffix(""))
