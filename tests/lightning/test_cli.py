@@ -1,13 +1,16 @@
 """The command line as a user starts it."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from mrp_lightning import evaluation
 from mrp_lightning.cli import main
 
+CONFIGS = Path(__file__).parents[2] / "configs"
 TINY = [f"--trainer.{option}" for option in ("accelerator=cpu", "logger=false")]
 
 
@@ -44,6 +47,32 @@ def test_predict_prunes_and_test_gives_perplexity(tiny_llama, text, tmp_path, ca
     assert "perplexity" in capsys.readouterr().out
 
 
+def test_the_papers_data_from_local_copies(tiny_llama, corpora_dir, tmp_path, capsys, caplog):
+    """Prune on C4 and evaluate on three texts, as configured for a published model."""
+    out = tmp_path / "pruned"
+    config = CONFIGS / "models" / "opt-125m.yaml"
+    short = ["--data.sequence_length=16", "--data.num_samples=6", "--data.batch_size=3", *TINY]
+    options = [f"--config={config}", f"--data.corpora_dir={corpora_dir}", *short]
+    pattern = f"--config={CONFIGS / 'patterns' / '2of4.yaml'}"
+    save = f"--trainer.callbacks.init_args.save_dir={out}"
+    main(["predict", *options, pattern, f"--model.model={tiny_llama}", save])
+    keep = ["--trainer.callbacks=callbacks.SaveEvaluation", f"--trainer.callbacks.save_dir={out}"]
+    with caplog.at_level("INFO"):
+        main(["test", *options, *keep, f"--model.model={out}"])
+    assert re.search(r"c4: perplexity \d+\.\d{3} \(context 16, 256 windows, 3,840 ", caplog.text)
+    found = evaluation.read(out).perplexity
+    assert sorted(found) == ["c4", "ptb", "wikitext2"]
+    assert found["c4"]["windows"] == 256
+    assert found["c4"]["context"] == 16
+    with pytest.raises(SystemExit) as stop:
+        missing = f"--data.corpora_dir={tmp_path}"
+        main(["test", *options, missing, f"--model.model={out}"])
+    assert stop.value.code == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"error: `data.corpora_dir`: {tmp_path} lacks files of wikitext2, ptb")
+    assert "hf download Salesforce/wikitext wikitext-2-raw-v1/test-00000-of-00001.parquet" in error
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -53,6 +82,7 @@ def test_predict_prunes_and_test_gives_perplexity(tiny_llama, text, tmp_path, ca
         (["--trainer.callbacks.pattern=2:4", "--trainer.callbacks.targets=[q_porj]"], "q_proj"),
         (["--trainer.callbacks.pattern=2:4", "--model.model=./absent"], "no directory ./absent"),
         (["--trainer.callbacks.pattern=2:4", "--data.sequence_length=4096"], "positions"),
+        (["--trainer.callbacks.pattern=2:4", "--data.calibration=c4"], "not several of them"),
     ],
 )
 def test_a_mistake_is_one_line_and_no_traceback(tiny_llama, text, capsys, options, message):

@@ -44,7 +44,8 @@ def test_commands_run(tiny_llama, here):
     text = commands[0].replace("\\\n", " ").replace("configs/", f"{ROOT}/configs/")
     lines = [line for line in text.splitlines() if line]
     assert len(lines) == 2
-    tiny = ["--data.dataset=null", "--data.train_files=text.jsonl", "--data.eval_files=text.jsonl"]
+    tiny = ["--data.calibration=null", "--data.evaluation=null"]
+    tiny += ["--data.train_files=text.jsonl", "--data.eval_files=text.jsonl"]
     tiny += ["--data.num_samples=2", "--data.sequence_length=64", "--trainer.logger=false"]
     for line in lines:
         _, _, module, *arguments = shlex.split(line)
