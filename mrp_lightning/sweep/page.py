@@ -20,13 +20,12 @@ def page(
     """Markdown; `pictures` are shown by their paths."""
     machines = " / ".join(dict.fromkeys(result.machine for result in results))
     seeds = len({result.run.seed for result in results if result.run.seed is not None})
-    contexts = sorted({result.context for result in results if result.context})
     spread = f"mean ± standard deviation over {seeds} calibration sets; " if seeds > 1 else ""
     parts = [
         f"# {title}",
         *([description.strip()] if description else []),
         f"```\n{command}\n```",
-        f"{machines}. Perplexity at a context of {' or '.join(map(str, contexts))} tokens; {spread}"
+        f"{machines}. Perplexity @ the context in tokens; {spread}"
         "relative loss is the mean over layers of ‖δx‖² / ‖wx‖²; seconds are those of the pruning.",
     ]
     if found := findings(results):

@@ -73,10 +73,12 @@ class ModelRuns:
     Args:
         options: What its runs change of the configuration, by dotted key, such as `model.model`.
         block_sizes: Each run is repeated with each; `null` is all columns.
+        runs: In place of those of the sweep.
     """
 
     options: dict[str, Any]
     block_sizes: list[int | None] = field(default_factory=lambda: [128])
+    runs: dict[str, list[str]] | None = None
 
 
 @dataclass(kw_only=True)
@@ -94,10 +96,11 @@ class Plan:
     only: list[str] | str = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        for setting, methods in self.runs.items():
-            pattern = parse_setting(setting)
-            for method in methods:
-                parse_method(method).check(pattern, None)
+        for runs in [self.runs, *(model.runs or {} for model in self.models.values())]:
+            for setting, methods in runs.items():
+                pattern = parse_setting(setting)
+                for method in methods:
+                    parse_method(method).check(pattern, None)
         if not self.seeds:
             raise OptionError("`seeds` is empty; expected at least one, such as [0].")
         self.only = [self.only] if isinstance(self.only, str) else self.only
@@ -113,7 +116,8 @@ class Plan:
         runs = []
         for model, of_model in self.models.items():
             runs.append(Run(model))
-            for setting, methods in self.runs.items():
+            own = self.runs if of_model.runs is None else of_model.runs
+            for setting, methods in own.items():
                 for method in methods:
                     runs += self._repeat(model, of_model, setting, method)
         return list(dict.fromkeys(runs))

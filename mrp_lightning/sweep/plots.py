@@ -47,7 +47,12 @@ def _draw(
             errors = [found.deviation or 0.0 for _, found in line]
             label = NAMES.get(method, method)
             axes.errorbar(values, means, errors, marker="o", capsize=3, label=label)
-        axes.set(xscale="log", xlabel=option, ylabel=heading(text), title=title)
+        axes.set(
+            xscale="log",
+            xlabel=option,
+            ylabel=heading(text, {results[runs[0]][text].context}),
+            title=title,
+        )
         axes.grid(alpha=0.3)
         axes.legend(frameon=False)
     return figure

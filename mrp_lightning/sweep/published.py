@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
+CONTEXT = 2048
+"""Tokens a window of the perplexities of WikiText2, PTB and C4."""
+
 
 @dataclass(frozen=True)
 class Figure:

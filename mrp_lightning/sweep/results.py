@@ -30,13 +30,13 @@ class Result:
         run: Which one.
         measures: By name: `perplexity/<text>`, `accuracy/<task>` in percent, `relative loss` (mean
             over layers of ‖δx‖² / ‖wx‖²) and `seconds` of the walk.
-        context: Tokens a window of the perplexities.
+        contexts: Tokens a window, by the name of the perplexity; zero-shot ones have none.
         machine: What it was made on.
     """
 
     run: Run
     measures: dict[str, float]
-    context: int | None
+    contexts: dict[str, int]
     machine: str
 
     def __str__(self) -> str:
@@ -52,11 +52,13 @@ class Average:
         mean: Over the seeds.
         deviation: Standard deviation of a sample; `None` for a single value.
         count: How many.
+        context: Tokens a window, of the perplexity of a text.
     """
 
     mean: float
     deviation: float | None
     count: int
+    context: int | None = None
 
     def __str__(self) -> str:
         text = rounded(self.mean)
@@ -72,16 +74,15 @@ def read_result(directory: Path) -> Result:
     changed = content["run"].pop("changed")
     run = Run(**content["run"], changed=tuple(changed) if changed else None)
     evaluation = read(directory)
-    measures: dict[str, Any] = {
-        f"perplexity/{text}": found["perplexity"] for text, found in evaluation.perplexity.items()
-    }
-    contexts = {int(found["context"] or 0) for found in evaluation.perplexity.values()}
+    texts = {f"perplexity/{text}": found for text, found in evaluation.perplexity.items()}
+    measures: dict[str, Any] = {name: found["perplexity"] for name, found in texts.items()}
+    contexts = {name: int(found["context"] or 0) for name, found in texts.items()}
     measures |= _zeroshot(evaluation.zeroshot)
     if run.method is not None:
         totals = json.loads((directory / "pruning_report.json").read_text("utf-8"))["totals"]
         measures |= {"relative loss": totals["relative_loss"], "seconds": totals["seconds"]}
     known = {name: float("inf") if v is None else float(v) for name, v in measures.items()}
-    return Result(run, known, contexts.pop() if len(contexts) == 1 else None, content["machine"])
+    return Result(run, known, contexts, content["machine"])
 
 
 def averages(results: Iterable[Result]) -> dict[Run, dict[str, Average]]:
@@ -90,15 +91,18 @@ def averages(results: Iterable[Result]) -> dict[Run, dict[str, Average]]:
     for result in results:
         grouped.setdefault(replace(result.run, seed=None), []).append(result)
     return {
-        run: {name: average([r.measures[name] for r in found]) for name in found[0].measures}
+        run: {
+            name: average([r.measures[name] for r in found], found[0].contexts.get(name))
+            for name in found[0].measures
+        }
         for run, found in grouped.items()
     }
 
 
-def average(values: Sequence[float]) -> Average:
+def average(values: Sequence[float], context: int | None = None) -> Average:
     """Mean and standard deviation."""
     spread = statistics.stdev(values) if len(values) > 1 else None
-    return Average(statistics.fmean(values), spread, len(values))
+    return Average(statistics.fmean(values), spread, len(values), context)
 
 
 def rounded(value: float) -> str:

@@ -4,12 +4,12 @@ import csv
 import io
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mrp_lightning.sweep.plan import Run, has_blocks, short
-from mrp_lightning.sweep.published import reported
+from mrp_lightning.sweep.published import CONTEXT, reported
 from mrp_lightning.sweep.results import Average, rounded
 from mrp_lightning.walk.report import versions
 
@@ -23,7 +23,7 @@ def rows(results: Averages) -> list[dict[str, Any]]:
     table = []
     for run, measures in results.items():
         for measure, ours in measures.items():
-            paper = _paper(run, measure)
+            paper = _paper(run, measure, ours)
             table.append(
                 {
                     "model": run.model,
@@ -32,6 +32,7 @@ def rows(results: Averages) -> list[dict[str, Any]]:
                     "block_size": _block_size(run),
                     "changed": f"{run.changed[0]}={run.changed[1]}" if run.changed else "",
                     "measure": measure,
+                    "context": ours.context,
                     "mean": ours.mean if math.isfinite(ours.mean) else None,
                     "deviation": ours.deviation,
                     "seeds": ours.count,
@@ -69,9 +70,10 @@ def write(results: Averages, directory: Path) -> None:
         partial.replace(directory / name)
 
 
-def heading(measure: str) -> str:
-    """A measure as a column's name; a text without a name is the only one."""
-    return measure.removesuffix("/text").replace("/", " ")
+def heading(measure: str, contexts: Iterable[int | None] = ()) -> str:
+    """A measure as a column's name, such as `perplexity wikitext2 @2048`."""
+    at = [f"@{context}" for context in sorted(c for c in contexts if c)]
+    return " ".join([measure.removesuffix("/text").replace("/", " "), *at])
 
 
 def as_markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -82,12 +84,19 @@ def as_markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 def _model_table(results: Averages) -> str:
     measures = list(dict.fromkeys(name for found in results.values() for name in found))
-    compared = {name for name in measures for run in results if _paper(run, name) is not None}
+    papers = {
+        (run, name): paper
+        for run, found in results.items()
+        for name, ours in found.items()
+        if (paper := _paper(run, name, ours)) is not None
+    }
+    compared = {name for _, name in papers}
     changed = list(dict.fromkeys(run.changed[0] for run in results if run.changed))
     sizes = {run.block_size for run in results if _block_size(run)}
     header = ["sparsity", "method", *(["S"] if len(sizes) > 1 else []), *map(short, changed)]
     for name in measures:
-        header += [heading(name), *(["paper", "difference"] if name in compared else [])]
+        context = {found[name].context for found in results.values() if name in found}
+        header += [heading(name, context), *(["paper", "difference"] if name in compared else [])]
     lines = []
     for run, found in results.items():
         line = [run.setting, NAMES.get(run.method, run.method or "")]
@@ -96,7 +105,7 @@ def _model_table(results: Averages) -> str:
             str(run.changed[1]) if run.changed and run.changed[0] == key else "" for key in changed
         ]
         for name in measures:
-            ours, paper = found.get(name), _paper(run, name)
+            ours, paper = found.get(name), papers.get((run, name))
             line.append(str(ours) if ours else "")
             if name in compared:
                 line += _difference(ours, paper)
@@ -116,7 +125,8 @@ def _block_size(run: Run) -> str:
     return "all" if run.block_size is None else str(run.block_size)
 
 
-def _paper(run: Run, measure: str) -> float | None:
-    if run.changed:
+def _paper(run: Run, measure: str, ours: Average) -> float | None:
+    """The paper's figure, if it is of the same run and the same context."""
+    if run.changed or ours.context not in (None, CONTEXT):
         return None
     return reported(run.model, run.setting, run.method, run.block_size, measure)

@@ -22,9 +22,7 @@ def read(path: Path, *arguments: str) -> Sweep:
     parser = ArgumentParser()
     parser.add_argument("--config", action="config")
     parser.add_class_arguments(Sweep)
-    parsed = parser.instantiate(
-        parser.parse_args([f"--config={path}", *arguments])
-    ).as_dict()
+    parsed = parser.instantiate(parser.parse_args([f"--config={path}", *arguments])).as_dict()
     return Sweep(**{key: value for key, value in parsed.items() if key != "config"})
 
 

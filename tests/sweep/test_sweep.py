@@ -81,7 +81,7 @@ def test_a_sweep_keeps_every_figure_and_is_not_repeated(here, tiny_llama, capsys
     assert json.loads(Path("out/results.json").read_text())["results"][0]["setting"] == "dense"
     page = Path("docs/page.md").read_text()
     assert "SM is better than SparseGPT" in page
-    assert "context of 32 tokens" in page
+    assert "perplexity @32" in page
     assert "--page=docs/page.md" in page
 
     # Again: nothing is made. One run lost: that one is made.

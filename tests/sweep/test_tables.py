@@ -11,12 +11,14 @@ from mrp_lightning.sweep.results import Result, averages, rounded
 from mrp_lightning.sweep.tables import markdown, write
 
 
-def results(perplexities: dict[Run, list[float]], text: str = "wikitext2") -> list[Result]:
+def results(
+    perplexities: dict[Run, list[float]], text: str = "wikitext2", context: int = 2048
+) -> list[Result]:
     return [
         Result(
             Run(run.model, run.setting, run.method, run.block_size, seed, run.changed),
             {f"perplexity/{text}": value},
-            2048,
+            {f"perplexity/{text}": context},
             "a machine",
         )
         for run, values in perplexities.items()
@@ -41,6 +43,12 @@ def test_the_papers_figure_stands_beside_ours(tmp_path):
     assert float(row["paper"]) == 52.4
     assert math.isclose(float(row["difference"]), 0.1, rel_tol=1e-9)
     assert json.loads((tmp_path / "results.json").read_text())["results"][0]["paper"] == 52.4
+
+
+def test_another_context_is_not_compared_with_the_paper():
+    table = averages(results({Run("OPT-125M", "2:4", "SM", 128): [52.5]}, context=1024))
+    assert "paper" not in markdown(table)
+    assert "perplexity wikitext2 @1024" in markdown(table)
 
 
 def test_an_ablation_is_not_compared_with_the_paper():
