@@ -5,6 +5,7 @@ import json
 import random
 import re
 import shlex
+from pathlib import Path
 
 import huggingface_hub.constants
 import pyarrow as pa
@@ -284,3 +285,19 @@ def test_copies_of_another_form_are_refused(tokenizer, tmp_path):
     shard.write_bytes(gzip.compress(row.encode())[:-200])
     with pytest.raises(DataError, match=re.escape(f"{shard} cannot be read as json")):
         data(tokenizer, tmp_path, calibration="c4").calibration_windows()
+
+
+def test_the_page_on_data_names_what_is_read():
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.+)$", page, flags=re.M))
+    assert sorted(rows) == sorted(CORPORA)
+    for name, corpus in CORPORA.items():
+        parts = [corpus.calibration] + ([corpus.evaluation] if corpus.evaluation else [])
+        for fact in (corpus.revision, *(file for part in parts for file in part.files)):
+            assert f"`{fact}`" in rows[name]
+        assert f"[{corpus.repository}](https://huggingface.co/datasets/" in rows[name]
+    known = {(corpus.repository, corpus.revision) for corpus in CORPORA.values()}
+    pattern = r"^hf download (\S+) --repo-type dataset --revision (\S+) "
+    commands = re.findall(pattern, page, flags=re.M)
+    assert len(commands) == 3
+    assert set(commands) < known
