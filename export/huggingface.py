@@ -24,7 +24,7 @@ from export.format import FORMAT_VERSION, invalid_nibbles
 from export.layer import Sparse24Linear, is_packable
 from export.model_names import model_class
 from mrp_lightning.checkpoint import as_dtype
-from mrp_lightning.errors import FormatError
+from mrp_lightning.errors import FormatError, OptionError
 
 QUANT_METHOD = "mrp_sparse24"
 
@@ -93,9 +93,15 @@ class Sparse24Quantizer(HfQuantizer):
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> Any:
         """Put back the layers that the model's class has, with the zeros stored."""
         dtype = as_dtype(dtype)  # a configuration that was saved holds a name
+        names = self.quantization_config.modules
+        if any(model.get_submodule(name).weight.device.type == "meta" for name in names):
+            raise OptionError(
+                "Weights that are offloaded cannot be made dense: load the model without disk "
+                "offload (`device_map`, `offload_folder`), then dequantize it."
+            )
         with torch.device("meta"):
             original = type(model)(model.config)
-        for name in self.quantization_config.modules:
+        for name in names:
             packed, dense = model.get_submodule(name), original.get_submodule(name)
             assert isinstance(packed, Sparse24Linear)
             weight = packed.dense_weight().to(dtype)

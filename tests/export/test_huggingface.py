@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import export
 from export import Sparse24Linear
 from export.to_sparse import main
-from mrp_lightning.errors import FormatError
+from mrp_lightning.errors import FormatError, OptionError
 
 
 @pytest.fixture
@@ -57,9 +57,36 @@ def test_it_loads_in_another_precision(llama, packed, ids):
     assert torch.equal(found, logits(llama, ids, dtype=torch.float32))
 
 
-@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs accelerate")
-def test_it_loads_with_a_device_map(llama, packed, ids):
-    assert torch.equal(logits(packed, ids, device_map="cpu"), logits(llama, ids))
+needs_accelerate = pytest.mark.skipif(
+    importlib.util.find_spec("accelerate") is None, reason="needs accelerate"
+)
+
+
+@needs_accelerate
+@pytest.mark.parametrize("device_map", ["cpu", "auto", "sequential", {"": "cpu"}])
+def test_it_loads_with_a_device_map(device_map, llama, packed, ids):
+    if torch.cuda.is_available() and isinstance(device_map, str) and device_map != "cpu":
+        pytest.skip("the logits are those of a CPU")
+    assert torch.equal(logits(packed, ids, device_map=device_map), logits(llama, ids))
+
+
+@needs_accelerate
+@pytest.mark.parametrize("offload_buffers", [False, True])
+def test_layers_may_stay_on_the_disk(offload_buffers, llama, packed, ids, tmp_path):
+    model = export.load(
+        packed,
+        device_map={"model.embed_tokens": "cpu", "lm_head": "cpu", "model.rotary_emb": "cpu"}
+        | {"model.norm": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"},
+        offload_folder=tmp_path / "offload",
+        offload_buffers=offload_buffers,
+    )
+    layer = model.model.layers[1].mlp.up_proj
+    assert layer.weight.device.type == "meta"
+    assert layer.weight_meta.device.type == ("meta" if offload_buffers else "cpu")
+    with torch.inference_mode():
+        assert torch.equal(model(ids).logits, logits(llama, ids))
+    with pytest.raises(OptionError, match="offloaded cannot be made dense"):
+        model.dequantize()
 
 
 def test_it_generates_the_same_text(llama, packed, ids):
@@ -75,6 +102,15 @@ def test_saving_again_writes_the_same_tensors(packed, ids, tmp_path):
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert torch.equal(logits(tmp_path / "again", ids), logits(packed, ids))
+
+
+def test_it_can_be_saved_and_dequantized_after_that(llama, packed, ids, tmp_path):
+    model = export.load(packed)
+    model.save_pretrained(tmp_path / "again")  # leaves the name of the dtype in the configuration
+    with torch.inference_mode():
+        assert torch.equal(model.dequantize()(ids).logits, logits(llama, ids))
+        halved = export.load(packed).dequantize(dtype=torch.float16)
+    assert halved.model.layers[0].mlp.up_proj.weight.dtype == torch.float16
 
 
 def test_without_the_plug_in_loading_fails(packed):

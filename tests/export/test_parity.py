@@ -1,5 +1,9 @@
 """The gates of the parity check let equals pass and stop each kind of difference."""
 
+import copy
+import dataclasses
+import json
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -60,14 +64,16 @@ def test_the_error_of_the_operator_is_that_of_the_dense_product():
 
 def test_a_model_that_predicts_otherwise_is_stopped(llama):
     before = AutoModelForCausalLM.from_pretrained(llama)
-    after = AutoModelForCausalLM.from_pretrained(llama)
-    with torch.no_grad():
-        after.model.norm.weight.neg_()
+    after = copy.deepcopy(before)
+    with torch.no_grad():  # as far from the original as can be: the likeliest token is the rarest
+        after.model.norm.weight.mul_(-8)
     windows = torch.randint(2048, (3, 64), generator=torch.Generator().manual_seed(0))
     text = compare_text(before, after, windows, origin="random")
     assert text.tokens == 3 * 63
     assert not text.bit_equal
-    assert text.divergence > 0
+    assert text.divergence > 0.1
+    assert text.top1_agreement < 0.5
+    assert text.perplexity_after > 1.5 * text.perplexity_before
     failures = text_failures(text)
     assert any("likeliest next token agrees" in failure for failure in failures)
     assert any("perplexity goes from" in failure for failure in failures)
@@ -88,6 +94,38 @@ def test_not_a_number_fails():
     nan = float("nan")
     text = TextParity("", 1, nan, 1.0, nan, nan, nan, False)
     assert len(text_failures(text)) == 2
+
+
+def test_a_source_that_gives_nan_is_equal_to_an_export_that_gives_the_same(llama):
+    broken = AutoModelForCausalLM.from_pretrained(llama)
+    with torch.no_grad():
+        broken.model.norm.weight[0] = float("nan")
+    windows = torch.randint(2048, (2, 64), generator=torch.Generator().manual_seed(0))
+    text = compare_text(broken, copy.deepcopy(broken), windows, origin="random")
+    assert text.bit_equal
+    assert text_failures(text) == []
+    assert text_failures(dataclasses.replace(text, bit_equal=False)) != []
+    written = json.loads(json.dumps(Parity(text=text).to_dict(), allow_nan=False))
+    assert written["text"]["perplexity_before"] is None
+
+
+def test_the_worst_number_of_tokens_counts(monkeypatch):
+    def product_error(name, values, meta, tokens):
+        return parity.OperatorError(name, packed={1: 3e-3, 16: 1e-3}[tokens], dense=1e-3)
+
+    monkeypatch.setattr(parity, "_product_error", product_error)
+    layer = Sparse24Linear(8, 4, dtype=torch.bfloat16)
+    assert operator_error("layer", layer).packed == 3e-3
+
+
+def test_text_without_a_tokenizer_is_refused(exported, tmp_path):
+    source, out, layers = exported
+    for file in source.path.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(DataError, match="`--text` needs a tokenizer, and .* has none"):
+        check_parity(source, out, layers, text=["some.txt"])
+    found = check_parity(source, out, layers)
+    assert "random tokens" in found.text.text
 
 
 def test_too_little_text_is_refused(exported, tmp_path):

@@ -263,6 +263,76 @@ def test_mistakes_are_one_line(llama, capsys, tmp_path):
     assert "no complete safetensors file" in refusal([str(llama), "--overwrite"], capsys)
 
 
+@pytest.mark.parametrize("place", [".", "..", "~"])
+def test_no_directory_that_one_works_in_is_overwritten(place, llama, capsys, monkeypatch, tmp_path):
+    (tmp_path / "work" / "here").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "work" / "here")
+    monkeypatch.setenv("HOME", str(tmp_path / "work"))
+    assert "would replace" in refusal([str(llama), "--overwrite", "--out", place], capsys)
+    assert (tmp_path / "work" / "here").is_dir()
+
+
+def test_weights_that_are_not_finite_are_exported_and_told(llama, capsys):
+    name = "model.layers.1.mlp.up_proj"
+    set_group(llama, name, [float("inf"), 0.0, 0.0, float("nan")])
+    before = load_file(llama / "model.safetensors")[f"{name}.weight"]
+    main([str(llama)])
+    assert f"{name} holds 2 NaN or infinite weights" in capsys.readouterr().out
+    out = llama.with_name("llama-sparse24")
+    report = json.loads((out / "export_report.json").read_text())
+    assert report["totals"]["not_finite"] == 2
+    after = export.load(out).get_submodule(name).dense_weight()
+    assert torch.equal(after.view(torch.int16), before.view(torch.int16))
+
+
+def test_a_stale_index_is_not_read_where_transformers_would_not_read_it(llama, capsys):
+    index = llama / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}}))
+    main([str(llama), "--check-only"])
+    (llama / "model.safetensors").unlink()
+    shown = refusal([str(llama), "--check-only"], capsys)
+    assert "names files that are not there: model-00001-of-00002.safetensors" in shown
+    index.write_text(json.dumps({"weight_map": {}}))
+    assert "names no files" in refusal([str(llama), "--check-only"], capsys)
+
+
+def test_models_that_transformers_does_not_know_are_refused(llama, capsys):
+    config = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps(config | {"model_type": "unheard_of"}))
+    shown = refusal([str(llama)], capsys)
+    assert "does not know this configuration (`model_type` 'unheard_of')" in shown
+
+
+def test_a_full_disk_is_told_and_leaves_nothing(llama, capsys, monkeypatch):
+    import export.writing
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(export.writing, "save_file", full)
+    assert "No space left on device" in refusal([str(llama)], capsys)
+    assert [path.name for path in llama.parent.iterdir()] == ["llama"]
+
+
+def test_a_back_end_that_cannot_be_tried_is_told(llama, capsys):
+    if not torch.cuda.is_available():
+        main([str(llama), "--check-only"])
+        main([str(llama), "--backend", "torchao"])
+        assert "speed not measured, back-end torchao not tried" in capsys.readouterr().out
+
+
+def test_parts_of_a_sentence_encoder_are_copied(llama):
+    (llama / "modules.json").write_text("[]")
+    for part in ("1_Pooling", "2_Dense"):
+        (llama / part).mkdir()
+        (llama / part / "config.json").write_text(part)
+    save_file({"weight": torch.ones(2)}, llama / "2_Dense" / "model.safetensors")
+    main([str(llama)])
+    out = llama.with_name("llama-sparse24")
+    assert (out / "1_Pooling" / "config.json").read_text() == "1_Pooling"
+    assert (out / "2_Dense" / "model.safetensors").is_file()
+
+
 def test_the_command_runs_as_a_module(llama):
     command = [sys.executable, "-m", "export.to_sparse", str(llama), "--check-only"]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
