@@ -55,11 +55,11 @@ def tokens_of(text: str, tokenizer) -> torch.Tensor:
     return tokenizer(text, return_tensors="pt").input_ids[0]
 
 
-def windows_in_order(stream: torch.Tensor) -> torch.Tensor:
+def windows_in_order(stream: torch.Tensor, length: int = LENGTH) -> torch.Tensor:
     found = []
-    for start in range(0, len(stream), LENGTH):
-        window = stream[start : start + LENGTH]
-        if len(window) == LENGTH:
+    for start in range(0, len(stream), length):
+        window = stream[start : start + length]
+        if len(window) == length:
             found.append(window)
     return torch.stack(found)
 
@@ -106,6 +106,15 @@ def test_evaluation_windows_are_those_of_the_protocol(name, published, corpora_d
     assert (windows == 0).sum() == starts_with_bos, "one BOS before the text, none inside"
     if name == "c4":
         assert windows.shape == (256, LENGTH)
+
+
+def test_only_the_first_documents_of_c4_are_read(published, corpora_dir, tokenizer):
+    """Windows so long that there are fewer than 256 of them."""
+    module = data(tokenizer, corpora_dir, evaluation="c4", sequence_length=60)
+    stream = tokens_of(" ".join(published["c4/validation"][:1100]), tokenizer[0])
+    windows = module.corpus_windows("c4")
+    assert torch.equal(windows, windows_in_order(stream, 60))
+    assert len(windows) < 256
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
