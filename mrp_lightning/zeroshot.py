@@ -42,13 +42,17 @@ class Tasks:
 
 
 def load_tasks(
-    names: Sequence[str] = PAPER_TASKS, *, include_path: str | PathLike[str] | None = None
+    names: Sequence[str] = PAPER_TASKS,
+    *,
+    include_path: str | PathLike[str] | None = None,
+    num_fewshot: int = 0,
 ) -> Tasks:
     """Find tasks by name and read their data.
 
     Args:
         names: Of tasks or groups; `*` and `?` are wildcards.
         include_path: A directory with YAML files of more tasks, which come before lm-eval's own.
+        num_fewshot: Solved examples in each prompt, except where a task fixes that there are none.
 
     Raises:
         DependencyError: lm-eval is not installed.
@@ -76,6 +80,9 @@ def load_tasks(
         except (OSError, ValueError) as error:  # ConnectionError and FileNotFoundError are OSErrors
             missing.append(f"{name} ({_data_of(name, manager)}: {error})")
             continue
+        for task in found["tasks"].values():
+            if task.get_config("num_fewshot") != 0:
+                task.set_config(key="num_fewshot", value=num_fewshot)
         group = found.get("groups", {}).get(name)
         loaded += [group] if group is not None else found["tasks"].values()
     if missing:
@@ -92,7 +99,6 @@ def evaluate(
     model: CausalLM,
     tasks: Tasks,
     *,
-    num_fewshot: int = 0,
     batch_size: int | str = 8,
     limit: int | None = None,
     bootstrap_iters: int = 100_000,
@@ -104,7 +110,6 @@ def evaluate(
     Args:
         model: With a tokenizer.
         tasks: As `load_tasks` gives them.
-        num_fewshot: Solved examples in each prompt; a task may fix its own number.
         batch_size: Requests a batch, or `auto` for as many as fit. It changes nothing but rounding.
         limit: Only so many samples of each task.
         bootstrap_iters: Resamples for the standard errors that have no closed form.
@@ -125,25 +130,22 @@ def evaluate(
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
-    # They tell that the model is already loaded, and that `num_fewshot` is what was asked for.
-    with _quiet("lm_eval.models.huggingface"):
+    with _quiet("lm_eval.models.huggingface"):  # it warns that the model is already loaded
         adapter = HFLM(
             pretrained=model.model,
             tokenizer=model.tokenizer,
             batch_size=batch_size,
             backend="causal",
         )
-    with _quiet("lm_eval.evaluator"):
-        results: dict[str, Any] = simple_evaluate(
-            model=adapter,
-            tasks=tasks.loaded,
-            task_manager=tasks.manager,
-            num_fewshot=num_fewshot,
-            limit=limit,
-            # One sample has no deviation, and lm-eval would divide by zero.
-            bootstrap_iters=0 if limit == 1 else bootstrap_iters,
-            log_samples=False,
-        )
+    results: dict[str, Any] = simple_evaluate(
+        model=adapter,
+        tasks=tasks.loaded,
+        task_manager=tasks.manager,
+        limit=limit,
+        # One sample has no deviation, and lm-eval would divide by zero.
+        bootstrap_iters=0 if limit == 1 else bootstrap_iters,
+        log_samples=False,
+    )
     return results
 
 

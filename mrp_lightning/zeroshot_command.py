@@ -26,15 +26,11 @@ def main(args: Sequence[str] | None = None) -> None:
         _check_writable(options.out)
     hub = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
     load_config(options.model, **hub)
-    tasks = load_tasks(options.tasks, include_path=options.include_path)
-    model = CausalLM(options.model, dtype=options.dtype, **hub).to(device)
-    results = evaluate(
-        model,
-        tasks,
-        num_fewshot=options.num_fewshot,
-        batch_size=options.batch_size,
-        limit=options.limit,
+    tasks = load_tasks(
+        options.tasks, include_path=options.include_path, num_fewshot=options.num_fewshot
     )
+    model = CausalLM(options.model, dtype=options.dtype, **hub).to(device)
+    results = evaluate(model, tasks, batch_size=options.batch_size, limit=options.limit)
     summary = summarize(results)
     print_results(options.model, summary)
     for line in _write(options, results, summary):
