@@ -125,7 +125,8 @@ def described(cli: _Configured) -> dict[str, Any]:
 
 
 def _prune(cli: _Configured, directory: Path, *, save_checkpoint: bool) -> None:
-    (callback,) = [c for c in cli.trainer.callbacks if isinstance(c, _Pruning)]
+    callbacks: list[Any] = cli.trainer.callbacks  # type: ignore[attr-defined]
+    (callback,) = [c for c in callbacks if isinstance(c, _Pruning)]
     callback.save_dir, callback.overwrite = directory if save_checkpoint else None, True
     cli.trainer.predict(cli.model, datamodule=cli.datamodule)
     directory.mkdir(parents=True, exist_ok=True)

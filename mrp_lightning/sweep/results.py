@@ -2,23 +2,17 @@
 
 import json
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mrp_lightning.evaluation import read
+from mrp_lightning.evaluation import Figures, accuracy, read
 from mrp_lightning.sweep.execute import NAME
 from mrp_lightning.sweep.plan import Run
+from mrp_lightning.zeroshot import PAPER_TASKS
 
-TASKS = {
-    "lambada_openai": "lambada",
-    "hellaswag": "hellaswag",
-    "piqa": "piqa",
-    "arc_easy": "arc_easy",
-    "arc_challenge": "arc_challenge",
-    "winogrande": "winogrande",
-}
+TASKS = {task: task.removesuffix("_openai") for task in PAPER_TASKS}
 """The tasks of the paper's average, by their names in lm-eval."""
 
 
@@ -112,15 +106,15 @@ def rounded(value: float) -> str:
     return f"{value:.4f}" if value < 1 else f"{value:.{max(0, 3 - len(str(int(value))) + 1)}f}"
 
 
-def _zeroshot(found: dict[str, Any]) -> dict[str, Any]:
-    measures = {}
-    for task, metrics in found.items():
+def _zeroshot(found: Mapping[str, Figures]) -> dict[str, Any]:
+    measures: dict[str, Any] = {}
+    for task, figures in found.items():
         name = TASKS.get(task, task)
-        if "acc" in metrics:
-            measures[f"accuracy/{name}"] = 100 * metrics["acc"]
-        if "perplexity" in metrics:
-            measures[f"perplexity/{name}"] = metrics["perplexity"]
-    accuracies = [measures.get(f"accuracy/{name}") for name in TASKS.values()]
-    if None not in accuracies:
-        measures["accuracy/average"] = statistics.fmean(a for a in accuracies if a is not None)
+        if "perplexity" in figures:
+            measures[f"perplexity/{name}"] = figures["perplexity"]
+        if (fraction := accuracy(task, figures)) is not None:
+            measures[f"accuracy/{name}"] = 100 * fraction
+    averaged = [f"accuracy/{name}" for name in TASKS.values()]
+    if all(name in measures for name in averaged):
+        measures["accuracy/average"] = statistics.fmean(measures[name] for name in averaged)
     return measures

@@ -4,10 +4,12 @@ import csv
 import json
 import math
 import statistics
+from dataclasses import asdict
 
+from mrp_lightning.evaluation import record
 from mrp_lightning.sweep.claims import findings
 from mrp_lightning.sweep.plan import Run
-from mrp_lightning.sweep.results import Result, averages, rounded
+from mrp_lightning.sweep.results import Result, averages, read_result, rounded
 from mrp_lightning.sweep.tables import markdown, write
 
 
@@ -24,6 +26,25 @@ def results(
         for run, values in perplexities.items()
         for seed, value in enumerate(values)
     ]
+
+
+def test_zero_shot_results_are_named_and_averaged_as_in_the_paper(tmp_path):
+    zeroshot = {
+        "lambada_openai": {"acc": 0.4, "perplexity": 29.0},
+        "hellaswag": {"acc": 0.30, "acc_norm": 0.35},  # whose published accuracy is by length
+        "arc_challenge": {"acc": 0.20, "acc_norm": 0.25},
+        "arc_easy": {"acc": 0.45, "acc_norm": 0.40},
+        "piqa": {"acc": 0.6},
+        "winogrande": {"acc": 0.5},
+    }
+    record(tmp_path, zeroshot=zeroshot)
+    finished = {"run": {**asdict(Run("Mamba-130M"))}, "machine": "a machine"}
+    (tmp_path / "run.json").write_text(json.dumps(finished))
+    measures = read_result(tmp_path).measures
+    assert measures["perplexity/lambada"] == 29
+    assert measures["accuracy/hellaswag"] == 35
+    expected = statistics.mean([40, 35, 25, 45, 60, 50])
+    assert math.isclose(measures["accuracy/average"], expected)
 
 
 def test_averages_are_over_the_seeds():
