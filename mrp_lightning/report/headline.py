@@ -22,12 +22,12 @@ def title(model: Model) -> str:
     """Model, pattern and method; or how much is compared."""
     if not model.variants:
         return model.name
-    if len(model.variants) == 1:
-        (variant,) = model.variants
+    if len(model.originals) == 1:
+        (variant,) = model.originals
         return f"{model.name}, {variant.setting} by {variant.label}"
     settings = _listed([*by_setting(model.variants)])
-    methods = len({variant.method for variant in model.variants})
-    how = "1 method" if methods == 1 else f"{methods} methods"
+    names = list(dict.fromkeys(variant.method_name for variant in model.originals))
+    how = names[0] if len(names) == 1 else f"{len(names)} methods"
     return f"{model.name}, {settings} by {how}"
 
 
@@ -42,8 +42,8 @@ def headline(model: Model) -> list[Figure]:
             )
             for text in scores.texts(model)
         ]
-    if len(model.variants) == 1:
-        return [*_of_one(model, model.variants[0])]
+    if len(model.originals) == 1:
+        return [*_of_one(model, model.originals[0])]
     found = []
     for setting, variants in by_setting(model.originals).items():
         text = next((t for t in scores.texts(model) if _finite(variants, t)), None)
@@ -69,11 +69,13 @@ def _of_one(model: Model, variant: Variant) -> Iterator[Figure]:
     if totals["skipped"]:
         removed += f"; {totals['skipped']} left dense"
     yield Figure("Weights removed", quantities.percent(totals["sparsity"]), removed)
-    sizes = [run.weight_bytes for run in variant.runs if run.weight_bytes]
-    if sizes:
-        size = quantities.memory(fmean(sizes))
-        form = variant.runs[0].exported or "removed weights stored as zeros"
-        yield Figure("Weight files", size, form)
+    for copy in model.variants:
+        sizes = [run.weight_bytes for run in copy.runs if run.weight_bytes]
+        if sizes:
+            exported = copy.runs[0].exported
+            label = f"Weight files, {exported}" if exported else "Weight files"
+            kept = "" if exported else "with the removed weights as zeros"
+            yield Figure(label, quantities.memory(fmean(sizes)), kept)
     seconds = fmean(run.totals["seconds"] for run in variant.runs)
     yield Figure("Time to prune", quantities.duration(seconds), "with calibration")
 
@@ -84,7 +86,7 @@ def _perplexity(model: Model, variant: Variant, text: str, label: str) -> Figure
     mean = fmean(finite) if len(finite) == len(after) else None
     value = quantities.perplexity(mean)
     before = [x for x in scores.perplexities(model.before, text) if x is not None]
-    detail = [variant.label] if len(model.variants) > 1 else []
+    detail = [variant.label] if len(model.originals) > 1 else []
     if before:
         value = f"{quantities.perplexity(before[0])} → {value}"
         detail += [quantities.change(before[0], mean)] if mean is not None else []

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from mrp_lightning.report import quantities
 from mrp_lightning.report.drawing import Drawing
 from mrp_lightning.report.figures import Quantity, along_blocks, over_names
-from mrp_lightning.report.maps import cell_map
+from mrp_lightning.report.maps import Scale, cell_map, scale_of
 from mrp_lightning.report.measures import by_cell, by_kind, dense_cells
 from mrp_lightning.report.models import Model, Variant, by_setting
 from mrp_lightning.report.parts import Column, Fold, Names, Part, Row, Table
@@ -28,7 +28,7 @@ def layer_loss(model: Model, slots: Mapping[str, int], names: Names) -> Part:
         name = names("loss-by-kind", setting)
         kinds.append(_by_kind(name, caption, model, variants, slots, LOSS))
         cells = {variant: by_cell(variant, "relative_loss") for variant in variants}
-        largest = max((x for found in cells.values() for x in found.values()), default=0.0)
+        scale = scale_of(x for found in cells.values() for x in found.values())
         maps += [
             cell_map(
                 names("loss-map", setting, variant.label),
@@ -37,14 +37,15 @@ def layer_loss(model: Model, slots: Mapping[str, int], names: Names) -> Part:
                 dense_cells(variant),
                 model.blocks,
                 model.kinds,
-                largest=largest,
+                scale=scale,
                 write=quantities.relative_loss,
             )
             for variant in variants
         ]
     text = (
-        "Mean over the calibration tokens of ‖(w + δ)x − wx‖², relative to that of ‖wx‖². Maps of "
-        "one sparsity have one scale. A layer of the model is one cell; cells of experts are means."
+        "Mean over the calibration tokens of ‖(w + δ)x − wx‖², relative to that of ‖wx‖². In the "
+        "maps a cell is a layer, or the mean of a layer of all experts; maps of one sparsity share "
+        "a scale whose steps are equal ratios."
     )
     if len(maps) == 1:
         return Part("Relative layer loss", text, drawings=[[*blocks, *kinds, *maps]])
@@ -70,7 +71,7 @@ def sparsity(model: Model, names: Names) -> Part:
                 dense_cells(same[0]),
                 model.blocks,
                 model.kinds,
-                largest=1.0,
+                scale=Scale(0.0, 1.0),
                 write=quantities.percent,
             )
         )

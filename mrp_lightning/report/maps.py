@@ -1,6 +1,8 @@
 """Heat maps: blocks from left to right, kinds of layers from top to bottom."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import log
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,37 @@ _HATCHED: Mapping[str, Any] = {
 }
 
 
+@dataclass(frozen=True)
+class Scale:
+    """Steps of colour between two values, equal in their differences or, above 0, in their ratios.
+
+    Attributes:
+        smallest: Where the first step begins.
+        largest: Where the last step ends.
+        ratios: Whether steps are equal in their ratios.
+    """
+
+    smallest: float
+    largest: float
+    ratios: bool = False
+
+    def level(self, value: float) -> int:
+        """The step that a value falls into."""
+        low, high, at = self.smallest, self.largest, value
+        if self.ratios:
+            low, high, at = log(low), log(high), log(value)
+        share = (at - low) / (high - low) if high > low else 1.0
+        return min(HEAT_STEPS - 1, max(0, int(share * HEAT_STEPS)))
+
+
+def scale_of(values: Iterable[float]) -> Scale:
+    """Equal ratios from the smallest to the largest value, or from 0 if that is among them."""
+    found = list(values)
+    if not found or min(found) <= 0:
+        return Scale(0.0, max(found, default=0.0))
+    return Scale(min(found), max(found), ratios=True)
+
+
 def cell_map(
     name: str,
     caption: str,
@@ -31,39 +64,32 @@ def cell_map(
     blocks: Sequence[Block],
     kinds: Sequence[str],
     *,
-    largest: float,
+    scale: Scale,
     write: Write,
 ) -> Drawing:
-    """Colour by value in equal steps from 0 to `largest`; hatched where layers were left dense."""
+    """Colour by value; hatched where layers were left dense."""
     column = {block: i for i, block in enumerate(blocks)}
     row = {kind: i for i, kind in enumerate(kinds)}
     levels: dict[int, list[tuple[int, int]]] = {}
     for (block, kind), value in values.items():
-        levels.setdefault(level(value, largest), []).append((column[block], row[kind]))
+        levels.setdefault(scale.level(value), []).append((column[block], row[kind]))
     hatched = [(column[block], row[kind]) for block, kind in dense if (block, kind) not in values]
     short = short_kinds(kinds)
     with style():
-        figure, axes, scale = _new_figure(len(kinds))
+        figure, axes, key = _new_figure(len(kinds))
         gap = 0.04 if len(blocks) <= 40 else 0
         for step, cells in levels.items():
-            axes.add_patch(
-                PathPatch(_squares(cells, gap), facecolor=light(f"heat-{step}"), linewidth=0)
-            )
+            color = light(f"heat-{step}")
+            axes.add_patch(PathPatch(_squares(cells, gap), facecolor=color, linewidth=0))
         if hatched:
             axes.add_patch(PathPatch(_squares(hatched, gap), **_HATCHED))
         set_block_axis(axes, blocks)
         set_name_axis(axes, [short[kind] for kind in kinds])
         axes.grid(False)
         axes.spines[:].set_visible(False)
-        _draw_scale(scale, largest, write, has_dense=bool(hatched))
+        _draw_key(key, scale, write, has_dense=bool(hatched))
         alt = f"{caption} {_words(values, len(hatched), write)}"
         return finish(figure, name, caption, alt)
-
-
-def level(value: float, largest: float) -> int:
-    """The step of the scale that a value has."""
-    share = value / largest if largest > 0 else 0.0
-    return min(HEAT_STEPS - 1, max(0, int(share * HEAT_STEPS)))
 
 
 def _squares(cells: Sequence[tuple[int, int]], gap: float) -> Path:
@@ -76,22 +102,25 @@ def _squares(cells: Sequence[tuple[int, int]], gap: float) -> Path:
 def _new_figure(num_kinds: int) -> tuple[Figure, Axes, Axes]:
     heights = [0.13, max(0.21 * num_kinds, 0.25)]
     figure = Figure(figsize=(WIDTH, 0.75 + sum(heights)), layout="constrained")
-    scale, axes = figure.subplots(2, 1, height_ratios=heights)
-    return figure, axes, scale
+    key, axes = figure.subplots(2, 1, height_ratios=heights)
+    return figure, axes, key
 
 
-def _draw_scale(axes: Axes, largest: float, write: Write, *, has_dense: bool) -> None:
+def _draw_key(axes: Axes, scale: Scale, write: Write, *, has_dense: bool) -> None:
     axes.set_axis_off()
     axes.set_xlim(0, 5 * HEAT_STEPS)
     axes.set_ylim(0, 1)
     text: dict[str, Any] = {"va": "center", "color": light("muted"), "fontsize": 8}
-    axes.text(0, 0.5, "0", **text)
+    start = 4
+    smallest = write(scale.smallest) if scale.smallest else "0"
+    axes.text(start - 0.5, 0.5, smallest, **text, ha="right")
     for step in range(HEAT_STEPS):
-        axes.add_patch(Rectangle((step + 1, 0), 1, 1, facecolor=light(f"heat-{step}"), linewidth=0))
-    axes.text(HEAT_STEPS + 1.5, 0.5, write(largest), **text)
+        color = light(f"heat-{step}")
+        axes.add_patch(Rectangle((start + step, 0), 1, 1, facecolor=color, linewidth=0))
+    axes.text(start + HEAT_STEPS + 0.5, 0.5, write(scale.largest), **text)
     if has_dense:
-        axes.add_patch(Rectangle((2.4 * HEAT_STEPS, 0), 2, 1, **_HATCHED))
-        axes.text(2.4 * HEAT_STEPS + 2.5, 0.5, "left dense", **text)
+        axes.add_patch(Rectangle((start + 2.2 * HEAT_STEPS, 0), 2, 1, **_HATCHED))
+        axes.text(start + 2.2 * HEAT_STEPS + 2.5, 0.5, "left dense", **text)
 
 
 def _words(values: Mapping[Place, float], dense: int, write: Write) -> str:

@@ -61,13 +61,18 @@ class Variant:
         return str(self.pattern)
 
     @property
+    def method_name(self) -> str:
+        """What the method is called in the field."""
+        return _NAMES.get(self.method, self.method)
+
+    @property
     def label(self) -> str:
         """Method, and what else tells it from variants with the same setting."""
         more = [f"{key} {_plain(value)}" for key, value in self.varied.items()]
         run = self.runs[0]
         more += [run.exported] if run.exported else []
         more += [] if run.complete else ["incomplete"]
-        return ", ".join([_NAMES.get(self.method, self.method), *more])
+        return ", ".join([self.method_name, *more])
 
     def mean(self, value: Callable[[Run], float | None]) -> float | None:
         """Mean over the runs for which there is a value."""

@@ -123,12 +123,11 @@ def _subtitle(runs: Sequence[Run], models: Sequence[Model]) -> str:
     pruned = [run for run in runs if run.pruning]
     if len(pruned) < 2:
         return ""
-    layers = sum(run.totals["layers"] for run in pruned)
-    weights = max(run.totals["weights"] for run in pruned)
-    of = f"{len(models)} models" if len(models) > 1 else "a model"
+    if len(models) > 1:
+        return f"{len(pruned)} runs of {len(models)} models."
+    largest = max((run.totals for run in pruned), key=lambda totals: totals["weights"])
     return (
-        f"{len(pruned)} runs of {of}: {layers:,} layers pruned in all, "
-        f"with up to {weights:,} weights in a run."
+        f"{len(pruned)} runs on {largest['layers']:,} layers with {largest['weights']:,} weights."
     )
 
 
