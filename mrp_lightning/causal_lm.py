@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from mrp_lightning.checkpoint import as_dtype
 from mrp_lightning.errors import OptionError, TargetError
 from mrp_lightning.formats import register_format
 from mrp_lightning.perplexity import Perplexities, token_losses
+from mrp_lightning.walk.blocks import find_blocks
+from mrp_lightning.walk.offload import Offload, hold_on_cpu, release
 
 
 class CausalLM(LightningModule):
@@ -47,6 +49,8 @@ class CausalLM(LightningModule):
         trust_remote_code: Whether code that comes with the checkpoint may run here.
         tokenizer: Directory or hub id of the tokenizer, where it is not beside the model.
         attn_implementation: Attention kernel of transformers, such as `sdpa` or `eager`.
+        offload: Keep the blocks in CPU memory in `validate` and `test`, one at a time on the
+            accelerator, for models that it cannot hold. Large batches make up for the moves.
         learning_rate: Peak of the AdamW schedule: linear warm-up, then a cosine down to 0.
         weight_decay: Of the matrices; vectors (norms, biases) have none.
         warmup_steps: Optimizer steps until the peak.
@@ -73,6 +77,7 @@ class CausalLM(LightningModule):
         trust_remote_code: bool = False,
         tokenizer: str | None = None,
         attn_implementation: str | None = None,
+        offload: bool = False,
         learning_rate: float = 1e-3,
         weight_decay: float = 0.1,
         warmup_steps: int = 100,
@@ -103,6 +108,8 @@ class CausalLM(LightningModule):
         )
         self.learning_rate, self.weight_decay = learning_rate, weight_decay
         self.warmup_steps = warmup_steps
+        self.offload = offload
+        self._offloaded: ExitStack | None = None
         self.evaluation: dict[str, dict[str, float | int]] = {}
         self._texts = Perplexities()
         # trust_remote_code is left out: a checkpoint must not be able to ask for it.
@@ -113,6 +120,7 @@ class CausalLM(LightningModule):
                 "revision": revision,
                 "tokenizer": tokenizer,
                 "attn_implementation": attn_implementation,
+                "offload": offload,
                 "learning_rate": learning_rate,
                 "weight_decay": weight_decay,
                 "warmup_steps": warmup_steps,
@@ -136,9 +144,23 @@ class CausalLM(LightningModule):
         return token_losses(self(ids, mask), ids, mask)
 
     def setup(self, stage: str) -> None:
-        """Train all of the model: transformers loads models in evaluation mode."""
+        """Train all of the model, which transformers loads in evaluation mode; or offload it."""
         if stage == "fit":
             self.model.train()
+        self.teardown(stage)  # an exception may have left out the last one
+        if self.offload and stage in ("validate", "test"):
+            self._offloaded = ExitStack()
+            blocks = [block.module for block in find_blocks(self)]
+            hold_on_cpu(blocks)
+            self._offloaded.callback(release, blocks)
+            device = self.trainer.strategy.root_device
+            self._offloaded.enter_context(Offload(blocks, device).active())
+
+    def teardown(self, stage: str) -> None:
+        """Undo `offload`."""
+        if self._offloaded is not None:
+            self._offloaded.close()
+            self._offloaded = None
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Log `train_loss`."""

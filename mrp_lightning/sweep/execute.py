@@ -101,8 +101,10 @@ def execute(
             _prune(cli, directory, save_checkpoint=save_checkpoint)
         cli.trainer.test(cli.model, datamodule=cli.datamodule, verbose=False)
         assert isinstance(cli.model, CausalLM)
-        cli.model.to(device := cli.trainer.strategy.root_device)  # `test` left it on the CPU
-        zeroshot = summarize(evaluate(cli.model, tasks)) if tasks else None
+        device = cli.trainer.strategy.root_device
+        zeroshot = None
+        if tasks is not None:
+            zeroshot = summarize(evaluate(cli.model.to(device), tasks))  # `test` left it on the CPU
     record(directory, perplexity=cli.model.evaluation, zeroshot=zeroshot)
     content = {
         "format_version": 1,

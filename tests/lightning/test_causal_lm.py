@@ -201,3 +201,50 @@ def test_fit_learns_and_its_checkpoint_can_be_rebuilt(tiny_llama, tmp_path):
     assert rebuilt.learning_rate == 1e-2
     for name, tensor in lm.model.state_dict().items():
         assert torch.equal(tensor, rebuilt.model.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("loop", ["test", "validate"])
+def test_offload_brings_each_block_to_the_device_and_changes_no_figure(
+    tiny_llama, loop, monkeypatch
+):
+    moves: list[tuple[str, str]] = []
+    lm = CausalLM(tiny_llama, offload=True)
+    names = {block: name for name, block in lm.model.model.layers.named_children()}
+    for block in names:
+        to = block.to
+        monkeypatch.setattr(
+            block,
+            "to",
+            lambda device, to=to, b=block: (moves.append((names[b], str(device))), to(device))[1],
+        )
+    loader = padded_batches(4)
+    (logged,) = getattr(Trainer(**QUIET), loop)(lm, loader, verbose=False)
+    expected = getattr(Trainer(**QUIET), loop)(CausalLM(tiny_llama), loader, verbose=False)
+    assert [logged] == expected
+    runs = [name for name, _ in moves]
+    assert runs.count("0") == runs.count("1") >= 2 * len(loader)
+    assert not any(block._forward_pre_hooks or "_apply" in block.__dict__ for block in names)
+
+
+def test_offload_is_undone_after_an_error(tiny_llama):
+    lm = CausalLM(tiny_llama, offload=True)
+    bad = DataLoader([torch.tensor([1, 5000])])  # beyond the vocabulary
+    with pytest.raises(IndexError):
+        Trainer(**QUIET).test(lm, bad, verbose=False)
+    Trainer(**QUIET).test(lm, padded_batches(4), verbose=False)
+    assert not any(block._forward_pre_hooks for block in lm.model.model.layers)
+
+
+@pytest.mark.gpu
+def test_offload_keeps_blocks_off_the_device(tiny_llama):
+    options = {**QUIET, "accelerator": "cuda"}
+    lm = CausalLM(tiny_llama, offload=True)
+    places: list[str] = []
+    first, last = lm.model.model.layers
+    last.register_forward_pre_hook(
+        lambda *_: places.extend(p.device.type for p in first.parameters())
+    )
+    (logged,) = Trainer(**options).test(lm, padded_batches(4), verbose=False)
+    (expected,) = Trainer(**options).test(CausalLM(tiny_llama), padded_batches(4), verbose=False)
+    assert set(places) == {"cpu"}
+    assert logged["perplexity"] == pytest.approx(expected["perplexity"], rel=1e-6)
