@@ -1,9 +1,7 @@
 """A Hugging Face causal language model as a LightningModule."""
 
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -11,9 +9,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
     get_cosine_schedule_with_warmup,
@@ -21,8 +17,7 @@ from transformers import (
 
 from mrp_lightning.batch import split_batch
 from mrp_lightning.checkpoint import as_dtype
-from mrp_lightning.errors import OptionError, TargetError
-from mrp_lightning.formats import register_format
+from mrp_lightning.loading import load_model, load_tokenizer, make_config
 from mrp_lightning.perplexity import Perplexities, token_losses
 from mrp_lightning.walk.blocks import find_blocks
 from mrp_lightning.walk.offload import Offload, hold_on_cpu, release
@@ -88,9 +83,9 @@ class CausalLM(LightningModule):
         options = {"attn_implementation": attn_implementation} if attn_implementation else {}
         self.model: Any
         if source is not None:
-            self.model = _load(source, as_dtype(dtype), **hub, **options)
+            self.model = load_model(source, as_dtype(dtype), **hub, **options)
         elif isinstance(model, dict | PreTrainedConfig):
-            config = model if isinstance(model, PreTrainedConfig) else _config(model)
+            config = model if isinstance(model, PreTrainedConfig) else make_config(model)
             dtype = as_dtype(dtype) or torch.float32
             self.model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
         elif isinstance(model, PreTrainedModel):
@@ -103,7 +98,7 @@ class CausalLM(LightningModule):
                 f"model. Got {type(model).__name__}; another module needs its own LightningModule, "
                 "with a `predict_step` that calls it."
             )
-        self.tokenizer = _load_tokenizer(
+        self.tokenizer = load_tokenizer(
             tokenizer or source or self.model.name_or_path or None, required=bool(tokenizer), **hub
         )
         self.learning_rate, self.weight_decay = learning_rate, weight_decay
@@ -238,88 +233,3 @@ class CausalLM(LightningModule):
             saved["tokenizer"] = saved["tokenizer"] or (self.tokenizer and saved["model"])
         saved["model"] = self.model.config.to_dict()
         checkpoint["hyper_parameters"] = saved
-
-
-def _config(values: dict[str, Any]) -> PreTrainedConfig:
-    if "model_type" not in values:
-        raise OptionError(
-            "`model` given as a dictionary is a transformers configuration and needs `model_type`, "
-            f"such as llama. Got the keys {sorted(values)}."
-        )
-    return AutoConfig.for_model(**values)
-
-
-def load_config(source: str, **hub: Any) -> PreTrainedConfig:
-    """The configuration in a model directory, or of a hub id; its format is registered.
-
-    Args:
-        source: Directory or hub id.
-        **hub: `revision` and `trust_remote_code`.
-
-    Raises:
-        FileNotFoundError: It is neither.
-    """
-    path = Path(source).expanduser()
-    if path.exists() and not (path / "config.json").is_file():
-        raise FileNotFoundError(
-            f"`model`: {source} holds no config.json. Expected a Hugging Face model directory; "
-            "a Lightning .ckpt is given as `ckpt_path`."
-        )
-    if not path.exists() and (path.is_absolute() or source.startswith((".", "~"))):
-        raise FileNotFoundError(f"`model`: there is no directory {source}.")
-    with _complete(source):
-        config = AutoConfig.from_pretrained(str(path) if path.exists() else source, **hub)
-    register_format(config)
-    return config
-
-
-@contextmanager
-def _complete(source: str) -> Iterator[None]:
-    """Say what a file that is missing means."""
-    try:
-        yield
-    except OSError as error:
-        raise FileNotFoundError(
-            f"`model`: {source} is neither a complete local model directory nor a model that the "
-            f"hub gives. Check the name, or download it first. ({error})"
-        ) from error
-
-
-def _load(source: str, dtype: torch.dtype | None, **options: Any) -> PreTrainedModel:
-    """The model of a directory or hub id, every weight of it from the checkpoint."""
-    hub = {key: value for key, value in options.items() if key != "attn_implementation"}
-    published = load_config(source, **hub).dtype
-    path = Path(source).expanduser()
-    with _complete(source):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            str(path) if path.exists() else source,
-            dtype=dtype or "auto",
-            output_loading_info=True,
-            **options,
-        )
-    model, loading = loaded
-    if loading["missing_keys"]:
-        raise TargetError(
-            f"`model`: the checkpoint {source} lacks weights of {type(model).__name__}, which "
-            f"would be random: {', '.join(sorted(loading['missing_keys']))}."
-        )
-    # A checkpoint loaded in another precision is still saved in its own (see checkpoint.py).
-    model.config.dtype = published or model.dtype
-    return model
-
-
-def _load_tokenizer(source: str | None, *, required: bool, **hub: Any) -> Any:
-    """The tokenizer of a directory or hub id; `None` where the model comes without one."""
-    if source is None:
-        return None
-    path = Path(source).expanduser()
-    if path.is_dir() and not required and not any(path.glob("tokenizer*")):
-        return None
-    try:
-        return AutoTokenizer.from_pretrained(str(path) if path.exists() else source, **hub)
-    except OSError as error:
-        if path.is_dir() or required:
-            raise FileNotFoundError(
-                f"`tokenizer`: {source} gives no tokenizer. ({error})"
-            ) from error
-        return None

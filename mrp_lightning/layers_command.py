@@ -19,8 +19,8 @@ from rich.table import Table
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModel, AutoModelForCausalLM
 
-from mrp_lightning.causal_lm import load_config
 from mrp_lightning.errors import OptionError
+from mrp_lightning.loading import load_config
 from mrp_lightning.solver.patterns import SemiStructured, Unstructured, make_pattern
 from mrp_lightning.walk.layers import is_linear
 from mrp_lightning.walk.plan import Plan, make_plan

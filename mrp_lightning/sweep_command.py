@@ -115,7 +115,9 @@ def make_runs(sweep: Sweep, console: Console) -> dict[Run, str]:
                 f"[{number}/{len(waiting)}] {run.directory} failed: {error}", markup=False
             )
             continue
-        console.print(f"[{number}/{len(waiting)}] {read_result(directory)}", markup=False, soft_wrap=True)
+        console.print(
+            f"[{number}/{len(waiting)}] {read_result(directory)}", markup=False, soft_wrap=True
+        )
     return failed
 
 

@@ -12,9 +12,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from mrp_lightning.causal_lm import CausalLM, load_config
+from mrp_lightning.causal_lm import CausalLM
 from mrp_lightning.errors import OptionError
 from mrp_lightning.evaluation import BY_LENGTH, Figures, mean_accuracy, record
+from mrp_lightning.loading import load_config
 from mrp_lightning.zeroshot import PAPER_TASKS, evaluate, load_tasks, summarize
 
 
