@@ -251,9 +251,9 @@ _DENSE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def packed_weights(module: nn.Module) -> list[str]:
-    """Integer tensors that quantized layers keep in place of a weight."""
-    tensors = {**module._parameters, **module._buffers}
-    return [name for name in tensors if name in ("qweight", "weight_packed", "weight_quantized")]
+    """Integer tensors that packed layers keep in place of a weight, or to read theirs by."""
+    names = ("qweight", "weight_packed", "weight_quantized", "weight_meta")
+    return [name for name in (*module._parameters, *module._buffers) if name in names]
 
 
 def is_adapter(module: nn.Module) -> bool:
