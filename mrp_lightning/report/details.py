@@ -31,10 +31,10 @@ def settings(model: Model, slots: Mapping[str, int]) -> Part:
     folds = [Fold(f"Runs ({len(runs)})", [run_table(model, slots)])]
     if pruned:
         configs = [run.config for run in pruned]
-        table = key_values("Configuration; all values of the runs", configs, "argument")
+        table = key_values("Arguments of the runs", configs, "argument")
         folds.append(Fold("Configuration", [table]))
     versions = [*(run.versions for run in runs), *(run.evaluation.versions for run in runs)]
-    table = key_values("Versions; all values of the runs", versions, "library")
+    table = key_values("Libraries of the runs", versions, "library")
     folds.append(Fold("Versions", [table]))
     originals = [run for variant in model.originals for run in variant.runs]
     rows = sum(len(run.layers) for run in originals)

@@ -80,7 +80,9 @@ def cell_map(
         gap = 0.04 if len(blocks) <= 40 else 0
         for step, cells in levels.items():
             color = light(f"heat-{step}")
-            axes.add_patch(PathPatch(_squares(cells, gap), facecolor=color, linewidth=0))
+            squares = _squares(cells, gap)
+            # Not smoothed: seams would show between steps.
+            axes.add_patch(PathPatch(squares, facecolor=color, linewidth=0, antialiased=False))
         if hatched:
             axes.add_patch(PathPatch(_squares(hatched, gap), **_HATCHED))
         set_block_axis(axes, blocks)

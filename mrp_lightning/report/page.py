@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, FunctionLoader, StrictUndefined
+from markupsafe import Markup
 
 from mrp_lightning import __version__
 from mrp_lightning.report import headline, palette, quantities
@@ -151,9 +152,16 @@ def _colors() -> str:
 
 
 def _environment() -> Environment:
-    from jinja2 import FunctionLoader
+    environment = Environment(
+        loader=FunctionLoader(_read), autoescape=True, undefined=StrictUndefined
+    )
+    environment.filters["breakable"] = _breakable
+    return environment
 
-    return Environment(loader=FunctionLoader(_read), autoescape=True, undefined=StrictUndefined)
+
+def _breakable(name: str) -> Markup:
+    """A name that may be broken after its dots."""
+    return Markup(".<wbr>").join(name.split("."))
 
 
 def _read(name: str) -> str:

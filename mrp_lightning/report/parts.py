@@ -53,11 +53,6 @@ class Table:
     columns: Sequence[Column]
     groups: Mapping[str, Sequence[Row]]
 
-    @property
-    def heads_only(self) -> bool:
-        """Whether there is nothing but headers."""
-        return not any(self.groups.values())
-
 
 @dataclass(frozen=True)
 class Fold:

@@ -38,7 +38,7 @@ def results(model: Model, slots: Mapping[str, int], names: Names) -> Part:
                     quantities.perplexity,
                 )
             )
-    compared = any(len(variants) > 1 for variants in by_setting(model.variants).values())
+    compared = any(len(variants) > 1 for variants in by_setting(model.originals).values())
     lower = "Lower is better; the lowest of each sparsity is bold." if compared else ""
     return Part("Results", lower, [overview(model, slots)], [drawings])
 
