@@ -64,11 +64,7 @@ def main(args: list[str]) -> None:
         OptionError: The sweep, or the configuration of a run, is wrong; before any run.
         SystemExit: With status 1 if a run failed; the others were made.
     """
-    parser = ArgumentParser(prog="python -m mrp_lightning sweep", description=_WHAT)
-    parser.add_argument("--config", action="config", help="YAML of a sweep; may be repeated.")
-    parser.add_class_arguments(Sweep)
-    parsed = parser.instantiate(parser.parse_args(args))
-    sweep = Sweep(**{key: value for key, value in vars(parsed).items() if key != "config"})
+    sweep = read_sweep(args)
     console = Console()
     failed = make_runs(sweep, console)
     results = collect(sweep)
@@ -85,6 +81,19 @@ def main(args: list[str]) -> None:
         lines = "".join(f"\n  {run.directory}: {error}" for run, error in failed.items())
         sys.stderr.write(f"error: {len(failed)} runs failed, all others were made:{lines}\n")
         raise SystemExit(1)
+
+
+def read_sweep(args: list[str]) -> Sweep:
+    """The sweep of a command line.
+
+    Raises:
+        OptionError: A setting, a method or `only` is wrong.
+    """
+    parser = ArgumentParser(prog="python -m mrp_lightning sweep", description=_WHAT)
+    parser.add_argument("--config", action="config", help="YAML of a sweep; may be repeated.")
+    parser.add_class_arguments(Sweep)
+    parsed = parser.instantiate(parser.parse_args(args))
+    return Sweep(**{key: value for key, value in vars(parsed).items() if key != "config"})
 
 
 def make_runs(sweep: Sweep, console: Console) -> dict[Run, str]:

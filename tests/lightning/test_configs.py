@@ -13,7 +13,6 @@ MODELS = sorted((CONFIGS / "models").glob("*.yaml"))
 PATTERNS = sorted((CONFIGS / "patterns").glob("*.yaml"))
 DATA = sorted((CONFIGS / "data").glob("*.yaml"))
 TRAIN = sorted((CONFIGS / "train").glob("*.yaml"))
-WHOLE = [CONFIGS / "quickstart.yaml"]
 
 
 def cli(*args: str | Path) -> PruningCLI:
@@ -23,14 +22,14 @@ def cli(*args: str | Path) -> PruningCLI:
 def test_every_file_is_covered_here():
     elsewhere = {"paper", "sweeps"}  # tests/sweep reads them
     found = [path for path in CONFIGS.rglob("*.yaml") if path.parent.name not in elsewhere]
-    assert sorted([*MODELS, *PATTERNS, *DATA, *TRAIN, *WHOLE]) == sorted(found)
+    assert sorted([*MODELS, *PATTERNS, *DATA, *TRAIN]) == sorted(found)
     assert {path.stem for path in MODELS} >= {
         "opt-125m",
         "llama-2-7b",
         "bloom-560m",
         "mamba-130m",
     }
-    assert all([PATTERNS, DATA, WHOLE])
+    assert all([PATTERNS, DATA])
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=lambda path: path.stem)
@@ -46,13 +45,6 @@ def test_a_model_and_a_pattern_make_a_run(model, pattern, tiny_llama, tmp_path):
     assert made.datamodule.calibration == ("lambada" if "mamba" in model.stem else "c4")
     assert made.datamodule.evaluation == ["wikitext2", "ptb", "c4"]
     assert made.trainer.limit_test_batches == 1.0, "all windows, no more and no fewer"
-
-
-@pytest.mark.parametrize("path", WHOLE, ids=lambda path: path.stem)
-def test_a_whole_run(path, tiny_llama):
-    tokenizer = "--model.tokenizer", tiny_llama
-    made = cli("--config", path, "--model.model", tiny_llama, *tokenizer)
-    assert made.trainer.callbacks
 
 
 @pytest.mark.parametrize(

@@ -167,4 +167,4 @@ def test_an_unknown_model_type_is_one_line(tmp_path, capsys):
 def test_help_mentions_it(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
-    assert "layers --model" in capsys.readouterr().out
+    assert "layers (what would be pruned)" in capsys.readouterr().out

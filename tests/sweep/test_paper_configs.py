@@ -5,13 +5,12 @@ from typing import Any
 
 import pytest
 import yaml
-from jsonargparse import ArgumentParser
 
 from mrp_lightning.sweep.execute import configure, described
 from mrp_lightning.sweep.plan import Plan, Run
 from mrp_lightning.sweep.published import published, reported
 from mrp_lightning.sweep.results import TASKS
-from mrp_lightning.sweep_command import Sweep
+from mrp_lightning.sweep_command import Sweep, read_sweep
 
 PAPER = Path(__file__).parents[2] / "configs" / "paper"
 SWEEPS = sorted(p for p in PAPER.glob("*.yaml") if "runs" in yaml.safe_load(p.read_text("utf-8")))
@@ -19,11 +18,7 @@ METRICS = {figure.metric for figure in published()}
 
 
 def read(path: Path, *arguments: str) -> Sweep:
-    parser = ArgumentParser()
-    parser.add_argument("--config", action="config")
-    parser.add_class_arguments(Sweep)
-    parsed = parser.instantiate(parser.parse_args([f"--config={path}", *arguments])).as_dict()
-    return Sweep(**{key: value for key, value in parsed.items() if key != "config"})
+    return read_sweep([f"--config={path}", *arguments])
 
 
 def options_of(run: Run, sweep: Sweep) -> dict[str, Any]:
