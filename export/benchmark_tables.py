@@ -1,43 +1,46 @@
 """What a benchmark found, and the tables that show it: wins and losses alike."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from export.backends.table import STORED_DENSE, Measurement
+from export.backends.table import STORED_DENSE, Failure, Measurement
 from export.model_timing import ModelTime
 
 VALUE_BYTES = 2  # float16 and bfloat16
 PACKED = 0.5625  # packed bytes for each dense byte, 16-bit values
 
 
-@dataclass(frozen=True)
+@dataclass
 class Result:
-    """All figures of one run.
+    """All figures of one run, filled in as they come.
 
     Attributes:
         environment: Device and library versions.
         backend: The sparse side's.
         target: What it was prepared for.
+        bandwidth: Of a large copy, bytes a second.
         layers: By shape, number of tokens and kernel.
+        failures: Kernels that could not be measured, and why.
         models: By phase, side and way.
         stayed_dense: Packed layers that the back-end runs dense, and why.
-        dense_bytes: Storages of the dense model.
+        dense_bytes: Storages of the dense model; `None` before it is measured.
         sparse_bytes: Storages of the sparse one, with the forms its back-end keeps.
-        bandwidth: Of a large copy, bytes a second.
         notes: What a reader has to know.
     """
 
     environment: Mapping[str, Any]
     backend: str
     target: str
-    layers: Sequence[Measurement]
-    models: Sequence[ModelTime]
-    stayed_dense: Mapping[str, str]
-    dense_bytes: int
-    sparse_bytes: int
     bandwidth: float
-    notes: Sequence[str] = field(default=())
+    layers: list[Measurement] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    models: list[ModelTime] = field(default_factory=list)
+    stayed_dense: Mapping[str, str] = field(default_factory=dict)
+    dense_bytes: int | None = None
+    sparse_bytes: int | None = None
+    notes: list[str] = field(default_factory=list)
 
 
 def tables(result: Result) -> str:
@@ -46,14 +49,41 @@ def tables(result: Result) -> str:
     parts += result.notes
     if result.layers:
         parts.append("\n".join(_layer_table(result.layers, result.bandwidth)))
-    parts.append("\n".join(_model_table(result.models)))
-    parts += _speed_ups(result.models)
-    parts.append(
-        f"Weights in memory: {result.sparse_bytes / 1e9:.2f} GB, "
-        f"{result.dense_bytes / 1e9:.2f} GB dense."
-    )
-    parts += [f"Stayed dense: {name}: {why}." for name, why in result.stayed_dense.items()]
+    if result.failures:
+        parts.append("Not measured:\n\n" + "\n".join(_failure_list(result.failures)))
+    if result.models:
+        parts.append("\n".join(_model_table(result.models)))
+        parts += _speed_ups(result.models)
+    if result.sparse_bytes is not None and result.dense_bytes is not None:
+        parts.append(
+            f"Weights in memory: {result.sparse_bytes / 1e9:.2f} GB, "
+            f"{result.dense_bytes / 1e9:.2f} GB dense."
+        )
+    parts += [f"Stayed dense: {layers}: {why}." for layers, why in alike(result.stayed_dense)]
     return "\n\n".join(parts) + "\n"
+
+
+def alike(reasons: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Layers with their reasons; those that differ in numbers only are one, with their count."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, reason in reasons.items():
+        groups.setdefault((re.sub(r"\b\d+\b", "*", name), reason), []).append(name)
+    return [
+        (names[0] if len(names) == 1 else f"{pattern} ({len(names)} layers)", reason)
+        for (pattern, reason), names in groups.items()
+    ]
+
+
+def _failure_list(failures: Sequence[Failure]) -> list[str]:
+    """A line for each kernel, shape and reason, with all numbers of tokens."""
+    tokens: dict[tuple[str, str, str], list[int]] = {}
+    for f in failures:
+        key = f.kernel, f"{f.out_features}×{f.in_features}", f.reason
+        tokens.setdefault(key, []).append(f.tokens)
+    return [
+        f"* {kernel}, {shape}, tokens {', '.join(map(str, counts))}: {reason}"
+        for (kernel, shape, reason), counts in tokens.items()
+    ]
 
 
 def _layer_table(rows: Sequence[Measurement], bandwidth: float) -> list[str]:

@@ -13,6 +13,9 @@ from torch.nn import functional as F
 
 from export.format import unpack
 
+MAX_ERROR_RATIO = 1.5
+"""Error that a kernel may have over that of the dense product in the same dtype."""
+
 
 @torch.library.custom_op("mrp_lightning::linear24", mutates_args=(), device_types="cpu")
 def linear24(x: Tensor, weight: Tensor, meta: Tensor, bias: Tensor | None) -> Tensor:

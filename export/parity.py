@@ -19,13 +19,12 @@ from export.checkpoint import Checkpoint, open_checkpoint
 from export.format import different_bits, invalid_nibbles, positive_zeros, unpack
 from export.huggingface import load
 from export.layer import Sparse24Linear
+from export.operator import MAX_ERROR_RATIO
 from export.progress import Track, silently
 from export.selection import LayerChoice
 from export.text_parity import TextParity, compare_text, text_failures, text_windows
 from mrp_lightning.errors import ParityError
 
-MAX_ERROR_RATIO = 1.5
-"""Error of the operator over that of the dense product in the same dtype."""
 _TOKENS = (1, 16)
 """Inputs of each layer; other kernels run one token than many."""
 _MANY_TOKENS = 256

@@ -1,9 +1,7 @@
 """What an export did: a table on the terminal, and `export_report.json`."""
 
 import json
-import re
 import sys
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -12,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from export.benchmark_tables import Result, tables
+from export.benchmark_tables import Result, alike, tables
 from export.parity import Parity
 from export.selection import LayerChoice
 from mrp_lightning.walk.report import versions
@@ -150,10 +148,8 @@ def _dense(layers: Iterable[LayerChoice]) -> Table:
     table = Table(title="Dense layers", title_justify="left")
     table.add_column("layer", overflow="fold")
     table.add_column("why", overflow="fold")
-    alike = Counter((re.sub(r"\b\d+\b", "*", c.name), c.reason) for c in layers)
-    names = {(re.sub(r"\b\d+\b", "*", c.name), c.reason): c.name for c in layers}
-    for key, count in alike.items():
-        table.add_row(names[key] if count == 1 else f"{key[0]} ({count} layers)", key[1])
+    for names, reason in alike({layer.name: layer.reason or "" for layer in layers}):
+        table.add_row(names, reason)
     return table
 
 

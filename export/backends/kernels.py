@@ -152,12 +152,12 @@ KERNELS: dict[str, Kernel] = {
     "triton-gemv": Kernel(
         _gemv,
         _refuse_gemv,
-        _grid(rows=(8, 16, 4), groups=(128, 256, 512), warps=(8, 4)),
+        _grid(rows=(8, 16, 4), groups=(128, 256), warps=(8, 4)),
     ),
     "triton-gemm": Kernel(
         _gemm,
         _refuse_gemm,
-        _grid(tokens=(16, 64), rows=(64, 32), columns=(128, 256), warps=(4, 8), stages=(3,)),
+        _grid(tokens=(16, 64), rows=(64, 32, 16), columns=(128, 256), warps=(4, 8), stages=(3,)),
     ),
     "cusparselt": Kernel(_cusparselt, _refuse_cusparselt),
     "unpack-dense": Kernel(_unpack_dense, lambda _: None),

@@ -44,6 +44,18 @@ class Measurement:
 
 
 @dataclass(frozen=True)
+class Failure:
+    """A kernel that could not be measured on one problem, and why."""
+
+    out_features: int
+    in_features: int
+    dtype: str
+    tokens: int
+    kernel: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class Table:
     """Measurements of one environment: a device and the versions of the libraries."""
 

@@ -6,24 +6,18 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from export import benchmark as module
+from export import random_models
 from export.backends.forms import drop, keep
-from export.backends.table import STORED_DENSE, Measurement
+from export.backends.table import STORED_DENSE, Failure, Measurement
 from export.backends.timing import COLD_BYTES, Timing, copies, take_turns
-from export.benchmark import (
-    SHAPES,
-    benchmark,
-    dense_copy,
-    main,
-    packed_copy,
-    prunable,
-    random_model,
-    storage_bytes,
-)
+from export.backends.tuning import random_24
+from export.benchmark import benchmark, main
 from export.benchmark_tables import Result, speed_ups, tables
 from export.format import broken_groups
 from export.layer import Sparse24Linear
 from export.model_timing import Decoder, ModelTime
+from export.random_models import SHAPES, prunable, random_model
+from export.twins import dense_copy, packed_copy, storage_bytes
 from mrp_lightning.errors import OptionError
 
 CPU = torch.device("cpu")
@@ -42,7 +36,7 @@ def tiny(monkeypatch):
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
     }
-    monkeypatch.setitem(module.SHAPES, "tiny", small)
+    monkeypatch.setitem(random_models.SHAPES, "tiny", small)
     torch.manual_seed(0)
     return random_model("tiny", torch.float32, CPU)
 
@@ -82,7 +76,7 @@ def test_packed_and_dense_copies_compute_the_same_and_share_the_rest(tiny):
 
 def test_memory_counts_each_storage_once_and_the_forms(tiny):
     linear = torch.nn.Linear(64, 32, bias=False, dtype=torch.bfloat16)
-    linear.weight.data = module.random_24(32, 64, torch.bfloat16, CPU)
+    linear.weight.data = random_24(32, 64, torch.bfloat16, CPU)
     layer = Sparse24Linear.from_linear(linear)
     shared = torch.nn.ModuleList([layer, layer])
     shared.extra = layer.weight
@@ -155,17 +149,22 @@ def test_tables_show_wins_losses_and_failures():
         Measurement(1000, 2000, "bfloat16", 1, "triton-gemv", {"rows": 8}, 2.5, 2.4, 2.6),
         Measurement(1000, 2000, "bfloat16", 1, "triton-gemm", {}, 8.0, 8.0, 8.0),
     ]
+    refused = [
+        Failure(1000, 2000, "bfloat16", tokens, "cusparselt", "no multiple of 16")
+        for tokens in (1, 8)
+    ]
     result = Result(
-        {"device": "a GPU"},
-        "auto",
-        "both",
-        layers,
-        MODELS,
-        {"model.0": "refused"},
-        2_000_000_000,
-        1_125_000_000,
-        2e12,
-        ["a note"],
+        environment={"device": "a GPU"},
+        backend="auto",
+        target="both",
+        bandwidth=2e12,
+        layers=layers,
+        failures=refused,
+        models=MODELS,
+        stayed_dense={"model.0": "refused"},
+        dense_bytes=2_000_000_000,
+        sparse_bytes=1_125_000_000,
+        notes=["a note"],
     )
     text = tables(result)
     # 4 MB in 4 µs are 1000 GB/s; 2.25 MB in 2.5 µs are 900 GB/s of 2000.
@@ -176,6 +175,7 @@ def test_tables_show_wins_losses_and_failures():
     assert "failed: RuntimeError: no" in text
     assert "decode, batch 1: sparse is 0.50× as fast" in text
     assert "1.12 GB, 2.00 GB dense" in text
+    assert "* cusparselt, 1000×2000, tokens 1, 8: no multiple of 16" in text
     assert "Stayed dense: model.0: refused." in text
     assert "a note" in text
     assert asdict(result)["models"][0]["timing"]["median"] == 4000.0

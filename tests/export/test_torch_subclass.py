@@ -71,7 +71,7 @@ def test_the_layer_computes_the_same(torch_subclass_on_cpu, backend, tokens):
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of SparseSemiStructuredTensor")
 def test_memory_is_counted_by_parts_not_by_the_matrix_it_stands_for(torch_subclass_on_cpu):
-    from export.benchmark import storage_bytes
+    from export.twins import storage_bytes
 
     model = nn.Sequential(layer(32, 64))
     bias_bytes = 32 * 2
