@@ -1,6 +1,8 @@
 """The choice of a kernel, the measured table, derived forms, and what each back-end refuses."""
 
+import contextlib
 import gc
+import itertools
 import json
 
 import pytest
@@ -8,14 +10,22 @@ import torch
 from torch import nn
 
 from export import backends
-from export.backends import choose, choose_name, cusparselt, forms, measured_table, use_table
+from export.backends import (
+    choose,
+    choose_name,
+    cusparselt,
+    forms,
+    measured_table,
+    tuning,
+    use_table,
+)
 from export.backends import kernels as kernels_module
 from export.backends.apply import BACKENDS, apply, not_faster
 from export.backends.kernels import KERNELS, Call
 from export.backends.subclasses import SUBCLASSES
 from export.backends.table import STORED_DENSE, Measurement, Table, cache_path, environment
 from export.backends.tuning import random_24
-from export.format import broken_groups, pack
+from export.format import broken_groups, pack, unpack
 from export.layer import Sparse24Linear
 from mrp_lightning.errors import DataError, OptionError
 
@@ -299,6 +309,106 @@ def test_a_layer_that_is_nowhere_faster_stays_dense(all_kernels_usable, monkeypa
     win = row("triton-gemv", 0.5, 1, shape=(32, 64))
     assert not_faster(layer, Table({}, (*slow, win)), "decode") is None
     assert not_faster(layer, Table({}, tuple(slow)), "both") is None  # prefill is not measured
+
+
+@pytest.fixture
+def without_a_clock(monkeypatch):
+    """Kernels run once where they would be captured and timed: the contest itself is tested."""
+    durations = itertools.count(1.0)
+
+    def graphed(calls):
+        for run in calls:
+            run()
+        microseconds = next(durations)
+        return lambda: microseconds
+
+    monkeypatch.setattr(tuning, "graphed", graphed)
+    monkeypatch.setattr(tuning, "copies", lambda size: 2)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+
+
+def contest(tokens=(1, 8, 16)):
+    found = list(tuning.measure(64, 32, torch.bfloat16, CPU, tokens, repeats=2))
+    return [m for measured, _ in found for m in measured], [
+        f for _, failed in found for f in failed
+    ]
+
+
+def kernel(run, refuse=lambda call: None, configs=({},)):
+    return kernels_module.Kernel(run, refuse, configs)
+
+
+def dense_product(x, values, meta, bias, **config):
+    return nn.functional.linear(x, unpack(values, meta), bias)
+
+
+def test_kernels_that_are_refused_that_fail_or_that_are_wrong_lose_nothing_else(
+    without_a_clock, monkeypatch
+):
+    def broken(x, values, meta, bias, **config):
+        raise RuntimeError("CUDA error: no kernel image\nand more")
+
+    def inexact(x, values, meta, bias, **config):
+        return 1.1 * dense_product(x, values, meta, bias)
+
+    kernels = {
+        "refused": kernel(dense_product, lambda call: "too small"),
+        "broken": kernel(broken, configs=({"rows": 1}, {"rows": 2})),
+        "wrong": kernel(inexact),
+        "misshapen": kernel(lambda x, *_: x),
+        "good": kernel(dense_product),
+    }
+    monkeypatch.setattr(tuning, "KERNELS", kernels)
+    measured, failures = contest(tokens=(1, 8))
+    assert [(m.kernel, m.tokens) for m in measured] == [
+        (STORED_DENSE, 1),
+        ("good", 1),
+        (STORED_DENSE, 8),
+        ("good", 8),
+    ]
+    reasons = {f.kernel: f.reason for f in failures if f.tokens == 8}
+    assert reasons.keys() == {"refused", "broken", "wrong", "misshapen"}
+    assert reasons["refused"] == "too small"
+    assert reasons["broken"].endswith("RuntimeError: CUDA error: no kernel image")
+    assert "2 configurations failed" in reasons["broken"]
+    assert "wrong result: its relative error is 1.0e-01" in reasons["wrong"]
+    assert "wrong result: its shape is (8, 32), not (8, 64)" in reasons["misshapen"]
+
+
+def test_a_search_for_a_configuration_holds_for_similar_numbers_of_tokens(
+    without_a_clock, monkeypatch
+):
+    tried = []
+
+    def run(x, values, meta, bias, rows):
+        tried.append((x.shape[0], rows))
+        return dense_product(x, values, meta, bias)
+
+    configs = ({"rows": 8}, {"rows": 4})
+    monkeypatch.setattr(tuning, "KERNELS", {"mine": kernel(run, configs=configs)})
+    measured, _ = contest(tokens=(1, 16, 64, 1024))
+    assert {rows for tokens, rows in tried if tokens == 1} == {8, 4}
+    assert {rows for tokens, rows in tried if tokens == 16} == {8}
+    assert {rows for tokens, rows in tried if tokens == 64} == {8, 4}
+    assert {rows for tokens, rows in tried if tokens == 1024} == {8}
+    assert all(m.config == {"rows": 8} for m in measured if m.kernel == "mine")
+
+
+def test_running_out_of_memory_ends_one_number_of_tokens(without_a_clock, monkeypatch):
+    graphed = tuning.graphed
+
+    def limited(calls):
+        if calls[0].args[0].shape[0] == 8:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return graphed(calls)
+
+    monkeypatch.setattr(tuning, "graphed", limited)
+    monkeypatch.setattr(tuning, "KERNELS", {"good": kernel(dense_product)})
+    measured, failures = contest(tokens=(1, 8, 16))
+    assert {m.tokens for m in measured} == {1, 16}
+    assert [(f.tokens, f.kernel, f.reason) for f in failures] == [
+        (8, STORED_DENSE, "OutOfMemoryError: CUDA out of memory")
+    ]
 
 
 @pytest.mark.gpu

@@ -1,21 +1,25 @@
 """The benchmark but for the clock: models, decoding, turns, memory and tables."""
 
+import json
 from dataclasses import asdict
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import import_utils
 
 from export import random_models
 from export.backends.forms import drop, keep
 from export.backends.table import STORED_DENSE, Failure, Measurement
 from export.backends.timing import COLD_BYTES, Timing, copies, take_turns
 from export.backends.tuning import random_24
-from export.benchmark import benchmark, main
-from export.benchmark_tables import Result, speed_ups, tables
+from export.benchmark import benchmark, main, save
+from export.benchmark_tables import Result, alike, speed_ups, tables
 from export.format import broken_groups
 from export.layer import Sparse24Linear
-from export.model_timing import Decoder, ModelTime
+from export.model_timing import Decoder, ModelTime, prefill, without_masks
 from export.random_models import SHAPES, prunable, random_model
 from export.twins import dense_copy, packed_copy, storage_bytes
 from mrp_lightning.errors import OptionError
@@ -86,11 +90,15 @@ def test_memory_counts_each_storage_once_and_the_forms(tiny):
     drop(layer.weight)
 
 
-def test_steps_decode_what_generate_does_and_can_be_taken_again(tiny):
-    prompt = torch.randint(64, (1, 6))
+def test_steps_decode_what_generate_does_and_can_be_taken_again(kind):
+    torch.manual_seed(0)
+    model = random_model(kind, torch.float32, CPU)
+    prompt = torch.randint(4, 64, (1, 6))
+    options = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+    options["attention_mask"] = torch.ones_like(prompt)
     with torch.no_grad():
-        expected = tiny.generate(prompt, max_new_tokens=5, min_new_tokens=5, do_sample=False)[0, 6:]
-        decoder = Decoder(tiny, prompt, new_tokens=4)
+        expected = model.generate(prompt, **options)[0, 6:]
+        decoder = Decoder(model, prompt, new_tokens=4)
         for _ in range(2):
             found = [int(decoder.token)]
             for _ in range(4):
@@ -98,6 +106,81 @@ def test_steps_decode_what_generate_does_and_can_be_taken_again(tiny):
                 found.append(int(decoder.token))
             assert found == expected.tolist()
             decoder.rewind()
+
+
+KINDS = {
+    "llama": {"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "opt": {"word_embed_proj_dim": 32, "ffn_dim": 48, "num_attention_heads": 4},
+}
+
+
+@pytest.fixture(params=KINDS)
+def kind(request, monkeypatch):
+    """The families of the published shapes, small."""
+    common = {"model_type": request.param, "vocab_size": 64, "hidden_size": 32}
+    small = common | {"num_hidden_layers": 2, "max_position_embeddings": 64}
+    monkeypatch.setitem(random_models.SHAPES, request.param, small | KINDS[request.param])
+    return request.param
+
+
+class NothingReadBack(TorchDispatchMode):
+    """Refuses what a CUDA graph cannot capture: values read by the host, and copies from it."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert function is not torch.ops.aten._local_scalar_dense.default
+        assert function is not torch.ops.aten.nonzero.default
+        result = function(*args, **(kwargs or {}))
+        leaves = tree_leaves((args, kwargs, result))
+        devices = {leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        assert len(devices) < 2, f"{function} moves between {devices}"
+        return result
+
+
+@torch.no_grad()
+def test_prefill_and_decode_can_be_captured(kind, monkeypatch):
+    """On meta tensors, as if a graph were captured: there is no value that could be read."""
+    monkeypatch.setattr(import_utils, "is_cuda_stream_capturing", lambda: True)
+    with torch.device("meta"):
+        options = dict(SHAPES[kind])
+        config = AutoConfig.for_model(options.pop("model_type"), **options)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    prompt = torch.empty(2, 16, dtype=torch.int64, device="meta")
+    decoder = Decoder(model, prompt, new_tokens=4)
+    with NothingReadBack(), without_masks(model):
+        prefill(model, prompt)
+    with NothingReadBack():
+        decoder.step()
+        decoder.rewind()
+
+
+@torch.no_grad()
+def test_prefill_without_a_mask_gives_the_same_logits(kind, monkeypatch):
+    torch.manual_seed(0)
+    model = random_model(kind, torch.float32, CPU)
+    prompt = torch.randint(64, (2, 16))
+    expected = model(prompt).logits[:, -1:]
+    masks = []
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def spy(*args, attn_mask=None, **kwargs):
+        masks.append(attn_mask)
+        return attention(*args, attn_mask=attn_mask, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    with without_masks(model):
+        torch.testing.assert_close(prefill(model, prompt), expected)
+    assert masks == [None, None]
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_models_with_windows_keep_their_masks():
+    config = AutoConfig.for_model(
+        "mistral", hidden_size=32, intermediate_size=48, num_hidden_layers=1, vocab_size=64,
+        num_attention_heads=4, num_key_value_heads=2, sliding_window=4,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    with without_masks(model):
+        assert model.config._attn_implementation == "sdpa"
 
 
 def test_contestants_take_turns():
@@ -137,6 +220,26 @@ MODELS = [
     timed("decode", "dense", "eager", 1.0),
     timed("decode", "sparse", "eager", 2.0),
 ]
+
+
+def test_what_there_is_is_saved(tmp_path):
+    result = Result({"device": "a GPU"}, "auto", "both", bandwidth=2e12)
+    save(result, tmp_path / "new" / "tiny-auto")
+    assert (tmp_path / "new" / "tiny-auto.md").read_text() == "device a GPU\n"
+    result.models += MODELS
+    save(result, tmp_path / "new" / "tiny-auto")
+    written = json.loads((tmp_path / "new" / "tiny-auto.json").read_text())
+    assert len(written["models"]) == len(MODELS)
+    assert "decode" in (tmp_path / "new" / "tiny-auto.md").read_text()
+
+
+def test_layers_that_differ_in_numbers_only_are_counted():
+    reasons = {"layers.0.up": "small", "layers.1.up": "small", "layers.1.down": "small", "h": "big"}
+    assert alike(reasons) == [
+        ("layers.*.up (2 layers)", "small"),
+        ("layers.1.down", "small"),
+        ("h", "big"),
+    ]
 
 
 def test_the_faster_way_of_each_side_counts():
@@ -192,16 +295,25 @@ def test_without_cuda_it_says_so(tiny, capsys):
 
 @pytest.mark.gpu
 @needs_cuda
-def test_a_small_model_is_measured(tiny, tmp_path, monkeypatch):
+@pytest.mark.parametrize("compile_mode", [None, "default"])
+def test_a_small_model_is_measured(kind, compile_mode, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     device = torch.device("cuda", 0)
-    model = random_model("tiny", torch.bfloat16, device)
+    model = random_model(kind, torch.bfloat16, device)
+    seen = []
     result = benchmark(
         packed_copy(model, prunable(model)),
-        compile_mode=None,
+        compile_mode=compile_mode,
         prompt_tokens=16,
         new_tokens=4,
         layer_tokens=(1, 16),
+        progress=lambda found: seen.append(len(found.layers) + len(found.models)),
     )
     assert not [row.failure for row in result.models if row.failure]
     assert {m.kernel for m in result.layers} >= {STORED_DENSE, "unpack-dense"}
+    wrong = [
+        f for f in result.failures if "multiple" not in f.reason and "one token" not in f.reason
+    ]
+    assert wrong == []
+    assert seen == sorted(seen)
+    assert result.sparse_bytes > 0
