@@ -1,9 +1,10 @@
 """What the paper claims, and whether the runs of a sweep bear it out."""
 
+import itertools
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from mrp_lightning.sweep.plan import Run, short
 from mrp_lightning.sweep.results import Result, rounded
@@ -64,13 +65,15 @@ def findings(results: Sequence[Result]) -> list[Finding]:
 
 
 def gain(by_run: dict[Run, Result], worse: Run, better: Run, text: str) -> Gain | None:
-    """What `better` gains over `worse`, seed by seed; `None` where they were not both run."""
-    pairs = []
-    for run, result in by_run.items():
-        other = by_run.get(replace(better, seed=run.seed))
-        if run == replace(worse, seed=run.seed) and other is not None:
-            pairs.append((result.measures[text], other.measures[text]))
-    if not pairs:
+    """What `better` gains over `worse`, seed by seed; `None` where they cannot be compared."""
+    pairs = [
+        (result.measures[text], other.measures[text])
+        for run, result in by_run.items()
+        if run == replace(worse, seed=run.seed)
+        and (other := by_run.get(replace(better, seed=run.seed))) is not None
+        and text in result.measures.keys() & other.measures.keys()
+    ]
+    if not pairs or not all(map(math.isfinite, itertools.chain(*pairs))):
         return None
     gains = [a - b for a, b in pairs]
     ratio = statistics.fmean(a for a, _ in pairs) / statistics.fmean(b for _, b in pairs)
@@ -121,7 +124,7 @@ def _grows_with_sparsity(
         yield Finding(
             "The gap to SparseGPT grows with sparsity",
             _where(same, text),
-            all(a[1] < b[1] for a, b in pairwise(ratios)),
+            all(a[1] < b[1] for a, b in itertools.pairwise(ratios)),
             "perplexity SparseGPT / SM: " + ", ".join(f"{s} {ratio:.3f}" for s, ratio in ratios),
         )
 
@@ -133,7 +136,7 @@ def _ablations(by_run: dict[Run, Result], text: str) -> Iterable[Finding]:
     }
     lines: dict[tuple[Run, str], dict[float, list[float]]] = {}
     for run, result in by_run.items():
-        if run.changed and short(run.changed[0]) in claims:
+        if run.changed and short(run.changed[0]) in claims and text in result.measures:
             key = replace(run, seed=None, changed=None), short(run.changed[0])
             values = lines.setdefault(key, {})
             values.setdefault(float(run.changed[1]), []).append(result.measures[text])
@@ -144,7 +147,7 @@ def _ablations(by_run: dict[Run, Result], text: str) -> Iterable[Finding]:
         yield Finding(
             claim,
             f"{_where(run, text)}, {run.method}",
-            all(a >= b for a, b in pairwise(means)),
+            all(a >= b for a, b in itertools.pairwise(means)),
             "perplexity at "
             + ", ".join(
                 f"{value:g}: {rounded(mean)}" for value, mean in zip(ordered, means, strict=True)
