@@ -14,7 +14,7 @@ from rich.table import Table
 
 from mrp_lightning.causal_lm import CausalLM
 from mrp_lightning.errors import OptionError
-from mrp_lightning.evaluation import BY_LENGTH, Figures, mean_accuracy, record
+from mrp_lightning.evaluation import BY_LENGTH, NAME, Figures, mean_accuracy, read, record
 from mrp_lightning.loading import load_config
 from mrp_lightning.zeroshot import PAPER_TASKS, evaluate, load_tasks, summarize
 
@@ -25,6 +25,8 @@ def main(args: Sequence[str] | None = None) -> None:
     device = _device(options.device)
     if options.out is not None:
         _check_writable(options.out)
+    if (Path(options.model).expanduser() / NAME).exists():
+        read(Path(options.model).expanduser())  # what cannot be read cannot be added to
     hub = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
     load_config(options.model, **hub)
     tasks = load_tasks(

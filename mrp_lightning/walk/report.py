@@ -134,7 +134,7 @@ def versions() -> dict[str, str]:
     from mrp_lightning import __version__
 
     found = {"mrp_lightning": __version__, "python": platform.python_version()}
-    for name in ("torch", "lightning", "transformers"):
+    for name in ("torch", "lightning", "transformers", "lm_eval"):
         if name in sys.modules:
             found[name] = str(sys.modules[name].__version__)
     if torch.version.cuda:
