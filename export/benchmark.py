@@ -9,12 +9,14 @@ measured is written as it comes; what fails is listed with its reason.
 import argparse
 import json
 import logging
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
+import transformers
 from transformers import PreTrainedModel
 
 from export.backends import cusparselt, measured_table, use_table
@@ -105,7 +107,7 @@ def benchmark(
     if reason := why_not_here(backend, device):
         raise OptionError(f"`--backend {backend}` cannot run here: {reason}.")
     result = Result(
-        environment=dict(measured_table(device).environment),
+        environment={**measured_table(device).environment, **_versions()},
         backend=backend,
         target=target,
         bandwidth=bandwidth(device),
@@ -134,6 +136,19 @@ def benchmark(
         result.models += times
         progress(result)
     return result
+
+
+def _versions() -> dict[str, str]:
+    """What the table does not depend on, and a reader wants to know."""
+    found = {"transformers": transformers.__version__}
+    query = ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError) as error:
+        log.warning("nvidia-smi does not tell the driver's version: %s", error)
+        return found
+    driver, clock = answer.stdout.splitlines()[0].split(", ")
+    return found | {"driver": driver, "highest clock": clock}
 
 
 def main(args: Sequence[str] | None = None) -> None:

@@ -91,7 +91,7 @@ def _dense_tile(  # type: ignore[no-untyped-def]
     return tl.join(tl.join(c0, c2), tl.join(c1, c3)).reshape(ROWS, BLOCK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])  # one compilation for any number of tokens
 def _gemm(  # type: ignore[no-untyped-def]
     x_ptr,
     values_ptr,

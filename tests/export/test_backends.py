@@ -436,6 +436,48 @@ def test_kernels_are_as_exact_as_a_dense_product(name, tokens, dtype):
 
 @pytest.mark.gpu
 @needs_cuda
+@pytest.mark.parametrize("shape", [(1024, 4096), (4096, 11008), (50272, 2048)])
+@pytest.mark.parametrize("tokens", [1, 8, 64, 512])
+def test_the_operator_is_as_exact_as_a_dense_product_on_shapes_of_real_models(shape, tokens):
+    torch.manual_seed(0)
+    weight = random_24(*shape, torch.bfloat16, torch.device("cuda"))
+    values, meta = pack(weight)
+    kernels_module.prepare(values, meta)
+    x = torch.randn(tokens, shape[1], dtype=torch.bfloat16, device="cuda")
+    y = torch.ops.mrp_lightning.linear24(x, values, meta, None)
+    assert tuning.why_wrong(y, x, weight) is None
+    # An input whose rows are not one after the other.
+    wide = torch.randn(tokens, 2 * shape[1], dtype=torch.bfloat16, device="cuda")
+    part = wide[:, : shape[1]]
+    y = torch.ops.mrp_lightning.linear24(part, values, meta, None)
+    assert tuning.why_wrong(y, part, weight) is None
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("tokens", [1, 8, 128])
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_the_operator_is_captured_and_compiled(tokens, mode):
+    from export.backends.timing import captured
+
+    model = sparse_model(shape=(256, 256)).cuda()
+    for layer in model:
+        kernels_module.prepare(layer.weight, layer.weight_meta)
+    x = torch.randn(tokens, 256, dtype=torch.bfloat16, device="cuda")
+    with torch.no_grad():
+        expected = model(x)
+        y = torch.empty_like(expected)
+        graph = captured([lambda: y.copy_(model(x))])
+        y.zero_()
+        graph.replay()
+        assert torch.equal(y, expected)
+        compiled = torch.compile(model, mode=mode, fullgraph=True)
+        for _ in range(3):
+            torch.testing.assert_close(compiled(x), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.gpu
+@needs_cuda
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_back_ends_compute_the_layer(backend):
     model = sparse_model(shape=(64, 64)).cuda()

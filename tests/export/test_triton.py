@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton is not installed: it comes with CUDA builds of torch")
 
@@ -61,6 +63,28 @@ def test_every_configuration_that_is_measured_computes_the_product():
         for config in KERNELS[name].configs:
             y = KERNELS[name].run(x, *pack(weight), bias, **config)
             assert_equal_up_to_rounding(y, x, weight, bias)
+
+
+@st.composite
+def sparse_weights(draw):
+    """Of any number of rows and whole bytes of meta a row, with groups of zero to two weights."""
+    rows, columns = draw(st.integers(1, 70)), 8 * draw(st.integers(1, 40))
+    dtype = draw(st.sampled_from(DTYPES))
+    torch.manual_seed(draw(st.integers(0, 2**16)))
+    weight = random_24(rows, columns, dtype, DEVICE)
+    return weight * (torch.rand_like(weight, dtype=torch.float32) < draw(st.floats(0, 1)))
+
+
+@settings(max_examples=20, deadline=None)
+@given(sparse_weights(), st.integers(1, 16), st.booleans())
+def test_any_shape_and_number_of_tokens_gives_the_product(weight, tokens, has_bias):
+    x = torch.randn(tokens, weight.shape[1], device=DEVICE).to(weight.dtype)
+    bias = torch.randn(weight.shape[0], device=DEVICE).to(weight.dtype) if has_bias else None
+    packed = pack(weight)
+    assert_equal_up_to_rounding(triton_kernels.gemm(x, *packed, bias), x, weight, bias)
+    assert_equal_up_to_rounding(triton_kernels.gemv(x[:1], *packed, bias), x[:1], weight, bias)
+    unpacked = triton_kernels.unpack(*packed)
+    assert torch.equal(unpacked.view(torch.int16), (weight + 0.0).view(torch.int16))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
