@@ -27,7 +27,7 @@ def here(tmp_path, monkeypatch):
 def test_python_blocks_run(tiny_llama, here):
     model, matrix = blocks("python")
     model = model.replace('"facebook/opt-125m"', repr(str(tiny_llama)))
-    model = model.replace("dataset=text", 'train_files="text.jsonl"')
+    model = model.replace('calibration="c4"', 'train_files="text.jsonl"')
     model = model.replace("num_samples=128", "num_samples=2").replace("=2048", "=64")
     names: dict = {}
     exec(model, names)
