@@ -27,7 +27,8 @@ def main(args: Sequence[str] | None = None) -> None:
     page = make_page(runs, options.run_dir.resolve().name, options.title)
     write_page(page, out, overwrite=options.overwrite)
     where = f", figures in {figures_directory(out)}" if page.drawings else ""
-    sys.stdout.write(f"{len(runs)} runs: {out}{where}\n")
+    num = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
+    sys.stdout.write(f"{num}: {out}{where}\n")
 
 
 def _parser() -> argparse.ArgumentParser:

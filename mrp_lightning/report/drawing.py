@@ -78,6 +78,7 @@ def finish(figure: Figure, name: str, caption: str, alt: str) -> Drawing:
     """Render a figure. Call it within `style()`."""
     svg, png = io.BytesIO(), io.BytesIO()
     figure.savefig(svg, format="svg", metadata={"Date": None})
+    figure.set_layout_engine("none")  # it is laid out now, and laying out takes longest
     figure.savefig(png, format="png", dpi=200, facecolor=light("paper"), metadata={"Title": alt})
     return Drawing(name, caption, alt, _inline(svg.getvalue(), name, alt), png.getvalue())
 

@@ -4,11 +4,13 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
 from typing import TypeVar
 
+from mrp_lightning.evaluation import BY_LENGTH
 from mrp_lightning.report import quantities, scores
 from mrp_lightning.report.drawing import Drawing
 from mrp_lightning.report.figures import Score, beside_dense, over_names
 from mrp_lightning.report.models import Model, Variant, by_setting
 from mrp_lightning.report.parts import Column, Names, Part, Row, Table
+from mrp_lightning.report.runs import Run
 
 Key = TypeVar("Key")
 Measured = Sequence[float | None]
@@ -17,8 +19,9 @@ Measured = Sequence[float | None]
 
 def results(model: Model, slots: Mapping[str, int], names: Names) -> Part:
     """Perplexity, loss and time of all variants."""
-    drawings = []
+    drawings: list[list[Drawing]] = []
     for text in scores.texts(model):
+        drawings.append([])
         before = scores.perplexities(model.before, text)
         for setting, variants in by_setting(model.variants).items():
             measured = {v: scores.perplexities(v.runs, text) for v in variants}
@@ -27,7 +30,7 @@ def results(model: Model, slots: Mapping[str, int], names: Names) -> Part:
                 continue
             lost = [v.label for v, values in measured.items() if values and v not in finite]
             missing = f" Not finite: {', '.join(lost)}." if lost else ""
-            drawings.append(
+            drawings[-1].append(
                 beside_dense(
                     names("perplexity", text, setting),
                     f"Perplexity on {text} at {setting}.{missing}",
@@ -40,7 +43,7 @@ def results(model: Model, slots: Mapping[str, int], names: Names) -> Part:
             )
     compared = any(len(variants) > 1 for variants in by_setting(model.originals).values())
     lower = "Lower is better; the lowest of each sparsity is bold." if compared else ""
-    return Part("Results", lower, [overview(model, slots)], [drawings])
+    return Part("Results", lower, [overview(model, slots)], drawings)
 
 
 def overview(model: Model, slots: Mapping[str, int]) -> Table:
@@ -118,15 +121,24 @@ def zero_shot_table(model: Model, slots: Mapping[str, int]) -> Table:
     metrics = scores.task_metrics(model)
     columns = [Column("method", numeric=False)]
     columns += [Column(metric.task, scores.metric_detail(model, metric)) for metric in metrics]
+    has_mean = scores.has_mean_accuracy(model)
+    if has_mean:
+        columns.append(Column("mean", f"acc in %; acc_norm of {' and '.join(sorted(BY_LENGTH))}"))
+
+    def cells(runs: Sequence[Run]) -> list[str]:
+        found = [scores.metric_text(runs, metric) for metric in metrics]
+        if has_mean:
+            means = scores.mean_accuracies(runs)
+            found.append(quantities.spread(means, scores.percent_points))
+        return found
+
     groups: dict[str, list[Row]] = {}
     if model.dense:
-        cells = [scores.metric_text(model.before, metric) for metric in metrics]
-        groups[""] = [Row("dense", cells)]
+        groups[""] = [Row("dense", cells(model.before))]
     for setting, variants in by_setting(model.variants).items():
         for variant in variants:
-            cells = [scores.metric_text(variant.runs, metric) for metric in metrics]
-            if any(cell != quantities.MISSING for cell in cells):
-                row = Row(variant.label, cells, slots[variant.method])
+            if any(run.evaluation.zeroshot for run in variant.runs):
+                row = Row(variant.label, cells(variant.runs), slots[variant.method])
                 groups.setdefault(setting, []).append(row)
     caption = "± standard error of one run; of several runs mean ± standard deviation."
     return Table(caption, columns, groups)

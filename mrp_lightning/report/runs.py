@@ -1,6 +1,7 @@
 """Finding runs on disk and reading what they say."""
 
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ from mrp_lightning.errors import FormatError, PatternError
 from mrp_lightning.evaluation import Evaluation
 from mrp_lightning.solver.patterns import make_pattern
 from mrp_lightning.walk.report import FORMAT_VERSION
+
+log = logging.getLogger(__name__)
 
 PRUNING = "pruning_report.json"
 EXPORT = "export_report.json"
@@ -103,9 +106,18 @@ def find_runs(root: Path) -> list[Run]:
             "`save_dir` writes the first, `zeroshot` and `test` the second."
         )
     if all(run.pruning for run in runs):
-        beside = sorted(root.absolute().parent.iterdir())
-        runs += [read_run(d, f"../{d.name}") for d in beside if d.is_dir() and is_dense_run(d)]
+        runs += _dense_beside(root)
     return runs
+
+
+def _dense_beside(root: Path) -> Iterator[Run]:
+    """What is beside was not asked for: where it is damaged, the page is made without it."""
+    for directory in sorted(root.absolute().parent.iterdir()):
+        if directory.is_dir() and is_dense_run(directory):
+            try:
+                yield read_run(directory, f"../{directory.name}")
+            except FormatError as error:
+                log.warning("%s is not compared with. %s", directory, error)
 
 
 def is_dense_run(directory: Path) -> bool:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from mrp_lightning.evaluation import accuracy, mean_accuracy
 from mrp_lightning.report import quantities
 from mrp_lightning.report.models import Model
 from mrp_lightning.report.runs import Run
@@ -65,7 +66,7 @@ def metric_values(runs: Iterable[Run], metric: Metric) -> list[float | None]:
 
 def metric_text(runs: Sequence[Run], metric: Metric) -> str:
     """The mean over runs, and how sure it is."""
-    write = _percent_points if metric.is_fraction else quantities.perplexity
+    write = percent_points if metric.is_fraction else quantities.perplexity
     values = metric_values(runs, metric)
     text = quantities.spread(values, write)
     if len(values) == 1 and values[0] is not None:
@@ -73,6 +74,18 @@ def metric_text(runs: Sequence[Run], metric: Metric) -> str:
         error = run.evaluation.zeroshot[metric.task].get(f"{metric.name}_stderr")
         text += "" if error is None else f" ± {write(error)}"
     return text
+
+
+def mean_accuracies(runs: Iterable[Run]) -> list[float | None]:
+    """Over the tasks of a run, for the runs in which tasks were measured."""
+    return [mean_accuracy(run.evaluation.zeroshot) for run in runs if run.evaluation.zeroshot]
+
+
+def has_mean_accuracy(model: Model) -> bool:
+    """Whether there is more than one task to take it over, the same in all runs."""
+    measured = [run.evaluation.zeroshot for run in model.runs if run.evaluation.zeroshot]
+    tasks = [{t for t, figures in x.items() if accuracy(t, figures) is not None} for x in measured]
+    return bool(tasks) and len(tasks[0]) > 1 and all(found == tasks[0] for found in tasks)
 
 
 def metric_detail(model: Model, metric: Metric) -> str:
@@ -90,6 +103,6 @@ def metric_detail(model: Model, metric: Metric) -> str:
     return detail
 
 
-def _percent_points(value: float | None) -> str:
+def percent_points(value: float | None) -> str:
     """A fraction in percent, without the sign."""
     return "not finite" if value is None else f"{100 * value:.2f}"
