@@ -18,10 +18,10 @@ Figures = Mapping[str, float | int | None]
 """Numbers by name, such as `{"acc": 0.74, "acc_stderr": 0.006, "samples": 5153}`."""
 
 BY_LENGTH = frozenset({"hellaswag", "arc_challenge"})
-"""Tasks whose published accuracy compares log-likelihoods per character of the choice (`acc_norm`).
+"""Tasks whose published accuracy compares log-likelihoods per character (`acc_norm`).
 
-So do the Mamba paper and the paper's Table of Mamba models, whose pruned Mamba-130M has 32.4% on
-HellaSwag: between its dense `acc_norm` of 35.3% and what `acc` can be.
+So does the Mamba paper. The paper's table of Mamba models does not say; its figures fit: pruned
+Mamba-130M has 32.4% on HellaSwag, where the dense model has an `acc_norm` of 35.3%.
 """
 
 
