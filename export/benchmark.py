@@ -32,7 +32,7 @@ from export.twins import dense_copy, packed_copy, storage_bytes
 from mrp_lightning.errors import OptionError
 
 log = logging.getLogger(__name__)
-LAYER_TOKENS = (1, 4, 8, 16, 64, 256, 1024, 4096)
+LAYER_TOKENS = (1, 4, 8, 16, 64, 256, 1024, 4096, 16384)
 
 
 @torch.no_grad()
