@@ -135,11 +135,12 @@ def _subtitle(runs: Sequence[Run], models: Sequence[Model]) -> str:
 def _zipped(runs: Sequence[Run]) -> bytes:
     """The files as they were read, the same bytes for the same files."""
     buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+    with zipfile.ZipFile(buffer, "w") as archive:
         for run in runs:
             for name, content in run.files.items():
                 where = run.name.removeprefix("../")
-                archive.writestr(zipfile.ZipInfo(f"{where}/{name}"), content)
+                entry = zipfile.ZipInfo(f"{where}/{name}")  # without a date
+                archive.writestr(entry, content, zipfile.ZIP_DEFLATED)
     return buffer.getvalue()
 
 

@@ -208,6 +208,7 @@ def test_the_raw_files_are_in_the_page(sweep):
         path.relative_to(sweep).as_posix(): path.read_bytes() for path in sweep.rglob("*.json")
     }
     assert {name: archive.read(name) for name in archive.namelist()} == originals
+    assert len(link) < sum(map(len, originals.values())) / 2
 
 
 def test_the_same_runs_give_the_same_page(tmp_path, save_run):
