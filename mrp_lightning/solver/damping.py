@@ -75,6 +75,11 @@ class DampedHessian:
         """λ, what is added to the diagonal (raised where that proved necessary)."""
         return self._damping * self._mean
 
+    @property
+    def ratio_used(self) -> float:
+        """The fraction of the mean diagonal that is added (raised where that proved necessary)."""
+        return self._damping
+
     @cached_property
     def factor(self) -> Tensor:
         """Upper triangular U with UᵀU = (H + λI)⁻¹, (columns, columns)."""

@@ -92,6 +92,7 @@ def prune_layer(
         dead_inputs=solution.dead_inputs,
         already_pruned=already,
         shared_hessian=shared,
+        raised_damping=prepared.ratio_used if prepared.ratio_used > recipe.damping else None,
         **used,
     )
 

@@ -35,6 +35,8 @@ class LayerReport:
         already_pruned: Whether it had the pattern before.
         shared_hessian: Of an expert, the weight of all experts' Hessian in its own: above 0 where
             it saw too few tokens. `loss` is then measured by that mixture. `None` for other layers.
+        raised_damping: The fraction of the Hessian's mean diagonal that was added where more was
+            needed than was asked for. `None` for other layers.
         peak_memory: Bytes allocated on the GPU at most while it was pruned. Only on CUDA.
     """
 
@@ -53,13 +55,14 @@ class LayerReport:
     skipped: str | None = None
     already_pruned: bool = False
     shared_hessian: float | None = None
+    raised_damping: float | None = None
     peak_memory: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The row of `pruning_report.json`."""
         row = asdict(self) | {"shape": list(self.shape)}
         del row["already_pruned"]  # counted in the totals
-        for key in ("shared_hessian", "peak_memory"):
+        for key in ("shared_hessian", "raised_damping", "peak_memory"):
             if row[key] is None:
                 del row[key]
         return row

@@ -281,3 +281,14 @@ def test_unused_loader_types(llama, quiet, windows):
     callback = MRPCallback(sparsity=0.5)
     Trainer(**quiet).predict(llama(), data, callbacks=[callback])
     assert callback.report.layers[0].tokens == windows.numel()
+
+
+def test_damping_that_had_to_be_raised_is_reported(llama, quiet):
+    few = torch.randint(3, 64, (1, 8))  # fewer tokens than input features: H has no inverse
+    prune = MRPCallback(pattern="2:4", damping=0.0)
+    Trainer(**quiet).predict(CausalLM(llama()), DataLoader(few), callbacks=[prune])
+    rows = [row.to_dict() for row in prune.report.layers]
+    assert all(row["raised_damping"] >= 1e-6 for row in rows)
+    prune = MRPCallback(pattern="2:4", damping=0.01)
+    Trainer(**quiet).predict(CausalLM(llama()), DataLoader(few), callbacks=[prune])
+    assert not any("raised_damping" in row.to_dict() for row in prune.report.layers)
