@@ -49,7 +49,9 @@ def _gemv(  # type: ignore[no-untyped-def]
         byte = tl.load(
             meta_ptr + row[:, None] * (COLUMNS // 8) + (group // 2)[None, :], mask=inside, other=0
         )
-        four = tl.load(x_ptr + group, mask=group < COLUMNS // 4, other=0)[None, :]
+        # As wide as the weights, though all rows read the same: loads of one shape share a layout,
+        # and nothing has to be exchanged between threads.
+        four = tl.load(x_ptr + row[:, None] * 0 + group[None, :], mask=inside, other=0)
         nibble = byte.to(tl.int32) >> ((group % 2) * 4)[None, :]
         first = (four >> ((nibble & 3) << 4).to(tl.int64)).to(tl.int32)
         second = (four >> ((nibble & 12) << 2).to(tl.int64)).to(tl.int32)
