@@ -179,6 +179,8 @@ def _device(name: str | None) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise errors.OptionError(f"`--device`: {str(error).splitlines()[0]}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise errors.OptionError(f"`--device {name}`: expected cpu, cuda or cuda:N.")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise errors.OptionError("`--device cuda`: this machine has no CUDA device; try `cpu`.")
     return device

@@ -255,6 +255,8 @@ def test_mistakes_are_one_line(llama, capsys, tmp_path):
     (tmp_path / "empty" / "config.json").write_text("{}")
     assert "holds no weights" in refusal([str(tmp_path / "empty")], capsys)
     assert "nearest names: " in refusal([str(llama), "--skip", "up_porj"], capsys)
+    for device in ("meta", "nonsense"):
+        assert "`--device" in refusal([str(llama), "--device", device], capsys)
     if not torch.cuda.is_available():
         assert "no CUDA device" in refusal([str(llama), "--device", "cuda"], capsys)
     main([str(llama)])
