@@ -69,6 +69,23 @@ def save_directory(
         shutil.rmtree(staging, ignore_errors=True)
 
 
+def save_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a file in one step: whoever reads it meanwhile sees the old or the new content.
+
+    Args:
+        path: The file; its directory is made.
+        text: The content.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
 def _make_readable(directory: Path) -> None:
     """Undo that temporary directories, and the files of safetensors, are private."""
     umask = os.umask(0)

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mrp_lightning.checkpoint import save_text
 from mrp_lightning.errors import FormatError
 from mrp_lightning.walk.report import versions
 
@@ -79,14 +80,8 @@ def record(
         model=model or found.model,
         versions={**found.versions, **versions()},
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{NAME}.{os.getpid()}.partial")
-    try:
-        text = json.dumps({"format_version": FORMAT_VERSION, **asdict(content)}, indent=2)
-        partial.write_text(text + "\n", encoding="utf-8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    text = json.dumps({"format_version": FORMAT_VERSION, **asdict(content)}, indent=2)
+    save_text(path, text + "\n")
     return path
 
 

@@ -11,6 +11,7 @@ from jsonargparse.typing import Path_fr
 from rich.console import Console
 from rich.markdown import Markdown
 
+from mrp_lightning.checkpoint import save_text
 from mrp_lightning.sweep import page, tables
 from mrp_lightning.sweep.execute import configure, described, execute, is_finished
 from mrp_lightning.sweep.plan import Plan, Run
@@ -150,4 +151,4 @@ def write_page(sweep: Sweep, results: Iterable[Result], command: str) -> None:
         command=command,
         pictures=[picture.relative_to(path.parent) for picture in pictures],
     )
-    page.write(text, path)
+    save_text(path, text)

@@ -1,11 +1,9 @@
 """Writing the page and its figures, each in one step."""
 
-import os
 import shutil
-import tempfile
 from pathlib import Path
 
-from mrp_lightning.checkpoint import save_directory
+from mrp_lightning.checkpoint import save_directory, save_text
 from mrp_lightning.report.page import GENERATOR, Page
 
 
@@ -48,7 +46,6 @@ def write_page(page: Page, out: Path, *, overwrite: bool = False) -> None:
         FileExistsError: See `check_out`.
     """
     check_out(out, overwrite=overwrite)
-    out.parent.mkdir(parents=True, exist_ok=True)
     figures = figures_directory(out)
     if page.drawings:
         with save_directory(figures, overwrite=True, argument="--out") as staging:
@@ -56,13 +53,4 @@ def write_page(page: Page, out: Path, *, overwrite: bool = False) -> None:
                 (staging / f"{drawing.name}.png").write_bytes(drawing.png)
     elif figures.exists():
         shutil.rmtree(figures)
-    descriptor, partial = tempfile.mkstemp(prefix=f".{out.name}.", dir=out.parent)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(page.html)
-        umask = os.umask(0)
-        os.umask(umask)
-        Path(partial).chmod(0o666 & ~umask)
-        Path(partial).replace(out)
-    finally:
-        Path(partial).unlink(missing_ok=True)
+    save_text(out, page.html)

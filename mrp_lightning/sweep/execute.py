@@ -16,6 +16,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from mrp_lightning.causal_lm import CausalLM
+from mrp_lightning.checkpoint import save_text
 from mrp_lightning.cli import PruningCLI
 from mrp_lightning.errors import OptionError
 from mrp_lightning.evaluation import record
@@ -112,9 +113,7 @@ def execute(
         "machine": machine(device),
         "config": config,
     }
-    partial = directory / f".{NAME}.partial"
-    partial.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
-    partial.replace(directory / NAME)
+    save_text(directory / NAME, json.dumps(content, indent=2) + "\n")
     del cli
     gc.collect()
     if torch.cuda.is_available():

@@ -1,6 +1,5 @@
 """The page of a sweep: what was run, which claims hold, and every figure."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,14 +32,6 @@ def page(
     parts += ["## Figures", markdown(averages(results))]
     parts += [f"![{path.stem}]({path.as_posix()})" for path in pictures]
     return "\n\n".join(parts) + "\n"
-
-
-def write(text: str, path: Path) -> None:
-    """Replace the page in one step."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.write_text(text, "utf-8")
-    partial.replace(path)
 
 
 def _claims(found: Sequence[Finding]) -> list[str]:

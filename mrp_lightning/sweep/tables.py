@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mrp_lightning.checkpoint import save_text
 from mrp_lightning.sweep.plan import Run, has_blocks, short
 from mrp_lightning.sweep.published import CONTEXT, reported
 from mrp_lightning.sweep.results import Average, rounded
@@ -65,9 +66,7 @@ def write(results: Averages, directory: Path) -> None:
         "results.json": json.dumps(content, indent=2, allow_nan=False) + "\n",
         "results.md": markdown(results) + "\n",
     }.items():
-        partial = directory / f".{name}.partial"
-        partial.write_text(written, "utf-8")
-        partial.replace(directory / name)
+        save_text(directory / name, written)
 
 
 def heading(measure: str, contexts: Iterable[int | None] = ()) -> str:
