@@ -223,7 +223,7 @@ def test_a_terminated_run_leaves_nothing(llama):
         f"command.main([{str(llama)!r}])"
     )
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
-    for _ in range(600):
+    for _ in range(3000):
         if any(path.name == "config.json" for path in llama.parent.glob(".*.partial/*")):
             break
         time.sleep(0.1)
