@@ -40,6 +40,7 @@ class Sweep(Plan):
         only: Names of the runs to make, `<model>/<run>` with shell wildcards, such as
             `*/2of4-SM-*`. All if empty.
         zeroshot: Tasks of lm-eval to evaluate beside perplexity.
+        include_path: Directory with YAML files of more tasks.
         save_checkpoints: Whether to keep the pruned models, each with the results of its run.
         page: A Markdown file to write: claims, tables and pictures.
         title: Of the page.
@@ -49,6 +50,7 @@ class Sweep(Plan):
     base: list[Path_fr]
     out: str
     zeroshot: list[str] = field(default_factory=list)
+    include_path: str | None = None
     save_checkpoints: bool = False
     page: str | None = None
     title: str = "Results"
@@ -106,7 +108,9 @@ def make_runs(sweep: Sweep, console: Console) -> dict[Run, str]:
         if not is_finished(Path(sweep.out, run.directory), described(cli)):
             waiting.append(run)
     console.print(f"{len(sweep.selected)} runs, of which {len(waiting)} are to be made.")
-    tasks = load_tasks(sweep.zeroshot) if sweep.zeroshot and waiting else None
+    tasks = None
+    if sweep.zeroshot and waiting:
+        tasks = load_tasks(sweep.zeroshot, include_path=sweep.include_path)
     failed: dict[Run, str] = {}
     for number, run in enumerate(waiting, start=1):
         directory = Path(sweep.out, run.directory)

@@ -128,3 +128,29 @@ def test_ablations_are_drawn(here):
     picture.unlink()
     sweep(*again)
     assert picture.read_bytes() == drawn
+
+
+def test_zero_shot_tasks_are_part_of_a_run(here):
+    samples = [{"context": f"value_{i} = ", "choices": ["compute", "7"]} for i in range(6)]
+    Path("samples.json").write_text("\n".join(map(json.dumps, samples)))
+    task = {
+        "task": "calls",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(here / "samples.json")}},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{context}}",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": 0,
+        "metric_list": [{"metric": "acc"}],
+    }
+    Path("tasks").mkdir()
+    Path("tasks/calls.yaml").write_text(yaml.safe_dump(task))
+    sweep("--only=tiny/2of4-SM-*-seed0", "--zeroshot=[calls]", "--include_path=tasks")
+    with Path("out/results.csv").open() as file:
+        rows = {(r["method"], r["measure"]): r for r in csv.DictReader(file)}
+    for method, directory in {"": "dense", "SM": "2of4-SM-s128-seed0"}.items():
+        evaluation = json.loads(Path(f"out/tiny/{directory}/evaluation.json").read_text())
+        found = evaluation["zeroshot"]["calls"]
+        assert found["samples"] == 6
+        assert float(rows[method, "accuracy/calls"]["mean"]) == pytest.approx(100 * found["acc"])
