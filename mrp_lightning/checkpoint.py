@@ -34,9 +34,10 @@ def check_output_dir(
     if path.is_file():
         raise FileExistsError(f"`{argument}`: expected a directory, but {path} is a file.")
     if not overwrite and path.is_dir() and any(path.iterdir()):
+        allow = "--overwrite" if argument.startswith("-") else "overwrite: true"
         raise FileExistsError(
             f"`{argument}`: {path} exists and is not empty. "
-            "Name another directory, or allow it to be replaced with `overwrite: true`."
+            f"Name another directory, or allow it to be replaced with `{allow}`."
         )
     parent = path.absolute().parent
     while not parent.exists():

@@ -57,6 +57,8 @@ def test_output_that_would_cost_data_is_refused(tmp_path):
     check_output_dir(tmp_path / "full", overwrite=True)
     with pytest.raises(FileExistsError, match=r"`save_dir`: .*full exists and is not empty.*overw"):
         check_output_dir(tmp_path / "full")
+    with pytest.raises(FileExistsError, match="`--out`: .*full.*`--overwrite`"):
+        check_output_dir(tmp_path / "full", argument="--out")
     with pytest.raises(FileExistsError, match="expected a directory, but .* is a file"):
         check_output_dir(tmp_path / "full" / "x", overwrite=True)
 
