@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from mrp_lightning.machine import machine
 from torch import Tensor
 
+from mrp_lightning.machine import machine
 from mrp_lightning.solver.damping import DampedHessian
 from mrp_lightning.solver.methods import parse_method
 from mrp_lightning.solver.patterns import make_pattern
