@@ -115,23 +115,15 @@ def make_runs(sweep: Sweep, console: Console) -> dict[Run, str]:
     for number, run in enumerate(waiting, start=1):
         directory = Path(sweep.out, run.directory)
         try:
-            execute(
-                run,
-                configure(run, sweep, base),
-                directory,
-                tasks=tasks,
-                save_checkpoint=sweep.save_checkpoints,
-            )
+            cli = configure(run, sweep, base)
+            if not is_finished(directory, described(cli)):  # another process may have made it since
+                execute(run, cli, directory, tasks=tasks, save_checkpoint=sweep.save_checkpoints)
+            said = str(read_result(directory))
         except Exception as error:
             # Hours of other runs should not be lost; the command ends with an error all the same.
             failed[run] = f"{type(error).__name__}: {error}"
-            console.print(
-                f"[{number}/{len(waiting)}] {run.directory} failed: {error}", markup=False
-            )
-            continue
-        console.print(
-            f"[{number}/{len(waiting)}] {read_result(directory)}", markup=False, soft_wrap=True
-        )
+            said = f"{run.directory} failed: {error}"
+        console.print(f"[{number}/{len(waiting)}] {said}", markup=False, soft_wrap=True)
     return failed
 
 

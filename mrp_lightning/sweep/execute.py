@@ -12,7 +12,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-import torch
 from transformers.utils import logging as transformers_logging
 
 from mrp_lightning.causal_lm import CausalLM
@@ -96,6 +95,7 @@ def execute(
         save_checkpoint: Whether it gets the pruned model, too.
     """
     config = described(cli)
+    gc.collect()  # a model and its trainer hold each other: the last run's would still be there
     with _quiet():
         cli.build()
         if run.method is not None:
@@ -114,10 +114,6 @@ def execute(
         "config": config,
     }
     save_text(directory / NAME, json.dumps(content, indent=2) + "\n")
-    del cli
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def described(cli: _Configured) -> dict[str, Any]:

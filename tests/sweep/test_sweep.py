@@ -8,7 +8,7 @@ import pytest
 import yaml
 from lightning.pytorch import seed_everything
 
-from mrp_lightning import CausalLM, TextDataModule, Trainer
+from mrp_lightning import CausalLM, TextDataModule, Trainer, sweep_command
 from mrp_lightning.cli import main
 
 BASE = {
@@ -93,6 +93,21 @@ def test_a_sweep_keeps_every_figure_and_is_not_repeated(here, tiny_llama, capsys
     assert "of which 1 are to be made" in capsys.readouterr().out
     assert (lost / "run.json").exists()
     assert all(path.stat().st_mtime_ns == time for path, time in before.items())
+
+
+def test_two_sweeps_at_once_share_the_runs(here, monkeypatch):
+    made = []
+    execute = sweep_command.execute
+
+    def execute_while_another_process_runs(run, *args, **options):
+        made.append(run)
+        execute(run, *args, **options)
+        if len(made) == 1:
+            sweep("--only=tiny/50-SM-*")
+
+    monkeypatch.setattr(sweep_command, "execute", execute_while_another_process_runs)
+    sweep("--only=tiny/50-SM-*")
+    assert len(made) == len(set(made)) == 1 + 2
 
 
 def test_another_configuration_is_not_mixed_in(here, capsys):
