@@ -6,6 +6,7 @@ published ones; here are the choice of tasks, the checks before any work, and th
 
 import difflib
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -101,7 +102,7 @@ def evaluate(
     *,
     batch_size: int | str = 8,
     limit: int | None = None,
-    bootstrap_iters: int = 100_000,
+    bootstrap_iters: int = 1000,
 ) -> dict[str, Any]:
     """Run tasks on the device where the model is.
 
@@ -137,15 +138,16 @@ def evaluate(
             batch_size=batch_size,
             backend="causal",
         )
-    results: dict[str, Any] = simple_evaluate(
-        model=adapter,
-        tasks=tasks.loaded,
-        task_manager=tasks.manager,
-        limit=limit,
-        # One sample has no deviation, and lm-eval would divide by zero.
-        bootstrap_iters=0 if limit == 1 else bootstrap_iters,
-        log_samples=False,
-    )
+    with _one_process():
+        results: dict[str, Any] = simple_evaluate(
+            model=adapter,
+            tasks=tasks.loaded,
+            task_manager=tasks.manager,
+            limit=limit,
+            # One sample has no deviation, and lm-eval would divide by zero.
+            bootstrap_iters=0 if limit == 1 else bootstrap_iters,
+            log_samples=False,
+        )
     return results
 
 
@@ -202,6 +204,20 @@ def _data_of(name: str, manager: Any) -> str:
     config = manager.task_index[name].cfg or {}
     parts = [config.get("dataset_path"), config.get("dataset_name")]
     return " ".join(["dataset", *filter(None, parts)])
+
+
+@contextmanager
+def _one_process() -> Iterator[None]:
+    """lm-eval resamples in forked processes, which can hang where torch has started threads."""
+    before = os.environ.get("DISABLE_MULTIPROC")
+    os.environ["DISABLE_MULTIPROC"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["DISABLE_MULTIPROC"]
+        else:
+            os.environ["DISABLE_MULTIPROC"] = before
 
 
 @contextmanager

@@ -92,7 +92,11 @@ def test_lm_evals_own_command_gives_the_same(kind, checkpoint, own, task_directo
     ]
     root = str(Path(__file__).parents[2])
     done = subprocess.run(
-        command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": root}, capture_output=True, text=True
+        command,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": root, "DISABLE_MULTIPROC": "1"},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     (written,) = out.rglob("results_*.json")

@@ -1,6 +1,7 @@
 """lm-eval's three kinds of tasks against the model's own logits, for all kinds of checkpoints."""
 
 import math
+import os
 import re
 
 import numpy as np
@@ -164,3 +165,14 @@ def test_the_mean_takes_the_accuracies_that_papers_report():
     row |= {"arc_easy": 41.88, "arc_challenge": 23.38, "winogrande": 51.62}
     percent = {task: {"acc": value, "acc_norm": value} for task, value in row.items()}
     assert mean_accuracy(percent) == pytest.approx(40.963, abs=1e-3)
+
+
+def test_no_process_is_forked(checkpoints, tasks, monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("a fork can hang where torch has started threads")
+
+    monkeypatch.setattr("multiprocessing.Pool", refuse)
+    model = CausalLM(checkpoints["dense"])
+    found = summarize(evaluate(model, tasks, limit=4, bootstrap_iters=100))
+    assert found["last_word"]["perplexity_stderr"] > 0
+    assert "DISABLE_MULTIPROC" not in os.environ
