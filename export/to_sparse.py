@@ -24,6 +24,7 @@ from export.selection import choose_layers
 from export.writing import write_dense, write_packed
 from mrp_lightning import errors
 from mrp_lightning.checkpoint import check_output_dir, save_directory
+from mrp_lightning.machine import device_named
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ def run(options: argparse.Namespace) -> ExportReport:
         OptionError: Options contradict each other.
         FileExistsError: The output exists.
     """
-    device = _device(options.device)
+    device = device_named(options.device)
     measured = options.benchmark and device.type == "cuda"
     if measured and (reason := why_not_here(options.backend, device)):
         raise errors.OptionError(f"`--backend {options.backend}` cannot run here: {reason}.")
@@ -170,20 +171,6 @@ def _measure(
         except Exception as error:  # no reason to lose a proven export
             log.exception("The benchmark failed; the export is written all the same.")
             report.notes.append(f"speed not measured: {type(error).__name__}: {error}")
-
-
-def _device(name: str | None) -> torch.device:
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise errors.OptionError(f"`--device`: {str(error).splitlines()[0]}") from error
-    if device.type not in ("cpu", "cuda"):
-        raise errors.OptionError(f"`--device {name}`: expected cpu, cuda or cuda:N.")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise errors.OptionError("`--device cuda`: this machine has no CUDA device; try `cpu`.")
-    return device
 
 
 def _output(options: argparse.Namespace) -> Path:

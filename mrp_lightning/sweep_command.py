@@ -12,8 +12,16 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from mrp_lightning.checkpoint import save_text
+from mrp_lightning.errors import OptionError
 from mrp_lightning.sweep import page, tables
-from mrp_lightning.sweep.execute import configure, described, execute, is_finished
+from mrp_lightning.sweep.execute import (
+    configure,
+    described,
+    difference,
+    execute,
+    require_pruning,
+    stored_config,
+)
 from mrp_lightning.sweep.plan import Plan, Run
 from mrp_lightning.sweep.results import Result, averages, read_result
 from mrp_lightning.zeroshot import load_tasks
@@ -102,11 +110,23 @@ def read_sweep(args: list[str]) -> Sweep:
 def make_runs(sweep: Sweep, console: Console) -> dict[Run, str]:
     """Make what is not there; returns what failed, and why."""
     base = [Path(path.absolute) for path in sweep.base]
-    waiting = []
+    for model in dict.fromkeys(run.model for run in sweep.selected if run.method):
+        require_pruning(model, sweep, base)
+    waiting: list[Run] = []
+    differing: dict[str, list[str]] = {}
     for run in sweep.selected:
-        cli = configure(run, sweep, base)
-        if not is_finished(Path(sweep.out, run.directory), described(cli)):
+        config = described(configure(run, sweep, base))
+        before = stored_config(Path(sweep.out, run.directory))
+        if before is None:
             waiting.append(run)
+        elif before != config:
+            differing.setdefault(difference(before, config), []).append(str(run.directory))
+    if differing:
+        found = "; and ".join(f"{what} ({', '.join(names)})" for what, names in differing.items())
+        raise OptionError(
+            f"`out`: {sweep.out} holds runs with another configuration: {found}. "
+            "Name another directory, or delete these runs to repeat them."
+        )
     console.print(f"{len(sweep.selected)} runs, of which {len(waiting)} are to be made.")
     tasks = None
     if sweep.zeroshot and waiting:
@@ -116,7 +136,7 @@ def make_runs(sweep: Sweep, console: Console) -> dict[Run, str]:
         directory = Path(sweep.out, run.directory)
         try:
             cli = configure(run, sweep, base)
-            if not is_finished(directory, described(cli)):  # another process may have made it since
+            if stored_config(directory) is None:  # another process may have made it since
                 execute(run, cli, directory, tasks=tasks, save_checkpoint=sweep.save_checkpoints)
             said = str(read_result(directory))
         except Exception as error:

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -16,13 +15,14 @@ from mrp_lightning.causal_lm import CausalLM
 from mrp_lightning.errors import OptionError
 from mrp_lightning.evaluation import BY_LENGTH, NAME, Figures, mean_accuracy, read, record
 from mrp_lightning.loading import load_config
+from mrp_lightning.machine import device_named
 from mrp_lightning.zeroshot import PAPER_TASKS, evaluate, load_tasks, summarize
 
 
 def main(args: Sequence[str] | None = None) -> None:
     """Evaluate, print a table, and write the results."""
     options = _parser().parse_args(args)
-    device = _device(options.device)
+    device = device_named(options.device)
     if options.out is not None:
         _check_writable(options.out)
     if (Path(options.model).expanduser() / NAME).exists():
@@ -110,18 +110,6 @@ def _check_writable(path: Path) -> None:
         raise OptionError(f"`--out`: expected a file, but {path} is a directory.")
     if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
         raise PermissionError(f"`--out`: {path} cannot be written.")
-
-
-def _device(name: str | None) -> torch.device:
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise OptionError(f"`--device`: {str(error).splitlines()[0]}") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise OptionError(f"`--device {name}`: this machine has no CUDA device; try `cpu`.")
-    return device
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -48,29 +48,37 @@ class _Pruning(Protocol):
     overwrite: bool
 
 
-def is_finished(directory: Path, config: Mapping[str, Any]) -> bool:
-    """Whether a run was made before, with the same configuration.
+def stored_config(directory: Path) -> dict[str, Any] | None:
+    """The configuration of the finished run in a directory; `None` if there is none."""
+    path = directory / NAME
+    return json.loads(path.read_text("utf-8"))["config"] if path.exists() else None
+
+
+def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """What two configurations do not share, such as "`data.num_samples` was 4, is 5"."""
+    changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+    return "; ".join(f"`{key}` was {before.get(key)}, is {now.get(key)}" for key in changed)
+
+
+def require_pruning(model: str, plan: Plan, config: Sequence[Path]) -> None:
+    """Refuse a configuration with nothing in it that prunes.
 
     Raises:
-        OptionError: It was made with another one.
+        OptionError: There is no callback.
     """
-    path = directory / NAME
-    if not path.exists():
-        return False
-    before = json.loads(path.read_text("utf-8"))["config"]
-    if before == config:
-        return True
-    changed = [key for key in {**before, **config} if before.get(key) != config.get(key)]
-    raise OptionError(
-        f"{directory} holds a run with another configuration: "
-        + "; ".join(f"`{key}` was {before.get(key)}, is {config.get(key)}" for key in changed)
-        + ". Name another directory with `out`, or delete that run to repeat it."
-    )
+    if not _parse(config, plan.models[model].options).config.trainer.callbacks:
+        raise OptionError(
+            "`base` has no callback that prunes. Add one to `trainer.callbacks`, as the last: "
+            "`- class_path: callbacks.MRPCallback`."
+        )
 
 
 def configure(run: Run, plan: Plan, config: Sequence[Path]) -> _Configured:
     """The command line of a run, parsed."""
-    options = plan.models[run.model].options | run.options()
+    return _parse(config, plan.models[run.model].options | run.options())
+
+
+def _parse(config: Sequence[Path], options: Mapping[str, Any]) -> _Configured:
     arguments = [f"--config={path}" for path in config]
     arguments += [f"--{key}={_text(value)}" for key, value in options.items()]
     with _quiet():

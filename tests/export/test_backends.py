@@ -30,7 +30,6 @@ from export.layer import Sparse24Linear
 from mrp_lightning.errors import DataError, OptionError
 
 CPU = torch.device("cpu")
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def row(kernel, microseconds, tokens=8, config=None, shape=(64, 32)):
@@ -412,7 +411,6 @@ def test_running_out_of_memory_ends_one_number_of_tokens(without_a_clock, monkey
 
 
 @pytest.mark.gpu
-@needs_cuda
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tokens", [1, 5, 16, 100])
 @pytest.mark.parametrize("name", KERNELS)
@@ -435,7 +433,6 @@ def test_kernels_are_as_exact_as_a_dense_product(name, tokens, dtype):
 
 
 @pytest.mark.gpu
-@needs_cuda
 @pytest.mark.parametrize("shape", [(1024, 4096), (4096, 11008), (50272, 2048)])
 @pytest.mark.parametrize("tokens", [1, 8, 64, 512])
 def test_the_operator_is_as_exact_as_a_dense_product_on_shapes_of_real_models(shape, tokens):
@@ -454,7 +451,6 @@ def test_the_operator_is_as_exact_as_a_dense_product_on_shapes_of_real_models(sh
 
 
 @pytest.mark.gpu
-@needs_cuda
 @pytest.mark.parametrize("tokens", [1, 8, 128])
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_the_operator_is_captured_and_compiled(tokens, mode):
@@ -477,7 +473,6 @@ def test_the_operator_is_captured_and_compiled(tokens, mode):
 
 
 @pytest.mark.gpu
-@needs_cuda
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_back_ends_compute_the_layer(backend):
     model = sparse_model(shape=(64, 64)).cuda()

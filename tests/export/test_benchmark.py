@@ -25,7 +25,6 @@ from export.twins import dense_copy, packed_copy, storage_bytes
 from mrp_lightning.errors import OptionError
 
 CPU = torch.device("cpu")
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 PARAMETERS = {"llama2-7b": 6.74e9, "llama3-8b": 8.03e9, "opt-6.7b": 6.66e9}
 
 
@@ -294,7 +293,6 @@ def test_without_cuda_it_says_so(tiny, capsys):
 
 
 @pytest.mark.gpu
-@needs_cuda
 @pytest.mark.parametrize("compile_mode", [None, "default"])
 def test_a_small_model_is_measured(kind, compile_mode, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

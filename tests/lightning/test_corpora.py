@@ -108,10 +108,12 @@ def test_evaluation_windows_are_those_of_the_protocol(name, published, corpora_d
         assert windows.shape == (256, LENGTH)
 
 
-def test_only_the_first_documents_of_c4_are_read(published, corpora_dir, tokenizer):
-    """Windows of a length at which one document more or less shows, fewer than 256 of them."""
+@pytest.mark.parametrize("left_over", [0, -1], ids=["one less shows", "one more shows"])
+def test_only_the_first_documents_of_c4_are_read(published, corpora_dir, tokenizer, left_over):
+    """Fewer than 256 windows, of which the last ends where the text does, or just beyond it."""
     stream = tokens_of(" ".join(published["c4/validation"][:1100]), tokenizer[0])
-    length = next(k for k in range(len(stream) // 200, len(stream)) if len(stream) % k < 4)
+    lengths = range(len(stream) // 200, len(stream))
+    length = next(k for k in lengths if (len(stream) - left_over * 4) % k < 4)
     module = data(tokenizer, corpora_dir, evaluation="c4", sequence_length=length)
     windows = module.corpus_windows("c4")
     assert torch.equal(windows, windows_in_order(stream, length))

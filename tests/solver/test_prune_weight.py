@@ -335,7 +335,6 @@ def test_a_weight_without_rows(method):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("method", PAIRS)
 def test_a_gpu_gives_what_a_cpu_gives(problem, truth, method):
     weight, inputs = problem(rows=64, columns=256)

@@ -111,14 +111,26 @@ def test_two_sweeps_at_once_share_the_runs(here, monkeypatch):
 
 
 def test_another_configuration_is_not_mixed_in(here, capsys):
-    sweep("--only=tiny/50-SM-*-seed0")
+    sweep("--only=tiny/50-SM-*")
     text = Path("base.yaml").read_text().replace("num_samples: 4", "num_samples: 5")
     Path("base.yaml").write_text(text)
     with pytest.raises(SystemExit):
-        sweep("--only=tiny/50-SM-*-seed0")
+        sweep("--only=tiny/50-SM-*")
     message = capsys.readouterr().err
     assert "`data.num_samples` was 4, is 5" in message
     assert "`out`" in message
+    for name in ("tiny/dense", "tiny/50-SM-s128-seed0", "tiny/50-SM-s128-seed1"):
+        assert name in message
+
+
+def test_a_base_that_does_not_prune_is_refused(here, capsys):
+    base = yaml.safe_load(Path("base.yaml").read_text())
+    del base["trainer"]["callbacks"]
+    Path("base.yaml").write_text(yaml.safe_dump(base))
+    with pytest.raises(SystemExit):
+        sweep()
+    assert "callbacks.MRPCallback" in capsys.readouterr().err
+    assert not Path("out").exists()
 
 
 def test_a_run_that_fails_costs_no_other(here, capsys):
