@@ -140,24 +140,25 @@ def _interpreting() -> bool:
     return triton_kernels.interpreting()
 
 
-def _grid(**choices: tuple[int, ...]) -> tuple[dict[str, int], ...]:
-    """All combinations, the first of each choice first."""
-    combinations: list[dict[str, int]] = [{}]
-    for name, values in choices.items():
-        combinations = [{**chosen, name: value} for chosen in combinations for value in values]
-    return tuple(combinations)
-
-
 KERNELS: dict[str, Kernel] = {
     "triton-gemv": Kernel(
         _gemv,
         _refuse_gemv,
-        _grid(rows=(8, 16, 4), groups=(128, 256), warps=(8, 4)),
+        tuple(
+            {"rows": rows, "groups": groups}
+            for rows, groups in ((8, 128), (16, 128), (4, 128), (4, 256), (2, 512), (1, 1024))
+        ),
     ),
     "triton-gemm": Kernel(
         _gemm,
         _refuse_gemm,
-        _grid(tokens=(16, 64), rows=(64, 32, 16), columns=(128, 256), warps=(4, 8), stages=(3,)),
+        (
+            *({"rows": 16, "columns": 128, "split": split} for split in (4, 2, 8)),
+            *({"rows": 16, "columns": 256, "split": split} for split in (4, 2)),
+            *({"rows": rows, "columns": 128} for rows in (32, 64, 128)),
+            *({"rows": rows, "columns": 256} for rows in (32, 64)),
+            *({"rows": rows, "columns": 128, "tokens": 64} for rows in (64, 128)),
+        ),
     ),
     "cusparselt": Kernel(_cusparselt, _refuse_cusparselt),
     "unpack-dense": Kernel(_unpack_dense, lambda _: None),

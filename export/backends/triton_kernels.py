@@ -2,8 +2,8 @@
 
 A packed row holds, for each group of four input columns, two 16-bit values (one 32-bit word here)
 and one nibble i₀ | i₁<<2 with the columns they belong to. `gemv` picks the two activations of a
-group by shifting the 64 bits that hold all four of them; `gemm` rebuilds the four columns in
-registers and multiplies densely; `unpack` writes them out. Importing this module needs Triton.
+group by shifting the 64 bits that hold all four of them; `gemm` shifts the two values to where they
+belong and multiplies densely; `unpack` writes that out. Importing this module needs Triton.
 """
 
 from typing import Any
@@ -67,33 +67,35 @@ def _gemv(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _dense_tile(  # type: ignore[no-untyped-def]
-    values_ptr,
-    meta_ptr,
-    row,
-    group,
-    out_features,
-    COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The bits of rows × BLOCK dense columns, as int32 with the value in the lower half."""
-    inside = (row < out_features)[:, None] & (group < COLUMNS // 4)[None, :]
-    two = tl.load(values_ptr + row[:, None] * (COLUMNS // 4) + group[None, :], mask=inside, other=0)
-    byte = tl.load(
-        meta_ptr + row[:, None] * (COLUMNS // 8) + (group // 2)[None, :], mask=inside, other=0
-    )
-    nibble = (byte.to(tl.int32) >> ((group % 2) * 4)[None, :]) & 15
-    i0 = nibble & 3
-    i1 = nibble >> 2
-    low = two & 0xFFFF
-    high = (two >> 16) & 0xFFFF
-    # i0 < i1, so column 0 can only hold the first value and column 3 only the second.
-    c0 = tl.where(i0 == 0, low, 0)
-    c1 = tl.where(i0 == 1, low, tl.where(i1 == 1, high, 0))
-    c2 = tl.where(i0 == 2, low, tl.where(i1 == 2, high, 0))
-    c3 = tl.where(i1 == 3, high, 0)
-    return tl.join(tl.join(c0, c2), tl.join(c1, c3)).reshape(ROWS, BLOCK)
+def _columns(two, nibble):  # type: ignore[no-untyped-def]
+    """The four columns of a group as one int64: each kept value, shifted to where it belongs."""
+    first = (two & 0xFFFF).to(tl.int64) << ((nibble & 3) << 4).to(tl.int64)
+    second = ((two >> 16) & 0xFFFF).to(tl.int64) << ((nibble & 12) << 2).to(tl.int64)
+    return first | second
+
+
+@triton.jit
+def _operand(bits, BF16: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The low 16 bits of an int64, as what `tl.dot` multiplies."""
+    if WIDE:  # the interpreter has no bfloat16 products
+        value = _widen(bits.to(tl.int32), BF16)
+    elif BF16:
+        value = bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        value = bits.to(tl.int16).to(tl.float16, bitcast=True)
+    return value
+
+
+@triton.jit
+def _products(weight, x, y, BF16: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Y plus the product over groups of four columns: a dot for each column of the group."""
+    for column in tl.static_range(4):
+        y = tl.dot(
+            _operand(weight >> (16 * column), BF16, WIDE),
+            _operand(x >> (16 * column), BF16, WIDE),
+            y,
+        )
+    return y
 
 
 @triton.jit(do_not_specialize=["tokens"])  # one compilation for any number of tokens
@@ -108,39 +110,48 @@ def _gemm(  # type: ignore[no-untyped-def]
     COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    PAIRS: tl.constexpr,
+    SPLIT: tl.constexpr,
     BF16: tl.constexpr,
     BIAS: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    y = tl.zeros([ROWS, TOKENS], tl.float32)
-    for start in range(0, COLUMNS, BLOCK):
-        group = start // 4 + tl.arange(0, BLOCK // 4)
-        weight = _dense_tile(values_ptr, meta_ptr, row, group, out_features, COLUMNS, ROWS, BLOCK)
-        column = start + tl.arange(0, BLOCK)
-        x = tl.load(
-            x_ptr + token[None, :] * COLUMNS + column[:, None],
-            mask=(token < tokens)[None, :] & (column < COLUMNS)[:, None],
-            other=0,
-        )
-        if WIDE:  # the interpreter has no bfloat16 products
-            y += tl.dot(_widen(weight, BF16), _widen(x.to(tl.int32), BF16))
-        elif BF16:
-            y += tl.dot(
-                weight.to(tl.int16).to(tl.bfloat16, bitcast=True), x.to(tl.bfloat16, bitcast=True)
-            )
-        else:
-            y += tl.dot(
-                weight.to(tl.int16).to(tl.float16, bitcast=True), x.to(tl.float16, bitcast=True)
-            )
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
+    token = (tl.program_id(1) * TOKENS + tl.arange(0, TOKENS))[None, :]
+    # A pair of groups is a byte of meta, a word of values and two words of x. Values and meta have
+    # one shape, so that a thread decodes what it multiplies: no weight changes hands.
+    if SPLIT == 1:
+        weight_row, x_token = row, token
+        weight_part = tl.arange(0, PAIRS)[None, :]
+        x_part = tl.arange(0, PAIRS)[:, None]
+        y = tl.zeros([ROWS, TOKENS], tl.float32)
+    else:  # a batch of products, one a warp
+        weight_row, x_token = row[None, :, :], token[None, :, :]
+        part = tl.arange(0, SPLIT)[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :]
+        weight_part = part[:, None, :]
+        x_part = part[:, :, None]
+        y = tl.zeros([SPLIT, ROWS, TOKENS], tl.float32)
+    for start in range(0, COLUMNS // 8, SPLIT * PAIRS):
+        pair = start + weight_part
+        inside = (weight_row < out_features) & (pair < COLUMNS // 8)
+        at = weight_row * (COLUMNS // 8) + pair
+        kept = tl.load(values_ptr + at, mask=inside, other=0)
+        byte = tl.load(meta_ptr + at, mask=inside, other=0).to(tl.int32)
+        pair = start + x_part
+        inside = (x_token < tokens) & (pair < COLUMNS // 8)
+        at = x_token * (COLUMNS // 4) + 2 * pair
+        even = tl.load(x_ptr + at, mask=inside, other=0)
+        odd = tl.load(x_ptr + at + 1, mask=inside, other=0)
+        y = _products(_columns(kept.to(tl.int32), byte), even, y, BF16, WIDE)
+        y = _products(_columns((kept >> 32).to(tl.int32), byte >> 4), odd, y, BF16, WIDE)
+    if SPLIT > 1:
+        y = tl.sum(y, 0)
     if BIAS:
-        y += tl.load(bias_ptr + row, mask=row < out_features, other=0).to(tl.float32)[:, None]
+        y += tl.load(bias_ptr + row, mask=row < out_features, other=0).to(tl.float32)
     tl.store(
-        y_ptr + token[None, :] * out_features + row[:, None],
+        y_ptr + token * out_features + row,
         y.to(y_ptr.dtype.element_ty),
-        mask=(token < tokens)[None, :] & (row < out_features)[:, None],
+        mask=(token < tokens) & (row < out_features),
     )
 
 
@@ -152,18 +163,15 @@ def _unpack(  # type: ignore[no-untyped-def]
     out_features,
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    start = tl.program_id(1) * BLOCK
-    group = start // 4 + tl.arange(0, BLOCK // 4)
-    weight = _dense_tile(values_ptr, meta_ptr, row, group, out_features, COLUMNS, ROWS, BLOCK)
-    column = start + tl.arange(0, BLOCK)
-    tl.store(
-        y_ptr + row[:, None] * COLUMNS + column[None, :],
-        weight.to(tl.int16),
-        mask=(row < out_features)[:, None] & (column < COLUMNS)[None, :],
-    )
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
+    group = (tl.program_id(1) * GROUPS + tl.arange(0, GROUPS))[None, :]
+    inside = (row < out_features) & (group < COLUMNS // 4)
+    two = tl.load(values_ptr + row * (COLUMNS // 4) + group, mask=inside, other=0)
+    byte = tl.load(meta_ptr + row * (COLUMNS // 8) + group // 2, mask=inside, other=0).to(tl.int32)
+    weight = _columns(two, byte >> (group % 2 * 4))
+    tl.store(y_ptr + row * (COLUMNS // 4) + group, weight, mask=inside)
 
 
 def interpreting() -> bool:
@@ -179,12 +187,11 @@ def gemv(
     *,
     rows: int = 8,
     groups: int = 128,
-    warps: int = 8,
 ) -> Tensor:
     """Multiply one token, y = W x + b: x is (1, in), y is (1, out).
 
-    Sums in float32. With the default tile (a thread has four groups), the code that Triton 3.6 and
-    3.9 make for sm_90 has no shared memory and no barrier in the loop.
+    Sums in float32. A thread takes four groups of a row a step: with more of them, or fewer, Triton
+    exchanges them between threads.
 
     Args:
         x: float16 or bfloat16, like the values.
@@ -192,8 +199,7 @@ def gemv(
         meta: (out, in/8), uint8.
         bias: (out,) or None.
         rows: output rows a program, a power of two.
-        groups: groups of four columns a step, a power of two.
-        warps: warps a program.
+        groups: groups of four columns a step, a power of two; rows × groups is at least 128.
     """
     out_features, columns = values.shape[0], 2 * values.shape[1]
     y = _result(1, out_features, x)
@@ -211,7 +217,7 @@ def gemv(
             GROUPS=groups,
             BF16=x.dtype == torch.bfloat16,
             BIAS=bias is not None,
-            num_warps=warps,
+            num_warps=rows * groups // 128,
         )
     return y.to(x.dtype)
 
@@ -224,11 +230,14 @@ def gemm(
     *,
     tokens: int = 16,
     rows: int = 64,
+    split: int = 1,
     columns: int = 128,
-    warps: int = 4,
     stages: int = 3,
 ) -> Tensor:
     """Y = X Wᵀ + b for a few tokens, loaded sparse and multiplied dense: x is (tokens, in).
+
+    Without a split a program has a warp for each 16 of its rows. With one it has a warp for each
+    part of the columns, so that few rows still make enough work.
 
     Args:
         x: float16 or bfloat16, like the values.
@@ -237,8 +246,8 @@ def gemm(
         bias: (out,) or None.
         tokens: tokens a program, a power of two ≥ 16.
         rows: output rows a program, a power of two ≥ 16.
-        columns: dense columns a step, a power of two ≥ 16.
-        warps: warps a program.
+        split: parts of the columns, a power of two.
+        columns: dense columns a step of each part, a power of two ≥ 128.
         stages: software pipeline stages.
     """
     num_tokens, width = x.shape
@@ -247,8 +256,8 @@ def gemm(
     grid = (triton.cdiv(out_features, rows), triton.cdiv(num_tokens, tokens))
     with _on(x):
         _gemm[grid](
-            _words(x, torch.int16),
-            _words(values, torch.int32),
+            _words(x, torch.int64),
+            _words(values, torch.int64),
             meta,
             _readable(bias),
             y,
@@ -257,24 +266,25 @@ def gemm(
             COLUMNS=width,
             TOKENS=tokens,
             ROWS=rows,
-            BLOCK=columns,
+            PAIRS=columns // 8,
+            SPLIT=split,
             BF16=x.dtype == torch.bfloat16,
             BIAS=bias is not None,
             WIDE=interpreting(),
-            num_warps=warps,
+            num_warps=split if split > 1 else rows // 16,
             num_stages=stages,
         )
     return y.to(x.dtype)
 
 
-def unpack(values: Tensor, meta: Tensor, *, rows: int = 16, columns: int = 256) -> Tensor:
+def unpack(values: Tensor, meta: Tensor, *, rows: int = 8, groups: int = 128) -> Tensor:
     """The dense weight (out, in) of a packed one, in one pass over memory; bit for bit."""
     out_features, width = values.shape[0], 2 * values.shape[1]
-    y = torch.empty(out_features, width, dtype=torch.int16, device=values.device)
-    grid = (triton.cdiv(out_features, rows), triton.cdiv(width, columns))
+    y = torch.empty(out_features, width // 4, dtype=torch.int64, device=values.device)
+    grid = (triton.cdiv(out_features, rows), triton.cdiv(width // 4, groups))
     with _on(values):
         _unpack[grid](
-            _words(values, torch.int32), meta, y, out_features, width, ROWS=rows, BLOCK=columns
+            _words(values, torch.int32), meta, y, out_features, width, ROWS=rows, GROUPS=groups
         )
     return y.view(values.dtype)
 

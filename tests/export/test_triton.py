@@ -1,5 +1,11 @@
 """The Triton kernels: in Triton's interpreter on a CPU, compiled where there is a CUDA device."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,6 +14,7 @@ from hypothesis import strategies as st
 pytest.importorskip("triton", reason="Triton is not installed: it comes with CUDA builds of torch")
 
 from export.backends import triton_kernels
+from export.backends.kernels import KERNELS
 from export.backends.tuning import random_24
 from export.format import pack
 
@@ -55,14 +62,37 @@ def test_gemm_is_the_product(tokens, shape, dtype):
     assert_equal_up_to_rounding(y, x, weight, bias)
 
 
-def test_every_configuration_that_is_measured_computes_the_product():
-    from export.backends.kernels import KERNELS
+@pytest.mark.parametrize("columns", [136, 1096, 2056])
+@pytest.mark.parametrize(("name", "tokens"), [("triton-gemv", 1), ("triton-gemm", 3)])
+def test_every_configuration_that_is_measured_computes_the_product(name, tokens, columns):
+    x, weight, bias = problem(tokens, 24, columns, torch.bfloat16)
+    for config in KERNELS[name].configs:
+        y = KERNELS[name].run(x, *pack(weight), bias, **config)
+        assert_equal_up_to_rounding(y, x, weight, bias)
 
-    for name, tokens in (("triton-gemv", 1), ("triton-gemm", 3)):
-        x, weight, bias = problem(tokens, 24, 136, torch.bfloat16)
-        for config in KERNELS[name].configs:
-            y = KERNELS[name].run(x, *pack(weight), bias, **config)
-            assert_equal_up_to_rounding(y, x, weight, bias)
+
+# A device of this kind has so many bytes of shared memory for a program.
+@pytest.mark.parametrize(("capability", "shared"), [(80, 166912), (90, 232448)])
+def test_every_configuration_compiles_for_devices_that_are_not_here(capability, shared):
+    command = [sys.executable, "benchmarks/kernel_code.py", "--json", "--capability"]
+    root = Path(__file__).parents[2]
+    made = subprocess.run(
+        [*command, str(capability)],
+        cwd=root,
+        env=os.environ | {"PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    codes = json.loads(made.stdout)[str(capability)]
+    assert {code["kernel"] for code in codes} == {"triton-gemv", "triton-gemm"}
+    assert not [code for code in codes if code["stack"] or code["shared"] > shared]
+    gemv = [code for code in codes if code["kernel"] == "triton-gemv"]
+    assert not [code for code in gemv if code["barriers"]]
+    # An H200 executes 17 instructions a thread in the time that a kept weight takes to arrive.
+    assert max(code["instructions"] for code in gemv) < 10
+    few_tokens = [code for code in codes if "tokens" not in code["config"]]
+    assert max(code["instructions"] for code in few_tokens) < 17
 
 
 @st.composite
