@@ -105,6 +105,7 @@ class CausalLM(LightningModule):
         self.warmup_steps = warmup_steps
         self.offload = offload
         self._offloaded: ExitStack | None = None
+        self._held: list[torch.nn.Module] = []
         self.evaluation: dict[str, dict[str, float | int]] = {}
         self._texts = Perplexities()
         # trust_remote_code is left out: a checkpoint must not be able to ask for it.
@@ -145,11 +146,23 @@ class CausalLM(LightningModule):
         self.teardown(stage)  # an exception may have left out the last one
         if self.offload and stage in ("validate", "test"):
             self._offloaded = ExitStack()
-            blocks = [block.module for block in find_blocks(self)]
-            hold_on_cpu(blocks)
-            self._offloaded.callback(release, blocks)
+            self._held = [block.module for block in find_blocks(self)]
+            hold_on_cpu(self._held)
+            self._offloaded.callback(release, self._held)
+
+    def on_validation_start(self) -> None:
+        """Offload, now that the rest of the model is on its device."""
+        self._offload()
+
+    def on_test_start(self) -> None:
+        """Offload, now that the rest of the model is on its device."""
+        self._offload()
+
+    def _offload(self) -> None:
+        if self._offloaded is not None:
+            release(self._held)
             device = self.trainer.strategy.root_device
-            self._offloaded.enter_context(Offload(blocks, device).active())
+            self._offloaded.enter_context(Offload(self._held, device).active())
 
     def teardown(self, stage: str) -> None:
         """Undo `offload`."""

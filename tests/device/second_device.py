@@ -1,0 +1,180 @@
+"""A device without hardware: `second:0`.
+
+Its tensors are CPU tensors in disguise. An operator that is given tensors of both devices raises,
+as CUDA's do, so code that leaves a tensor behind is found on any machine. Results are those of a
+CPU: nothing is learnt about kernels, their speed or their memory.
+
+Built on the experimental interface for backends written in Python (torch 2.11 has it).
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from lightning.pytorch.accelerators import Accelerator
+from torch import Tensor
+from torch.utils import backend_registration
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+NAME = "second"
+CPU = torch.device("cpu")
+# Operators that take tensors of both devices on CUDA, too: copies, and indices on the CPU.
+MIXING = {"copy_", "index", "index_put_", "_index_put_impl_"}
+
+
+class Disguised(Tensor):
+    """A tensor on the second device; `hidden` is where its numbers are."""
+
+    hidden: Tensor
+    # Below everything that torch does with subclasses of Tensor: a device has none.
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, hidden: Tensor) -> "Disguised":
+        disguised = Tensor._make_wrapper_subclass(
+            cls,
+            hidden.shape,
+            strides=hidden.stride(),
+            storage_offset=hidden.storage_offset(),
+            dtype=hidden.dtype,
+            device=torch.device(NAME, 0),
+        )
+        disguised.hidden = hidden
+        return disguised
+
+    def __repr__(self) -> str:
+        return f"{NAME}: {self.hidden}"
+
+    def data_ptr(self) -> int:
+        return self.hidden.data_ptr()
+
+    def tolist(self) -> Any:
+        return self.hidden.tolist()
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        with torch.inference_mode(False):  # a disguised tensor of inference cannot be detached
+            return _run(operator, args, dict(kwargs or {}))
+
+
+def _run(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    name = operator._schema.name.removeprefix("aten::")
+    if name == "_has_compatible_shallow_copy_type":  # whether `parameter.data = ...` works
+        return False
+    leaves = tree_flatten((args, kwargs))[0]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    plain = [tensor for tensor in tensors if not isinstance(tensor, Disguised)]
+    if name not in MIXING and any(tensor.ndim > 0 for tensor in plain):
+        raise RuntimeError(f"{operator}: expected all tensors on one device, found {NAME} and cpu")
+    targets = [leaf for leaf in leaves if isinstance(leaf, torch.device)]
+    args, kwargs = tree_map_only(Disguised, lambda tensor: tensor.hidden, (args, kwargs))
+    args, kwargs = tree_map_only(torch.device, lambda _: CPU, (args, kwargs))
+    if name == "histc":  # CUDA counts integers, a CPU does not
+        args = (args[0].double(), *args[1:])
+    result = operator(*args, **kwargs)
+    if targets and targets[0].type != NAME:
+        return result.clone() if any(result is tensor for tensor in args) else result
+    # What an operator in place returns is what it was given.
+    given = {id(getattr(tensor, "hidden", tensor)): tensor for tensor in tensors}
+
+    def disguise(tensor: Tensor) -> Tensor:
+        return given[id(tensor)] if id(tensor) in given else Disguised(tensor)
+
+    return tree_map_only(Tensor, disguise, result)
+
+
+def _create(operator: Any, *args: Any, **kwargs: Any) -> Disguised:
+    """Operators that are given no tensor do not pass by `Disguised`."""
+    kwargs = {key: value for key, value in kwargs.items() if key not in ("device", "pin_memory")}
+    with torch.inference_mode(False):
+        return Disguised(operator(*args, **kwargs, device=CPU))
+
+
+def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
+    """What `torch.tensor(numbers, device=...)` ends in, below the dispatch to Python."""
+    getattr(target, "hidden", target).copy_(getattr(source, "hidden", source))
+    return target
+
+
+class Presence:
+    """Whether a test asked for the device; nothing else may come to use it."""
+
+    present = False
+
+    def is_available(self) -> bool:
+        return Presence.present
+
+    def device_count(self) -> int:
+        return int(Presence.present)
+
+
+class Hook(Presence, backend_registration._DummyPrivateUse1Hook):
+    """What torch asks of a device."""
+
+
+class Module(Presence, backend_registration._DummyBackendModule):
+    """What stands in `torch.second`."""
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.float16, torch.bfloat16]
+
+
+class Generator(torch.Generator):
+    """A device that is written in Python can have no generator: it takes the CPU's."""
+
+    def __new__(cls, device: Any = CPU) -> torch.Generator:
+        device = torch.device(device)
+        return cls.__base__(CPU if device.type == NAME else device)
+
+
+class SecondAccelerator(Accelerator):
+    """The second device as Lightning asks for it."""
+
+    def setup_device(self, device: torch.device) -> None: ...
+
+    def teardown(self) -> None: ...
+
+    def get_device_stats(self, device: Any) -> dict[str, Any]:
+        return {}
+
+    @staticmethod
+    def parse_devices(devices: Any) -> Any:
+        return devices
+
+    @staticmethod
+    def get_parallel_devices(devices: Any) -> list[torch.device]:
+        return [torch.device(NAME, 0)]
+
+    @staticmethod
+    def auto_device_count() -> int:
+        return 1
+
+    @staticmethod
+    def is_available() -> bool:
+        return True
+
+    @staticmethod
+    def name() -> str:
+        return NAME
+
+
+_registered: list[Any] = []
+
+
+@contextmanager
+def second_device() -> Iterator[torch.device]:
+    """The device, for as long as the context lasts; a process cannot forget it altogether."""
+    if not _registered:
+        hook = Hook()
+        library = torch.library.Library("_", "IMPL")
+        backend_registration._setup_privateuseone_for_python_backend(NAME, Module(), hook)
+        library.fallback(_create, "PrivateUse1")
+        copies = torch.library.Library("aten", "IMPL", "PrivateUse1")
+        copies.impl("_copy_from", _copy_from)
+        _registered.extend((hook, library, copies))
+    with mock.patch.object(Presence, "present", True), mock.patch("torch.Generator", Generator):
+        yield torch.device(NAME, 0)

@@ -1,0 +1,147 @@
+"""Nothing is left behind on the CPU, or on the device: every run equals that of the CPU."""
+
+import pytest
+import torch
+from families import batches, build, runner
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from second_device import SecondAccelerator
+from torch import nn
+from torch.utils.data import DataLoader
+
+from callbacks import MRPCallback
+from mrp_lightning import CausalLM, HessianAccumulator, Trainer, prune_weight
+from mrp_lightning.solver.methods import parse_method
+from mrp_lightning.solver.patterns import make_pattern
+from mrp_lightning.walk import plan as plan_module
+from mrp_lightning.walk.offload import hold_on_cpu, release
+from mrp_lightning.walk.plan import make_plan
+from mrp_lightning.walk.prune_layer import Recipe
+from mrp_lightning.walk.report import PruningReport
+from mrp_lightning.walk.sequential import SequentialPruner
+
+CPU = torch.device("cpu")
+QUIET = {
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "enable_checkpointing": False,
+}
+# Attention, ALiBi, a scan, experts, a walk that runs again, an encoder with a decoder, images.
+FAMILIES = ["llama", "opt", "bloom", "mamba", "mixtral", "gemma3n_text", "t5", "vit", "swin"]
+
+
+@pytest.fixture(autouse=True)
+def _weights_in_disguise_are_dense(monkeypatch):
+    """Their class is not that of a parameter, as sharded or quantized weights' is not."""
+    monkeypatch.setattr(plan_module, "why_not_plain", lambda *_, **__: None)
+
+
+def test_the_devices_do_not_mix(second):
+    here, there = torch.ones(3), torch.ones(3, device=second)
+    assert there.device == second
+    assert (there + there).device == second
+    assert torch.equal((there + 2 * there[0]).cpu(), 3 * here)
+    for mix in (torch.add, torch.dot, torch.equal):
+        with pytest.raises(RuntimeError, match="on one device"):
+            mix(here, there)
+    there.copy_(2 * here)
+    there[torch.tensor([0])] = 5.0
+    assert there.tolist() == [5.0, 2.0, 2.0]
+    assert torch.tensor([1, 2], device=second).sum() == 3
+
+
+def test_without_a_test_that_asks_the_device_is_not_there():
+    assert str(torch.accelerator.current_accelerator(check_available=True)) != "second"
+
+
+@pytest.mark.parametrize("method", ["magnitude", "wanda", "SS", "SM", "MS", "MM", "wanda+M"])
+@pytest.mark.parametrize("pattern", ["2:4", 0.6])
+def test_the_solver_stays_where_its_weight_is(second, method, pattern):
+    if pattern == 0.6 and method in ("MS", "MM"):
+        pytest.skip("mask M is for N:M")
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(48, 192, generator=generator)
+    inputs = torch.randn(400, 192, generator=generator) * torch.linspace(0.1, 2, 192)
+
+    def solve(device):
+        accumulator = HessianAccumulator(columns=192)
+        for part in inputs.to(device).chunk(3):
+            accumulator.update(part)
+        choice = {"pattern": pattern} if isinstance(pattern, str) else {"sparsity": pattern}
+        hessian = accumulator.hessian()
+        return prune_weight(weight.to(device), hessian, method=method, block_size=64, **choice)
+
+    there, here = solve(second), solve(CPU)
+    assert there.weight.device == second
+    assert torch.equal(there.weight.cpu(), here.weight)
+    assert there.loss == here.loss
+
+
+def pruned(family: str, device: torch.device, *, offload: bool) -> dict[str, torch.Tensor]:
+    model = build(family)
+    # The others compute differently on different devices.
+    model.set_attn_implementation("eager")
+    model.set_experts_implementation("eager")
+    recipe = Recipe(pattern=make_pattern(None, "2:4"), method=parse_method("SM"))
+    plan = make_plan(model, recipe.pattern)
+    blocks = [block.module for block in plan.blocks]
+    if offload:
+        hold_on_cpu(blocks)
+    model.to(device)
+    release(blocks)
+    SequentialPruner(
+        model=model,
+        run=runner(model),
+        batches=[{k: v.to(device) for k, v in batch.items()} for batch in batches(family)],
+        plan=plan,
+        recipe=recipe,
+        report=PruningReport({}),
+        device=device,
+        offload=offload,
+    ).prune()
+    ends = {p.device.type for block in blocks for p in block.parameters()}
+    assert ends == {CPU.type if offload else device.type}
+    return {layer.name: layer.weight.cpu() for block in plan.layers.values() for layer in block}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_walk_stays_on_its_device(second, family):
+    expected = pruned(family, CPU, offload=False)
+    for offload in (False, True):
+        torch.testing.assert_close(
+            pruned(family, second, offload=offload), expected, rtol=0, atol=0
+        )
+
+
+def windows() -> DataLoader:
+    generator = torch.Generator().manual_seed(1)
+    return DataLoader(list(torch.randint(3, 2048, (8, 24), generator=generator)), 2)
+
+
+def trainer(device: torch.device) -> Trainer:
+    if device == CPU:
+        return Trainer(accelerator="cpu", **QUIET)
+    return Trainer(strategy=SingleDeviceStrategy(device, SecondAccelerator()), **QUIET)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_lightnings_loops_run_on_the_device(second, tiny_llama, offload):
+    """Calibrate, prune and evaluate, with as much on the device as is asked for."""
+    perplexity, weights = {}, {}
+    for device in (CPU, second):
+        lm = CausalLM(tiny_llama, attn_implementation="eager", offload=offload)
+        places = set()
+        first, last = lm.model.model.layers
+        last.register_forward_pre_hook(
+            lambda *_, first=first, places=places: places.add(first.mlp.up_proj.weight.device.type)
+        )
+        prune = MRPCallback(pattern="2:4", offload=offload)
+        trainer(device).predict(lm, windows(), callbacks=[prune])
+        (metrics,) = trainer(device).test(lm, windows(), verbose=False)
+        assert places == {CPU.type if offload else device.type}
+        perplexity[device.type] = metrics["perplexity"]
+        layers = lm.model.model.layers.modules()
+        weights[device.type] = [m.weight.cpu() for m in layers if isinstance(m, nn.Linear)]
+    assert perplexity["second"] == pytest.approx(perplexity["cpu"], rel=1e-6)
+    torch.testing.assert_close(weights["second"], weights["cpu"], rtol=0, atol=0)
+    assert all(((w.unflatten(1, (-1, 4)) == 0).sum(2) == 2).all() for w in weights["second"])
