@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 from lightning.pytorch.accelerators import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import backend_registration
 from torch.utils._pytree import tree_flatten, tree_map_only
 
@@ -52,6 +52,13 @@ class Disguised(Tensor):
 
     def tolist(self) -> Any:
         return self.hidden.tolist()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        copied: Tensor = Disguised(self.hidden.clone())
+        if isinstance(self, nn.Parameter):
+            copied = nn.Parameter(copied, self.requires_grad)
+        memo[id(self)] = copied
+        return copied
 
     @classmethod
     def __torch_dispatch__(

@@ -1,0 +1,92 @@
+"""Packed models on a device: nothing of them stays on the CPU, and they compute the same."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from export import random_models
+from export.checkpoint import open_checkpoint
+from export.layer import Sparse24Linear
+from export.model_timing import Decoder, prefill
+from export.parity import check_parity
+from export.random_models import prunable, random_model
+from export.selection import choose_layers
+from export.twins import dense_copy, packed_copy
+from export.writing import write_packed
+from mrp_lightning.embedded import STDLIB_LLAMA
+
+KINDS = {
+    "llama": {"intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "opt": {"word_embed_proj_dim": 32, "ffn_dim": 64, "num_attention_heads": 4},
+}
+
+
+@pytest.fixture(params=KINDS)
+def kind(request, monkeypatch):
+    common = {"model_type": request.param, "vocab_size": 2048, "hidden_size": 32}
+    common["tie_word_embeddings"] = True
+    small = common | {"num_hidden_layers": 2, "max_position_embeddings": 1024}
+    monkeypatch.setitem(random_models.SHAPES, request.param, small | KINDS[request.param])
+    return request.param
+
+
+def decoded(model, prompt):
+    decoder = Decoder(model, prompt, new_tokens=4)
+    tokens = [int(decoder.token)]
+    for _ in range(4):
+        decoder.step()
+        tokens.append(int(decoder.token))
+    decoder.rewind()
+    assert int(decoder.token) == tokens[0]
+    return tokens
+
+
+@torch.no_grad()
+def test_packed_and_dense_models_are_timed_where_they_are(second, kind):
+    model = random_model(kind, torch.float32, second)
+    assert {tensor.device for tensor in model.state_dict().values()} == {second}
+    model.set_attn_implementation("eager")
+    sparse = packed_copy(model, prunable(model))
+    dense = dense_copy(sparse)
+    prompt = torch.randint(2048, (2, 9)).to(second)[:1]
+    here = [copy.deepcopy(m).to("cpu") for m in (sparse, dense)]
+    for there, twin in zip((sparse, dense), here, strict=True):
+        logits = prefill(there, prompt)
+        assert logits.device == second
+        assert torch.equal(logits.cpu(), prefill(twin, prompt.cpu()))
+        assert decoded(there, prompt) == decoded(twin, prompt.cpu())
+
+
+def test_the_parity_gate_runs_on_the_device(second, kind, tmp_path):
+    torch.manual_seed(0)
+    random_model(kind, torch.bfloat16, torch.device("cpu")).save_pretrained(tmp_path / "pruned")
+    AutoTokenizer.from_pretrained(STDLIB_LLAMA).save_pretrained(tmp_path / "pruned")
+    source = open_checkpoint(tmp_path / "pruned")
+    layers = choose_layers(source)
+    (tmp_path / "packed").mkdir()
+    for _ in write_packed(source, tmp_path / "packed", layers):
+        pass
+    parity = check_parity(source, tmp_path / "packed", layers, device=second)
+    assert parity.failures == []
+    assert len(parity.operators) == sum(layer.reason is None for layer in layers)
+    assert parity.text is not None
+    assert parity.text.bit_equal
+
+
+def test_gradients_and_dense_weights_are_where_the_packed_ones_are(second, kind, tmp_path):
+    layer = Sparse24Linear.from_linear(
+        next(iter(prunable(random_model(kind, torch.float32, torch.device("cpu"))).values()))
+    )
+    there = copy.deepcopy(layer).to(second)
+    x = torch.randn(3, layer.in_features)
+    grads = []
+    for module, given in ((layer, x), (there, x.to(second))):
+        given.requires_grad_()
+        module.requires_grad_(False)
+        module(given).sum().backward()
+        grads.append(given.grad.cpu())
+    assert torch.equal(*grads)
+    assert there.to_linear().weight.device == second
+    assert torch.equal(there.to_linear().weight.cpu(), layer.to_linear().weight)
