@@ -12,6 +12,7 @@ from transformers import (
     AutoModelForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
     get_cosine_schedule_with_warmup,
 )
 
@@ -42,7 +43,7 @@ class CausalLM(LightningModule):
             checkpoint's.
         revision: Branch, tag or commit on the hub.
         trust_remote_code: Whether code that comes with the checkpoint may run here.
-        tokenizer: Directory or hub id of the tokenizer, where it is not beside the model.
+        tokenizer: A tokenizer, or the directory or hub id of one that is not beside the model.
         attn_implementation: Attention kernel of transformers, such as `sdpa` or `eager`.
         offload: Keep the blocks in CPU memory in `validate` and `test`, one at a time on the
             accelerator, for models that it cannot hold. Large batches make up for the moves.
@@ -60,7 +61,7 @@ class CausalLM(LightningModule):
     Raises:
         FileNotFoundError: `model` is neither a model directory nor a model that the hub gives.
         TargetError: The checkpoint lacks weights that the model needs.
-        TypeError: `model` is none of the above.
+        TypeError: `model` or `tokenizer` is none of the above.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class CausalLM(LightningModule):
         dtype: str | torch.dtype | None = None,
         revision: str | None = None,
         trust_remote_code: bool = False,
-        tokenizer: str | None = None,
+        tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None = None,
         attn_implementation: str | None = None,
         offload: bool = False,
         learning_rate: float = 1e-3,
@@ -99,8 +100,12 @@ class CausalLM(LightningModule):
                 "with a `predict_step` that calls it."
             )
         self.tokenizer = load_tokenizer(
-            tokenizer or source or self.model.name_or_path or None, required=bool(tokenizer), **hub
+            source or self.model.name_or_path or None if tokenizer is None else tokenizer,
+            required=tokenizer is not None,
+            **hub,
         )
+        if isinstance(tokenizer, PreTrainedTokenizerBase):
+            tokenizer = tokenizer.name_or_path
         self.learning_rate, self.weight_decay = learning_rate, weight_decay
         self.warmup_steps = warmup_steps
         self.offload = offload
@@ -114,7 +119,7 @@ class CausalLM(LightningModule):
                 "model": source or self.model.config.to_dict(),
                 "dtype": str(self.model.dtype).removeprefix("torch."),
                 "revision": revision,
-                "tokenizer": tokenizer,
+                "tokenizer": os.fspath(tokenizer) if tokenizer else None,
                 "attn_implementation": attn_implementation,
                 "offload": offload,
                 "learning_rate": learning_rate,

@@ -1,5 +1,6 @@
 """Models, configurations and tokenizers from directories and the hub, or a message that helps."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ from transformers import (
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
 )
 
 from mrp_lightning.errors import OptionError, TargetError
@@ -101,24 +103,32 @@ def load_model(source: str, dtype: torch.dtype | None, **options: Any) -> PreTra
     return model
 
 
-def load_tokenizer(source: str | None, *, required: bool, **hub: Any) -> Any:
+def load_tokenizer(
+    source: str | os.PathLike[str] | PreTrainedTokenizerBase | None, *, required: bool, **hub: Any
+) -> Any:
     """The tokenizer of a directory or hub id; `None` where the model comes without one.
 
     Args:
-        source: Directory or hub id; `None` gives `None`.
+        source: Directory or hub id; `None`, or a tokenizer, gives itself.
         required: Whether there must be one.
         **hub: `revision` and `trust_remote_code`.
 
     Raises:
         FileNotFoundError: There is none.
+        TypeError: `source` is none of the above.
     """
-    if source is None:
-        return None
+    if source is None or isinstance(source, PreTrainedTokenizerBase):
+        return source
+    if not isinstance(source, str | os.PathLike):
+        raise TypeError(
+            "`tokenizer` must be a tokenizer of transformers, or the directory or hub id of one. "
+            f"Got {type(source).__name__}."
+        )
     path = Path(source).expanduser()
     if path.is_dir() and not required and not any(path.glob("tokenizer*")):
         return None
     try:
-        return AutoTokenizer.from_pretrained(str(path) if path.exists() else source, **hub)
+        return AutoTokenizer.from_pretrained(path if path.exists() else source, **hub)
     except OSError as error:
         if path.is_dir() or required:
             raise FileNotFoundError(

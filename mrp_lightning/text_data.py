@@ -1,5 +1,6 @@
 """Text as token windows: random ones to calibrate on, consecutive ones to train and evaluate on."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader
+from transformers import PreTrainedTokenizerBase
 
 from mrp_lightning.corpora import (
     CALIBRATION,
@@ -22,6 +24,7 @@ from mrp_lightning.corpora import (
 from mrp_lightning.documents import documents_of_dataset, documents_of_files
 from mrp_lightning.embedded.standard_library import Split, standard_library
 from mrp_lightning.errors import DataError, OptionError
+from mrp_lightning.loading import load_tokenizer
 from mrp_lightning.windows import (
     consecutive_windows,
     segments_across_documents,
@@ -64,7 +67,7 @@ class TextDataModule(LightningDataModule):
         batch_size: Windows a batch.
         seed: Of the calibration windows and of the training order.
         text_column: The text's key in .jsonl files and datasets.
-        tokenizer: Directory or hub id of the tokenizer; by default that of the model.
+        tokenizer: A tokenizer, or the directory or hub id of one; by default that of the model.
 
     Raises:
         FileNotFoundError: Files that do not exist, all listed; of published texts when they are
@@ -89,7 +92,7 @@ class TextDataModule(LightningDataModule):
         batch_size: int = 1,
         seed: int = 0,
         text_column: str = "text",
-        tokenizer: str | None = None,
+        tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None = None,
     ) -> None:
         super().__init__()
         counts = {
@@ -134,9 +137,7 @@ class TextDataModule(LightningDataModule):
         """Find the tokenizer and the published texts, and check the window against the model."""
         module = self.trainer.lightning_module if self.trainer else None
         if self._tokenizer_source is not None:
-            from transformers import AutoTokenizer
-
-            self.tokenizer = AutoTokenizer.from_pretrained(self._tokenizer_source)
+            self.tokenizer = load_tokenizer(self._tokenizer_source, required=True)
         elif self.tokenizer is None:
             self.tokenizer = getattr(module, "tokenizer", None)
         if self.tokenizer is None:

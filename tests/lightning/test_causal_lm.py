@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from mrp_lightning import CausalLM, Trainer
+from mrp_lightning import CausalLM, TextDataModule, Trainer
 from mrp_lightning.embedded import STDLIB_LLAMA
 from mrp_lightning.embedded.standard_library import standard_library
 from mrp_lightning.perplexity import token_losses
@@ -171,6 +171,22 @@ def test_models_that_cannot_be_had(tiny_llama, tmp_path):
         CausalLM(tiny_llama, dtype="int8")
     with pytest.raises(FileNotFoundError, match="`tokenizer`: ./absent gives no tokenizer"):
         CausalLM(tiny_llama, tokenizer="./absent")
+    with pytest.raises(TypeError, match="`tokenizer` must be .* Got Linear"):
+        CausalLM(tiny_llama, tokenizer=torch.nn.Linear(2, 2))
+
+
+def test_a_loaded_tokenizer_is_taken_as_it_is(tiny_llama, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(STDLIB_LLAMA)
+    tokenizer.add_tokens(["<mine>"])
+    lm = CausalLM(AutoModelForCausalLM.from_pretrained(tiny_llama), tokenizer=tokenizer)
+    assert lm.tokenizer is tokenizer
+    data = TextDataModule(num_samples=2, sequence_length=16, tokenizer=tokenizer)
+    data.setup("predict")
+    assert data.tokenizer is tokenizer
+    trainer = Trainer(**QUIET)
+    trainer.strategy.connect(lm)
+    trainer.save_checkpoint(tmp_path / "lm.ckpt")
+    assert len(CausalLM.load_from_checkpoint(tmp_path / "lm.ckpt").tokenizer) == 2048
 
 
 def test_a_checkpoint_that_lacks_weights_is_refused(tiny_llama, tmp_path):
