@@ -21,6 +21,8 @@ FORM = "cusparselt"
 TRITON_DTYPES = (torch.float16, torch.bfloat16)
 LARGEST = 2**31
 """Triton addresses elements with 32 bits."""
+SOME_TOKENS = 256
+"""The kernel for small batches decodes a weight again for every 16 or 64 tokens."""
 
 Run = Callable[..., Tensor]
 
@@ -85,7 +87,11 @@ def _refuse_gemv(call: Call) -> str | None:
 
 
 def _refuse_gemm(call: Call) -> str | None:
-    return "there are no tokens" if not call.tokens else _refuse_triton(call)
+    if not call.tokens:
+        return "there are no tokens"
+    if call.tokens > SOME_TOKENS:
+        return f"the kernel for small batches takes at most {SOME_TOKENS} tokens, not {call.tokens}"
+    return _refuse_triton(call)
 
 
 def _refuse_cusparselt(call: Call) -> str | None:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from export.backends import cusparselt, forms
-from export.backends.kernels import FORM, KERNELS, Call, prepare
+from export.backends.kernels import FORM, KERNELS, SOME_TOKENS, Call, prepare
 from export.backends.table import STORED_DENSE, Failure, Measurement
 from export.backends.timing import copies, graphed, take_turns
 from export.format import GROUP, pack
@@ -23,10 +23,8 @@ from export.operator import MAX_ERROR_RATIO
 log = logging.getLogger(__name__)
 QUICK = 5
 REPEATS = 20
-BUCKETS = (16, 64, 256)
-"""Numbers of tokens up to which one search for a configuration of a Triton kernel is enough. Beyond
-the last one the weight is no longer what is waited for, and the first configuration stands for all.
-"""
+BUCKETS = (16, 64, SOME_TOKENS)
+"""Numbers of tokens up to which one search for a configuration of a Triton kernel is enough."""
 Config = dict[str, int]
 Packed = Sequence[tuple[Tensor, Tensor]]
 Once = Callable[[], float]
@@ -185,11 +183,8 @@ def _bucket(tokens: int) -> int:
 
 def _candidates(name: str, x: Tensor, packed: Packed, winners: Winners) -> list[Config]:
     if name != "cusparselt":
-        bucket = _bucket(x.shape[0])
-        if (name, bucket) in winners:
-            return [winners[name, bucket]]
-        configs = [dict(config) for config in KERNELS[name].configs]
-        return configs if bucket in BUCKETS else configs[:1]
+        winner = winners.get((name, _bucket(x.shape[0])))
+        return [dict(config) for config in KERNELS[name].configs] if winner is None else [winner]
     compressed = forms.find(packed[0][0], FORM)
     assert compressed is not None
     default = cusparselt.Algorithm()

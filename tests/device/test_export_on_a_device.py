@@ -75,18 +75,16 @@ def test_the_parity_gate_runs_on_the_device(second, kind, tmp_path):
     assert parity.text.bit_equal
 
 
-def test_gradients_and_dense_weights_are_where_the_packed_ones_are(second, kind, tmp_path):
-    layer = Sparse24Linear.from_linear(
-        next(iter(prunable(random_model(kind, torch.float32, torch.device("cpu"))).values()))
-    )
-    there = copy.deepcopy(layer).to(second)
-    x = torch.randn(3, layer.in_features)
-    grads = []
-    for module, given in ((layer, x), (there, x.to(second))):
-        given.requires_grad_()
-        module.requires_grad_(False)
-        module(given).sum().backward()
-        grads.append(given.grad.cpu())
-    assert torch.equal(*grads)
-    assert there.to_linear().weight.device == second
-    assert torch.equal(there.to_linear().weight.cpu(), layer.to_linear().weight)
+def test_dense_weights_are_where_the_packed_ones_are(second, kind):
+    here = packed_copy(*prunable_model(kind))
+    there = copy.deepcopy(here).to(second)
+    layers = [m for m in here.modules() if isinstance(m, Sparse24Linear)]
+    others = [m for m in there.modules() if isinstance(m, Sparse24Linear)]
+    for layer, other in zip(layers, others, strict=True):
+        assert other.to_linear().weight.device == second
+        assert torch.equal(other.to_linear().weight.cpu(), layer.to_linear().weight)
+
+
+def prunable_model(kind):
+    model = random_model(kind, torch.float32, torch.device("cpu"))
+    return model, prunable(model)

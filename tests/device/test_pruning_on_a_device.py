@@ -108,9 +108,9 @@ def pruned(family: str, device: torch.device, *, offload: bool) -> dict[str, tor
 def test_the_walk_stays_on_its_device(second, family):
     expected = pruned(family, CPU, offload=False)
     for offload in (False, True):
-        torch.testing.assert_close(
-            pruned(family, second, offload=offload), expected, rtol=0, atol=0
-        )
+        found = pruned(family, second, offload=offload)
+        # Room for the rounding of kernels that a CPU alone has; a weight is about 0.2.
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
 
 def windows() -> DataLoader:

@@ -89,10 +89,10 @@ def test_every_configuration_compiles_for_devices_that_are_not_here(capability, 
     assert not [code for code in codes if code["stack"] or code["shared"] > shared]
     gemv = [code for code in codes if code["kernel"] == "triton-gemv"]
     assert not [code for code in gemv if code["barriers"]]
-    # An H200 executes 17 instructions a thread in the time that a kept weight takes to arrive.
+    # An H200 has time for 16 while a kept weight arrives: docs/benchmarks/export.md.
     assert max(code["instructions"] for code in gemv) < 10
     few_tokens = [code for code in codes if "tokens" not in code["config"]]
-    assert max(code["instructions"] for code in few_tokens) < 17
+    assert max(code["instructions"] for code in few_tokens) < 16
 
 
 @st.composite
