@@ -160,9 +160,11 @@ KERNELS: dict[str, Kernel] = {
         _refuse_gemm,
         (
             *({"rows": 16, "columns": 128, "split": split} for split in (4, 2, 8)),
-            *({"rows": 16, "columns": 256, "split": split} for split in (4, 2)),
-            *({"rows": rows, "columns": 128} for rows in (32, 64, 128)),
+            {"rows": 16, "columns": 256, "split": 4},
+            {"rows": 32, "columns": 128, "split": 4},
+            *({"rows": rows, "columns": 128} for rows in (64, 128)),
             *({"rows": rows, "columns": 256} for rows in (32, 64)),
+            {"rows": 16, "columns": 128, "split": 4, "tokens": 32},
             *({"rows": rows, "columns": 128, "tokens": 64} for rows in (64, 128)),
         ),
     ),

@@ -75,27 +75,24 @@ def _columns(two, nibble):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _operand(bits, BF16: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The low 16 bits of an int64, as what `tl.dot` multiplies."""
-    if WIDE:  # the interpreter has no bfloat16 products
-        value = _widen(bits.to(tl.int32), BF16)
-    elif BF16:
-        value = bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
-    else:
-        value = bits.to(tl.int16).to(tl.float16, bitcast=True)
-    return value
+def _column(even, odd, NUMBER: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One of the four columns of two groups; their new axis comes before those that follow."""
+    return tl.join(
+        (even >> (16 * NUMBER)).to(tl.int16),
+        (odd >> (16 * NUMBER)).to(tl.int16),
+    )
 
 
 @triton.jit
-def _products(weight, x, y, BF16: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Y plus the product over groups of four columns: a dot for each column of the group."""
-    for column in tl.static_range(4):
-        y = tl.dot(
-            _operand(weight >> (16 * column), BF16, WIDE),
-            _operand(x >> (16 * column), BF16, WIDE),
-            y,
-        )
-    return y
+def _operand(bits, BF16: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The bits of an int16, as what `tl.dot` multiplies."""
+    if WIDE:  # the interpreter has no bfloat16 products
+        value = _widen(bits.to(tl.int32), BF16)
+    elif BF16:
+        value = bits.to(tl.bfloat16, bitcast=True)
+    else:
+        value = bits.to(tl.float16, bitcast=True)
+    return value
 
 
 @triton.jit(do_not_specialize=["tokens"])  # one compilation for any number of tokens
@@ -118,32 +115,36 @@ def _gemm(  # type: ignore[no-untyped-def]
 ):
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     token = (tl.program_id(1) * TOKENS + tl.arange(0, TOKENS))[None, :]
-    # A pair of groups is a byte of meta, a word of values and two words of x. Values and meta have
-    # one shape, so that a thread decodes what it multiplies: no weight changes hands.
+    # Two groups are one byte of meta and one word of values: tiles of one shape, so that a thread
+    # decodes what it multiplies, and no weight changes hands.
     if SPLIT == 1:
         weight_row, x_token = row, token
-        weight_part = tl.arange(0, PAIRS)[None, :]
-        x_part = tl.arange(0, PAIRS)[:, None]
+        weight_pair = tl.arange(0, PAIRS)[None, :]
+        x_column = tl.arange(0, 8 * PAIRS)[:, None]
         y = tl.zeros([ROWS, TOKENS], tl.float32)
     else:  # a batch of products, one a warp
         weight_row, x_token = row[None, :, :], token[None, :, :]
-        part = tl.arange(0, SPLIT)[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :]
-        weight_part = part[:, None, :]
-        x_part = part[:, :, None]
+        part = tl.arange(0, SPLIT)[:, None] * PAIRS
+        weight_pair = (part + tl.arange(0, PAIRS)[None, :])[:, None, :]
+        x_column = (8 * part + tl.arange(0, 8 * PAIRS)[None, :])[:, :, None]
         y = tl.zeros([SPLIT, ROWS, TOKENS], tl.float32)
     for start in range(0, COLUMNS // 8, SPLIT * PAIRS):
-        pair = start + weight_part
+        pair = start + weight_pair
         inside = (weight_row < out_features) & (pair < COLUMNS // 8)
         at = weight_row * (COLUMNS // 8) + pair
         kept = tl.load(values_ptr + at, mask=inside, other=0)
         byte = tl.load(meta_ptr + at, mask=inside, other=0).to(tl.int32)
-        pair = start + x_part
-        inside = (x_token < tokens) & (pair < COLUMNS // 8)
-        at = x_token * (COLUMNS // 4) + 2 * pair
-        even = tl.load(x_ptr + at, mask=inside, other=0)
-        odd = tl.load(x_ptr + at + 1, mask=inside, other=0)
-        y = _products(_columns(kept.to(tl.int32), byte), even, y, BF16, WIDE)
-        y = _products(_columns((kept >> 32).to(tl.int32), byte >> 4), odd, y, BF16, WIDE)
+        even = _columns(kept.to(tl.int32), byte)
+        odd = _columns((kept >> 32).to(tl.int32), byte >> 4)
+        weight = tl.join(
+            tl.join(_column(even, odd, 0), _column(even, odd, 2)),
+            tl.join(_column(even, odd, 1), _column(even, odd, 3)),
+        )
+        weight = weight.reshape(y.shape[:-1] + (8 * PAIRS,))  # noqa: RUF005  (Triton cannot unpack)
+        column = 8 * start + x_column
+        inside = (x_token < tokens) & (column < COLUMNS)
+        x = tl.load(x_ptr + x_token * COLUMNS + column, mask=inside, other=0)
+        y = tl.dot(_operand(weight, BF16, WIDE), _operand(x, BF16, WIDE), y)
     if SPLIT > 1:
         y = tl.sum(y, 0)
     if BIAS:
@@ -256,7 +257,7 @@ def gemm(
     grid = (triton.cdiv(out_features, rows), triton.cdiv(num_tokens, tokens))
     with _on(x):
         _gemm[grid](
-            _words(x, torch.int64),
+            _words(x, torch.int16),
             _words(values, torch.int64),
             meta,
             _readable(bias),
