@@ -1,4 +1,5 @@
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 # The tests must not reach for a hub, nor may a progress bar of a library fill the log.
@@ -25,6 +26,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def second() -> Iterator[torch.device]:
+    """A device whose tensors cannot be mixed with those of the CPU."""
+    from second_device import second_device
+
+    with second_device() as device:
+        yield device
 
 
 @pytest.fixture(scope="session")
