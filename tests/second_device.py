@@ -1,4 +1,4 @@
-"""A device without hardware: `second:0`.
+"""A device without hardware: `otherdevice:0`.
 
 Its tensors are CPU tensors in disguise. An operator that is given tensors of both devices raises,
 as CUDA's do, so code that leaves a tensor behind is found on any machine. Results are those of a
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils import backend_registration
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-NAME = "second"
+NAME = "otherdevice"  # torch adds methods of this name to tensors and modules
 CPU = torch.device("cpu")
 # Operators that take tensors of both devices on CUDA, too: copies, and indices on the CPU.
 MIXING = {"copy_", "index", "index_put_", "_index_put_impl_"}
@@ -124,7 +124,7 @@ class Hook(Presence, backend_registration._DummyPrivateUse1Hook):
 
 
 class Module(Presence, backend_registration._DummyBackendModule):
-    """What stands in `torch.second`."""
+    """What stands in `torch.otherdevice`."""
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.float16, torch.bfloat16]
