@@ -17,14 +17,17 @@ def test_it_is_twice_the_mean_outer_product(problem, truth):
     torch.testing.assert_close(hessian.double(), truth.hessian_of(inputs), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_any_floating_dtype_is_summed_in_float32(problem, truth, dtype):
+def test_any_floating_dtype_is_summed_in_float32(problem, truth, dtype, device):
     inputs = problem()[1].to(dtype)
     accumulator = HessianAccumulator(64)
-    accumulator.update(inputs)
+    accumulator.update(inputs.to(device))
     hessian = accumulator.hessian()
     assert hessian.dtype == torch.float32
-    torch.testing.assert_close(hessian.double(), truth.hessian_of(inputs), rtol=1e-5, atol=1e-5)
+    assert hessian.device.type == device
+    expected = truth.hessian_of(inputs)
+    torch.testing.assert_close(hessian.double().cpu(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_merging_equals_seeing_both(problem):
