@@ -225,16 +225,20 @@ class _Rows:
         """Iterate until the certified gap is within the tolerance or stalls."""
         # The preconditioner's energy is no bound, but proportional to one: about a third of it.
         self._target = tolerance * self.loss / 2
+        reached = math.inf
 
         def converged(energy: Tensor) -> bool:
-            return not float(energy.sum()) > self._target  # also where it is NaN
+            nonlocal reached
+            reached = float(energy.sum())
+            return not reached > self._target  # also where it is NaN
 
         def confirm() -> bool:
             previous = self.bound
             self.certify()
-            if not (self.gap > tolerance and self.bound <= previous / 2):
+            if not (self.gap > tolerance and self.bound <= previous / 2 and reached > 0):
                 return True
-            self._target *= min(0.5, 0.5 * tolerance * self.loss / self.bound)
+            # From what was reached, not from what was asked for: else nothing may be left to do.
+            self._target = reached * tolerance * self.loss / self.bound / 2
             return False
 
         steps = conjugate_gradients(

@@ -111,7 +111,7 @@ def test_the_walk_stays_on_its_device(second, family):
     for offload in (False, True):
         found = pruned(family, second, offload=offload)
         # Room for the rounding of kernels that a CPU alone has; a weight is about 0.2.
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+        torch.testing.assert_close(found, expected, rtol=0, atol=2e-3)
 
 
 def windows() -> DataLoader:

@@ -213,6 +213,16 @@ def test_a_float32_solve_that_fails_is_redone_in_float64(problem, truth, monkeyp
     damping=1e-4,
     method="wanda+M",
 )
+@example(  # a bound that is many times the preconditioner's energy
+    rows=2,
+    groups=8,
+    tokens=1,
+    seed=2950,
+    sparsity=0.75,
+    block=4,
+    damping=0.01,
+    method="wanda+M",
+)
 @settings(max_examples=60, deadline=None)
 @pytest.mark.filterwarnings("ignore::mrp_lightning.errors.NumericalWarning")  # see `rounding`
 def test_any_problem_ends_at_its_optimum(
