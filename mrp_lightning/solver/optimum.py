@@ -25,6 +25,7 @@ from mrp_lightning.solver.masks import Chooser, LayerMask, Mask, chooser
 from mrp_lightning.solver.patterns import Pattern
 from mrp_lightning.solver.ranges import split_range
 
+_STALLS = 3  # slow modes hold the bound up for a while, rounding for ever
 _LIMIT = 500
 _ELEMENTS = 2**26
 """Elements of the temporaries of one solve; more rows than that are solved in turn."""
@@ -226,6 +227,7 @@ class _Rows:
         # The preconditioner's energy is no bound, but proportional to one: about a third of it.
         self._target = tolerance * self.loss / 2
         reached = math.inf
+        stalls = 0
 
         def converged(energy: Tensor) -> bool:
             nonlocal reached
@@ -233,9 +235,11 @@ class _Rows:
             return not reached > self._target  # also where it is NaN
 
         def confirm() -> bool:
+            nonlocal stalls
             previous = self.bound
             self.certify()
-            if not (self.gap > tolerance and self.bound <= previous / 2 and reached > 0):
+            stalls = 0 if self.bound <= previous / 2 else stalls + 1
+            if not (self.gap > tolerance and stalls < _STALLS and reached > 0):
                 return True
             # From what was reached, not from what was asked for: else nothing may be left to do.
             self._target = reached * tolerance * self.loss / self.bound / 2
