@@ -115,8 +115,8 @@ def _gemm(  # type: ignore[no-untyped-def]
 ):
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     token = (tl.program_id(1) * TOKENS + tl.arange(0, TOKENS))[None, :]
-    # Two groups are one byte of meta and one word of values: tiles of one shape, so that a thread
-    # decodes what it multiplies, and no weight changes hands.
+    # Two groups are one byte of meta and one word of values: tiles of one shape, so that decoding
+    # exchanges nothing between threads.
     if SPLIT == 1:
         weight_row, x_token = row, token
         weight_pair = tl.arange(0, PAIRS)[None, :]
