@@ -1,6 +1,9 @@
 """The callbacks' arguments as YAML and jsonargparse give them."""
 
 import pytest
+
+pytest.importorskip("jsonargparse", reason="the command line needs the extra `cli`")
+
 from jsonargparse import ArgumentError, ArgumentParser
 from lightning.pytorch.callbacks import Callback
 

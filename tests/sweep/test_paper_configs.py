@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import yaml
 
+pytest.importorskip("jsonargparse", reason="the command line needs the extra `cli`")
+
 from mrp_lightning.sweep.execute import configure, described
 from mrp_lightning.sweep.plan import Plan, Run
 from mrp_lightning.sweep.published import published, reported

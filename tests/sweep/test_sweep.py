@@ -8,6 +8,8 @@ import pytest
 import yaml
 from lightning.pytorch import seed_everything
 
+pytest.importorskip("jsonargparse", reason="the command line needs the extra `cli`")
+
 from mrp_lightning import CausalLM, TextDataModule, Trainer, sweep_command
 from mrp_lightning.cli import main
 

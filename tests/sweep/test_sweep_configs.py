@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+pytest.importorskip("jsonargparse", reason="the command line needs the extra `cli`")
+
 from mrp_lightning.errors import OptionError
 from mrp_lightning.sweep.execute import configure, described
 from mrp_lightning.sweep_command import read_sweep
