@@ -27,6 +27,7 @@ from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
+from export.backends import triton_kernels
 from export.backends.kernels import KERNELS
 
 COLUMNS = 65536
@@ -83,6 +84,10 @@ def codes(capability: int) -> Iterator[Code]:
             for config in KERNELS[name].configs:
                 KERNELS[name].run(x, values, meta, None, **config)
                 yield _code(name, dict(config), compiled.pop())
+            # Nothing of these is counted, but they have to compile: float16, and a bias.
+            half, bias = values.half(), torch.zeros(ROWS, dtype=torch.float16)
+            KERNELS[name].run(x.half(), half, meta, bias, **KERNELS[name].configs[0])
+        triton_kernels.unpack(values, meta)  # it has no loop
 
 
 def _code(name: str, config: dict[str, int], compiled: Any) -> Code:
@@ -92,7 +97,7 @@ def _code(name: str, config: dict[str, int], compiled: Any) -> Code:
         used = _tool("cuobjdump", "--dump-resource-usage", file.name)
         listing = _tool("nvdisasm", "-c", file.name)
     loop = _loop(listing)
-    weights = _weights_a_step(name, **config) / (WARP * compiled.metadata.num_warps)
+    weights = _weights_a_step(name, config) / (WARP * compiled.metadata.num_warps)
     return Code(
         kernel=name,
         config=config,
@@ -109,12 +114,11 @@ def _tool(name: str, *arguments: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def _weights_a_step(
-    name: str, rows: int, groups: int = 0, columns: int = 0, split: int = 1, tokens: int = 16
-) -> float:
+def _weights_a_step(name: str, config: dict[str, int]) -> float:
     """Kept weights that a program takes in one step of its loop."""
-    del tokens
-    return rows * groups * 2 if name == "triton-gemv" else rows * columns * split / 2
+    if name == "triton-gemv":
+        return config["rows"] * config["groups"] * 2
+    return config["rows"] * config["columns"] * config.get("split", 1) / 2
 
 
 def _loop(listing: str) -> list[str]:
@@ -130,6 +134,7 @@ def _loop(listing: str) -> list[str]:
             target = re.search(r"BRA.*\((\.L_x_\d+)\)", instruction[1])
             loop = instructions[labels[target[1]] :] if target and target[1] in labels else []
             longest = max(longest, loop, key=len)
+    assert longest, "the listing shows no loop"
     return longest
 
 

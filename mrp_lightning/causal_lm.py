@@ -99,10 +99,9 @@ class CausalLM(LightningModule):
                 f"model. Got {type(model).__name__}; another module needs its own LightningModule, "
                 "with a `predict_step` that calls it."
             )
+        beside = source or self.model.name_or_path or None
         self.tokenizer = load_tokenizer(
-            source or self.model.name_or_path or None if tokenizer is None else tokenizer,
-            required=tokenizer is not None,
-            **hub,
+            beside if tokenizer is None else tokenizer, required=tokenizer is not None, **hub
         )
         if isinstance(tokenizer, PreTrainedTokenizerBase):
             tokenizer = tokenizer.name_or_path

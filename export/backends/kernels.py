@@ -22,7 +22,7 @@ TRITON_DTYPES = (torch.float16, torch.bfloat16)
 LARGEST = 2**31
 """Triton addresses elements with 32 bits."""
 SOME_TOKENS = 256
-"""The kernel for small batches decodes a weight again for every 16 or 64 tokens."""
+"""The most that the kernel for small batches takes: it decodes a weight anew for every 16 to 64."""
 
 Run = Callable[..., Tensor]
 

@@ -195,7 +195,6 @@ class _Rows:
         self.prepared = prepared
         self.bound = math.inf
         self.loss = float(((weight - x) * gradient).sum()) / 2
-        self._target = math.inf
 
     @property
     def gap(self) -> float:
@@ -225,24 +224,24 @@ class _Rows:
     def solve(self, tolerance: float) -> int:
         """Iterate until the certified gap is within the tolerance or stalls."""
         # The preconditioner's energy is no bound, but proportional to one: about a third of it.
-        self._target = tolerance * self.loss / 2
+        target = tolerance * self.loss / 2
         reached = math.inf
         stalls = 0
 
         def converged(energy: Tensor) -> bool:
             nonlocal reached
             reached = float(energy.sum())
-            return not reached > self._target  # also where it is NaN
+            return not reached > target  # also where it is NaN
 
         def confirm() -> bool:
-            nonlocal stalls
+            nonlocal stalls, target
             previous = self.bound
             self.certify()
             stalls = 0 if self.bound <= previous / 2 else stalls + 1
             if not (self.gap > tolerance and stalls < _STALLS and reached > 0):
                 return True
             # From what was reached, not from what was asked for: else nothing may be left to do.
-            self._target = reached * tolerance * self.loss / self.bound / 2
+            target = reached * tolerance * self.loss / self.bound / 2
             return False
 
         steps = conjugate_gradients(

@@ -90,9 +90,9 @@ def test_every_configuration_compiles_for_devices_that_are_not_here(capability, 
     gemv = [code for code in codes if code["kernel"] == "triton-gemv"]
     assert not [code for code in gemv if code["barriers"]]
     # An H200 has time for 16 while a kept weight arrives: docs/benchmarks/export.md.
-    assert max(code["instructions"] for code in gemv) < 10
+    assert all(5 < code["instructions"] < 10 for code in gemv)
     few_tokens = [code for code in codes if "tokens" not in code["config"]]
-    assert max(code["instructions"] for code in few_tokens) < 16
+    assert all(5 < code["instructions"] < 16 for code in few_tokens)
 
 
 @st.composite

@@ -135,6 +135,7 @@ def test_a_packed_checkpoint_gives_the_figures_of_the_pruned_one(found):
 def test_tasks_run_on_the_models_device(kind, second, found, checkpoints, tasks):
     model = CausalLM(checkpoints[kind], dtype="float32", attn_implementation="eager").to(second)
     there = summarize(evaluate(model, tasks, batch_size=4, bootstrap_iters=1000))
+    assert there.keys() == found[kind].keys()
     for task, figures in there.items():
         assert figures == pytest.approx(found[kind][task], rel=1e-4)
 
