@@ -9,12 +9,12 @@ import torch
 from families import batches, build, runner
 from torch import Tensor, nn
 
+from mrp_lightning.pruning.prune_layer import Recipe
+from mrp_lightning.pruning.report import PruningReport
+from mrp_lightning.pruning.sequential import SequentialPruner
 from mrp_lightning.solver.methods import parse_method
 from mrp_lightning.solver.patterns import make_pattern
-from mrp_lightning.walk.plan import Plan, make_plan
-from mrp_lightning.walk.prune_layer import Recipe
-from mrp_lightning.walk.report import PruningReport
-from mrp_lightning.walk.sequential import SequentialPruner
+from mrp_lightning.targets.plan import Plan, make_plan
 
 
 @dataclass(eq=False)

@@ -27,8 +27,8 @@ from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
-from export.backends import triton_kernels
-from export.backends.kernels import KERNELS
+from export.kernels import triton_kernels
+from export.kernels.kernels import KERNELS
 
 COLUMNS = 65536
 """So many that no loop is unrolled whole."""

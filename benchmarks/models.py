@@ -20,7 +20,7 @@ from rich.progress import track
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
-from mrp_lightning.walk.blocks import Block
+from mrp_lightning.targets.blocks import Block
 
 COLUMNS = ["family", "blocks", "walk", "pruned in each block", "left dense in each block", "error"]
 TEXT = """\

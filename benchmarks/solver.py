@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mrp_lightning.machine import machine
+from mrp_lightning.environment import machine
 from mrp_lightning.solver.damping import DampedHessian
 from mrp_lightning.solver.methods import parse_method
 from mrp_lightning.solver.patterns import make_pattern

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from mrp_lightning import evaluation
-from mrp_lightning.causal_lm import CausalLM
+from mrp_lightning.evaluation import records
+from mrp_lightning.loop.causal_lm import CausalLM
 
 
 class SaveEvaluation(Callback):
@@ -30,14 +30,14 @@ class SaveEvaluation(Callback):
             return
         if not isinstance(pl_module, CausalLM):
             raise TypeError(f"`SaveEvaluation` needs a CausalLM. Got {type(pl_module).__name__}.")
-        if (Path(self.save_dir) / evaluation.NAME).exists():
-            evaluation.read(self.save_dir)
+        if (Path(self.save_dir) / records.NAME).exists():
+            records.read(self.save_dir)
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the file."""
         assert isinstance(pl_module, CausalLM)
         if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            evaluation.record(
+            records.record(
                 self.save_dir,
                 perplexity=pl_module.evaluation,
                 model=pl_module.model.name_or_path or None,

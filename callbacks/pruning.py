@@ -11,21 +11,21 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from mrp_lightning.capture import StepCapture, eager
-from mrp_lightning.causal_lm import CausalLM
-from mrp_lightning.checkpoint import check_output_dir
+from mrp_lightning.calibration.offload import hold_on_cpu, release
 from mrp_lightning.errors import DataError, OptionError
-from mrp_lightning.predict_loop import prune_in_trainer
-from mrp_lightning.processes import require_one_process
-from mrp_lightning.pruned_checkpoint import check_length, checkpoint_root, save_pruned
+from mrp_lightning.files import check_output_dir
+from mrp_lightning.loop.capture import StepCapture, eager
+from mrp_lightning.loop.causal_lm import CausalLM
+from mrp_lightning.loop.predict_loop import prune_in_trainer
+from mrp_lightning.loop.pruned_model import check_length, checkpoint_root, save_pruned
+from mrp_lightning.loop.strategies import require_one_process
+from mrp_lightning.pruning.prune_layer import Recipe
+from mrp_lightning.pruning.report import PruningReport
 from mrp_lightning.solver.methods import parse_method
 from mrp_lightning.solver.patterns import make_pattern
-from mrp_lightning.walk.blocks import find_blocks
-from mrp_lightning.walk.names import as_patterns
-from mrp_lightning.walk.offload import hold_on_cpu, release
-from mrp_lightning.walk.plan import Plan, make_plan
-from mrp_lightning.walk.prune_layer import Recipe
-from mrp_lightning.walk.report import PruningReport
+from mrp_lightning.targets.blocks import find_blocks
+from mrp_lightning.targets.names import as_patterns
+from mrp_lightning.targets.plan import Plan, make_plan
 
 log = logging.getLogger(__name__)
 

@@ -2,8 +2,8 @@
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from mrp_lightning.causal_lm import CausalLM
-from mrp_lightning.checkpoint import check_output_dir, save_directory, save_pretrained
+from mrp_lightning.files import check_output_dir, save_directory, save_pretrained
+from mrp_lightning.loop.causal_lm import CausalLM
 
 
 class SaveModel(Callback):

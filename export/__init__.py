@@ -3,8 +3,8 @@
 Importing this package teaches `AutoModelForCausalLM.from_pretrained` the packed format.
 """
 
-from export.format import pack, unpack
-from export.huggingface import load
-from export.layer import Sparse24Linear
+from export.packed.format import pack, unpack
+from export.packed.huggingface import load
+from export.packed.layer import Sparse24Linear
 
 __all__ = ["Sparse24Linear", "load", "pack", "unpack"]

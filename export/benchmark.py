@@ -19,16 +19,17 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from export.backends import cusparselt, measured_table, use_table
 from export.backends.apply import BACKENDS, TARGETS, apply, why_not_here
-from export.backends.table import Failure, Measurement, cache_path
-from export.backends.timing import microseconds, take_turns
-from export.backends.tuning import measure
-from export.benchmark_tables import Result, tables
-from export.layer import Sparse24Linear
-from export.model_timing import time_models
-from export.random_models import SHAPES, prunable, random_model
-from export.twins import dense_copy, packed_copy, storage_bytes
+from export.kernels import cusparselt
+from export.kernels.dispatch import measured_table, use_table
+from export.kernels.table import Failure, Measurement, cache_path
+from export.packed.layer import Sparse24Linear
+from export.speed.model_timing import time_models
+from export.speed.random_models import SHAPES, prunable, random_model
+from export.speed.tables import Result, tables
+from export.speed.timing import microseconds, take_turns
+from export.speed.tuning import measure
+from export.speed.twins import dense_copy, packed_copy, storage_bytes
 from mrp_lightning.errors import OptionError
 
 log = logging.getLogger(__name__)

@@ -10,10 +10,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from export.benchmark_tables import Result, alike, tables
-from export.parity import Parity
-from export.selection import LayerChoice
-from mrp_lightning.walk.report import versions
+from export.conversion.parity import Parity
+from export.conversion.selection import LayerChoice
+from export.speed.tables import Result, alike, tables
+from mrp_lightning.pruning.report import versions
 
 FORMAT_VERSION = 1
 NAME = "export_report.json"

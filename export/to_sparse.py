@@ -15,16 +15,16 @@ from transformers.utils import logging as transformers_logging
 
 from export.backends.apply import BACKENDS, TARGETS, why_not_here
 from export.benchmark import benchmark
-from export.checkpoint import Checkpoint, open_checkpoint
-from export.huggingface import load
-from export.parity import check_parity
-from export.progress import Track, bars
+from export.conversion.checkpoint import Checkpoint, open_checkpoint
+from export.conversion.parity import check_parity
+from export.conversion.progress import Track, bars
+from export.conversion.selection import choose_layers
+from export.conversion.writing import write_dense, write_packed
+from export.packed.huggingface import load
 from export.report import NO_CUDA, ExportReport
-from export.selection import choose_layers
-from export.writing import write_dense, write_packed
 from mrp_lightning import errors
-from mrp_lightning.checkpoint import check_output_dir, save_directory
-from mrp_lightning.machine import device_named
+from mrp_lightning.environment import device_named
+from mrp_lightning.files import check_output_dir, save_directory
 
 log = logging.getLogger(__name__)
 

@@ -11,18 +11,18 @@ from mrp_lightning.solver.hessian import HessianAccumulator
 from mrp_lightning.solver.pruning import prune_weight
 
 if TYPE_CHECKING:
-    from mrp_lightning.causal_lm import CausalLM
-    from mrp_lightning.text_data import TextDataModule
-    from mrp_lightning.trainer import Trainer
+    from mrp_lightning.loop.causal_lm import CausalLM
+    from mrp_lightning.loop.data_module import TextDataModule
+    from mrp_lightning.loop.trainer import Trainer
 
 __version__ = "0.1.0"
 __all__ = ["CausalLM", "HessianAccumulator", "TextDataModule", "Trainer", "prune_weight"]
 
 # What needs Lightning or transformers is loaded when it is first asked for (PEP 562).
 _LAZY = {
-    "CausalLM": "mrp_lightning.causal_lm",
-    "TextDataModule": "mrp_lightning.text_data",
-    "Trainer": "mrp_lightning.trainer",
+    "CausalLM": "mrp_lightning.loop.causal_lm",
+    "TextDataModule": "mrp_lightning.loop.data_module",
+    "Trainer": "mrp_lightning.loop.trainer",
 }
 
 

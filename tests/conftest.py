@@ -1,5 +1,5 @@
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # The tests must not reach for a hub, nor may a progress bar of a library fill the log.
@@ -9,6 +9,7 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 import pytest
 import torch
 from hypothesis import settings
+from torch import Tensor, nn
 
 if not torch.cuda.is_available():
     # Triton decides when it is first imported, and transformers imports it by way of torchao.
@@ -65,3 +66,24 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)
     AutoTokenizer.from_pretrained(STDLIB_LLAMA).save_pretrained(directory)
     return directory
+
+
+@pytest.fixture
+def build() -> Callable[[str], nn.Module]:
+    """A tiny random model of a family, the same one on every call."""
+    import families
+
+    return families.build
+
+
+@pytest.fixture
+def batches() -> list[dict[str, Tensor]]:
+    """Batches of several lengths: padded on the left, on the right, and not at all."""
+    generator = torch.Generator().manual_seed(2)
+    made = []
+    for length in (12, 9, 16):
+        ids = torch.randint(3, 64, (2, length), generator=generator)
+        made.append({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+    made[0]["attention_mask"][0, :5] = 0
+    made[1]["attention_mask"][1, 6:] = 0
+    return made

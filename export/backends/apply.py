@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from export.backends import measured_table
-from export.backends.kernels import KERNELS, Call, prepare, triton_missing
 from export.backends.subclasses import SUBCLASSES
-from export.backends.table import STORED_DENSE, Table
-from export.layer import Sparse24Linear
+from export.kernels.dispatch import measured_table
+from export.kernels.kernels import KERNELS, Call, prepare, triton_missing
+from export.kernels.table import STORED_DENSE, Table
+from export.packed.layer import Sparse24Linear
 from mrp_lightning.errors import OptionError
 
 BACKENDS = ("auto", "triton", *SUBCLASSES)

@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 
 from mrp_lightning.errors import MethodError, OptionError, PatternError
+from mrp_lightning.solver.column_sweep import ColumnSweep
 from mrp_lightning.solver.compensation import Compensation, NoCompensation
+from mrp_lightning.solver.exact import Optimum
 from mrp_lightning.solver.masks import (
     LayerMask,
     Magnitude,
@@ -12,9 +14,7 @@ from mrp_lightning.solver.masks import (
     SingleRemoval,
     Wanda,
 )
-from mrp_lightning.solver.optimum import Optimum
 from mrp_lightning.solver.patterns import Pattern, SemiStructured
-from mrp_lightning.solver.sweep import ColumnSweep
 
 MASKS: dict[str, Mask] = {
     mask.name: mask for mask in (Magnitude(), Wanda(), SingleRemoval(), MultipleRemoval())

@@ -5,8 +5,9 @@ from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader
 
 from callbacks import SaveEvaluation
-from mrp_lightning import CausalLM, Trainer, evaluation
+from mrp_lightning import CausalLM, Trainer
 from mrp_lightning.errors import FormatError
+from mrp_lightning.evaluation import records
 
 
 def test_results_of_several_runs_come_together(llama, quiet, windows, tmp_path):
@@ -15,7 +16,7 @@ def test_results_of_several_runs_come_together(llama, quiet, windows, tmp_path):
     trainer.test(lm, {"c4": DataLoader(windows), "ptb": DataLoader(windows[:3])}, verbose=False)
     first = lm.evaluation
     trainer.test(lm, {"ptb": DataLoader(windows[3:])}, verbose=False)
-    found = evaluation.read(tmp_path / "run").perplexity
+    found = records.read(tmp_path / "run").perplexity
     assert found == {"c4": first["c4"], "ptb": lm.evaluation["ptb"]}
     assert found["ptb"]["windows"] == 5
     assert found["c4"]["tokens"] == 8 * 15
@@ -38,7 +39,7 @@ def test_what_cannot_be_recorded_is_refused_before_the_work(llama, quiet, window
     trainer = Trainer(**quiet, callbacks=SaveEvaluation(str(tmp_path)))
     with pytest.raises(TypeError, match="`SaveEvaluation` needs a CausalLM. Got Other"):
         trainer.test(Other(), DataLoader(windows), verbose=False)
-    (tmp_path / evaluation.NAME).write_text("not JSON")
+    (tmp_path / records.NAME).write_text("not JSON")
     lm = CausalLM(llama())
     with pytest.raises(FormatError, match="is not JSON"):
         trainer.test(lm, DataLoader(windows), verbose=False)

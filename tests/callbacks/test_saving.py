@@ -78,7 +78,7 @@ def test_a_module_with_two_models_is_saved_whole(llama, loader, quiet, tmp_path)
 
 
 def test_a_failed_save_leaves_nothing(llama, loader, quiet, tmp_path, monkeypatch):
-    from mrp_lightning import pruned_checkpoint
+    from mrp_lightning.loop import pruned_model as pruned_checkpoint
 
     def full(*args, **kwargs):
         raise OSError("No space left on device")

@@ -204,7 +204,7 @@ def test_two_pruning_callbacks_are_refused(llama, loader, quiet):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
 def test_an_interrupted_run_leaves_whole_layers(error, llama, loader, quiet, tmp_path, monkeypatch):
-    from mrp_lightning.walk import prune_layer
+    from mrp_lightning.pruning import prune_layer
 
     model, dense = llama(), llama()
     original, calls = prune_layer.prune, []

@@ -6,15 +6,15 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from export import random_models
-from export.checkpoint import open_checkpoint
-from export.layer import Sparse24Linear
-from export.model_timing import Decoder, prefill
-from export.parity import check_parity
-from export.random_models import prunable, random_model
-from export.selection import choose_layers
-from export.twins import dense_copy, packed_copy
-from export.writing import write_packed
+from export.conversion.checkpoint import open_checkpoint
+from export.conversion.parity import check_parity
+from export.conversion.selection import choose_layers
+from export.conversion.writing import write_packed
+from export.packed.layer import Sparse24Linear
+from export.speed import random_models
+from export.speed.model_timing import Decoder, prefill
+from export.speed.random_models import prunable, random_model
+from export.speed.twins import dense_copy, packed_copy
 from mrp_lightning.embedded import STDLIB_LLAMA
 
 KINDS = {

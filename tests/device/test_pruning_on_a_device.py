@@ -11,14 +11,14 @@ from torch.utils.data import DataLoader
 
 from callbacks import MRPCallback
 from mrp_lightning import CausalLM, HessianAccumulator, Trainer, prune_weight
+from mrp_lightning.calibration.offload import hold_on_cpu, release
+from mrp_lightning.pruning.prune_layer import Recipe
+from mrp_lightning.pruning.report import PruningReport
+from mrp_lightning.pruning.sequential import SequentialPruner
 from mrp_lightning.solver.methods import parse_method
 from mrp_lightning.solver.patterns import make_pattern
-from mrp_lightning.walk import plan as plan_module
-from mrp_lightning.walk.offload import hold_on_cpu, release
-from mrp_lightning.walk.plan import make_plan
-from mrp_lightning.walk.prune_layer import Recipe
-from mrp_lightning.walk.report import PruningReport
-from mrp_lightning.walk.sequential import SequentialPruner
+from mrp_lightning.targets import plan as plan_module
+from mrp_lightning.targets.plan import make_plan
 
 CPU = torch.device("cpu")
 QUIET = {

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from mrp_lightning.embedded import STDLIB_LLAMA
 from mrp_lightning.solver.patterns import SemiStructured
-from mrp_lightning.walk.layers import is_linear, layers_of
+from mrp_lightning.targets.layers import is_linear, layers_of
 
 SIZES = {
     "llama": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2},

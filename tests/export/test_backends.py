@@ -9,8 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from export import backends
-from export.backends import (
+from export.backends.apply import BACKENDS, apply, not_faster
+from export.backends.subclasses import SUBCLASSES
+from export.kernels import dispatch as backends
+from export.kernels import kernels as kernels_module
+from export.kernels.dispatch import (
     choose,
     choose_name,
     cusparselt,
@@ -19,14 +22,11 @@ from export.backends import (
     tuning,
     use_table,
 )
-from export.backends import kernels as kernels_module
-from export.backends.apply import BACKENDS, apply, not_faster
-from export.backends.kernels import KERNELS, Call
-from export.backends.subclasses import SUBCLASSES
-from export.backends.table import STORED_DENSE, Measurement, Table, cache_path, environment
-from export.backends.tuning import random_24
-from export.format import broken_groups, pack, unpack
-from export.layer import Sparse24Linear
+from export.kernels.kernels import KERNELS, Call
+from export.kernels.table import STORED_DENSE, Measurement, Table, cache_path, environment
+from export.packed.format import broken_groups, pack, unpack
+from export.packed.layer import Sparse24Linear
+from export.speed.tuning import random_24
 from mrp_lightning.errors import DataError, OptionError
 
 CPU = torch.device("cpu")
@@ -454,7 +454,7 @@ def test_the_operator_is_as_exact_as_a_dense_product_on_shapes_of_real_models(sh
 @pytest.mark.parametrize("tokens", [1, 8, 128])
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_the_operator_is_captured_and_compiled(tokens, mode):
-    from export.backends.timing import captured
+    from export.speed.timing import captured
 
     model = sparse_model(shape=(256, 256)).cuda()
     for layer in model:

@@ -10,18 +10,18 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import import_utils
 
-from export import random_models
-from export.backends.forms import drop, keep
-from export.backends.table import STORED_DENSE, Failure, Measurement
-from export.backends.timing import COLD_BYTES, Timing, copies, take_turns
-from export.backends.tuning import random_24
 from export.benchmark import benchmark, main, save
-from export.benchmark_tables import Result, alike, speed_ups, tables
-from export.format import broken_groups
-from export.layer import Sparse24Linear
-from export.model_timing import Decoder, ModelTime, prefill, without_masks
-from export.random_models import SHAPES, prunable, random_model
-from export.twins import dense_copy, packed_copy, storage_bytes
+from export.kernels.forms import drop, keep
+from export.kernels.table import STORED_DENSE, Failure, Measurement
+from export.packed.format import broken_groups
+from export.packed.layer import Sparse24Linear
+from export.speed import random_models
+from export.speed.model_timing import Decoder, ModelTime, prefill, without_masks
+from export.speed.random_models import SHAPES, prunable, random_model
+from export.speed.tables import Result, alike, speed_ups, tables
+from export.speed.timing import COLD_BYTES, Timing, copies, take_turns
+from export.speed.tuning import random_24
+from export.speed.twins import dense_copy, packed_copy, storage_bytes
 from mrp_lightning.errors import OptionError
 
 CPU = torch.device("cpu")

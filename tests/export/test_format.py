@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from export.format import (
+from export.packed.format import (
     broken_groups,
     invalid_nibbles,
     pack,

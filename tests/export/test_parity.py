@@ -8,14 +8,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from export import parity
-from export.checkpoint import open_checkpoint
-from export.format import different_bits
-from export.layer import Sparse24Linear
-from export.parity import Parity, check_parity, operator_error
-from export.selection import choose_layers
-from export.text_parity import MIN_TOKENS, TextParity, compare_text, text_failures
-from export.writing import write_packed
+from export.conversion import parity
+from export.conversion.checkpoint import open_checkpoint
+from export.conversion.parity import Parity, check_parity, operator_error
+from export.conversion.selection import choose_layers
+from export.conversion.text_parity import MIN_TOKENS, TextParity, compare_text, text_failures
+from export.conversion.writing import write_packed
+from export.packed.format import different_bits
+from export.packed.layer import Sparse24Linear
 from mrp_lightning.errors import DataError, ParityError
 
 

@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 from transformers import SiglipVisionConfig, SiglipVisionModel
 
 import export
-from export.checkpoint import open_checkpoint
-from export.model_names import ParameterNames, is_read_directly, skeleton
-from export.selection import choose_layers
+from export.conversion.checkpoint import open_checkpoint
+from export.conversion.model_names import ParameterNames, is_read_directly, skeleton
+from export.conversion.selection import choose_layers
 from export.to_sparse import main
 from mrp_lightning.solver.patterns import SemiStructured
-from mrp_lightning.walk.plan import make_plan
+from mrp_lightning.targets.plan import make_plan
 
 from .conftest import keep_two_of_four
 

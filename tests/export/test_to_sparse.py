@@ -190,16 +190,16 @@ def test_one_wrong_nibble_in_the_file_fails_the_gate(damage, llama, capsys):
 
 
 def test_a_failed_gate_leaves_nothing(llama, capsys, monkeypatch):
-    import export.writing
+    import export.conversion.writing
 
-    pack = export.writing.pack
+    pack = export.conversion.writing.pack
 
     def wrong(weight):
         values, meta = pack(weight)
         values[0, 0] += 1
         return values, meta
 
-    monkeypatch.setattr(export.writing, "pack", wrong)
+    monkeypatch.setattr(export.conversion.writing, "pack", wrong)
     shown = refusal([str(llama)], capsys, status=1)
     assert shown.count("values have other bits") == 14
     assert [path.name for path in llama.parent.iterdir()] == ["llama"]
@@ -306,12 +306,12 @@ def test_models_that_transformers_does_not_know_are_refused(llama, capsys):
 
 
 def test_a_full_disk_is_told_and_leaves_nothing(llama, capsys, monkeypatch):
-    import export.writing
+    import export.conversion.writing
 
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(export.writing, "save_file", full)
+    monkeypatch.setattr(export.conversion.writing, "save_file", full)
     assert "No space left on device" in refusal([str(llama)], capsys)
     assert [path.name for path in llama.parent.iterdir()] == ["llama"]
 

@@ -7,8 +7,8 @@ from torch.sparse import SparseSemiStructuredTensor, SparseSemiStructuredTensorC
 
 from export.backends import apply as apply_module
 from export.backends.apply import apply
-from export.backends.tuning import random_24
-from export.layer import Sparse24Linear
+from export.packed.layer import Sparse24Linear
+from export.speed.tuning import random_24
 
 CPU = torch.device("cpu")
 
@@ -71,7 +71,7 @@ def test_the_layer_computes_the_same(torch_subclass_on_cpu, backend, tokens):
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of SparseSemiStructuredTensor")
 def test_memory_is_counted_by_parts_not_by_the_matrix_it_stands_for(torch_subclass_on_cpu):
-    from export.twins import storage_bytes
+    from export.speed.twins import storage_bytes
 
     model = nn.Sequential(layer(32, 64))
     bias_bytes = 32 * 2

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton is not installed: it comes with CUDA builds of torch")
 
-from export.backends import triton_kernels
-from export.backends.kernels import KERNELS
-from export.backends.tuning import random_24
-from export.format import pack
+from export.kernels import triton_kernels
+from export.kernels.kernels import KERNELS
+from export.packed.format import pack
+from export.speed.tuning import random_24
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPES = [(16, 64), (70, 520), (33, 8), (64, 1024)]
@@ -140,8 +140,8 @@ def test_inputs_may_lie_anywhere_in_memory():
 
 def test_the_operator_runs_the_kernel_it_chose(monkeypatch):
     """In the interpreter the CUDA path can be followed on a CPU, but for the device."""
-    from export.backends import choose, choose_name
-    from export.backends.kernels import Call
+    from export.kernels.dispatch import choose, choose_name
+    from export.kernels.kernels import Call
 
     assert choose_name(Call(1, 16, 64, torch.bfloat16, DEVICE), False)[0] == "triton-gemv"
     for tokens in (1, 3, 65):

@@ -9,10 +9,10 @@ from families import FAMILIES, IMAGES, batches, build, runner
 from full_forwards import CheckedRun, prune_and_compare
 from torch import Tensor, nn
 
-from mrp_lightning.walk import sequential
-from mrp_lightning.walk.choice import choose_walk
-from mrp_lightning.walk.layers import is_conv1d
-from mrp_lightning.walk.walks import Inject
+from mrp_lightning.calibration.choice import choose_walk
+from mrp_lightning.calibration.walks import Inject
+from mrp_lightning.pruning import sequential
+from mrp_lightning.targets.layers import is_conv1d
 
 # They hand something from block to block beside the hidden state: T5 its position bias, Gemma 3n
 # and 4 the keys and values that later blocks share, RWKV its state.
@@ -92,7 +92,7 @@ def test_stored_inputs_give_the_bits_of_full_reruns(family, monkeypatch):
 
 
 def rerun(run: Any, given: Any, blocks: Any, **_: Any) -> Any:
-    from mrp_lightning.walk.walks import Rerun
+    from mrp_lightning.calibration.walks import Rerun
 
     return Rerun(run, given, blocks)
 

@@ -34,8 +34,8 @@ def test_packages_import_one_way(package):
         assert (tops & set(ALLOWED)) <= ALLOWED[package], path
 
 
-@pytest.mark.parametrize("module", ["solver.pruning", "walk.sequential"])
-def test_the_solver_and_the_walk_load_torch_alone(module):
+@pytest.mark.parametrize("module", ["solver.pruning", "pruning.sequential"])
+def test_solver_and_walk_load_torch_alone(module):
     code = (
         f"import sys, mrp_lightning.{module}; from mrp_lightning import prune_weight;"
         "print([m for m in ('lightning', 'transformers', 'datasets', 'rich') if m in sys.modules])"

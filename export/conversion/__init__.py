@@ -1,0 +1,1 @@
+"""A checkpoint → a packed one, all or nothing, and the proof that it computes the same."""

@@ -1,0 +1,218 @@
+"""A checkpoint on disk, read shard by shard."""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from export.conversion.model_names import model_class
+from mrp_lightning.errors import FormatError
+
+_REPLACED = {"config.json", "export_report.json"}
+_WEIGHTS = {".safetensors", ".bin", ".ckpt", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf"}
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of weights.
+
+    Attributes:
+        name: File name of its safetensors twin.
+        read: Gives its tensors by name.
+        metadata: What the file says of itself.
+        num_tensors: How many tensors it holds; `None` where only reading it would tell.
+        num_bytes: Size of the file.
+    """
+
+    name: str
+    read: Callable[[], dict[str, Tensor]]
+    metadata: Mapping[str, str]
+    num_tensors: int | None
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint on disk.
+
+    Attributes:
+        path: What the user named.
+        config: Content of `config.json`.
+        shards: The files of weights.
+        companions: All other files, relative to `path`: tokenizer, chat template, reports.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    shards: list[Shard]
+    companions: list[Path]
+
+    @property
+    def num_tensors(self) -> int | None:
+        """How many tensors there are; `None` where only reading them would tell."""
+        counts = [shard.num_tensors for shard in self.shards]
+        return None if None in counts else sum(count or 0 for count in counts)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the files of weights."""
+        return sum(shard.num_bytes for shard in self.shards)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """All tensors, with one file at a time in memory."""
+        for shard in self.shards:
+            yield from shard.read().items()
+
+    def pretrained_config(self) -> PreTrainedConfig:
+        """The configuration as transformers' object.
+
+        Raises:
+            FormatError: transformers knows no such configuration.
+        """
+        try:
+            if self.path.is_dir():
+                return AutoConfig.from_pretrained(self.path)
+            return AutoConfig.for_model(**self.config)
+        except ValueError as error:
+            raise FormatError(
+                f"{self.path}: transformers does not know this configuration (`model_type` "
+                f"{self.config.get('model_type')!r}), and code of the checkpoint is never run: "
+                f"{str(error).splitlines()[0]}"
+            ) from error
+
+    def load(self) -> PreTrainedModel:
+        """The model, dense, in the precision that it is stored in.
+
+        Raises:
+            FormatError: Weights of the model are missing from the checkpoint.
+        """
+        config = self.pretrained_config()
+        options: dict[str, Any] = {"dtype": "auto", "output_loading_info": True}
+        if self.path.is_dir():
+            model, loading = model_class(config).from_pretrained(self.path, **options)
+        else:
+            state = dict(self.tensors())
+            model, loading = model_class(config).from_pretrained(
+                None, config=config, state_dict=state, **options
+            )
+        if loading["missing_keys"]:
+            missing = ", ".join(sorted(loading["missing_keys"]))
+            raise FormatError(f"{self.path} lacks weights of {type(model).__name__}: {missing}.")
+        return model
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Find the weights of a Hugging Face directory, or of a Lightning checkpoint of a `CausalLM`.
+
+    Of several forms safetensors are taken first. Nothing is unpickled but tensors and plain
+    containers.
+
+    Raises:
+        FileNotFoundError: Nothing of that kind is there.
+        FormatError: The files are damaged, incomplete, or hold something else.
+    """
+    path = Path(path).expanduser()
+    if path.suffix == ".ckpt" and path.is_file():
+        return _lightning_checkpoint(path)
+    if not (path / "config.json").is_file():
+        raise FileNotFoundError(
+            f"`CKPT`: {path} is neither a Hugging Face directory with a config.json nor a "
+            "Lightning .ckpt file."
+        )
+    config = _read_json(path / "config.json")
+    shards = [_shard(file) for file in _weight_files(path)]
+    return Checkpoint(path, config, shards, _companions(path))
+
+
+def _weight_files(path: Path) -> list[Path]:
+    """The files that transformers would read, in its order of preference."""
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        if (path / name).is_file():
+            return [path / name]
+        index = path / f"{name}.index.json"
+        if index.is_file():
+            names = sorted(set(_read_json(index).get("weight_map", {}).values()))
+            if missing := [name for name in names if not (path / name).is_file()]:
+                raise FormatError(f"{index} names files that are not there: {', '.join(missing)}.")
+            if not names:
+                raise FormatError(f"{index} names no files: its `weight_map` is empty.")
+            return [path / name for name in names]
+    raise FileNotFoundError(
+        f"`CKPT`: {path} holds no weights: expected model.safetensors or pytorch_model.bin, or an "
+        "index of their shards."
+    )
+
+
+def _shard(file: Path) -> Shard:
+    num_bytes = file.stat().st_size
+    if file.suffix != ".safetensors":
+        name = file.name.replace("pytorch_model", "model").removesuffix(".bin")
+        return Shard(f"{name}.safetensors", lambda: _load_pickle(file), {}, None, num_bytes)
+    try:
+        with safe_open(file, framework="pt") as opened:
+            metadata, count = opened.metadata() or {}, len(opened.keys())
+    except Exception as error:  # safetensors raises its own error, which is no public class
+        raise FormatError(f"{file} is no complete safetensors file: {error}") from error
+    return Shard(file.name, lambda: load_file(file), metadata, count, num_bytes)
+
+
+def _load_pickle(file: Path) -> dict[str, Any]:
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # damaged archives and refused classes come as many kinds
+        raise FormatError(
+            f"{file} cannot be read with torch.load(weights_only=True), and nothing else is tried, "
+            f"because it could run code: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def _lightning_checkpoint(file: Path) -> Checkpoint:
+    """The Hugging Face model in a checkpoint of `CausalLM`, which stores its configuration."""
+    saved = _load_pickle(file)
+    state, settings = saved.get("state_dict"), saved.get("hyper_parameters", {})
+    config = settings.get("model")
+    if not isinstance(state, dict) or not isinstance(config, dict) or "model_type" not in config:
+        raise FormatError(
+            f"{file} is no checkpoint of mrp_lightning.CausalLM: expected `state_dict` and, in "
+            "`hyper_parameters.model`, a configuration. Save the model with save_pretrained."
+        )
+    tensors = {
+        name.removeprefix("model."): tensor
+        for name, tensor in state.items()
+        if name.startswith("model.")
+    }
+    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    shard = Shard("model.safetensors", lambda: dict(tensors), {}, len(tensors), num_bytes)
+    return Checkpoint(file, config, [shard], [])
+
+
+def _companions(path: Path) -> list[Path]:
+    """All files but the model's; weights only of the further modules of a sentence encoder."""
+    modules = (path / "modules.json").is_file()
+    files = []
+    for file in sorted(path.rglob("*")):
+        relative = file.relative_to(path)
+        hidden = any(part.startswith(".") for part in relative.parts)
+        weights = file.suffix in _WEIGHTS or file.name.endswith(".index.json")
+        replaced = str(relative) in _REPLACED or (weights and (file.parent == path or not modules))
+        if file.is_file() and not hidden and not replaced:
+            files.append(relative)
+    return files
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise FormatError(f"{path} is no JSON file: {error}") from error
+    if not isinstance(content, dict):
+        raise FormatError(f"{path} holds no JSON object.")
+    return content

@@ -1,0 +1,214 @@
+"""Prove that an exported checkpoint computes what its source computes.
+
+Three gates, in this order: the bits of the files, the operator against a more precise product, and
+the logits of the whole model on text.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from export.conversion.checkpoint import Checkpoint, open_checkpoint
+from export.conversion.progress import Track, silently
+from export.conversion.selection import LayerChoice
+from export.conversion.text_parity import TextParity, compare_text, text_failures, text_windows
+from export.packed.format import different_bits, invalid_nibbles, positive_zeros, unpack
+from export.packed.huggingface import load
+from export.packed.layer import Sparse24Linear
+from export.packed.operator import MAX_ERROR_RATIO
+from mrp_lightning.errors import ParityError
+
+_TOKENS = (1, 16)
+"""Inputs of each layer; other kernels run one token than many."""
+_MANY_TOKENS = 256
+"""One more on a CUDA device, where many tokens are another kernel's."""
+
+
+@dataclass(frozen=True)
+class OperatorError:
+    """Frobenius error of a layer's output, relative to a product in higher precision.
+
+    Attributes:
+        name: Of the layer.
+        packed: Of the operator.
+        dense: Of the dense product.
+        bit_equal: Whether the two products have the same bits, as they have on a CPU.
+    """
+
+    name: str
+    packed: float
+    dense: float
+    bit_equal: bool = False
+
+    @property
+    def passes(self) -> bool:
+        """Whether the operator is as exact as it must be; NaN is no error where both give it."""
+        return self.bit_equal or self.packed <= MAX_ERROR_RATIO * self.dense
+
+
+@dataclass
+class Parity:
+    """What was compared, and what failed.
+
+    Attributes:
+        tensors: How many tensors were compared bit by bit.
+        operators: The packed layers, one by one.
+        text: `None` where the model predicts no next token.
+        failures: Empty where the gate is passed.
+    """
+
+    tensors: int = 0
+    operators: list[OperatorError] = field(default_factory=list)
+    text: TextParity | None = None
+    failures: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For the report, with null for NaN and ±inf, which JSON does not have."""
+        return _finite(asdict(self))
+
+    def require(self) -> None:
+        """Refuse an export that failed.
+
+        Raises:
+            ParityError: It lists all failures.
+        """
+        if self.failures:
+            listed = "\n".join(f"  {failure}" for failure in self.failures)
+            raise ParityError(f"The export does not compute what its source computes:\n{listed}")
+
+
+def check_parity(
+    source: Checkpoint,
+    directory: Path,
+    layers: Sequence[LayerChoice],
+    *,
+    text: Sequence[str] = (),
+    device: torch.device | str = "cpu",
+    track: Track = silently,
+) -> Parity:
+    """Compare an exported directory, as it is on disk, with its source.
+
+    A failed gate ends the comparison: what follows could only fail too.
+
+    Args:
+        source: The pruned checkpoint.
+        directory: The exported one.
+        layers: The source's layers.
+        text: Files to compare the logits on; none is the embedded text.
+        device: Where the models run.
+        track: Shows the progress of each comparison.
+    """
+    parity = Parity()
+    parity.failures += _compare_bits(source, directory, layers, parity, track)
+    if parity.failures:
+        return parity
+    model = load(directory)
+    packed = {n: m for n, m in model.named_modules() if isinstance(m, Sparse24Linear)}
+    for name, layer in track(packed.items(), len(packed), "comparing products"):
+        error = operator_error(name, layer, device)
+        parity.operators.append(error)
+        if not error.passes:
+            parity.failures.append(
+                f"{name}: the operator's relative error is {error.packed:.2e}, more than "
+                f"{MAX_ERROR_RATIO} times the {error.dense:.2e} of the dense product"
+            )
+    if not parity.failures and type(model).__name__ in _causal_models():
+        windows, origin = text_windows(source, model, text)
+        parity.text = compare_text(
+            source.load(), model, windows, origin=origin, device=device, track=track
+        )
+        parity.failures += text_failures(parity.text)
+    return parity
+
+
+def _compare_bits(
+    source: Checkpoint,
+    directory: Path,
+    layers: Sequence[LayerChoice],
+    parity: Parity,
+    track: Track,
+) -> list[str]:
+    """Every tensor of the source against what the exported files hold in its place."""
+    choices = {layer.tensor: layer for layer in layers if layer.reason is None}
+    exported = {shard.name: shard for shard in open_checkpoint(directory).shards}
+    failures = [f"{s.name}: the file is missing" for s in source.shards if s.name not in exported]
+    for shard in track(source.shards, len(source.shards), "comparing bits"):
+        stored = exported[shard.name].read() if shard.name in exported else {}
+        for name, tensor in shard.read().items():
+            failures += _compare_tensor(name, tensor, choices.get(name), stored)
+            parity.tensors += 1
+    return failures
+
+
+def _compare_tensor(
+    name: str, tensor: Tensor, layer: LayerChoice | None, stored: dict[str, Tensor]
+) -> list[str]:
+    if name not in stored:
+        return [f"{name}: missing"]
+    found = stored[name]
+    if layer is not None:
+        tensor = positive_zeros(layer.matrix(tensor))[0]
+        meta = stored.get(f"{name}_meta")
+        if meta is None:
+            found = layer.matrix(found)
+        elif count := invalid_nibbles(meta):
+            return [f"{name}_meta: {count} nibbles that no 2:4 weight has"]
+        else:
+            found = unpack(found, meta)
+    if count := different_bits(found, tensor):
+        return [f"{name}: {count} of {tensor.numel()} values have other bits"]
+    return []
+
+
+def operator_error(
+    name: str, layer: Sparse24Linear, device: torch.device | str = "cpu"
+) -> OperatorError:
+    """The packed and the dense product of random inputs against float32, or float64, products.
+
+    Of several numbers of tokens, the one at which the operator is worst.
+    """
+    values = layer.weight.detach().to(device)
+    meta = layer.weight_meta.to(device)
+    counts = (*_TOKENS, _MANY_TOKENS) if values.is_cuda else _TOKENS
+    errors = [_product_error(name, values, meta, tokens) for tokens in counts]
+    return max(errors, key=lambda error: (not error.passes, error.packed / max(error.dense, 1e-30)))
+
+
+def _product_error(name: str, values: Tensor, meta: Tensor, tokens: int) -> OperatorError:
+    higher = torch.float32 if values.dtype.itemsize == 2 else torch.float64
+    dense = unpack(values, meta)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(tokens, dense.shape[1], generator=generator).to(values.device, values.dtype)
+    exact = (x.to(higher) @ dense.to(higher).T).double()
+    scale = exact.norm().clamp_min(torch.finfo(torch.float32).tiny)
+
+    def relative(y: Tensor) -> float:
+        return float((y.double() - exact).norm() / scale)
+
+    found, expected = torch.ops.mrp_lightning.linear24(x, values, meta, None), F.linear(x, dense)
+    return OperatorError(
+        name, relative(found), relative(expected), not different_bits(found, expected)
+    )
+
+
+def _causal_models() -> set[str]:
+    """Names of the classes that predict the next token."""
+    found: set[str] = set()
+    for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        found |= {names} if isinstance(names, str) else set(names)
+    return found
+
+
+def _finite(content: Any) -> Any:
+    if isinstance(content, dict):
+        return {key: _finite(value) for key, value in content.items()}
+    if isinstance(content, list):
+        return [_finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content

@@ -1,0 +1,152 @@
+"""The logits of a model before and after its export, on the same text."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoTokenizer, PreTrainedModel
+
+from export.conversion.checkpoint import Checkpoint
+from export.conversion.progress import Track, silently
+from export.packed.format import different_bits
+from mrp_lightning.errors import DataError
+from mrp_lightning.loop.data_module import TextDataModule
+
+MIN_TOP1_AGREEMENT = 0.995
+MAX_PERPLEXITY_CHANGE = 0.01
+MIN_TOKENS = 4096
+_WINDOW = 512
+_TOKENIZERS = ("tokenizer*", "vocab.*", "*.model")
+
+
+@dataclass(frozen=True)
+class TextParity:
+    """The whole model on the same tokens, before and after.
+
+    Attributes:
+        text: Where the tokens come from.
+        tokens: How many were predicted.
+        top1_agreement: Fraction of positions at which the likeliest token is the same.
+        perplexity_before: Of the pruned model.
+        perplexity_after: Of the exported one.
+        divergence: Mean Kullback-Leibler divergence in nats.
+        max_difference: Of a logit.
+        bit_equal: Whether all logits have the same bits.
+    """
+
+    text: str
+    tokens: int
+    top1_agreement: float
+    perplexity_before: float
+    perplexity_after: float
+    divergence: float
+    max_difference: float
+    bit_equal: bool
+
+
+def text_windows(
+    source: Checkpoint, model: PreTrainedModel, files: Sequence[str]
+) -> tuple[Tensor, str]:
+    """Windows of tokens, and their origin; random tokens for a model without a tokenizer."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    length = min(_WINDOW, positions) if isinstance(positions, int) and positions > 1 else _WINDOW
+    count = math.ceil(MIN_TOKENS / (length - 1))
+    if not any(file for name in _TOKENIZERS for file in source.path.glob(name)):
+        if files:
+            raise DataError(f"`--text` needs a tokenizer, and {source.path} has none.")
+        vocabulary = model.config.get_text_config().vocab_size
+        generator = torch.Generator().manual_seed(0)
+        windows = torch.randint(vocabulary, (count, length), generator=generator)
+        return windows, "random tokens, as the checkpoint has no tokenizer"
+    data = TextDataModule(eval_files=list(files) or None, sequence_length=length)
+    try:
+        data.tokenizer = AutoTokenizer.from_pretrained(source.path)
+    except (ImportError, OSError, ValueError) as error:
+        raise DataError(
+            f"The tokenizer in {source.path} cannot be loaded: {str(error).strip().splitlines()[0]}"
+        ) from error
+    windows = data.evaluation_windows("test")[:count]
+    if len(windows) < count:
+        raise DataError(
+            f"`--text`: the parity gate needs {count} windows of {length} tokens, but the text "
+            f"gives {len(windows)}. Give more text, or none to take the embedded text."
+        )
+    return windows, ", ".join(files) or "Python's standard library (test split)"
+
+
+def compare_text(
+    before: PreTrainedModel,
+    after: PreTrainedModel,
+    windows: Tensor,
+    *,
+    origin: str,
+    device: torch.device | str = "cpu",
+    track: Track = silently,
+) -> TextParity:
+    """Logits of both models on windows (windows, length), one model on the device at a time."""
+    reference = []
+    _move(before, device).eval()
+    for window in track(windows, len(windows), "logits of the source"):
+        reference.append(_logits(before, window, device))
+    _move(before, "cpu")
+    _move(after, device).eval()
+    agreements = []
+    losses_before, losses_after, divergences, differences = [], [], [], []
+    equal = True
+    pairs = zip(windows, reference, strict=True)
+    for window, expected in track(pairs, len(windows), "logits of the export"):
+        found = _logits(after, window, device)
+        equal &= not different_bits(found, expected)
+        p, q = expected.float().log_softmax(-1), found.float().log_softmax(-1)
+        targets = window[1:]
+        agreements.append((p.argmax(-1) == q.argmax(-1)).double())
+        losses_before.append(F.nll_loss(p, targets, reduction="none").double())
+        losses_after.append(F.nll_loss(q, targets, reduction="none").double())
+        divergences.append(F.kl_div(q, p, log_target=True, reduction="none").sum(-1).double())
+        differences.append(float((found.float() - expected.float()).abs().max()))
+    _move(after, "cpu")
+    losses = torch.cat(losses_before)
+    return TextParity(
+        text=origin,
+        tokens=losses.numel(),
+        top1_agreement=float(torch.cat(agreements).mean()),
+        perplexity_before=float(losses.mean().exp()),
+        perplexity_after=float(torch.cat(losses_after).mean().exp()),
+        divergence=float(torch.cat(divergences).mean()),
+        max_difference=max(differences),
+        bit_equal=equal,
+    )
+
+
+def _move(model: nn.Module, device: torch.device | str) -> nn.Module:
+    return model.to(device)  # PreTrainedModel.to has another signature, which says less
+
+
+def _logits(model: PreTrainedModel, window: Tensor, device: torch.device | str) -> Tensor:
+    """Of all tokens but the last (length − 1, vocabulary), in the model's dtype on the CPU."""
+    with torch.inference_mode():
+        output: Any = model(input_ids=window[None].to(device), use_cache=False)
+        return output.logits[0, :-1].cpu()
+
+
+def text_failures(text: TextParity) -> list[str]:
+    """What keeps the export from passing; nothing, where all logits have the same bits."""
+    if text.bit_equal:
+        return []
+    failures = []
+    if not text.top1_agreement >= MIN_TOP1_AGREEMENT:
+        failures.append(
+            f"the likeliest next token agrees at {text.top1_agreement:.2%} of {text.tokens} tokens,"
+            f" less than {MIN_TOP1_AGREEMENT:.1%}"
+        )
+    change = text.perplexity_after - text.perplexity_before
+    if not abs(change) < MAX_PERPLEXITY_CHANGE:
+        failures.append(
+            f"perplexity goes from {text.perplexity_before:.4f} to {text.perplexity_after:.4f}, "
+            f"a change of {MAX_PERPLEXITY_CHANGE} or more"
+        )
+    return failures

@@ -1,0 +1,101 @@
+"""Write a pruned checkpoint packed, or dense, in the shards that it has."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from export.conversion.checkpoint import Checkpoint
+from export.conversion.selection import LayerChoice
+from export.packed.format import FORMAT_VERSION, pack, positive_zeros
+from export.packed.huggingface import QUANT_METHOD
+
+
+def write_packed(
+    source: Checkpoint, directory: Path, layers: Sequence[LayerChoice]
+) -> Iterator[str]:
+    """Write the checkpoint with some weights packed, one shard after the other.
+
+    Args:
+        source: The pruned checkpoint.
+        directory: An existing empty directory.
+        layers: The layers to pack.
+
+    Yields:
+        The name of each layer that was packed.
+    """
+
+    def convert(layer: LayerChoice, tensor: Tensor) -> dict[str, Tensor]:
+        values, meta = pack(layer.matrix(tensor))
+        return {layer.tensor: values, f"{layer.tensor}_meta": meta}
+
+    settings = {
+        "quant_method": QUANT_METHOD,
+        "format_version": FORMAT_VERSION,
+        "modules": [layer.name for layer in layers],
+    }
+    config = source.config | {"quantization_config": settings}
+    yield from _write(source, directory, layers, convert, config)
+
+
+def write_dense(
+    source: Checkpoint, directory: Path, layers: Sequence[LayerChoice]
+) -> Iterator[str]:
+    """Write safetensors with the zeros, all of them positive; see `write_packed`."""
+
+    def convert(layer: LayerChoice, tensor: Tensor) -> dict[str, Tensor]:
+        return {layer.tensor: positive_zeros(tensor)[0]}
+
+    yield from _write(source, directory, layers, convert, source.config)
+
+
+def _write(
+    source: Checkpoint,
+    directory: Path,
+    layers: Sequence[LayerChoice],
+    convert: Callable[[LayerChoice, Tensor], dict[str, Tensor]],
+    config: dict[str, Any],
+) -> Iterator[str]:
+    chosen = {layer.tensor: layer for layer in layers}
+    weight_map: dict[str, str] = {}
+    total = 0
+    for shard in source.shards:
+        tensors: dict[str, Tensor] = {}
+        for name, tensor in shard.read().items():
+            if name in chosen:
+                tensors |= convert(chosen[name], tensor)
+                yield chosen[name].name
+            else:
+                tensors[name] = tensor
+        # An unfinished file is never seen: the directory is moved into place when it is whole.
+        save_file(_unshared(tensors), directory / shard.name, {"format": "pt", **shard.metadata})
+        weight_map |= dict.fromkeys(tensors, shard.name)
+        total += sum(tensor.nbytes for tensor in tensors.values())
+    if len(source.shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        _write_json(directory / "model.safetensors.index.json", index)
+    _write_json(directory / "config.json", config)
+    for companion in source.companions:
+        (directory / companion).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source.path / companion, directory / companion)
+
+
+def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Safetensors refuses tensors that share memory: each but the first is copied."""
+    seen: set[int] = set()
+    result = {}
+    for name, tensor in tensors.items():
+        storage = tensor.untyped_storage()
+        whole = tensor.is_contiguous() and tensor.nbytes == storage.nbytes()
+        shared = storage.data_ptr() in seen
+        seen.add(storage.data_ptr())
+        result[name] = tensor if whole and not shared else tensor.contiguous().clone()
+    return result
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,1 @@
+"""What multiplies with a packed weight on a CUDA device, and what chooses among them."""

@@ -1,0 +1,189 @@
+"""The kernels that the operator can run on a CUDA device, and what each of them refuses.
+
+All of them map (tokens, in) with a packed weight to (tokens, out) and read the packed format;
+only cuSPARSELt needs a form of its own, which `prepare` builds beforehand.
+"""
+
+import functools
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from export.kernels import cusparselt, forms
+from export.packed.format import unpack
+
+FORM = "cusparselt"
+TRITON_DTYPES = (torch.float16, torch.bfloat16)
+LARGEST = 2**31
+"""Triton addresses elements with 32 bits."""
+SOME_TOKENS = 256
+"""The most that the kernel for small batches takes: it decodes a weight anew for every 16 to 64."""
+
+Run = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a kernel is asked for: (tokens, in) times the transpose of (out, in)."""
+
+    tokens: int
+    out_features: int
+    in_features: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A way to multiply with a packed weight.
+
+    Attributes:
+        run: `run(x, values, meta, bias, **config)`.
+        refuse: Why it cannot take a call, or `None`.
+        configs: What is worth measuring; the first is used where nothing was measured.
+    """
+
+    run: Run
+    refuse: Callable[[Call], str | None]
+    configs: tuple[Mapping[str, int], ...] = ({},)
+
+
+@functools.cache
+def triton_missing() -> str | None:
+    """Why Triton cannot be used, or `None`."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed; CUDA builds of torch bring it along"
+    return None
+
+
+def _refuse_triton(call: Call) -> str | None:
+    if reason := triton_missing():
+        return reason
+    if call.device.type != "cuda" and not _interpreting():
+        return f"Triton runs on CUDA devices (or with TRITON_INTERPRET=1), not on {call.device}"
+    if call.dtype not in TRITON_DTYPES:
+        name = str(call.dtype).removeprefix("torch.")
+        return f"the Triton kernels take float16 and bfloat16, not {name}"
+    if call.in_features % 8:
+        return f"in_features {call.in_features} is not a multiple of 8"
+    largest = max(
+        call.out_features * call.in_features,
+        call.tokens * max(call.out_features, call.in_features),
+    )
+    return (
+        f"{largest} elements in one tensor; at most {LARGEST - 1}" if largest >= LARGEST else None
+    )
+
+
+def _refuse_gemv(call: Call) -> str | None:
+    if call.tokens != 1:
+        return f"the matrix-vector kernel takes one token, not {call.tokens}"
+    return _refuse_triton(call)
+
+
+def _refuse_gemm(call: Call) -> str | None:
+    if not call.tokens:
+        return "there are no tokens"
+    if call.tokens > SOME_TOKENS:
+        return f"the kernel for small batches takes at most {SOME_TOKENS} tokens, not {call.tokens}"
+    return _refuse_triton(call)
+
+
+def _refuse_cusparselt(call: Call) -> str | None:
+    if not call.tokens:
+        return "there are no tokens"
+    missing = cusparselt.missing(call.device)
+    return missing or cusparselt.refuse(call.out_features, call.in_features, call.dtype)
+
+
+def _gemv(x: Tensor, values: Tensor, meta: Tensor, bias: Tensor | None, **config: int) -> Tensor:
+    from export.kernels import triton_kernels
+
+    return triton_kernels.gemv(x, values, meta, bias, **config)
+
+
+def _gemm(x: Tensor, values: Tensor, meta: Tensor, bias: Tensor | None, **config: int) -> Tensor:
+    from export.kernels import triton_kernels
+
+    return triton_kernels.gemm(x, values, meta, bias, **config)
+
+
+def _cusparselt(
+    x: Tensor,
+    values: Tensor,
+    meta: Tensor,  # noqa: ARG001  (all kernels are called alike)
+    bias: Tensor | None,
+    **config: int,
+) -> Tensor:
+    compressed = forms.find(values, FORM)
+    if compressed is None:
+        raise RuntimeError("cuSPARSELt was chosen for a weight that was not prepared for it.")
+    return cusparselt.matmul(x, compressed, bias, cusparselt.Algorithm(**config))
+
+
+def _unpack_dense(x: Tensor, values: Tensor, meta: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x, unpacked(values, meta), bias)
+
+
+def unpacked(values: Tensor, meta: Tensor) -> Tensor:
+    """The dense weight: by the Triton kernel where it runs, else by `unpack`."""
+    call = Call(1, values.shape[0], 2 * values.shape[1], values.dtype, values.device)
+    if values.is_cuda and _refuse_triton(call) is None:
+        from export.kernels import triton_kernels
+
+        return triton_kernels.unpack(values, meta)
+    return unpack(values, meta)
+
+
+def _interpreting() -> bool:
+    from export.kernels import triton_kernels
+
+    return triton_kernels.interpreting()
+
+
+KERNELS: dict[str, Kernel] = {
+    "triton-gemv": Kernel(
+        _gemv,
+        _refuse_gemv,
+        tuple(
+            {"rows": rows, "groups": groups}
+            for rows, groups in ((8, 128), (16, 128), (4, 128), (4, 256), (2, 512), (1, 1024))
+        ),
+    ),
+    "triton-gemm": Kernel(
+        _gemm,
+        _refuse_gemm,
+        (
+            *({"rows": 16, "columns": 128, "split": split} for split in (4, 2, 8)),
+            {"rows": 16, "columns": 256, "split": 4},
+            {"rows": 32, "columns": 128, "split": 4},
+            *({"rows": rows, "columns": 128} for rows in (64, 128)),
+            *({"rows": rows, "columns": 256} for rows in (32, 64)),
+            {"rows": 16, "columns": 128, "split": 4, "tokens": 32},
+            *({"rows": rows, "columns": 128, "tokens": 64} for rows in (64, 128)),
+        ),
+    ),
+    "cusparselt": Kernel(_cusparselt, _refuse_cusparselt),
+    "unpack-dense": Kernel(_unpack_dense, lambda _: None),
+}
+
+
+def prepare(weight: Tensor, meta: Tensor) -> str | None:
+    """Build the cuSPARSELt form of a packed weight, or say why there is none."""
+    out_features, in_features = weight.shape[0], 2 * weight.shape[1]
+    call = Call(1, out_features, in_features, weight.dtype, weight.device)
+    if reason := _refuse_cusparselt(call):
+        return reason
+    forms.keep(weight, FORM, cusparselt.compress(unpacked(weight, meta)))
+    return None
+
+
+def with_config(name: str, config: Mapping[str, Any]) -> Run:
+    """A kernel's `run` with its configuration bound."""
+    run = KERNELS[name].run
+    return functools.partial(run, **config) if config else run

@@ -1,0 +1,148 @@
+"""The measured table: how long each kernel took on this device, by shape and number of tokens."""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from export.kernels import cusparselt
+from mrp_lightning.errors import DataError
+
+VERSION = 1
+STORED_DENSE = "stored dense"
+"""The baseline: the same pruned weight kept as an ordinary matrix. No kernel has this name."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One kernel on one problem.
+
+    Attributes:
+        dtype: As torch prints it, without `torch.`.
+        tokens: Rows of the input.
+        kernel: A key of `KERNELS`, or `STORED_DENSE`.
+        config: The best configuration of the kernel.
+        microseconds: Median of the repeats.
+        low: 20th percentile, microseconds.
+        high: 80th percentile, microseconds.
+    """
+
+    out_features: int
+    in_features: int
+    dtype: str
+    tokens: int
+    kernel: str
+    config: Mapping[str, int]
+    microseconds: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A kernel that could not be measured on one problem, and why."""
+
+    out_features: int
+    in_features: int
+    dtype: str
+    tokens: int
+    kernel: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """Measurements of one environment: a device and the versions of the libraries."""
+
+    environment: Mapping[str, Any]
+    measurements: tuple[Measurement, ...] = field(default=())
+
+    def at(
+        self, tokens: int, out_features: int, in_features: int, dtype: torch.dtype
+    ) -> list[Measurement]:
+        """What was measured for a shape at the nearest number of tokens, the fastest first.
+
+        Nearest by ratio, and within a factor of two: else nothing is known. One token is a problem
+        of its own, for which no other number of tokens stands in.
+        """
+        name = str(dtype).removeprefix("torch.")
+        same = [
+            m
+            for m in self.measurements
+            if (m.out_features, m.in_features, m.dtype) == (out_features, in_features, name)
+            and (m.tokens == 1) == (tokens == 1)
+            and m.tokens <= 2 * tokens <= 4 * m.tokens
+        ]
+        if not same:
+            return []
+        nearest = min({m.tokens for m in same}, key=lambda n: (max(n, tokens) / min(n, tokens), n))
+        return sorted((m for m in same if m.tokens == nearest), key=lambda m: m.microseconds)
+
+    def merged(self, measurements: Iterable[Measurement]) -> "Table":
+        """This table with newer measurements in the place of older ones of the same problem."""
+
+        def problem(m: Measurement) -> tuple[int, int, str, int]:
+            return m.out_features, m.in_features, m.dtype, m.tokens
+
+        new = tuple(measurements)
+        measured = {problem(m) for m in new}
+        kept = tuple(m for m in self.measurements if problem(m) not in measured)
+        return Table(self.environment, kept + new)
+
+    def save(self, path: Path) -> None:
+        """Write JSON; an interrupted write leaves the old file."""
+        content = {"version": VERSION, **asdict(self)}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+        partial.write_text(json.dumps(content, indent=1))
+        partial.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> "Table":
+        """Read what `save` wrote.
+
+        Raises:
+            DataError: The file is no such table.
+        """
+        try:
+            content = json.loads(path.read_text())
+            if content["version"] != VERSION:
+                raise DataError(
+                    f"{path} is a table of version {content['version']}, not {VERSION}. "
+                    "Delete it and measure again."
+                )
+            measurements = tuple(Measurement(**m) for m in content["measurements"])
+            return cls(content["environment"], measurements)
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise DataError(
+                f"{path} is not a table of measurements ({error}). Delete it and measure again."
+            ) from error
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """What measurements depend on: the device and the versions of what runs there."""
+    found: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda}
+    if device.type == "cuda":
+        found["device"] = torch.cuda.get_device_name(device)
+        found["cusparselt"] = cusparselt.version()
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            found["triton"] = version("triton")
+        except PackageNotFoundError:
+            found["triton"] = None
+    else:
+        found["device"] = device.type
+    return found
+
+
+def cache_path(environment: Mapping[str, Any]) -> Path:
+    """Where the table of an environment is kept; `XDG_CACHE_HOME` moves it."""
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    digest = hashlib.sha256(json.dumps(environment, sort_keys=True).encode()).hexdigest()[:12]
+    return root / "mrp-lightning" / f"sparse24-{digest}.json"

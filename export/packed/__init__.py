@@ -1,0 +1,1 @@
+"""Zeros → a packed format, on disk and in a module."""

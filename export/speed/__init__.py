@@ -1,0 +1,1 @@
+"""How fast kernels, layers and models are."""

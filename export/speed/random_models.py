@@ -1,0 +1,67 @@
+"""Models of published shapes with random 2:4 weights, for measurements without a checkpoint."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from export.packed.format import why_not_packable
+from export.speed.tuning import random_24
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama2-7b": {
+        "model_type": "llama",
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 16384,
+    },
+    "llama3-8b": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 16384,
+    },
+    "opt-6.7b": {
+        "model_type": "opt",
+        "vocab_size": 50272,
+        "hidden_size": 4096,
+        "word_embed_proj_dim": 4096,
+        "ffn_dim": 16384,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 16384,
+    },
+}
+"""Shapes of published models; room for positions is larger, so that long prompts can be timed."""
+
+
+@torch.no_grad()
+def random_model(shape: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """A model of a published shape with random weights, 2:4 in all linear layers but the head."""
+    options = dict(SHAPES[shape])
+    config = AutoConfig.for_model(options.pop("model_type"), **options)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    for layer in prunable(model).values():
+        layer.weight.copy_(random_24(layer.out_features, layer.in_features, dtype, device))
+    return model
+
+
+def prunable(model: PreTrainedModel) -> dict[str, nn.Linear]:
+    """The linear layers that have a packed form, without the output head."""
+    head = model.get_output_embeddings()
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and module is not head
+        and why_not_packable(module.weight.shape) is None
+    }

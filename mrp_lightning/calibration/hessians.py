@@ -1,0 +1,193 @@
+"""Collecting the Hessians of layers while the model runs."""
+
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from mrp_lightning.calibration.experts import one_by_one
+from mrp_lightning.calibration.padding import Padding
+from mrp_lightning.calibration.products import Products
+from mrp_lightning.solver.hessian import HessianAccumulator
+from mrp_lightning.targets.layers import Expert, Layer
+
+
+@dataclass(eq=False)
+class InputGroup:
+    """Layers that are fed the very same tensor (q, k, v; gate, up), and so share a Hessian.
+
+    Attributes:
+        layers: In the order in which they are called. The first one's input is accumulated.
+        accumulator: Of that input.
+        since: Number of the batch in which the group was first seen.
+        calls: How often each layer was called in the current batch.
+    """
+
+    layers: list[Layer]
+    accumulator: HessianAccumulator
+    since: int
+    calls: dict[int, int] = field(default_factory=dict)
+
+
+class InputsDiffer(Exception):  # noqa: N818 (a message between two parts of the walk, not an error)
+    """Layers that shared an input in one batch do not in another."""
+
+
+class Calibration:
+    """Accumulates 2·XᵀX over the tokens that each layer sees.
+
+    Which layers share an input is found in the first batch and checked in all others. A weight that
+    is used without calling its module (Mamba's `dt_proj.weight @ x`) is calibrated by the products
+    that it takes part in.
+
+    Args:
+        layers: The layers to watch.
+        padding: What tells tokens from padding.
+        share: Whether layers with one input may share a Hessian.
+        pooled: Experts that are not among the layers, whose inputs only count in `pools`.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        padding: Padding,
+        *,
+        share: bool = True,
+        pooled: Sequence[Expert] = (),
+    ) -> None:
+        self.layers = list(layers)
+        self.groups: list[InputGroup] = []
+        self._padding = padding
+        self._share = share
+        self._group_of: dict[int, InputGroup] = {}
+        self._seen: dict[Hashable, tuple[Tensor, InputGroup]] = {}
+        self._inside: set[int] = set()
+        self._pooled = list(pooled)
+        self._mine = {layer.key: layer for layer in self.layers if isinstance(layer, Expert)}
+        self._pools = {e.siblings: HessianAccumulator(e.columns, e.name) for e in self._pooled}
+        self._rows: dict[Hashable, Tensor | None] = {}  # by expert, which are tokens
+        self._batch = 0
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Watch the layers in this context."""
+        with ExitStack() as stack:
+            stack.callback(self._seen.clear)
+            experts = [layer for layer in self.layers if isinstance(layer, Expert)]
+            for layer in self.layers:
+                if isinstance(layer, Expert):
+                    continue
+                module = layer.module
+                before = module.register_forward_pre_hook(self._enter(layer), with_kwargs=True)
+                stack.callback(before.remove)
+                after = module.register_forward_hook(self._leave(layer), always_call=True)
+                stack.callback(after.remove)
+            stack.enter_context(self._padding.follow([layer.module for layer in self.layers]))
+            stack.enter_context(one_by_one(experts))
+            # Which rows of an expert are tokens is seen at its first matrix, pruned or not.
+            given = {id(layer): layer for layer in self.layers}
+            keys = {layer.key for layer in self.layers}
+            others = [*self._pooled, *(e.first for e in (*experts, *self._pooled))]
+            for expert in others:
+                if expert.key not in keys:
+                    keys.add(expert.key)
+                    given[id(expert)] = expert
+            stack.enter_context(Products(list(given.values()), self._multiplied))
+            yield
+
+    def end_batch(self) -> None:
+        """Check the groups and forget the tensors of a batch.
+
+        Raises:
+            InputsDiffer: A group's layers were not called equally often.
+        """
+        self._seen.clear()
+        self._rows.clear()
+        self._inside.clear()
+        self._batch += 1
+        for group in self.groups:
+            counts = {group.calls.get(id(layer), 0) for layer in group.layers}
+            group.calls.clear()
+            if len(counts) > 1:
+                raise InputsDiffer
+
+    @property
+    def not_called(self) -> list[Layer]:
+        """Layers that no batch reached."""
+        return [layer for layer in self.layers if id(layer) not in self._group_of]
+
+    def _enter(self, layer: Layer) -> Any:
+        def pre(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._inside.add(id(layer))
+            x = args[0] if args else kwargs[next(iter(kwargs))]
+            # The version tells a tensor that was changed in place between two layers.
+            key = (id(x), 0 if x.is_inference() else x._version, layer.reading)
+            self._visit(layer, x, key)
+
+        return pre
+
+    def _leave(self, layer: Layer) -> Any:
+        return lambda *_: self._inside.discard(id(layer))
+
+    def _multiplied(self, layer: Layer, x: Tensor) -> None:
+        if isinstance(layer, Expert):
+            self._routed(layer, x)
+        elif id(layer) not in self._inside:
+            self._visit(layer, x, None)
+
+    def _routed(self, expert: Expert, x: Tensor) -> None:
+        """An expert's matrix was given rows; its second one gets those of the first, in order."""
+        of = (id(expert.module), expert.index)
+        if expert.stack == expert.first.stack:
+            self._rows[of] = self._padding.rows(x, expert.module, expert.name)
+        rows = self._rows[of]
+        tokens = x if rows is None else x.reshape(rows.numel(), -1)[rows]
+        if not tokens.numel():
+            return
+        if expert.key in self._mine:
+            self._count(self._mine[expert.key], tokens)
+        elif expert.siblings in self._pools:
+            self._pools[expert.siblings].update(tokens)
+
+    def _count(self, expert: Expert, tokens: Tensor) -> None:
+        if id(expert) not in self._group_of:
+            self._join(expert, None)
+        self._group_of[id(expert)].accumulator.update(tokens)
+
+    def pools(self) -> dict[Hashable, HessianAccumulator]:
+        """By matrix, the inputs of all experts, by which experts with few tokens are helped."""
+        pools = dict(self._pools)
+        for group in self.groups:
+            for expert in group.layers:
+                if isinstance(expert, Expert):
+                    pool = pools.get(expert.siblings)
+                    if pool is None:
+                        pool = HessianAccumulator(expert.columns, expert.name)
+                        pools[expert.siblings] = pool
+                    pool.merge(group.accumulator)
+        return pools
+
+    def _visit(self, layer: Layer, x: Tensor, key: Hashable) -> None:
+        group = self._group_of.get(id(layer))
+        if group is None:
+            group = self._join(layer, key)
+        group.calls[id(layer)] = group.calls.get(id(layer), 0) + 1
+        if layer is group.layers[0]:
+            if key is not None:
+                self._seen[key] = (x, group)
+            tokens = self._padding.tokens(layer.inputs(x), layer.module, layer.name)
+            if tokens.numel():
+                group.accumulator.update(tokens)
+        elif self._seen.get(key, (None, None))[1] is not group:
+            raise InputsDiffer
+
+    def _join(self, layer: Layer, key: Hashable) -> InputGroup:
+        _, group = self._seen.get(key, (None, None))
+        if group is None or not self._share or group.since != self._batch:
+            group = InputGroup([], HessianAccumulator(layer.columns, layer.name), self._batch)
+            self.groups.append(group)
+        group.layers.append(layer)
+        self._group_of[id(layer)] = group
+        return group

@@ -1,0 +1,246 @@
+"""Running the blocks of a model one at a time, each on the outputs of those before it.
+
+Every block is run by the model's own forward, so it gets the arguments that the model computes for
+it: attention masks and rotary tables differ between the blocks of one model. `Inject` replaces the
+blocks before it by stubs and feeds it its stored input; `Rerun` runs them again.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mrp_lightning.targets.blocks import Block
+
+
+class StopForward(BaseException):
+    """Ends a forward early. Not an Exception, so that models do not catch it."""
+
+
+def run_until_stop(run: Callable[[Any], Any], batch: Any) -> None:
+    """Run the model on one batch, to the end or to the stop."""
+    with suppress(StopForward):
+        run(batch)
+
+
+class Walk(ABC):
+    """A way to run one block on all calibration batches.
+
+    Args:
+        run: Runs the model's forward on one batch.
+        batches: The calibration batches.
+        blocks: In the order in which the model calls them.
+    """
+
+    name: str
+
+    def __init__(
+        self, run: Callable[[Any], Any], batches: Sequence[Any], blocks: Sequence[Block]
+    ) -> None:
+        self.run, self.batches, self.blocks = run, batches, list(blocks)
+
+    @abstractmethod
+    def visit(self, k: int) -> Iterator[int]:
+        """Run block k on each batch, on the outputs of the blocks before it as they are now.
+
+        Yields:
+            The number of the batch, after it ran.
+        """
+
+    def advance(self, k: int) -> Iterator[int]:  # noqa: ARG002
+        """Make the outputs of block k, as it is now, the inputs of the next."""
+        yield from ()
+
+    @abstractmethod
+    def output(self, k: int, i: int) -> Any:
+        """What block k returns for batch i, `None` if the batch does not reach it."""
+
+
+class WholeModel(Walk):
+    """One step: the whole forward. For models and layers without blocks."""
+
+    name = "whole model"
+
+    def visit(self, k: int) -> Iterator[int]:  # noqa: ARG002
+        """Run each batch to the end."""
+        for i, batch in enumerate(self.batches):
+            self.run(batch)
+            yield i
+
+    def output(self, k: int, i: int) -> Any:  # noqa: ARG002
+        """What the forward returns."""
+        return self.run(self.batches[i])
+
+
+class Rerun(Walk):
+    """Run the model up to block k. Right for every model, at the price of a forward a block."""
+
+    name = "rerun"
+
+    def visit(self, k: int) -> Iterator[int]:
+        """Run each batch from the start, stop after block k."""
+        for i in range(len(self.batches)):
+            self.output(k, i)
+            yield i
+
+    def output(self, k: int, i: int) -> Any:
+        """What block k returns."""
+        out: list[Any] = []
+
+        def post(_: nn.Module, __: Any, output: Any) -> None:
+            out.append(output)
+            raise StopForward
+
+        handle = self.blocks[k].module.register_forward_hook(post)
+        try:
+            run_until_stop(self.run, self.batches[i])
+        finally:
+            handle.remove()
+        return out[0] if out else None
+
+
+class Inject(Walk):
+    """Run the model's forward with stubs for the blocks before k, and k's stored input put in.
+
+    A stub returns what it is given, except at the end of a chain that is over (an encoder, when
+    the decoder is walked): there it returns the chain's stored output.
+
+    Args:
+        run: Runs the model's forward on one batch.
+        batches: The calibration batches.
+        blocks: In the order in which the model calls them.
+        containers: How each block returns its hidden state.
+        store: Where hidden states are kept; `None` leaves them where they are made.
+    """
+
+    name = "inject"
+
+    def __init__(
+        self,
+        run: Callable[[Any], Any],
+        batches: Sequence[Any],
+        blocks: Sequence[Block],
+        containers: Sequence["Container | None"],
+        store: torch.device | None = None,
+    ) -> None:
+        super().__init__(run, batches, blocks)
+        self.containers = containers
+        self.store = store
+        # The input of the current block by batch; None is the model's own.
+        self.hidden: list[Tensor | None] = [None] * len(batches)
+        self.ends: dict[int, list[Tensor | None]] = {}  # by the last block of a finished chain
+
+    def visit(self, k: int) -> Iterator[int]:
+        """Run block k on each batch's stored input."""
+        for i in range(len(self.batches)):
+            self.output(k, i)
+            yield i
+
+    def advance(self, k: int) -> Iterator[int]:
+        """Store the outputs of block k in place of its inputs."""
+        for i in range(len(self.batches)):
+            output = self.output(k, i)
+            if output is not None:
+                hidden = hidden_of(output).detach()
+                self.hidden[i] = hidden if self.store is None else hidden.to(self.store)
+            yield i
+        if k + 1 < len(self.blocks) and self.blocks[k + 1].chain != self.blocks[k].chain:
+            self.ends[k] = self.hidden
+            self.hidden = [None] * len(self.batches)
+
+    def output(self, k: int, i: int) -> Any:
+        """What block k returns for its stored input."""
+        out: list[Any] = []
+        stored = self.hidden[i]
+
+        def pre(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if stored is None:
+                return None
+            place, own = hidden_input(args, kwargs)
+            # A copy: blocks may add to their input in place.
+            return replace_input(args, kwargs, place, stored.to(own.device, copy=True))
+
+        def post(_: nn.Module, __: Any, output: Any) -> None:
+            out.append(output)
+            raise StopForward
+
+        block = self.blocks[k].module
+        with ExitStack() as stack:
+            stack.enter_context(self._stubs(k, i))
+            # First, so that all other hooks see the stored input.
+            before = block.register_forward_pre_hook(pre, with_kwargs=True, prepend=True)
+            stack.callback(before.remove)
+            stack.callback(block.register_forward_hook(post).remove)
+            run_until_stop(self.run, self.batches[i])
+        return out[0] if out else None
+
+    @contextmanager
+    def _stubs(self, k: int, i: int) -> Iterator[None]:
+        """Give the blocks before k a `forward` that does nothing."""
+        stubbed = [block.module for block in self.blocks[:k]]
+        saved = [module.__dict__.get("forward") for module in stubbed]
+        try:
+            for j, module in enumerate(stubbed):
+                end = self.ends[j][i] if j in self.ends else None
+                module.forward = _stub(self.containers[j], end)
+            yield
+        finally:
+            for module, forward in zip(stubbed, saved, strict=True):
+                if forward is None:
+                    module.__dict__.pop("forward", None)
+                else:
+                    module.forward = forward
+
+
+@dataclass(frozen=True)
+class Container:
+    """A tuple or list with the hidden state first."""
+
+    kind: type
+    length: int
+
+
+def _stub(container: Container | None, end: Tensor | None) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        _, hidden = hidden_input(args, kwargs)
+        if end is not None:
+            hidden = end.to(hidden.device)
+        if container is None:
+            return hidden
+        return container.kind([hidden, *[None] * (container.length - 1)])
+
+    return forward
+
+
+def hidden_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str, Tensor]:
+    """Where a block takes its hidden state, and that state."""
+    if args and isinstance(args[0], Tensor):
+        return 0, args[0]
+    if isinstance(kwargs.get("hidden_states"), Tensor):
+        return "hidden_states", kwargs["hidden_states"]
+    places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    for place, value in places:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return place, value
+    raise TypeError("the block is given no tensor")
+
+
+def replace_input(
+    args: tuple[Any, ...], kwargs: dict[str, Any], place: int | str, hidden: Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with another hidden state."""
+    if isinstance(place, int):
+        return (*args[:place], hidden, *args[place + 1 :]), kwargs
+    return args, {**kwargs, place: hidden}
+
+
+def hidden_of(output: Any) -> Tensor:
+    """The hidden state in what a block returns."""
+    hidden = output[0] if isinstance(output, tuple | list) else output
+    if not isinstance(hidden, Tensor):
+        raise TypeError(f"the block returns a {type(output).__name__}")
+    return hidden

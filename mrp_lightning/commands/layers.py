@@ -1,0 +1,296 @@
+"""`python -m mrp_lightning layers`: what would be pruned, before any work.
+
+The model is built from its configuration on the meta device: no weights are read or allocated, so
+that a model of any size is listed in seconds. Blocks and layers are those of the callback's plan.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModel, AutoModelForCausalLM
+
+from mrp_lightning.errors import OptionError
+from mrp_lightning.models.loading import load_config
+from mrp_lightning.solver.patterns import SemiStructured, Unstructured, make_pattern
+from mrp_lightning.targets.layers import is_linear
+from mrp_lightning.targets.plan import Plan, make_plan
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class PlannedLayer:
+    """A layer that would be pruned.
+
+    Attributes:
+        name: As in the checkpoint.
+        kind: Class of the module that holds the weight.
+        shape: Rows (output features) and columns (input features).
+        parameters: Weights in it.
+        block: The block it stands in, `None` outside the blocks.
+    """
+
+    name: str
+    kind: str
+    shape: list[int]
+    parameters: int
+    block: str | None
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A weight of two or more dimensions that would stay dense, and why."""
+
+    name: str
+    shape: list[int]
+    parameters: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What `layers --json` prints.
+
+    Attributes:
+        model: What was asked for.
+        model_class: The class that was built.
+        pattern: What the layers would be pruned to; `None` if not given.
+        quantization: How the checkpoint is quantized, `None` for a dense one. `predict` needs dense
+            weights.
+        blocks: Names and classes of the repeated blocks.
+        layers: What would be pruned, in the order of the model.
+        skipped: What would stay dense.
+        totals: `layers`, `parameters` (in them), `removed` (of those, to the pattern),
+            `model_parameters`, `fraction_of_model` (parameters / model_parameters), `skipped`
+            (parameters in the weights left out) and `vectors` (norms, biases). What is tied counts
+            once.
+        format_version: Raised when a key changes its meaning.
+    """
+
+    model: str
+    model_class: str
+    pattern: str | None
+    quantization: str | None
+    blocks: list[dict[str, str]]
+    layers: list[PlannedLayer]
+    skipped: list[LeftOut]
+    totals: dict[str, Any]
+    format_version: int = FORMAT_VERSION
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Print the listing as a table, or as JSON."""
+    options = _parser().parse_args(args)
+    pattern = None
+    if options.pattern is not None or options.sparsity is not None:
+        pattern = make_pattern(options.sparsity, options.pattern)
+    model = build_without_weights(
+        options.model, revision=options.revision, trust_remote_code=options.trust_remote_code
+    )
+    listing = list_layers(
+        model,
+        options.model,
+        pattern,
+        targets=options.targets,
+        ignore=options.ignore,
+        blocks=options.blocks,
+        skip_indivisible=options.skip_indivisible,
+    )
+    if options.json:
+        sys.stdout.write(json.dumps(asdict(listing), indent=2) + "\n")
+    else:
+        print_listing(listing)
+
+
+def build_without_weights(source: str, **hub: Any) -> nn.Module:
+    """The model of a directory or hub id on the meta device, as the class that its config names.
+
+    Args:
+        source: Directory or hub id. Of its files only the configuration is read.
+        **hub: `revision` and `trust_remote_code`.
+
+    Raises:
+        FileNotFoundError: It is neither.
+        OptionError: transformers cannot build it.
+    """
+    try:
+        config = load_config(source, **hub)
+        named = (config.architectures or [""])[0]
+        with torch.device("meta"):
+            if hasattr(transformers, named):
+                model: nn.Module = getattr(transformers, named)(config)
+                return model
+            remote = "AutoModelForCausalLM" in getattr(config, "auto_map", {})
+            is_causal = remote or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+            auto = AutoModelForCausalLM if is_causal else AutoModel
+            trust = {"trust_remote_code": hub.get("trust_remote_code", False)}
+            return auto.from_config(config, **trust)
+    except ValueError as error:  # an unknown model type, code that is not trusted
+        raise OptionError(f"`--model` {source}: {error}") from error
+
+
+def list_layers(
+    model: nn.Module,
+    source: str,
+    pattern: Unstructured | SemiStructured | None,
+    **choices: Any,
+) -> Listing:
+    """What `make_plan` would prune of a model, and all else that it holds.
+
+    Args:
+        model: On any device.
+        source: Where it comes from.
+        pattern: What to prune to; `None` is any.
+        **choices: `targets`, `ignore`, `blocks`, `skip_indivisible`; see `make_plan`.
+
+    Raises:
+        TargetError: See `make_plan`.
+        PatternError: See `make_plan`.
+    """
+    fits_all = Unstructured(0.5)
+    plan = make_plan(model, pattern or fits_all, allow_meta=True, **choices)
+    layers = _planned(plan)
+    skipped = _left_out(model, plan)
+    pruned = sum(layer.parameters for layer in layers)
+    vectors = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim < 2)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    config = getattr(model, "config", None)
+    return Listing(
+        model=source,
+        model_class=type(model).__name__,
+        pattern=None if pattern is None else str(pattern),
+        quantization=_quantization(config),
+        blocks=[{"name": b.name, "class": type(b.module).__name__} for b in plan.blocks],
+        layers=layers,
+        skipped=skipped,
+        totals={
+            "layers": len(layers),
+            "parameters": pruned,
+            "removed": None if pattern is None else round(pruned * pattern.sparsity),
+            "model_parameters": total,
+            "fraction_of_model": pruned / total,
+            "skipped": total - pruned - vectors,
+            "vectors": vectors,
+        },
+    )
+
+
+def print_listing(listing: Listing) -> None:
+    """The listing as tables, in which blocks that are alike share a row."""
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    classes = sorted({block["class"] for block in listing.blocks})
+    where = f"{len(listing.blocks)} blocks ({', '.join(classes)})" if classes else "no blocks"
+    what = "pruned" if listing.pattern is None else f"pruned to {listing.pattern}"
+    console.print(f"{listing.model}: {listing.model_class}, {where}", highlight=False)
+    table = Table(title=f"Would be {what}", title_justify="left")
+    for column in ("name", "kind", "rows × columns"):
+        table.add_column(column, overflow="fold")
+    for column in ("layers", "parameters"):
+        table.add_column(column, justify="right")
+    for (name, kind, shape), rows in _alike(listing.layers, "kind").items():
+        table.add_row(name, kind, shape, f"{len(rows)}", f"{sum(r.parameters for r in rows):,}")
+    console.print(table)
+    if listing.skipped:
+        table = Table(title="Would stay dense", title_justify="left")
+        for column in ("name", "why", "shape"):
+            table.add_column(column, overflow="fold")
+        for column in ("weights", "parameters"):
+            table.add_column(column, justify="right")
+        for (name, why, shape), left in _alike(listing.skipped, "reason").items():
+            table.add_row(name, why, shape, f"{len(left)}", f"{sum(r.parameters for r in left):,}")
+        console.print(table)
+    totals = listing.totals
+    console.print(
+        f"{totals['layers']} layers with {totals['parameters']:,} of {totals['model_parameters']:,}"
+        f" parameters ({totals['fraction_of_model']:.1%})"
+        + ("." if totals["removed"] is None else f"; {totals['removed']:,} would be removed."),
+        highlight=False,
+    )
+    if listing.quantization:
+        console.print(
+            f"The checkpoint is quantized ({listing.quantization}): predict needs dense weights."
+        )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m mrp_lightning layers",
+        description="List what would be pruned and what would stay dense, and why. No weights are "
+        "needed: of the model only the configuration is read.",
+    )
+    parser.add_argument("--model", required=True, help="a model directory or a hub id")
+    amount = parser.add_mutually_exclusive_group()
+    amount.add_argument("--pattern", help="N:M, as for the callback")
+    amount.add_argument("--sparsity", type=float, help="fraction of the weights, as there")
+    for name in ("targets", "ignore", "blocks"):
+        parser.add_argument(f"--{name}", nargs="+", metavar="NAME", help="as for the callback")
+    parser.add_argument("--skip-indivisible", action="store_true", help="as for the callback")
+    parser.add_argument("--revision", help="branch, tag or commit on the hub")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the model's own code")
+    parser.add_argument("--json", action="store_true", help="print every layer as JSON")
+    return parser
+
+
+def _planned(plan: Plan) -> list[PlannedLayer]:
+    places = [(block.name, layer) for block in plan.blocks for layer in plan.layers[block.name]]
+    rows = []
+    for block, layer in [*places, *((None, layer) for layer in plan.outside)]:
+        shape = list(layer.weight.shape)
+        kind = type(layer.module).__name__
+        rows.append(PlannedLayer(layer.name, kind, shape, shape[0] * shape[1], block))
+    return rows
+
+
+def _left_out(model: nn.Module, plan: Plan) -> list[LeftOut]:
+    """The plan's reasons, and all other weights of two or more dimensions."""
+    pruned = {id(layer.parameter) for layers in plan.layers.values() for layer in layers}
+    pruned |= {id(layer.parameter) for layer in plan.outside}
+    reasons = {skipped.name: skipped.reason for skipped in plan.skipped}
+    inside = {id(module) for block in plan.blocks for module in block.module.modules()}
+    rows = []
+    first: dict[int, str] = {}
+    for name, module in model.named_modules():
+        for weight, parameter in module.named_parameters(prefix=name, recurse=False):
+            reason = reasons.get(name) or reasons.get(weight)
+            if parameter.ndim < 2 or (id(parameter) in pruned and reason is None):
+                continue
+            if first.setdefault(id(parameter), weight) != weight:
+                reason = reason or f"tied to {first[id(parameter)]}"
+            elif reason is None and weight.endswith("bias"):
+                reason = "a bias of each expert"
+            elif reason is None and not is_linear(module):
+                reason = f"{type(module).__name__} is not a linear layer"
+            elif reason is None:
+                chosen = "left out by `targets` or `ignore`"
+                outside = "outside the blocks; `targets` can name it"
+                reason = chosen if id(module) in inside else outside
+            rows.append(LeftOut(weight, list(parameter.shape), parameter.numel(), reason))
+    return rows
+
+
+def _quantization(config: Any) -> str | None:
+    quantization = getattr(config, "quantization_config", None)
+    if not quantization:
+        return None
+    settings = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    return str(settings.get("quant_method", "unknown method"))
+
+
+def _alike(rows: Iterable[Any], key: str) -> dict[tuple[str, str, str], list[Any]]:
+    """Rows by name without numbers, by what `key` says, and by shape."""
+    groups: dict[tuple[str, str, str], list[Any]] = {}
+    for row in rows:
+        name = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", row.name)
+        shape = " × ".join(map(str, row.shape))
+        groups.setdefault((name, getattr(row, key), shape), []).append(row)
+    return groups

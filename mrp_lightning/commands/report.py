@@ -1,0 +1,47 @@
+"""`python -m mrp_lightning report`: one HTML page about a run, or about all runs in a directory."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from mrp_lightning.experiments.page.runs import find_runs
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Write the page, and say where it is."""
+    options = _parser().parse_args(args)
+    out = options.out or options.run_dir / "report.html"
+    runs = find_runs(options.run_dir)
+    try:
+        from mrp_lightning.experiments.page.page import make_page
+        from mrp_lightning.experiments.page.write import check_out, figures_directory, write_page
+    except ImportError as error:
+        if error.name is None or error.name.split(".")[0] not in ("matplotlib", "jinja2"):
+            raise
+        sys.stderr.write(
+            f"error: `report` needs {error.name}: pip install 'mrp-lightning[report]'\n"
+        )
+        raise SystemExit(2) from error
+    check_out(out, overwrite=options.overwrite)
+    page = make_page(runs, options.run_dir.resolve().name, options.title)
+    write_page(page, out, overwrite=options.overwrite)
+    where = f", figures in {figures_directory(out)}" if page.drawings else ""
+    num = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
+    sys.stdout.write(f"{num}: {out}{where}\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m mrp_lightning report",
+        description="Write one HTML page, which needs no other file, about the runs in a directory "
+        "and beneath it: pruning_report.json, evaluation.json. The figures are written as PNG "
+        "files beside it.",
+    )
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="a run, or many")
+    parser.add_argument("--out", type=Path, help="the page (default: RUN_DIR/report.html)")
+    parser.add_argument("--title", help="its heading")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace --out even if it is no report"
+    )
+    return parser

@@ -1,0 +1,174 @@
+"""`python -m mrp_lightning zeroshot`: run lm-eval's tasks on a checkpoint and keep the results."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from mrp_lightning.environment import device_named
+from mrp_lightning.errors import OptionError
+from mrp_lightning.evaluation.records import BY_LENGTH, NAME, Figures, mean_accuracy, read, record
+from mrp_lightning.evaluation.zeroshot import PAPER_TASKS, evaluate, load_tasks, summarize
+from mrp_lightning.loop.causal_lm import CausalLM
+from mrp_lightning.models.loading import load_config
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Evaluate, print a table, and write the results."""
+    options = _parser().parse_args(args)
+    device = device_named(options.device)
+    if options.out is not None:
+        _check_writable(options.out)
+    if (Path(options.model).expanduser() / NAME).exists():
+        read(Path(options.model).expanduser())  # what cannot be read cannot be added to
+    hub = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
+    load_config(options.model, **hub)
+    tasks = load_tasks(
+        options.tasks, include_path=options.include_path, num_fewshot=options.num_fewshot
+    )
+    model = CausalLM(options.model, dtype=options.dtype, **hub).to(device)
+    results = evaluate(model, tasks, batch_size=options.batch_size, limit=options.limit)
+    summary = summarize(results)
+    print_results(options.model, summary)
+    for line in _write(options, results, summary):
+        sys.stdout.write(f"{line}\n")
+
+
+def print_results(model: str, zeroshot: Mapping[str, Figures]) -> None:
+    """Every metric with its standard error, and the mean of the accuracies."""
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    table = Table(title=model, title_justify="left")
+    table.add_column("task", overflow="fold")
+    for column in ("samples", "shots"):
+        table.add_column(column, justify="right")
+    table.add_column("metric")
+    for column in ("value", "± standard error"):
+        table.add_column(column, justify="right")
+    for task, figures in zeroshot.items():
+        sizes = [_number(figures.get(key), ",") for key in ("samples", "num_fewshot")]
+        for metric, value in _metrics(figures).items():
+            error = figures.get(_stderr(metric))
+            table.add_row(task, *sizes, metric, _number(value), _number(error))
+            task, sizes = "", ["", ""]
+    if (mean := mean_accuracy(zeroshot)) is not None:
+        table.add_section()
+        table.add_row("mean accuracy", "", "", "", _number(mean), "")
+    console.print(table)
+    if by_length := sorted(BY_LENGTH & zeroshot.keys()):
+        console.print(f"The mean takes acc_norm of {' and '.join(by_length)}, acc of the others.")
+
+
+def _write(
+    options: argparse.Namespace, results: Mapping[str, Any], summary: Mapping[str, Figures]
+) -> list[str]:
+    """Keep the results, and say where."""
+    written = []
+    directory = Path(options.model).expanduser()
+    if directory.is_dir() and os.access(directory, os.W_OK):
+        path = record(directory, zeroshot=summary, model=options.model)
+        written.append(f"Recorded in {path}")
+    if options.out is not None:
+        from lm_eval.utils import handle_non_serializable
+
+        text = json.dumps(results, indent=2, default=handle_non_serializable, ensure_ascii=False)
+        options.out.write_text(text + "\n", encoding="utf-8")
+        written.append(f"lm-eval's results are in {options.out}")
+    return written or [
+        f"Not recorded: {options.model} is no local directory that can be written. "
+        "`--out FILE` keeps the results."
+    ]
+
+
+def _metrics(figures: Figures) -> Figures:
+    """Without sizes and standard errors."""
+    errors = {_stderr(metric) for metric in figures}
+    return {
+        key: value
+        for key, value in figures.items()
+        if key not in errors and key not in ("samples", "num_fewshot")
+    }
+
+
+def _stderr(metric: str) -> str:
+    """The key of a metric's standard error, before the name of a filter."""
+    name, comma, filter_name = metric.partition(",")
+    return f"{name}_stderr{comma}{filter_name}"
+
+
+def _number(value: float | int | None, style: str = ".4f") -> str:
+    return "" if value is None else f"{value:{style}}"
+
+
+def _check_writable(path: Path) -> None:
+    if path.is_dir():
+        raise OptionError(f"`--out`: expected a file, but {path} is a directory.")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise PermissionError(f"`--out`: {path} cannot be written.")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m mrp_lightning zeroshot",
+        description="Run tasks of lm-eval on a dense, pruned or packed checkpoint. The results are "
+        "added to evaluation.json in its directory.",
+    )
+    parser.add_argument("--model", required=True, help="a model directory or a hub id")
+    parser.add_argument(
+        "--tasks",
+        type=_names,
+        default=PAPER_TASKS,
+        metavar="NAME,NAME",
+        help=f"tasks or groups of lm-eval, * is a wildcard (default: {','.join(PAPER_TASKS)})",
+    )
+    parser.add_argument("--include-path", metavar="DIR", help="YAML files of more tasks")
+    parser.add_argument(
+        "--num-fewshot",
+        type=_count(0),
+        default=0,
+        metavar="N",
+        help="solved examples in each prompt (default: 0)",
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=_batch_size,
+        default=8,
+        metavar="N",
+        help="requests at once, or auto: as many as fit (default: 8)",
+    )
+    parser.add_argument(
+        "--limit", type=_count(1), metavar="N", help="only N samples a task, for a quick look"
+    )
+    parser.add_argument("--device", help="where to run (default: cuda if present)")
+    parser.add_argument("--dtype", help="of the weights (default: as stored)")
+    parser.add_argument("--revision", help="branch, tag or commit on the hub")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the model's own code")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="all that lm-eval returns, as JSON"
+    )
+    return parser
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    if not names:
+        raise argparse.ArgumentTypeError("expected names of tasks, separated by commas")
+    return names
+
+
+def _count(least: int) -> Any:
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"expected a number from {least}, got {text}")
+        return int(text)
+
+    return parse
+
+
+def _batch_size(text: str) -> int | str:
+    return text if text == "auto" else int(_count(1)(text))

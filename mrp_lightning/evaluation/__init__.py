@@ -1,0 +1,1 @@
+"""A model → perplexity and zero-shot accuracy, and the file that records them."""

@@ -1,0 +1,143 @@
+"""`evaluation.json`: what a model was found to be able to do, kept beside the model or its run."""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mrp_lightning.errors import FormatError
+from mrp_lightning.files import save_text
+from mrp_lightning.pruning.report import versions
+
+FORMAT_VERSION = 1
+NAME = "evaluation.json"
+
+Figures = Mapping[str, float | int | None]
+"""Numbers by name, such as `{"acc": 0.74, "acc_stderr": 0.006, "samples": 5153}`."""
+
+BY_LENGTH = frozenset({"hellaswag", "arc_challenge"})
+"""Tasks whose published accuracy compares log-likelihoods per character (`acc_norm`).
+
+So does the Mamba paper. The paper's table of Mamba models does not say; its figures fit: pruned
+Mamba-130M has 32.4% on HellaSwag, where the dense model has an `acc_norm` of 35.3%.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """The content of `evaluation.json`.
+
+    A number is `None` where it was not finite: a perplexity beyond the range of floats.
+
+    Attributes:
+        perplexity: By text: `perplexity`, `loss` (nats a token), `context` (tokens a window),
+            `windows`, `tokens` (that were predicted).
+        zeroshot: By task: its metrics as fractions, each with its standard error under
+            `<metric>_stderr`, then `samples` and `num_fewshot`.
+        model: Where the model was loaded from.
+        versions: Of the libraries; those of the last evaluation where several were recorded.
+        format_version: Raised when a key changes its meaning.
+    """
+
+    perplexity: dict[str, Figures] = field(default_factory=dict)
+    zeroshot: dict[str, Figures] = field(default_factory=dict)
+    model: str | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+    format_version: int = FORMAT_VERSION
+
+
+def record(
+    directory: str | os.PathLike[str],
+    *,
+    perplexity: Mapping[str, Figures] | None = None,
+    zeroshot: Mapping[str, Figures] | None = None,
+    model: str | None = None,
+) -> Path:
+    """Add results to `evaluation.json`; those of other texts and tasks stay as they are.
+
+    The file is replaced in one step: whoever reads it meanwhile sees the old or the new content.
+
+    Args:
+        directory: Where it lies; made if it does not exist.
+        perplexity: By text, as in `Evaluation`.
+        zeroshot: By task, as in `Evaluation`.
+        model: As in `Evaluation`; `None` keeps what is recorded.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        FormatError: The file that is there cannot be read; it is left as it is.
+    """
+    path = Path(directory) / NAME
+    found = read(directory) if path.exists() else Evaluation()
+    content = Evaluation(
+        perplexity={**found.perplexity, **_finite(perplexity or {})},
+        zeroshot={**found.zeroshot, **_finite(zeroshot or {})},
+        model=model or found.model,
+        versions={**found.versions, **versions()},
+    )
+    text = json.dumps({"format_version": FORMAT_VERSION, **asdict(content)}, indent=2)
+    save_text(path, text + "\n")
+    return path
+
+
+def read(directory: str | os.PathLike[str]) -> Evaluation:
+    """The results in a directory.
+
+    Raises:
+        FileNotFoundError: It holds no `evaluation.json`.
+        FormatError: The file is damaged, or of a newer version of mrp-lightning.
+    """
+    path = Path(directory) / NAME
+    try:
+        content: Any = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise FormatError(
+            f"{path} is not JSON ({error}). Delete it and evaluate the model again."
+        ) from error
+    version = content.get("format_version") if isinstance(content, dict) else None
+    if version != FORMAT_VERSION:
+        raise FormatError(
+            f"{path}: `format_version` is {version!r}, but this version of mrp-lightning reads "
+            f"{FORMAT_VERSION}. Use the version that wrote it, or delete it and evaluate again."
+        )
+    kinds = {"perplexity": dict, "zeroshot": dict, "versions": dict, "model": str | None}
+    known = {key: content[key] for key in kinds if key in content}
+    wrong = [key for key, value in known.items() if not isinstance(value, kinds[key])]
+    if wrong:
+        raise FormatError(
+            f"{path}: {', '.join(f'`{key}`' for key in wrong)} cannot be a "
+            f"{', '.join(type(known[key]).__name__ for key in wrong)}. "
+            "Delete the file and evaluate the model again."
+        )
+    return Evaluation(**known)
+
+
+def accuracy(task: str, figures: Figures) -> float | None:
+    """The accuracy that papers report for a task, as a fraction; `None` where it has none.
+
+    It is `acc_norm` for the tasks in `BY_LENGTH` and `acc` for all others.
+    """
+    return figures.get("acc_norm" if task in BY_LENGTH else "acc")
+
+
+def mean_accuracy(zeroshot: Mapping[str, Figures]) -> float | None:
+    """Mean of `accuracy` over the tasks that have one, as in the paper's table."""
+    found = [accuracy(task, figures) for task, figures in zeroshot.items()]
+    values = [value for value in found if value is not None]
+    return sum(values) / len(values) if values else None
+
+
+def _finite(results: Mapping[str, Figures]) -> dict[str, Figures]:
+    """JSON knows neither infinity nor NaN."""
+    return {
+        name: {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in figures.items()
+        }
+        for name, figures in results.items()
+    }

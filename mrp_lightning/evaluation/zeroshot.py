@@ -1,0 +1,232 @@
+"""Tasks of EleutherAI's lm-eval, run on a model that `CausalLM` loaded.
+
+The prompts, the scores and their standard errors are lm-eval's own, so that figures compare with
+published ones; here are the choice of tasks, the checks before any work, and the summary.
+"""
+
+import difflib
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from mrp_lightning.errors import DataError, DependencyError, OptionError
+from mrp_lightning.evaluation.records import Figures
+from mrp_lightning.loop.causal_lm import CausalLM
+
+PAPER_TASKS = (
+    "lambada_openai",
+    "hellaswag",
+    "piqa",
+    "arc_easy",
+    "arc_challenge",
+    "winogrande",
+)
+"""The tasks of the paper's table of Mamba models."""
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """Tasks with their data, ready to run, any number of times.
+
+    Attributes:
+        manager: lm-eval's `TaskManager`.
+        loaded: lm-eval's tasks and groups of tasks.
+    """
+
+    manager: Any
+    loaded: list[Any]
+
+
+def load_tasks(
+    names: Sequence[str] = PAPER_TASKS,
+    *,
+    include_path: str | PathLike[str] | None = None,
+    num_fewshot: int = 0,
+) -> Tasks:
+    """Find tasks by name and read their data.
+
+    Args:
+        names: Of tasks or groups; `*` and `?` are wildcards.
+        include_path: A directory with YAML files of more tasks, which come before lm-eval's own.
+        num_fewshot: Solved examples in each prompt, except where a task fixes that there are none.
+
+    Raises:
+        DependencyError: lm-eval is not installed.
+        FileNotFoundError: `include_path` is no directory.
+        OptionError: There are no tasks of these names; the nearest names are listed.
+        DataError: Data sets cannot be read, all listed.
+    """
+    _require_lm_eval()
+    manager = _manager(names, include_path)
+    matching = {name: manager.match_tasks([name]) for name in names}
+    if unknown := [name for name, found in matching.items() if not found]:
+        nearest = [
+            f"{name} (nearest: {', '.join(_nearest(name, manager.all_tasks)) or 'none'})"
+            for name in unknown
+        ]
+        raise OptionError(
+            f"`--tasks`: lm-eval has no task {'; '.join(nearest)}. `lm_eval ls tasks` lists all; "
+            "a directory with tasks of your own is given as `--include-path`."
+        )
+    loaded: list[Any] = []
+    missing = []
+    for name in dict.fromkeys(name for found in matching.values() for name in found):
+        try:
+            found = manager.load([name])
+        except (OSError, ValueError) as error:  # ConnectionError and FileNotFoundError are OSErrors
+            missing.append(f"{name} ({_data_of(name, manager)}: {error})")
+            continue
+        for task in found["tasks"].values():
+            if task.get_config("num_fewshot") != 0:
+                task.set_config(key="num_fewshot", value=num_fewshot)
+        group = found.get("groups", {}).get(name)
+        loaded += [group] if group is not None else found["tasks"].values()
+    if missing:
+        raise DataError(
+            f"`--tasks`: the data of these tasks cannot be read: {'; '.join(missing)}. "
+            "`datasets.load_dataset` downloads them, on a machine with a network, into "
+            "~/.cache/huggingface (`HF_HOME`), which can be copied here; or describe local files "
+            "of the same schema as YAML tasks and name their directory with `--include-path`."
+        )
+    return Tasks(manager, loaded)
+
+
+def evaluate(
+    model: CausalLM,
+    tasks: Tasks,
+    *,
+    batch_size: int | str = 8,
+    limit: int | None = None,
+    bootstrap_iters: int = 1000,
+) -> dict[str, Any]:
+    """Run tasks on the device where the model is.
+
+    A context that is longer than the model's positions is cut on the left, as lm-eval does.
+
+    Args:
+        model: With a tokenizer.
+        tasks: As `load_tasks` gives them.
+        batch_size: Requests a batch, or `auto` for as many as fit. It changes nothing but rounding.
+        limit: Only so many samples of each task.
+        bootstrap_iters: Resamples for the standard errors that have no closed form.
+
+    Returns:
+        lm-eval's results, without the samples.
+
+    Raises:
+        DataError: The model comes without a tokenizer.
+        DependencyError: lm-eval is not installed.
+    """
+    if model.tokenizer is None:
+        raise DataError(
+            "Zero-shot tasks are texts, but the model comes without a tokenizer. Save one beside "
+            "the model: `AutoTokenizer.from_pretrained(...).save_pretrained(DIR)`."
+        )
+    _require_lm_eval()
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+
+    with _quiet("lm_eval.models.huggingface"):  # it warns that the model is already loaded
+        adapter = HFLM(
+            pretrained=model.model,
+            tokenizer=model.tokenizer,
+            batch_size=batch_size,
+            backend="causal",
+        )
+    with _one_process():
+        results: dict[str, Any] = simple_evaluate(
+            model=adapter,
+            tasks=tasks.loaded,
+            task_manager=tasks.manager,
+            limit=limit,
+            # One sample has no deviation, and lm-eval would divide by zero.
+            bootstrap_iters=0 if limit == 1 else bootstrap_iters,
+            log_samples=False,
+        )
+    return results
+
+
+def summarize(results: Mapping[str, Any]) -> dict[str, Figures]:
+    """Metrics, standard errors and sizes by task, as `evaluation.json` keeps them.
+
+    A metric that lm-eval computes after a filter is called `metric,filter`.
+    """
+    summary: dict[str, Figures] = {}
+    for task, row in results["results"].items():
+        figures: dict[str, float | int | None] = {}
+        for key, value in row.items():
+            metric, comma, filter_name = key.partition(",")
+            if comma and isinstance(value, int | float):  # a missing standard error is "N/A"
+                figures[metric if filter_name == "none" else key] = float(value)
+        if not figures:
+            continue  # a group that has only members
+        if task in results["n-samples"]:
+            figures["samples"] = results["n-samples"][task]["effective"]
+        if task in results["n-shot"]:
+            figures["num_fewshot"] = results["n-shot"][task]
+        summary[task] = figures
+    return summary
+
+
+def _require_lm_eval() -> None:
+    """lm-eval alone cannot run Hugging Face models: it needs accelerate for that."""
+    try:
+        import lm_eval.models.huggingface  # noqa: F401
+    except ImportError as error:
+        raise DependencyError(
+            f"Zero-shot tasks need lm-eval ({error}): pip install 'mrp-lightning[zeroshot]'"
+        ) from error
+
+
+def _manager(names: Sequence[str], include_path: str | PathLike[str] | None) -> Any:
+    """lm-eval's index of tasks; reading its own 14 thousand takes seconds, so only if needed."""
+    from lm_eval.tasks import TaskManager
+
+    if include_path is None:
+        return TaskManager()
+    path = Path(include_path).expanduser()
+    if not path.is_dir():
+        raise FileNotFoundError(f"`--include-path`: there is no directory {include_path}.")
+    own = TaskManager(include_path=path, include_defaults=False)
+    return own if set(names) <= set(own.all_subtasks) else TaskManager(include_path=path)
+
+
+def _nearest(name: str, known: Sequence[str]) -> list[str]:
+    return difflib.get_close_matches(name, known, n=3)
+
+
+def _data_of(name: str, manager: Any) -> str:
+    config = manager.task_index[name].cfg or {}
+    parts = [config.get("dataset_path"), config.get("dataset_name")]
+    return " ".join(["dataset", *filter(None, parts)])
+
+
+@contextmanager
+def _one_process() -> Iterator[None]:
+    """lm-eval resamples in forked processes, which can hang where torch has started threads."""
+    before = os.environ.get("DISABLE_MULTIPROC")
+    os.environ["DISABLE_MULTIPROC"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["DISABLE_MULTIPROC"]
+        else:
+            os.environ["DISABLE_MULTIPROC"] = before
+
+
+@contextmanager
+def _quiet(logger: str) -> Iterator[None]:
+    """Only errors of one logger."""
+    found = logging.getLogger(logger)
+    level = found.level
+    found.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        found.setLevel(level)

@@ -1,0 +1,1 @@
+"""Many runs → tables, pictures and pages."""

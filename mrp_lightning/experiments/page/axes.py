@@ -1,0 +1,125 @@
+"""Axes that several figures share: blocks in order, names one below the other, a legend."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+
+from mrp_lightning.experiments.page.drawing import WIDTH
+from mrp_lightning.experiments.page.models import Variant
+from mrp_lightning.experiments.page.palette import MARKERS, light
+from mrp_lightning.experiments.page.places import OUTSIDE, Block
+
+_Dashes = tuple[float, tuple[float, ...]]
+_LINES: tuple[_Dashes, ...] = ((0, ()), (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1.2, 1, 1.2)))
+_WIDE_RANGE = 20
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a variant is drawn; shape tells methods apart where colour does not."""
+
+    color: str
+    marker: str
+    line: _Dashes
+
+
+def looks(variants: Sequence[Variant], slots: Mapping[str, int]) -> dict[Variant, Look]:
+    """Colour and marker by method, the line by the order among variants of one method."""
+    seen: dict[str, int] = {}
+    found = {}
+    for variant in variants:
+        slot = slots[variant.method]
+        turn = seen[variant.method] = seen.get(variant.method, -1) + 1
+        line = _LINES[turn % len(_LINES)]
+        found[variant] = Look(light(f"series-{slot}"), MARKERS[slot % len(MARKERS)], line)
+    return found
+
+
+def new_figure(height: float) -> tuple[Figure, Axes]:
+    """One pair of axes of the width of a phone."""
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    return figure, figure.subplots()
+
+
+def add_legend(figure: Figure, variants: Sequence[Variant], drawn: Mapping[Variant, Look]) -> None:
+    """Above the axes, if there is more than one variant."""
+    if len(variants) < 2:
+        return
+    handles = [
+        Line2D([], [], color=look.color, marker=look.marker, linestyle=look.line, markersize=5)
+        for look in (drawn[variant] for variant in variants)
+    ]
+    labels = [variant.label for variant in variants]
+    columns = max(1, min(len(labels), 48 // (max(map(len, labels)) + 6)))
+    figure.legend(
+        handles,
+        labels,
+        loc="outside upper left",
+        ncols=columns,
+        frameon=False,
+        handlelength=2.2,
+        columnspacing=1.2,
+        borderaxespad=0.2,
+    )
+
+
+def set_block_axis(axes: Axes, blocks: Sequence[Block]) -> None:
+    """Blocks from left to right; a rule and a name for each stack where there are several."""
+    axes.set_xlim(-0.6, len(blocks) - 0.4)
+    step = next(s for s in (1, 2, 5, 10, 20, 50, 100, 200, 500) if len(blocks) / s <= 10)
+    ticks = [i for i, b in enumerate(blocks) if b.number is not None and b.number % step == 0]
+    axes.set_xticks(ticks, [str(blocks[i].number) for i in ticks])
+    axes.xaxis.grid(False)
+    stacks = list(dict.fromkeys(block.stack for block in blocks))
+    if len(stacks) == 1:
+        axes.set_xlabel("block")
+        return
+    for stack in stacks:
+        at = [i for i, block in enumerate(blocks) if block.stack == stack]
+        if at[0]:
+            axes.axvline(at[0] - 0.5, color=light("rule"), linewidth=0.8)
+        name = "other" if stack == OUTSIDE.stack else stack.split(".")[0]
+        axes.annotate(
+            name,
+            ((at[0] + at[-1]) / 2, 0),
+            xycoords=axes.get_xaxis_transform(),
+            xytext=(0, -16),
+            textcoords="offset points",
+            va="top",
+            ha="center",
+            color=light("muted"),
+            annotation_clip=False,
+        )
+
+
+def set_name_axis(axes: Axes, names: Sequence[str]) -> None:
+    """Names from top to bottom."""
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.tick_params(axis="y", labelcolor=light("ink"))
+
+
+def set_value_axis(axes: Axes, which: str, values: Sequence[float], *, zero: bool = True) -> None:
+    """From 0, or logarithmic where the largest value is much above the smallest."""
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    set_scale = axes.set_xscale if which == "x" else axes.set_yscale
+    positive = [value for value in values if value > 0]
+    if positive and len(positive) == len(values) and max(values) > _WIDE_RANGE * min(values):
+        set_scale("log")
+        low, high = min(values), max(values)
+        exponents = range(-12, 13)
+        marks = [m * 10.0**e for e in exponents for m in (1, 2, 5)]
+        near = [m for m in marks if low / 2.5 <= m <= high * 2.5]
+        tens = [m for m in near if f"{m:e}".startswith("1.0")]
+        axis.set_major_locator(FixedLocator(near if len(near) <= 6 else tens))
+        axis.set_minor_locator(NullLocator())
+    else:
+        axis.set_major_locator(MaxNLocator(5))
+        if zero:
+            set_limits = axes.set_xlim if which == "x" else axes.set_ylim
+            set_limits(0, 1.08 * max(values, default=1) or 1)
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

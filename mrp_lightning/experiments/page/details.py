@@ -1,0 +1,126 @@
+"""The parts for the record: what was left dense, the runs, their settings, every layer."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from mrp_lightning.experiments.page import quantities
+from mrp_lightning.experiments.page.models import Model
+from mrp_lightning.experiments.page.parts import Column, Fold, Part, Row, Table
+from mrp_lightning.experiments.page.runs import Layer, Run
+
+LAYER_ROWS = 2000
+"""Layers that a page lists at most; a page of fewer runs lists them."""
+
+
+def dense_layers(dense: Mapping[tuple[str, str], Mapping[str, Sequence[str]]]) -> Part:
+    """What was left dense, and why."""
+    rows = [
+        Row(
+            where, [reason, str(len(found)), str(len({r for runs in found.values() for r in runs}))]
+        )
+        for (where, reason), found in dense.items()
+    ]
+    columns = [Column("layers", numeric=False), Column("why", numeric=False)]
+    columns += [Column("number"), Column("in runs")]
+    return Part("Left dense", "", [Table("Layers that were left dense", columns, {"": rows})])
+
+
+def settings(model: Model, slots: Mapping[str, int]) -> Part:
+    """Runs, configuration, versions, layers."""
+    runs = model.runs
+    pruned = [run for run in runs if run.pruning]
+    folds = [Fold(f"Runs ({len(runs)})", [run_table(model, slots)])]
+    if pruned:
+        configs = [run.config for run in pruned]
+        table = key_values("Arguments of the runs", configs, "argument")
+        folds.append(Fold("Configuration", [table]))
+    versions = [*(run.versions for run in runs), *(run.evaluation.versions for run in runs)]
+    table = key_values("Libraries of the runs", versions, "library")
+    folds.append(Fold("Versions", [table]))
+    originals = [run for variant in model.originals for run in variant.runs]
+    rows = sum(len(run.layers) for run in originals)
+    text = ""
+    if rows <= LAYER_ROWS:
+        folds += [Fold(f"Layers of {run.name}", [layer_table(run)]) for run in originals]
+    else:
+        text = (
+            f"The {rows:,} layers of these runs are in the raw data; the page of a single run "
+            f"lists them if they are at most {LAYER_ROWS:,}."
+        )
+    return Part("Runs and settings", text, folds=folds)
+
+
+def run_table(model: Model, slots: Mapping[str, int]) -> Table:
+    """Every run with its directory."""
+    columns = [
+        *(Column("directory", numeric=False), Column("what", numeric=False)),
+        *(Column("layers pruned"), Column("left dense"), Column("weights removed")),
+        *(Column("relative layer loss"), Column("seconds"), Column("weight files")),
+        Column("complete", numeric=False),
+    ]
+    rows = []
+    if model.dense:
+        size = quantities.memory(model.dense.weight_bytes)
+        rows.append(Row(model.dense.name, ["dense", "", "", "", "", "", size, ""]))
+    for variant in model.variants:
+        for run in variant.runs:
+            totals = run.totals
+            cells = [
+                f"{variant.setting}, {variant.label}",
+                quantities.count(totals["layers"]),
+                quantities.count(totals["skipped"]),
+                f"{quantities.count(totals['removed'])} of {quantities.count(totals['weights'])}",
+                quantities.relative_loss(totals["relative_loss"]),
+                quantities.seconds(totals["seconds"]),
+                quantities.memory(run.weight_bytes),
+                "yes" if run.complete else "no",
+            ]
+            rows.append(Row(run.name, cells, slots[variant.method]))
+    return Table("Runs", columns, {"": rows})
+
+
+def key_values(caption: str, found: Sequence[Mapping[str, object]], header: str) -> Table:
+    """Keys and their values in several mappings, each different value once."""
+    keys = dict.fromkeys(key for mapping in found for key in mapping)
+    rows = []
+    for key in keys:
+        values = dict.fromkeys(_as_text(m[key]) for m in found if key in m)
+        rows.append(Row(key, [", ".join(values)]))
+    columns = [Column(header, numeric=False), Column("value", numeric=False)]
+    return Table(caption, columns, {"": rows})
+
+
+def layer_table(run: Run) -> Table:
+    """Every layer of a run; only columns that hold something."""
+    fields: list[tuple[str, str, Callable[[float | None], str]]] = [
+        ("sparsity", "sparsity", quantities.percent),
+        ("relative_loss", "relative loss", quantities.relative_loss),
+        ("loss", "loss", quantities.number),
+        ("damping", "λ", quantities.number),
+        ("iterations", "iterations", quantities.count),
+        ("gap", "gap", quantities.number),
+        ("tokens", "tokens", quantities.count),
+        ("dead_inputs", "dead inputs", quantities.count),
+        ("shared_hessian", "shared Hessian", quantities.number),
+        ("seconds", "seconds", quantities.seconds),
+        ("peak_memory", "peak memory", quantities.memory),
+    ]
+    held = [f for f in fields if any(layer.get(f[0]) is not None for layer in run.layers)]
+    columns = [Column("layer", numeric=False), Column("shape"), *(Column(f[1]) for f in held)]
+
+    def row(layer: Layer) -> Row:
+        shape = " × ".join(map(str, layer["shape"]))
+        return Row(layer["name"], [shape, *(write(layer.get(key)) for key, _, write in held)])
+
+    dense = [layer for layer in run.layers if layer.get("skipped") is not None]
+    groups = {"": [row(layer) for layer in run.pruned]}
+    if dense:
+        groups["left dense"] = [row(layer) for layer in dense]
+    return Table(f"Layers of {run.name}", columns, groups)
+
+
+def _as_text(value: object) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

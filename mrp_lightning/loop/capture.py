@@ -1,0 +1,94 @@
+"""Keeping the calibration batches of a predict loop, without running the model on them."""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+
+from mrp_lightning.calibration.walks import StopForward
+
+
+def eager() -> Any:
+    """A context without compiled code, in which hooks that are added later would not fire."""
+    return torch.compiler.set_stance("force_eager")
+
+
+@dataclass(frozen=True)
+class Step:
+    """The arguments of one `predict_step`, on the CPU."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def batch(self) -> Any:
+        """The batch, which `predict_step` takes first."""
+        return self.args[0] if self.args else self.kwargs.get("batch")
+
+    def to(self, device: torch.device) -> "Step":
+        """A copy on a device."""
+        args, kwargs = copy_tensors((self.args, self.kwargs), device)
+        return Step(args, kwargs)
+
+
+def copy_tensors(data: Any, device: torch.device | None = None) -> Any:
+    """A copy of a collection with its tensors copied; strings and the like are kept."""
+    return apply_to_collection(data, Tensor, lambda t: t.detach().to(device or t.device, copy=True))
+
+
+class StepCapture:
+    """Replaces `predict_step` by one that stores its arguments and stops at the first block.
+
+    Args:
+        module: The LightningModule.
+        stop_at: Modules at whose first call the forward ends.
+        check: Called with each batch before the forward; may raise.
+    """
+
+    def __init__(
+        self, module: LightningModule, stop_at: Sequence[nn.Module], check: Callable[[Any], None]
+    ) -> None:
+        self.steps: list[Step] = []
+        self._module, self._stop_at, self._check = module, list(stop_at), check
+        self._own = module.__dict__.get("predict_step")
+        original = module.predict_step
+
+        @functools.wraps(original)  # Lightning reads the signature
+        def predict_step(*args: Any, **kwargs: Any) -> Tensor:
+            # The loop may be in inference mode, whose tensors (the batch, and what the model keeps)
+            # could not be used in training later.
+            with torch.inference_mode(False), torch.no_grad(), eager():
+                step = Step(*copy_tensors((args, kwargs), torch.device("cpu")))
+                self._check(step.batch)
+                self._run_to_first_block(original, *copy_tensors((args, kwargs)))
+            self.steps.append(step)
+            return torch.empty(0)
+
+        module.predict_step = predict_step  # type: ignore[method-assign]
+
+    def _run_to_first_block(self, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Fails where the model cannot take the batch, at the cost of its embedding."""
+
+        def stop(_: nn.Module, __: Any) -> None:
+            raise StopForward
+
+        handles = [module.register_forward_pre_hook(stop) for module in self._stop_at]
+        try:
+            step(*args, **kwargs)
+        except StopForward:
+            pass
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def remove(self) -> None:
+        """Give the module its own `predict_step` back."""
+        if self._own is None:
+            self._module.__dict__.pop("predict_step", None)
+        else:
+            self._module.predict_step = self._own  # type: ignore[method-assign]

@@ -1,0 +1,252 @@
+"""A Hugging Face causal language model as a LightningModule."""
+
+import os
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    get_cosine_schedule_with_warmup,
+)
+
+from mrp_lightning.calibration.offload import Offload, hold_on_cpu, release
+from mrp_lightning.evaluation.perplexity import Perplexities, token_losses
+from mrp_lightning.files import as_dtype
+from mrp_lightning.models.batch import split_batch
+from mrp_lightning.models.loading import load_model, load_tokenizer, make_config
+from mrp_lightning.targets.blocks import find_blocks
+
+
+class CausalLM(LightningModule):
+    """A causal language model to prune (`predict`), to evaluate (`test`) and to train (`fit`).
+
+    The loss is the mean negative log-likelihood of every token but the first of each window, and
+    perplexity its exponential. With the non-overlapping windows of `TextDataModule` this is the
+    protocol of SparseGPT and Wanda. Padding is never predicted nor counted, logits of any precision
+    are turned into probabilities in float32, and the batch size changes nothing but rounding.
+
+    `test` and `validate` take one text, and log `perplexity` and `loss`; or several texts as a
+    dictionary of dataloaders, and log `perplexity/<name>` and `loss/<name>` of each.
+
+    Args:
+        model: Where the model comes from: a local directory, a hub id, a configuration (an object,
+            or its dictionary with a `model_type`) for a new model with random weights, or a loaded
+            Hugging Face model.
+        dtype: Precision to load the weights in, such as `float32` or `bfloat16`. `None` keeps the
+            checkpoint's.
+        revision: Branch, tag or commit on the hub.
+        trust_remote_code: Whether code that comes with the checkpoint may run here.
+        tokenizer: A tokenizer, or the directory or hub id of one that is not beside the model.
+        attn_implementation: Attention kernel of transformers, such as `sdpa` or `eager`.
+        offload: Keep the blocks in CPU memory in `validate` and `test`, one at a time on the
+            accelerator, for models that it cannot hold. Large batches make up for the moves.
+        learning_rate: Peak of the AdamW schedule: linear warm-up, then a cosine down to 0.
+        weight_decay: Of the matrices; vectors (norms, biases) have none.
+        warmup_steps: Optimizer steps until the peak.
+
+    Attributes:
+        model: The Hugging Face model.
+        tokenizer: Its tokenizer, or `None` where there is none.
+        evaluation: What the last `test` or `validate` found, by text: `perplexity`, `loss`, the
+            `context` (longest window), `windows` and `tokens` (that were predicted). A single text
+            without a name is called "text".
+
+    Raises:
+        FileNotFoundError: `model` is neither a model directory nor a model that the hub gives.
+        TargetError: The checkpoint lacks weights that the model needs.
+        TypeError: `model` or `tokenizer` is none of the above.
+    """
+
+    def __init__(
+        self,
+        model: dict[str, Any] | str | os.PathLike[str] | PreTrainedConfig | torch.nn.Module,
+        *,
+        dtype: str | torch.dtype | None = None,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None = None,
+        attn_implementation: str | None = None,
+        offload: bool = False,
+        learning_rate: float = 1e-3,
+        weight_decay: float = 0.1,
+        warmup_steps: int = 100,
+    ) -> None:
+        super().__init__()
+        source = os.fspath(model) if isinstance(model, str | os.PathLike) else None
+        hub = {"revision": revision, "trust_remote_code": trust_remote_code}
+        options = {"attn_implementation": attn_implementation} if attn_implementation else {}
+        self.model: Any
+        if source is not None:
+            self.model = load_model(source, as_dtype(dtype), **hub, **options)
+        elif isinstance(model, dict | PreTrainedConfig):
+            config = model if isinstance(model, PreTrainedConfig) else make_config(model)
+            dtype = as_dtype(dtype) or torch.float32
+            self.model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
+        elif isinstance(model, PreTrainedModel):
+            self.model = model
+            if dtype is not None:
+                self.model.to(as_dtype(dtype))
+        else:
+            raise TypeError(
+                "`model` must be a path, a hub id, a transformers configuration or a transformers "
+                f"model. Got {type(model).__name__}; another module needs its own LightningModule, "
+                "with a `predict_step` that calls it."
+            )
+        beside = source or self.model.name_or_path or None
+        self.tokenizer = load_tokenizer(
+            beside if tokenizer is None else tokenizer, required=tokenizer is not None, **hub
+        )
+        if isinstance(tokenizer, PreTrainedTokenizerBase):
+            tokenizer = tokenizer.name_or_path
+        self.learning_rate, self.weight_decay = learning_rate, weight_decay
+        self.warmup_steps = warmup_steps
+        self.offload = offload
+        self._offloaded: ExitStack | None = None
+        self._held: list[torch.nn.Module] = []
+        self.evaluation: dict[str, dict[str, float | int]] = {}
+        self._texts = Perplexities()
+        # trust_remote_code is left out: a checkpoint must not be able to ask for it.
+        self.save_hyperparameters(
+            {
+                "model": source or self.model.config.to_dict(),
+                "dtype": str(self.model.dtype).removeprefix("torch."),
+                "revision": revision,
+                "tokenizer": os.fspath(tokenizer) if tokenizer else None,
+                "attn_implementation": attn_implementation,
+                "offload": offload,
+                "learning_rate": learning_rate,
+                "weight_decay": weight_decay,
+                "warmup_steps": warmup_steps,
+            }
+        )
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Logits (batch, length, vocabulary)."""
+        return self.model(
+            input_ids=input_ids, attention_mask=attention_mask, use_cache=False
+        ).logits
+
+    def loss(self, batch: Any) -> tuple[Tensor, int]:
+        """Mean negative log-likelihood in nats, and the number of tokens that were predicted."""
+        losses, predicted = self._token_losses(batch)
+        count = predicted.sum()
+        return losses.sum() / count, int(count)
+
+    def _token_losses(self, batch: Any) -> tuple[Tensor, Tensor]:
+        ids, mask = split_batch(batch)
+        return token_losses(self(ids, mask), ids, mask)
+
+    def setup(self, stage: str) -> None:
+        """Train all of the model, which transformers loads in evaluation mode; or offload it."""
+        if stage == "fit":
+            self.model.train()
+        self.teardown(stage)  # an exception may have left out the last one
+        if self.offload and stage in ("validate", "test"):
+            self._offloaded = ExitStack()
+            self._held = [block.module for block in find_blocks(self)]
+            hold_on_cpu(self._held)
+            self._offloaded.callback(release, self._held)
+
+    def on_validation_start(self) -> None:
+        """Offload, now that the rest of the model is on its device."""
+        self._offload()
+
+    def on_test_start(self) -> None:
+        """Offload, now that the rest of the model is on its device."""
+        self._offload()
+
+    def _offload(self) -> None:
+        if self._offloaded is not None:
+            release(self._held)
+            device = self.trainer.strategy.root_device
+            self._offloaded.enter_context(Offload(self._held, device).active())
+
+    def teardown(self, stage: str) -> None:
+        """Undo `offload`."""
+        if self._offloaded is not None:
+            self._offloaded.close()
+            self._offloaded = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Log `train_loss`."""
+        loss, _ = self.loss(batch)
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Log the loss and the perplexity of the text, over all batches."""
+        self._evaluate(batch, dataloader_idx)
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Log the loss and the perplexity of the text, over all batches."""
+        self._evaluate(batch, dataloader_idx)
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        """Logits (batch, length, vocabulary)."""
+        return self(*split_batch(batch))
+
+    def on_validation_epoch_start(self) -> None:
+        """Count each text from zero."""
+        self._texts = Perplexities(self.trainer.val_dataloaders, self.device)
+
+    def on_test_epoch_start(self) -> None:
+        """Count each text from zero."""
+        self._texts = Perplexities(self.trainer.test_dataloaders, self.device)
+
+    def on_validation_epoch_end(self) -> None:
+        """Fill `evaluation`."""
+        self.evaluation = self._texts.figures()
+
+    def on_test_epoch_end(self) -> None:
+        """Fill `evaluation`, and say what was found with the context that it was found at."""
+        self.evaluation = self._texts.figures()
+        for name, found in self.evaluation.items():
+            rank_zero_info(
+                f"{name}: perplexity {found['perplexity']:.3f} (context {found['context']}, "
+                f"{found['windows']} windows, {found['tokens']:,} predicted tokens)"
+            )
+
+    def _evaluate(self, batch: Any, dataloader_idx: int) -> None:
+        losses, predicted = self._token_losses(batch)
+        for key, metric in self._texts.logged(dataloader_idx).items():
+            metric.update(losses, predicted)
+            # Lightning looks for the metric among the submodules, if it is not told its name.
+            self.log(
+                key,
+                metric,
+                on_epoch=True,
+                prog_bar="/" not in key,
+                batch_size=len(losses),
+                add_dataloader_idx=False,
+                metric_attribute=key,
+            )
+
+    def configure_optimizers(self) -> Any:
+        """AdamW with linear warm-up and cosine decay over the steps that the trainer will take."""
+        parameters = [p for p in self.parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": self.weight_decay},
+            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=self.learning_rate, betas=(0.9, 0.95))
+        steps = int(self.trainer.estimated_stepping_batches)
+        schedule = get_cosine_schedule_with_warmup(optimizer, self.warmup_steps, steps)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+        }
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Store the configuration, so that the model can be rebuilt without its first source."""
+        saved = dict(checkpoint.get("hyper_parameters", {}))
+        if isinstance(saved.get("model"), str):
+            saved["tokenizer"] = saved["tokenizer"] or (self.tokenizer and saved["model"])
+        saved["model"] = self.model.config.to_dict()
+        checkpoint["hyper_parameters"] = saved

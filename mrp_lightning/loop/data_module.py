@@ -1,0 +1,280 @@
+"""Text as token windows: random ones to calibrate on, consecutive ones to train and evaluate on."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import PreTrainedTokenizerBase
+
+from mrp_lightning.errors import DataError, OptionError
+from mrp_lightning.models.loading import load_tokenizer
+from mrp_lightning.text.published import (
+    CALIBRATION,
+    CORPORA,
+    EVALUATION,
+    Corpus,
+    Part,
+    check_names,
+    locate,
+    read_documents,
+)
+from mrp_lightning.text.sources import documents_of_dataset, documents_of_files
+from mrp_lightning.text.standard_library import Split, standard_library
+from mrp_lightning.text.windows import (
+    consecutive_windows,
+    segments_across_documents,
+    segments_of_documents,
+    segments_of_text,
+    tokenize,
+)
+
+_SEPARATOR = "\n\n"  # between documents, as SparseGPT joins WikiText2
+
+
+class TextDataModule(LightningDataModule):
+    """Token windows of equal length from published texts, a dataset, files, or the embedded text.
+
+    * `calibration` and `evaluation` name published texts, read by the protocol of SparseGPT
+      (docs/data.md): `predict` draws pieces of single documents, `validate` and `test` cut each
+      evaluation text into consecutive windows, and give a dictionary of dataloaders.
+    * With `dataset`, with files, or with neither (then the text is the source of the running
+      Python's standard library, split by a hash of each file's path), `predict` starts each window
+      at a random place of a random training document, and where the document ends too soon, the
+      next ones follow it; `fit` shuffles consecutive windows of the training documents; `validate`
+      and `test` cut the evaluation text into consecutive windows.
+
+    Consecutive windows do not overlap, and the last partial one is dropped.
+
+    Args:
+        train_files: Text files (a document each) or .jsonl files (a document a line, under
+            `text_column`), for `predict` and `fit`.
+        eval_files: The same, for `validate` and `test`.
+        dataset: A Hugging Face dataset with the splits train, validation and test: its name or
+            directory, the arguments of `datasets.load_dataset` (such as `path` and `data_files`),
+            or a loaded `DatasetDict`. Where it has no test split, `test` reads validation.
+        calibration: A published text for `predict`: c4, lambada, ptb or wikitext2.
+        evaluation: Published texts for `validate` and `test`: c4, ptb, wikitext2.
+        corpora_dir: Directory with local copies of the published texts, in the paths of their
+            repositories (`allenai/c4/en/…`); nothing is fetched then. By default they come from
+            the hub or, with `HF_HUB_OFFLINE=1`, from its cache.
+        num_samples: Calibration windows.
+        sequence_length: Tokens a window: the context at which perplexity is measured.
+        batch_size: Windows a batch.
+        seed: Of the calibration windows and of the training order.
+        text_column: The text's key in .jsonl files and datasets.
+        tokenizer: A tokenizer, or the directory or hub id of one; by default that of the model.
+
+    Raises:
+        FileNotFoundError: Files that do not exist, all listed; of published texts when they are
+            needed, with the commands that download them.
+        OptionError: A number is not positive, text comes from two places, or a published text is
+            unknown.
+        DataError: Later, when the text is needed: it is too short for one window, the window is
+            longer than the model's positions, or no tokenizer is known.
+    """
+
+    def __init__(
+        self,
+        train_files: Sequence[str] | str | None = None,
+        eval_files: Sequence[str] | str | None = None,
+        dataset: str | dict[str, Any] | None = None,
+        *,
+        calibration: str | None = None,
+        evaluation: Sequence[str] | str | None = None,
+        corpora_dir: str | None = None,
+        num_samples: int = 128,
+        sequence_length: int = 2048,
+        batch_size: int = 1,
+        seed: int = 0,
+        text_column: str = "text",
+        tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None = None,
+    ) -> None:
+        super().__init__()
+        counts = {
+            "num_samples": num_samples,
+            "sequence_length": sequence_length,
+            "batch_size": batch_size,
+        }
+        if wrong := {name: n for name, n in counts.items() if n < 1}:
+            raise OptionError(f"TextDataModule: expected positive numbers. Got {wrong}.")
+        self.calibration = calibration
+        self.evaluation = [evaluation] if isinstance(evaluation, str) else list(evaluation or [])
+        check_names([calibration] if calibration else [], CALIBRATION, "calibration")
+        check_names(self.evaluation, EVALUATION, "evaluation")
+        self._published = bool(self.calibration or self.evaluation)
+        sources = [self._published, dataset is not None, bool(train_files or eval_files)]
+        if sum(sources) > 1:
+            raise OptionError(
+                "TextDataModule: give either `dataset` or `train_files`/`eval_files` or "
+                "`calibration`/`evaluation`, not several of them."
+            )
+        if corpora_dir is not None and not self._published:
+            raise OptionError("`data.corpora_dir` needs `data.calibration` or `data.evaluation`.")
+        self.corpora_dir = Path(corpora_dir).expanduser() if corpora_dir is not None else None
+        self.files: dict[str, list[Path]] = {
+            "train_files": _paths(train_files),
+            "eval_files": _paths(eval_files),
+        }
+        if missing := [
+            f"`{key}`: {path}"
+            for key, paths in self.files.items()
+            for path in paths
+            if not path.is_file()
+        ]:
+            raise FileNotFoundError("TextDataModule: no such file: " + ", ".join(missing))
+        self.dataset = dataset
+        self.num_samples, self.sequence_length = num_samples, sequence_length
+        self.batch_size, self.seed = batch_size, seed
+        self.text_column, self._tokenizer_source = text_column, tokenizer
+        self.tokenizer: Any = None
+
+    def setup(self, stage: str) -> None:
+        """Find the tokenizer and the published texts, and check the window against the model."""
+        module = self.trainer.lightning_module if self.trainer else None
+        if self._tokenizer_source is not None:
+            self.tokenizer = load_tokenizer(self._tokenizer_source, required=True)
+        elif self.tokenizer is None:
+            self.tokenizer = getattr(module, "tokenizer", None)
+        if self.tokenizer is None:
+            raise DataError(
+                "TextDataModule has no tokenizer: the model comes without one. "
+                "Name a directory or hub id with `data.tokenizer`."
+            )
+        config = getattr(getattr(module, "model", None), "config", None)
+        positions = getattr(config, "max_position_embeddings", None)
+        if positions is not None and self.sequence_length > positions:
+            raise DataError(
+                f"`data.sequence_length` is {self.sequence_length}, but the model has only "
+                f"{positions} positions (`max_position_embeddings`)."
+            )
+        if self._published:
+            locate(self._needed(stage), self.corpora_dir)
+
+    def predict_dataloader(self) -> DataLoader[Tensor]:
+        """The calibration windows (num_samples, sequence_length)."""
+        return self._loader(self.calibration_windows())
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        """All training windows, shuffled anew in every epoch."""
+        documents = [document + _SEPARATOR for document in self.documents("train")]
+        encoded = self.tokenizer(documents, add_special_tokens=False, verbose=False)
+        tokens = [token for tokens in encoded["input_ids"] for token in tokens]
+        return self._loader(
+            consecutive_windows(tokens, self.sequence_length, "train"), shuffle=True
+        )
+
+    def val_dataloader(self) -> DataLoader[Tensor] | dict[str, DataLoader[Tensor]]:
+        """The windows of the validation split, or of each published text."""
+        return self._evaluation_loaders("validation")
+
+    def test_dataloader(self) -> DataLoader[Tensor] | dict[str, DataLoader[Tensor]]:
+        """The windows of the test split, or of each published text."""
+        return self._evaluation_loaders("test")
+
+    def _evaluation_loaders(self, split: Split) -> DataLoader[Tensor] | dict[str, Any]:
+        if self._published:
+            return {name: self._loader(self.corpus_windows(name)) for name in self.evaluation}
+        return self._loader(self.evaluation_windows(split))
+
+    def calibration_windows(self) -> Tensor:
+        """Random windows of the training text (num_samples, sequence_length), int64."""
+        draws: dict[str, Any] = {
+            "count": self.num_samples,
+            "length": self.sequence_length,
+            "seed": self.seed,
+        }
+        if not self._published:
+            documents = self.documents("train")
+            return segments_across_documents(
+                documents, self.tokenizer, separator=_SEPARATOR, name="train", **draws
+            )
+        ((corpus, part),) = self._needed("predict")
+        documents = self._published_documents(corpus, part)
+        if part.separator is None:
+            return segments_of_documents(documents, self.tokenizer, name=corpus.name, **draws)
+        tokens = tokenize(self.tokenizer, part.separator.join(documents))
+        return segments_of_text(tokens, name=corpus.name, **draws)
+
+    def evaluation_windows(self, split: Split) -> Tensor:
+        """Consecutive windows of a split's joined text (windows, sequence_length), int64."""
+        tokens = tokenize(self.tokenizer, _SEPARATOR.join(self.documents(split)))
+        return consecutive_windows(tokens, self.sequence_length, split)
+
+    def corpus_windows(self, name: str) -> Tensor:
+        """The windows of a published text that perplexity is measured on.
+
+        Args:
+            name: c4, ptb or wikitext2.
+
+        Returns:
+            Windows (windows, sequence_length), int64, in order.
+
+        Raises:
+            OptionError: The name is none of these.
+            FileNotFoundError: Files are missing; it gives the commands that download them.
+        """
+        check_names([name], EVALUATION, "evaluation")
+        corpus = CORPORA[name]
+        part = corpus.evaluation
+        assert part is not None
+        assert part.separator is not None
+        text = part.separator.join(self._published_documents(corpus, part))
+        windows = consecutive_windows(tokenize(self.tokenizer, text), self.sequence_length, name)
+        return windows[: part.windows]
+
+    def _needed(self, stage: str) -> list[tuple[Corpus, Part]]:
+        """The published texts of a stage."""
+        if stage == "fit":
+            raise DataError(
+                "`fit` trains on `data.train_files`, `data.dataset` or the embedded text, not on "
+                "the published texts of `data.calibration` and `data.evaluation`."
+            )
+        key, names = "evaluation", self.evaluation
+        if stage == "predict":
+            key, names = "calibration", [self.calibration] if self.calibration else []
+        if not names:
+            raise DataError(f"`data.{key}` is needed here. Name published texts.")
+        corpora = [CORPORA[name] for name in names]
+        return [(corpus, getattr(corpus, key)) for corpus in corpora]
+
+    def _published_documents(self, corpus: Corpus, part: Part) -> Sequence[str]:
+        (paths,) = locate([(corpus, part)], self.corpora_dir)
+        return read_documents(corpus, part, paths)
+
+    def documents(self, split: Split) -> Sequence[str]:
+        """The texts of one split.
+
+        Raises:
+            DataError: The source has no such split, or it is empty.
+        """
+        if self._published:
+            raise DataError("TextDataModule: published texts have no splits, but their own parts.")
+        documents: Sequence[str]
+        if self.dataset is not None:
+            documents = documents_of_dataset(self.dataset, split, self.text_column)
+        elif any(self.files.values()):
+            key = "train_files" if split == "train" else "eval_files"
+            if not self.files[key]:
+                raise DataError(f"TextDataModule: `data.{key}` is needed here, but was not given.")
+            documents = documents_of_files(self.files[key], self.text_column)
+        else:
+            documents = list(standard_library(split))
+        if not len(documents):
+            raise DataError(f"TextDataModule: the {split} split is empty.")
+        return documents
+
+    def _loader(self, windows: Tensor, shuffle: bool = False) -> DataLoader[Tensor]:
+        order = torch.Generator().manual_seed(self.seed) if shuffle else None
+        # A tensor is a sequence of windows, though not by its type.
+        dataset: Any = windows
+        return DataLoader(dataset, batch_size=self.batch_size, shuffle=shuffle, generator=order)
+
+
+def _paths(files: Sequence[str] | str | None) -> list[Path]:
+    files = [files] if isinstance(files, str) else files or []
+    return [Path(file).expanduser() for file in files]

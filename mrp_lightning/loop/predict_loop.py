@@ -1,0 +1,80 @@
+"""The walk over a model in the trainer that holds it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+
+from mrp_lightning.loop.capture import Step
+from mrp_lightning.loop.progress import nested_progress
+from mrp_lightning.pruning.prune_layer import Recipe
+from mrp_lightning.pruning.report import LayerReport, PruningReport
+from mrp_lightning.pruning.sequential import Progress, SequentialPruner
+from mrp_lightning.targets.plan import Plan
+
+
+def prune_in_trainer(
+    trainer: Trainer,
+    module: LightningModule,
+    steps: Sequence[Step],
+    plan: Plan,
+    recipe: Recipe,
+    report: PruningReport,
+    *,
+    offload: bool,
+) -> None:
+    """Prune the trainer's module in place; progress and metrics go to its bar and loggers.
+
+    Args:
+        trainer: At the end of its predict loop, with the module on its device.
+        module: The LightningModule.
+        steps: The calibration batches, with all that `predict_step` takes.
+        plan: The blocks and layers.
+        recipe: How layers are pruned.
+        report: Filled while layers are pruned.
+        offload: Whether blocks and activations stay on the CPU until they are needed.
+    """
+    strategy = trainer.strategy
+    device = strategy.root_device
+
+    def run(step: Step) -> Any:
+        on_device = step.to(device)
+        # The strategy's, for its precision.
+        return strategy.predict_step(*on_device.args, **on_device.kwargs)
+
+    with nested_progress(trainer, plan.num_layers) as show:
+        SequentialPruner(
+            model=module,
+            run=run,
+            batches=steps,
+            batch_of=lambda step: step.batch,
+            plan=plan,
+            recipe=recipe,
+            report=report,
+            device=device,
+            offload=offload,
+            on_progress=lambda progress: show(progress.layers, _describe(progress)),
+            on_block=lambda k, rows: _log_block(trainer, k, rows),
+        ).prune()
+    for name in ("sparsity", "relative_loss"):
+        trainer.callback_metrics[f"prune/{name}"] = torch.tensor(report.totals[name])
+
+
+def _log_block(trainer: Trainer, k: int, rows: list[LayerReport]) -> None:
+    if not rows:
+        return
+    metrics = {
+        "prune/relative_loss": sum(row.relative_loss or 0.0 for row in rows) / len(rows),
+        "prune/sparsity": sum(row.sparsity or 0.0 for row in rows) / len(rows),
+        "prune/seconds": sum(row.seconds or 0.0 for row in rows),
+    }
+    for logger in trainer.loggers:
+        logger.log_metrics(metrics, step=k)
+        logger.save()
+
+
+def _describe(progress: Progress) -> str:
+    loss = progress.report.relative_loss
+    so_far = "" if loss is None else f" · relative loss {loss:.3g}"
+    return f"block {progress.block}/{progress.blocks} · {progress.task}{so_far}"

@@ -1,0 +1,91 @@
+"""What a LightningModule holds, and how it is written when it is pruned."""
+
+from os import PathLike
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from safetensors.torch import save_model
+from torch import nn
+from transformers import PreTrainedModel
+
+from mrp_lightning.calibration.padding import longest_input
+from mrp_lightning.errors import DataError
+from mrp_lightning.files import save_directory, save_pretrained
+from mrp_lightning.loop.trainer import ModuleRunner
+from mrp_lightning.pruning.report import PruningReport, model_card
+from mrp_lightning.targets.blocks import find_blocks, unwrap, without_wrappers
+
+
+def language_models(module: LightningModule) -> dict[str, PreTrainedModel]:
+    """The outermost `PreTrainedModel`s by name."""
+    found: dict[str, PreTrainedModel] = {}
+    for name, part in module.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer in found)
+        if isinstance(part, PreTrainedModel) and not inside:
+            found[name] = part
+    return found
+
+
+def checkpoint_root(module: LightningModule) -> tuple[str, nn.Module]:
+    """What is saved, and the prefix of its names in the LightningModule.
+
+    It is the one `PreTrainedModel`, or the module that a `ModuleRunner` runs, or else all.
+    """
+    models = language_models(module)
+    if len(models) == 1:
+        name, model = next(iter(models.items()))
+        prefix = f"{without_wrappers(name)}."
+        # Layers of other parts of the LightningModule keep their full names.
+        everything = all(block.name.startswith(prefix) for block in find_blocks(module))
+        return prefix if everything else "", model
+    if isinstance(module, ModuleRunner):
+        return "model.", unwrap(module.model)
+    return "", module
+
+
+def check_length(module: LightningModule, batch: Any) -> None:
+    """Refuse windows that are longer than the model's positions.
+
+    Raises:
+        DataError: It names both lengths.
+    """
+    models = language_models(module)
+    if len(models) != 1:
+        return
+    config = next(iter(models.values())).config.get_text_config()
+    limit = getattr(config, "max_position_embeddings", None)
+    if not isinstance(limit, int) or limit <= 0 or getattr(config, "alibi", False):
+        return
+    length = longest_input(batch)
+    if length > limit:
+        raise DataError(
+            f"The calibration sequences have {length} tokens, more than the {limit} positions of "
+            "the model (`max_position_embeddings`). "
+            f"Cut them to `sequence_length: {limit}` or less."
+        )
+
+
+def save_pruned(
+    module: LightningModule,
+    directory: str | PathLike[str],
+    report: PruningReport,
+    *,
+    overwrite: bool,
+) -> None:
+    """Write the model and its report into a directory that appears when it is whole.
+
+    A `PreTrainedModel` becomes a Hugging Face directory, any other module `model.safetensors` with
+    the names of its `state_dict`.
+
+    Raises:
+        FileExistsError: The directory is not empty, and may not be replaced.
+    """
+    _, model = checkpoint_root(module)
+    with save_directory(directory, overwrite=overwrite) as staging:
+        if isinstance(model, PreTrainedModel):
+            card = model_card(report, model.name_or_path or None)
+            tokenizer = getattr(module, "tokenizer", None)
+            save_pretrained(model, staging, tokenizer=tokenizer, card=card)
+        else:
+            save_model(model, str(staging / "model.safetensors"))
+        report.save(staging)

@@ -1,0 +1,125 @@
+"""Lightning's Trainer with callbacks for a single `predict`."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback, ProgressBar
+from lightning.pytorch.trainer.connectors.callback_connector import (
+    _CallbackConnector,
+    _validate_callbacks_list,
+)
+from torch import Tensor, nn
+
+
+class Trainer(pl.Trainer):
+    """A `lightning.pytorch.Trainer` whose `predict` takes callbacks and plain models.
+
+    Args:
+        devices: How many accelerators, or which. Pruning uses one.
+        **kwargs: See `lightning.pytorch.Trainer`.
+    """
+
+    callbacks: list[Callback]  # Lightning sets it without declaring it
+
+    def __init__(self, *, devices: list[int] | str | int = 1, **kwargs: Any) -> None:
+        super().__init__(devices=devices, **kwargs)
+
+    def predict(  # type: ignore[override]  # (a plain module is taken too)
+        self,
+        model: nn.Module | None = None,
+        dataloaders: Any = None,
+        datamodule: pl.LightningDataModule | None = None,
+        return_predictions: bool | None = None,
+        ckpt_path: str | None = None,
+        weights_only: bool | None = None,
+        *,
+        callbacks: Callback | Sequence[Callback] | None = None,
+    ) -> Any:
+        """Run `predict_step` over the data; see `lightning.pytorch.Trainer.predict`.
+
+        Args:
+            model: A LightningModule, a Hugging Face model, or any module, which is then called with
+                the batch, its first item if it is a list, or its entries if it is a mapping.
+            dataloaders: One or several.
+            datamodule: In their place.
+            return_predictions: Whether to keep what `predict_step` returns.
+            ckpt_path: A Lightning checkpoint of the model.
+            weights_only: How to load it.
+            callbacks: Used in this call only, together with the trainer's own.
+
+        Raises:
+            TypeError: `callbacks` holds something else.
+            ValueError: A second progress bar.
+        """
+        if model is not None:
+            model = as_lightning_module(model)
+        with self._borrow(callbacks):
+            return super().predict(
+                model,  # type: ignore[arg-type]
+                dataloaders,
+                datamodule,
+                return_predictions,
+                ckpt_path,
+                weights_only,
+            )
+
+    @contextmanager
+    def _borrow(self, callbacks: Callback | Sequence[Callback] | None) -> Iterator[None]:
+        """Add callbacks for the duration of a call, those the trainer does not have."""
+        extra = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or [])
+        wrong = [c for c in extra if not isinstance(c, Callback)]
+        if wrong:
+            raise TypeError(
+                "`callbacks` must be lightning.pytorch callbacks (of `lightning`, not of "
+                f"`pytorch_lightning`). Got {', '.join(type(c).__name__ for c in wrong)}."
+            )
+        extra = [c for c in extra if not any(c is own for own in self.callbacks)]
+        if any(isinstance(c, ProgressBar) for c in extra) and self.progress_bar_callback:
+            raise ValueError("`callbacks` holds a progress bar, and the trainer has one already.")
+        merged = _CallbackConnector._reorder_callbacks([*self.callbacks, *extra])
+        _validate_callbacks_list(merged)
+        self.callbacks = merged
+        try:
+            yield
+        finally:
+            # By identity: the model's configure_callbacks may have changed the list.
+            mine = {id(callback) for callback in extra}
+            self.callbacks = [c for c in self.callbacks if id(c) not in mine]
+            for callback in extra:  # a bound method of the model, which would keep it alive
+                callback.__dict__.pop("log", None)
+                callback.__dict__.pop("log_dict", None)
+
+
+def as_lightning_module(model: nn.Module) -> nn.Module:
+    """What `predict` can run: a LightningModule as it is, others wrapped."""
+    if isinstance(getattr(model, "_orig_mod", model), pl.LightningModule):
+        return model
+    from transformers import PreTrainedModel
+
+    if isinstance(model, PreTrainedModel) and model.can_generate():
+        from mrp_lightning.loop.causal_lm import CausalLM
+
+        return CausalLM(model)
+    return ModuleRunner(model) if isinstance(model, nn.Module) else model
+
+
+class ModuleRunner(pl.LightningModule):
+    """Calls a plain module with each batch.
+
+    Args:
+        model: Any module.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        """What the module returns."""
+        if isinstance(batch, Tensor):
+            return self.model(batch)
+        if isinstance(batch, list | tuple):
+            return self.model(batch[0])
+        return self.model(**batch)

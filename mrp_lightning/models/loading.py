@@ -1,0 +1,137 @@
+"""Models, configurations and tokenizers from directories and the hub, or a message that helps."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from mrp_lightning.errors import OptionError, TargetError
+from mrp_lightning.models.formats import register_format
+
+
+def make_config(values: dict[str, Any]) -> PreTrainedConfig:
+    """A configuration from its values.
+
+    Raises:
+        OptionError: There is no `model_type` among them.
+    """
+    if "model_type" not in values:
+        raise OptionError(
+            "`model` given as a dictionary is a transformers configuration and needs `model_type`, "
+            f"such as llama. Got the keys {sorted(values)}."
+        )
+    return AutoConfig.for_model(**values)
+
+
+def load_config(source: str, **hub: Any) -> PreTrainedConfig:
+    """The configuration in a model directory, or of a hub id; its format is registered.
+
+    Args:
+        source: Directory or hub id.
+        **hub: `revision` and `trust_remote_code`.
+
+    Raises:
+        FileNotFoundError: It is neither.
+    """
+    path = Path(source).expanduser()
+    if path.exists() and not (path / "config.json").is_file():
+        raise FileNotFoundError(
+            f"`model`: {source} holds no config.json. Expected a Hugging Face model directory; "
+            "a Lightning .ckpt is given as `ckpt_path`."
+        )
+    if not path.exists() and (path.is_absolute() or source.startswith((".", "~"))):
+        raise FileNotFoundError(f"`model`: there is no directory {source}.")
+    with _complete(source):
+        config = AutoConfig.from_pretrained(str(path) if path.exists() else source, **hub)
+    register_format(config)
+    return config
+
+
+@contextmanager
+def _complete(source: str) -> Iterator[None]:
+    """Say what a file that is missing means."""
+    try:
+        yield
+    except OSError as error:
+        raise FileNotFoundError(
+            f"`model`: {source} is neither a complete local model directory nor a model that the "
+            f"hub gives. Check the name, or download it first. ({error})"
+        ) from error
+
+
+def load_model(source: str, dtype: torch.dtype | None, **options: Any) -> PreTrainedModel:
+    """The model of a directory or hub id, every weight of it from the checkpoint.
+
+    Args:
+        source: Directory or hub id.
+        dtype: Precision to load the weights in; `None` keeps the checkpoint's.
+        **options: `revision`, `trust_remote_code`, `attn_implementation`.
+
+    Raises:
+        FileNotFoundError: It is neither.
+        TargetError: The checkpoint lacks weights that the model needs.
+    """
+    hub = {key: value for key, value in options.items() if key != "attn_implementation"}
+    published = load_config(source, **hub).dtype
+    path = Path(source).expanduser()
+    with _complete(source):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            str(path) if path.exists() else source,
+            dtype=dtype or "auto",
+            output_loading_info=True,
+            **options,
+        )
+    model, loading = loaded
+    if loading["missing_keys"]:
+        raise TargetError(
+            f"`model`: the checkpoint {source} lacks weights of {type(model).__name__}, which "
+            f"would be random: {', '.join(sorted(loading['missing_keys']))}."
+        )
+    # A checkpoint loaded in another precision is still saved in its own (see checkpoint.py).
+    model.config.dtype = published or model.dtype
+    return model
+
+
+def load_tokenizer(
+    source: str | os.PathLike[str] | PreTrainedTokenizerBase | None, *, required: bool, **hub: Any
+) -> Any:
+    """The tokenizer of a directory or hub id; `None` where the model comes without one.
+
+    Args:
+        source: Directory or hub id; `None`, or a tokenizer, gives itself.
+        required: Whether there must be one.
+        **hub: `revision` and `trust_remote_code`.
+
+    Raises:
+        FileNotFoundError: There is none.
+        TypeError: `source` is none of the above.
+    """
+    if source is None or isinstance(source, PreTrainedTokenizerBase):
+        return source
+    if not isinstance(source, str | os.PathLike):
+        raise TypeError(
+            "`tokenizer` must be a tokenizer of transformers, or the directory or hub id of one. "
+            f"Got {type(source).__name__}."
+        )
+    path = Path(source).expanduser()
+    if path.is_dir() and not required and not any(path.glob("tokenizer*")):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(path if path.exists() else source, **hub)
+    except OSError as error:
+        if path.is_dir() or required:
+            raise FileNotFoundError(
+                f"`tokenizer`: {source} gives no tokenizer. ({error})"
+            ) from error
+        return None

@@ -1,0 +1,91 @@
+"""The repeated blocks of a model, the unit in which it is calibrated."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from mrp_lightning.targets.layers import fused_weights, is_linear
+from mrp_lightning.targets.names import matches, require_matches
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """One repeated block.
+
+    Attributes:
+        name: Its full name.
+        module: The block.
+        chain: Name of the list that it stands in, where one block feeds the next.
+    """
+
+    name: str
+    module: nn.Module
+    chain: str
+
+
+def find_blocks(model: nn.Module, patterns: Sequence[str] = ()) -> list[Block]:
+    """The maximal `ModuleList`s of blocks that hold linear layers; an encoder's and a decoder's.
+
+    Args:
+        model: Any module.
+        patterns: Names of lists, or of single blocks, to take instead.
+
+    Returns:
+        The blocks in the order of the module tree. Empty where nothing repeats.
+
+    Raises:
+        TargetError: A pattern matches nothing.
+    """
+    modules = dict(named_modules(model))
+    if patterns:
+        lists = [name for name, module in modules.items() if name and list(module.children())]
+        exact = [n for n in lists if any(n == p or n.endswith(f".{p}") for p in patterns)]
+        wild = [n for n in lists if any(matches(n, p) for p in patterns)]
+        require_matches("blocks", patterns, lists)
+        chosen = _outermost(exact or wild)
+    else:
+        chosen = _outermost([name for name, module in modules.items() if _is_block_list(module)])
+    blocks = []
+    for name in chosen:
+        module = modules[name]
+        if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+            blocks += [Block(f"{name}.{i}", unwrap(b), name) for i, b in module.named_children()]
+        else:
+            blocks.append(Block(name, module, name.rpartition(".")[0]))
+    return blocks
+
+
+def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """`model.named_modules()` with modules that were compiled in place of their wrappers."""
+    for name, module in model.named_modules():
+        if not hasattr(module, "_orig_mod"):
+            yield without_wrappers(name), module
+
+
+def without_wrappers(name: str) -> str:
+    """A name without the parts that `torch.compile` adds."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The module that `torch.compile` wrapped; hooks on the wrapper would never fire."""
+    return getattr(module, "_orig_mod", module)
+
+
+def _is_block_list(module: nn.Module) -> bool:
+    """Blocks are modules of several parts: a list of bare layers (heads, an MLP) is none."""
+    return (
+        isinstance(module, nn.ModuleList)
+        and len(module) > 0
+        and all(next(unwrap(block).children(), None) is not None for block in module)
+        and any(is_linear(part) or any(fused_weights(part)) for part in module.modules())
+    )
+
+
+def _outermost(names: list[str]) -> list[str]:
+    kept: list[str] = []
+    for name in names:
+        if not any(name.startswith(f"{outer}.") for outer in kept):
+            kept.append(name)
+    return kept

@@ -1,0 +1,228 @@
+"""What will be pruned: every layer, in its block, checked before any work starts."""
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import nn
+
+from mrp_lightning.errors import PatternError, TargetError
+from mrp_lightning.solver.patterns import SemiStructured, Unstructured
+from mrp_lightning.targets.blocks import Block, find_blocks, named_modules, without_wrappers
+from mrp_lightning.targets.layers import (
+    Expert,
+    Layer,
+    fused_weights,
+    is_adapter,
+    is_linear,
+    layers_of,
+    packed_weights,
+    why_no_layer,
+    why_not_plain,
+)
+from mrp_lightning.targets.names import as_patterns, matches, require_matches
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A weight that stays dense, and why."""
+
+    name: str
+    shape: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """The blocks and layers of one run.
+
+    Attributes:
+        blocks: All repeated blocks, in the order of the module tree.
+        layers: The layers to prune of each block, by block name.
+        outside: Layers to prune that are in no block. They are calibrated in one pass over the
+            whole model, after the blocks.
+        skipped: What was left out, and is reported.
+    """
+
+    blocks: list[Block]
+    layers: dict[str, list[Layer]]
+    outside: list[Layer]
+    skipped: list[Skipped] = field(default_factory=list)
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers are to be pruned."""
+        return sum(map(len, self.layers.values())) + len(self.outside)
+
+
+def make_plan(
+    model: nn.Module,
+    pattern: Unstructured | SemiStructured,
+    *,
+    targets: Sequence[str] | str | None = None,
+    ignore: Sequence[str] | str | None = None,
+    blocks: Sequence[str] | str | None = None,
+    skip_indivisible: bool = False,
+    prefix: str = "",
+    allow_meta: bool = False,
+) -> Plan:
+    """Choose the layers to prune, and refuse those that cannot be.
+
+    Args:
+        model: Any module.
+        pattern: What the layers will be pruned to.
+        targets: Name patterns (see `names.matches`) of the layers to prune. `None` is all
+            that are in blocks but routers, and all of a model without blocks. Layers outside the
+            blocks are taken for a pattern that matches none in them, such as `lm_head`.
+        ignore: Name patterns of layers to leave out.
+        blocks: Names of the block lists, where they are not to be found by themselves.
+        skip_indivisible: Leave out layers whose columns the pattern does not divide.
+        prefix: Cut from the names that are reported.
+        allow_meta: Plan for a model on the meta device, too. Such a plan can only be read.
+
+    Raises:
+        TargetError: A pattern matches nothing, no layer is left, or weights are not plain.
+        PatternError: The pattern does not fit layers.
+    """
+    chosen, ignored = as_patterns(targets), as_patterns(ignore)
+    found = find_blocks(model, as_patterns(blocks))
+    modules = dict(named_modules(model))
+    layers = {layer.name: layer for n, module in modules.items() for layer in layers_of(n, module)}
+    linear = list(layers)
+    inside = {b.name: [n for n in linear if f"{n}.".startswith(f"{b.name}.")] for b in found}
+    in_blocks = [name for names in inside.values() for name in names]
+
+    require_matches("targets", chosen, linear or list(modules))
+    require_matches("ignore", ignored, [*modules, *linear])
+    rest = [n for n in linear if n not in set(in_blocks)]
+    outside = rest if not found and not chosen else []
+    for pattern_ in chosen:
+        if not any(matches(name, pattern_) for name in in_blocks):
+            outside += [n for n in rest if matches(n, pattern_) and n not in outside]
+
+    def wanted(name: str) -> bool:
+        taken = not chosen or name in outside or any(matches(name, p) for p in chosen)
+        return taken and not any(matches(name, p) for p in ignored)
+
+    names = [n for n in (*in_blocks, *outside) if wanted(n)]
+    routers = [] if chosen else list(_routers(modules, layers, names))
+    names = [n for n in names if n not in {router.name for router in routers}]
+    targeted = [layers[n] for n in names]
+    _refuse_unusual(modules, targeted, [n for n in modules if wanted(n)], found, allow_meta)
+    skipped = {s.name: s for s in (*routers, *_no_layers(modules, found, wanted))}
+    skipped |= {s.name: s for s in _tied(model, targeted)}
+    skipped |= {s.name: s for s in _indivisible(targeted, pattern, skip_indivisible)}
+    kept = {n: replace(layers[n], name=n.removeprefix(prefix)) for n in names if n not in skipped}
+    if not kept:
+        _nothing_left(linear, in_blocks, list(skipped.values()))
+    return Plan(
+        blocks=[Block(b.name.removeprefix(prefix), b.module, b.chain) for b in found],
+        layers={
+            b.name.removeprefix(prefix): [kept[n] for n in inside[b.name] if n in kept]
+            for b in found
+        },
+        outside=[kept[n] for n in outside if n in kept],
+        skipped=[Skipped(s.name.removeprefix(prefix), s.shape, s.reason) for s in skipped.values()],
+    )
+
+
+def _refuse_unusual(
+    modules: dict[str, nn.Module],
+    layers: list[Layer],
+    wanted: list[str],
+    blocks: list[Block],
+    allow_meta: bool,
+) -> None:
+    """Weights that cannot be read and written as matrices, all of them in one message."""
+    reasons = {layer.name: why_not_plain(layer, allow_meta=allow_meta) for layer in layers}
+    problems = {n: reason for n, reason in reasons.items() if reason}
+    for name in wanted:
+        if blocks and not any(name.startswith(f"{b.name}.") for b in blocks):
+            continue
+        if is_adapter(modules[name]):
+            problems = {n: r for n, r in problems.items() if not n.startswith(f"{name}.")}
+            problems[name] = "it is wrapped by an adapter; call merge_and_unload() first"
+        elif not is_linear(modules[name]) and packed_weights(modules[name]):
+            problems[name] = f"it is a packed {type(modules[name]).__name__}; load the dense model"
+    if problems:
+        listed = "\n".join(f"  {name}: {reason}" for name, reason in problems.items())
+        raise TargetError(
+            f"{len(problems)} layers to prune have weights that are not plain dense tensors. "
+            f"Change them, or leave them out with `ignore`:\n{listed}"
+        )
+
+
+def _no_layers(
+    modules: dict[str, nn.Module], blocks: list[Block], wanted: Callable[[str], bool]
+) -> Iterator[Skipped]:
+    """Weights of two and more dimensions that no `Layer` can show, in the blocks (if any)."""
+    for name, module in modules.items():
+        if blocks and not any(f"{name}.".startswith(f"{b.name}.") for b in blocks):
+            continue
+        reason = why_no_layer(module)
+        if reason and wanted(name):
+            yield Skipped(name, tuple(module.weight.shape), reason)  # type: ignore[arg-type]
+        for weight, tensor in fused_weights(module):
+            if wanted(f"{name}.{weight}"):
+                reason = f"fused weight of {type(module).__name__}, which is not supported yet"
+                yield Skipped(f"{name}.{weight}", tuple(tensor.shape), reason)
+
+
+def _routers(
+    modules: dict[str, nn.Module], layers: dict[str, Layer], names: list[str]
+) -> Iterator[Skipped]:
+    """Layers that stand beside experts choose among them: tiny, and a wrong choice costs most."""
+    for name in names:
+        parent = modules[layers[name].owner.rpartition(".")[0]]
+        if "experts" in parent._modules and not isinstance(layers[name], Expert):
+            reason = "it routes tokens to experts; `targets` can name it"
+            yield Skipped(name, tuple(layers[name].weight.shape), reason)
+
+
+def _tied(model: nn.Module, layers: list[Layer]) -> Iterator[Skipped]:
+    """A weight with several owners is pruned with the first layer, or not at all."""
+    owners: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owner = without_wrappers(name.rpartition(".")[0])
+        owners.setdefault(id(parameter), []).append(owner)
+    targets = {(layer.owner, layer.key) for layer in layers}
+    first: dict[Hashable, str] = {}
+    for layer in layers:
+        mine = first.setdefault(layer.key, layer.name)
+        foreign = [o for o in owners[id(layer.parameter)] if (o, layer.key) not in targets]
+        if foreign:
+            reason = f"its weight is tied to {foreign[0]}, which is not pruned"
+        elif mine != layer.name:
+            reason = f"its weight is tied to {mine}, with which it is pruned"
+        else:
+            continue
+        yield Skipped(layer.name, tuple(layer.weight.shape), reason)
+
+
+def _indivisible(
+    layers: list[Layer], pattern: Unstructured | SemiStructured, skip: bool
+) -> list[Skipped]:
+    unfit = []
+    for layer in layers:
+        if not pattern.divides(layer.run):
+            kind = "features" if layer.run == layer.columns else "channels"
+            reason = f"{layer.run} input {kind} do not divide into the groups of {pattern}"
+            unfit.append(Skipped(layer.name, tuple(layer.weight.shape), reason))
+    if unfit and not skip:
+        listed = "\n".join(f"  {s.name}: {s.reason}" for s in unfit)
+        raise PatternError(
+            f"`pattern` {pattern} does not fit {len(unfit)} layers. Name them in `ignore`, or "
+            f"leave them dense with `skip_indivisible: true`:\n{listed}"
+        )
+    return unfit
+
+
+def _nothing_left(linear: list[str], in_blocks: list[str], skipped: list[Skipped]) -> None:
+    if skipped:
+        why = "all were left out:\n" + "\n".join(f"  {s.name}: {s.reason}" for s in skipped)
+    elif not linear:
+        why = "the model has no nn.Linear, nn.Conv2d or transformers Conv1D."
+    elif not in_blocks:
+        why = f"its {len(linear)} linear layers are outside the blocks; see `blocks`, `targets`."
+    else:
+        why = "`targets` and `ignore` leave none."
+    raise TargetError(f"Found no layer to prune: {why}")

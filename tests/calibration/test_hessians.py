@@ -1,0 +1,106 @@
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mrp_lightning.calibration.hessians import Calibration, InputsDiffer
+from mrp_lightning.calibration.padding import Padding
+from mrp_lightning.targets.layers import Layer, Linear
+
+
+class Attention(nn.Module):
+    """Three layers on one input, two more on inputs of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(8, 8) for _ in range(3))
+        self.changed, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.swap = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.q(x) + self.k(x) + self.v(x + 1 if self.swap else x)
+        x += 1
+        return self.out(y) + self.changed(x)
+
+
+def layers_of(model: nn.Module) -> list[Layer]:
+    return [Linear(name, module) for name, module in model.named_children()]
+
+
+@torch.no_grad()
+def test_layers_share_a_hessian_only_if_they_share_the_very_input():
+    model = Attention()
+    calibration = Calibration(layers_of(model), Padding(model))
+    inputs = torch.randn(3, 5, 8)
+    with calibration.hooked():
+        for x in inputs:
+            model(x.clone())
+            calibration.end_batch()
+    groups = {group.layers[0].name: group for group in calibration.groups}
+    assert [[x.name for x in g.layers] for g in groups.values()] == [
+        ["q", "k", "v"],
+        ["out"],
+        ["changed"],
+    ]
+    flat = inputs.flatten(0, 1)
+    for name, x in (("q", flat), ("changed", flat + 1)):
+        torch.testing.assert_close(groups[name].accumulator.hessian(), 2 * x.T @ x / 15)
+
+
+@torch.no_grad()
+def test_inputs_that_part_in_a_later_batch_are_noticed():
+    model = Attention()
+    calibration = Calibration(layers_of(model), Padding(model))
+    with calibration.hooked():
+        model(torch.randn(5, 8))
+        calibration.end_batch()
+        model.swap = True
+        with pytest.raises(InputsDiffer):
+            model(torch.randn(5, 8))
+
+
+@torch.no_grad()
+def test_a_layer_that_is_called_more_often_than_its_group_is_noticed():
+    model = Attention()
+    calibration = Calibration(layers_of(model), Padding(model))
+    with calibration.hooked():
+        model(torch.randn(5, 8))
+        model.q(torch.randn(5, 8))
+        with pytest.raises(InputsDiffer):
+            calibration.end_batch()
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 4), (6, 4), (2, 3, 2, 4), (2, 1, 3, 4)])
+@torch.no_grad()
+def test_padding_is_cut_from_inputs_of_any_shape(shape):
+    model = Masked()
+    padding = Padding(model)
+    x, mask = torch.randn(shape), torch.tensor([[0, 1, 1], [1, 1, 0]])
+    expected = x.reshape(6, -1, 4)[mask.flatten().bool()].reshape(-1, 4)
+    for call in (lambda: model(x, mask), lambda: model(x, attention_mask=mask)):
+        seen = []
+        model.layer.register_forward_pre_hook(
+            lambda module, args, seen=seen: seen.append(padding.tokens(args[0], module, "layer"))
+        )
+        with padding.watch():
+            padding.start_batch(None)
+            call()
+        assert torch.equal(seen[0].reshape(-1, 4), expected)
+
+
+@torch.no_grad()
+def test_rows_that_cannot_be_matched_with_the_mask_are_said():
+    model = Masked()
+    padding = Padding(model)
+    padding.start_batch({"attention_mask": torch.tensor([[0, 1, 1], [1, 1, 0]])})
+    x = torch.randn(5, 4)
+    assert padding.tokens(x, model.layer, "experts.0.up") is x
+    assert padding.unmatched == {"experts.0.up": ((5, 4), (2, 3))}

@@ -1,0 +1,72 @@
+import torch
+from torch import Tensor, nn
+
+from mrp_lightning.calibration.offload import Offload, hold_on_cpu, release
+
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+
+
+class Recorder(nn.Module):
+    """Notes where it is told to go, and where it runs; it has nothing to move."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        super().__init__()
+        self.name, self.log, self.place = name, log, "cpu"
+
+    def to(self, device: torch.device) -> "Recorder":
+        if device.type != self.place:
+            self.place = device.type
+            self.log.append(f"{self.name} to {self.place}")
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.log.append(f"{self.name} runs on {self.place}")
+        return x
+
+
+def test_a_block_is_on_the_device_only_while_it_runs():
+    log: list[str] = []
+    blocks = [Recorder("a", log), Recorder("b", log)]
+    with Offload(blocks, CUDA).active():
+        for block in blocks:
+            block(torch.zeros(1))
+    assert log == [
+        *("a to cuda", "a runs on cuda", "a to cpu"),
+        *("b to cuda", "b runs on cuda", "b to cpu"),
+    ]
+    assert not any(block._forward_hooks or block._forward_pre_hooks for block in blocks)
+
+
+def test_a_pinned_block_moves_once():
+    log: list[str] = []
+    blocks = [Recorder("a", log), Recorder("b", log)]
+    offload = Offload(blocks, CUDA)
+    with offload.active(), offload.pinned(blocks[1]):
+        for _ in range(2):
+            blocks[1](torch.zeros(1))
+    assert log == ["b to cuda", "b runs on cuda", "b runs on cuda", "b to cpu"]
+
+
+def test_blocks_go_back_after_an_error():
+    log: list[str] = []
+    block = Recorder("a", log)
+    block.register_forward_hook(lambda *_: 1 / 0)
+    try:
+        with Offload([block], CUDA).active():
+            block(torch.zeros(1))
+    except ZeroDivisionError:
+        log.append("error")
+    assert log[-2:] == ["a to cpu", "error"]
+
+
+def test_held_blocks_change_dtype_and_can_be_let_go():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    tied = model[0].weight
+    hold_on_cpu([model[0]])
+    model.to(torch.float64)
+    assert {p.dtype for p in model.parameters()} == {torch.float64}
+    assert model[0].weight is tied
+    release([model[0]])
+    model.to("meta")
+    assert model[0].weight.device.type == "meta"
+    assert "_apply" not in model[0].__dict__

@@ -1,0 +1,194 @@
+"""The walk against the only thing that is right by definition: the model's own full forward."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mrp_lightning.calibration.choice import choose_walk
+from mrp_lightning.calibration.walks import Inject, Rerun, Walk
+from mrp_lightning.errors import TargetError
+from mrp_lightning.targets.blocks import Block, find_blocks
+
+Batches = list[dict[str, Tensor]]
+FAMILIES = ["llama", "gemma3_text", "opt", "bloom", "gpt2", "mamba"]
+
+
+def block_io(model: nn.Module, block: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    """What a block is given and gives in a full forward."""
+    seen = {}
+
+    def pre(module, args, kwargs):
+        seen["given"] = (args[0] if args else kwargs["hidden_states"]).clone()
+
+    def post(module, args, output):
+        seen["output"] = (output if isinstance(output, Tensor) else output[0]).clone()
+
+    handles = [
+        block.register_forward_pre_hook(pre, with_kwargs=True),
+        block.register_forward_hook(post),
+    ]
+    model(**batch)
+    for handle in handles:
+        handle.remove()
+    return seen["given"], seen["output"]
+
+
+def remove_half(block: nn.Module) -> None:
+    """Zero every other input feature of each matrix in place."""
+    for parameter in block.parameters():
+        if parameter.ndim == 2:
+            parameter[:, ::2] = 0
+
+
+def worst_error(walk: Walk, model: nn.Module, batches: Batches) -> float:
+    """Prune along the walk, and compare what it runs with full forwards of the model so far.
+
+    Relative to ‖output − input‖ of the block: what it adds to the residual stream.
+    """
+    worst = 0.0
+    for k, block in enumerate(walk.blocks):
+        for _ in walk.visit(k):
+            pass
+        remove_half(block.module)
+        for i, batch in enumerate(batches):
+            output = walk.output(k, i)
+            output = output if isinstance(output, Tensor) else output[0]
+            given, expected = block_io(model, block.module, batch)
+            error = (output - expected).norm() / (expected - given).norm()
+            worst = max(worst, float(error))
+        for _ in walk.advance(k):
+            pass
+    return worst
+
+
+def runner(model: nn.Module) -> Callable[[Any], Any]:
+    return lambda batch: model(**batch)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_each_block_runs_as_in_the_model_pruned_so_far(family, build, batches):
+    model = build(family)
+    walk = choose_walk(runner(model), batches, find_blocks(model))
+    assert isinstance(walk, Inject)
+    assert worst_error(walk, model, batches) < 1e-5
+
+
+@torch.no_grad()
+def test_rerun_runs_each_block_as_in_the_model_pruned_so_far(build, batches):
+    model = build("gemma3_text")
+    assert worst_error(Rerun(runner(model), batches, find_blocks(model)), model, batches) < 1e-6
+
+
+class FirstBlocksArguments(Inject):
+    """The classic mistake: every block is replayed with the arguments of block 0."""
+
+    def output(self, k: int, i: int) -> Any:
+        arguments = {}
+
+        def pre(module, args, kwargs):
+            arguments["args"], arguments["kwargs"] = args, kwargs
+
+        handle = self.blocks[0].module.register_forward_pre_hook(pre, with_kwargs=True)
+        self.run(self.batches[i])
+        handle.remove()
+        stored = self.hidden[i] if k else arguments["args"][0]
+        return self.blocks[k].module(stored, *arguments["args"][1:], **arguments["kwargs"])
+
+
+@pytest.mark.parametrize(("family", "is_wrong"), [("gemma3_text", True), ("opt", False)])
+@torch.no_grad()
+def test_the_first_blocks_arguments_would_be_wrong_for_gemma3(family, is_wrong, build, batches):
+    model = build(family)
+    model.config.use_cache = False
+    blocks = find_blocks(model)
+    walk = FirstBlocksArguments(runner(model), batches, blocks, [None] * len(blocks))
+    assert (worst_error(walk, model, batches) > 0.1) is is_wrong
+
+
+@torch.no_grad()
+def test_encoder_and_decoder_are_walked_in_the_order_of_execution(build, batches):
+    model = build("bart")
+    for batch in batches:
+        batch["decoder_input_ids"] = batch["input_ids"][:, :7]
+    walk = choose_walk(runner(model), batches, find_blocks(model)[::-1])
+    names = [block.name for block in walk.blocks]
+    assert names == [f"model.{part}.layers.{k}" for part in ("encoder", "decoder") for k in (0, 1)]
+    assert isinstance(walk, Inject)
+    assert worst_error(walk, model, batches) < 1e-5
+
+
+@torch.no_grad()
+def test_a_model_that_stubs_break_is_run_in_full(build, batches, caplog):
+    # Every block of T5 adds the position bias that its first block returns beside the hidden state.
+    model = build("t5")
+    for batch in batches:
+        batch["decoder_input_ids"] = batch["input_ids"][:, :7]
+    walk = choose_walk(runner(model), batches, find_blocks(model))
+    assert isinstance(walk, Rerun)
+    assert "Falling back to full re-runs" in caplog.text
+    assert worst_error(walk, model, batches) < 1e-6
+    assert all("forward" not in module.__dict__ for module in model.modules())
+
+
+class InPlace(nn.Module):
+    """Adds to its own input in place, as hand-written blocks do."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x += self.down(self.up(x).relu())
+        return x
+
+
+class Stack(nn.Module):
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(64, 8), nn.ModuleList(blocks)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@torch.no_grad()
+def test_blocks_that_change_their_input_in_place():
+    torch.manual_seed(0)
+    model = Stack([InPlace(8) for _ in range(3)])
+    batches = [{"input_ids": torch.randint(0, 64, (2, 5))} for _ in range(2)]
+    walk = choose_walk(runner(model), batches, find_blocks(model))
+    assert isinstance(walk, Inject)
+    assert worst_error(walk, model, batches) < 1e-5
+
+
+@torch.no_grad()
+def test_a_block_that_is_called_twice_is_named():
+    shared = InPlace(8)
+    model = Stack([InPlace(8), shared])
+    model.blocks.append(shared)
+    batches = [{"input_ids": torch.randint(0, 64, (2, 5))}]
+    blocks = [Block(f"blocks.{k}", model.blocks[k], "blocks") for k in (0, 1)]
+    with pytest.raises(TargetError, match=r"blocks\.1 \(2 times\)"):
+        choose_walk(runner(model), batches, blocks)
+
+
+@torch.no_grad()
+def test_an_error_in_the_model_leaves_no_stub(build, batches):
+    model = build("llama")
+    walk = choose_walk(runner(model), batches, find_blocks(model))
+    for k in (0, 1):
+        for _ in walk.advance(k):
+            pass
+    handle = model.model.layers[2].mlp.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        next(walk.visit(2))
+    handle.remove()
+    assert all("forward" not in module.__dict__ for module in model.modules())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())

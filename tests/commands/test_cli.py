@@ -1,0 +1,120 @@
+"""The command line as a user starts it."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mrp_lightning.commands.cli import main
+from mrp_lightning.evaluation import records
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+TINY = [f"--trainer.{option}" for option in ("accelerator=cpu", "logger=false")]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    path = tmp_path / "text.txt"
+    path.write_text("\n".join(f"value_{i} = compute({i}) + {i * 7}" for i in range(400)))
+    return str(path)
+
+
+def arguments(command: str, model: Path, text: str, *more: str) -> list[str]:
+    data = [f"--data.{key}_files={text}" for key in ("train", "eval")]
+    size = ["--data.num_samples=4", "--data.sequence_length=32", "--data.batch_size=2"]
+    return [command, f"--model.model={model}", *data, *size, *TINY, *more]
+
+
+def prune(model: Path, text: str, *more: str) -> None:
+    main(arguments("predict", model, text, "--trainer.callbacks=callbacks.MRPCallback", *more))
+
+
+def test_predict_prunes_and_test_gives_perplexity(tiny_llama, text, tmp_path, capsys):
+    from transformers import AutoModelForCausalLM
+
+    out = tmp_path / "pruned"
+    options = "--trainer.callbacks.pattern=2:4", f"--trainer.callbacks.save_dir={out}"
+    prune(tiny_llama, text, *options)
+    pruned = AutoModelForCausalLM.from_pretrained(out)
+    weight = pruned.model.layers[1].mlp.down_proj.weight
+    assert ((weight.reshape(-1, 4) == 0).sum(1) == 2).all()
+    assert (out / "pruning_report.json").is_file()
+    assert (out / "tokenizer.json").is_file()
+    capsys.readouterr()
+    main(arguments("test", out, text))
+    assert "perplexity" in capsys.readouterr().out
+
+
+def test_the_papers_data_from_local_copies(tiny_llama, corpora_dir, tmp_path, capsys, caplog):
+    """Prune on C4 and evaluate on three texts, as configured for a published model."""
+    out = tmp_path / "pruned"
+    config = CONFIGS / "models" / "opt-125m.yaml"
+    short = ["--data.sequence_length=16", "--data.num_samples=6", "--data.batch_size=3", *TINY]
+    options = [f"--config={config}", f"--data.corpora_dir={corpora_dir}", *short]
+    pattern = f"--config={CONFIGS / 'patterns' / '2of4.yaml'}"
+    save = f"--trainer.callbacks.init_args.save_dir={out}"
+    main(["predict", *options, pattern, f"--model.model={tiny_llama}", save])
+    keep = ["--trainer.callbacks=callbacks.SaveEvaluation", f"--trainer.callbacks.save_dir={out}"]
+    with caplog.at_level("INFO"):
+        main(["test", *options, *keep, f"--model.model={out}"])
+    assert re.search(r"c4: perplexity \d+\.\d{3} \(context 16, 256 windows, 3,840 ", caplog.text)
+    found = records.read(out).perplexity
+    assert sorted(found) == ["c4", "ptb", "wikitext2"]
+    assert found["c4"]["windows"] == 256
+    assert found["c4"]["context"] == 16
+    with pytest.raises(SystemExit) as stop:
+        missing = f"--data.corpora_dir={tmp_path}"
+        main(["test", *options, missing, f"--model.model={out}"])
+    assert stop.value.code == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"error: `data.corpora_dir`: {tmp_path} lacks files of wikitext2, ptb")
+    assert "hf download Salesforce/wikitext wikitext-2-raw-v1/test-00000-of-00001.parquet" in error
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--trainer.callbacks.pattern=2:4", "--trainer.callbacks.sparsity=0.5"], "sparsity"),
+        (["--trainer.callbacks.pattern=5:4"], "pattern"),
+        (["--trainer.callbacks.pattern=2:4", "--trainer.callbacks.method=sm"], "sparsegpt"),
+        (["--trainer.callbacks.pattern=2:4", "--trainer.callbacks.targets=[q_porj]"], "q_proj"),
+        (["--trainer.callbacks.pattern=2:4", "--model.model=./absent"], "no directory ./absent"),
+        (["--trainer.callbacks.pattern=2:4", "--data.sequence_length=4096"], "positions"),
+        (["--trainer.callbacks.pattern=2:4", "--data.calibration=c4"], "not several of them"),
+    ],
+)
+def test_a_mistake_is_one_line_and_no_traceback(tiny_llama, text, capsys, options, message):
+    with pytest.raises(SystemExit) as stop:
+        prune(tiny_llama, text, *options)
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert error.splitlines()[-1].startswith("error: ")
+    assert message in error.splitlines()[-1]
+    assert "Traceback" not in error
+
+
+def test_an_unquoted_pattern_in_yaml_is_explained(tiny_llama, text, tmp_path, capsys):
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        "trainer: {callbacks: [{class_path: callbacks.MRPCallback, init_args: {pattern: 2:4}}]}"
+    )
+    with pytest.raises(SystemExit) as stop:
+        main(arguments("predict", tiny_llama, text, f"--config={config}"))
+    assert stop.value.code == 2
+    assert 'pattern: "2:4"' in capsys.readouterr().err
+
+
+def test_the_module_and_the_console_script_start(tmp_path):
+    script = Path(sys.executable).parent / "mrp-lightning"
+    for command in ([sys.executable, "-m", "mrp_lightning"], [str(script)]):
+        shown = subprocess.run(
+            [*command, "predict", "--help"],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            timeout=120,
+        )
+        assert shown.returncode == 0, shown.stderr
+        assert "--data.num_samples" in shown.stdout

@@ -1,0 +1,67 @@
+"""Every YAML file is read by the real command line, with a tiny model in place of the named one."""
+
+from pathlib import Path
+
+import pytest
+
+from callbacks import MRPCallback, SaveModel
+from mrp_lightning.commands.cli import PruningCLI
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "configs"
+MODELS = sorted((CONFIGS / "models").glob("*.yaml"))
+PATTERNS = sorted((CONFIGS / "patterns").glob("*.yaml"))
+DATA = sorted((CONFIGS / "data").glob("*.yaml"))
+TRAIN = sorted((CONFIGS / "train").glob("*.yaml"))
+
+
+def cli(*args: str | Path) -> PruningCLI:
+    return PruningCLI([str(arg) for arg in args], run=False)
+
+
+def test_every_file_is_covered_here():
+    elsewhere = {"paper", "sweeps"}  # tests/experiments/sweep reads them
+    found = [path for path in CONFIGS.rglob("*.yaml") if path.parent.name not in elsewhere]
+    assert sorted([*MODELS, *PATTERNS, *DATA, *TRAIN]) == sorted(found)
+    assert {path.stem for path in MODELS} >= {
+        "opt-125m",
+        "llama-2-7b",
+        "bloom-560m",
+        "mamba-130m",
+    }
+    assert all([PATTERNS, DATA])
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("model", MODELS, ids=lambda path: path.stem)
+def test_a_model_and_a_pattern_make_a_run(model, pattern, tiny_llama, tmp_path):
+    made = cli(
+        *("--config", model, "--config", pattern, "--model.model", tiny_llama),
+        *("--trainer.callbacks.init_args.save_dir", tmp_path / "out"),
+    )
+    (pruning,) = [c for c in made.trainer.callbacks if isinstance(c, MRPCallback)]
+    assert pruning.save_dir is not None
+    assert made.datamodule.sequence_length == 2048
+    assert made.datamodule.calibration == ("lambada" if "mamba" in model.stem else "c4")
+    assert made.datamodule.evaluation == ["wikitext2", "ptb", "c4"]
+    assert made.trainer.limit_test_batches == 1.0, "all windows, no more and no fewer"
+
+
+@pytest.mark.parametrize(
+    "family", [path for path in TRAIN if path.stem != "text"], ids=lambda path: path.stem
+)
+def test_training_a_family(family, tiny_llama, tmp_path):
+    made = cli(
+        *("--config", CONFIGS / "train" / "text.yaml", "--config", family),
+        *("--model.tokenizer", tiny_llama),
+        *("--trainer.callbacks.init_args.save_dir", tmp_path / "out"),
+    )
+    assert made.model.model.config.model_type == family.stem
+    assert made.trainer.max_steps >= 400
+    assert any(isinstance(callback, SaveModel) for callback in made.trainer.callbacks)
+
+
+@pytest.mark.parametrize("path", DATA, ids=lambda path: path.stem)
+def test_data(path, tiny_llama):
+    made = cli("--data", path, "--model.model", tiny_llama)
+    assert (made.datamodule.num_samples, made.datamodule.sequence_length) == (128, 2048)

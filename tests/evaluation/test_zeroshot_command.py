@@ -1,0 +1,219 @@
+"""`python -m mrp_lightning zeroshot`, and packed checkpoints through the whole command line."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mrp_lightning.commands.cli import main
+from mrp_lightning.embedded import STDLIB_LLAMA
+from mrp_lightning.evaluation.records import read, record
+
+# As docs/zeroshot.md has it: a packed directory needs its format registered in the process.
+OWN_COMMAND = {
+    "pruned": ["-m", "lm_eval"],
+    "packed": [
+        "-c",
+        "import export; from lm_eval.__main__ import cli_evaluate; cli_evaluate()",
+    ],
+}
+TEST = ["--trainer.accelerator=cpu", "--trainer.logger=false", "--data.sequence_length=256"]
+
+
+def zeroshot(model: Path | str, *more: str) -> None:
+    main(["zeroshot", f"--model={model}", "--device=cpu", *more])
+
+
+def failure(capsys: pytest.CaptureFixture, *options: str) -> str:
+    """The one line of an error."""
+    with pytest.raises(SystemExit) as stop:
+        main(["zeroshot", *options])
+    assert stop.value.code == 2
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.fixture
+def own(task_directory: Path) -> str:
+    return f"--include-path={task_directory}"
+
+
+def test_results_are_printed_and_added_to_what_is_recorded(checkpoint, own, tmp_path, capsys):
+    model = checkpoint("dense")
+    record(model, perplexity={"wikitext2": {"perplexity": 5.0}})
+    capsys.readouterr()
+    out = tmp_path / "all.json"
+    zeroshot(model, own, "--tasks=continuation,last_word", "--limit=4", f"--out={out}")
+    found = read(model)
+    assert found.perplexity == {"wikitext2": {"perplexity": 5.0}}
+    assert found.model == str(model)
+    assert list(found.zeroshot) == ["continuation", "last_word"]
+    accuracies = [found.zeroshot[task]["acc"] for task in found.zeroshot]
+    assert found.zeroshot["continuation"]["samples"] == 4
+    assert {"lm_eval", "transformers"} <= set(found.versions)
+
+    shown = capsys.readouterr().out
+    for number in (*accuracies, sum(accuracies) / 2, found.zeroshot["last_word"]["perplexity"]):
+        assert f"{number:.4f}" in shown
+    assert "mean accuracy" in shown
+    full = json.loads(out.read_text())
+    assert full["results"]["last_word"]["acc,none"] == accuracies[1]
+    assert full["configs"]["last_word"]["output_type"] == "loglikelihood"
+
+
+def test_one_sample_has_no_standard_error(checkpoint, own):
+    model = checkpoint("dense")
+    zeroshot(model, own, "--tasks=last_word", "--limit=1")
+    assert set(read(model).zeroshot["last_word"]) == {
+        *("acc", "perplexity", "samples", "num_fewshot"),
+    }
+
+
+@pytest.mark.parametrize("kind", OWN_COMMAND)
+def test_lm_evals_own_command_gives_the_same(kind, checkpoint, own, task_directory, tmp_path):
+    model, out = checkpoint(kind), tmp_path / "own"
+    tasks = "continuation,last_word"
+    zeroshot(model, own, f"--tasks={tasks}", "--batch-size=4")
+    options = {
+        "--model": "hf",
+        "--model_args": f"pretrained={model}",
+        "--tasks": tasks,
+        "--include_path": str(task_directory),
+        "--batch_size": "4",
+        "--device": "cpu",
+        "--output_path": str(out),
+    }
+    command = [
+        sys.executable,
+        *OWN_COMMAND[kind],
+        *(word for pair in options.items() for word in pair),
+    ]
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": root, "DISABLE_MULTIPROC": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    (written,) = out.rglob("results_*.json")
+    theirs = json.loads(written.read_text())["results"]
+    for task, figures in read(model).zeroshot.items():
+        for metric in {"acc", "acc_norm", "perplexity", "acc_stderr"} & figures.keys():
+            assert figures[metric] == theirs[task][f"{metric},none"], (task, metric)
+
+
+def test_a_packed_checkpoint_is_tested_as_the_pruned_one(checkpoint, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text(Path(__file__).read_text() * 3)
+    found = {}
+    for kind in ("pruned", "packed"):
+        model = checkpoint(kind)
+        options = [f"--model.model={model}", f"--data.eval_files={text}", *TEST]
+        save = ["--trainer.callbacks=callbacks.SaveEvaluation"]
+        main(["test", *options, *save, f"--trainer.callbacks.save_dir={model}"])
+        (found[kind],) = read(model).perplexity.values()
+    assert found["packed"] == found["pruned"]
+
+
+def test_a_packed_checkpoint_is_not_pruned_again(checkpoint, tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text(Path(__file__).read_text() * 3)
+    with pytest.raises(SystemExit) as stop:
+        main(
+            [
+                "predict",
+                f"--model.model={checkpoint('packed')}",
+                f"--data.train_files={text}",
+                "--data.num_samples=2",
+                "--trainer.callbacks=callbacks.MRPCallback",
+                "--trainer.callbacks.pattern=2:4",
+                *TEST,
+            ]
+        )
+    assert stop.value.code == 2
+    assert "q_proj: it is a packed Sparse24Linear; load the dense model" in capsys.readouterr().err
+
+
+def test_an_unknown_task_is_answered_with_the_nearest_names(own, capsys):
+    options = [f"--model={STDLIB_LLAMA}", own]
+    error = failure(capsys, *options, "--tasks=continuatoin,last_*,lambda_openai")
+    assert "continuatoin (nearest: continuation" in error
+    assert "lambda_openai (nearest: lambada_openai" in error
+    assert "last_" not in error
+
+
+def test_all_missing_data_is_named(task_directory, tmp_path, capsys):
+    for name in ("first", "second"):
+        data = f"dataset_path: nobody/{name}\ndataset_name: parts\n"
+        kind = "output_type: loglikelihood\ntest_split: test\ndoc_to_text: x\ndoc_to_target: y\n"
+        (tmp_path / f"{name}.yaml").write_text(f"task: {name}\n{data}{kind}")
+    options = [f"--include-path={tmp_path}", "--tasks=first,second"]
+    error = failure(capsys, f"--model={STDLIB_LLAMA}", *options)
+    for name in ("first", "second"):
+        assert f"{name} (dataset nobody/{name} parts: " in error
+    assert "datasets.load_dataset" in error
+
+
+def test_a_missing_lm_eval_is_named_with_its_extra(monkeypatch, own, capsys):
+    monkeypatch.setitem(sys.modules, "lm_eval.models.huggingface", None)
+    error = failure(capsys, f"--model={STDLIB_LLAMA}", own, "--tasks=last_word")
+    assert "pip install 'mrp-lightning[zeroshot]'" in error
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model=./absent"], "`model`: there is no directory ./absent"),
+        (["--model=."], "holds no config.json"),
+        ([f"--model={STDLIB_LLAMA}", "--include-path=./absent"], "`--include-path`"),
+        ([f"--model={STDLIB_LLAMA}", "--out=absent/all.json"], "`--out`"),
+        ([f"--model={STDLIB_LLAMA}", "--out=."], "`--out`: expected a file"),
+        ([f"--model={STDLIB_LLAMA}", "--device=gpu"], "`--device`"),
+        ([f"--model={STDLIB_LLAMA}", "--batch-size=0"], "--batch-size: expected a number from 1"),
+        ([f"--model={STDLIB_LLAMA}", "--tasks=,"], "--tasks: expected names"),
+    ],
+)
+def test_a_mistake_is_one_line(options, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert message in failure(capsys, *options)
+
+
+def test_what_is_recorded_must_be_readable_before_any_work(checkpoint, own, capsys):
+    model = checkpoint("dense")
+    (model / "evaluation.json").write_text("{")
+    error = failure(capsys, f"--model={model}", own, "--tasks=last_word")
+    assert "evaluation.json is not JSON" in error
+
+
+def test_a_model_without_a_tokenizer_is_refused(checkpoint, own, capsys):
+    model = checkpoint("dense")
+    for file in model.glob("tokenizer*"):
+        file.unlink()
+    error = failure(capsys, f"--model={model}", own, "--tasks=last_word")
+    assert "without a tokenizer" in error
+
+
+def test_a_model_of_the_hub_has_no_place_to_record(checkpoint, own, tmp_path):
+    """The hub's cache is laid out as the hub would fill it."""
+    cached = tmp_path / "hub" / "models--some--model"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("0" * 40)
+    (cached / "snapshots").mkdir()
+    checkpoint("dense").rename(cached / "snapshots" / ("0" * 40))
+    command = "from mrp_lightning.commands.cli import main; main()"
+    options = ["zeroshot", "--model=some/model", own, "--tasks=last_word", "--limit=2"]
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", command, *options],
+        env=os.environ | {"HF_HUB_CACHE": str(tmp_path / "hub"), "PYTHONPATH": root},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Not recorded: some/model is no local directory" in done.stdout
+    assert not list(tmp_path.rglob("evaluation.json"))

@@ -1,0 +1,83 @@
+"""The page in a browser: at the widths of a phone and a desktop, light and dark, without a script.
+
+Skipped where there is no Chrome: `CHROME=/path/to/chrome`, one on the PATH, or that of
+`python -m playwright install chromium`.
+"""
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from browser import Browser, find_chrome
+
+from mrp_lightning.commands.report import main
+
+CHROME = find_chrome()
+pytestmark = pytest.mark.skipif(
+    CHROME is None, reason="no Chrome or Chromium: set CHROME, or install one"
+)
+
+WIDER_THAN_PAGE = """
+[...document.querySelectorAll('main *')].filter(e => !e.closest('.scroll') && !e.closest('svg')
+    && e.getBoundingClientRect().right > document.documentElement.clientWidth + 0.5)
+    .map(e => e.tagName + ' ' + e.textContent.slice(0, 40))
+"""
+EMPTY_FIGURES = """
+[...document.querySelectorAll('figure svg')].filter(e => {
+    const box = e.getBoundingClientRect();
+    return e.checkVisibility() && (box.width < 100 || box.height < 40
+        || e.querySelectorAll('path').length < 3);
+}).length
+"""
+CUT_TEXT = """
+[...document.querySelectorAll('figure svg')].flatMap(svg => {
+    const box = svg.getBoundingClientRect();
+    return [...svg.querySelectorAll('text')].filter(t => {
+        const b = t.getBoundingClientRect();
+        return b.width && (b.left < box.left - 1 || b.right > box.right + 1);
+    }).map(t => t.textContent);
+})
+"""
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with Browser(CHROME) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def page(save_sweep, tmp_path_factory):
+    """With a directory whose name has no place to be broken."""
+    root = save_sweep(tmp_path_factory.mktemp("report") / "sweep")
+    (root / "tiny" / "2of4-SM-s128-seed0").rename(root / "tiny" / ("along" * 30))
+    main([str(root)])
+    return root / "report.html"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_page_fits(browser, page, width, scheme):
+    browser.open(page, width, scheme=scheme)
+    for fold in (False, True):
+        if fold:
+            browser.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
+        assert browser.evaluate("document.documentElement.scrollWidth") <= width
+        assert browser.evaluate(WIDER_THAN_PAGE) == []
+        assert browser.evaluate(EMPTY_FIGURES) == 0
+        assert browser.evaluate(CUT_TEXT) == []
+    assert browser.evaluate("[...document.images].every(i => i.naturalWidth > 0)")
+    paper = browser.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert paper == {"light": "rgb(253, 253, 251)", "dark": "rgb(21, 24, 27)"}[scheme]
+
+
+def test_nothing_is_asked_of_the_network(browser, page):
+    browser.open(page, 1280)
+    asked = [url for url in browser.requests() if not url.startswith("data:")]
+    assert asked == [page.as_uri()]
+
+
+def test_the_page_works_without_scripts(browser, page):
+    browser.open(page, 390, script=False)
+    assert browser.evaluate("document.querySelectorAll('table').length") > 5
+    assert browser.evaluate("document.querySelector('h1').textContent").startswith("someone/tiny")

@@ -1,0 +1,136 @@
+"""`python -m mrp_lightning report`: what it refuses, what it replaces."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from mrp_lightning.commands import cli
+from mrp_lightning.commands.report import main
+from mrp_lightning.errors import FormatError
+
+
+def test_the_command_line_knows_it(tmp_path, save_run, capsys):
+    save_run(tmp_path)
+    cli.main(["report", str(tmp_path)])
+    assert "1 run: " in capsys.readouterr().out
+    assert (tmp_path / "report.html").is_file()
+
+
+def test_no_runs_says_what_was_looked_for(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no pruning_report.json and no evaluation.json"):
+        main([str(tmp_path)])
+    with pytest.raises(FileNotFoundError, match="is no directory"):
+        main([str(tmp_path / "none")])
+
+
+def test_hidden_directories_are_passed_over(tmp_path, save_run):
+    save_run(tmp_path / ".run.partial")
+    with pytest.raises(FileNotFoundError, match="no pruning_report"):
+        main([str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: c.update(format_version=2), "`format_version` is 2"),
+        (lambda c: c.pop("totals"), "`totals` is missing"),
+        (lambda c: c["totals"].pop("weights"), "`totals.weights` is missing"),
+        (lambda c: c.update(layers="none"), "`layers` is missing or no list"),
+        (lambda c: c["layers"][2].pop("name"), r"`layers\[2\]`: `name` is None"),
+        (lambda c: c["layers"][1].update(shape=[3]), r"`layers\[1\]`: `shape` is \[3\]"),
+        (lambda c: c["layers"][0].update(loss="big"), r"`layers\[0\]`: `loss` is 'big'"),
+        (lambda c: c["layers"].append(7), r"`layers\[9\]`: expected an object, got 7"),
+        (lambda c: c["config"].update(pattern="2"), "`config`: .*pattern"),
+        (lambda c: c["config"].update(method=None), "`config.method` is None"),
+    ],
+)
+def test_a_report_that_cannot_be_read_is_named(tmp_path, save_run, change, message):
+    save_run(tmp_path / "run")
+    path = tmp_path / "run" / "pruning_report.json"
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+    with pytest.raises(FormatError, match=message) as caught:
+        main([str(tmp_path)])
+    assert str(path) in str(caught.value)
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_broken_json_is_named(tmp_path, save_run, save_perplexity):
+    save_run(tmp_path / "run")
+    path = tmp_path / "run" / "pruning_report.json"
+    whole = path.read_text()
+    path.write_text(whole[:100])
+    with pytest.raises(FormatError, match=r"run/pruning_report.json is not JSON"):
+        main([str(tmp_path)])
+    path.write_text(whole)
+    (tmp_path / "run" / "evaluation.json").write_text("{")
+    with pytest.raises(FormatError, match=r"run/evaluation.json is not JSON"):
+        main([str(tmp_path)])
+
+
+def test_an_evaluation_without_numbers_is_named(tmp_path, save_perplexity):
+    save_perplexity(tmp_path, wikitext2=5.0)
+    path = tmp_path / "evaluation.json"
+    path.write_text(path.read_text().replace("5.0", '"five"'))
+    with pytest.raises(FormatError, match=r"evaluation.json: expected numbers .*wikitext2"):
+        main([str(tmp_path)])
+
+
+def test_a_damaged_dense_run_beside_is_left_out(tmp_path, save_run, caplog):
+    save_run(tmp_path / "run")
+    (tmp_path / "dense").mkdir()
+    (tmp_path / "dense" / "evaluation.json").write_text("{")
+    main([str(tmp_path / "run")])
+    assert "dense is not compared with" in caplog.text
+
+
+def test_a_page_is_written_again_and_other_files_are_not(tmp_path, save_run):
+    save_run(tmp_path / "run")
+    out = tmp_path / "pages" / "page.html"
+    options = [str(tmp_path / "run"), "--out", str(out)]
+    main(options)
+    (out.parent / "page-figures" / "stale.png").write_bytes(b"")
+    main([*options, "--title", "Second"])
+    assert "<title>Second</title>" in out.read_text()
+    assert not (out.parent / "page-figures" / "stale.png").exists()
+    out.write_text("mine")
+    with pytest.raises(FileExistsError, match="exists and is no report"):
+        main(options)
+    assert out.read_text() == "mine"
+    main([*options, "--overwrite"])
+    assert out.read_text().startswith("<!DOCTYPE html>")
+    assert sorted(p.name for p in out.parent.iterdir()) == ["page-figures", "page.html"]
+
+
+def test_a_directory_of_others_is_not_replaced(tmp_path, save_run):
+    save_run(tmp_path)
+    notes = tmp_path / "report-figures" / "notes.txt"
+    notes.parent.mkdir()
+    notes.write_text("mine")
+    with pytest.raises(FileExistsError, match=r"report-figures .* holds notes.txt"):
+        main([str(tmp_path)])
+    assert notes.read_text() == "mine"
+
+
+def test_out_is_no_directory(tmp_path, save_run):
+    save_run(tmp_path)
+    with pytest.raises(FileExistsError, match="expected a file"):
+        main([str(tmp_path), "--out", str(tmp_path)])
+
+
+def test_without_matplotlib_the_extra_is_named(tmp_path, save_run):
+    save_run(tmp_path)
+    code = (
+        "import sys; sys.modules['matplotlib'] = None;"
+        f"from mrp_lightning.commands.report import main; main([{str(tmp_path)!r}])"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert shown.returncode == 2
+    assert shown.stderr.endswith(
+        "error: `report` needs matplotlib: pip install 'mrp-lightning[report]'\n"
+    )

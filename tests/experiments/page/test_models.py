@@ -1,0 +1,160 @@
+"""Which runs are compared with which."""
+
+import json
+import shutil
+
+import pytest
+
+from mrp_lightning.experiments.page.models import canonical_method, find_models
+from mrp_lightning.experiments.page.notes import notes
+from mrp_lightning.experiments.page.runs import find_runs
+
+
+def models_of(root):
+    return find_models(find_runs(root))
+
+
+def test_seeds_are_runs_of_one_variant(sweep):
+    (model,) = models_of(sweep)
+    assert model.name == "someone/tiny"
+    assert model.dense.name == "tiny/dense"
+    assert [(v.setting, v.label, len(v.runs)) for v in model.variants] == [
+        ("2:4", "magnitude", 2),
+        ("2:4", "SparseGPT", 2),
+        ("2:4", "SM", 2),
+        ("70%", "magnitude", 2),
+        ("70%", "SparseGPT", 2),
+        ("70%", "SM", 2),
+    ]
+
+
+def test_what_was_varied_is_in_the_label(tmp_path, save_run):
+    for damping in (0.1, 0.01):
+        save_run(tmp_path / f"{damping}", damping=damping)
+    (model,) = models_of(tmp_path)
+    assert [v.label for v in model.variants] == ["SM, damping 0.01", "SM, damping 0.1"]
+
+
+def test_the_dense_run_beside_a_run_is_found(tmp_path, save_run, save_perplexity):
+    save_run(tmp_path / "a" / "run")
+    save_perplexity(tmp_path / "a" / "base", wikitext2=5.0)
+    (model,) = models_of(tmp_path / "a" / "run")
+    assert model.dense.name == "../base"
+
+
+def test_each_model_has_the_dense_run_that_is_nearest(tmp_path, save_run, save_perplexity):
+    for name, value in {"one": 5.0, "two": 6.0}.items():
+        save_run(tmp_path / name / "2of4" / "SM")
+        save_perplexity(tmp_path / name / "dense", name, wikitext2=value)
+    assert [(m.name, m.dense.name) for m in models_of(tmp_path)] == [
+        ("one", "one/dense"),
+        ("two", "two/dense"),
+    ]
+
+
+def test_settings_in_directories_of_their_own_are_one_model(tmp_path, save_run, save_perplexity):
+    save_perplexity(tmp_path / "dense", wikitext2=5.0)
+    for setting, sparsity in {"50": 0.5, "70": 0.7}.items():
+        save_run(tmp_path / setting / "SM", pattern=None, sparsity=sparsity)
+    (model,) = models_of(tmp_path)
+    assert [v.setting for v in model.variants] == ["50%", "70%"]
+
+
+def test_models_of_other_shapes_are_not_mixed(tmp_path, save_run, save_perplexity):
+    save_run(tmp_path / "small")
+    save_run(tmp_path / "other", prefix="transformer.h")
+    assert len(models_of(tmp_path)) == 2
+    save_perplexity(tmp_path / "dense", wikitext2=5.0)
+    found = models_of(tmp_path)
+    assert [m.dense for m in found] == [None, None]
+    assert "runs of several models" in found[0].doubts[0]
+
+
+def test_several_dense_runs_leave_the_before_open(tmp_path, save_run, save_perplexity):
+    save_run(tmp_path / "run")
+    for name in ("base", "instruct"):
+        save_perplexity(tmp_path / name, wikitext2=5.0)
+    (model,) = models_of(tmp_path)
+    assert model.dense is None
+    assert "Several dense models are as near (base, instruct)" in notes(model)[0].text
+    save_perplexity(tmp_path / "dense", wikitext2=5.0)
+    assert models_of(tmp_path)[0].dense.name == "dense"
+
+
+def test_a_packed_copy_is_no_second_measurement(tmp_path, save_run):
+    save_run(tmp_path / "sm")
+    shutil.copytree(tmp_path / "sm", tmp_path / "sm-sparse24")
+    (tmp_path / "sm-sparse24" / "export_report.json").write_text('{"format": "packed"}')
+    (model,) = models_of(tmp_path)
+    assert [v.label for v in model.variants] == ["SM", "SM, packed"]
+    assert [v.label for v in model.originals] == ["SM"]
+
+
+def test_a_packed_copy_alone_is_shown_in_full(tmp_path, save_run):
+    save_run(tmp_path)
+    (tmp_path / "export_report.json").write_text('{"format": "packed"}')
+    (model,) = models_of(tmp_path)
+    assert [v.label for v in model.originals] == ["SM, packed"]
+
+
+def test_an_incomplete_run_is_in_no_mean(tmp_path, save_run):
+    save_run(tmp_path / "whole", seed=0)
+    save_run(tmp_path / "half", seed=1, blocks=1, complete=False)
+    (model,) = models_of(tmp_path)
+    assert [(v.label, len(v.runs)) for v in model.variants] == [("SM", 1), ("SM, incomplete", 1)]
+    (note,) = notes(model)
+    assert note.text.startswith("Incomplete: the run ended after 3 pruned layers.")
+    assert note.runs == ["half"]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [("sparsegpt", "SS"), ("S+S", "SS"), ("S+M", "SM"), ("wanda+M", "wanda+M"), ("MM", "MM")],
+)
+def test_one_method_has_one_name(given, expected):
+    assert canonical_method(given) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (
+            {"gap": 3e-5},
+            "9 layers may be further from the optimal loss than the tolerance of 1e−06",
+        ),
+        ({"dead_inputs": 4}, "9 layers had input features that were always 0"),
+        ({"tokens": 8}, "9 layers saw fewer tokens than they have input features"),
+        ({"shared_hessian": 0.25}, "9 experts saw fewer tokens than they have input features"),
+    ],
+)
+def test_what_weakens_a_result_is_said(tmp_path, save_run, changes, text):
+    save_run(tmp_path, changes=changes)
+    (note,) = notes(models_of(tmp_path)[0])
+    assert note.text.startswith(text)
+
+
+def test_raised_damping_is_said(tmp_path, save_run):
+    save_run(tmp_path)
+    path = tmp_path / "pruning_report.json"
+    content = json.loads(path.read_text())
+    content["layers"][4]["raised_damping"] = 0.1
+    path.write_text(json.dumps(content))
+    (note,) = notes(models_of(tmp_path)[0])
+    name = content["layers"][4]["name"]
+    assert note.text.startswith(f"1 layer needed more damping than was asked for: {name} 0.1.")
+
+
+def test_perplexities_of_different_windows_are_told_apart(tmp_path, save_run, save_perplexity):
+    save_run(tmp_path / "run")
+    save_perplexity(tmp_path / "run", wikitext2=7.0)
+    save_perplexity(tmp_path / "dense", wikitext2=5.0)
+    path = tmp_path / "dense" / "evaluation.json"
+    content = json.loads(path.read_text())
+    content["perplexity"]["wikitext2"]["context"] = 4096
+    path.write_text(json.dumps(content))
+    (note,) = notes(models_of(tmp_path)[0])
+    assert "wikitext2 was not measured on the same windows" in note.text
+
+
+def test_a_good_run_has_no_notes(sweep):
+    assert notes(models_of(sweep)[0]) == []

@@ -1,0 +1,281 @@
+"""What the page shows, against the files that it is made from."""
+
+import base64
+import io
+import json
+import re
+import statistics
+import zipfile
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from html_page import HtmlPage
+from PIL import Image
+
+from mrp_lightning.commands.report import main
+from mrp_lightning.evaluation.records import record
+from mrp_lightning.experiments.page import palette
+from mrp_lightning.pruning.report import LayerReport
+
+EVIL = "<img src=x onerror=alert(1)>&\"'$x_{1}$"
+
+
+def page_of(directory: Path, *options: str) -> HtmlPage:
+    main([str(directory), *options])
+    return HtmlPage(directory / "report.html")
+
+
+def reports(root: Path, pattern: str) -> list[dict]:
+    found = [json.loads(p.read_text()) for p in sorted(root.glob(f"{pattern}/pruning_report.json"))]
+    assert found
+    return found
+
+
+def test_one_run_is_headed_by_its_figures(tmp_path, save_run, save_perplexity):
+    report = save_run(tmp_path / "runs" / "mine")
+    save_perplexity(tmp_path / "runs" / "mine", wikitext2=7.559)
+    save_perplexity(tmp_path / "runs" / "dense", "facebook/opt-125m", wikitext2=6.986)
+    (tmp_path / "runs" / "mine" / "model.safetensors").write_bytes(bytes(3 * 2**20))
+    page = page_of(tmp_path / "runs" / "mine")
+    assert "facebook/opt-125m, 2:4 by SM" in page.text
+    assert "6.986 → 7.559" in page.text
+    assert "+8.2%, context 2048, 166 windows" in page.text
+    assert f"{report.totals['relative_loss']:.4f}" in page.text
+    assert f"of {report.totals['weights']:,} in the pruned layers" in page.text
+    assert "3.00 MiB" in page.text
+
+
+def test_every_layer_is_listed_as_in_the_report(tmp_path, save_run):
+    report = save_run(tmp_path)
+    table = page_of(tmp_path).table("Layers of")
+    assert table.rows[0][:4] == ["layer", "shape", "sparsity", "relative loss"]
+    assert len(table.rows) == 1 + len(report.layers)
+    for row in report.layers:
+        assert table.row(row.name) == [
+            f"{row.shape[0]} × {row.shape[1]}",
+            "50%",
+            f"{row.relative_loss:.4f}",
+            f"{row.loss:.4g}",
+            f"{row.damping:.4g}".replace("e-", "e−"),
+            str(row.iterations),
+            f"{row.gap:.4g}".replace("e-", "e−"),
+            f"{row.tokens:,}",
+            "0",
+            f"{row.seconds:.3f}" if row.seconds < 1 else f"{row.seconds:.1f}",
+        ]
+
+
+def test_several_runs_are_compared_by_their_means(sweep):
+    table = HtmlPage(sweep / "report.html").table("Perplexity, relative layer loss")
+    assert table.rows[0] == [
+        "method",
+        "wikitext2context 2048, 166 windows",
+        "ptbcontext 2048, 166 windows",
+        "relative layer loss",
+        "seconds",
+        "runs",
+    ]
+    assert table.row("dense")[:2] == ["10.500", "20.250"]
+    for setting, name in {"2:4": "2of4", "70%": "70"}.items():
+        for method, label in {"magnitude": "magnitude", "SS": "SparseGPT", "SM": "SM"}.items():
+            found = reports(sweep, f"tiny/{name}-{method}-*")
+            losses = [report["totals"]["relative_loss"] for report in found]
+            paths = sorted(sweep.glob(f"tiny/{name}-{method}-*/evaluation.json"))
+            values = [json.loads(p.read_text())["perplexity"]["ptb"]["perplexity"] for p in paths]
+            cells = table.row(label, setting)
+            mean, deviation = statistics.fmean(values), statistics.stdev(values)
+            assert cells[1] == f"{mean:.3f} ± {deviation:.3f}"
+            mean, deviation = statistics.fmean(losses), statistics.stdev(losses)
+            assert cells[2] == f"{mean:.4f} ± {deviation:.4f}"
+            assert cells[4] == "2"
+
+
+def test_the_lowest_of_each_sparsity_is_marked(tmp_path, save_run, save_perplexity):
+    for method, value in {"magnitude": 9.0, "SS": 8.0, "SM": 7.5}.items():
+        save_run(tmp_path / method, method=method)
+        save_perplexity(tmp_path / method, wikitext2=value)
+    page = page_of(tmp_path)
+    assert "<strong>7.500</strong>" in page.source
+    assert "<strong>8.000</strong>" not in page.source
+    assert "SM, context 2048" in page.text  # the best of the setting heads the page
+
+
+def test_zero_shot_is_shown_before_and_after(tmp_path, save_run):
+    before = {"acc": 0.7412, "acc_stderr": 0.0061, "perplexity": 4.25, "samples": 5153}
+    after = {"acc": 0.7105, "acc_stderr": 0.0063, "perplexity": 5.5, "samples": 5153}
+    save_run(tmp_path / "run")
+    record(tmp_path / "dense", zeroshot={"lambada_openai": before})
+    record(tmp_path / "run", zeroshot={"lambada_openai": after})
+    page = page_of(tmp_path)
+    table = page.table("± standard error")
+    assert table.rows[0][1:] == [
+        "lambada_openaiacc in %, 5153 samples",
+        "lambada_openaiperplexity, 5153 samples",
+    ]
+    assert table.row("dense") == ["74.12 ± 0.61", "4.250"]
+    assert table.row("SM", "2:4") == ["71.05 ± 0.63", "5.500"]
+    (drawing,) = (f["aria-label"] for f in page.figures if "Zero-shot" in f["aria-label"])
+    assert "Dense: lambada_openai acc 74.12." in drawing
+    assert "SM: lambada_openai acc 71.05." in drawing
+
+
+def test_the_mean_accuracy_is_that_of_papers(tmp_path, save_run):
+    save_run(tmp_path)
+    tasks = {"piqa": {"acc": 0.7, "acc_norm": 0.9}, "hellaswag": {"acc": 0.3, "acc_norm": 0.5}}
+    record(tmp_path, zeroshot=tasks)
+    table = page_of(tmp_path).table("± standard error")
+    assert table.rows[0][-1].startswith("mean")
+    assert table.row("SM", "2:4") == ["70.00", "90.00", "30.00", "50.00", "60.00"]
+
+
+def test_a_perplexity_that_is_not_finite_is_said_to_be_so(tmp_path, save_run, save_perplexity):
+    for method, value in {"magnitude": None, "SS": 8.0, "SM": 7.5}.items():
+        save_run(tmp_path / method, method=method)
+        save_perplexity(tmp_path / method, wikitext2=value)
+    page = page_of(tmp_path)
+    assert page.table("Perplexity").row("magnitude", "2:4")[0] == "not finite"
+    assert "Not finite: magnitude." in page.text
+
+
+def test_figures_say_their_numbers_in_words(sweep):
+    page = HtmlPage(sweep / "report.html")
+    (drawn,) = (
+        f
+        for f in page.figures
+        if f["aria-label"].startswith("Relative loss by kind") and "70%" in f["aria-label"]
+    )
+    found = reports(sweep, "tiny/70-SM-*")
+    for kind in ("self_attn.q_proj", "mlp.down_proj"):
+        losses = [
+            row["relative_loss"] for r in found for row in r["layers"] if row["name"].endswith(kind)
+        ]
+        assert f"{kind} {statistics.fmean(losses):.4f}" in drawn["aria-label"]
+
+
+def test_the_page_needs_no_other_file_and_no_script(sweep):
+    page = HtmlPage(sweep / "report.html")
+    assert all(link.startswith(("#", "data:")) for link in page.links), page.links
+    targets = {link[1:] for link in page.links if link.startswith("#")}
+    assert targets <= set(page.ids)
+    assert len(page.ids) == len(set(page.ids))
+    urls = [url for style in page.styles for url in re.findall(r"url\(([^)]*)\)", style)]
+    assert all(url.startswith("#") and url[1:] in page.ids for url in urls)
+    assert not {"script", "img", "iframe", "object"} & set(page.tags)
+    assert "@import" not in "".join(page.styles)
+
+
+def test_figures_follow_the_colours_of_the_page(sweep):
+    page = HtmlPage(sweep / "report.html")
+    drawn = "".join(re.findall(r"<svg.*?</svg>", page.source, re.S))
+    assert "var(--series-4)" in drawn
+    assert "var(--heat-0)" in drawn
+    assert not re.findall(r"#[0-9a-fA-F]{6}\b", drawn)
+    dark = page.source.split("prefers-color-scheme: dark")[1]
+    assert all(tone.dark in dark for tone in palette.ROLES.values())
+
+
+def test_tables_have_headers_and_figures_a_text(sweep):
+    page = HtmlPage(sweep / "report.html")
+    assert page.tables
+    for table in page.tables:
+        assert table.caption
+        assert set(table.scopes) <= {"col", "row", "rowgroup"}
+    assert page.figures
+    for drawn in page.figures:
+        assert drawn["role"] == "img"
+        assert len(drawn["aria-label"]) > 40
+
+
+def test_every_figure_is_a_png_too(sweep):
+    page = HtmlPage(sweep / "report.html")
+    files = sorted((sweep / "report-figures").iterdir())
+    assert len(files) == len(page.figures)
+    for file in files:
+        with Image.open(file) as image:
+            image.verify()
+        with Image.open(file) as image:
+            assert len(image.getcolors(1 << 20)) > 3, file
+
+
+def test_the_raw_files_are_in_the_page(sweep):
+    page = HtmlPage(sweep / "report.html")
+    (link,) = (link for link in page.links if link.startswith("data:application/zip"))
+    archive = zipfile.ZipFile(io.BytesIO(base64.b64decode(link.partition(",")[2])))
+    originals = {
+        path.relative_to(sweep).as_posix(): path.read_bytes() for path in sweep.rglob("*.json")
+    }
+    assert {name: archive.read(name) for name in archive.namelist()} == originals
+    assert len(link) < sum(map(len, originals.values())) / 2
+
+
+def test_the_same_runs_give_the_same_page(tmp_path, save_run):
+    save_run(tmp_path)
+    assert page_of(tmp_path).source == page_of(tmp_path).source
+
+
+def test_names_may_hold_anything(tmp_path, save_run, save_perplexity, layer):
+    names = [f"model.{EVIL}.0.{kind}" for kind in ("q", EVIL)]
+    rows = [layer(name) for name in names]
+    run = tmp_path / "a<b>&$x$"
+    save_run(run, layers=rows, targets=[EVIL], method="wanda+M")
+    save_perplexity(run, **{EVIL: 7.0})
+    save_perplexity(tmp_path / "dense", EVIL, **{EVIL: 6.0})
+    page = page_of(tmp_path, "--title", EVIL)
+    assert "img" not in page.tags
+    assert page.text.count(EVIL) > 3
+    assert page.table("Layers of").rows[2][0] == names[1]
+    assert any(EVIL in drawn["aria-label"] for drawn in page.figures)
+
+
+def test_skipped_layers_are_shown_with_their_reason(tmp_path, save_run, layer):
+    rows = [
+        LayerReport(name=f"m.layers.{i}.gate", shape=(4, 16), skipped="it routes tokens")
+        for i in range(3)
+    ]
+    rows += [layer(f"m.layers.{i}.up") for i in range(3)]
+    save_run(tmp_path, layers=rows)
+    page = page_of(tmp_path)
+    assert page.table("Layers that were left dense").row("m.layers.*.gate") == [
+        "it routes tokens",
+        "3",
+        "1",
+    ]
+    (drawn,) = (
+        f for f in page.figures if f["aria-label"].startswith("Relative loss of each layer")
+    )
+    assert "Left dense: 3 of 6 cells." in drawn["aria-label"]
+    assert "3 left dense" in page.text
+
+
+def test_many_blocks_stay_a_short_page(tmp_path, save_run):
+    save_run(tmp_path, blocks=100)
+    page = page_of(tmp_path)
+    assert len(page.figures) == 5
+    assert len(re.sub(r"base64,[^\"]*|<table.*?</table>", "", page.source, flags=re.S)) < 300_000
+
+
+def test_encoder_and_decoder_stand_side_by_side(tmp_path, save_run, layer):
+    stacks = ("encoder.layers", "decoder.layers")
+    rows = [layer(f"{stack}.{i}.fc1") for stack in stacks for i in range(2)]
+    rows.append(layer("lm_head"))
+    save_run(tmp_path, layers=rows)
+    source = page_of(tmp_path).source
+    for name in (">encoder<", ">decoder<", ">other<"):
+        assert name in source
+
+
+def test_layers_of_too_many_runs_are_left_to_the_raw_data(tmp_path, save_run):
+    for seed in range(4):
+        save_run(tmp_path / f"run{seed}", blocks=200, seed=seed)
+    page = page_of(tmp_path)
+    assert "The 2,400 layers of these runs are in the raw data" in page.text
+    assert not [table for table in page.tables if table.caption.startswith("Layers of")]
+
+
+def test_a_dense_model_alone_has_a_page(tmp_path, save_perplexity):
+    save_perplexity(tmp_path, "facebook/opt-125m", wikitext2=27.65)
+    page = page_of(tmp_path)
+    assert page.table("Perplexity").row("dense")[0] == "27.650"

@@ -1,0 +1,101 @@
+"""configs/paper: every row of the paper's tables, and no other."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+pytest.importorskip("jsonargparse", reason="the command line needs the extra `cli`")
+
+from mrp_lightning.commands.sweep import Sweep, read_sweep
+from mrp_lightning.experiments.sweep.execute import configure, described
+from mrp_lightning.experiments.sweep.plan import Plan, Run
+from mrp_lightning.experiments.sweep.published import published, reported
+from mrp_lightning.experiments.sweep.results import TASKS
+
+PAPER = Path(__file__).parents[3] / "configs" / "paper"
+SWEEPS = sorted(p for p in PAPER.glob("*.yaml") if "runs" in yaml.safe_load(p.read_text("utf-8")))
+METRICS = {figure.metric for figure in published()}
+
+
+def read(path: Path, *arguments: str) -> Sweep:
+    return read_sweep([f"--config={path}", *arguments])
+
+
+def options_of(run: Run, sweep: Sweep) -> dict[str, Any]:
+    return described(configure(run, sweep, [Path(path.absolute) for path in sweep.base]))
+
+
+def pruned(plan: Plan) -> list[Run]:
+    return [run for run in plan.selected if run.method is not None]
+
+
+def in_paper(run: Run) -> bool:
+    cell = run.model, run.setting, run.method, run.block_size
+    return any(reported(*cell, metric) is not None for metric in METRICS)
+
+
+@pytest.fixture(scope="module")
+def sweeps() -> dict[str, Sweep]:
+    return {path.stem: read(path) for path in SWEEPS}
+
+
+def test_every_row_of_the_paper_is_run(sweeps):
+    runs = {
+        (run.model, run.setting, run.method or "", size)
+        for sweep in sweeps.values()
+        for run in sweep.selected
+        # A table without a block size is any run's; those of dense models have none.
+        for size in ("", "all" if run.block_size is None else str(run.block_size))
+    }
+    rows = {(f.model, f.setting, f.method, f.block_size) for f in published()}
+    mamba = {row for row in rows if row[0].startswith("Mamba")}
+    assert len(rows) > 150
+    assert len(mamba) == 19
+    assert rows - runs == set()
+
+
+def test_nothing_else_is_run(sweeps):
+    extra = [run for sweep in sweeps.values() for run in pruned(sweep) if not in_paper(run)]
+    assert extra == []
+
+
+def test_every_metric_of_the_paper_is_measured(sweeps):
+    for name, sweep in sweeps.items():
+        run = pruned(sweep)[0]
+        options = options_of(run, sweep)
+        measured = {f"perplexity/{text}" for text in options["data.evaluation"]}
+        if sweep.zeroshot:
+            assert set(sweep.zeroshot) == set(TASKS)
+            measured |= {f"accuracy/{task}" for task in [*TASKS.values(), "average"]}
+            measured |= {"perplexity/lambada"}
+        models = {run.model for run in pruned(sweep)}
+        settings = {run.setting for run in pruned(sweep)}
+        figures = [f for f in published() if f.model in models and f.setting in settings]
+        assert {f.metric for f in figures} <= measured, name
+
+
+@pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
+def test_the_command_line_takes_every_model(path):
+    sweep = read(path)
+    for model in sweep.models:
+        dense, *_, run = [run for run in sweep.selected if run.model == model]
+        assert not any("callbacks" in option for option in options_of(dense, sweep))
+        options = options_of(run, sweep)
+        assert options["model.model"] == sweep.models[model].options["model.model"]
+        assert options["data.num_samples"] == (run.changed[1] if run.changed else 128)
+        assert options["data.sequence_length"] == 2048
+        callback = "trainer.callbacks.0.init_args"
+        assert options[f"{callback}.damping"] == 0.01
+        assert options[f"{callback}.method"] == run.method
+        assert options.get(f"{callback}.block_size") == run.block_size
+
+
+def test_one_row_is_one_command():
+    sweep = read(PAPER / "50_and_2of4.yaml", "--only=LLaMA2-7B/2of4-SM-s2048-*")
+    assert [run.method for run in sweep.selected] == [None, "SM"]
+
+
+def test_sweeps_do_not_write_over_each_others_tables(sweeps):
+    assert len({sweep.out for sweep in sweeps.values()}) == len(sweeps) > 1

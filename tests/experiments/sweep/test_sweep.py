@@ -1,0 +1,186 @@
+"""The command, as a user starts it, on a tiny model."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from lightning.pytorch import seed_everything
+
+pytest.importorskip("jsonargparse", reason="the command line needs the extra `cli`")
+
+from mrp_lightning import CausalLM, TextDataModule, Trainer
+from mrp_lightning.commands import sweep as sweep_command
+from mrp_lightning.commands.cli import main
+
+BASE = {
+    "data": {"num_samples": 4, "sequence_length": 32, "batch_size": 2},
+    "trainer": {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "callbacks": [{"class_path": "callbacks.MRPCallback"}],
+    },
+}
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch, tiny_llama) -> Path:
+    monkeypatch.chdir(tmp_path)
+    lines = "\n".join(f"value_{i} = compute({i}) + {i * 7}" for i in range(400))
+    Path("text.txt").write_text(lines)
+    for key in ("train_files", "eval_files"):
+        BASE["data"][key] = ["text.txt"]
+    Path("base.yaml").write_text(yaml.safe_dump(BASE))
+    sweep = {
+        "base": ["base.yaml"],
+        "models": {"tiny": {"options": {"model.model": str(tiny_llama)}}},
+        "runs": {"2:4": ["magnitude", "SS", "SM", "MM"], "50%": ["SM"]},
+        "seeds": [0, 1],
+        "out": "out",
+    }
+    Path("sweep.yaml").write_text(yaml.safe_dump(sweep))
+    return tmp_path
+
+
+def sweep(*more: str) -> None:
+    main(["sweep", "--config=sweep.yaml", *more])
+
+
+def test_a_sweep_keeps_every_figure_and_is_not_repeated(here, tiny_llama, capsys):
+    sweep("--page=docs/page.md", "--save_checkpoints=true")
+    runs = sorted(path.parent.name for path in Path("out/tiny").glob("*/run.json"))
+    assert len(runs) == 1 + 1 + 3 * 2 + 2
+
+    # Each is what the two commands of Lightning would have given.
+    pruned = Path("out/tiny/2of4-SM-s128-seed1")
+    recorded = json.loads((pruned / "evaluation.json").read_text())["perplexity"]["text"]
+    seed_everything(0)
+    data = TextDataModule(
+        eval_files=["text.txt"], train_files=["text.txt"], sequence_length=32, batch_size=3
+    )
+    trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
+    (scores,) = trainer.test(CausalLM(str(pruned)), datamodule=data, verbose=False)
+    assert scores["perplexity"] == pytest.approx(recorded["perplexity"], rel=1e-5)
+    assert json.loads((pruned / "pruning_report.json").read_text())["config"]["method"] == "SM"
+
+    # The tables say what the runs gave.
+    with Path("out/results.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    seeds = [
+        json.loads((path / "evaluation.json").read_text())["perplexity"]["text"]["perplexity"]
+        for path in Path("out/tiny").glob("2of4-SM-*")
+    ]
+    (row,) = [
+        r
+        for r in rows
+        if (r["setting"], r["method"], r["measure"]) == ("2:4", "SM", "perplexity/text")
+    ]
+    assert float(row["mean"]) == pytest.approx(sum(seeds) / 2)
+    assert float(row["deviation"]) == pytest.approx(abs(seeds[0] - seeds[1]) / 2**0.5)
+    assert row["seeds"] == "2"
+    assert json.loads(Path("out/results.json").read_text())["results"][0]["setting"] == "dense"
+    page = Path("docs/page.md").read_text()
+    assert "SM is better than SparseGPT" in page
+    assert "perplexity @32" in page
+    assert "--page=docs/page.md" in page
+
+    # Again: nothing is made. One run lost: that one is made.
+    (lost,) = Path("out/tiny").glob("50-SM-s128-seed0")
+    (lost / "run.json").unlink()
+    before = {path: path.stat().st_mtime_ns for path in Path("out/tiny").glob("*/run.json")}
+    capsys.readouterr()
+    sweep("--save_checkpoints=true")
+    assert "of which 1 are to be made" in capsys.readouterr().out
+    assert (lost / "run.json").exists()
+    assert all(path.stat().st_mtime_ns == time for path, time in before.items())
+
+
+def test_two_sweeps_at_once_share_the_runs(here, monkeypatch):
+    made = []
+    execute = sweep_command.execute
+
+    def execute_while_another_process_runs(run, *args, **options):
+        made.append(run)
+        execute(run, *args, **options)
+        if len(made) == 1:
+            sweep("--only=tiny/50-SM-*")
+
+    monkeypatch.setattr(sweep_command, "execute", execute_while_another_process_runs)
+    sweep("--only=tiny/50-SM-*")
+    assert len(made) == len(set(made)) == 1 + 2
+
+
+def test_another_configuration_is_not_mixed_in(here, capsys):
+    sweep("--only=tiny/50-SM-*")
+    text = Path("base.yaml").read_text().replace("num_samples: 4", "num_samples: 5")
+    Path("base.yaml").write_text(text)
+    with pytest.raises(SystemExit):
+        sweep("--only=tiny/50-SM-*")
+    message = capsys.readouterr().err
+    assert "`data.num_samples` was 4, is 5" in message
+    assert "`out`" in message
+    for name in ("tiny/dense", "tiny/50-SM-s128-seed0", "tiny/50-SM-s128-seed1"):
+        assert name in message
+
+
+def test_a_base_that_does_not_prune_is_refused(here, capsys):
+    base = yaml.safe_load(Path("base.yaml").read_text())
+    del base["trainer"]["callbacks"]
+    Path("base.yaml").write_text(yaml.safe_dump(base))
+    with pytest.raises(SystemExit):
+        sweep()
+    assert "callbacks.MRPCallback" in capsys.readouterr().err
+    assert not Path("out").exists()
+
+
+def test_a_run_that_fails_costs_no_other(here, capsys):
+    options = '{"trainer.callbacks.init_args.damping": [-1, 0.01]}'
+    with pytest.raises(SystemExit) as stop:
+        sweep("--only=tiny/2of4-SM-*-seed0", f"--vary={options}")
+    assert stop.value.code == 1
+    assert "damping=-1" in capsys.readouterr().err
+    assert Path("out/tiny/2of4-SM-s128-damping=0.01-seed0/run.json").exists()
+    assert not Path("out/tiny/2of4-SM-s128-damping=-1-seed0/run.json").exists()
+    assert "0.01" in Path("out/results.md").read_text()
+
+
+def test_ablations_are_drawn(here):
+    options = '{"trainer.callbacks.init_args.damping": [0.1, 0.01]}'
+    again = ["--only=tiny/2of4-S[SM]-*-seed0", f"--vary={options}", "--page=page.md"]
+    sweep(*again)
+    picture = Path("page/tiny-2of4-damping.svg")
+    drawn = picture.read_bytes()
+    assert f"]({picture})" in Path("page.md").read_text()
+    assert "Smaller damping is better" in Path("page.md").read_text()
+    picture.unlink()
+    sweep(*again)
+    assert picture.read_bytes() == drawn
+
+
+def test_zero_shot_tasks_are_part_of_a_run(here):
+    samples = [{"context": f"value_{i} = ", "choices": ["compute", "7"]} for i in range(6)]
+    Path("samples.json").write_text("\n".join(map(json.dumps, samples)))
+    task = {
+        "task": "calls",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(here / "samples.json")}},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{context}}",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": 0,
+        "metric_list": [{"metric": "acc"}],
+    }
+    Path("tasks").mkdir()
+    Path("tasks/calls.yaml").write_text(yaml.safe_dump(task))
+    sweep("--only=tiny/2of4-SM-*-seed0", "--zeroshot=[calls]", "--include_path=tasks")
+    with Path("out/results.csv").open() as file:
+        rows = {(r["method"], r["measure"]): r for r in csv.DictReader(file)}
+    for method, directory in {"": "dense", "SM": "2of4-SM-s128-seed0"}.items():
+        evaluation = json.loads(Path(f"out/tiny/{directory}/evaluation.json").read_text())
+        found = evaluation["zeroshot"]["calls"]
+        assert found["samples"] == 6
+        assert float(rows[method, "accuracy/calls"]["mean"]) == pytest.approx(100 * found["acc"])

@@ -1,0 +1,51 @@
+"""configs/sweeps: each is a sweep whose runs the command line takes."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+pytest.importorskip("jsonargparse", reason="the command line needs the extra `cli`")
+
+from mrp_lightning.commands.sweep import read_sweep
+from mrp_lightning.errors import OptionError
+from mrp_lightning.experiments.sweep.execute import configure, described
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+SWEEPS = sorted(
+    p for p in (CONFIGS / "sweeps").glob("*.yaml") if "runs" in yaml.safe_load(p.read_text())
+)
+
+
+@pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
+def test_every_run_can_be_configured(path):
+    sweep = read_sweep([f"--config={path}"])
+    base = [Path(file.absolute) for file in sweep.base]
+    assert len(sweep.selected) > 5
+    for run in sweep.selected[::7]:
+        options = described(configure(run, sweep, base))
+        assert options["model.model"] == sweep.models[run.model].options["model.model"]
+        assert options.get("trainer.callbacks.0.init_args.method") == run.method
+
+
+def test_results_are_of_all_methods_families_and_sparsities():
+    sweep = read_sweep([f"--config={CONFIGS}/sweeps/results.yaml"])
+    assert list(sweep.models) == ["LLaMA", "OPT", "BLOOM", "Mamba"]
+    assert set(sweep.runs) == {"50%", "2:4", "70%", "80%"}
+    assert set(sweep.runs["2:4"]) == {"magnitude", "wanda", "SS", "SM", "MS", "MM"}
+    assert all(
+        {"magnitude", "wanda", "SS", "SM"} <= set(methods) for methods in sweep.runs.values()
+    )
+    assert len(sweep.seeds) >= 3
+
+
+def test_there_are_sweeps():
+    assert {path.stem for path in SWEEPS} == {"ablations", "quickstart", "results"}
+
+
+def test_yaml_reads_an_unquoted_pattern_as_a_number(tmp_path, tiny_llama):
+    text = (CONFIGS / "sweeps" / "quickstart.yaml").read_text().replace('"2:4"', "2:4")
+    path = tmp_path / "sweep.yaml"
+    path.write_text(text.replace("local.yaml", f"{CONFIGS}/sweeps/local.yaml"))
+    with pytest.raises((OptionError, ValueError), match="in quotes"):
+        read_sweep([f"--config={path}"])

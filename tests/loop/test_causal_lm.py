@@ -1,0 +1,266 @@
+"""Perplexity is the model's own, models come from everywhere, checkpoints can be rebuilt."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from mrp_lightning import CausalLM, TextDataModule, Trainer
+from mrp_lightning.embedded import STDLIB_LLAMA
+from mrp_lightning.evaluation.perplexity import token_losses
+from mrp_lightning.text.standard_library import standard_library
+
+QUIET = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "enable_checkpointing": False,
+}
+
+
+def padded_batches(batch_size: int, side: str = "right") -> DataLoader:
+    """Windows of which some are short; padding holds arbitrary tokens."""
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for length in (12, 5, 9, 12, 2, 7, 1, 12, 3, 11):
+        ids = torch.randint(1, 2048, (12,), generator=generator)
+        mask = (torch.arange(12) < length).long()
+        rows.append({"input_ids": ids, "attention_mask": mask if side == "right" else mask.flip(0)})
+    return DataLoader(rows, batch_size)
+
+
+def reference_perplexity(model, loader) -> float:
+    """Token by token, from the model's own logits in float64, each row without its padding."""
+    total, count = 0.0, 0
+    for batch in loader:
+        for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
+            ids = ids[mask.bool()]
+            with torch.no_grad():
+                logits = model(ids[None]).logits[0].double()
+            for position in range(len(ids) - 1):
+                total -= logits[position].log_softmax(-1)[ids[position + 1]].item()
+                count += 1
+    return math.exp(total / count)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+@pytest.mark.parametrize("loop", ["test", "validate"])
+def test_perplexity_is_that_of_the_models_own_logits(tiny_llama, loop, batch_size, side):
+    lm = CausalLM(tiny_llama)
+    loader = padded_batches(batch_size, side)
+    (logged,) = getattr(Trainer(**QUIET), loop)(lm, loader, verbose=False)
+    expected = reference_perplexity(lm.model.eval(), loader)
+    assert logged["perplexity"] == pytest.approx(expected, rel=1e-6)
+    assert logged["loss"] == pytest.approx(math.log(expected), rel=1e-6)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+def test_perplexity_is_exact_in_bfloat16(batch_size):
+    """Rounding the logits to bfloat16 is the model's; nothing is rounded after them."""
+    lm = CausalLM(STDLIB_LLAMA, dtype="bfloat16")
+    text = "".join(list(standard_library("test"))[:4])
+    windows = torch.tensor(lm.tokenizer(text)["input_ids"])[: 10 * 96].view(10, 96)
+    total = 0.0
+    for batch in windows.split(batch_size):
+        with torch.inference_mode():
+            logits = lm.model.eval()(batch).logits
+        assert logits.dtype == torch.bfloat16
+        chosen = logits.double().log_softmax(-1)[:, :-1].gather(2, batch[:, 1:, None])
+        total -= chosen.sum().item()
+    Trainer(**QUIET).test(lm, DataLoader(windows, batch_size), verbose=False)
+    found = lm.evaluation["text"]
+    assert found["loss"] == pytest.approx(total / (10 * 95), rel=1e-6)
+    assert found["loss"] < 4, "the text is one that the model knows"
+
+
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    left=st.booleans(),
+    scale=st.floats(0.1, 100),
+    seed=st.integers(0, 99),
+)
+def test_token_losses_are_those_of_a_float64_softmax(lengths, left, scale, seed):
+    generator = torch.Generator().manual_seed(seed)
+    logits = scale * torch.randn(len(lengths), 9, 13, generator=generator)
+    ids = torch.randint(13, (len(lengths), 9), generator=generator)
+    mask = torch.arange(9) < torch.tensor(lengths)[:, None]
+    mask = mask.flip(1) if left else mask
+    losses, predicted = token_losses(logits, ids, mask.long())
+    log_probabilities = logits.double().log_softmax(-1)
+    for row, length in enumerate(lengths):
+        assert predicted[row].sum() == length - 1
+        start = 9 - length if left else 0
+        for position in range(start + 1, start + length):
+            expected = -log_probabilities[row, position - 1, ids[row, position]]
+            torch.testing.assert_close(
+                losses[row, position - 1].double(), expected, rtol=1e-5, atol=1e-5 * scale
+            )
+    assert (losses[~predicted] == 0).all()
+
+
+def test_several_texts_are_told_apart(tiny_llama, caplog):
+    lm = CausalLM(tiny_llama)
+    texts = {"wikitext2": padded_batches(3), "b.txt": padded_batches(4, "left")}
+    trainer = Trainer(**QUIET)
+    with caplog.at_level("INFO"):
+        logged = trainer.test(lm, texts, verbose=False)
+    assert [sorted(found) for found in logged] == [
+        ["loss/wikitext2", "perplexity/wikitext2"],
+        ["loss/b.txt", "perplexity/b.txt"],
+    ]
+    for name, loader in texts.items():
+        expected = reference_perplexity(lm.model.eval(), loader)
+        found = lm.evaluation[name]
+        assert found["perplexity"] == pytest.approx(expected, rel=1e-6)
+        assert found["loss"] == pytest.approx(math.log(expected), rel=1e-6)
+        assert (found["context"], found["windows"], found["tokens"]) == (12, 10, 64)
+        assert trainer.callback_metrics[f"perplexity/{name}"].item() == found["perplexity"]
+        shown = f"{name}: perplexity {found['perplexity']:.3f} (context 12, 10 windows, 64 "
+        assert shown in caplog.text
+    again = trainer.test(lm, list(texts.values()), verbose=False)
+    assert again[1]["perplexity/1"] == logged[1]["perplexity/b.txt"]
+    assert sorted(lm.evaluation) == ["0", "1"]
+
+
+def test_every_kind_of_batch_gives_the_same_logits(tiny_llama):
+    lm = CausalLM(str(tiny_llama)).eval()
+    ids = torch.randint(1, 2048, (2, 6))
+    expected = lm.model(ids).logits
+    for batch in (ids, (ids, "label"), [ids], {"input_ids": ids}):
+        assert torch.equal(lm.predict_step(batch, 0), expected)
+    for batch, got in (({"ids": ids}, "NoneType"), (ids.float(), r"torch.float32 \(2, 6\)")):
+        with pytest.raises(TypeError, match=f"A batch must be .* Got .* {got}"):
+            lm.predict_step(batch, 0)
+
+
+def test_models_come_from_paths_configurations_and_objects(tiny_llama):
+    from_path = CausalLM(tiny_llama)
+    assert from_path.tokenizer.vocab_size == 2048
+    config = AutoConfig.from_pretrained(tiny_llama)
+    hf = AutoModelForCausalLM.from_pretrained(tiny_llama)
+    assert CausalLM(hf).model is hf
+    assert CausalLM(config).model.num_parameters() == hf.num_parameters()
+    new = CausalLM({"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 9})
+    assert new.tokenizer is None
+    assert new.model.config.model_type == "gpt2"
+    assert CausalLM(tiny_llama, dtype="bfloat16").model.dtype == torch.bfloat16
+    assert CausalLM(tiny_llama, dtype="bfloat16").model.config.dtype == torch.float32
+
+
+def test_models_that_cannot_be_had(tiny_llama, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"`model`: there is no directory \./absent"):
+        CausalLM("./absent")
+    with pytest.raises(FileNotFoundError, match=r"holds no config.json"):
+        CausalLM(tmp_path)
+    with pytest.raises(FileNotFoundError, match="neither a complete local model directory nor"):
+        CausalLM("someone/something")
+    (tmp_path / "config.json").write_text((tiny_llama / "config.json").read_text())
+    with pytest.raises(FileNotFoundError, match="neither a complete local model directory nor"):
+        CausalLM(tmp_path)
+    with pytest.raises(TypeError, match="Got Linear; another module needs its own LightningModule"):
+        CausalLM(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"needs `model_type`.*\['hidden_size'\]"):
+        CausalLM({"hidden_size": 8})
+    with pytest.raises(ValueError, match="`dtype` must be a floating type .* Got 'int8'"):
+        CausalLM(tiny_llama, dtype="int8")
+    with pytest.raises(FileNotFoundError, match="`tokenizer`: ./absent gives no tokenizer"):
+        CausalLM(tiny_llama, tokenizer="./absent")
+    with pytest.raises(TypeError, match="`tokenizer` must be .* Got Linear"):
+        CausalLM(tiny_llama, tokenizer=torch.nn.Linear(2, 2))
+
+
+def test_a_loaded_tokenizer_is_taken_as_it_is(tiny_llama, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(STDLIB_LLAMA)
+    tokenizer.add_tokens(["<mine>"])
+    lm = CausalLM(AutoModelForCausalLM.from_pretrained(tiny_llama), tokenizer=tokenizer)
+    assert lm.tokenizer is tokenizer
+    data = TextDataModule(num_samples=2, sequence_length=16, tokenizer=tokenizer)
+    data.setup("predict")
+    assert data.tokenizer is tokenizer
+    trainer = Trainer(**QUIET)
+    trainer.strategy.connect(lm)
+    trainer.save_checkpoint(tmp_path / "lm.ckpt")
+    assert len(CausalLM.load_from_checkpoint(tmp_path / "lm.ckpt").tokenizer) == 2048
+
+
+def test_a_checkpoint_that_lacks_weights_is_refused(tiny_llama, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    state = load_file(tiny_llama / "model.safetensors")
+    del state["model.layers.1.mlp.up_proj.weight"]
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text((tiny_llama / "config.json").read_text())
+    with pytest.raises(ValueError, match=r"lacks weights .*model.layers.1.mlp.up_proj.weight"):
+        CausalLM(tmp_path)
+
+
+def test_fit_learns_and_its_checkpoint_can_be_rebuilt(tiny_llama, tmp_path):
+    text = torch.arange(1, 33).repeat(4, 1)
+    lm = CausalLM(tiny_llama, learning_rate=1e-2, warmup_steps=2)
+    trainer = Trainer(**QUIET, max_epochs=30)
+    before = Trainer(**QUIET).test(lm, DataLoader(text, 4), verbose=False)[0]["loss"]
+    trainer.fit(lm, DataLoader(text, 4))
+    after = Trainer(**QUIET).test(lm, DataLoader(text, 4), verbose=False)[0]["loss"]
+    assert after < before / 2
+
+    trainer.save_checkpoint(tmp_path / "lm.ckpt")
+    hyper_parameters = torch.load(tmp_path / "lm.ckpt", weights_only=True)["hyper_parameters"]
+    assert "trust_remote_code" not in hyper_parameters
+    rebuilt = CausalLM.load_from_checkpoint(tmp_path / "lm.ckpt")
+    assert rebuilt.tokenizer is not None
+    assert rebuilt.learning_rate == 1e-2
+    for name, tensor in lm.model.state_dict().items():
+        assert torch.equal(tensor, rebuilt.model.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("loop", ["test", "validate"])
+def test_offload_brings_each_block_to_the_device_and_changes_no_figure(
+    tiny_llama, loop, monkeypatch
+):
+    moves: list[tuple[str, str]] = []
+    lm = CausalLM(tiny_llama, offload=True)
+    names = {block: name for name, block in lm.model.model.layers.named_children()}
+    for block in names:
+        to = block.to
+        monkeypatch.setattr(
+            block,
+            "to",
+            lambda device, to=to, b=block: (moves.append((names[b], str(device))), to(device))[1],
+        )
+    loader = padded_batches(4)
+    (logged,) = getattr(Trainer(**QUIET), loop)(lm, loader, verbose=False)
+    expected = getattr(Trainer(**QUIET), loop)(CausalLM(tiny_llama), loader, verbose=False)
+    assert [logged] == expected
+    runs = [name for name, _ in moves]
+    assert runs.count("0") == runs.count("1") >= 2 * len(loader)
+    assert not any(block._forward_pre_hooks or "_apply" in block.__dict__ for block in names)
+
+
+def test_offload_is_undone_after_an_error(tiny_llama):
+    lm = CausalLM(tiny_llama, offload=True)
+    bad = DataLoader([torch.tensor([1, 5000])])  # beyond the vocabulary
+    with pytest.raises(IndexError):
+        Trainer(**QUIET).test(lm, bad, verbose=False)
+    Trainer(**QUIET).test(lm, padded_batches(4), verbose=False)
+    assert not any(block._forward_pre_hooks for block in lm.model.model.layers)
+
+
+@pytest.mark.gpu
+def test_offload_keeps_blocks_off_the_device(tiny_llama):
+    options = {**QUIET, "accelerator": "cuda"}
+    lm = CausalLM(tiny_llama, offload=True)
+    places: list[str] = []
+    first, last = lm.model.model.layers
+    last.register_forward_pre_hook(
+        lambda *_: places.extend(p.device.type for p in first.parameters())
+    )
+    (logged,) = Trainer(**options).test(lm, padded_batches(4), verbose=False)
+    (expected,) = Trainer(**options).test(CausalLM(tiny_llama), padded_batches(4), verbose=False)
+    assert set(places) == {"cpu"}
+    assert logged["perplexity"] == pytest.approx(expected["perplexity"], rel=1e-6)

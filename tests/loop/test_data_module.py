@@ -1,0 +1,142 @@
+"""Windows are what the text says, the same for the same seed, and clear errors otherwise."""
+
+import json
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from mrp_lightning import TextDataModule
+from mrp_lightning.embedded import STDLIB_LLAMA
+from mrp_lightning.text.standard_library import standard_library
+
+TEXTS = [f"def function_{i}(x):\n    return x + {i}\n" * (i + 1) for i in range(12)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(STDLIB_LLAMA)
+
+
+def ready(data: TextDataModule, stage: str = "predict") -> TextDataModule:
+    data.setup(stage)
+    return data
+
+
+def module(**arguments) -> TextDataModule:
+    defaults = {"sequence_length": 16, "num_samples": 5, "tokenizer": str(STDLIB_LLAMA)}
+    return ready(TextDataModule(**{**defaults, **arguments}))
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[str]:
+    for i, text in enumerate(TEXTS):
+        (tmp_path / f"{i:02}.txt").write_text(text)
+    return [str(path) for path in sorted(tmp_path.iterdir())]
+
+
+def test_evaluation_windows_are_the_joined_text_without_the_last_partial_one(files, tokenizer):
+    windows = torch.cat(list(module(eval_files=files, batch_size=3).test_dataloader()))
+    tokens = tokenizer("\n\n".join(TEXTS))["input_ids"]
+    assert 0 < len(tokens) - windows.numel() < 16
+    assert windows.flatten().tolist() == tokens[: windows.numel()]
+
+
+def test_calibration_windows_are_pieces_of_the_training_text(files, tokenizer):
+    windows = module(train_files=files, num_samples=40).calibration_windows()
+    assert windows.shape == (40, 16)
+    assert windows.dtype == torch.int64
+    text = "\n\n".join([*TEXTS, *TEXTS, ""])
+    for window in windows:
+        assert tokenizer.decode(window) in text
+
+
+def test_calibration_depends_on_the_seed_alone(files):
+    first = module(train_files=files).calibration_windows()
+    assert torch.equal(first, module(train_files=files, batch_size=2).calibration_windows())
+    assert not torch.equal(first, module(train_files=files, seed=1).calibration_windows())
+
+
+def test_short_documents_are_followed_by_the_next_ones(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    path.write_text("\n".join(json.dumps({"body": f"x = {i}"}) for i in range(200)) + "\n")
+    data = module(train_files=str(path), text_column="body", sequence_length=64)
+    assert data.calibration_windows().shape == (5, 64)
+
+
+def test_training_windows_cover_the_text_and_are_shuffled_by_seed(files):
+    data = module(train_files=files, batch_size=4)
+    first = torch.cat(list(data.train_dataloader()))
+    again = torch.cat(list(module(train_files=files, batch_size=4).train_dataloader()))
+    other = torch.cat(list(module(train_files=files, batch_size=4, seed=3).train_dataloader()))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert sorted(map(tuple, first.tolist())) == sorted(map(tuple, other.tolist()))
+
+
+def test_datasets_by_object_and_by_directory(files, tmp_path):
+    datasets = pytest.importorskip("datasets")
+    table = datasets.Dataset.from_dict({"text": TEXTS})
+    splits = datasets.DatasetDict({"train": table, "validation": table})
+    (tmp_path / "set").mkdir()
+    for name in ("train", "validation"):
+        splits[name].to_json(tmp_path / "set" / f"{name}.jsonl")
+    from_files = module(train_files=files, eval_files=files)
+    for source in (splits, str(tmp_path / "set"), {"path": str(tmp_path / "set")}):
+        data = module(dataset=source)
+        assert torch.equal(data.calibration_windows(), from_files.calibration_windows())
+        for split in ("validation", "test"):  # without a test split, test reads validation
+            windows = data.evaluation_windows(split)
+            assert torch.equal(windows, from_files.evaluation_windows(split))
+    with pytest.raises(ValueError, match=r"no column 'body'; name one of \['text'\]"):
+        module(dataset=splits, text_column="body").calibration_windows()
+    with pytest.raises(ValueError, match=r"no split 'train'; it has \['validation'\]"):
+        only = datasets.DatasetDict({"validation": table})
+        module(dataset=only).calibration_windows()
+
+
+def test_the_embedded_text_is_split_by_path():
+    splits = {name: list(standard_library(name)) for name in ("train", "validation", "test")}
+    assert all(len(texts) > 20 for texts in splits.values())
+    assert len(splits["train"]) > 5 * len(splits["test"])
+    root = Path(sysconfig.get_paths()["stdlib"])
+    argparse = (root / "argparse.py").read_text()
+    assert sum(argparse in texts for texts in splits.values()) == 1
+    site = Path(pytest.__file__).read_text()
+    assert not any(site in texts for texts in splits.values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_samples": 0, "batch_size": -1}, r"positive numbers. Got .*num_samples.*batch_size"),
+        ({"dataset": "a", "train_files": "b"}, "either `dataset` or `train_files`/`eval_files`"),
+    ],
+)
+def test_wrong_arguments_are_refused_when_made(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        TextDataModule(**arguments)
+
+
+def test_missing_files_are_all_listed(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"`train_files`: .*a\.txt, `eval_files`: .*b\.txt"):
+        TextDataModule(str(tmp_path / "a.txt"), [str(tmp_path / "b.txt")])
+
+
+def test_text_that_cannot_fill_a_window(files, tmp_path):
+    data = module(train_files=files, eval_files=files, sequence_length=10**6)
+    for windows in (data.calibration_windows, lambda: data.evaluation_windows("test")):
+        with pytest.raises(ValueError, match="has only .* tokens, less than one window"):
+            windows()
+    (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n{"txt": "not"}\n')
+    with pytest.raises(ValueError, match=r"bad\.jsonl, line 2 is not .* 'text'"):
+        module(train_files=str(tmp_path / "bad.jsonl")).calibration_windows()
+    with pytest.raises(ValueError, match=r"`data.eval_files` is needed here"):
+        module(train_files=files).evaluation_windows("test")
+
+
+def test_a_tokenizer_is_needed():
+    with pytest.raises(ValueError, match=r"no tokenizer.*`data.tokenizer`"):
+        ready(TextDataModule())

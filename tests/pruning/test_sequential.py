@@ -1,0 +1,387 @@
+"""The pruned model against a slow rewrite: full forwards, all inputs kept, one layer at a time."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mrp_lightning import prune_weight
+from mrp_lightning.errors import HessianError
+from mrp_lightning.pruning.prune_layer import Recipe
+from mrp_lightning.pruning.report import PruningReport
+from mrp_lightning.pruning.sequential import SequentialPruner
+from mrp_lightning.solver.methods import parse_method
+from mrp_lightning.solver.patterns import make_pattern
+from mrp_lightning.targets.layers import is_conv1d, is_linear
+from mrp_lightning.targets.plan import make_plan
+
+Batches = list[dict[str, Tensor]]
+BLOCKS = {
+    "llama": "model.layers",
+    "gemma3_text": "model.layers",
+    "opt": "model.decoder.layers",
+    "bloom": "transformer.h",
+    "gpt2": "transformer.h",
+}
+
+
+def prune_model(
+    model: nn.Module,
+    batches: Batches,
+    *,
+    pattern: str | None = "2:4",
+    sparsity: float | None = None,
+    method: str = "SM",
+    true_sequential: bool = False,
+    tolerance: float = 1e-6,
+    **choices: Any,
+) -> PruningReport:
+    recipe = Recipe(
+        pattern=make_pattern(sparsity, pattern),
+        method=parse_method(method),
+        true_sequential=true_sequential,
+        tolerance=tolerance,
+    )
+    report = PruningReport({"method": method, "pattern": pattern})
+    SequentialPruner(
+        model=model,
+        run=lambda batch: model(**batch),
+        batches=batches,
+        plan=make_plan(model, recipe.pattern, **choices),
+        recipe=recipe,
+        report=report,
+    ).prune()
+    return report
+
+
+def inputs_of(model: nn.Module, layers: list[nn.Module], batches: Batches) -> list[Tensor]:
+    """All tokens that layers see, in full forwards; padding cut by hand."""
+    seen: list[list[Tensor]] = [[] for _ in layers]
+    for batch in batches:
+        kept = batch["attention_mask"].flatten().bool()
+        handles = [
+            layer.register_forward_pre_hook(
+                lambda _, args, k=k, kept=kept: seen[k].append(
+                    args[0].reshape(len(kept), -1)[kept].clone()
+                )
+            )
+            for k, layer in enumerate(layers)
+        ]
+        model(**batch)
+        for handle in handles:
+            handle.remove()
+    return [torch.cat(rows).double() for rows in seen]
+
+
+# A certified relative loss of 1e-6 leaves a distance of 1e-3 between weights, in which the masks of
+# later blocks can differ where two weights are almost equally dispensable.
+TOLERANCE = 1e-8
+
+
+def slow_prune(
+    model: nn.Module, path: str, batches: Batches, stages: Callable[[nn.Module], list[list[Any]]]
+) -> None:
+    for block in model.get_submodule(path):
+        for layers in stages(block):
+            for layer, x in zip(layers, inputs_of(model, layers, batches), strict=True):
+                hessian = (2 * x.T @ x / len(x)).float()
+                weight = layer.weight.T if is_conv1d(layer) else layer.weight
+                solution = prune_weight(
+                    weight, hessian, pattern="2:4", method="SM", tolerance=TOLERANCE
+                )
+                weight.copy_(solution.weight)
+
+
+def all_at_once(block: nn.Module) -> list[list[nn.Module]]:
+    return [[module for module in block.modules() if is_linear(module)]]
+
+
+def one_after_another(block: Any) -> list[list[nn.Module]]:
+    attention, mlp = block.self_attn, block.mlp
+    return [
+        [attention.q_proj, attention.k_proj, attention.v_proj],
+        [attention.o_proj],
+        [mlp.gate_proj, mlp.up_proj],
+        [mlp.down_proj],
+    ]
+
+
+def assert_same_weights(ours: nn.Module, theirs: nn.Module) -> None:
+    for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(a == 0, b == 0), name
+        assert (a - b).norm() <= 1e-3 * b.norm(), name
+
+
+@pytest.mark.parametrize("family", BLOCKS)
+@torch.no_grad()
+def test_gives_the_weights_of_a_slow_rewrite(family, build, batches):
+    ours, theirs = build(family), build(family)
+    report = prune_model(ours, batches, tolerance=TOLERANCE)
+    slow_prune(theirs, BLOCKS[family], batches, all_at_once)
+    assert_same_weights(ours, theirs)
+    assert report.config["walk"] == "inject"
+    assert report.totals["sparsity"] == 0.5
+    assert all(row.skipped is None for row in report.layers)
+
+
+@torch.no_grad()
+def test_true_sequential_gives_the_weights_of_a_slow_rewrite(build, batches):
+    ours, theirs = build("llama"), build("llama")
+    prune_model(ours, batches, true_sequential=True, tolerance=TOLERANCE)
+    slow_prune(theirs, "model.layers", batches, one_after_another)
+    assert_same_weights(ours, theirs)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("method", ["magnitude", "wanda", "SS", "SM", "MM"])
+@torch.no_grad()
+def test_reports_the_true_loss_of_every_layer(method, family, build, batches):
+    # In the first block, the pruned model and the dense one see the same inputs.
+    model, dense = build(family), build(family)
+    report = prune_model(model, batches, method=method, blocks=f"{BLOCKS[family]}.0")
+    rows = {row.name: row for row in report.layers}
+    assert len(rows) == {"llama": 7, "gpt2": 4}[family]
+    for name, row in rows.items():
+        layer = dense.get_submodule(name)
+        x = inputs_of(dense, [layer], batches)[0]
+        before, after = layer.weight.double(), model.get_submodule(name).weight.double()
+        if is_conv1d(layer):
+            before, after = before.T, after.T
+        loss = (x @ (after - before).T).square().sum(1).mean()
+        assert row.loss == pytest.approx(float(loss), rel=1e-3)
+        assert row.relative_loss == pytest.approx(
+            float(loss / (x @ before.T).square().sum(1).mean()), rel=1e-3
+        )
+        assert row.tokens == len(x)
+        assert row.sparsity == pytest.approx(float((after == 0).float().mean()))
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "bloom", "bart"])
+@torch.no_grad()
+def test_what_padding_holds_does_not_matter(family, build, batches):
+    ours, theirs = build(family), build(family)
+    if family == "bart":
+        for batch in batches:  # as long as the encoder's, with padding of its own
+            batch["decoder_input_ids"] = batch["input_ids"].flip(0)
+            batch["decoder_attention_mask"] = batch["attention_mask"].flip(0)
+    prune_model(ours, batches)
+    for batch in batches:
+        for ids, mask in (
+            ("input_ids", "attention_mask"),
+            ("decoder_input_ids", "decoder_attention_mask"),
+        ):
+            if ids in batch:
+                batch[ids] = torch.where(batch[mask] == 1, batch[ids], 66 - batch[ids])
+    prune_model(theirs, batches)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("family", ["llama", "bloom", "gpt2"])
+@torch.no_grad()
+def test_padding_changes_nothing(family, build, batches):
+    ours, theirs = build(family), build(family)
+    batches = batches[1:]  # padded on the right, where no position moves
+    lone = [
+        {"input_ids": ids[mask.bool()][None], "attention_mask": mask[mask.bool()][None]}
+        for batch in batches
+        for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
+    ]
+    # The sweep has no iteration whose end could turn rounding into another weight.
+    prune_model(ours, batches, method="SS")
+    prune_model(theirs, lone, method="SS")
+    assert_same_weights(ours, theirs)
+
+
+@torch.no_grad()
+def test_the_same_run_gives_the_same_bits(build, batches):
+    ours, theirs = build("llama"), build("llama")
+    prune_model(ours, batches)
+    prune_model(theirs, batches)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("family", ["llama", "t5"])
+@torch.no_grad()
+def test_offload_gives_the_same_bits_and_leaves_no_hook(family, build, batches):
+    ours, theirs = build(family), build(family)
+    if family == "t5":
+        for batch in batches:
+            batch["decoder_input_ids"] = batch["input_ids"][:, :7]
+    prune_model(ours, batches)
+    recipe = Recipe(pattern=make_pattern(None, "2:4"), method=parse_method("SM"))
+    SequentialPruner(
+        model=theirs,
+        run=lambda batch: theirs(**batch),
+        batches=batches,
+        plan=make_plan(theirs, recipe.pattern),
+        recipe=recipe,
+        report=PruningReport({}),
+        offload=True,
+    ).prune()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in theirs.modules())
+
+
+@torch.no_grad()
+def test_layers_that_no_forward_calls_are_reported():
+    model = nn.Sequential(nn.Linear(8, 8))
+    model[0].register_module("unused", nn.Linear(8, 8))
+    report = prune_model(model, [{"input": torch.randn(16, 8)}])
+    skipped = {row.name: row.skipped for row in report.layers if row.skipped}
+    assert skipped == {"0.unused": "not called in the forward"}
+
+
+@torch.no_grad()
+def test_a_model_without_blocks_is_calibrated_in_one_dense_pass():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8))
+    dense = [module.weight.clone() for module in (model[0], model[2])]
+    x = torch.randn(64, 16)
+    report = prune_model(model, [{"input": part} for part in x.split(16)])
+    hidden = torch.relu(torch.nn.functional.linear(x, dense[0], model[0].bias))
+    for module, weight, inputs in zip((model[0], model[2]), dense, (x, hidden), strict=True):
+        expected = prune_weight(weight, 2 * inputs.T @ inputs / 64, pattern="2:4").weight
+        torch.testing.assert_close(module.weight, expected, rtol=1e-4, atol=1e-5)
+    assert [row.name for row in report.layers] == ["0", "2"]
+
+
+@torch.no_grad()
+def test_a_layer_outside_the_blocks_sees_the_pruned_blocks(build, batches):
+    model, theirs = build("llama"), build("llama")
+    report = prune_model(model, batches, targets=["q_proj", "lm_head"])
+    assert report.layers[-1].name == "lm_head"
+    slow_prune(theirs, "model.layers", batches, lambda block: [[block.self_attn.q_proj]])
+    x = inputs_of(theirs, [theirs.lm_head], batches)[0]
+    expected = prune_weight(theirs.lm_head.weight, (2 * x.T @ x / len(x)).float(), pattern="2:4")
+    assert torch.equal(model.lm_head.weight == 0, expected.pruned)
+    assert (model.lm_head.weight - expected.weight).norm() <= 2e-3 * expected.weight.norm()
+
+
+@torch.no_grad()
+def test_an_interrupted_run_leaves_whole_layers_and_says_which(build, batches, monkeypatch):
+    from mrp_lightning.pruning import prune_layer
+
+    model, dense = build("llama"), build("llama")
+    original, calls = prune_layer.prune, []
+
+    def prune(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 10:
+            raise KeyboardInterrupt
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(prune_layer, "prune", prune)
+    recipe = Recipe(pattern=make_pattern(None, "2:4"), method=parse_method("SM"))
+    report = PruningReport({})
+    pruner = SequentialPruner(
+        model=model,
+        run=lambda batch: model(**batch),
+        batches=batches,
+        plan=make_plan(model, recipe.pattern),
+        recipe=recipe,
+        report=report,
+    )
+    with pytest.raises(KeyboardInterrupt):
+        pruner.prune()
+    assert not report.complete
+    done = {row.name for row in report.layers}
+    assert len(done) == 9
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            if name in done:
+                assert recipe.pattern.holds(module.weight == 0)
+            else:
+                assert torch.equal(module.weight, dense.get_submodule(name).weight)
+    assert all("forward" not in module.__dict__ for module in model.modules())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+@torch.no_grad()
+def test_activations_that_are_not_finite_name_the_layer(build, batches):
+    model = build("llama")
+    model.model.layers[1].input_layernorm.weight[3] = float("inf")
+    with pytest.raises(HessianError, match=r"layers\.1\.self_attn\.q_proj"):
+        prune_model(model, batches)
+
+
+@torch.no_grad()
+def test_a_model_that_is_already_pruned_is_noted(build, batches):
+    model = build("llama")
+    prune_model(model, batches, method="magnitude")
+    again = prune_model(model, batches)
+    assert again.totals["already_pruned"] == 21
+    assert again.totals["sparsity"] == 0.5
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 24), nn.Linear(24, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu())
+
+
+class Routed(nn.Module):
+    """A block whose experts see the rows that a router picks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(16, 3)
+        self.experts = nn.ModuleList(Expert() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, 16)
+        out = rows.clone()
+        chosen = self.router(rows).topk(2, dim=1).indices
+        for k, expert in enumerate(self.experts):
+            picked = (chosen == k).any(1).nonzero()[:, 0].flip(0)
+            out[picked] += expert(rows[picked])
+        return out.view_as(x)
+
+
+class MixtureOfExperts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 16)
+        self.positions = nn.Embedding(16, 16)
+        self.blocks = nn.ModuleList(Routed() for _ in range(2))
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        x = self.embed(input_ids) + self.positions.weight[: input_ids.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@torch.no_grad()
+def test_padding_stays_out_behind_routing(batches, caplog):
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return MixtureOfExperts()
+
+    ours, theirs = build(), build()
+    batches = batches[1:]  # padded on the right
+    lone = [
+        {"input_ids": ids[mask.bool()][None], "attention_mask": mask[mask.bool()][None]}
+        for batch in batches
+        for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
+    ]
+    report = prune_model(ours, batches, method="SS")
+    alone = prune_model(theirs, lone, method="SS")
+    assert_same_weights(ours, theirs)
+    assert [row.tokens for row in report.layers] == [row.tokens for row in alone.layers]
+    assert sum(row.tokens for row in report.pruned if row.name.endswith("up")) == 2 * 2 * 47
+    assert "padding" not in caplog.text
+    # Routers are left alone unless they are named.
+    assert {row.name for row in report.layers if row.skipped} == {
+        "blocks.0.router",
+        "blocks.1.router",
+    }
+    report = prune_model(build(), batches, method="SS", targets=["router"])
+    assert {row.name for row in report.pruned} == {"blocks.0.router", "blocks.1.router"}

@@ -1,0 +1,138 @@
+"""Which blocks and layers are chosen."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from mrp_lightning.errors import TargetError
+from mrp_lightning.solver.patterns import make_pattern
+from mrp_lightning.targets.blocks import find_blocks
+from mrp_lightning.targets.layers import Conv1D
+from mrp_lightning.targets.names import matches
+from mrp_lightning.targets.plan import Plan, make_plan
+
+HALF = make_pattern(0.5, None)
+
+
+def names(plan: Plan) -> list[str]:
+    layers = [layer for block in plan.blocks for layer in plan.layers[block.name]]
+    return [layer.name for layer in (*layers, *plan.outside)]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matched"),
+    [
+        ("q_proj", True),
+        ("attn.q_proj", True),
+        ("layers.1", True),
+        ("model.layers", True),
+        ("layers.*.q_proj", True),
+        ("*_proj", True),
+        ("proj", False),
+        ("layers.11", False),
+        ("layer", False),
+        ("q_proj.attn", False),
+    ],
+)
+def test_a_pattern_is_a_run_of_whole_parts(pattern, matched):
+    assert matches("model.layers.1.attn.q_proj", pattern) is matched
+
+
+@pytest.mark.parametrize(
+    ("family", "lists"),
+    [
+        ("llama", {"model.layers": 3}),
+        ("opt", {"model.decoder.layers": 3}),
+        ("bloom", {"transformer.h": 3}),
+        ("gpt2", {"transformer.h": 3}),
+        ("mamba", {"backbone.layers": 2}),
+        ("bart", {"model.encoder.layers": 2, "model.decoder.layers": 2}),
+        ("t5", {"encoder.block": 2, "decoder.block": 2}),  # each holds a ModuleList of its own
+    ],
+)
+def test_blocks_are_the_outermost_lists(family, lists, build):
+    blocks = find_blocks(build(family))
+    chains = [block.chain for block in blocks]
+    assert {chain: chains.count(chain) for chain in dict.fromkeys(chains)} == lists
+    assert blocks[1].name == f"{blocks[0].chain}.1"
+
+
+def test_lists_of_bare_layers_are_no_blocks():
+    mlp = nn.Module()
+    mlp.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+    assert find_blocks(mlp) == []
+    assert names(make_plan(mlp, HALF)) == ["layers.0", "layers.1", "layers.2"]
+
+
+def test_blocks_by_name(build):
+    model = build("bart")
+    assert {b.chain for b in find_blocks(model, ["decoder.layers"])} == {"model.decoder.layers"}
+    assert [b.name for b in find_blocks(model, ["encoder.layers.1"])] == ["model.encoder.layers.1"]
+    sequential = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2)))
+    model = nn.ModuleDict({"trunk": sequential, "head": nn.Linear(4, 4)})
+    assert names(make_plan(model, HALF, blocks="trunk")) == ["trunk.0.0", "trunk.1.0"]
+
+
+def test_compiled_blocks_keep_their_names(build):
+    model = build("llama")
+    model.model.layers[1] = torch.compile(model.model.layers[1], backend="eager")
+    whole = torch.compile(model, backend="eager")
+    plan = make_plan(whole, HALF)
+    assert names(plan) == names(make_plan(build("llama"), HALF))
+    assert plan.blocks[1].module is model.model.layers[1]._orig_mod
+
+
+def test_layers_outside_the_blocks_need_a_name_of_their_own(build):
+    model = build("llama")
+    assert not any("lm_head" in name for name in names(make_plan(model, HALF)))
+    assert not any("lm_head" in name for name in names(make_plan(model, HALF, targets="*")))
+    chosen = names(make_plan(model, HALF, targets=["lm_head", "k_proj"]))
+    assert chosen == [*(f"model.layers.{k}.self_attn.k_proj" for k in range(3)), "lm_head"]
+
+
+def test_targets_and_ignore(build):
+    chosen = names(make_plan(build("llama"), HALF, targets=["mlp"], ignore=["layers.1", "up_proj"]))
+    assert chosen == [
+        f"model.layers.{k}.mlp.{name}" for k in (0, 2) for name in ("gate_proj", "down_proj")
+    ]
+
+
+def test_a_head_tied_to_the_embedding_is_left_alone(build):
+    with pytest.raises(TargetError, match=r"(?s)lm_head: its weight is tied to .*embed_tokens"):
+        make_plan(build("opt"), HALF, targets=["lm_head"])
+
+
+def test_a_weight_with_two_layers_is_pruned_with_the_first(build):
+    model = build("llama")
+    model.model.layers[2].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
+    plan = make_plan(model, HALF, targets="up_proj")
+    assert names(plan) == [f"model.layers.{k}.mlp.up_proj" for k in (0, 1)]
+    assert "layers.0.mlp.up_proj, with which it is pruned" in plan.skipped[0].reason
+
+
+def test_a_model_without_layers_says_so():
+    with pytest.raises(TargetError, match=r"no nn\.Linear"):
+        make_plan(nn.Sequential(nn.Embedding(4, 4)), HALF)
+
+
+def test_conv1d_is_seen_transposed_and_written_in_place(build):
+    module = build("gpt2").transformer.h[0].mlp.c_fc
+    layer, parameter = Conv1D("c_fc", module), module.weight
+    assert layer.weight.shape == (128, 32) == module.weight.T.shape
+    new = torch.randn(128, 32)
+    layer.write_(new)
+    assert module.weight is parameter
+    assert torch.equal(module.weight, new.T)
+    assert module.weight.requires_grad
+
+
+def test_attention_of_torch_is_reported(caplog):
+    caplog.set_level(logging.INFO)
+    model = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2, enable_nested_tensor=False
+    )
+    plan = make_plan(model, HALF)
+    skipped = [s.name for s in plan.skipped]
+    assert skipped == [f"layers.{k}.self_attn.in_proj_weight" for k in (0, 1)]
