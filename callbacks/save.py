@@ -2,8 +2,9 @@
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from mrp_lightning.files import check_output_dir, save_directory, save_pretrained
+from mrp_lightning.files import check_output_dir, save_directory
 from mrp_lightning.loop.causal_lm import CausalLM
+from mrp_lightning.models.saving import save_pretrained
 
 
 class SaveModel(Callback):

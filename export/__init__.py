@@ -3,6 +3,7 @@
 Importing this package teaches `AutoModelForCausalLM.from_pretrained` the packed format.
 """
 
+from export.kernels import dispatch as _dispatch  # noqa: F401  (registers the CUDA kernels)
 from export.packed.format import pack, unpack
 from export.packed.huggingface import load
 from export.packed.layer import Sparse24Linear

@@ -1,6 +1,5 @@
 """What an export did: a table on the terminal, and `export_report.json`."""
 
-import json
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -13,7 +12,8 @@ from rich.table import Table
 from export.conversion.parity import Parity
 from export.conversion.selection import LayerChoice
 from export.speed.tables import Result, alike, tables
-from mrp_lightning.pruning.report import versions
+from mrp_lightning.environment import versions
+from mrp_lightning.files import as_json, save_text
 
 FORMAT_VERSION = 1
 NAME = "export_report.json"
@@ -107,8 +107,7 @@ class ExportReport:
 
     def save(self, directory: Path) -> None:
         """Write `export_report.json` into a directory."""
-        content = json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
-        (directory / NAME).write_text(content, encoding="utf-8")
+        save_text(directory / NAME, as_json(self.to_dict()))
 
     def print(self) -> None:
         """Show sizes, parity, and what stays dense."""

@@ -7,6 +7,7 @@ the calibration tokens that a layer saw.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from mrp_lightning.environment import __version__ as __version__
 from mrp_lightning.solver.hessian import HessianAccumulator
 from mrp_lightning.solver.pruning import prune_weight
 
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from mrp_lightning.loop.data_module import TextDataModule
     from mrp_lightning.loop.trainer import Trainer
 
-__version__ = "0.1.0"
 __all__ = ["CausalLM", "HessianAccumulator", "TextDataModule", "Trainer", "prune_weight"]
 
 # What needs Lightning or transformers is loaded when it is first asked for (PEP 562).

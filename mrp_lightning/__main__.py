@@ -1,6 +1,6 @@
 """`python -m mrp_lightning` and the console script `mrp-lightning`."""
 
-from mrp_lightning.commands.cli import main
+from mrp_lightning.commands.main import main
 
 if __name__ == "__main__":
     main()

@@ -1,12 +1,17 @@
-"""The device of a command, and what a measurement was made on."""
+"""The device of a command, and what a result was made with: machine, libraries, their versions."""
 
 import os
 import platform
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-from mrp_lightning.errors import OptionError
+from mrp_lightning.errors import DependencyError, OptionError
+
+__version__ = "0.1.0"
 
 
 def device_named(name: str | None) -> torch.device:
@@ -41,6 +46,37 @@ def machine(device: torch.device) -> str:
     else:
         name = f"{_processor()}, {torch.get_num_threads()} of {os.cpu_count()} cores"
     return f"{name}; torch {torch.__version__}"
+
+
+@contextmanager
+def extra(name: str, what: str) -> Iterator[None]:
+    """Import what one of this package's extras brings, or say how to install it.
+
+    Args:
+        name: The extra, as `pyproject.toml` calls it.
+        what: What needs it, for the message.
+
+    Raises:
+        DependencyError: An import inside failed.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise DependencyError(
+            f"{what} needs a package that is not installed ({error}): "
+            f"pip install 'mrp-lightning[{name}]'"
+        ) from error
+
+
+def versions() -> dict[str, str]:
+    """Versions of what computed a result; libraries that were not loaded had no part in it."""
+    found = {"mrp_lightning": __version__, "python": platform.python_version()}
+    for name in ("torch", "lightning", "transformers", "lm_eval"):
+        if name in sys.modules:
+            found[name] = str(sys.modules[name].__version__)
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    return found
 
 
 def _processor() -> str:

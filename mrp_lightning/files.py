@@ -1,19 +1,14 @@
-"""Writing a model to disk: beside the target, and moved into place when it is whole."""
+"""Writing files and directories: beside the target, and moved into place when they are whole."""
 
+import json
+import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import torch
-
-from mrp_lightning.errors import OptionError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from typing import Any
 
 
 def check_output_dir(
@@ -87,6 +82,19 @@ def save_text(path: str | os.PathLike[str], text: str) -> None:
         partial.unlink(missing_ok=True)
 
 
+def as_json(content: Any) -> str:
+    """The text of a JSON file. Numbers that are not finite, which JSON lacks, become null."""
+    return json.dumps(_finite(content), indent=2, allow_nan=False) + "\n"
+
+
+def _finite(content: Any) -> Any:
+    if isinstance(content, Mapping):
+        return {key: _finite(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
+
+
 def _make_readable(directory: Path) -> None:
     """Undo that temporary directories, and the files of safetensors, are private."""
     umask = os.umask(0)
@@ -110,65 +118,3 @@ def _move_into_place(staging: Path, path: Path) -> None:
         raise
     finally:
         shutil.rmtree(old, ignore_errors=True)
-
-
-def save_pretrained(
-    model: "PreTrainedModel",
-    directory: str | os.PathLike[str],
-    *,
-    tokenizer: Any = None,
-    dtype: torch.dtype | str | None = None,
-    card: str | None = None,
-) -> None:
-    """Write a Hugging Face directory that `from_pretrained` loads.
-
-    Args:
-        model: The model; it is not changed.
-        directory: An existing directory, as `save_directory` gives it.
-        tokenizer: Saved beside the model, with its chat template.
-        dtype: What floating weights are stored as. `None` is the dtype of the checkpoint that the
-            model came from (`model.config.dtype`): a model that was calibrated in another precision
-            is stored as it was published.
-        card: Text of the model card, `README.md`.
-    """
-    stored = model.config.dtype
-    dtype = as_dtype(dtype) or as_dtype(stored) or model.dtype
-    state = None if model.dtype == dtype else _cast(model.state_dict(), dtype)
-    try:
-        model.save_pretrained(directory, state_dict=state, max_shard_size="5GB")
-        model.config.dtype = dtype  # save_pretrained had put the dtype in memory there
-        model.config.save_pretrained(directory)
-    finally:
-        model.config.dtype = stored
-    if tokenizer is not None:
-        tokenizer.save_pretrained(directory)
-    if card is not None:
-        (Path(directory) / "README.md").write_text(card, encoding="utf-8")
-
-
-def as_dtype(name: torch.dtype | str | None) -> torch.dtype | None:
-    """The floating dtype of a name such as `bfloat16`.
-
-    Raises:
-        OptionError: There is none of that name.
-    """
-    if name is None or isinstance(name, torch.dtype):
-        return name
-    found = getattr(torch, name.removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise OptionError(
-            f"`dtype` must be a floating type such as float32 or bfloat16. Got {name!r}."
-        )
-    return found
-
-
-def _cast(state: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Floating tensors in `dtype`; tensors that shared memory still share it, so ties survive."""
-    cast: dict[Any, torch.Tensor] = {}
-    result = {}
-    for name, tensor in state.items():
-        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        if key not in cast or not tensor.numel():
-            cast[key] = tensor.to(dtype) if tensor.is_floating_point() else tensor
-        result[name] = cast[key]
-    return result

@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from export.conversion.model_names import model_class
 from mrp_lightning.errors import FormatError
+from mrp_lightning.models.loading import missing_weights
+from mrp_lightning.models.skeleton import model_class
 
 _REPLACED = {"config.json", "export_report.json"}
 _WEIGHTS = {".safetensors", ".bin", ".ckpt", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf"}
@@ -103,9 +104,8 @@ class Checkpoint:
             model, loading = model_class(config).from_pretrained(
                 None, config=config, state_dict=state, **options
             )
-        if loading["missing_keys"]:
-            missing = ", ".join(sorted(loading["missing_keys"]))
-            raise FormatError(f"{self.path} lacks weights of {type(model).__name__}: {missing}.")
+        if problem := missing_weights(self.path, model, loading):
+            raise FormatError(problem)
         return model
 
 

@@ -1,41 +1,14 @@
-"""The model that a checkpoint's configuration names, and which of its weights each tensor holds."""
+"""Which weight of a model each tensor in its files holds."""
 
 import functools
 import inspect
 import re
 from typing import Any
 
-import torch
-import transformers
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
-from mrp_lightning.errors import FormatError
-
-
-def model_class(config: PreTrainedConfig) -> Any:
-    """The class that a checkpoint's `architectures` names."""
-    return getattr(transformers, (config.architectures or [""])[0], AutoModelForCausalLM)
-
-
-def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
-    """The model on the meta device, without weights.
-
-    Raises:
-        FormatError: No model of transformers can be built from the configuration.
-    """
-    kind = model_class(config)
-    build = kind.from_config if kind is AutoModelForCausalLM else kind._from_config
-    try:
-        with torch.device("meta"):
-            return build(config)
-    except ValueError as error:
-        raise FormatError(
-            f"No model can be built from the configuration {type(config).__name__} (architectures "
-            f"{config.architectures}): {str(error).splitlines()[0]}"
-        ) from error
 
 
 class ParameterNames:

@@ -4,7 +4,6 @@ Three gates, in this order: the bits of the files, the operator against a more p
 the logits of the whole model on text.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -70,8 +69,8 @@ class Parity:
     failures: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """For the report, with null for NaN and ±inf, which JSON does not have."""
-        return _finite(asdict(self))
+        """For the report."""
+        return asdict(self)
 
     def require(self) -> None:
         """Refuse an export that failed.
@@ -204,11 +203,3 @@ def _causal_models() -> set[str]:
     for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         found |= {names} if isinstance(names, str) else set(names)
     return found
-
-
-def _finite(content: Any) -> Any:
-    if isinstance(content, dict):
-        return {key: _finite(value) for key, value in content.items()}
-    if isinstance(content, list):
-        return [_finite(value) for value in content]
-    return None if isinstance(content, float) and not math.isfinite(content) else content

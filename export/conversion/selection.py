@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from export.conversion.checkpoint import Checkpoint
-from export.conversion.model_names import ParameterNames, is_read_directly, skeleton
+from export.conversion.model_names import ParameterNames, is_read_directly
 from export.conversion.progress import Track, silently
 from export.packed.format import GROUP, broken_groups, positive_zeros, why_not_packable
 from export.packed.layer import is_packable
 from mrp_lightning.errors import FormatError, PatternError
+from mrp_lightning.models.skeleton import build_without_weights
 from mrp_lightning.solver.patterns import Unstructured
 from mrp_lightning.targets.layers import Expert, Layer, is_conv1d, layers_of
 from mrp_lightning.targets.names import matches, require_matches
@@ -96,7 +97,7 @@ def choose_layers(
             f"{checkpoint.path} is already packed or quantized (`quant_method` {method!r}). Give "
             "the pruned checkpoint, with dense weights."
         )
-    model = skeleton(checkpoint.pretrained_config())
+    model = build_without_weights(checkpoint.pretrained_config())
     modules = {name: module for name, module in model.named_modules() if is_packable(module)}
     require_matches("--skip", skip, list(modules))
     expected = _expected(checkpoint, model)

@@ -1,6 +1,5 @@
 """Write a pruned checkpoint packed, or dense, in the shards that it has."""
 
-import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from export.conversion.checkpoint import Checkpoint
 from export.conversion.selection import LayerChoice
 from export.packed.format import FORMAT_VERSION, pack, positive_zeros
 from export.packed.huggingface import QUANT_METHOD
+from mrp_lightning.files import as_json, save_text
 
 
 def write_packed(
@@ -98,4 +98,4 @@ def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    save_text(path, as_json(content))

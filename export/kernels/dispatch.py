@@ -15,6 +15,7 @@ from torch import Tensor
 from export.kernels import forms
 from export.kernels.kernels import FORM, KERNELS, Call, with_config
 from export.kernels.table import Table, cache_path, environment
+from export.packed.operator import linear24
 from mrp_lightning.errors import DataError
 
 __all__ = ["choose", "choose_name", "measured_table", "use_table"]
@@ -114,3 +115,11 @@ def _key(device: torch.device) -> str:
     if device.type == "cuda" and device.index is None:
         return f"cuda:{torch.cuda.current_device()}"
     return str(device)
+
+
+@linear24.register_kernel("cuda")
+def _cuda(x: Tensor, weight: Tensor, meta: Tensor, bias: Tensor | None) -> Tensor:
+    rows, columns = weight.shape[0], 2 * weight.shape[1]
+    flat = x.reshape(-1, columns)
+    kernel = choose(flat.shape[0], rows, columns, x.dtype, x.device)
+    return kernel(flat, weight, meta, bias).view(*x.shape[:-1], rows)

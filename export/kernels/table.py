@@ -12,6 +12,7 @@ import torch
 
 from export.kernels import cusparselt
 from mrp_lightning.errors import DataError
+from mrp_lightning.files import save_text
 
 VERSION = 1
 STORED_DENSE = "stored dense"
@@ -97,10 +98,7 @@ class Table:
     def save(self, path: Path) -> None:
         """Write JSON; an interrupted write leaves the old file."""
         content = {"version": VERSION, **asdict(self)}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-        partial.write_text(json.dumps(content, indent=1))
-        partial.replace(path)
+        save_text(path, json.dumps(content, indent=1))
 
     @classmethod
     def load(cls, path: Path) -> "Table":

@@ -20,11 +20,11 @@ from transformers.quantizers import (
 )
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from export.conversion.model_names import model_class
 from export.packed.format import FORMAT_VERSION, invalid_nibbles
 from export.packed.layer import Sparse24Linear, is_packable
 from mrp_lightning.errors import FormatError, OptionError
-from mrp_lightning.files import as_dtype
+from mrp_lightning.models.loading import as_dtype
+from mrp_lightning.models.skeleton import model_class
 
 QUANT_METHOD = "mrp_sparse24"
 

@@ -1,8 +1,8 @@
 """`torch.ops.mrp_lightning.linear24`: a linear layer whose weight is packed 2:4.
 
-The operator is opaque to `torch.compile` and `torch.export`. Which kernel runs is decided inside
-it, where the number of tokens is known, so that a new number costs no recompilation and every CUDA
-graph captures its own choice.
+The operator is opaque to `torch.compile` and `torch.export`. Which kernel runs on a CUDA device
+(`export.kernels.dispatch`) is decided inside it, where the number of tokens is known, so that a new
+number costs no recompilation and every CUDA graph captures its own choice.
 """
 
 from typing import Any
@@ -33,16 +33,6 @@ def linear24(x: Tensor, weight: Tensor, meta: Tensor, bias: Tensor | None) -> Te
         (..., rows), contiguous.
     """
     return F.linear(x, unpack(weight, meta), bias)
-
-
-@linear24.register_kernel("cuda")
-def _cuda(x: Tensor, weight: Tensor, meta: Tensor, bias: Tensor | None) -> Tensor:
-    from export.kernels.dispatch import choose
-
-    rows, columns = weight.shape[0], 2 * weight.shape[1]
-    flat = x.reshape(-1, columns)
-    kernel = choose(flat.shape[0], rows, columns, x.dtype, x.device)
-    return kernel(flat, weight, meta, bias).view(*x.shape[:-1], rows)
 
 
 @linear24.register_fake

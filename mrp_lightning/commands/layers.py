@@ -12,15 +12,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-import transformers
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModel, AutoModelForCausalLM
 
-from mrp_lightning.errors import OptionError
 from mrp_lightning.models.loading import load_config
+from mrp_lightning.models.skeleton import build_without_weights
 from mrp_lightning.solver.patterns import SemiStructured, Unstructured, make_pattern
 from mrp_lightning.targets.layers import is_linear
 from mrp_lightning.targets.plan import Plan, make_plan
@@ -94,9 +91,9 @@ def main(args: Sequence[str] | None = None) -> None:
     pattern = None
     if options.pattern is not None or options.sparsity is not None:
         pattern = make_pattern(options.sparsity, options.pattern)
-    model = build_without_weights(
-        options.model, revision=options.revision, trust_remote_code=options.trust_remote_code
-    )
+    trust = options.trust_remote_code
+    config = load_config(options.model, revision=options.revision, trust_remote_code=trust)
+    model = build_without_weights(config, trust_remote_code=trust)
     listing = list_layers(
         model,
         options.model,
@@ -110,33 +107,6 @@ def main(args: Sequence[str] | None = None) -> None:
         sys.stdout.write(json.dumps(asdict(listing), indent=2) + "\n")
     else:
         print_listing(listing)
-
-
-def build_without_weights(source: str, **hub: Any) -> nn.Module:
-    """The model of a directory or hub id on the meta device, as the class that its config names.
-
-    Args:
-        source: Directory or hub id. Of its files only the configuration is read.
-        **hub: `revision` and `trust_remote_code`.
-
-    Raises:
-        FileNotFoundError: It is neither.
-        OptionError: transformers cannot build it.
-    """
-    try:
-        config = load_config(source, **hub)
-        named = (config.architectures or [""])[0]
-        with torch.device("meta"):
-            if hasattr(transformers, named):
-                model: nn.Module = getattr(transformers, named)(config)
-                return model
-            remote = "AutoModelForCausalLM" in getattr(config, "auto_map", {})
-            is_causal = remote or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
-            auto = AutoModelForCausalLM if is_causal else AutoModel
-            trust = {"trust_remote_code": hub.get("trust_remote_code", False)}
-            return auto.from_config(config, **trust)
-    except ValueError as error:  # an unknown model type, code that is not trusted
-        raise OptionError(f"`--model` {source}: {error}") from error
 
 
 def list_layers(

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from mrp_lightning.environment import extra
 from mrp_lightning.experiments.page.runs import find_runs
 
 
@@ -13,16 +14,12 @@ def main(args: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(args)
     out = options.out or options.run_dir / "report.html"
     runs = find_runs(options.run_dir)
-    try:
-        from mrp_lightning.experiments.page.page import make_page
-        from mrp_lightning.experiments.page.write import check_out, figures_directory, write_page
-    except ImportError as error:
-        if error.name is None or error.name.split(".")[0] not in ("matplotlib", "jinja2"):
-            raise
-        sys.stderr.write(
-            f"error: `report` needs {error.name}: pip install 'mrp-lightning[report]'\n"
-        )
-        raise SystemExit(2) from error
+    with extra("report", "`report`"):
+        import jinja2  # noqa: F401
+        import matplotlib  # noqa: F401
+    from mrp_lightning.experiments.page.page import make_page
+    from mrp_lightning.experiments.page.write import check_out, figures_directory, write_page
+
     check_out(out, overwrite=options.overwrite)
     page = make_page(runs, options.run_dir.resolve().name, options.title)
     write_page(page, out, overwrite=options.overwrite)

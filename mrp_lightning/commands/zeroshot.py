@@ -33,7 +33,9 @@ def main(args: Sequence[str] | None = None) -> None:
         options.tasks, include_path=options.include_path, num_fewshot=options.num_fewshot
     )
     model = CausalLM(options.model, dtype=options.dtype, **hub).to(device)
-    results = evaluate(model, tasks, batch_size=options.batch_size, limit=options.limit)
+    results = evaluate(
+        model.model, model.tokenizer, tasks, batch_size=options.batch_size, limit=options.limit
+    )
     summary = summarize(results)
     print_results(options.model, summary)
     for line in _write(options, results, summary):

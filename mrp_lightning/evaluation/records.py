@@ -1,16 +1,15 @@
 """`evaluation.json`: what a model was found to be able to do, kept beside the model or its run."""
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mrp_lightning.environment import versions
 from mrp_lightning.errors import FormatError
-from mrp_lightning.files import save_text
-from mrp_lightning.pruning.report import versions
+from mrp_lightning.files import as_json, save_text
 
 FORMAT_VERSION = 1
 NAME = "evaluation.json"
@@ -75,13 +74,12 @@ def record(
     path = Path(directory) / NAME
     found = read(directory) if path.exists() else Evaluation()
     content = Evaluation(
-        perplexity={**found.perplexity, **_finite(perplexity or {})},
-        zeroshot={**found.zeroshot, **_finite(zeroshot or {})},
+        perplexity={**found.perplexity, **(perplexity or {})},
+        zeroshot={**found.zeroshot, **(zeroshot or {})},
         model=model or found.model,
         versions={**found.versions, **versions()},
     )
-    text = json.dumps({"format_version": FORMAT_VERSION, **asdict(content)}, indent=2)
-    save_text(path, text + "\n")
+    save_text(path, as_json({"format_version": FORMAT_VERSION, **asdict(content)}))
     return path
 
 
@@ -130,14 +128,3 @@ def mean_accuracy(zeroshot: Mapping[str, Figures]) -> float | None:
     found = [accuracy(task, figures) for task, figures in zeroshot.items()]
     values = [value for value in found if value is not None]
     return sum(values) / len(values) if values else None
-
-
-def _finite(results: Mapping[str, Figures]) -> dict[str, Figures]:
-    """JSON knows neither infinity nor NaN."""
-    return {
-        name: {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in figures.items()
-        }
-        for name, figures in results.items()
-    }

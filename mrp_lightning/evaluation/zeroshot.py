@@ -1,4 +1,4 @@
-"""Tasks of EleutherAI's lm-eval, run on a model that `CausalLM` loaded.
+"""Tasks of EleutherAI's lm-eval, run on a loaded model.
 
 The prompts, the scores and their standard errors are lm-eval's own, so that figures compare with
 published ones; here are the choice of tasks, the checks before any work, and the summary.
@@ -12,11 +12,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mrp_lightning.errors import DataError, DependencyError, OptionError
+from mrp_lightning.environment import extra
+from mrp_lightning.errors import DataError, OptionError
 from mrp_lightning.evaluation.records import Figures
-from mrp_lightning.loop.causal_lm import CausalLM
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 PAPER_TASKS = (
     "lambada_openai",
@@ -97,7 +100,8 @@ def load_tasks(
 
 
 def evaluate(
-    model: CausalLM,
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase | None",
     tasks: Tasks,
     *,
     batch_size: int | str = 8,
@@ -109,7 +113,8 @@ def evaluate(
     A context that is longer than the model's positions is cut on the left, as lm-eval does.
 
     Args:
-        model: With a tokenizer.
+        model: A causal language model.
+        tokenizer: Its tokenizer; `None` is an error that says what to do.
         tasks: As `load_tasks` gives them.
         batch_size: Requests a batch, or `auto` for as many as fit. It changes nothing but rounding.
         limit: Only so many samples of each task.
@@ -122,7 +127,7 @@ def evaluate(
         DataError: The model comes without a tokenizer.
         DependencyError: lm-eval is not installed.
     """
-    if model.tokenizer is None:
+    if tokenizer is None:
         raise DataError(
             "Zero-shot tasks are texts, but the model comes without a tokenizer. Save one beside "
             "the model: `AutoTokenizer.from_pretrained(...).save_pretrained(DIR)`."
@@ -133,8 +138,8 @@ def evaluate(
 
     with _quiet("lm_eval.models.huggingface"):  # it warns that the model is already loaded
         adapter = HFLM(
-            pretrained=model.model,
-            tokenizer=model.tokenizer,
+            pretrained=model,
+            tokenizer=tokenizer,
             batch_size=batch_size,
             backend="causal",
         )
@@ -175,12 +180,8 @@ def summarize(results: Mapping[str, Any]) -> dict[str, Figures]:
 
 def _require_lm_eval() -> None:
     """lm-eval alone cannot run Hugging Face models: it needs accelerate for that."""
-    try:
+    with extra("zeroshot", "Running zero-shot tasks"):
         import lm_eval.models.huggingface  # noqa: F401
-    except ImportError as error:
-        raise DependencyError(
-            f"Zero-shot tasks need lm-eval ({error}): pip install 'mrp-lightning[zeroshot]'"
-        ) from error
 
 
 def _manager(names: Sequence[str], include_path: str | PathLike[str] | None) -> Any:

@@ -18,9 +18,8 @@ from transformers import (
 
 from mrp_lightning.calibration.offload import Offload, hold_on_cpu, release
 from mrp_lightning.evaluation.perplexity import Perplexities, token_losses
-from mrp_lightning.files import as_dtype
 from mrp_lightning.models.batch import split_batch
-from mrp_lightning.models.loading import load_model, load_tokenizer, make_config
+from mrp_lightning.models.loading import as_dtype, load_model, load_tokenizer, make_config
 from mrp_lightning.targets.blocks import find_blocks
 
 

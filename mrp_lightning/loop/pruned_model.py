@@ -10,8 +10,9 @@ from transformers import PreTrainedModel
 
 from mrp_lightning.calibration.padding import longest_input
 from mrp_lightning.errors import DataError
-from mrp_lightning.files import save_directory, save_pretrained
+from mrp_lightning.files import save_directory
 from mrp_lightning.loop.trainer import ModuleRunner
+from mrp_lightning.models.saving import save_pretrained
 from mrp_lightning.pruning.report import PruningReport, model_card
 from mrp_lightning.targets.blocks import find_blocks, unwrap, without_wrappers
 

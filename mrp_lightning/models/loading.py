@@ -1,7 +1,7 @@
 """Models, configurations and tokenizers from directories and the hub, or a message that helps."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -93,14 +93,30 @@ def load_model(source: str, dtype: torch.dtype | None, **options: Any) -> PreTra
             **options,
         )
     model, loading = loaded
-    if loading["missing_keys"]:
-        raise TargetError(
-            f"`model`: the checkpoint {source} lacks weights of {type(model).__name__}, which "
-            f"would be random: {', '.join(sorted(loading['missing_keys']))}."
-        )
+    if problem := missing_weights(source, model, loading):
+        raise TargetError(f"`model`: {problem}")
     # A checkpoint loaded in another precision is still saved in its own (see checkpoint.py).
     model.config.dtype = published or model.dtype
     return model
+
+
+def missing_weights(
+    source: str | os.PathLike[str], model: PreTrainedModel, loading: Mapping[str, Any]
+) -> str | None:
+    """What a checkpoint lacks of the model's weights, in words; `None` if nothing.
+
+    Args:
+        source: Where the checkpoint is.
+        model: What was loaded from it.
+        loading: What `from_pretrained(output_loading_info=True)` gives beside the model.
+    """
+    missing = sorted(loading["missing_keys"])
+    if not missing:
+        return None
+    return (
+        f"the checkpoint {source} lacks weights of {type(model).__name__}, which would be random: "
+        f"{', '.join(missing)}."
+    )
 
 
 def load_tokenizer(
@@ -135,3 +151,19 @@ def load_tokenizer(
                 f"`tokenizer`: {source} gives no tokenizer. ({error})"
             ) from error
         return None
+
+
+def as_dtype(name: torch.dtype | str | None) -> torch.dtype | None:
+    """The floating dtype of a name such as `bfloat16`.
+
+    Raises:
+        OptionError: There is none of that name.
+    """
+    if name is None or isinstance(name, torch.dtype):
+        return name
+    found = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise OptionError(
+            f"`dtype` must be a floating type such as float32 or bfloat16. Got {name!r}."
+        )
+    return found

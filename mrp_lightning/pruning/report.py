@@ -1,14 +1,12 @@
 """What a run did to each layer."""
 
-import json
-import platform
-import sys
 from dataclasses import asdict, dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import torch
+from mrp_lightning.environment import versions
+from mrp_lightning.files import as_json, save_text
 
 FORMAT_VERSION = 1
 
@@ -128,21 +126,8 @@ class PruningReport:
     def save(self, directory: str | PathLike[str]) -> Path:
         """Write `pruning_report.json` into a directory."""
         path = Path(directory) / "pruning_report.json"
-        path.write_text(json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n", "utf-8")
+        save_text(path, as_json(self.to_dict()))
         return path
-
-
-def versions() -> dict[str, str]:
-    """Versions of what computed the result; libraries that were not loaded had no part in it."""
-    from mrp_lightning import __version__
-
-    found = {"mrp_lightning": __version__, "python": platform.python_version()}
-    for name in ("torch", "lightning", "transformers", "lm_eval"):
-        if name in sys.modules:
-            found[name] = str(sys.modules[name].__version__)
-    if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
-    return found
 
 
 def model_card(report: PruningReport, base_model: str | None) -> str:

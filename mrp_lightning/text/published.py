@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from mrp_lightning.environment import extra
 from mrp_lightning.errors import DataError, OptionError
 
 
@@ -150,13 +151,9 @@ def read_documents(corpus: Corpus, part: Part, paths: Sequence[Path]) -> Sequenc
     Raises:
         DataError: They cannot be read, have no such column, or are empty.
     """
-    try:
+    with extra("data", "Reading published texts"):
         from datasets import load_dataset
         from datasets.exceptions import DatasetsError
-    except ImportError as error:
-        raise ImportError(
-            "Published texts are read with `datasets`: pip install 'mrp-lightning[data]'."
-        ) from error
     builder = "parquet" if part.files[0].endswith(".parquet") else "json"
     names = ", ".join(map(str, paths))
     try:

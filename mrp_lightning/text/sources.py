@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mrp_lightning.environment import extra
 from mrp_lightning.errors import DataError
 
 
@@ -53,7 +54,8 @@ def documents_of_dataset(dataset: Any, split: str, column: str) -> Sequence[str]
     """
     splits: Any = {"path": dataset} if isinstance(dataset, str) else dataset
     if type(splits) is dict:  # a DatasetDict is a dict, too
-        from datasets import load_dataset
+        with extra("data", "`data.dataset`"):
+            from datasets import load_dataset
 
         splits = load_dataset(**splits)
     name = "validation" if split == "test" and "test" not in splits else split

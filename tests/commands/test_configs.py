@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from callbacks import MRPCallback, SaveModel
-from mrp_lightning.commands.cli import PruningCLI
+from mrp_lightning.loop.cli import PruningCLI
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"

@@ -10,8 +10,9 @@ import torch
 from full_forwards import prune_and_compare
 from transformers import AutoConfig
 
-from mrp_lightning.commands.cli import main
-from mrp_lightning.commands.layers import build_without_weights
+from mrp_lightning.commands.main import main
+from mrp_lightning.models.loading import load_config
+from mrp_lightning.models.skeleton import build_without_weights
 
 KINDS = {"llama": "Linear", "opt": "Linear", "gpt2": "Conv1D", "bert": "Linear", "bart": "Linear"}
 
@@ -74,7 +75,7 @@ def test_every_matrix_is_listed_once(family, config_of, capsys):
 
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_every_family_is_built_without_weights(family, config_of):
-    model = build_without_weights(config_of(family))
+    model = build_without_weights(load_config(str(config_of(family))))
     shapes = {name: p.shape for name, p in families.build(family).named_parameters()}
     assert {name: p.shape for name, p in model.named_parameters()} == shapes
     assert {p.device for p in model.parameters()} == {torch.device("meta")}

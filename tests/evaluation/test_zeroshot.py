@@ -101,7 +101,9 @@ def found(checkpoints, tasks):
 
     def run(kind):
         model = CausalLM(checkpoints[kind], dtype="float32")
-        return summarize(evaluate(model, tasks, batch_size=4, bootstrap_iters=1000))
+        return summarize(
+            evaluate(model.model, model.tokenizer, tasks, batch_size=4, bootstrap_iters=1000)
+        )
 
     return {kind: run(kind) for kind in checkpoints}
 
@@ -134,7 +136,9 @@ def test_a_packed_checkpoint_gives_the_figures_of_the_pruned_one(found):
 @pytest.mark.parametrize("kind", ["dense", "packed"])
 def test_tasks_run_on_the_models_device(kind, second, found, checkpoints, tasks):
     model = CausalLM(checkpoints[kind], dtype="float32", attn_implementation="eager").to(second)
-    there = summarize(evaluate(model, tasks, batch_size=4, bootstrap_iters=1000))
+    there = summarize(
+        evaluate(model.model, model.tokenizer, tasks, batch_size=4, bootstrap_iters=1000)
+    )
     assert there.keys() == found[kind].keys()
     for task, figures in there.items():
         assert figures == pytest.approx(found[kind][task], rel=1e-4)
@@ -143,7 +147,9 @@ def test_tasks_run_on_the_models_device(kind, second, found, checkpoints, tasks)
 @pytest.mark.parametrize("batch_size", [1, 7])
 def test_the_batch_size_changes_nothing_but_rounding(batch_size, found, checkpoints, tasks):
     model = CausalLM(checkpoints["dense"], dtype="float32")
-    again = summarize(evaluate(model, tasks, batch_size=batch_size, bootstrap_iters=1000))
+    again = summarize(
+        evaluate(model.model, model.tokenizer, tasks, batch_size=batch_size, bootstrap_iters=1000)
+    )
     assert again.keys() == found["dense"].keys()
     for task, figures in again.items():
         assert figures == pytest.approx(found["dense"][task], rel=1e-4)
@@ -154,7 +160,9 @@ def test_solved_examples_are_put_before_the_sample(checkpoints, task_directory):
 
     def last_word(num_fewshot):
         tasks = load_tasks(["last_word"], include_path=task_directory, num_fewshot=num_fewshot)
-        return summarize(evaluate(model, tasks, limit=4, bootstrap_iters=100))["last_word"]
+        return summarize(
+            evaluate(model.model, model.tokenizer, tasks, limit=4, bootstrap_iters=100)
+        )["last_word"]
 
     none, one = last_word(0), last_word(1)
     assert (none["num_fewshot"], one["num_fewshot"]) == (0, 1)
@@ -182,6 +190,6 @@ def test_no_process_is_forked(checkpoints, tasks, monkeypatch):
 
     monkeypatch.setattr("multiprocessing.Pool", refuse)
     model = CausalLM(checkpoints["dense"])
-    found = summarize(evaluate(model, tasks, limit=4, bootstrap_iters=100))
+    found = summarize(evaluate(model.model, model.tokenizer, tasks, limit=4, bootstrap_iters=100))
     assert found["last_word"]["perplexity_stderr"] > 0
     assert "DISABLE_MULTIPROC" not in os.environ

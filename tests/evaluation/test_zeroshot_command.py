@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mrp_lightning.commands.cli import main
+from mrp_lightning.commands.main import main
 from mrp_lightning.embedded import STDLIB_LLAMA
 from mrp_lightning.evaluation.records import read, record
 
@@ -204,7 +204,7 @@ def test_a_model_of_the_hub_has_no_place_to_record(checkpoint, own, tmp_path):
     (cached / "refs" / "main").write_text("0" * 40)
     (cached / "snapshots").mkdir()
     checkpoint("dense").rename(cached / "snapshots" / ("0" * 40))
-    command = "from mrp_lightning.commands.cli import main; main()"
+    command = "from mrp_lightning.commands.main import main; main()"
     options = ["zeroshot", "--model=some/model", own, "--tasks=last_word", "--limit=2"]
     root = str(Path(__file__).parents[2])
     done = subprocess.run(

@@ -14,9 +14,10 @@ from transformers import SiglipVisionConfig, SiglipVisionModel
 
 import export
 from export.conversion.checkpoint import open_checkpoint
-from export.conversion.model_names import ParameterNames, is_read_directly, skeleton
+from export.conversion.model_names import ParameterNames, is_read_directly
 from export.conversion.selection import choose_layers
 from export.to_sparse import main
+from mrp_lightning.models.skeleton import build_without_weights
 from mrp_lightning.solver.patterns import SemiStructured
 from mrp_lightning.targets.plan import make_plan
 
@@ -137,7 +138,7 @@ def test_the_projection_of_torchs_own_attention_stays_dense():
 
 def test_weights_that_transformers_puts_together_are_told_apart():
     config = transformers.AutoConfig.for_model("mixtral", **families.FAMILIES["mixtral"].config)
-    names = ParameterNames(skeleton(config))
+    names = ParameterNames(build_without_weights(config))
     layer = "model.layers.0"
     assert names.of(f"{layer}.self_attn.q_proj.weight") == (
         f"{layer}.self_attn.q_proj.weight",

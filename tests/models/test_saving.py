@@ -5,7 +5,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from mrp_lightning.files import check_output_dir, save_directory, save_pretrained
+from mrp_lightning.files import check_output_dir, save_directory
+from mrp_lightning.models.saving import save_pretrained
 
 
 def test_a_directory_appears_only_when_it_is_whole(tmp_path):

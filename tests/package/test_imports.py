@@ -1,37 +1,116 @@
-"""What importing costs, and in which direction the packages may import each other."""
+"""What importing costs, and the one way in which imports run: CONTRIBUTING.md shows the order."""
 
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ALLOWED = {
+
+SHARED = ("errors", "files", "environment")
+"""Single modules that all others of their package may use, and that use none of them."""
+
+ORDER = {
+    "mrp_lightning": (
+        "solver",
+        "text",
+        "embedded",
+        "models",
+        "targets",
+        "calibration",
+        "pruning",
+        "evaluation",
+        "loop",
+        "experiments",
+        "commands",
+    ),
+    "export": ("packed", "kernels", "backends", "conversion", "speed"),
+    "callbacks": (),
+}
+"""A folder imports only from itself and from those before it."""
+
+PACKAGES = {
     "mrp_lightning": {"mrp_lightning"},
     "callbacks": {"callbacks", "mrp_lightning"},
     "export": {"export", "mrp_lightning"},
 }
 
 
-def imported_modules(path: Path) -> set[str]:
-    modules = set()
+def imports_of(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and full name of everything imported, inside functions and for type checking, too."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            modules |= {alias.name for alias in node.names}
+            yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            modules.add(node.module or "")
-    return modules
+            assert node.level == 0, f"{path}: relative imports hide where they go"
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
 
 
-@pytest.mark.parametrize("package", ALLOWED)
-def test_packages_import_one_way(package):
+def violations(package: str, path: Path, root: Path) -> list[str]:
+    """Imports of a file that go to a later folder, or to a package that it must not know."""
+    folders = ORDER[package]
+    inside = path.relative_to(root / package).parts
+    own = inside[0].removesuffix(".py")
+    found = []
+    for line, name in imports_of(path):
+        top, *rest = name.split(".")
+        where = f"{path.relative_to(root)}:{line} imports {name}"
+        if top in PACKAGES and top not in PACKAGES[package]:
+            found.append(where)
+        if top != package:
+            continue
+        target = rest[0] if rest else ""
+        is_folder = target in folders
+        if own in folders:
+            # The package itself loads lazily what comes later, so nobody inside may ask it.
+            allowed = target in SHARED or (
+                is_folder and folders.index(target) <= folders.index(own)
+            )
+        elif own in SHARED:
+            allowed = target in SHARED
+        else:
+            allowed = True  # the package itself, and what is run by name, stand above all folders
+        if not allowed:
+            found.append(where)
+    return found
+
+
+@pytest.mark.parametrize("package", ORDER)
+def test_imports_run_one_way(package):
     files = list((ROOT / package).rglob("*.py"))
     assert files
-    for path in files:
-        tops = {module.split(".")[0] for module in imported_modules(path)}
-        assert (tops & set(ALLOWED)) <= ALLOWED[package], path
+    assert not [line for path in files for line in violations(package, path, ROOT)]
+
+
+@pytest.mark.parametrize("package", ORDER)
+def test_every_folder_has_its_place(package):
+    folders = {path.parent.name for path in (ROOT / package).glob("*/__init__.py")}
+    assert folders == set(ORDER[package])
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "is_allowed"),
+    [
+        ("mrp_lightning/solver/a.py", "from mrp_lightning.errors import DataError", True),
+        ("mrp_lightning/loop/a.py", "from mrp_lightning.loop.trainer import Trainer", True),
+        ("mrp_lightning/text/a.py", "from mrp_lightning.models import loading", False),
+        ("mrp_lightning/text/a.py", "def f():\n    import mrp_lightning.loop.trainer", False),
+        ("mrp_lightning/pruning/a.py", "from mrp_lightning import __version__", False),
+        ("mrp_lightning/files.py", "from mrp_lightning.solver import ranges", False),
+        ("mrp_lightning/loop/a.py", "if TYPE_CHECKING:\n    from callbacks import x", False),
+        ("callbacks/a.py", "import export", False),
+        ("export/packed/a.py", "from export.kernels import dispatch", False),
+        ("export/kernels/a.py", "from export.packed import format", True),
+    ],
+)
+def test_a_wrong_import_would_be_found(file, line, is_allowed, tmp_path):
+    path = tmp_path / file
+    path.parent.mkdir(parents=True)
+    path.write_text(f"{line}\n" if ":\n" not in line else line)
+    assert (not violations(file.split("/")[0], path, tmp_path)) == is_allowed
 
 
 @pytest.mark.parametrize("module", ["solver.pruning", "pruning.sequential"])

@@ -38,7 +38,7 @@ def test_python_blocks_run(tiny_llama, here):
 
 
 def test_commands_run(tiny_llama, here):
-    from mrp_lightning.commands.cli import main
+    from mrp_lightning.commands.main import main
 
     commands = [block for block in blocks("") if "python -m mrp_lightning predict" in block]
     text = commands[0].replace("\\\n", " ").replace("configs/", f"{ROOT}/configs/")
@@ -59,7 +59,7 @@ def test_commands_run(tiny_llama, here):
 
 
 def test_the_layers_command_runs(tiny_llama, capsys):
-    from mrp_lightning.commands.cli import main
+    from mrp_lightning.commands.main import main
 
     (command,) = [block for block in blocks("") if "mrp_lightning layers" in block]
     main(shlex.split(command.replace("facebook/opt-125m", str(tiny_llama)))[3:])
@@ -67,7 +67,7 @@ def test_the_layers_command_runs(tiny_llama, capsys):
 
 
 def test_the_yaml_is_a_run(tiny_llama, here):
-    from mrp_lightning.commands.cli import main
+    from mrp_lightning.commands.main import main
 
     (config,) = blocks("yaml")
     parsed = yaml.safe_load(config)

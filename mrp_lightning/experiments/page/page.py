@@ -10,7 +10,7 @@ from importlib import resources
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
-from mrp_lightning import __version__
+from mrp_lightning.environment import __version__
 from mrp_lightning.experiments.page import headline, palette, quantities
 from mrp_lightning.experiments.page.details import dense_layers, settings
 from mrp_lightning.experiments.page.drawing import Drawing

@@ -14,14 +14,14 @@ from typing import Any, Protocol, runtime_checkable
 
 from transformers.utils import logging as transformers_logging
 
-from mrp_lightning.commands.cli import PruningCLI
 from mrp_lightning.environment import machine
 from mrp_lightning.errors import OptionError
 from mrp_lightning.evaluation.records import record
 from mrp_lightning.evaluation.zeroshot import Tasks, evaluate, summarize
 from mrp_lightning.experiments.sweep.plan import Plan, Run
-from mrp_lightning.files import save_text
+from mrp_lightning.files import as_json, save_text
 from mrp_lightning.loop.causal_lm import CausalLM
+from mrp_lightning.loop.cli import PruningCLI
 from mrp_lightning.pruning.report import PruningReport
 
 NAME = "run.json"
@@ -113,7 +113,8 @@ def execute(
         device = cli.trainer.strategy.root_device
         zeroshot = None
         if tasks is not None:
-            zeroshot = summarize(evaluate(cli.model.to(device), tasks))  # `test` left it on the CPU
+            model = cli.model.to(device).model  # `test` left it on the CPU
+            zeroshot = summarize(evaluate(model, cli.model.tokenizer, tasks))
     record(directory, perplexity=cli.model.evaluation, zeroshot=zeroshot)
     content = {
         "format_version": 1,
@@ -121,7 +122,7 @@ def execute(
         "machine": machine(device),
         "config": config,
     }
-    save_text(directory / NAME, json.dumps(content, indent=2) + "\n")
+    save_text(directory / NAME, as_json(content))
 
 
 def described(cli: _Configured) -> dict[str, Any]:

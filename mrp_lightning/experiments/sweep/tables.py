@@ -2,17 +2,15 @@
 
 import csv
 import io
-import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mrp_lightning.environment import versions
 from mrp_lightning.experiments.sweep.plan import Run, has_blocks, short
 from mrp_lightning.experiments.sweep.published import CONTEXT, reported
 from mrp_lightning.experiments.sweep.results import Average, rounded
-from mrp_lightning.files import save_text
-from mrp_lightning.pruning.report import versions
+from mrp_lightning.files import as_json, save_text
 
 NAMES = {None: "", "magnitude": "magnitude", "wanda": "Wanda", "SS": "SparseGPT"}
 
@@ -34,7 +32,7 @@ def rows(results: Averages) -> list[dict[str, Any]]:
                     "changed": f"{run.changed[0]}={run.changed[1]}" if run.changed else "",
                     "measure": measure,
                     "context": ours.context,
-                    "mean": ours.mean if math.isfinite(ours.mean) else None,
+                    "mean": ours.mean,
                     "deviation": ours.deviation,
                     "seeds": ours.count,
                     "paper": paper,
@@ -63,7 +61,7 @@ def write(results: Averages, directory: Path) -> None:
     content = {"format_version": 1, "results": table, "versions": versions()}
     for name, written in {
         "results.csv": text.getvalue(),
-        "results.json": json.dumps(content, indent=2, allow_nan=False) + "\n",
+        "results.json": as_json(content),
         "results.md": markdown(results) + "\n",
     }.items():
         save_text(directory / name, written)

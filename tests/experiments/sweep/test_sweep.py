@@ -12,7 +12,7 @@ pytest.importorskip("jsonargparse", reason="the command line needs the extra `cl
 
 from mrp_lightning import CausalLM, TextDataModule, Trainer
 from mrp_lightning.commands import sweep as sweep_command
-from mrp_lightning.commands.cli import main
+from mrp_lightning.commands.main import main
 
 BASE = {
     "data": {"num_samples": 4, "sequence_length": 32, "batch_size": 2},

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mrp_lightning.commands.cli import main
+from mrp_lightning.commands.main import main
 from mrp_lightning.evaluation import records
 
 CONFIGS = Path(__file__).parents[2] / "configs"
