@@ -11,6 +11,8 @@ import torch
 from hypothesis import settings
 from torch import Tensor, nn
 
+pytest_plugins = ["local_corpora"]
+
 if not torch.cuda.is_available():
     # Triton decides when it is first imported, and transformers imports it by way of torchao.
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -11,21 +11,15 @@ from torch import nn
 
 from export.backends.apply import BACKENDS, apply, not_faster
 from export.backends.subclasses import SUBCLASSES
+from export.kernels import cusparselt, forms
 from export.kernels import dispatch as backends
 from export.kernels import kernels as kernels_module
-from export.kernels.dispatch import (
-    choose,
-    choose_name,
-    cusparselt,
-    forms,
-    measured_table,
-    tuning,
-    use_table,
-)
+from export.kernels.dispatch import choose, choose_name, measured_table, use_table
 from export.kernels.kernels import KERNELS, Call
 from export.kernels.table import STORED_DENSE, Measurement, Table, cache_path, environment
 from export.packed.format import broken_groups, pack, unpack
 from export.packed.layer import Sparse24Linear
+from export.speed import tuning
 from export.speed.tuning import random_24
 from mrp_lightning.errors import DataError, OptionError
 

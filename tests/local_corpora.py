@@ -6,8 +6,6 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 WORDS = ["def", "return", "self", "in", "(", ")", ":", ",", ".", "<unk>", "7", "the", "of", "café"]
@@ -26,6 +24,9 @@ def write_json(path: Path, texts: list[str]) -> None:
 
 
 def write_parquet(path: Path, **columns: list[str]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.table(columns), path)
 
