@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: quickstart test lint results embedded-model clean
+.PHONY: quickstart test lint results api embedded-model clean
 
 quickstart: .venv/installed
 	rm -rf runs/quickstart
@@ -30,6 +30,10 @@ runs/models/%/config.json: configs/train/text.yaml configs/train/%.yaml | .venv/
 	$(BIN)/pip install --quiet --no-deps --upgrade --target runs/mambapy mambapy==1.2.0
 	PYTHONPATH=runs/mambapy $(BIN)/python -m mrp_lightning fit --config configs/train/text.yaml \
 		--config configs/train/$*.yaml --trainer.callbacks.init_args.save_dir $(@D)
+
+# Writes docs/api.md from the docstrings.
+api: .venv/installed
+	$(BIN)/python docs/api.py
 
 # Trains the tokenizer and the model in mrp_lightning/embedded/stdlib-llama; about an hour on 2 cores.
 embedded-model: .venv/installed

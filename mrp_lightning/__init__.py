@@ -8,19 +8,58 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from mrp_lightning.environment import __version__ as __version__
+from mrp_lightning.errors import (
+    DataError,
+    DependencyError,
+    FormatError,
+    HessianError,
+    MethodError,
+    NumericalWarning,
+    OptionError,
+    ParityError,
+    PatternError,
+    StrategyError,
+    TargetError,
+)
 from mrp_lightning.solver.hessian import HessianAccumulator
-from mrp_lightning.solver.pruning import prune_weight
+from mrp_lightning.solver.pruning import Solution, prune_weight
 
 if TYPE_CHECKING:
     from mrp_lightning.loop.causal_lm import CausalLM
     from mrp_lightning.loop.data_module import TextDataModule
     from mrp_lightning.loop.trainer import Trainer
+    from mrp_lightning.pruning.prune_layer import Recipe
+    from mrp_lightning.pruning.report import LayerReport, PruningReport
 
-__all__ = ["CausalLM", "HessianAccumulator", "TextDataModule", "Trainer", "prune_weight"]
+__all__ = [
+    "CausalLM",
+    "DataError",
+    "DependencyError",
+    "FormatError",
+    "HessianAccumulator",
+    "HessianError",
+    "LayerReport",
+    "MethodError",
+    "NumericalWarning",
+    "OptionError",
+    "ParityError",
+    "PatternError",
+    "PruningReport",
+    "Recipe",
+    "Solution",
+    "StrategyError",
+    "TargetError",
+    "TextDataModule",
+    "Trainer",
+    "prune_weight",
+]
 
-# What needs Lightning or transformers is loaded when it is first asked for (PEP 562).
+# What needs more than torch is loaded when it is first asked for (PEP 562).
 _LAZY = {
     "CausalLM": "mrp_lightning.loop.causal_lm",
+    "LayerReport": "mrp_lightning.pruning.report",
+    "PruningReport": "mrp_lightning.pruning.report",
+    "Recipe": "mrp_lightning.pruning.prune_layer",
     "TextDataModule": "mrp_lightning.loop.data_module",
     "Trainer": "mrp_lightning.loop.trainer",
 }
