@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from mrp_lightning.text.published import (
 from mrp_lightning.text.sources import documents_of_dataset, documents_of_files
 from mrp_lightning.text.standard_library import Split, standard_library
 from mrp_lightning.text.windows import (
+    Draws,
     consecutive_windows,
     segments_across_documents,
     segments_of_documents,
@@ -162,11 +164,10 @@ class TextDataModule(LightningDataModule):
     def train_dataloader(self) -> DataLoader[Tensor]:
         """All training windows, shuffled anew in every epoch."""
         documents = [document + _SEPARATOR for document in self.documents("train")]
-        encoded = self.tokenizer(documents, add_special_tokens=False, verbose=False)
-        tokens = [token for tokens in encoded["input_ids"] for token in tokens]
-        return self._loader(
-            consecutive_windows(tokens, self.sequence_length, "train"), shuffle=True
-        )
+        encoded = self.tokenizer(documents, add_special_tokens=False, verbose=False)["input_ids"]
+        tokens = torch.tensor(list(chain.from_iterable(encoded)), dtype=torch.int32)
+        windows = consecutive_windows(tokens, self.sequence_length, "train")
+        return self._loader(windows, shuffle=True)
 
     def val_dataloader(self) -> DataLoader[Tensor] | dict[str, DataLoader[Tensor]]:
         """The windows of the validation split, or of each published text."""
@@ -183,22 +184,18 @@ class TextDataModule(LightningDataModule):
 
     def calibration_windows(self) -> Tensor:
         """Random windows of the training text (num_samples, sequence_length), int64."""
-        draws: dict[str, Any] = {
-            "count": self.num_samples,
-            "length": self.sequence_length,
-            "seed": self.seed,
-        }
+        draws = Draws(count=self.num_samples, length=self.sequence_length, seed=self.seed)
         if not self._published:
             documents = self.documents("train")
             return segments_across_documents(
-                documents, self.tokenizer, separator=_SEPARATOR, name="train", **draws
+                documents, self.tokenizer, draws, "train", separator=_SEPARATOR
             )
         ((corpus, part),) = self._needed("predict")
         documents = self._published_documents(corpus, part)
         if part.separator is None:
-            return segments_of_documents(documents, self.tokenizer, name=corpus.name, **draws)
+            return segments_of_documents(documents, self.tokenizer, draws, corpus.name)
         tokens = tokenize(self.tokenizer, part.separator.join(documents))
-        return segments_of_text(tokens, name=corpus.name, **draws)
+        return segments_of_text(tokens, draws, corpus.name)
 
     def evaluation_windows(self, split: Split) -> Tensor:
         """Consecutive windows of a split's joined text (windows, sequence_length), int64."""

@@ -2,6 +2,8 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,83 +12,60 @@ from torch import Tensor
 from mrp_lightning.errors import DataError
 
 
-def tokenize(tokenizer: Any, text: str, *, special_tokens: bool = True) -> list[int]:
-    """Token ids of a whole text, with what the tokenizer puts around one (BOS for LLaMA)."""
-    return tokenizer(text, add_special_tokens=special_tokens, verbose=False)["input_ids"]
+@dataclass(frozen=True, kw_only=True)
+class Draws:
+    """What random windows are wanted. The same draws of the same tokens give the same windows.
+
+    Attributes:
+        count: Number of windows.
+        length: Tokens a window.
+        seed: Seed of Python's `random`, which draws documents and places.
+    """
+
+    count: int
+    length: int
+    seed: int
 
 
-def consecutive_windows(tokens: Sequence[int], length: int, name: str) -> Tensor:
+def tokenize(tokenizer: Any, text: str, *, special_tokens: bool = True) -> Tensor:
+    """The token ids of a whole text (tokens,), int32.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer.
+        text: The text.
+        special_tokens: Whether to add what the tokenizer puts around a text (BOS for LLaMA).
+    """
+    encoded = tokenizer(text, add_special_tokens=special_tokens, verbose=False)
+    return torch.tensor(encoded["input_ids"], dtype=torch.int32)
+
+
+def consecutive_windows(tokens: Tensor, length: int, name: str) -> Tensor:
     """Cut tokens into windows that do not overlap; the last partial one is dropped.
 
     Args:
-        tokens: Token ids.
+        tokens: Token ids (tokens,).
         length: Tokens a window.
-        name: Of the text, for the message.
+        name: What a message calls the text.
 
     Returns:
         Windows (count, length), int64.
 
     Raises:
-        DataError: There is not one whole window.
+        DataError: The text is shorter than one window.
     """
     count = len(tokens) // length
     if not count:
         raise _too_short(name, len(tokens), length)
-    return torch.tensor(tokens[: count * length]).view(count, length)
+    return tokens[: count * length].view(count, length).long()
 
 
-def segments_of_documents(
-    documents: Sequence[str], tokenizer: Any, *, count: int, length: int, seed: int, name: str
-) -> Tensor:
-    """Random pieces of random long documents, each from a single one.
-
-    The draws are SparseGPT's (`get_c4`): of Python's `random`, a document until one has more than
-    `length` tokens, then where its piece starts. The same seed and tokenizer give the same pieces.
-
-    Args:
-        documents: Texts; only those that are drawn are read.
-        tokenizer: A Hugging Face tokenizer.
-        count: Windows to draw.
-        length: Tokens a window.
-        seed: Of the draws.
-        name: Of the text, for the message.
-
-    Returns:
-        Windows (count, length), int64.
-
-    Raises:
-        DataError: No document is long enough.
-    """
-    draw = random.Random(seed)
-    too_short: set[int] = set()
-    windows: list[list[int]] = []
-    while len(windows) < count:
-        index = draw.randint(0, len(documents) - 1)
-        tokens = [] if index in too_short else tokenize(tokenizer, documents[index])
-        if len(tokens) <= length:
-            too_short.add(index)
-            if len(too_short) == len(documents):
-                raise DataError(
-                    f"TextDataModule: none of the {len(documents)} documents of the {name} text "
-                    f"has more than {length} tokens. Give shorter windows (`data.sequence_length`)."
-                )
-            continue
-        start = draw.randint(0, len(tokens) - length - 1)
-        windows.append(tokens[start : start + length])
-    return torch.tensor(windows)
-
-
-def segments_of_text(
-    tokens: Sequence[int], *, count: int, length: int, seed: int, name: str
-) -> Tensor:
+def segments_of_text(tokens: Tensor, draws: Draws, name: str) -> Tensor:
     """Random pieces of one text, by the draws of SparseGPT's `get_wikitext2` and `get_ptb`.
 
     Args:
-        tokens: Token ids of the whole text.
-        count: Windows to draw.
-        length: Tokens a window.
-        seed: Of the draws.
-        name: Of the text, for the message.
+        tokens: Token ids of the whole text (tokens,).
+        draws: The windows that are wanted.
+        name: What a message calls the text.
 
     Returns:
         Windows (count, length), int64.
@@ -94,38 +73,76 @@ def segments_of_text(
     Raises:
         DataError: The text is no longer than a window.
     """
-    if len(tokens) <= length:
+    if len(tokens) <= draws.length:
         raise DataError(
             f"TextDataModule: the {name} text has only {len(tokens)} tokens, and random windows "
-            f"need more than `data.sequence_length` {length}. Give shorter windows."
+            f"need more than `data.sequence_length` {draws.length}. Give shorter windows."
         )
-    draw = random.Random(seed)
-    starts = [draw.randint(0, len(tokens) - length - 1) for _ in range(count)]
-    return torch.tensor([tokens[start : start + length] for start in starts])
+    draw = random.Random(draws.seed)
+    starts = [draw.randint(0, len(tokens) - draws.length - 1) for _ in range(draws.count)]
+    return torch.stack([tokens[start : start + draws.length] for start in starts]).long()
+
+
+def segments_of_documents(
+    documents: Sequence[str], tokenizer: Any, draws: Draws, name: str
+) -> Tensor:
+    """Random pieces of random long documents, each from a single one.
+
+    The draws are SparseGPT's (`get_c4`): a document until one has more tokens than a window, then
+    where its piece starts.
+
+    Args:
+        documents: Texts; only those that are drawn are read, and tokenized once.
+        tokenizer: A Hugging Face tokenizer.
+        draws: The windows that are wanted.
+        name: What a message calls the text.
+
+    Returns:
+        Windows (count, length), int64.
+
+    Raises:
+        DataError: No document is long enough.
+    """
+
+    @cache
+    def tokens_of(index: int) -> Tensor | None:
+        tokens = tokenize(tokenizer, documents[index])
+        return tokens if len(tokens) > draws.length else None
+
+    draw = random.Random(draws.seed)
+    too_short: set[int] = set()
+    windows: list[Tensor] = []
+    while len(windows) < draws.count:
+        index = draw.randint(0, len(documents) - 1)
+        tokens = tokens_of(index)
+        if tokens is None:
+            too_short.add(index)
+            if len(too_short) == len(documents):
+                raise DataError(
+                    f"TextDataModule: none of the {len(documents)} documents of the {name} text has"
+                    f" more than {draws.length} tokens. Give shorter windows "
+                    "(`data.sequence_length`)."
+                )
+            continue
+        start = draw.randint(0, len(tokens) - draws.length - 1)
+        windows.append(tokens[start : start + draws.length])
+    return torch.stack(windows).long()
 
 
 def segments_across_documents(
-    documents: Sequence[str],
-    tokenizer: Any,
-    *,
-    separator: str,
-    count: int,
-    length: int,
-    seed: int,
-    name: str,
+    documents: Sequence[str], tokenizer: Any, draws: Draws, name: str, *, separator: str
 ) -> Tensor:
     """Random pieces that start in a random document; where it ends too soon the next ones follow.
 
     For texts of short documents, of which `segments_of_documents` would find none.
 
     Args:
-        documents: Texts.
+        documents: Texts; only those that windows reach are read, and tokenized once as the first
+            of a window and once as a later one, where no BOS stands before them.
         tokenizer: A Hugging Face tokenizer.
-        separator: Ends each document.
-        count: Windows to draw.
-        length: Tokens a window.
-        seed: Of the draws.
-        name: Of the text, for the message.
+        draws: The windows that are wanted.
+        name: What a message calls the text.
+        separator: Text that ends each document.
 
     Returns:
         Windows (count, length), int64.
@@ -133,21 +150,28 @@ def segments_across_documents(
     Raises:
         DataError: All documents together are too short.
     """
-    draw = random.Random(seed)
-    windows = []
-    for _ in range(count):
+
+    @cache
+    def tokens_of(index: int, *, is_first: bool) -> Tensor:
+        return tokenize(tokenizer, documents[index] + separator, special_tokens=is_first)
+
+    draw = random.Random(draws.seed)
+    windows: list[Tensor] = []
+    for _ in range(draws.count):
         first = draw.randrange(len(documents))
-        tokens: list[int] = []
+        parts: list[Tensor] = []
+        size = 0
         for step in range(len(documents)):
-            document = documents[(first + step) % len(documents)] + separator
-            tokens += tokenize(tokenizer, document, special_tokens=not tokens)
-            if len(tokens) >= length:
+            parts.append(tokens_of((first + step) % len(documents), is_first=not size))
+            size += len(parts[-1])
+            if size >= draws.length:
                 break
         else:
-            raise _too_short(name, len(tokens), length)
-        start = draw.randrange(len(tokens) - length + 1)
-        windows.append(tokens[start : start + length])
-    return torch.tensor(windows)
+            raise _too_short(name, size, draws.length)
+        start = draw.randrange(size - draws.length + 1)
+        # A view would keep all of the parts.
+        windows.append(torch.cat(parts)[start : start + draws.length].clone())
+    return torch.stack(windows).long()
 
 
 def _too_short(name: str, num_tokens: int, length: int) -> DataError:

@@ -12,8 +12,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
@@ -21,7 +19,6 @@ from mrp_lightning import CausalLM, TextDataModule, Trainer
 from mrp_lightning.embedded import STDLIB_LLAMA
 from mrp_lightning.errors import DataError
 from mrp_lightning.text.published import CORPORA
-from mrp_lightning.text.windows import segments_of_documents, segments_of_text
 
 LENGTH = 16
 
@@ -129,44 +126,6 @@ def test_calibration_windows_are_those_of_the_protocol(
     expected = expected_calibration(name, published, tokenizer[0], seed)
     assert torch.equal(module.calibration_windows(), expected)
     assert torch.equal(torch.cat(list(module.predict_dataloader())), expected)
-
-
-class Letters:
-    """A tokenizer whose tokens are letters, after one BOS."""
-
-    def __call__(self, text: str, *, add_special_tokens: bool, verbose: bool):
-        return {"input_ids": [0] * add_special_tokens + [ord(letter) for letter in text]}
-
-
-@given(
-    documents=st.lists(st.text("abcdef", max_size=12), min_size=1, max_size=8),
-    length=st.integers(1, 8),
-    count=st.integers(1, 9),
-    seed=st.integers(0, 1000),
-)
-def test_random_segments_follow_the_draws_of_the_protocol(documents, length, count, seed):
-    arguments = {"count": count, "length": length, "seed": seed, "name": "c4"}
-    streams = [[0, *map(ord, document)] for document in documents]
-    if max(map(len, streams)) <= length:
-        with pytest.raises(DataError, match=f"none of the {len(documents)} documents .* {length}"):
-            segments_of_documents(documents, Letters(), **arguments)
-    else:
-        random.seed(seed)
-        expected = []
-        while len(expected) < count:
-            stream = streams[random.randint(0, len(streams) - 1)]
-            if len(stream) > length:
-                start = random.randint(0, len(stream) - length - 1)
-                expected.append(stream[start : start + length])
-        assert segments_of_documents(documents, Letters(), **arguments).tolist() == expected
-    if len(streams[0]) <= length:
-        with pytest.raises(DataError, match=r"only \d+ tokens, and random windows need more than"):
-            segments_of_text(streams[0], **arguments)
-    else:
-        random.seed(seed)
-        starts = [random.randint(0, len(streams[0]) - length - 1) for _ in range(count)]
-        expected = [streams[0][start : start + length] for start in starts]
-        assert segments_of_text(streams[0], **arguments).tolist() == expected
 
 
 def test_each_text_gets_its_own_perplexity(corpora_dir, tiny_llama):
