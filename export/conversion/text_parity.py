@@ -15,6 +15,7 @@ from export.conversion.progress import Track, silently
 from export.packed.format import different_bits
 from mrp_lightning.errors import DataError
 from mrp_lightning.loop.data_module import TextDataModule
+from mrp_lightning.models.positions import longest_sequence
 
 MIN_TOP1_AGREEMENT = 0.995
 MAX_PERPLEXITY_CHANGE = 0.01
@@ -52,8 +53,7 @@ def text_windows(
     source: Checkpoint, model: PreTrainedModel, files: Sequence[str]
 ) -> tuple[Tensor, str]:
     """Windows of tokens, and their origin; random tokens for a model without a tokenizer."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    length = min(_WINDOW, positions) if isinstance(positions, int) and positions > 1 else _WINDOW
+    length = min(_WINDOW, longest_sequence(model.config) or _WINDOW)
     count = math.ceil(MIN_TOKENS / (length - 1))
     if not any(file for name in _TOKENIZERS for file in source.path.glob(name)):
         if files:

@@ -10,10 +10,11 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from mrp_lightning.errors import DataError, OptionError
 from mrp_lightning.models.loading import load_tokenizer
+from mrp_lightning.models.positions import longest_sequence
 from mrp_lightning.text.published import (
     CALIBRATION,
     CORPORA,
@@ -148,11 +149,11 @@ class TextDataModule(LightningDataModule):
                 "Name a directory or hub id with `data.tokenizer`."
             )
         config = getattr(getattr(module, "model", None), "config", None)
-        positions = getattr(config, "max_position_embeddings", None)
-        if positions is not None and self.sequence_length > positions:
+        limit = longest_sequence(config) if isinstance(config, PreTrainedConfig) else None
+        if limit is not None and self.sequence_length > limit:
             raise DataError(
-                f"`data.sequence_length` is {self.sequence_length}, but the model has only "
-                f"{positions} positions (`max_position_embeddings`)."
+                f"`data.sequence_length` is {self.sequence_length}, but the model's configuration "
+                f"has only {limit} positions. Give windows of {limit} tokens or less."
             )
         if self._published:
             locate(self._needed(stage), self.corpora_dir)

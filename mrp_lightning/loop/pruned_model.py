@@ -12,6 +12,7 @@ from mrp_lightning.calibration.padding import longest_input
 from mrp_lightning.errors import DataError
 from mrp_lightning.files import save_directory
 from mrp_lightning.loop.trainer import ModuleRunner
+from mrp_lightning.models.positions import longest_sequence
 from mrp_lightning.models.saving import save_pretrained
 from mrp_lightning.pruning.report import PruningReport, model_card
 from mrp_lightning.targets.blocks import find_blocks, unwrap, without_wrappers
@@ -53,15 +54,12 @@ def check_length(module: LightningModule, batch: Any) -> None:
     models = language_models(module)
     if len(models) != 1:
         return
-    config = next(iter(models.values())).config.get_text_config()
-    limit = getattr(config, "max_position_embeddings", None)
-    if not isinstance(limit, int) or limit <= 0 or getattr(config, "alibi", False):
-        return
+    limit = longest_sequence(next(iter(models.values())).config)
     length = longest_input(batch)
-    if length > limit:
+    if limit is not None and length > limit:
         raise DataError(
             f"The calibration sequences have {length} tokens, more than the {limit} positions of "
-            "the model (`max_position_embeddings`). "
+            "the model's configuration. "
             f"Cut them to `sequence_length: {limit}` or less."
         )
 

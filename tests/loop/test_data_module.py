@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
-from mrp_lightning import TextDataModule
+from mrp_lightning import CausalLM, TextDataModule, Trainer
 from mrp_lightning.embedded import STDLIB_LLAMA
 from mrp_lightning.text.standard_library import standard_library
 
@@ -140,3 +140,24 @@ def test_text_that_cannot_fill_a_window(files, tmp_path):
 def test_a_tokenizer_is_needed():
     with pytest.raises(ValueError, match=r"no tokenizer.*`data.tokenizer`"):
         ready(TextDataModule())
+
+
+@pytest.mark.parametrize("has_alibi", [False, True])
+def test_the_window_is_checked_against_the_positions_of_the_model(tokenizer, has_alibi):
+    """Attention that is biased by distance has no positions to run out of."""
+    sizes = {
+        "vocab_size": 2048,
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    config = AutoConfig.for_model("falcon", **sizes, alibi=has_alibi, max_position_embeddings=24)
+    lm = CausalLM(config, tokenizer=tokenizer)
+    trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
+    windows = {"num_samples": 2, "sequence_length": 25}
+    if has_alibi:
+        (logits,) = trainer.predict(lm, datamodule=TextDataModule(**windows, batch_size=2))
+        assert logits.shape[:2] == (2, 25)
+    else:
+        with pytest.raises(ValueError, match=r"sequence_length` is 25, .* only 24 positions"):
+            trainer.predict(lm, datamodule=TextDataModule(**windows))
