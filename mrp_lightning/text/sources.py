@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from mrp_lightning.environment import extra
@@ -13,19 +14,25 @@ def documents_of_files(paths: Sequence[Path], column: str) -> list[str]:
     """A document a text file, or a line of a .jsonl file.
 
     Args:
-        paths: The files.
-        column: The text's key in .jsonl files.
+        paths: UTF-8 files.
+        column: Key of the text in .jsonl files.
 
     Raises:
-        DataError: A line is no JSON object with that key.
+        DataError: A file is not UTF-8, or a line is no JSON object with a text under that key.
     """
     documents = []
     for path in paths:
-        text = path.read_text(encoding="utf-8")
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"`data.{{train,eval}}_files`: {path} must be UTF-8 text. Convert it. ({error})"
+            ) from error
         if path.suffix != ".jsonl":
             documents.append(text)
             continue
-        for number, line in enumerate(text.splitlines(), start=1):
+        # str.splitlines would also cut at U+2028 and others, which JSON allows inside a string.
+        for number, line in enumerate(text.split("\n"), start=1):
             if line.strip():
                 documents.append(_of_line(line, column, f"{path}, line {number}"))
     return documents
@@ -33,21 +40,33 @@ def documents_of_files(paths: Sequence[Path], column: str) -> list[str]:
 
 def _of_line(line: str, column: str, where: str) -> str:
     try:
-        return json.loads(line)[column]
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"`data.{{train,eval}}_files`: {where} is not a JSON object with the key "
-            f"{column!r} (`data.text_column`)."
-        ) from error
+        row = json.loads(line)
+    except ValueError as error:
+        raise _no_text(where, column, f"{shorten(line, 60)} ({error})") from error
+    if not isinstance(row, dict):
+        raise _no_text(where, column, shorten(line, 60))
+    if column not in row:
+        raise _no_text(where, column, f"the keys {sorted(row)}")
+    if not isinstance(row[column], str):
+        raise _no_text(where, column, f"{type(row[column]).__name__} there")
+    return row[column]
+
+
+def _no_text(where: str, column: str, got: str) -> DataError:
+    return DataError(
+        f"`data.{{train,eval}}_files`: {where} is not a JSON object with a text under the key "
+        f"{column!r} (`data.text_column`). Got {got}."
+    )
 
 
 def documents_of_dataset(dataset: Any, split: str, column: str) -> Sequence[str]:
-    """The documents of one split of a dataset, read when they are asked for.
+    """The documents of one split of a dataset; each is read when it is asked for.
 
     Args:
-        dataset: Name or directory, arguments of `datasets.load_dataset`, or a `DatasetDict`.
-        split: train, validation or test; validation where there is no test.
-        column: The text's.
+        dataset: Name or directory of a dataset, arguments of `datasets.load_dataset`, or a
+            `DatasetDict`.
+        split: Name of the split: train, validation or test; validation where there is no test.
+        column: Name of the column that holds the text.
 
     Raises:
         DataError: There is no such split or column.

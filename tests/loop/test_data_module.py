@@ -125,14 +125,11 @@ def test_missing_files_are_all_listed(tmp_path):
         TextDataModule(str(tmp_path / "a.txt"), [str(tmp_path / "b.txt")])
 
 
-def test_text_that_cannot_fill_a_window(files, tmp_path):
+def test_text_that_cannot_fill_a_window(files):
     data = module(train_files=files, eval_files=files, sequence_length=10**6)
     for windows in (data.calibration_windows, lambda: data.evaluation_windows("test")):
         with pytest.raises(ValueError, match="has only .* tokens, less than one window"):
             windows()
-    (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n{"txt": "not"}\n')
-    with pytest.raises(ValueError, match=r"bad\.jsonl, line 2 is not .* 'text'"):
-        module(train_files=str(tmp_path / "bad.jsonl")).calibration_windows()
     with pytest.raises(ValueError, match=r"`data.eval_files` is needed here"):
         module(train_files=files).evaluation_windows("test")
 

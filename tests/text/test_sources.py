@@ -1,0 +1,48 @@
+"""Documents of files are what the files say, or an error names the place."""
+
+import json
+import re
+
+import pytest
+
+from mrp_lightning.errors import DataError
+from mrp_lightning.text.sources import documents_of_files
+
+
+def test_a_line_of_json_ends_where_json_says(tmp_path):
+    """U+2028, U+0085 and the like may stand inside a string; str.splitlines cuts there."""
+    texts = ["one\u2028two", "three\x85four", "five\u2029six", "seven\n\r eight\x1c"]
+    lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
+    path = tmp_path / "lines.jsonl"
+    path.write_bytes("\r\n".join([*lines, "", "  "]).encode())
+    assert documents_of_files([path], "text") == texts
+    plain = tmp_path / "plain.txt"
+    plain.write_text(texts[0], encoding="utf-8")
+    assert documents_of_files([plain, path], "text") == [texts[0], *texts]
+
+
+@pytest.mark.parametrize(
+    ("line", "got"),
+    [
+        ('{"text": 5}', "int there"),
+        ('{"text": null}', "NoneType there"),
+        ('{"text": ["a"]}', "list there"),
+        ('{"txt": "a", "id": 1}', "the keys ['id', 'txt']"),
+        ('["text"]', '["text"]'),
+        ('"text"', '"text"'),
+        ('{"text": "a', '{"text": "a (Unterminated string'),
+    ],
+)
+def test_a_line_without_a_text_is_named(tmp_path, line, got):
+    path = tmp_path / "bad.jsonl"
+    path.write_text(f'{{"text": "fine"}}\n\n{line}\n')
+    message = f"{path}, line 3 is not a JSON object with a text under the key 'text' (`data.text"
+    with pytest.raises(DataError, match=f"{re.escape(message)}.*Got {re.escape(got)}"):
+        documents_of_files([path], "text")
+
+
+@pytest.mark.parametrize("name", ["latin.txt", "latin.jsonl"])
+def test_a_file_that_is_not_utf_8_is_named(tmp_path, name):
+    (tmp_path / name).write_bytes('{"text": "café"}'.encode("latin-1"))
+    with pytest.raises(DataError, match=f"{re.escape(str(tmp_path / name))} must be UTF-8"):
+        documents_of_files([tmp_path / name], "text")
