@@ -1,67 +1,11 @@
-"""Directories are whole or absent, and hold what the model holds."""
+"""A saved model holds what the model holds."""
 
-import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from mrp_lightning.files import check_output_dir, save_directory
+from mrp_lightning.files import save_directory
 from mrp_lightning.models.saving import save_pretrained
-
-
-def test_a_directory_appears_only_when_it_is_whole(tmp_path):
-    target = tmp_path / "runs" / "model"
-    with save_directory(target) as staging:
-        (staging / "file").write_text("x")
-        assert not target.exists()
-    assert (target / "file").read_text() == "x"
-    assert list(target.parent.iterdir()) == [target]
-
-
-def test_what_is_written_has_ordinary_permissions(tmp_path):
-    (tmp_path / "ordinary").mkdir()
-    (tmp_path / "ordinary" / "file").write_text("x")
-    with save_directory(tmp_path / "saved") as staging:
-        (staging / "file").touch(mode=0o600)
-    for name in ("", "file"):
-        expected = (tmp_path / "ordinary" / name).stat().st_mode
-        assert (tmp_path / "saved" / name).stat().st_mode == expected
-
-
-@pytest.mark.parametrize("failure", [RuntimeError, KeyboardInterrupt])
-def test_a_failed_write_leaves_what_was_there(tmp_path, failure):
-    target = tmp_path / "model"
-    target.mkdir()
-    (target / "old").write_text("precious")
-    with pytest.raises(failure), save_directory(target, overwrite=True) as staging:
-        (staging / "new").write_text("half")
-        raise failure
-    assert [p.name for p in tmp_path.rglob("*")] == ["model", "old"]
-
-
-def test_overwrite_replaces_the_whole_directory(tmp_path):
-    target = tmp_path / "model"
-    target.mkdir()
-    (target / "old").write_text("x")
-    with save_directory(target, overwrite=True) as staging:
-        (staging / "new").write_text("y")
-    assert [p.name for p in target.iterdir()] == ["new"]
-    assert list(tmp_path.iterdir()) == [target]
-
-
-def test_output_that_would_cost_data_is_refused(tmp_path):
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "x").write_text("x")
-    (tmp_path / "empty").mkdir()
-    check_output_dir(tmp_path / "empty")
-    check_output_dir(tmp_path / "absent" / "below")
-    check_output_dir(tmp_path / "full", overwrite=True)
-    with pytest.raises(FileExistsError, match=r"`save_dir`: .*full exists and is not empty.*overw"):
-        check_output_dir(tmp_path / "full")
-    with pytest.raises(FileExistsError, match="`--out`: .*full.*`--overwrite`"):
-        check_output_dir(tmp_path / "full", argument="--out")
-    with pytest.raises(FileExistsError, match="expected a directory, but .* is a file"):
-        check_output_dir(tmp_path / "full" / "x", overwrite=True)
 
 
 def test_a_model_is_stored_in_the_dtype_of_its_source(tmp_path, tiny_llama):
