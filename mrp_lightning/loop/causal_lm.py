@@ -19,7 +19,13 @@ from transformers import (
 from mrp_lightning.calibration.offload import Offload, hold_on_cpu, release
 from mrp_lightning.evaluation.perplexity import Perplexities, token_losses
 from mrp_lightning.models.batch import split_batch
-from mrp_lightning.models.loading import as_dtype, load_model, load_tokenizer, make_config
+from mrp_lightning.models.loading import (
+    as_dtype,
+    load_model,
+    load_tokenizer,
+    make_config,
+    tokenizer_beside,
+)
 from mrp_lightning.targets.blocks import find_blocks
 
 
@@ -98,10 +104,11 @@ class CausalLM(LightningModule):
                 f"model. Got {type(model).__name__}; another module needs its own LightningModule, "
                 "with a `predict_step` that calls it."
             )
-        beside = source or self.model.name_or_path or None
-        self.tokenizer = load_tokenizer(
-            beside if tokenizer is None else tokenizer, required=tokenizer is not None, **hub
-        )
+        self.tokenizer: Any = None
+        if tokenizer is not None:
+            self.tokenizer = load_tokenizer(tokenizer, **hub)
+        elif beside := source or self.model.name_or_path:
+            self.tokenizer = tokenizer_beside(beside, **hub)
         if isinstance(tokenizer, PreTrainedTokenizerBase):
             tokenizer = tokenizer.name_or_path
         self.learning_rate, self.weight_decay = learning_rate, weight_decay

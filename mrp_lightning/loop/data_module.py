@@ -140,7 +140,7 @@ class TextDataModule(LightningDataModule):
         """Find the tokenizer and the published texts, and check the window against the model."""
         module = self.trainer.lightning_module if self.trainer else None
         if self._tokenizer_source is not None:
-            self.tokenizer = load_tokenizer(self._tokenizer_source, required=True)
+            self.tokenizer = load_tokenizer(self._tokenizer_source)
         elif self.tokenizer is None:
             self.tokenizer = getattr(module, "tokenizer", None)
         if self.tokenizer is None:

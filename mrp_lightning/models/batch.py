@@ -15,11 +15,11 @@ def split_batch(batch: Any) -> tuple[Tensor, Tensor | None]:
             mapping with `input_ids` and optionally `attention_mask`.
 
     Returns:
-        Ids (batch, length), and the mask of the same shape with 1 for tokens and 0 for padding, or
-        `None` where every position is a token.
+        Token ids (batch, length), and the attention mask of the same shape with 1 for tokens and 0
+        for padding, or `None` where every position is a token.
 
     Raises:
-        TypeError: The batch is none of these.
+        TypeError: `batch` is none of these.
     """
     mask = None
     if isinstance(batch, Mapping):

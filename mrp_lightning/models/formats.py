@@ -4,17 +4,17 @@ from importlib.metadata import entry_points
 from typing import Any
 
 GROUP = "mrp_lightning.checkpoint_formats"
-"""Entry points: `quant_method` of a checkpoint → the module whose import registers its format."""
+"""Group of entry points that map a checkpoint's `quant_method` to the module that registers it."""
 
 
 def register_format(config: Any) -> None:
     """Import the package that reads a quantized checkpoint, where one is installed for it.
 
-    transformers finds no plug-ins by itself: a format that nobody has registered is unknown to
-    `from_pretrained`, which then says so.
+    transformers finds no plug-ins by itself: `from_pretrained` says that a format is unknown if
+    nobody has registered it.
 
     Args:
-        config: The checkpoint's transformers configuration.
+        config: Configuration of the checkpoint.
     """
     settings = getattr(config, "quantization_config", None)
     if not settings:

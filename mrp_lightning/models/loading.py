@@ -16,15 +16,18 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from mrp_lightning.errors import OptionError, TargetError
+from mrp_lightning.errors import DataError, OptionError, TargetError
 from mrp_lightning.models.formats import register_format
 
 
 def make_config(values: dict[str, Any]) -> PreTrainedConfig:
     """A configuration from its values.
 
+    Args:
+        values: The content of a `config.json`.
+
     Raises:
-        OptionError: There is no `model_type` among them.
+        OptionError: `values` has no `model_type`.
     """
     if "model_type" not in values:
         raise OptionError(
@@ -35,14 +38,14 @@ def make_config(values: dict[str, Any]) -> PreTrainedConfig:
 
 
 def load_config(source: str, **hub: Any) -> PreTrainedConfig:
-    """The configuration in a model directory, or of a hub id; its format is registered.
+    """The configuration of a model. If it is quantized, its format is registered.
 
     Args:
-        source: Directory or hub id.
+        source: Directory or hub id of the model.
         **hub: `revision` and `trust_remote_code`.
 
     Raises:
-        FileNotFoundError: It is neither.
+        FileNotFoundError: `source` is neither.
     """
     path = Path(source).expanduser()
     if path.exists() and not (path / "config.json").is_file():
@@ -52,15 +55,14 @@ def load_config(source: str, **hub: Any) -> PreTrainedConfig:
         )
     if not path.exists() and (path.is_absolute() or source.startswith((".", "~"))):
         raise FileNotFoundError(f"`model`: there is no directory {source}.")
-    with _complete(source):
+    with _explain_missing_files(source):
         config = AutoConfig.from_pretrained(str(path) if path.exists() else source, **hub)
     register_format(config)
     return config
 
 
 @contextmanager
-def _complete(source: str) -> Iterator[None]:
-    """Say what a file that is missing means."""
+def _explain_missing_files(source: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -71,21 +73,21 @@ def _complete(source: str) -> Iterator[None]:
 
 
 def load_model(source: str, dtype: torch.dtype | None, **options: Any) -> PreTrainedModel:
-    """The model of a directory or hub id, every weight of it from the checkpoint.
+    """A causal language model, every weight of it from the checkpoint.
 
     Args:
-        source: Directory or hub id.
+        source: Directory or hub id of the model.
         dtype: Precision to load the weights in; `None` keeps the checkpoint's.
-        **options: `revision`, `trust_remote_code`, `attn_implementation`.
+        **options: `revision`, `trust_remote_code` and `attn_implementation`.
 
     Raises:
-        FileNotFoundError: It is neither.
+        FileNotFoundError: `source` is neither.
         TargetError: The checkpoint lacks weights that the model needs.
     """
     hub = {key: value for key, value in options.items() if key != "attn_implementation"}
     published = load_config(source, **hub).dtype
     path = Path(source).expanduser()
-    with _complete(source):
+    with _explain_missing_files(source):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(path) if path.exists() else source,
             dtype=dtype or "auto",
@@ -95,7 +97,7 @@ def load_model(source: str, dtype: torch.dtype | None, **options: Any) -> PreTra
     model, loading = loaded
     if problem := missing_weights(source, model, loading):
         raise TargetError(f"`model`: {problem}")
-    # A checkpoint loaded in another precision is still saved in its own (see checkpoint.py).
+    # A checkpoint loaded in another precision is still saved in its own (see saving.py).
     model.config.dtype = published or model.dtype
     return model
 
@@ -103,11 +105,11 @@ def load_model(source: str, dtype: torch.dtype | None, **options: Any) -> PreTra
 def missing_weights(
     source: str | os.PathLike[str], model: PreTrainedModel, loading: Mapping[str, Any]
 ) -> str | None:
-    """What a checkpoint lacks of the model's weights, in words; `None` if nothing.
+    """Say which of the model's weights a checkpoint lacks; `None` if it lacks none.
 
     Args:
-        source: Where the checkpoint is.
-        model: What was loaded from it.
+        source: Directory or hub id of the checkpoint.
+        model: The model that was loaded from it.
         loading: What `from_pretrained(output_loading_info=True)` gives beside the model.
     """
     missing = sorted(loading["missing_keys"])
@@ -119,21 +121,19 @@ def missing_weights(
     )
 
 
-def load_tokenizer(
-    source: str | os.PathLike[str] | PreTrainedTokenizerBase | None, *, required: bool, **hub: Any
-) -> Any:
-    """The tokenizer of a directory or hub id; `None` where the model comes without one.
+def load_tokenizer(source: str | os.PathLike[str] | PreTrainedTokenizerBase, **hub: Any) -> Any:
+    """The tokenizer of a directory or hub id.
 
     Args:
-        source: Directory or hub id; `None`, or a tokenizer, gives itself.
-        required: Whether there must be one.
+        source: Directory or hub id; a tokenizer is given back as it is.
         **hub: `revision` and `trust_remote_code`.
 
     Raises:
-        FileNotFoundError: There is none.
+        FileNotFoundError: There is no tokenizer.
+        DataError: There is one that cannot be loaded.
         TypeError: `source` is none of the above.
     """
-    if source is None or isinstance(source, PreTrainedTokenizerBase):
+    if isinstance(source, PreTrainedTokenizerBase):
         return source
     if not isinstance(source, str | os.PathLike):
         raise TypeError(
@@ -141,23 +141,44 @@ def load_tokenizer(
             f"Got {type(source).__name__}."
         )
     path = Path(source).expanduser()
-    if path.is_dir() and not required and not any(path.glob("tokenizer*")):
-        return None
     try:
         return AutoTokenizer.from_pretrained(path if path.exists() else source, **hub)
     except OSError as error:
-        if path.is_dir() or required:
-            raise FileNotFoundError(
-                f"`tokenizer`: {source} gives no tokenizer. ({error})"
-            ) from error
+        raise FileNotFoundError(
+            f"`tokenizer`: {source} gives no tokenizer. Name the directory or hub id of one. "
+            f"({error})"
+        ) from error
+    except ValueError as error:
+        raise DataError(
+            f"`tokenizer`: the tokenizer of {source} cannot be loaded; its files are incomplete or "
+            f"damaged, or need an option. ({error})"
+        ) from error
+
+
+def tokenizer_beside(source: str, **hub: Any) -> Any:
+    """The tokenizer that a model comes with, or `None` where it comes without one.
+
+    Args:
+        source: Directory or hub id of the model.
+        **hub: `revision` and `trust_remote_code`.
+
+    Raises:
+        DataError: There is one that cannot be loaded.
+    """
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return load_tokenizer(path, **hub) if any(path.glob("tokenizer*")) else None
+    try:
+        return load_tokenizer(source, **hub)
+    except FileNotFoundError:
         return None
 
 
 def as_dtype(name: torch.dtype | str | None) -> torch.dtype | None:
-    """The floating dtype of a name such as `bfloat16`.
+    """The floating dtype of a name such as `bfloat16`; a dtype and `None` are given back.
 
     Raises:
-        OptionError: There is none of that name.
+        OptionError: torch has no floating dtype of that name.
     """
     if name is None or isinstance(name, torch.dtype):
         return name

@@ -23,11 +23,14 @@ def save_pretrained(
     Args:
         model: The model; it is not changed.
         directory: An existing directory, as `save_directory` gives it.
-        tokenizer: Saved beside the model, with its chat template.
-        dtype: What floating weights are stored as. `None` is the dtype of the checkpoint that the
-            model came from (`model.config.dtype`): a model that was calibrated in another precision
-            is stored as it was published.
+        tokenizer: Tokenizer to write beside the model, with its chat template.
+        dtype: Precision to store floating weights in. `None` is that of the checkpoint which the
+            model came from (`model.config.dtype`), so that a model that was calibrated in another
+            precision is stored as it was published.
         card: Text of the model card, `README.md`.
+
+    Raises:
+        OptionError: `dtype` names no floating dtype.
     """
     stored = model.config.dtype
     dtype = as_dtype(dtype) or as_dtype(stored) or model.dtype

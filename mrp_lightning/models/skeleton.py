@@ -16,7 +16,7 @@ from mrp_lightning.errors import FormatError
 
 
 def model_class(config: PreTrainedConfig) -> Any:
-    """The class that `architectures` names, else the auto class for such a configuration."""
+    """The class of the model: `architectures` names it, or else an auto class finds it."""
     named = (config.architectures or [""])[0]
     if hasattr(transformers, named):
         return getattr(transformers, named)
@@ -31,7 +31,7 @@ def build_without_weights(
     """The model on the meta device: no weights are read or allocated, whatever its size.
 
     Args:
-        config: Its configuration.
+        config: Configuration of the model.
         trust_remote_code: Whether code that comes with the checkpoint may run here.
 
     Raises:
