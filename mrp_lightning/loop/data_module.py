@@ -25,8 +25,8 @@ from mrp_lightning.text.published import (
     locate,
     read_documents,
 )
-from mrp_lightning.text.sources import documents_of_dataset, documents_of_files
-from mrp_lightning.text.standard_library import Split, standard_library
+from mrp_lightning.text.sources import OwnText
+from mrp_lightning.text.standard_library import Split
 from mrp_lightning.text.windows import (
     Draws,
     consecutive_windows,
@@ -56,7 +56,7 @@ class TextDataModule(LightningDataModule):
     Args:
         train_files: Text files (a document each) or .jsonl files (a document a line, under
             `text_column`), for `predict` and `fit`.
-        eval_files: The same, for `validate` and `test`.
+        eval_files: Files of the same kinds, for `validate` and `test`.
         dataset: A Hugging Face dataset with the splits train, validation and test: its name or
             directory, the arguments of `datasets.load_dataset` (such as `path` and `data_files`),
             or a loaded `DatasetDict`. Where it has no test split, `test` reads validation.
@@ -65,20 +65,20 @@ class TextDataModule(LightningDataModule):
         corpora_dir: Directory with local copies of the published texts, in the paths of their
             repositories (`allenai/c4/en/…`); nothing is fetched then. By default they come from
             the hub or, with `HF_HUB_OFFLINE=1`, from its cache.
-        num_samples: Calibration windows.
-        sequence_length: Tokens a window: the context at which perplexity is measured.
+        num_samples: Number of calibration windows.
+        sequence_length: Tokens a window, which is the context that perplexity is measured at.
         batch_size: Windows a batch.
-        seed: Of the calibration windows and of the training order.
-        text_column: The text's key in .jsonl files and datasets.
+        seed: Seed of the draws of calibration windows, and of the order in which `fit` reads.
+        text_column: Key of the text in .jsonl files, and its column in datasets.
         tokenizer: A tokenizer, or the directory or hub id of one; by default that of the model.
 
     Raises:
-        FileNotFoundError: Files that do not exist, all listed; of published texts when they are
-            needed, with the commands that download them.
+        FileNotFoundError: Files do not exist; it lists all. Published texts are looked for in
+            `setup`; then it gives the commands that download them.
         OptionError: A number is not positive, text comes from two places, or a published text is
             unknown.
-        DataError: Later, when the text is needed: it is too short for one window, the window is
-            longer than the model's positions, or no tokenizer is known.
+        DataError: Raised in `setup` or when windows are made: no tokenizer is known, windows are
+            longer than the model can read, or the text is too short for one.
     """
 
     def __init__(
@@ -119,25 +119,29 @@ class TextDataModule(LightningDataModule):
         if corpora_dir is not None and not self._published:
             raise OptionError("`data.corpora_dir` needs `data.calibration` or `data.evaluation`.")
         self.corpora_dir = Path(corpora_dir).expanduser() if corpora_dir is not None else None
-        self.files: dict[str, list[Path]] = {
-            "train_files": _paths(train_files),
-            "eval_files": _paths(eval_files),
-        }
-        if missing := [
-            f"`{key}`: {path}"
-            for key, paths in self.files.items()
-            for path in paths
-            if not path.is_file()
-        ]:
-            raise FileNotFoundError("TextDataModule: no such file: " + ", ".join(missing))
-        self.dataset = dataset
+        self._own = OwnText(
+            train_files=_paths(train_files),
+            eval_files=_paths(eval_files),
+            dataset=dataset,
+            column=text_column,
+        )
         self.num_samples, self.sequence_length = num_samples, sequence_length
         self.batch_size, self.seed = batch_size, seed
-        self.text_column, self._tokenizer_source = text_column, tokenizer
         self.tokenizer: Any = None
+        self._tokenizer_source = tokenizer
 
     def setup(self, stage: str) -> None:
-        """Find the tokenizer and the published texts, and check the window against the model."""
+        """Find the tokenizer and the published texts, and check the windows against the model.
+
+        Args:
+            stage: What the trainer is going to do: `fit`, `validate`, `test` or `predict`.
+
+        Raises:
+            DataError: No tokenizer is known, windows are longer than the model can read, or the
+                stage has no text.
+            FileNotFoundError: Files of published texts are missing; it gives the commands that
+                download them.
+        """
         module = self.trainer.lightning_module if self.trainer else None
         if self._tokenizer_source is not None:
             self.tokenizer = load_tokenizer(self._tokenizer_source)
@@ -159,7 +163,7 @@ class TextDataModule(LightningDataModule):
             locate(self._needed(stage), self.corpora_dir)
 
     def predict_dataloader(self) -> DataLoader[Tensor]:
-        """The calibration windows (num_samples, sequence_length)."""
+        """The calibration windows, in the order in which they were drawn."""
         return self._loader(self.calibration_windows())
 
     def train_dataloader(self) -> DataLoader[Tensor]:
@@ -184,7 +188,11 @@ class TextDataModule(LightningDataModule):
         return self._loader(self.evaluation_windows(split))
 
     def calibration_windows(self) -> Tensor:
-        """Random windows of the training text (num_samples, sequence_length), int64."""
+        """Random windows of the calibration text (num_samples, sequence_length), int64.
+
+        Raises:
+            DataError: The text is too short for a window.
+        """
         draws = Draws(count=self.num_samples, length=self.sequence_length, seed=self.seed)
         if not self._published:
             documents = self.documents("train")
@@ -199,7 +207,14 @@ class TextDataModule(LightningDataModule):
         return segments_of_text(tokens, draws, corpus.name)
 
     def evaluation_windows(self, split: Split) -> Tensor:
-        """Consecutive windows of a split's joined text (windows, sequence_length), int64."""
+        """Consecutive windows of a split's joined text (windows, sequence_length), int64.
+
+        Args:
+            split: Name of the split: train, validation or test.
+
+        Raises:
+            DataError: There is no such split, or it is too short for a window.
+        """
         tokens = tokenize(self.tokenizer, _SEPARATOR.join(self.documents(split)))
         return consecutive_windows(tokens, self.sequence_length, split)
 
@@ -213,8 +228,9 @@ class TextDataModule(LightningDataModule):
             Windows (windows, sequence_length), int64, in order.
 
         Raises:
-            OptionError: The name is none of these.
+            OptionError: `name` is none of these.
             FileNotFoundError: Files are missing; it gives the commands that download them.
+            DataError: The text is too short for a window.
         """
         check_names([name], EVALUATION, "evaluation")
         corpus = CORPORA[name]
@@ -226,7 +242,7 @@ class TextDataModule(LightningDataModule):
         return windows[: part.windows]
 
     def _needed(self, stage: str) -> list[tuple[Corpus, Part]]:
-        """The published texts of a stage."""
+        """The published texts that a stage reads, and which part of each."""
         if stage == "fit":
             raise DataError(
                 "`fit` trains on `data.train_files`, `data.dataset` or the embedded text, not on "
@@ -245,26 +261,17 @@ class TextDataModule(LightningDataModule):
         return read_documents(corpus, part, paths)
 
     def documents(self, split: Split) -> Sequence[str]:
-        """The texts of one split.
+        """The texts of one split of the dataset, the files or the embedded text.
+
+        Args:
+            split: Name of the split: train, validation or test.
 
         Raises:
             DataError: The source has no such split, or it is empty.
         """
         if self._published:
             raise DataError("TextDataModule: published texts have no splits, but their own parts.")
-        documents: Sequence[str]
-        if self.dataset is not None:
-            documents = documents_of_dataset(self.dataset, split, self.text_column)
-        elif any(self.files.values()):
-            key = "train_files" if split == "train" else "eval_files"
-            if not self.files[key]:
-                raise DataError(f"TextDataModule: `data.{key}` is needed here, but was not given.")
-            documents = documents_of_files(self.files[key], self.text_column)
-        else:
-            documents = list(standard_library(split))
-        if not len(documents):
-            raise DataError(f"TextDataModule: the {split} split is empty.")
-        return documents
+        return self._own.documents(split)
 
     def _loader(self, windows: Tensor, shuffle: bool = False) -> DataLoader[Tensor]:
         order = torch.Generator().manual_seed(self.seed) if shuffle else None
@@ -273,6 +280,6 @@ class TextDataModule(LightningDataModule):
         return DataLoader(dataset, batch_size=self.batch_size, shuffle=shuffle, generator=order)
 
 
-def _paths(files: Sequence[str] | str | None) -> list[Path]:
+def _paths(files: Sequence[str] | str | None) -> tuple[Path, ...]:
     files = [files] if isinstance(files, str) else files or []
-    return [Path(file).expanduser() for file in files]
+    return tuple(Path(file).expanduser() for file in files)

@@ -15,11 +15,11 @@ class Part:
     """One use of a corpus.
 
     Attributes:
-        files: Their paths in the repository.
-        separator: Between the documents, which are joined and tokenised as one text. `None` where
-            windows are drawn from single documents.
-        documents: How many are read, from the first; `None` is all.
-        windows: How many are kept, from the first; `None` is all.
+        files: Paths of its files in the repository.
+        separator: What stands between the documents, which are joined and tokenized as one text.
+            `None` where windows are drawn from single documents.
+        documents: How many documents are read, from the first; `None` is all.
+        windows: How many windows are kept, from the first; `None` is all.
     """
 
     files: tuple[str, ...]
@@ -33,12 +33,12 @@ class Corpus:
     """A dataset repository of the Hugging Face hub, and the protocol of SparseGPT for it.
 
     Attributes:
-        name: What configurations and results call it.
-        repository: Owner and name on the hub.
-        revision: The commit, or where no public source names one, the branch.
-        column: The text's.
-        calibration: What calibration windows are drawn from.
-        evaluation: What perplexity is measured on, if it is.
+        name: What configurations and results call the corpus.
+        repository: Owner and name of the repository on the hub.
+        revision: Commit of the repository, or where no public source names one, its branch.
+        column: Name of the column that holds the text.
+        calibration: The part that calibration windows are drawn from.
+        evaluation: The part that perplexity is measured on; `None` where it is not.
     """
 
     name: str
@@ -101,8 +101,13 @@ EVALUATION = sorted(name for name, corpus in CORPORA.items() if corpus.evaluatio
 def check_names(names: Iterable[str], known: Sequence[str], argument: str) -> None:
     """Refuse names that are not published texts.
 
+    Args:
+        names: What the user asks for.
+        known: Names of the published texts that can be had.
+        argument: What the user calls the option, for the message.
+
     Raises:
-        OptionError: It lists them, and those that are.
+        OptionError: Names are unknown; it lists them, and those that are known.
     """
     if unknown := [name for name in names if name not in known]:
         raise OptionError(
@@ -113,11 +118,11 @@ def check_names(names: Iterable[str], known: Sequence[str], argument: str) -> No
 
 
 def locate(needed: Sequence[tuple[Corpus, Part]], directory: Path | None) -> list[list[Path]]:
-    """Where the files of each corpus are on this machine.
+    """The paths of each corpus's files on this machine.
 
     Args:
         needed: Corpora, and the part that is wanted of each.
-        directory: Holds local copies as `<repository>/<path>` or `<name>/<path>`, such as
+        directory: Directory with local copies as `<repository>/<path>` or `<name>/<path>`, such as
             `allenai/c4/en/…`; nothing is fetched then. `None` asks the hub and its cache.
 
     Raises:
@@ -141,15 +146,15 @@ def locate(needed: Sequence[tuple[Corpus, Part]], directory: Path | None) -> lis
 
 
 def read_documents(corpus: Corpus, part: Part, paths: Sequence[Path]) -> Sequence[str]:
-    """The documents in some files; read from disk when they are asked for, not before.
+    """The documents in some files; they are read from disk when they are asked for, not before.
 
     Args:
-        corpus: What the files belong to.
-        part: Which part of it they are.
-        paths: The files: Parquet, or a JSON object a line.
+        corpus: The corpus that the files belong to.
+        part: The part of it that they are.
+        paths: Paths of the files: Parquet, or a JSON object a line.
 
     Raises:
-        DataError: They cannot be read, have no such column, or are empty.
+        DataError: The files cannot be read, or have no such column.
     """
     with extra("data", "Reading published texts"):
         from datasets import load_dataset

@@ -1,13 +1,71 @@
-"""The documents of a user's own text files and datasets."""
+"""The documents of a user's own text files and datasets, or of the embedded text."""
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
 from mrp_lightning.environment import extra
 from mrp_lightning.errors import DataError
+from mrp_lightning.text.standard_library import Split, standard_library
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnText:
+    """A text in splits: a dataset, or files; where there is neither, the standard library.
+
+    Attributes:
+        train_files: Text or .jsonl files of the split train.
+        eval_files: Text or .jsonl files of the splits validation and test.
+        dataset: Name or directory of a dataset, arguments of `datasets.load_dataset`, a
+            `DatasetDict`, or `None`.
+        column: Column of the text in a dataset, and its key in .jsonl files.
+
+    Raises:
+        FileNotFoundError: Files do not exist; it lists all.
+    """
+
+    train_files: Sequence[Path]
+    eval_files: Sequence[Path]
+    dataset: Any
+    column: str
+
+    def __post_init__(self) -> None:
+        files = {"train_files": self.train_files, "eval_files": self.eval_files}
+        if missing := [
+            f"`{key}`: {path}"
+            for key, paths in files.items()
+            for path in paths
+            if not path.is_file()
+        ]:
+            raise FileNotFoundError("TextDataModule: no such file: " + ", ".join(missing))
+
+    def documents(self, split: Split) -> Sequence[str]:
+        """The documents of one split.
+
+        Args:
+            split: Name of the split: train, validation or test.
+
+        Raises:
+            DataError: There is no such split, or it is empty, or it does not hold text.
+        """
+        documents: Sequence[str]
+        if self.dataset is not None:
+            documents = documents_of_dataset(self.dataset, split, self.column)
+        elif self.train_files or self.eval_files:
+            is_training = split == "train"
+            paths = self.train_files if is_training else self.eval_files
+            if not paths:
+                key = "train_files" if is_training else "eval_files"
+                raise DataError(f"TextDataModule: `data.{key}` is needed here, but was not given.")
+            documents = documents_of_files(paths, self.column)
+        else:
+            documents = list(standard_library(split))
+        if not len(documents):
+            raise DataError(f"TextDataModule: the {split} split is empty.")
+        return documents
 
 
 def documents_of_files(paths: Sequence[Path], column: str) -> list[str]:
@@ -59,7 +117,7 @@ def _no_text(where: str, column: str, got: str) -> DataError:
     )
 
 
-def documents_of_dataset(dataset: Any, split: str, column: str) -> Sequence[str]:
+def documents_of_dataset(dataset: Any, split: Split, column: str) -> Sequence[str]:
     """The documents of one split of a dataset; each is read when it is asked for.
 
     Args:
