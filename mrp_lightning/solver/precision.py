@@ -5,6 +5,17 @@ from contextlib import contextmanager
 
 import torch
 
+Setting = tuple[str, str]
+"""Backend and operation whose float32 precision can be set: none (inherited), ieee, tf32, bf16."""
+
+_MATMULS: tuple[Setting, ...] = (("cuda", "matmul"), ("mkldnn", "matmul"))
+_PARENTS: dict[Setting, Setting] = {
+    ("cuda", "matmul"): ("cuda", "all"),
+    ("mkldnn", "matmul"): ("mkldnn", "all"),
+    ("cuda", "all"): ("generic", "all"),
+    ("mkldnn", "all"): ("generic", "all"),
+}
+
 
 @contextmanager
 def full_float32(device: torch.device) -> Iterator[None]:
@@ -12,14 +23,42 @@ def full_float32(device: torch.device) -> Iterator[None]:
 
     `torch.set_float32_matmul_precision("high")`, which Lightning recommends for training, rounds
     the factors to 10 bits and less. A Hessian with a condition number of 1e4 does not survive that.
+    Afterwards all settings are as they were; those that were inherited still are.
     """
-    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
-    before = [backend.fp32_precision for backend in backends]
+    narrowed = [setting for setting in _MATMULS if _in_force(setting) not in ("none", "ieee")]
+    before = {setting: _own(setting) for setting in narrowed}
     try:
-        for backend in backends:
-            backend.fp32_precision = "ieee"
+        for setting in narrowed:
+            _set(setting, "ieee")
         with torch.autocast(device.type, enabled=False):
             yield
     finally:
-        for backend, precision in zip(backends, before, strict=True):
-            backend.fp32_precision = precision
+        for setting, precision in before.items():
+            _set(setting, precision)
+
+
+def _own(setting: Setting) -> str:
+    """What a setting itself is set to, "none" if it inherits.
+
+    PyTorch only tells what is in force, so this changes the parent for a moment and sees whether
+    the setting follows.
+    """
+    in_force = _in_force(setting)
+    if setting not in _PARENTS:
+        return in_force
+    parent = _PARENTS[setting]
+    before, other = _own(parent), "tf32" if in_force == "ieee" else "ieee"
+    _set(parent, other)
+    try:
+        return "none" if _in_force(setting) == other else in_force
+    finally:
+        _set(parent, before)
+
+
+# Not torch.backends.mkldnn.fp32_precision, whose setter changes the precision of all backends.
+def _in_force(setting: Setting) -> str:
+    return str(torch._C._get_fp32_precision_getter(*setting))
+
+
+def _set(setting: Setting, precision: str) -> None:
+    torch._C._set_fp32_precision_setter(*setting, precision)

@@ -1,0 +1,123 @@
+"""The precision of products, and what is left of the user's settings afterwards."""
+
+import pytest
+import torch
+
+from mrp_lightning.solver.precision import full_float32
+
+SETTINGS = [
+    ("generic", "all"),
+    ("cuda", "all"),
+    ("cuda", "matmul"),
+    ("mkldnn", "all"),
+    ("mkldnn", "matmul"),
+]
+CPU = torch.device("cpu")
+
+
+def set_precision(backend, operation, precision):
+    torch._C._set_fp32_precision_setter(backend, operation, precision)
+
+
+def in_force():
+    return {setting: torch._C._get_fp32_precision_getter(*setting) for setting in SETTINGS}
+
+
+def all_backends(precision):
+    torch.backends.fp32_precision = precision
+
+
+def cuda(precision):
+    torch.backends.cudnn.fp32_precision = precision
+
+
+def cuda_matmul(precision):
+    torch.backends.cuda.matmul.fp32_precision = precision
+
+
+def mkldnn(precision):
+    set_precision("mkldnn", "all", precision)
+
+
+def mkldnn_matmul(precision):
+    torch.backends.mkldnn.matmul.fp32_precision = precision
+
+
+def legacy(precision):
+    names = {"ieee": "highest", "tf32": "high", "bf16": "medium"}
+    torch.set_float32_matmul_precision(names.get(precision, "highest"))
+
+
+BEFORE = [
+    [],
+    [(all_backends, "tf32")],
+    [(all_backends, "bf16")],
+    [(cuda, "tf32"), (mkldnn, "bf16")],
+    [(cuda_matmul, "tf32"), (mkldnn_matmul, "bf16")],
+    [(all_backends, "tf32"), (cuda, "ieee"), (mkldnn, "ieee")],
+    [(all_backends, "ieee"), (cuda, "tf32"), (mkldnn_matmul, "tf32")],
+    [(all_backends, "tf32"), (cuda_matmul, "ieee"), (mkldnn, "bf16")],
+    [(legacy, "tf32")],
+    [(legacy, "bf16")],
+]
+AFTER = [all_backends, cuda, cuda_matmul, mkldnn, mkldnn_matmul, legacy]
+
+
+@pytest.fixture(autouse=True)
+def fresh_settings():
+    yield
+    reset()
+
+
+def reset():
+    torch.set_float32_matmul_precision("highest")
+    for setting in SETTINGS:
+        set_precision(*setting, "none")
+
+
+def apply(changes):
+    for change, precision in changes:
+        change(precision)
+
+
+def names(changes):
+    return "+".join(f"{change.__name__}:{precision}" for change, precision in changes) or "default"
+
+
+@pytest.mark.parametrize("before", BEFORE, ids=names)
+def test_settings_work_on_as_if_nothing_had_been(before):
+    apply(before)
+    untouched = in_force()
+    with full_float32(CPU):
+        inside = in_force()
+        assert inside["cuda", "matmul"] in ("none", "ieee")
+        assert inside["mkldnn", "matmul"] in ("none", "ieee")
+    assert in_force() == untouched
+    for change in AFTER:
+        for precision in ("ieee", "tf32"):
+            reset()
+            apply([*before, (change, precision)])
+            expected = in_force()
+            reset()
+            apply(before)
+            with full_float32(CPU):
+                pass
+            change(precision)
+            assert in_force() == expected
+
+
+@pytest.mark.parametrize("before", BEFORE, ids=names)
+def test_settings_come_back_after_an_exception_and_from_within_itself(before):
+    apply(before)
+    untouched = in_force()
+    with pytest.raises(KeyboardInterrupt), full_float32(CPU), full_float32(CPU):
+        raise KeyboardInterrupt
+    assert in_force() == untouched
+
+
+def test_no_autocast():
+    a = torch.randn(64, 64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert (a @ a).dtype == torch.bfloat16
+        with full_float32(CPU):
+            assert (a @ a).dtype == torch.float32
