@@ -9,11 +9,9 @@ import torch
 from families import batches, build, runner
 from torch import Tensor, nn
 
-from mrp_lightning.pruning.prune_layer import Recipe
 from mrp_lightning.pruning.report import PruningReport
 from mrp_lightning.pruning.sequential import SequentialPruner
-from mrp_lightning.solver.methods import parse_method
-from mrp_lightning.solver.patterns import make_pattern
+from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.plan import Plan, make_plan
 
 
@@ -51,7 +49,7 @@ def prune_and_compare(
     time: it shares neither hooks nor stubs with the walk.
     """
     model, twin = build(family), build(family)
-    recipe = Recipe(pattern=make_pattern(None, pattern), method=parse_method("SM"))
+    recipe = Recipe.of(pattern=pattern, method="SM")
     plan = make_plan(model, recipe.pattern)
     done = CheckedRun(model, plan, PruningReport({}))
     names = [block.name for block in plan.blocks]

@@ -23,12 +23,8 @@ import torch
 from torch import Tensor
 
 from mrp_lightning.environment import machine
-from mrp_lightning.solver.damping import DampedHessian
-from mrp_lightning.solver.methods import parse_method
-from mrp_lightning.solver.patterns import make_pattern
-from mrp_lightning.solver.pruning import Solution, prune
+from mrp_lightning.solver.pruning import Solution, prune_weight
 
-PATTERN = make_pattern(None, "2:4")
 DAMPING = 0.01
 BASE = "SparseGPT sweep (128)"
 CONTESTANTS = {
@@ -63,8 +59,9 @@ def layer(
 
 def solve(weight: Tensor, hessian: Tensor, method: str, block_size: int | None) -> Solution:
     """Prepare and prune, as for a layer whose input no other layer shares."""
-    prepared = DampedHessian(hessian, DAMPING)
-    return prune(weight, prepared, PATTERN, parse_method(method), block_size=block_size)
+    return prune_weight(
+        weight, hessian, pattern="2:4", method=method, block_size=block_size, damping=DAMPING
+    )
 
 
 def cholesky_by_row(weight: Tensor, hessian: Tensor, pruned: Tensor) -> Tensor:

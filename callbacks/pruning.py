@@ -1,7 +1,6 @@
 """Pruning in Lightning's predict loop."""
 
 import logging
-import math
 from os import PathLike
 from typing import Any
 
@@ -19,10 +18,8 @@ from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.predict_loop import prune_in_trainer
 from mrp_lightning.loop.pruned_model import check_length, checkpoint_root, save_pruned
 from mrp_lightning.loop.strategies import require_one_process
-from mrp_lightning.pruning.prune_layer import Recipe
 from mrp_lightning.pruning.report import PruningReport
-from mrp_lightning.solver.methods import parse_method
-from mrp_lightning.solver.patterns import make_pattern
+from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.blocks import find_blocks
 from mrp_lightning.targets.names import as_patterns
 from mrp_lightning.targets.plan import Plan, make_plan
@@ -79,7 +76,7 @@ class PruningCallback(Callback):
     Raises:
         PatternError: `sparsity`, `pattern` or `block_size` are malformed.
         MethodError: There is no such method.
-        OptionError: `damping` or `tolerance` is out of range.
+        OptionError: `block_size`, `damping` or `tolerance` is out of range.
     """
 
     def __init__(
@@ -100,15 +97,15 @@ class PruningCallback(Callback):
         save_dir: str | PathLike[str] | None = None,
         overwrite: bool = False,
     ) -> None:
-        self.recipe = Recipe(
-            pattern=make_pattern(sparsity, pattern),  # type: ignore[arg-type]
-            method=parse_method(method),
+        self.recipe = Recipe.of(
+            method=method,
+            sparsity=sparsity,
+            pattern=pattern,  # type: ignore[arg-type]
             block_size=block_size,
-            damping=_number("damping", damping, positive=False),
-            tolerance=_number("tolerance", tolerance, positive=True),
-            true_sequential=true_sequential,
+            damping=damping,
+            tolerance=tolerance,
         )
-        self.recipe.method.check(self.recipe.pattern, block_size)
+        self.true_sequential = true_sequential
         self.targets, self.ignore, self.blocks = targets, ignore, blocks
         self.offload, self.skip_indivisible = offload, skip_indivisible
         self.save_dir, self.overwrite = save_dir, overwrite
@@ -179,7 +176,14 @@ class PruningCallback(Callback):
         self.report = PruningReport(config)
         with torch.inference_mode(False), torch.no_grad(), eager():
             prune_in_trainer(
-                trainer, pl_module, steps, plan, self.recipe, self.report, offload=self.offload
+                trainer,
+                pl_module,
+                steps,
+                plan,
+                self.recipe,
+                self.report,
+                true_sequential=self.true_sequential,
+                offload=self.offload,
             )
             self._note_pruned_before(self.report.totals)
             if self.save_dir is not None and not _is_rehearsal(trainer):
@@ -274,11 +278,3 @@ def _is_built_later(pl_module: LightningModule) -> bool:
 
 def _is_rehearsal(trainer: Trainer) -> bool:
     return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
-
-
-def _number(argument: str, value: Any, *, positive: bool) -> float:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value < 0 or (positive and value == 0):
-        bound = "> 0" if positive else "≥ 0"
-        raise OptionError(f"`{argument}` must be a finite number {bound}. Got {value!r}.")
-    return float(value)

@@ -8,9 +8,9 @@ from lightning.pytorch import LightningModule, Trainer
 
 from mrp_lightning.loop.capture import Step
 from mrp_lightning.loop.progress import nested_progress
-from mrp_lightning.pruning.prune_layer import Recipe
 from mrp_lightning.pruning.report import LayerReport, PruningReport
 from mrp_lightning.pruning.sequential import Progress, SequentialPruner
+from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.plan import Plan
 
 
@@ -22,6 +22,7 @@ def prune_in_trainer(
     recipe: Recipe,
     report: PruningReport,
     *,
+    true_sequential: bool,
     offload: bool,
 ) -> None:
     """Prune the trainer's module in place; progress and metrics go to its bar and loggers.
@@ -33,6 +34,7 @@ def prune_in_trainer(
         plan: The blocks and layers.
         recipe: How layers are pruned.
         report: Filled while layers are pruned.
+        true_sequential: Whether the layers of a block are pruned one after another.
         offload: Whether blocks and activations stay on the CPU until they are needed.
     """
     strategy = trainer.strategy
@@ -52,6 +54,7 @@ def prune_in_trainer(
             plan=plan,
             recipe=recipe,
             report=report,
+            true_sequential=true_sequential,
             device=device,
             offload=offload,
             on_progress=lambda progress: show(progress.layers, _describe(progress)),

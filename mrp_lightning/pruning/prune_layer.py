@@ -4,46 +4,23 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from mrp_lightning.pruning.report import LayerReport
-from mrp_lightning.solver.damping import DampedHessian
-from mrp_lightning.solver.methods import Method
-from mrp_lightning.solver.patterns import SemiStructured, Unstructured
+from mrp_lightning.solver.input_hessian import InputHessian
+from mrp_lightning.solver.loss import output_energy
 from mrp_lightning.solver.pruning import prune
+from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.layers import Layer
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """How layers are pruned.
-
-    Attributes:
-        pattern: What to.
-        method: Mask and compensation.
-        block_size: Columns at a time, `None` for all.
-        damping: Fraction of the mean of the Hessian's diagonal that is added to it.
-        tolerance: Relative distance to the optimum at which the exact compensation stops.
-        true_sequential: Whether layers of one block see the pruned layers before them.
-    """
-
-    pattern: Unstructured | SemiStructured
-    method: Method
-    block_size: int | None = 128
-    damping: float = 0.01
-    tolerance: float = 1e-6
-    true_sequential: bool = False
-
-
 def prune_layer(
     layer: Layer,
-    prepared: DampedHessian,
+    inputs: InputHessian,
     recipe: Recipe,
     tokens: int,
     shared: float | None = None,
@@ -52,10 +29,10 @@ def prune_layer(
 
     Args:
         layer: The layer.
-        prepared: The damped Hessian of its inputs.
+        inputs: The Hessian of its inputs.
         recipe: How it is pruned.
-        tokens: How many inputs the Hessian was summed over.
-        shared: The part of the Hessian that is that of all experts.
+        tokens: Number of inputs that the Hessian was summed over.
+        shared: The part of the Hessian, from 0 to 1, that is that of all experts.
 
     Returns:
         What was done.
@@ -68,15 +45,8 @@ def prune_layer(
     if already:
         log.info("%s already has the pattern %s", layer.name, recipe.pattern)
     with _measure(weight.device) as used:
-        solution = prune(
-            weight,
-            prepared,
-            recipe.pattern,
-            recipe.method,
-            block_size=recipe.block_size,
-            tolerance=recipe.tolerance,
-        )
-    energy = _energy(weight, prepared.hessian)
+        solution = prune(weight, inputs, recipe)
+    energy = output_energy(weight, inputs.hessian)
     layer.write_(solution.weight)
     return LayerReport(
         name=layer.name,
@@ -92,15 +62,11 @@ def prune_layer(
         dead_inputs=solution.dead_inputs,
         already_pruned=already,
         shared_hessian=shared,
-        raised_damping=prepared.ratio_used if prepared.ratio_used > recipe.damping else None,
+        raised_damping=(
+            solution.damping_ratio if solution.damping_ratio > recipe.damping else None
+        ),
         **used,
     )
-
-
-def _energy(weight: Tensor, hessian: Tensor) -> float:
-    """½·tr(W H Wᵀ), the mean over tokens of ‖Wx‖²."""
-    dense = weight.to(hessian.dtype)
-    return 0.5 * float(((dense @ hessian) * dense).sum())
 
 
 @contextmanager

@@ -16,10 +16,11 @@ from mrp_lightning.calibration.offload import CPU, Offload
 from mrp_lightning.calibration.padding import Padding
 from mrp_lightning.calibration.walks import Walk, WholeModel
 from mrp_lightning.errors import TargetError
-from mrp_lightning.pruning.prune_layer import Recipe, prune_layer
+from mrp_lightning.pruning.prune_layer import prune_layer
 from mrp_lightning.pruning.report import LayerReport, PruningReport
-from mrp_lightning.solver.damping import DampedHessian
 from mrp_lightning.solver.hessian import HessianAccumulator
+from mrp_lightning.solver.input_hessian import InputHessian
+from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.blocks import Block
 from mrp_lightning.targets.layers import Expert, Layer
 from mrp_lightning.targets.plan import Plan
@@ -57,6 +58,8 @@ class SequentialPruner:
         plan: The blocks and layers.
         recipe: How layers are pruned.
         report: Filled while layers are pruned.
+        true_sequential: Whether the layers of a block are pruned one after another, each calibrated
+            on the outputs of those before it.
         batch_of: What of an item of `batches` holds an `attention_mask`.
         device: Where the model runs.
         offload: Whether blocks and stored activations stay on the CPU until they are needed.
@@ -70,6 +73,7 @@ class SequentialPruner:
     plan: Plan
     recipe: Recipe
     report: PruningReport
+    true_sequential: bool = False
     batch_of: Callable[[Any], Any] = lambda item: item
     device: torch.device = CPU
     offload: bool = False
@@ -176,11 +180,11 @@ class SequentialPruner:
             return []
         hessian, shared = blend(own, pool)
         hessian = hessian.to(expert.weight.device)
-        prepared = DampedHessian(hessian, self.recipe.damping, name=expert.name)
-        return [self._prune_layer(expert, prepared, own.num_tokens, shared)]
+        inputs = InputHessian(hessian, name=expert.name)
+        return [self._prune_layer(expert, inputs, own.num_tokens, shared)]
 
     def _stages(self, walk: Walk, k: int, layers: list[Layer]) -> list[list[Layer]]:
-        if not layers or not self.recipe.true_sequential:
+        if not layers or not self.true_sequential:
             return [layers] if layers else []
         order = Calibration(layers, self.padding)
         with order.hooked():
@@ -224,13 +228,13 @@ class SequentialPruner:
         hessian = group.accumulator.hessian().to(first.weight.device)
         tokens = group.accumulator.num_tokens
         del group.accumulator
-        prepared = DampedHessian(hessian, self.recipe.damping, name=first.name)
-        return [self._prune_layer(layer, prepared, tokens) for layer in group.layers]
+        inputs = InputHessian(hessian, name=first.name)
+        return [self._prune_layer(layer, inputs, tokens) for layer in group.layers]
 
     def _prune_layer(
-        self, layer: Layer, prepared: DampedHessian, tokens: int, shared: float | None = None
+        self, layer: Layer, inputs: InputHessian, tokens: int, shared: float | None = None
     ) -> LayerReport:
-        row = prune_layer(layer, prepared, self.recipe, tokens, shared)
+        row = prune_layer(layer, inputs, self.recipe, tokens, shared)
         self.report.layers.append(row)
         log.info("%s: relative loss %.4g, %.1f s", row.name, row.relative_loss, row.seconds)
         self._tell(layer.name)

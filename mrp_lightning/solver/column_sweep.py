@@ -1,16 +1,15 @@
-"""Solution 𝔖 of the compensation: SparseGPT's sweep over the columns."""
+"""Solution 𝔖 of the compensation: SparseGPT's column sweep."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from mrp_lightning.solver.compensation import Compensated
-from mrp_lightning.solver.damping import DampedHessian
-from mrp_lightning.solver.masks import LayerMask, Mask, chooser
-from mrp_lightning.solver.patterns import Pattern, SemiStructured
+from mrp_lightning.solver.masks import Mask
+from mrp_lightning.solver.patterns import SemiStructured
+from mrp_lightning.solver.problem import Problem
 from mrp_lightning.solver.ranges import split_range
 
 _PANEL = 128
@@ -20,40 +19,31 @@ _PANEL = 128
 class ColumnSweep:
     """Remove column after column, each time moving only the columns that are still to come.
 
-    Removing w_j from a row moves its later weights by −w_j·U_j,: / U_jj with UᵀU = H⁻¹ (Frantar and
-    Alistarh, 2023). What is left of a column is frozen when the sweep has passed it, which is why
-    the result is not the optimum.
+    Removing w_j from a row moves its later weights by −w_j·U_j,: / U_jj with UᵀU = (H + λI)⁻¹
+    (Frantar and Alistarh, 2023). What is left of a column is frozen when the column sweep has
+    passed it, which is why the result is not the optimum.
 
-    N:M groups are chosen from the swept weights when the sweep reaches them, unstructured masks
-    once a block.
+    N:M groups are chosen from the swept weights when the column sweep reaches them, unstructured
+    masks once a block.
     """
 
     name: ClassVar[str] = "S"
+    needs_inverse: ClassVar[bool] = True
 
-    def apply(
-        self,
-        weight: Tensor,
-        prepared: DampedHessian,
-        mask: Mask,
-        pattern: Pattern,
-        block_size: int,
-        tolerance: float,
-    ) -> Compensated:
-        """Choose and compensate in one pass over weight (rows, columns)."""
-        del tolerance
-        choose = chooser(mask, weight, prepared, prepared.trailing_inverse_blocks, pattern)
+    def apply(self, problem: Problem, mask: Mask) -> Compensated:
+        """Choose and compensate in one pass over the columns."""
+        weight, pattern, damped = problem.weight, problem.pattern, problem.damped
+        choose = mask.bind(problem, damped.trailing_inverse_blocks)
         columns = weight.shape[1]
-        if isinstance(mask, LayerMask):
-            width = columns
-        elif isinstance(pattern, SemiStructured):
+        if mask.by_block and isinstance(pattern, SemiStructured):
             width = pattern.group
         else:
-            width = min(block_size, columns)
+            width = problem.block_size
 
         # Input-major, so that a column of the weight is contiguous; a copy in any case.
         swept = weight.T.clone(memory_format=torch.contiguous_format)
         pruned = torch.zeros_like(swept, dtype=torch.bool)
-        moves = prepared.factor / prepared.factor.diagonal()[:, None]
+        moves = damped.factor / damped.factor.diagonal()[:, None]
         removed = torch.empty_like(swept[:_PANEL])
         for start, stop in _panels(columns, width):
             for j in range(start, stop):

@@ -6,9 +6,8 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from mrp_lightning.solver.damping import DampedHessian
-from mrp_lightning.solver.masks import LayerMask, Mask, chooser
-from mrp_lightning.solver.patterns import Pattern
+from mrp_lightning.solver.masks import Mask
+from mrp_lightning.solver.problem import Problem
 from mrp_lightning.solver.ranges import split_range
 
 
@@ -17,10 +16,10 @@ class Compensated:
     """What a compensation returns.
 
     Attributes:
-        weight: (rows, columns); what it holds at removed places does not matter.
+        weight: The new weight, (rows, columns); what it holds at removed places does not matter.
         pruned: bool (rows, columns), True = removed.
-        iterations: steps of an iterative solution, else None.
-        gap: certified relative distance to the optimum, where the optimum is what was sought.
+        iterations: Number of steps of an iterative solution; None where there are none.
+        gap: Certified relative distance to the optimum; None where the optimum is not sought.
     """
 
     weight: Tensor
@@ -30,19 +29,17 @@ class Compensated:
 
 
 class Compensation(Protocol):
-    """What all compensations offer."""
+    """What all compensations offer.
+
+    Attributes:
+        name: The name in MASK+COMPENSATION.
+        needs_inverse: Whether the compensation uses (H + λI)⁻¹.
+    """
 
     name: ClassVar[str]
+    needs_inverse: ClassVar[bool]
 
-    def apply(
-        self,
-        weight: Tensor,
-        prepared: DampedHessian,
-        mask: Mask,
-        pattern: Pattern,
-        block_size: int,
-        tolerance: float,
-    ) -> Compensated:
+    def apply(self, problem: Problem, mask: Mask) -> Compensated:
         """Remove weights as the mask says and compensate."""
 
 
@@ -51,20 +48,11 @@ class NoCompensation:
     """The kept weights stay as they are; the mask sees the dense weights, block by block."""
 
     name: ClassVar[str] = "none"
+    needs_inverse: ClassVar[bool] = False
 
-    def apply(
-        self,
-        weight: Tensor,
-        prepared: DampedHessian,
-        mask: Mask,
-        pattern: Pattern,
-        block_size: int,
-        tolerance: float,
-    ) -> Compensated:
-        """Choose from weight (rows, columns)."""
-        del tolerance
-        choose = chooser(mask, weight, prepared, prepared.inverse_blocks, pattern)
-        columns = weight.shape[1]
-        width = columns if isinstance(mask, LayerMask) else block_size
-        chosen = [choose(weight[:, a:b], a) for a, b in split_range(0, columns, width)]
-        return Compensated(weight, torch.cat(chosen, dim=1))
+    def apply(self, problem: Problem, mask: Mask) -> Compensated:
+        """Choose from the dense weight."""
+        weight = problem.weight
+        choose = mask.bind(problem, problem.inverse_blocks)
+        blocks = split_range(0, weight.shape[1], problem.block_size)
+        return Compensated(weight, torch.cat([choose(weight[:, a:b], a) for a, b in blocks], dim=1))

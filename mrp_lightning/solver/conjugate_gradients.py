@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 Preconditioner = Callable[[Tensor, Tensor, Tensor], None]
-"""(gradient, z, work): sets z on U from the gradient on U, and to zero elsewhere."""
+"""Called with (gradient, z, work), all (rows, columns): sets z on U from the gradient on U, and to
+zero elsewhere. What `work` holds is lost."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,10 @@ class InverseOnKept:
     """Precondition with (H⁻¹)_UU: one product with the inverse.
 
     Good where little is removed. As (H_UU)⁻¹ ≼ (H⁻¹)_UU, ½ r z bounds the distance to the optimum.
+
+    Attributes:
+        inverse: H⁻¹, (columns, columns).
+        kept: The kept set U, (rows, columns), of zeros and ones.
     """
 
     inverse: Tensor
@@ -39,19 +44,24 @@ class LowRankModel:
     ill-conditioned. The model carries over to every kept set: H_UU ≈ D_U + F_U F_Uᵀ.
 
     Attributes:
-        diagonal: D, (columns,), positive.
-        factor: F, (columns, rank).
+        diagonal: The diagonal D, (columns,), positive.
+        factor: The leading directions F, (columns, rank).
     """
 
     diagonal: Tensor
     factor: Tensor
 
     @staticmethod
-    def of(matrix: Tensor, rank: int, sweeps: int = 4) -> "LowRankModel":
+    def of(matrix: Tensor, rank: int, passes: int = 4) -> "LowRankModel":
         """Fit the model to H (columns, columns) by subspace iteration.
 
         H is scaled to a unit diagonal first, so that channels of large inputs do not use up the
         rank.
+
+        Args:
+            matrix: H, (columns, columns), with a positive diagonal.
+            rank: Number of leading directions.
+            passes: Number of products with H by which the directions are improved.
         """
         columns = matrix.shape[0]
         scale = matrix.diagonal().sqrt()
@@ -60,7 +70,7 @@ class LowRankModel:
         basis = torch.randn(
             columns, rank, generator=generator, dtype=matrix.dtype, device=matrix.device
         )
-        for _ in range(sweeps):
+        for _ in range(passes):
             basis = torch.linalg.qr(_scaled_product(matrix, basis, scale)).Q
         values, rotation = torch.linalg.eigh(basis.T @ _scaled_product(matrix, basis, scale))
         # The mean eigenvalue of the rest: the trace of the scaled H is `columns`.
@@ -92,11 +102,11 @@ class LowRankOnKept:
     """Precondition with (D_U + F_U F_Uᵀ)⁻¹, by Woodbury's formula.
 
     Attributes:
-        inverse_diagonal: D⁻¹ on U and zero elsewhere, (rows, columns).
-        factor: F, (columns, rank).
-        spread: FᵀD⁻¹, (rank, columns).
-        core: (I + F_UᵀD_U⁻¹F_U)⁻¹ of each row, (rows, rank, rank).
-        kept: (rows, columns), of zeros and ones.
+        inverse_diagonal: The diagonal of D⁻¹ on U and zero elsewhere, (rows, columns).
+        factor: The leading directions F, (columns, rank).
+        spread: The product FᵀD⁻¹, (rank, columns).
+        core: The matrix (I + F_UᵀD_U⁻¹F_U)⁻¹ of each row, (rows, rank, rank).
+        kept: The kept set U, (rows, columns), of zeros and ones.
     """
 
     inverse_diagonal: Tensor
@@ -113,64 +123,60 @@ class LowRankOnKept:
         z.addmm_(along, self.spread, alpha=-1).mul_(self.kept)
 
 
-def conjugate_gradients(
-    x: Tensor,
-    gradient: Tensor,
-    matrix: Tensor,
-    precondition: Preconditioner,
-    converged: Callable[[Tensor], bool],
-    confirm: Callable[[], bool] = lambda: True,
-    limit: int = 500,
-) -> int:
-    """Move x towards the optimum on the kept set, in place.
+class ConjugateGradients:
+    """An iteration that moves x towards the optimum on the kept set, in place.
+
+    The caller owns the loop: it asks for the `energies`, which tell how far x is from the optimum,
+    and takes a `step` where they are too large.
 
     Args:
-        x: (rows, columns), zero where weights are removed.
-        gradient: (w − x)H, (rows, columns), changed along with x; it vanishes on U at the optimum.
+        x: (rows, columns), zero where weights are removed; improved in place.
+        gradient: (w − x)H, (rows, columns); it vanishes on U at the optimum. It is updated in
+            place along with x, and whoever computes it afresh from x may overwrite it between two
+            steps.
         matrix: H, (columns, columns).
-        precondition: sets z to approximately (H_UU)⁻¹ times the gradient on U.
-        converged: energies gradient·z of the rows, (rows,) → whether they look small enough.
-        confirm: asked when they do. To refuse, it must have put the exact gradient of x in place
-            of the recursive one, from which the iteration then goes on.
-        limit: largest number of iterations.
+        precondition: Sets z to approximately (H_UU)⁻¹ times the gradient on U.
 
-    Returns:
-        The number of iterations.
+    Attributes:
+        iterations: Number of steps taken.
     """
-    # All large tensors are made once: fresh memory costs a CPU more than the arithmetic.
-    z, image = torch.empty_like(x), torch.empty_like(x)
-    direction, before = torch.zeros_like(x), None
-    for iteration in range(limit + 1):
-        energy = _energies(gradient, precondition, z, image)
-        if converged(energy):
-            if confirm():
-                return iteration
-            energy = _energies(gradient, precondition, z, image)
-        if iteration == limit:
-            break
-        if before is not None:
-            direction.mul_(_quotient(energy, before).unsqueeze(1))
-        direction.add_(z)
-        torch.mm(direction, matrix, out=image)
-        curvature = torch.mul(direction, image, out=z).sum(1)
-        step = _quotient(energy, curvature).unsqueeze(1)
-        x.addcmul_(direction, step)
-        gradient.addcmul_(image, step, value=-1)
-        before = energy
-    return limit
 
+    def __init__(
+        self, x: Tensor, gradient: Tensor, matrix: Tensor, precondition: Preconditioner
+    ) -> None:
+        self.iterations = 0
+        self._x, self._gradient, self._matrix = x, gradient, matrix
+        self._precondition = precondition
+        # All large tensors are made once: fresh memory costs a CPU more than the arithmetic.
+        self._z, self._image = torch.empty_like(x), torch.empty_like(x)
+        self._direction = torch.zeros_like(x)
+        self._before: Tensor | None = None
 
-def _energies(gradient: Tensor, precondition: Preconditioner, z: Tensor, work: Tensor) -> Tensor:
-    """Set z and return its inner product with the gradient in each row: (rows,)."""
-    precondition(gradient, z, work)
-    return torch.mul(gradient, z, out=work).sum(1)
+    def energies(self) -> Tensor:
+        """Apply the preconditioner to the gradient, and return gradient·z of each row: (rows,)."""
+        self._precondition(self._gradient, self._z, self._image)
+        return torch.mul(self._gradient, self._z, out=self._image).sum(1)
+
+    def step(self, energies: Tensor) -> None:
+        """Move x along the next direction; `energies` are those of the present gradient."""
+        if self._before is not None:
+            self._direction.mul_(_quotient(energies, self._before).unsqueeze(1))
+        self._direction.add_(self._z)
+        torch.mm(self._direction, self._matrix, out=self._image)
+        curvature = torch.mul(self._direction, self._image, out=self._z).sum(1)
+        length = _quotient(energies, curvature).unsqueeze(1)
+        self._x.addcmul_(self._direction, length)
+        self._gradient.addcmul_(self._image, length, value=-1)
+        self._before = energies
+        self.iterations += 1
 
 
 def _quotient(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """Zero where the denominator vanishes: a row with nothing left to do, or lost in rounding."""
+    """The quotient, or zero where the denominator vanishes: a row at its optimum up to rounding."""
     tiny = torch.finfo(denominator.dtype).tiny
     return torch.where(denominator > tiny, numerator / denominator, 0)
 
 
 def _scaled_product(matrix: Tensor, basis: Tensor, scale: Tensor) -> Tensor:
+    """S⁻¹HS⁻¹ times a basis (columns, rank), with S the diagonal matrix of the scale (columns,)."""
     return (matrix @ (basis / scale[:, None])) / scale[:, None]

@@ -1,117 +1,58 @@
-"""The damped Hessian of one input, and what follows from it for all layers that read it."""
+"""The damped Hessian H + λI: its factor, and what follows from it."""
 
 import math
-import warnings
 from functools import cached_property
-from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from mrp_lightning.errors import HessianError, NumericalWarning, OptionError
+from mrp_lightning.errors import HessianError
 from mrp_lightning.solver.conjugate_gradients import LowRankModel
-from mrp_lightning.solver.ranges import split_range
 
-_FIRST_RAISE, _LARGEST = 1e-6, 10.0
 _FLOAT32_SUFFICES = 1e4
-_CAUSES = (
-    "Likely causes: too few calibration tokens, NaN or Inf in the activations, or a matrix that is "
-    "not 2·XᵀX / tokens."
-)
+
+
+class NotPositiveDefiniteError(HessianError):
+    """H + λI is not positive definite to its own precision."""
 
 
 class DampedHessian:
-    """H + λI with λ = damping · mean(diag H), its inverse and its triangular factor.
+    """H + λI, positive definite, with the triangular factor of its inverse.
 
-    Prepare it once for each *input*: layers that read the same activations (q, k and v; gate and
-    up) share it. Everything is computed when it is first needed. Dead inputs (zero on the diagonal)
-    are left out of the mean and are cut off from all others, so no weight of theirs ever moves.
+    It is factorised when it is made; whatever else follows from it is computed when it is first
+    needed. Dead inputs are cut off from all others, so no weight of theirs ever moves.
 
     Args:
-        hessian: 2·XᵀX / tokens, (columns, columns), undamped. It is kept, not copied or changed.
-        damping: fraction of the mean diagonal to add, ≥ 0. If the matrix is not positive definite
-            to its own precision, damping rises tenfold from max(damping, 1e-6) up to 10, with a
-            `NumericalWarning` for each step.
-        name: the layer's name, for messages.
+        hessian: H, (columns, columns), undamped and symmetric but for rounding. It is kept, not
+            copied or changed.
+        dead: bool (columns,), True for dead inputs, whose diagonal is zero.
+        mean_diagonal: Mean of the diagonal of H over the inputs that are not dead.
+        ratio: Fraction of that mean which is added to the diagonal, ≥ 0.
+
+    Attributes:
+        dtype: The dtype to compute in: float64 if H is float64, else float32.
+        columns: Number of input features.
+        ratio: As given.
+        damping_used: λ = ratio · mean_diagonal, what is added to the diagonal.
+        factor: Upper triangular U with UᵀU = (H + λI)⁻¹, (columns, columns).
+        float32_suffices: Whether iterations in float32 can be trusted with this matrix.
 
     Raises:
-        HessianError: not a square floating-point matrix, not symmetric, NaN or Inf, all zero, a
-            negative diagonal; or, when the factor is first needed, indefinite past damping 10.
+        NotPositiveDefiniteError: The matrix is not positive definite to the precision of `dtype`.
     """
 
-    def __init__(self, hessian: Tensor, damping: float, *, name: str | None = None) -> None:
-        if not (isinstance(damping, int | float) and math.isfinite(damping) and damping >= 0):
-            raise OptionError(f"`damping` must be a finite number ≥ 0; got {damping!r}.")
-        self.name = name
-        self.label = f"layer `{name}`" if name else "layer"
-        if hessian.ndim != 2 or hessian.shape[0] != hessian.shape[1] or hessian.shape[0] == 0:
-            self._fail(
-                f"the Hessian must be square, (columns, columns); got {tuple(hessian.shape)}"
-            )
-        if not hessian.is_floating_point():
-            self._fail(f"the Hessian must be floating point; got {hessian.dtype}")
-        self.hessian = hessian.detach()
+    def __init__(self, hessian: Tensor, dead: Tensor, mean_diagonal: float, ratio: float) -> None:
+        self._hessian, self._dead, self._mean_diagonal = hessian, dead, mean_diagonal
         self.dtype = torch.float64 if hessian.dtype == torch.float64 else torch.float32
         self.columns = hessian.shape[0]
-        diagonal = self.hessian.diagonal().to(self.dtype)
-        if not bool(self.hessian.isfinite().all()):
-            self._fail("the Hessian holds NaN or Inf")
-        if self._asymmetry() > 1e-3 * float(diagonal.abs().max()):
-            self._fail("the Hessian is not symmetric")
-        if bool((diagonal < 0).any()):
-            self._fail("the Hessian has a negative diagonal, which no 2·XᵀX / tokens has")
-        self.diagonal = diagonal.clone()
-        self.dead = self.diagonal == 0
-        self.dead_inputs = int(self.dead.sum())
-        if self.dead_inputs == self.columns:
-            self._fail("the Hessian is zero: the layer saw only zeros")
-        live = self.diagonal[~self.dead].double()
-        self._mean = float(live.mean())
-        self._damping = float(damping)
-        self._float32_suffices = True
-
-    @property
-    def damping_used(self) -> float:
-        """λ, what is added to the diagonal (raised where that proved necessary)."""
-        return self._damping * self._mean
-
-    @property
-    def ratio_used(self) -> float:
-        """The fraction of the mean diagonal that is added (raised where that proved necessary)."""
-        return self._damping
-
-    @cached_property
-    def factor(self) -> Tensor:
-        """Upper triangular U with UᵀU = (H + λI)⁻¹, (columns, columns)."""
-        damping = self._damping
-        while True:
-            self._damping = damping
-            factor = self._factorise()
-            if factor is not None:
-                return factor
-            damping = 10 * damping if damping >= _FIRST_RAISE else _FIRST_RAISE
-            if damping > _LARGEST * (1 + 1e-9):
-                self._fail(
-                    f"the Hessian is not positive definite even with damping {self._damping:g}"
-                )
-            warnings.warn(
-                f"{self.label}: the Hessian is not positive definite with damping "
-                f"{self._damping:g}; trying {damping:g}. More calibration tokens would help.",
-                NumericalWarning,
-                stacklevel=2,
-            )
-
-    @property
-    def float32_suffices(self) -> bool:
-        """Whether iterations in float32 can be trusted with this matrix."""
-        self.factor  # noqa: B018  (settles it)
-        return self._float32_suffices
+        self.ratio = ratio
+        self.damping_used = ratio * mean_diagonal
+        self.factor, self.float32_suffices = self._factorise()
 
     @cached_property
     def matrix(self) -> Tensor:
         """H + λI, exactly symmetric, (columns, columns)."""
-        self.factor  # noqa: B018  (settles λ)
-        return self._damped(self.dtype)
+        return self._matrix(self.dtype)
 
     @cached_property
     def inverse(self) -> Tensor:
@@ -133,16 +74,16 @@ class DampedHessian:
         """The leading directions of H + λI, of rank √columns, for preconditioning."""
         model = LowRankModel.of(self.matrix, math.isqrt(self.columns - 1) + 1)
         # Rounding lets the leading directions reach into dead inputs; their weights must not move.
-        model.factor[self.dead] = 0
+        model.factor[self._dead] = 0
         return model
 
     @cached_property
     def double(self) -> "DampedHessian":
-        """The same damped Hessian in float64, for refinement and for float64 weights."""
+        """The same matrix in float64, for refinement and for float64 weights."""
         if self.dtype == torch.float64:
             return self
-        self.factor  # noqa: B018  (settles λ)
-        return DampedHessian(self.hessian.double(), self._damping, name=self.name)
+        hessian = self._hessian.double()
+        return DampedHessian(hessian, self._dead, self._mean_diagonal, self.ratio)
 
     def inverse_blocks(self, width: int) -> Tensor:
         """Diagonal blocks of (H + λI)⁻¹: (columns / width, width, width)."""
@@ -159,27 +100,28 @@ class DampedHessian:
         corners = _diagonal_blocks(self.factor, width)
         return corners.mT @ corners
 
-    def _damped(self, dtype: torch.dtype) -> Tensor:
-        matrix = self.hessian.to(dtype)
+    def _matrix(self, dtype: torch.dtype) -> Tensor:
+        matrix = self._hessian.to(dtype)
         matrix = (matrix + matrix.T).mul_(0.5)
         matrix.diagonal().add_(self.damping_used)
-        if self.dead_inputs:
-            matrix[self.dead] = 0
-            matrix[:, self.dead] = 0
+        if bool(self._dead.any()):
+            matrix[self._dead] = 0
+            matrix[:, self._dead] = 0
             # Any positive number would do: dead inputs meet no other.
-            matrix.diagonal()[self.dead] = self.damping_used or self._mean
+            matrix.diagonal()[self._dead] = self.damping_used or self._mean_diagonal
         return matrix
 
-    def _factorise(self) -> Tensor | None:
-        """U for the present damping, or None where H + λI is singular to its own precision.
+    def _factorise(self) -> tuple[Tensor, bool]:
+        """Compute U, and whether float32 suffices for iterations with the matrix.
 
         The test is on max_j H_jj [H⁻¹]_jj = 1 / (1 − R²_j), R²_j being the share of input j that
         the others explain. No scaling of inputs changes it, unlike the condition number, which
-        one large channel makes huge and harmless.
+        one large channel makes huge and harmless. Where float32 fails, float64 may still find the
+        factor.
         """
         precision = torch.finfo(self.dtype).eps
-        for dtype in (self.dtype, torch.float64):
-            matrix = self._damped(dtype)
+        for dtype in dict.fromkeys((self.dtype, torch.float64)):
+            matrix = self._matrix(dtype)
             diagonal = matrix.diagonal().clone()
             # H = RRᵀ with R upper triangular comes from the Cholesky factor of H turned around;
             # U = R⁻¹ then needs no inverse of H and no second factorisation.
@@ -189,26 +131,15 @@ class DampedHessian:
                 identity = torch.eye(self.columns, dtype=dtype, device=lower.device)
                 factor = torch.linalg.solve_triangular(lower.flip(0, 1), identity, upper=True)
                 inflation = float((diagonal * factor.square().sum(0)).max())
-                self._float32_suffices = inflation <= _FLOAT32_SUFFICES
                 if inflation <= (_FLOAT32_SUFFICES if dtype == torch.float32 else 0.1 / precision):
-                    return factor.to(self.dtype)
-            if dtype == torch.float64:
-                break
-        return None
-
-    def _asymmetry(self) -> float:
-        """The largest |H_ij − H_ji|, without a copy of H."""
-        largest = 0.0
-        for start, stop in split_range(0, self.columns, 1024):
-            difference = self.hessian[start:stop] - self.hessian[:, start:stop].T
-            largest = max(largest, float(difference.abs_().max()))
-        return largest
-
-    def _fail(self, problem: str) -> NoReturn:
-        raise HessianError(f"{self.label}: {problem}. {_CAUSES}")
+                    return factor.to(self.dtype), inflation <= _FLOAT32_SUFFICES
+        raise NotPositiveDefiniteError(
+            f"H + {self.damping_used:g}·I is not positive definite in {self.dtype}."
+        )
 
 
 def _diagonal_blocks(matrix: Tensor, width: int) -> Tensor:
+    """The (n // width, width, width) blocks on the diagonal of a matrix (n, n)."""
     count = matrix.shape[0] // width
     blocks = matrix[: count * width, : count * width].view(count, width, count, width)
     return blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1).contiguous()

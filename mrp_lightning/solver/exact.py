@@ -11,69 +11,81 @@ import math
 import sys
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from numbers import Real
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from mrp_lightning.errors import HessianError, NumericalWarning
+from mrp_lightning.errors import HessianError, NumericalWarning, OptionError
 from mrp_lightning.solver.compensation import Compensated
-from mrp_lightning.solver.conjugate_gradients import InverseOnKept, conjugate_gradients
+from mrp_lightning.solver.conjugate_gradients import ConjugateGradients, InverseOnKept
 from mrp_lightning.solver.damping import DampedHessian
-from mrp_lightning.solver.masks import Chooser, LayerMask, Mask, chooser
-from mrp_lightning.solver.patterns import Pattern
+from mrp_lightning.solver.masks import Chooser, Mask
+from mrp_lightning.solver.problem import Problem
 from mrp_lightning.solver.ranges import split_range
 
-_STALLS = 3  # slow modes hold the bound up for a while, rounding for ever
+_STALLS = 3
+"""Certificates in turn that may fail to halve the bound. Slow modes of the iteration hold it up for
+a while, rounding for ever."""
 _LIMIT = 500
+"""Most iterations of one solve."""
 _ELEMENTS = 2**26
 """Elements of the temporaries of one solve; more rows than that are solved in turn."""
 
 _GAP_BETWEEN_BLOCKS = 3e-4
+"""Relative distance to the optimum that the choice of the next block's weights needs."""
 _LIMIT_BETWEEN_BLOCKS = 20
 
 
 @dataclass(frozen=True)
-class Optimum:
+class ExactCompensation:
     """Set all kept weights to the optimum for everything that is removed.
 
     Block by block the mask sees the weights re-optimised for all blocks before it. Re-optimising
     after each block equals optimising once for the whole removed set, so only the last solve is
     done to `tolerance`; those between blocks are as accurate as the choice of weights needs.
+
+    Args:
+        tolerance: Certified relative distance to the optimal loss at which the iteration stops,
+            finite and > 0.
+
+    Raises:
+        OptionError: The tolerance is out of range.
     """
 
     name: ClassVar[str] = "M"
+    needs_inverse: ClassVar[bool] = True
 
-    def apply(
-        self,
-        weight: Tensor,
-        prepared: DampedHessian,
-        mask: Mask,
-        pattern: Pattern,
-        block_size: int,
-        tolerance: float,
-    ) -> Compensated:
-        """Choose and compensate for weight (rows, columns)."""
-        given = weight.dtype
-        if not prepared.float32_suffices:
-            prepared, weight = prepared.double, weight.double()
-        choose = chooser(mask, weight, prepared, prepared.inverse_blocks, pattern)
-        columns = weight.shape[1]
-        if isinstance(mask, LayerMask) or block_size >= columns:
+    tolerance: float = 1e-6
+
+    def __post_init__(self) -> None:
+        value = self.tolerance
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value) or value <= 0:
+            raise OptionError(f"`tolerance` must be a finite number > 0; got {value!r}.")
+        object.__setattr__(self, "tolerance", float(value))
+
+    def apply(self, problem: Problem, mask: Mask) -> Compensated:
+        """Choose and compensate."""
+        given = problem.weight.dtype
+        if not problem.damped.float32_suffices:
+            problem = replace(problem, weight=problem.weight.double())
+        weight = problem.weight
+        choose = mask.bind(problem, problem.inverse_blocks)
+        if problem.block_size == weight.shape[1]:
             pruned = choose(weight, 0)
             x = weight.masked_fill(pruned, 0)
-            gradient = (weight - x) @ prepared.matrix
+            gradient = (weight - x) @ problem.damped.matrix
             before = 0
         else:
-            pruned, x, gradient, before = _block_by_block(weight, prepared, choose, block_size)
-        iterations, gap = _solve(weight, x, gradient, pruned, prepared, tolerance, given)
+            pruned, x, gradient, before = _block_by_block(problem, choose)
+        iterations, gap = _solve(problem, x, gradient, pruned, self.tolerance, given)
         return Compensated(x.to(given), pruned, before + iterations, gap)
 
 
-def _block_by_block(
-    weight: Tensor, prepared: DampedHessian, choose: Chooser, block_size: int
-) -> tuple[Tensor, Tensor, Tensor, int]:
+def _block_by_block(problem: Problem, choose: Chooser) -> tuple[Tensor, Tensor, Tensor, int]:
     """Algorithm 1 up to its last compensation: removed weights, x, gradient, iterations.
 
     After the blocks up to column b everything beyond is kept and can be eliminated: with
@@ -81,20 +93,21 @@ def _block_by_block(
     optimum of the others follows from the gradient g = (w − x)G there as w − g (H⁻¹)_b:. Only the
     next block of them is ever needed.
     """
+    weight, damped = problem.weight, problem.damped
     columns = weight.shape[1]
     pruned = torch.zeros_like(weight, dtype=torch.bool)
     x, gradient = torch.zeros_like(weight), torch.zeros_like(weight)
-    reduced = torch.zeros_like(prepared.matrix)
-    inverse = prepared.inverse
+    reduced = torch.zeros_like(damped.matrix)
+    inverse = damped.inverse
     iterations = 0
-    for start, stop in split_range(0, columns, block_size):
+    for start, stop in split_range(0, columns, problem.block_size):
         block, lead = slice(start, stop), slice(0, stop)
         current = weight[:, block] - gradient[:, :start] @ inverse[:start, block]
         pruned[:, block] = choose(current, start)
         removed = current * pruned[:, block]
         x[:, block] = current - removed
         # With UᵀU = H⁻¹ and R = U⁻¹, G = R_bb R_bbᵀ: one more block adds its columns of R_bb.
-        root = _last_columns_of_inverse(prepared.factor[lead, lead], stop - start)
+        root = _last_columns_of_inverse(damped.factor[lead, lead], stop - start)
         reduced[lead, lead].addmm_(root, root.T)
         gradient[:, lead].addmm_(removed, reduced[block, lead])
         if stop == columns:
@@ -117,29 +130,24 @@ def _approach(
     most = 0
     for rows in _row_chunks(weight):
         kept = (~pruned[rows]).to(weight.dtype)
-        loss = float(((weight[rows] - x[rows]) * gradient[rows]).sum())
-
-        def converged(energy: Tensor, loss: float = loss) -> bool:
-            return float(energy.sum()) <= _GAP_BETWEEN_BLOCKS * loss
-
-        steps = conjugate_gradients(
-            x[rows],
-            gradient[rows],
-            matrix,
-            InverseOnKept(inverse, kept),
-            converged,
-            limit=_LIMIT_BETWEEN_BLOCKS,
+        target = _GAP_BETWEEN_BLOCKS * float(((weight[rows] - x[rows]) * gradient[rows]).sum())
+        iteration = ConjugateGradients(
+            x[rows], gradient[rows], matrix, InverseOnKept(inverse, kept)
         )
-        most = max(most, steps)
+        while iteration.iterations < _LIMIT_BETWEEN_BLOCKS:
+            energies = iteration.energies()
+            if float(energies.sum()) <= target:
+                break
+            iteration.step(energies)
+        most = max(most, iteration.iterations)
     return most
 
 
 def _solve(
-    weight: Tensor,
+    problem: Problem,
     x: Tensor,
     gradient: Tensor,
     pruned: Tensor,
-    prepared: DampedHessian,
     tolerance: float,
     given: torch.dtype,
 ) -> tuple[int, float]:
@@ -147,13 +155,14 @@ def _solve(
 
     The gap is that of x rounded to the `given` dtype.
     """
+    damped, label = problem.damped, problem.inputs.label
     iterations, bound, loss = 0, 0.0, 0.0
-    for rows in _row_chunks(weight):
-        system = _Rows(weight[rows], x[rows], gradient[rows], pruned[rows], prepared)
+    for rows in _row_chunks(x):
+        system = _Rows(problem.weight[rows], x[rows], gradient[rows], pruned[rows], damped)
         steps = system.solve(tolerance)
-        if prepared.dtype != torch.float64 and not system.gap <= tolerance:
+        if damped.dtype != torch.float64 and not system.gap <= tolerance:
             # float32 has stalled; what it reached is a good start for float64.
-            system = system.refined(prepared.double)
+            system = system.refined()
             steps += system.solve(tolerance / 2)
         if system.x.dtype != given:
             system.x.copy_(system.x.to(given))
@@ -164,14 +173,14 @@ def _solve(
     gap = _relative(bound, loss)
     if not math.isfinite(gap):
         raise HessianError(
-            f"{prepared.label}: the optimum came out as NaN or Inf. The weight and its Hessian are "
-            "of sizes that do not go together in floating point; scale them, or use more damping."
+            f"{label}: the optimum came out as NaN or Inf. The weight and its Hessian are of sizes "
+            "that do not go together in floating point; scale them, or use more damping."
         )
     if gap > tolerance:
         warnings.warn(
-            f"{prepared.label}: stopped at a certified gap to the optimum of {gap:.1e}, above "
-            f"`tolerance` {tolerance:g}: {given} weights allow no better. More damping helps where "
-            "the Hessian is ill-conditioned.",
+            f"{label}: stopped at a certified gap to the optimum of {gap:.1e}, above `tolerance` "
+            f"{tolerance:g}: {given} weights allow no better. More damping helps where the Hessian "
+            "is ill-conditioned.",
             NumericalWarning,
             stacklevel=2,
         )
@@ -182,17 +191,18 @@ class _Rows:
     """The masked system of some rows, solved until its own certificate holds.
 
     Attributes:
-        x: (rows, columns), improved in place.
-        bound: ½ Σ r (H⁻¹)_UU rᵀ, what the damped loss of x exceeds the optimal one by at most.
-        loss: the damped loss ½ Σ (w − x) H (w − x)ᵀ.
+        x: The present solution, (rows, columns), improved in place.
+        bound: ½ Σ r (H⁻¹)_UU rᵀ over the rows, by which the damped loss of x exceeds the optimal
+            one at most; infinite before `certify`.
+        loss: The damped loss ½ Σ (w − x) H (w − x)ᵀ over the rows.
     """
 
     def __init__(
-        self, weight: Tensor, x: Tensor, gradient: Tensor, pruned: Tensor, prepared: DampedHessian
+        self, weight: Tensor, x: Tensor, gradient: Tensor, pruned: Tensor, damped: DampedHessian
     ) -> None:
         self.weight, self.x, self.gradient = weight, x, gradient
         self.kept = (~pruned).to(x.dtype)
-        self.prepared = prepared
+        self.damped = damped
         self.bound = math.inf
         self.loss = float(((weight - x) * gradient).sum()) / 2
 
@@ -202,68 +212,63 @@ class _Rows:
         return _relative(self.bound, self.loss)
 
     def certify(self) -> None:
-        """Compute the gradient, the bound and the loss from x alone."""
+        """Compute the gradient, the bound and the loss afresh, from x alone."""
         change = self.weight - self.x
-        torch.mm(change, self.prepared.matrix, out=self.gradient)
+        torch.mm(change, self.damped.matrix, out=self.gradient)
         self.loss = float((change * self.gradient).sum()) / 2
         # r H⁻¹ rᵀ = ‖r Uᵀ‖², which cannot come out negative.
-        energy = ((self.gradient * self.kept) @ self.prepared.factor.T).square_().sum()
+        energy = ((self.gradient * self.kept) @ self.damped.factor.T).square_().sum()
         # The residual is itself rounded; a bound must allow for what that may hide.
-        hidden = change.square_().sum() * self.prepared.residual_rounding
+        hidden = change.square_().sum() * self.damped.residual_rounding
         self.bound = float(energy + hidden) / 2
 
-    def refined(self, prepared: DampedHessian) -> "_Rows":
+    def refined(self) -> "_Rows":
         """The same system in float64, from where this one is (or from the start, had it failed)."""
         weight, x = self.weight.double(), self.x.double()
         if not math.isfinite(self.loss):
             x = weight * self.kept
-        system = _Rows(weight, x, torch.zeros_like(x), self.kept == 0, prepared)
+        system = _Rows(weight, x, torch.zeros_like(x), self.kept == 0, self.damped.double)
         system.certify()
         return system
 
     def solve(self, tolerance: float) -> int:
-        """Iterate until the certified gap is within the tolerance or stalls."""
-        # The preconditioner's energy is no bound, but proportional to one: about a third of it.
-        target = tolerance * self.loss / 2
-        reached = math.inf
-        stalls = 0
+        """Iterate until the certified gap is within the tolerance or stalls: iterations.
 
-        def converged(energy: Tensor) -> bool:
-            nonlocal reached
-            reached = float(energy.sum())
-            return not reached > target  # also where it is NaN
-
-        def confirm() -> bool:
-            nonlocal stalls, target
-            previous = self.bound
-            self.certify()
-            stalls = 0 if self.bound <= previous / 2 else stalls + 1
-            if not (self.gap > tolerance and stalls < _STALLS and reached > 0):
-                return True
-            # From what was reached, not from what was asked for: else nothing may be left to do.
-            target = reached * tolerance * self.loss / self.bound / 2
-            return False
-
-        steps = conjugate_gradients(
-            self.x,
-            self.gradient,
-            self.prepared.matrix,
-            self.prepared.low_rank_model.on(self.kept),
-            converged,
-            confirm,
-            limit=_LIMIT,
+        The energies of the iteration tell when a certificate is worth its price. They are no bound
+        themselves, but proportional to one: about a third of it.
+        """
+        iteration = ConjugateGradients(
+            self.x, self.gradient, self.damped.matrix, self.damped.low_rank_model.on(self.kept)
         )
-        if steps == _LIMIT:
-            self.certify()
-        return steps
+        target = tolerance * self.loss / 2
+        stalls = 0
+        while iteration.iterations < _LIMIT:
+            energies = iteration.energies()
+            energy = float(energies.sum())
+            if not energy > target:  # also where it is NaN
+                before = self.bound
+                self.certify()
+                stalls = 0 if self.bound <= before / 2 else stalls + 1
+                if not (self.gap > tolerance and stalls < _STALLS and energy > 0):
+                    return iteration.iterations
+                # The bound must fall to tolerance · loss, so the energy by the same factor from
+                # where it is now; half of that leaves a margin.
+                target = energy * tolerance * self.loss / self.bound / 2
+                # Go on from the exact gradient, which the certificate has put in place.
+                energies = iteration.energies()
+            iteration.step(energies)
+        self.certify()
+        return iteration.iterations
 
 
 def _relative(bound: float, loss: float) -> float:
+    """The bound relative to the loss; zero where the bound is, also if the loss is zero, too."""
     # Not `bound > 0`: what is not a number must not pass for a gap of zero.
     return 0.0 if bound == 0 else bound / max(loss, sys.float_info.min)
 
 
 def _row_chunks(weight: Tensor) -> Iterator[slice]:
+    """Ranges of rows that are solved together, for a weight (rows, columns)."""
     rows, columns = weight.shape
     for start, stop in split_range(0, rows, max(1, _ELEMENTS // columns)):
         yield slice(start, stop)

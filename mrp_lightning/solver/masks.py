@@ -1,131 +1,120 @@
 """Masks: which weights to remove.
 
-`chooser` binds a mask to a layer and returns a function from the current weights of some columns to
-the weights to remove there. The compensation decides when it is asked, and with which inverse: that
-of the whole Hessian (Algorithm 1) or that of its trailing part (a sweep).
+A mask is bound to a layer, which gives a function from the current weights of some columns to the
+weights to remove there. The compensation decides when it is asked, and with which inverse: that of
+the whole Hessian (Algorithm 1) or that of its trailing part (a column sweep).
 
 Dead inputs score −1: their weights carry nothing and go first.
 """
 
 import itertools
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from mrp_lightning.errors import MethodError
-from mrp_lightning.solver.damping import DampedHessian
 from mrp_lightning.solver.patterns import Pattern, SemiStructured, Unstructured
+from mrp_lightning.solver.problem import Problem
 from mrp_lightning.solver.ranges import split_range
 
 Chooser = Callable[[Tensor, int], Tensor]
-"""(current weights (rows, width) of the columns from `start`, start) → bool (rows, width)."""
+"""Called with the current weights (rows, width) of some columns and the first of these columns:
+bool (rows, width), True = removed."""
 
 InverseBlocks = Callable[[int], Tensor]
-"""width → diagonal blocks (columns / width, width, width) of the inverse to score with."""
+"""Called with a width: the diagonal blocks of the inverse to score with, (columns / width, width,
+width)."""
 
 MOST_COMBINATIONS = 100
 _ELEMENTS = 2**26
 """Elements of the temporaries in which combinations are compared."""
 
 
-class LayerMask(ABC):
-    """A mask chosen at once from the dense weights, so that blocks mean nothing to it."""
+class Mask(Protocol):
+    """What all masks offer.
+
+    Attributes:
+        name: The name in MASK+COMPENSATION.
+        by_block: Whether weights are chosen one column block after another, each time from the
+            weights as they are by then; else all at once from the dense weights, so that column
+            blocks mean nothing.
+        needs_inverse: Whether the mask uses (H + λI)⁻¹.
+    """
 
     name: ClassVar[str]
+    by_block: ClassVar[bool]
+    needs_inverse: ClassVar[bool]
 
-    def check(self, pattern: Pattern) -> None:  # noqa: B027  (most have nothing to refuse)
+    def check(self, pattern: Pattern) -> None:
         """Raise a MethodError where the mask does not exist for the pattern."""
+        del pattern  # most masks have nothing to refuse
 
     @abstractmethod
-    def choose(self, weight: Tensor, prepared: DampedHessian, pattern: Pattern) -> Tensor:
-        """Return the removed weights of weight (rows, columns): bool, True = removed."""
-
-
-class BlockMask(ABC):
-    """A mask chosen a block of columns at a time, from the weights as they are by then."""
-
-    name: ClassVar[str]
-
-    def check(self, pattern: Pattern) -> None:  # noqa: B027
-        """Raise a MethodError where the mask does not exist for the pattern."""
-
-    @abstractmethod
-    def bind(
-        self, prepared: DampedHessian, inverse_blocks: InverseBlocks, pattern: Pattern
-    ) -> Chooser:
-        """Prepare the choice for all layers that read one input."""
-
-
-Mask = LayerMask | BlockMask
-
-
-def chooser(
-    mask: Mask,
-    weight: Tensor,
-    prepared: DampedHessian,
-    inverse_blocks: InverseBlocks,
-    pattern: Pattern,
-) -> Chooser:
-    """Bind either kind of mask to a layer with dense weight (rows, columns)."""
-    if isinstance(mask, BlockMask):
-        return mask.bind(prepared, inverse_blocks, pattern)
-    pruned = mask.choose(weight, prepared, pattern)
-    return lambda current, start: pruned[:, start : start + current.shape[1]]
+    def bind(self, problem: Problem, inverse_blocks: InverseBlocks) -> Chooser:
+        """Prepare the choice for one layer."""
 
 
 @dataclass(frozen=True)
-class Magnitude(LayerMask):
+class Magnitude(Mask):
     """The smallest |w|, over the whole layer or in each group."""
 
     name: ClassVar[str] = "magnitude"
+    by_block: ClassVar[bool] = False
+    needs_inverse: ClassVar[bool] = False
 
-    def choose(self, weight: Tensor, prepared: DampedHessian, pattern: Pattern) -> Tensor:
+    def bind(self, problem: Problem, inverse_blocks: InverseBlocks) -> Chooser:
         """Rank |w|."""
-        return pattern.select(weight.abs().masked_fill_(prepared.dead, -1), 0)
+        del inverse_blocks
+        scores = problem.weight.abs().masked_fill_(problem.inputs.dead, -1)
+        return _chosen(problem.pattern.select(scores, 0))
 
 
 @dataclass(frozen=True)
-class Wanda(LayerMask):
+class Wanda(Mask):
     """The smallest |w_ij|·‖x_j‖, in each output row or in each group (Sun et al., 2024)."""
 
     name: ClassVar[str] = "wanda"
+    by_block: ClassVar[bool] = False
+    needs_inverse: ClassVar[bool] = False
 
-    def choose(self, weight: Tensor, prepared: DampedHessian, pattern: Pattern) -> Tensor:
+    def bind(self, problem: Problem, inverse_blocks: InverseBlocks) -> Chooser:
         """Rank |w_ij|·√H_jj, which is Wanda's score up to a constant."""
-        scores = weight.abs() * prepared.diagonal.to(weight.dtype).sqrt()
-        return pattern.select_in_rows(scores.masked_fill_(prepared.dead, -1))
+        del inverse_blocks
+        norms = problem.inputs.diagonal.to(problem.weight.dtype).sqrt()
+        scores = (problem.weight.abs() * norms).masked_fill_(problem.inputs.dead, -1)
+        return _chosen(problem.pattern.select_in_rows(scores))
 
 
 @dataclass(frozen=True)
-class SingleRemoval(BlockMask):
+class SingleRemoval(Mask):
     """Solution 𝔖: the smallest loss of removing one weight alone.
 
     The score is w_ij² / [H⁻¹]_jj (paper Eq. loss_single, without its factor ½).
     """
 
     name: ClassVar[str] = "S"
+    by_block: ClassVar[bool] = True
+    needs_inverse: ClassVar[bool] = True
 
-    def bind(
-        self, prepared: DampedHessian, inverse_blocks: InverseBlocks, pattern: Pattern
-    ) -> Chooser:
+    def bind(self, problem: Problem, inverse_blocks: InverseBlocks) -> Chooser:
         """Rank the single-removal losses of the current weights."""
-        inverse_diagonal = inverse_blocks(1).flatten()
+        inverse_diagonal, dead = inverse_blocks(1).flatten(), problem.inputs.dead
 
         def choose(current: Tensor, start: int) -> Tensor:
             columns = slice(start, start + current.shape[1])
             scores = current.square() / inverse_diagonal[columns]
-            return pattern.select(scores.masked_fill_(prepared.dead[columns], -1), start)
+            return problem.pattern.select(scores.masked_fill_(dead[columns], -1), start)
 
         return choose
 
 
 @dataclass(frozen=True)
-class MultipleRemoval(BlockMask):
+class MultipleRemoval(Mask):
     """Solution 𝔐: in each group, the combination of weights whose joint removal costs least.
 
     The loss of removing p is w_p [(H⁻¹)_pp]⁻¹ w_pᵀ (paper Eq. optimal_loss, without its factor ½),
@@ -133,6 +122,8 @@ class MultipleRemoval(BlockMask):
     """
 
     name: ClassVar[str] = "M"
+    by_block: ClassVar[bool] = True
+    needs_inverse: ClassVar[bool] = True
 
     def check(self, pattern: Pattern) -> None:
         """Only N:M with at most 100 combinations in a group."""
@@ -150,23 +141,19 @@ class MultipleRemoval(BlockMask):
                 'method="SM") with this pattern.'
             )
 
-    def bind(
-        self, prepared: DampedHessian, inverse_blocks: InverseBlocks, pattern: Pattern
-    ) -> Chooser:
+    def bind(self, problem: Problem, inverse_blocks: InverseBlocks) -> Chooser:
         """Compare the joint losses of the current weights."""
-        self.check(pattern)
-        assert isinstance(pattern, SemiStructured)
+        pattern, dead = problem.pattern, problem.inputs.dead
+        assert isinstance(pattern, SemiStructured), "refused by `check`"
         group, removed = pattern.group, pattern.removed
         combinations = torch.tensor(
-            list(itertools.combinations(range(group), removed)), device=prepared.dead.device
+            list(itertools.combinations(range(group), removed)), device=dead.device
         )
         costs = _joint_costs(inverse_blocks(group), combinations)
-        membership = torch.zeros(
-            len(combinations), group, dtype=torch.bool, device=prepared.dead.device
-        )
+        membership = torch.zeros(len(combinations), group, dtype=torch.bool, device=dead.device)
         membership.scatter_(1, combinations, True)
         # Dead inputs first: only combinations with as many of them as can be may win.
-        dead = prepared.dead.view(-1, group)
+        dead = dead.view(-1, group)
         dead_removed = (dead[:, None] & membership).sum(2)
         penalty = torch.zeros_like(costs[:, 0]).masked_fill_(
             dead_removed < dead.sum(1, keepdim=True).clamp(max=removed), torch.inf
@@ -188,6 +175,11 @@ class MultipleRemoval(BlockMask):
             return pruned
 
         return choose
+
+
+def _chosen(pruned: Tensor) -> Chooser:
+    """Answer for any columns from what was chosen at once, bool (rows, columns)."""
+    return lambda current, start: pruned[:, start : start + current.shape[1]]
 
 
 def _joint_costs(blocks: Tensor, combinations: Tensor) -> Tensor:

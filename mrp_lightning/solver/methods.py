@@ -2,25 +2,14 @@
 
 from dataclasses import dataclass
 
-from mrp_lightning.errors import MethodError, OptionError, PatternError
+from mrp_lightning.errors import MethodError
 from mrp_lightning.solver.column_sweep import ColumnSweep
 from mrp_lightning.solver.compensation import Compensation, NoCompensation
-from mrp_lightning.solver.exact import Optimum
-from mrp_lightning.solver.masks import (
-    LayerMask,
-    Magnitude,
-    Mask,
-    MultipleRemoval,
-    SingleRemoval,
-    Wanda,
-)
-from mrp_lightning.solver.patterns import Pattern, SemiStructured
+from mrp_lightning.solver.exact import ExactCompensation
+from mrp_lightning.solver.masks import Magnitude, Mask, MultipleRemoval, SingleRemoval, Wanda
 
 MASKS: dict[str, Mask] = {
     mask.name: mask for mask in (Magnitude(), Wanda(), SingleRemoval(), MultipleRemoval())
-}
-COMPENSATIONS: dict[str, Compensation] = {
-    compensation.name: compensation for compensation in (NoCompensation(), ColumnSweep(), Optimum())
 }
 NAMED = {
     "magnitude": "magnitude+none",
@@ -38,9 +27,9 @@ class Method:
     """A mask and a compensation.
 
     Attributes:
-        name: as the user wrote it.
-        mask: which weights go.
-        compensation: how the others make up for them.
+        name: The name that the user wrote.
+        mask: The mask, which says what weights go.
+        compensation: The compensation, which says how the others make up for them.
     """
 
     name: str
@@ -50,46 +39,32 @@ class Method:
     def __str__(self) -> str:
         return self.name
 
-    def check(self, pattern: Pattern, block_size: int | None) -> None:
-        """Refuse what cannot be combined, before any work.
-
-        Raises:
-            MethodError: the mask does not exist for the pattern.
-            PatternError: `block_size` would split the groups of an N:M pattern.
-            OptionError: `block_size` is neither None nor a positive integer.
-        """
-        self.mask.check(pattern)
-        if block_size is None:
-            return
-        if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
-            raise OptionError(
-                f"`block_size` must be a positive number of columns, or None for all columns; got "
-                f"{block_size!r}."
-            )
-        if isinstance(self.mask, LayerMask) or not isinstance(pattern, SemiStructured):
-            return
-        if block_size % pattern.group:
-            raise PatternError(
-                f'`block_size` must be a multiple of {pattern.group} for pattern "{pattern}"; got '
-                f"{block_size}. Use for example {max(1, 128 // pattern.group) * pattern.group}."
-            )
+    @property
+    def needs_inverse(self) -> bool:
+        """Whether the method uses (H + λI)⁻¹, so that λ has a part in its result."""
+        return self.mask.needs_inverse or self.compensation.needs_inverse
 
 
-def parse_method(name: str) -> Method:
+def parse_method(name: str, *, tolerance: float = 1e-6) -> Method:
     """Look up a method by name.
 
     Args:
-        name: one of the names in the table, or a pair MASK+COMPENSATION such as "wanda+M". Upper
+        name: One of the names in the table, or a pair MASK+COMPENSATION such as "wanda+M". Upper
             and lower case differ.
+        tolerance: Certified relative distance to the optimum at which the compensation M stops,
+            finite and > 0. It means nothing to other compensations.
 
     Raises:
-        MethodError: there is no such method; the message lists all.
+        MethodError: There is no such method; the message lists all.
+        OptionError: The tolerance is out of range.
     """
+    known = (NoCompensation(), ColumnSweep(), ExactCompensation(tolerance))
+    compensations: dict[str, Compensation] = {each.name: each for each in known}
     parts = NAMED.get(name, name).split("+") if isinstance(name, str) else []
-    if len(parts) != 2 or parts[0] not in MASKS or parts[1] not in COMPENSATIONS:
+    if len(parts) != 2 or parts[0] not in MASKS or parts[1] not in compensations:
         raise MethodError(
             f"`method` must be one of {', '.join(NAMED)}, or MASK+COMPENSATION with MASK in "
-            f"{'|'.join(MASKS)} and COMPENSATION in {'|'.join(COMPENSATIONS)} (case matters); "
+            f"{'|'.join(MASKS)} and COMPENSATION in {'|'.join(compensations)} (case matters); "
             f"got {name!r}."
         )
-    return Method(name, MASKS[parts[0]], COMPENSATIONS[parts[1]])
+    return Method(name, MASKS[parts[0]], compensations[parts[1]])

@@ -1,16 +1,17 @@
 """Prune one weight matrix."""
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from mrp_lightning.errors import HessianError, OptionError, PatternError, TargetError
-from mrp_lightning.solver.damping import DampedHessian
-from mrp_lightning.solver.methods import Method, parse_method
-from mrp_lightning.solver.patterns import Pattern, make_pattern
+from mrp_lightning.solver.input_hessian import InputHessian
+from mrp_lightning.solver.loss import output_energy
+from mrp_lightning.solver.patterns import Pattern
 from mrp_lightning.solver.precision import full_float32
+from mrp_lightning.solver.problem import Problem
+from mrp_lightning.solver.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -18,21 +19,26 @@ class Solution:
     """A pruned weight and how good it is.
 
     Attributes:
-        weight: (rows, columns), in the dtype of the input; removed weights are +0.0.
+        weight: The new weight, (rows, columns), in the dtype of the input; removed weights are
+            +0.0.
         pruned: bool (rows, columns), True = removed.
         loss: ½·tr(δ H δᵀ), H undamped, δ = returned weight − weight: the mean over the calibration
             tokens of ‖δ x‖².
-        damping_used: λ, what was added to the diagonal of H.
-        iterations: conjugate gradient iterations; None for methods without.
-        gap: certified relative distance of the damped loss to that of the optimum for `pruned`,
+        damping_used: λ, what was added to the diagonal of H. Methods without an inverse add
+            nothing; then it is what the given damping would have added.
+        damping_ratio: Fraction of the mean diagonal of H that λ is: the given damping, or what it
+            had to be raised to.
+        iterations: Number of conjugate gradient iterations; None for methods without.
+        gap: Certified relative distance of the damped loss to that of the optimum for `pruned`,
             before a cast to a narrower dtype; None for methods that do not seek the optimum.
-        dead_inputs: columns whose input was always zero.
+        dead_inputs: Number of columns whose input was always zero.
     """
 
     weight: Tensor
     pruned: Tensor
     loss: float
     damping_used: float
+    damping_ratio: float
     iterations: int | None
     gap: float | None
     dead_inputs: int
@@ -55,117 +61,97 @@ def prune_weight(
     Give exactly one of `sparsity` and `pattern`.
 
     Args:
-        weight: (rows, columns), floating point.
+        weight: The dense weight, (rows, columns), floating point.
         hessian: H = 2·XᵀX / tokens, (columns, columns), undamped; see `HessianAccumulator`.
-        sparsity: fraction of the weights to remove, in (0, 1).
+        sparsity: Fraction of the weights to remove, in (0, 1).
         pattern: "N:M", N kept of every M consecutive input columns.
         method: magnitude, wanda, SS (= sparsegpt), SM, MS, MM, or MASK+COMPENSATION.
-        block_size: columns chosen at a time (paper's S); None = all.
-        damping: fraction of the mean diagonal of H that is added to the diagonal, ≥ 0.
-        tolerance: relative gap to the optimum at which compensation M stops, > 0.
+        block_size: Number of columns chosen together (the paper's S); None for all.
+        damping: Fraction of the mean diagonal of H that is added to the diagonal, ≥ 0. It rises
+            tenfold, with a `NumericalWarning`, while H is not positive definite.
+        tolerance: Relative gap to the optimum at which the compensation M stops, > 0.
 
     Returns:
         The pruned weight and its measures. The inputs are not modified.
 
     Raises:
-        PatternError: the pattern is malformed or does not fit the columns or the block size.
-        MethodError: no such method, or not for this pattern.
+        PatternError: The pattern is malformed or does not fit the columns or the block size.
+        MethodError: There is no such method, or not for this pattern.
+        OptionError: `block_size`, `damping` or `tolerance` is out of range.
         HessianError: H is unusable.
-        TargetError: the weight is not a finite floating-point matrix.
+        TargetError: The weight is not a finite floating-point matrix.
     """
-    chosen_pattern, chosen_method = make_pattern(sparsity, pattern), parse_method(method)
-    chosen_method.check(chosen_pattern, block_size)
+    recipe = Recipe.of(
+        method=method,
+        sparsity=sparsity,
+        pattern=pattern,
+        block_size=block_size,
+        damping=damping,
+        tolerance=tolerance,
+    )
     with torch.inference_mode(False), torch.no_grad():
-        prepared = DampedHessian(hessian.detach().to(weight.device), damping)
-        return prune(
-            weight,
-            prepared,
-            chosen_pattern,
-            chosen_method,
-            block_size=block_size,
-            tolerance=tolerance,
-        )
+        inputs = InputHessian(hessian.detach().to(weight.device))
+        return prune(weight, inputs, recipe)
 
 
-def prune(
-    weight: Tensor,
-    prepared: DampedHessian,
-    pattern: Pattern,
-    method: Method,
-    *,
-    block_size: int | None = 128,
-    tolerance: float = 1e-6,
-) -> Solution:
-    """Prune a weight whose Hessian is prepared already; see `prune_weight`.
+def prune(weight: Tensor, inputs: InputHessian, recipe: Recipe) -> Solution:
+    """Prune a weight whose Hessian is checked already; see `prune_weight`.
 
     Args:
-        weight: (rows, columns), floating point.
-        prepared: the damped Hessian of the layer's input, shared by all layers that read it.
-        pattern: how many weights go, and where.
-        method: mask and compensation.
-        block_size: columns chosen at a time; None = all.
-        tolerance: relative gap to the optimum at which compensation M stops, > 0.
+        weight: The dense weight, (rows, columns), floating point.
+        inputs: The Hessian of the layer's inputs, shared by all layers that read them.
+        recipe: How to prune.
 
     Raises:
-        As `prune_weight`.
+        PatternError: The pattern does not fit the columns.
+        HessianError: H has another number of columns, or is indefinite.
+        OptionError: The weight and H are on different devices.
+        TargetError: The weight is not a finite floating-point matrix.
     """
-    method.check(pattern, block_size)
-    if not (isinstance(tolerance, int | float) and math.isfinite(tolerance) and tolerance > 0):
-        raise OptionError(f"`tolerance` must be a number > 0; got {tolerance!r}.")
-    _check_weight(weight, prepared, pattern)
+    _check_weight(weight, inputs, recipe.pattern)
     with torch.inference_mode(False), torch.no_grad(), full_float32(weight.device):
         weight = weight.detach()
-        if weight.dtype == torch.float64:
-            prepared = prepared.double
-        dense = weight.to(prepared.dtype)
-        result = method.compensation.apply(
-            dense,
-            prepared,
-            method.mask,
-            pattern,
-            min(block_size or prepared.columns, prepared.columns),
-            tolerance,
+        wide = torch.float64 in (weight.dtype, inputs.dtype)
+        problem = Problem(
+            weight=weight.to(torch.float64 if wide else torch.float32),
+            inputs=inputs,
+            pattern=recipe.pattern,
+            block_size=recipe.columns_together(inputs.columns),
+            damping=recipe.damping,
         )
+        result = recipe.method.compensation.apply(problem, recipe.method.mask)
         pruned = result.pruned.contiguous()
         compensated = result.weight.masked_fill(pruned, 0).to(weight.dtype).contiguous()
+        ratio = problem.damped.ratio if recipe.method.needs_inverse else recipe.damping
         return Solution(
             weight=compensated,
             pruned=pruned,
-            loss=_loss(compensated.to(prepared.dtype) - dense, prepared.hessian),
-            damping_used=prepared.damping_used,
+            loss=output_energy(
+                compensated.to(problem.weight.dtype) - problem.weight, inputs.hessian
+            ),
+            damping_used=ratio * inputs.mean_diagonal,
+            damping_ratio=ratio,
             iterations=result.iterations,
             gap=result.gap,
-            dead_inputs=prepared.dead_inputs,
+            dead_inputs=inputs.dead_inputs,
         )
 
 
-def _loss(change: Tensor, hessian: Tensor) -> float:
-    """½·tr(δ H δᵀ), H undamped, for δ (rows, columns)."""
-    hessian = hessian.to(change.dtype)
-    loss = float(((change @ hessian) * change).sum()) / 2
-    apart = float((change.square() * hessian.diagonal()).sum()) / 2
-    if loss < 1e-3 * apart and change.dtype != torch.float64:
-        # The changes cancel in the outputs, as they do where tokens are few: float32 would return
-        # what its rounding leaves.
-        return _loss(change.double(), hessian.double())
-    return max(loss, 0.0)
-
-
-def _check_weight(weight: Tensor, prepared: DampedHessian, pattern: Pattern) -> None:
-    label = prepared.label
+def _check_weight(weight: Tensor, inputs: InputHessian, pattern: Pattern) -> None:
+    label = inputs.label
     if weight.ndim != 2 or not weight.is_floating_point():
         raise TargetError(
             f"{label}: expected a floating-point weight (rows, columns); got {tuple(weight.shape)} "
             f"of {weight.dtype}."
         )
-    if weight.shape[1] != prepared.columns:
+    if weight.shape[1] != inputs.columns:
         raise HessianError(
-            f"{label}: the weight has {weight.shape[1]} columns, its Hessian {prepared.columns}; "
+            f"{label}: the weight has {weight.shape[1]} columns, its Hessian {inputs.columns}; "
             "they must be equal."
         )
-    if weight.device != prepared.hessian.device:
+    if weight.device != inputs.hessian.device:
         raise OptionError(
-            f"{label}: the weight is on {weight.device}, its Hessian on {prepared.hessian.device}; "
+            f"{label}: the weight is on {weight.device}, its Hessian on {inputs.hessian.device}; "
             "move one of them."
         )
     if not pattern.divides(weight.shape[1]):

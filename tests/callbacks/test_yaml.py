@@ -40,7 +40,7 @@ callback:
     assert callback.recipe.method.name == "MM"
     assert callback.recipe.block_size is None
     assert callback.recipe.damping == 0.01
-    assert callback.recipe.true_sequential
+    assert callback.true_sequential
     assert callback.targets == ["q_proj", "layers.*.mlp"]
     assert callback.ignore == "down_proj"
     assert callback.save_dir == "runs/x"

@@ -12,11 +12,9 @@ from torch.utils.data import DataLoader
 from callbacks import MRPCallback
 from mrp_lightning import CausalLM, HessianAccumulator, Trainer, prune_weight
 from mrp_lightning.calibration.offload import hold_on_cpu, release
-from mrp_lightning.pruning.prune_layer import Recipe
 from mrp_lightning.pruning.report import PruningReport
 from mrp_lightning.pruning.sequential import SequentialPruner
-from mrp_lightning.solver.methods import parse_method
-from mrp_lightning.solver.patterns import make_pattern
+from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets import plan as plan_module
 from mrp_lightning.targets.plan import make_plan
 
@@ -83,7 +81,7 @@ def pruned(family: str, device: torch.device, *, offload: bool) -> dict[str, tor
     # The others compute differently on different devices.
     model.set_attn_implementation("eager")
     model.set_experts_implementation("eager")
-    recipe = Recipe(pattern=make_pattern(None, "2:4"), method=parse_method("SM"))
+    recipe = Recipe.of(pattern="2:4", method="SM")
     plan = make_plan(model, recipe.pattern)
     blocks = [block.module for block in plan.blocks]
     if offload:

@@ -9,11 +9,9 @@ from torch import Tensor, nn
 
 from mrp_lightning import prune_weight
 from mrp_lightning.errors import TargetError
-from mrp_lightning.pruning.prune_layer import Recipe
 from mrp_lightning.pruning.report import PruningReport
 from mrp_lightning.pruning.sequential import SequentialPruner
-from mrp_lightning.solver.methods import parse_method
-from mrp_lightning.solver.patterns import make_pattern
+from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.plan import make_plan
 
 WIDTH = 16
@@ -131,7 +129,7 @@ def inputs(*means: float) -> list[Tensor]:
 
 
 def prune(model: nn.Module, batches: list[Tensor], **choices: Any) -> PruningReport:
-    recipe = Recipe(pattern=make_pattern(None, "2:4"), method=parse_method("SM"), tolerance=1e-9)
+    recipe = Recipe.of(pattern="2:4", method="SM", tolerance=1e-9)
     report = PruningReport({})
     plan = make_plan(model, recipe.pattern, **choices)
     SequentialPruner(model, model, batches, plan, recipe, report).prune()

@@ -10,12 +10,11 @@ from torch.nn import functional
 from mrp_lightning import prune_weight
 from mrp_lightning.calibration import experts
 from mrp_lightning.errors import PatternError
-from mrp_lightning.pruning.prune_layer import Recipe
 from mrp_lightning.pruning.report import PruningReport
 from mrp_lightning.pruning.sequential import SequentialPruner
 from mrp_lightning.solver.hessian import HessianAccumulator
-from mrp_lightning.solver.methods import parse_method
 from mrp_lightning.solver.patterns import make_pattern
+from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.layers import Conv2d, layers_of
 from mrp_lightning.targets.plan import make_plan
 
@@ -30,11 +29,7 @@ def prune_model(
     true_sequential: bool = False,
     **choices: Any,
 ) -> PruningReport:
-    recipe = Recipe(
-        pattern=make_pattern(None, pattern),
-        method=parse_method("SM"),
-        true_sequential=true_sequential,
-    )
+    recipe = Recipe.of(pattern=pattern, method="SM")
     report = PruningReport({})
     plan = make_plan(model, recipe.pattern, **choices)
     SequentialPruner(
@@ -44,6 +39,7 @@ def prune_model(
         plan=plan,
         recipe=recipe,
         report=report,
+        true_sequential=true_sequential,
     ).prune()
     return report
 

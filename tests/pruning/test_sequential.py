@@ -9,11 +9,9 @@ from torch import Tensor, nn
 
 from mrp_lightning import prune_weight
 from mrp_lightning.errors import HessianError
-from mrp_lightning.pruning.prune_layer import Recipe
 from mrp_lightning.pruning.report import PruningReport
 from mrp_lightning.pruning.sequential import SequentialPruner
-from mrp_lightning.solver.methods import parse_method
-from mrp_lightning.solver.patterns import make_pattern
+from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.layers import is_conv1d, is_linear
 from mrp_lightning.targets.plan import make_plan
 
@@ -38,12 +36,7 @@ def prune_model(
     tolerance: float = 1e-6,
     **choices: Any,
 ) -> PruningReport:
-    recipe = Recipe(
-        pattern=make_pattern(sparsity, pattern),
-        method=parse_method(method),
-        true_sequential=true_sequential,
-        tolerance=tolerance,
-    )
+    recipe = Recipe.of(sparsity=sparsity, pattern=pattern, method=method, tolerance=tolerance)
     report = PruningReport({"method": method, "pattern": pattern})
     SequentialPruner(
         model=model,
@@ -52,6 +45,7 @@ def prune_model(
         plan=make_plan(model, recipe.pattern, **choices),
         recipe=recipe,
         report=report,
+        true_sequential=true_sequential,
     ).prune()
     return report
 
@@ -212,7 +206,7 @@ def test_offload_gives_the_same_bits_and_leaves_no_hook(family, build, batches):
         for batch in batches:
             batch["decoder_input_ids"] = batch["input_ids"][:, :7]
     prune_model(ours, batches)
-    recipe = Recipe(pattern=make_pattern(None, "2:4"), method=parse_method("SM"))
+    recipe = Recipe.of(pattern="2:4", method="SM")
     SequentialPruner(
         model=theirs,
         run=lambda batch: theirs(**batch),
@@ -276,7 +270,7 @@ def test_an_interrupted_run_leaves_whole_layers_and_says_which(build, batches, m
         return original(*args, **kwargs)
 
     monkeypatch.setattr(prune_layer, "prune", prune)
-    recipe = Recipe(pattern=make_pattern(None, "2:4"), method=parse_method("SM"))
+    recipe = Recipe.of(pattern="2:4", method="SM")
     report = PruningReport({})
     pruner = SequentialPruner(
         model=model,

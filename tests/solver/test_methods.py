@@ -1,10 +1,16 @@
+from typing import ClassVar
+
 import pytest
 import torch
 
 from mrp_lightning import prune_weight
-from mrp_lightning.errors import MethodError, PatternError
-from mrp_lightning.solver.methods import NAMED, parse_method
+from mrp_lightning.errors import MethodError
+from mrp_lightning.solver.input_hessian import InputHessian
+from mrp_lightning.solver.masks import Mask
+from mrp_lightning.solver.methods import NAMED, Method, parse_method
 from mrp_lightning.solver.patterns import SemiStructured, Unstructured
+from mrp_lightning.solver.pruning import prune
+from mrp_lightning.solver.recipe import Recipe
 
 PAIRS = [f"{m}+{c}" for m in ("magnitude", "wanda", "S", "M") for c in ("none", "S", "M")]
 
@@ -29,19 +35,13 @@ def test_an_unknown_method_lists_all(name):
 @pytest.mark.parametrize("name", ["MS", "MM", "M+none"])
 def test_the_mask_m_needs_groups(name):
     with pytest.raises(MethodError, match=r'not defined for unstructured.*method="SM"'):
-        parse_method(name).check(Unstructured(0.5), 128)
+        parse_method(name).mask.check(Unstructured(0.5))
 
 
 def test_the_mask_m_tries_at_most_100_combinations():
-    parse_method("MM").check(SemiStructured(4, 8), 128)  # 70
+    parse_method("MM").mask.check(SemiStructured(4, 8))  # 70
     with pytest.raises(MethodError, match=r'pattern "5:10" has 252'):
-        parse_method("MM").check(SemiStructured(5, 10), 100)
-
-
-@pytest.mark.parametrize("name", ["SS", "SM", "MM", "S+none"])
-def test_blocks_may_not_split_groups(name):
-    with pytest.raises(PatternError, match=r"`block_size` must be a multiple of 4 .* got 30"):
-        parse_method(name).check(SemiStructured(2, 4), 30)
+        parse_method("MM").mask.check(SemiStructured(5, 10))
 
 
 @pytest.mark.parametrize("name", ["magnitude", "wanda", "wanda+M", "magnitude+S"])
@@ -51,12 +51,6 @@ def test_blocks_mean_nothing_to_masks_of_a_whole_layer(problem, truth, name):
     first = prune_weight(weight, hessian, pattern="2:4", method=name, block_size=30)
     second = prune_weight(weight, hessian, pattern="2:4", method=name, block_size=None)
     assert torch.equal(first.weight, second.weight)
-
-
-@pytest.mark.parametrize("block_size", [0, -4, 2.5, "128", True])
-def test_a_block_size_is_a_positive_integer_or_none(block_size):
-    with pytest.raises(ValueError, match="`block_size` must be a positive number of columns"):
-        parse_method("SM").check(Unstructured(0.5), block_size)
 
 
 def test_magnitude_removes_the_smallest_of_the_whole_layer(problem, truth):
@@ -121,3 +115,41 @@ def test_every_pair_works_and_ends_at_its_pattern(problem, truth, name):
     assert (solution.weight[solution.pruned] == 0).all()
     assert (solution.gap is None) == (not name.endswith("M"))
     assert (solution.iterations is None) == (not name.endswith("M"))
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_methods_say_whether_they_need_the_inverse(problem, truth, name, monkeypatch):
+    asked = []
+    damped = InputHessian.damped
+    monkeypatch.setattr(
+        InputHessian, "damped", lambda *given: asked.append(given) or damped(*given)
+    )
+    weight, inputs = problem()
+    prune_weight(weight, truth.hessian_of(inputs), pattern="2:4", method=name)
+    assert bool(asked) == parse_method(name).needs_inverse
+
+
+class OddColumns(Mask):
+    """A mask of a whole layer that no method has."""
+
+    name: ClassVar[str] = "odd"
+    by_block: ClassVar[bool] = False
+    needs_inverse: ClassVar[bool] = False
+
+    def bind(self, problem, inverse_blocks):
+        return lambda current, start: ((torch.arange(current.shape[1]) + start) % 2 == 1).expand_as(
+            current
+        )
+
+
+@pytest.mark.parametrize("compensation", ["none", "S", "M"])
+def test_a_new_mask_needs_nothing_but_itself(problem, truth, compensation):
+    weight, inputs = problem(rows=6, columns=24)
+    hessian = truth.hessian_of(inputs)
+    method = Method("odd", OddColumns(), parse_method(f"S+{compensation}").compensation)
+    recipe = Recipe(pattern=SemiStructured(2, 4), method=method, block_size=8, damping=0.01)
+    solution = prune(weight, InputHessian(hessian), recipe)
+    assert torch.equal(solution.pruned, (torch.arange(24) % 2 == 1).expand(6, 24))
+    if compensation == "M":
+        best = truth.exact_optimum(weight, truth.damped(hessian), solution.pruned)
+        torch.testing.assert_close(solution.weight.double(), best, rtol=1e-3, atol=1e-4)

@@ -8,7 +8,6 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from mrp_lightning.errors import OptionError
-from mrp_lightning.solver.masks import LayerMask
 from mrp_lightning.solver.methods import parse_method
 from mrp_lightning.solver.patterns import Pattern, make_pattern
 
@@ -100,7 +99,7 @@ class Plan:
             for setting, methods in runs.items():
                 pattern = parse_setting(setting)
                 for method in methods:
-                    parse_method(method).check(pattern, None)
+                    parse_method(method).mask.check(pattern)
         if not self.seeds:
             raise OptionError("`seeds` is empty; expected at least one, such as [0].")
         self.only = [self.only] if isinstance(self.only, str) else self.only
@@ -165,7 +164,7 @@ def parse_setting(setting: str) -> Pattern:
 
 def has_blocks(method: str) -> bool:
     """Whether the block size means anything to a method."""
-    return not isinstance(parse_method(method).mask, LayerMask)
+    return parse_method(method).mask.by_block
 
 
 def _sees_inputs(method: str) -> bool:

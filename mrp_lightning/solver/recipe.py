@@ -1,0 +1,97 @@
+"""How layers are pruned: everything that is chosen before a layer is seen, checked once."""
+
+import math
+from dataclasses import dataclass
+from numbers import Real
+
+from mrp_lightning.errors import OptionError, PatternError
+from mrp_lightning.solver.methods import Method, parse_method
+from mrp_lightning.solver.patterns import Pattern, SemiStructured, make_pattern
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How layers are pruned. `Recipe.of` makes one from what users give.
+
+    Attributes:
+        pattern: How many weights go, and where.
+        method: The mask and the compensation.
+        block_size: Number of columns chosen together, a multiple of M for N:M patterns; None for
+            all. It means nothing to masks that are chosen at once for the whole layer.
+        damping: Fraction of the mean diagonal of the Hessian that is added to it, finite and ≥ 0.
+
+    Raises:
+        MethodError: The mask does not exist for the pattern.
+        PatternError: `block_size` would split the groups of an N:M pattern.
+        OptionError: `block_size` or `damping` is out of range.
+    """
+
+    pattern: Pattern
+    method: Method
+    block_size: int | None
+    damping: float
+
+    def __post_init__(self) -> None:
+        self.method.mask.check(self.pattern)
+        self._check_block_size()
+        value = self.damping
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value) or value < 0:
+            raise OptionError(f"`damping` must be a finite number ≥ 0; got {value!r}.")
+        object.__setattr__(self, "damping", float(value))
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        method: str,
+        sparsity: float | None = None,
+        pattern: str | None = None,
+        block_size: int | None = 128,
+        damping: float = 0.01,
+        tolerance: float = 1e-6,
+    ) -> "Recipe":
+        """Make a recipe from what users give; exactly one of `sparsity` and `pattern` is given.
+
+        Args:
+            method: magnitude, wanda, SS (= sparsegpt), SM, MS, MM, or MASK+COMPENSATION.
+            sparsity: Fraction of the weights to remove, in (0, 1).
+            pattern: "N:M", N kept of every M consecutive input columns.
+            block_size: Number of columns chosen together; None for all.
+            damping: Fraction of the mean diagonal of the Hessian that is added to it, ≥ 0.
+            tolerance: Relative gap to the optimum at which the compensation M stops, > 0.
+
+        Raises:
+            PatternError: The pattern is malformed, or does not go with the block size.
+            MethodError: There is no such method, or not for this pattern.
+            OptionError: `block_size`, `damping` or `tolerance` is out of range.
+        """
+        return cls(
+            pattern=make_pattern(sparsity, pattern),
+            method=parse_method(method, tolerance=tolerance),
+            block_size=block_size,
+            damping=damping,
+        )
+
+    def columns_together(self, columns: int) -> int:
+        """How many of a layer's columns are chosen together, from 1 to all."""
+        if self.block_size is None or not self.method.mask.by_block:
+            return columns
+        return min(self.block_size, columns)
+
+    def _check_block_size(self) -> None:
+        size, pattern = self.block_size, self.pattern
+        if size is None:
+            return
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise OptionError(
+                f"`block_size` must be a positive number of columns, or None for all columns; got "
+                f"{size!r}."
+            )
+        if not self.method.mask.by_block or not isinstance(pattern, SemiStructured):
+            return
+        if size % pattern.group:
+            raise PatternError(
+                f'`block_size` must be a multiple of {pattern.group} for pattern "{pattern}"; got '
+                f"{size}. Use for example {max(1, 128 // pattern.group) * pattern.group}."
+            )

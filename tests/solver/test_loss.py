@@ -1,0 +1,29 @@
+"""The energy of a layer's outputs, against the outputs themselves."""
+
+import pytest
+import torch
+
+from mrp_lightning.solver.loss import output_energy
+
+
+def test_it_is_the_mean_squared_output(problem, truth):
+    weight, inputs = problem()
+    hessian = truth.hessian_of(inputs)
+    expected = float((weight.double() @ inputs.double().T).square().sum()) / len(inputs)
+    for dtype in (torch.float32, torch.float64):
+        for given in (weight, weight.double()):
+            assert output_energy(given, hessian.to(dtype)) == pytest.approx(expected, rel=1e-5)
+    narrow = weight.bfloat16()
+    expected = float((narrow.double() @ inputs.double().T).square().sum()) / len(inputs)
+    assert output_energy(narrow, hessian.float()) == pytest.approx(expected, rel=1e-5)
+
+
+def test_outputs_that_cancel_are_summed_in_float64(problem, truth):
+    _, inputs = problem(columns=32, tokens=8)
+    null_space = torch.linalg.svd(inputs.double(), full_matrices=True).Vh[8:]
+    change = (null_space[:4] + 1e-5 * torch.randn(4, 32).double()).float()
+    expected = float((change.double() @ inputs.double().T).square().sum()) / len(inputs)
+    hessian = truth.hessian_of(inputs)
+    rounded = float(((change @ hessian.float()) * change).sum()) / 2
+    assert rounded != pytest.approx(expected, rel=0.05)
+    assert output_energy(change, hessian.float()) == pytest.approx(expected, rel=0.05)
