@@ -1,4 +1,4 @@
-"""Time of the multiple-removal solver against SparseGPT's sweep and per-row Cholesky.
+"""Time of the multiple-removal solver against SparseGPT's column sweep and per-row Cholesky.
 
     python benchmarks/solver.py --sizes 512 1024 --threads 1
     python benchmarks/solver.py --sizes 1024 4096 4096x11008 --device cuda
@@ -26,7 +26,7 @@ from mrp_lightning.environment import machine
 from mrp_lightning.solver.pruning import Solution, prune_weight
 
 DAMPING = 0.01
-BASE = "SparseGPT sweep (128)"
+BASE = "SparseGPT column sweep (128)"
 CONTESTANTS = {
     BASE: ("SS", 128),
     "SM (128)": ("SM", 128),
@@ -83,8 +83,8 @@ def cholesky_by_row(weight: Tensor, hessian: Tensor, pruned: Tensor) -> Tensor:
     return result.to(weight.dtype)
 
 
-def original_sweep(repository: Path, weight: Tensor, hessian: Tensor) -> Tensor:
-    """The sweep of the original repository, which must be on disk."""
+def original_sparsegpt(repository: Path, weight: Tensor, hessian: Tensor) -> Tensor:
+    """The column sweep of the original repository, which must be on disk."""
     if str(repository) not in sys.path:
         sys.path.insert(0, str(repository))
     from sparsegpt import SparseGPT  # type: ignore[import-not-found]
@@ -130,7 +130,9 @@ def measure(
     if not args.skip_cholesky:
         runs["per-row Cholesky of SM (all)"] = lambda: cholesky_by_row(weight, hessian, pruned)
     if args.sparsegpt:
-        runs["original SparseGPT code"] = lambda: original_sweep(args.sparsegpt, weight, hessian)
+        runs["original SparseGPT code"] = lambda: original_sparsegpt(
+            args.sparsegpt, weight, hessian
+        )
 
     clock = time.process_time if args.cpu_time else time.perf_counter
     times: dict[str, list[float]] = {name: [] for name in runs}
@@ -186,7 +188,8 @@ def main() -> None:
     print(f"`python {' '.join(sys.argv)}`\n")
     print(f"{machine(args.device)}; weights {args.dtype}, computed in full float32;")
     print(f"2:4; median of {args.rounds} rounds; load average {os.getloadavg()[0]:.1f} before.\n")
-    print(f"| layer | condition | method | {unit} | max/min | × sweep | steps | gap | rel. loss |")
+    print(f"| layer | condition | method | {unit} | max/min ", end="")
+    print("| × column sweep | steps | gap | rel. loss |")
     print("|---|---|---|---|---|---|---|---|---|")
     for rows, columns in args.sizes:
         with torch.no_grad():

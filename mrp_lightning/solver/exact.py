@@ -37,6 +37,7 @@ _ELEMENTS = 2**26
 _GAP_BETWEEN_BLOCKS = 3e-4
 """Relative distance to the optimum that the choice of the next block's weights needs."""
 _LIMIT_BETWEEN_BLOCKS = 20
+"""Most iterations after one block, before the next one is chosen."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class ExactCompensation:
 
 
 def _block_by_block(problem: Problem, choose: Chooser) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Algorithm 1 up to its last compensation: removed weights, x, gradient, iterations.
+    """Run Algorithm 1 up to its last compensation: removed weights, x, gradient, iterations.
 
     After the blocks up to column b everything beyond is kept and can be eliminated: with
     G = [(H⁻¹)_bb]⁻¹ (a Schur complement) the problem is one in the first b columns alone, and the
@@ -131,15 +132,13 @@ def _approach(
     for rows in _row_chunks(weight):
         kept = (~pruned[rows]).to(weight.dtype)
         target = _GAP_BETWEEN_BLOCKS * float(((weight[rows] - x[rows]) * gradient[rows]).sum())
-        iteration = ConjugateGradients(
-            x[rows], gradient[rows], matrix, InverseOnKept(inverse, kept)
-        )
-        while iteration.iterations < _LIMIT_BETWEEN_BLOCKS:
-            energies = iteration.energies()
+        descent = ConjugateGradients(x[rows], gradient[rows], matrix, InverseOnKept(inverse, kept))
+        while descent.iterations < _LIMIT_BETWEEN_BLOCKS:
+            energies = descent.energies()
             if float(energies.sum()) <= target:
                 break
-            iteration.step(energies)
-        most = max(most, iteration.iterations)
+            descent.step(energies)
+        most = max(most, descent.iterations)
     return most
 
 
@@ -232,37 +231,40 @@ class _Rows:
         return system
 
     def solve(self, tolerance: float) -> int:
-        """Iterate until the certified gap is within the tolerance or stalls: iterations.
+        """Iterate until the certified gap is within the tolerance or stalls.
 
         The energies of the iteration tell when a certificate is worth its price. They are no bound
         themselves, but proportional to one: about a third of it.
+
+        Returns:
+            The number of iterations.
         """
-        iteration = ConjugateGradients(
+        descent = ConjugateGradients(
             self.x, self.gradient, self.damped.matrix, self.damped.low_rank_model.on(self.kept)
         )
         target = tolerance * self.loss / 2
         stalls = 0
-        while iteration.iterations < _LIMIT:
-            energies = iteration.energies()
+        while descent.iterations < _LIMIT:
+            energies = descent.energies()
             energy = float(energies.sum())
             if not energy > target:  # also where it is NaN
                 before = self.bound
                 self.certify()
                 stalls = 0 if self.bound <= before / 2 else stalls + 1
                 if not (self.gap > tolerance and stalls < _STALLS and energy > 0):
-                    return iteration.iterations
+                    return descent.iterations
                 # The bound must fall to tolerance · loss, so the energy by the same factor from
                 # where it is now; half of that leaves a margin.
                 target = energy * tolerance * self.loss / self.bound / 2
                 # Go on from the exact gradient, which the certificate has put in place.
-                energies = iteration.energies()
-            iteration.step(energies)
+                energies = descent.energies()
+            descent.step(energies)
         self.certify()
-        return iteration.iterations
+        return descent.iterations
 
 
 def _relative(bound: float, loss: float) -> float:
-    """The bound relative to the loss; zero where the bound is, also if the loss is zero, too."""
+    """The bound relative to the loss; zero where the bound is zero, whatever the loss."""
     # Not `bound > 0`: what is not a number must not pass for a gap of zero.
     return 0.0 if bound == 0 else bound / max(loss, sys.float_info.min)
 

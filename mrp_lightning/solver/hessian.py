@@ -14,8 +14,14 @@ class HessianAccumulator:
     lives in float32 on the device of the first batch.
 
     Args:
-        columns: input features of the layer.
-        name: the layer's name, for messages.
+        columns: Number of input features of the layer.
+        name: The layer's name, for messages.
+
+    Attributes:
+        num_tokens: Number of tokens seen so far.
+
+    Raises:
+        OptionError: `columns` is not a positive integer.
     """
 
     def __init__(self, columns: int, name: str | None = None) -> None:
@@ -30,11 +36,12 @@ class HessianAccumulator:
         """Add a batch of inputs.
 
         Args:
-            x: (..., columns), floating point; every vector along the last axis is one token.
+            x: The inputs, (..., columns), floating point; every vector along the last axis is one
+                token.
 
         Raises:
-            HessianError: wrong shape or dtype, or NaN or Inf among the values (or values whose
-                squares overflow float32). The accumulator is then as it was before.
+            HessianError: The shape or dtype is wrong, or there are NaN or Inf among the values (or
+                values whose squares overflow float32). The accumulator is then as it was before.
         """
         if x.ndim == 0 or x.shape[-1] != self.columns or not x.is_floating_point():
             raise HessianError(
@@ -63,7 +70,7 @@ class HessianAccumulator:
         """Add what another accumulator has seen, such as that of another process.
 
         Raises:
-            HessianError: it belongs to a layer with another number of input features.
+            HessianError: It belongs to a layer with another number of input features.
         """
         if other.columns != self.columns:
             raise HessianError(
@@ -82,7 +89,7 @@ class HessianAccumulator:
         """Return 2·XᵀX / tokens, undamped: float32 (columns, columns), a new tensor.
 
         Raises:
-            HessianError: no tokens were seen.
+            HessianError: No tokens were seen.
         """
         if self._sum is None or self.num_tokens == 0:
             raise HessianError(

@@ -22,10 +22,10 @@ class Unstructured:
     """A fraction of the weights is removed, wherever they are.
 
     Args:
-        sparsity: fraction of the weights to remove, in (0, 1).
+        sparsity: Fraction of the weights to remove, in (0, 1).
 
     Raises:
-        PatternError: the fraction is not a number in (0, 1).
+        PatternError: The fraction is not a number in (0, 1).
     """
 
     sparsity: float
@@ -50,8 +50,9 @@ class Unstructured:
         """Mark the lowest scores of a block of columns, all its rows together.
 
         Args:
-            scores: (rows, width), for columns `start` to `start + width`.
-            start: first column of the block.
+            scores: What each weight is worth, (rows, width), for columns `start` to
+                `start + width`.
+            start: The first column of the block.
 
         Returns:
             bool (rows, width), True = removed. Whatever the blocks are, those up to any column b
@@ -82,11 +83,11 @@ class SemiStructured:
     """N:M sparsity: `kept` of every `group` consecutive input columns stay, in each row.
 
     Args:
-        kept: weights that stay in a group (N).
-        group: consecutive columns in a group (M), more than `kept`.
+        kept: Number of weights that stay in a group (N).
+        group: Number of consecutive columns in a group (M), more than `kept`.
 
     Raises:
-        PatternError: not 1 ≤ kept < group.
+        PatternError: It is not true that 1 ≤ kept < group.
     """
 
     kept: int
@@ -104,7 +105,7 @@ class SemiStructured:
 
     @property
     def removed(self) -> int:
-        """Weights removed from each group."""
+        """Number of weights removed from each group."""
         return self.group - self.kept
 
     @property
@@ -116,9 +117,9 @@ class SemiStructured:
         """Mark the lowest scores of each group.
 
         Args:
-            scores: (rows, width), for columns `start` to `start + width`; width is a multiple
-                of the group.
-            start: first column, a multiple of the group; every group counts for itself.
+            scores: What each weight is worth, (rows, width), for columns `start` to
+                `start + width`; width is a multiple of the group.
+            start: The first column, a multiple of the group; every group counts for itself.
 
         Returns:
             bool (rows, width), True = removed.
@@ -157,11 +158,11 @@ def make_pattern(sparsity: float | None, pattern: str | None) -> Pattern:
     """Build the pattern from the two arguments that users give, of which one must be None.
 
     Args:
-        sparsity: fraction of the weights to remove, in (0, 1).
+        sparsity: Fraction of the weights to remove, in (0, 1).
         pattern: "N:M", N kept of every M consecutive input columns.
 
     Raises:
-        PatternError: both or neither are given, or the one given is malformed.
+        PatternError: Both or neither are given, or the one given is malformed.
     """
     if (sparsity is None) == (pattern is None):
         got = "neither" if sparsity is None else f"{sparsity=!r} and {pattern=!r}"
@@ -181,7 +182,7 @@ def make_pattern(sparsity: float | None, pattern: str | None) -> Pattern:
 
 
 def lowest(scores: Tensor, count: int) -> Tensor:
-    """Mark exactly `count` lowest of the scores (n,), earlier ones first where they are equal."""
+    """Mark the `count` lowest of the scores (n,), the earlier ones where some are equal."""
     if count <= 0:
         return torch.zeros_like(scores, dtype=torch.bool)
     if scores.is_cuda:
@@ -195,7 +196,7 @@ def lowest(scores: Tensor, count: int) -> Tensor:
 
 
 def _unquoted_message(value: object) -> str:
-    """YAML 1.1 reads an unquoted 2:4 as a number in base 60."""
+    """Explain what came of an unquoted 2:4, which YAML 1.1 reads as a number in base 60."""
     suggestion = "2:4"
     if str(value).strip().isdecimal():
         kept, group = divmod(int(str(value)), 60)
