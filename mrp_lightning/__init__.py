@@ -23,12 +23,12 @@ from mrp_lightning.errors import (
 )
 from mrp_lightning.solver.hessian import HessianAccumulator
 from mrp_lightning.solver.pruning import Solution, prune_weight
+from mrp_lightning.solver.recipe import Recipe
 
 if TYPE_CHECKING:
     from mrp_lightning.loop.causal_lm import CausalLM
     from mrp_lightning.loop.data_module import TextDataModule
     from mrp_lightning.loop.trainer import Trainer
-    from mrp_lightning.pruning.prune_layer import Recipe
     from mrp_lightning.pruning.report import LayerReport, PruningReport
 
 __all__ = [
@@ -59,7 +59,6 @@ _LAZY = {
     "CausalLM": "mrp_lightning.loop.causal_lm",
     "LayerReport": "mrp_lightning.pruning.report",
     "PruningReport": "mrp_lightning.pruning.report",
-    "Recipe": "mrp_lightning.pruning.prune_layer",
     "TextDataModule": "mrp_lightning.loop.data_module",
     "Trainer": "mrp_lightning.loop.trainer",
 }
