@@ -11,7 +11,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import import_utils
 
 from export.benchmark import benchmark, main, save
-from export.kernels.forms import drop, keep
 from export.kernels.table import STORED_DENSE, Failure, Measurement
 from export.packed.format import broken_groups
 from export.packed.layer import Sparse24Linear
@@ -77,16 +76,15 @@ def test_packed_and_dense_copies_compute_the_same_and_share_the_rest(tiny):
     assert sparse.lm_head.weight.data_ptr() == dense.lm_head.weight.data_ptr() == head
 
 
-def test_memory_counts_each_storage_once_and_the_forms(tiny):
+def test_memory_counts_each_storage_once_in_all_layouts():
     linear = torch.nn.Linear(64, 32, bias=False, dtype=torch.bfloat16)
     linear.weight.data = random_24(32, 64, torch.bfloat16, CPU)
     layer = Sparse24Linear.from_linear(linear)
     shared = torch.nn.ModuleList([layer, layer])
     shared.extra = layer.weight
     assert storage_bytes(shared) == 32 * 64 * 2 * 0.5625
-    keep(layer.weight, "form", torch.zeros(10))
+    layer.compressed = torch.zeros(10)
     assert storage_bytes(shared) == 32 * 64 * 2 * 0.5625 + 40
-    drop(layer.weight)
 
 
 def test_steps_decode_what_generate_does_and_can_be_taken_again(kind):
