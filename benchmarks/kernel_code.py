@@ -85,12 +85,12 @@ def codes(capability: int) -> Iterator[Code]:
         for name, tokens in {"triton-gemv": 1, "triton-gemm": 8}.items():
             x = torch.zeros(tokens, COLUMNS, dtype=torch.bfloat16)
             for config in KERNELS[name].configs:
-                KERNELS[name].run(x, weight, None, **config)
+                KERNELS[name].multiply(x, weight, None, **config)
                 yield _code(name, dict(config), compiled.pop())
             # Nothing of these is counted, but they have to compile: float16, and a bias.
             half = PackedWeight(values.half(), meta)
             bias = torch.zeros(ROWS, dtype=torch.float16)
-            KERNELS[name].run(x.half(), half, bias, **KERNELS[name].configs[0])
+            KERNELS[name].multiply(x.half(), half, bias, **KERNELS[name].configs[0])
         triton_kernels.unpack(values, meta)  # it has no loop
 
 

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from export.conversion.checkpoint import Checkpoint, open_checkpoint
-from export.conversion.progress import Track, silently
 from export.conversion.selection import LayerChoice
 from export.conversion.text_parity import TextParity, compare_text, text_failures, text_windows
+from export.conversion.tracking import Track, silently
 from export.packed.format import different_bits, invalid_nibbles, positive_zeros, unpack
 from export.packed.huggingface import load
 from export.packed.layer import Sparse24Linear

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from export.conversion.checkpoint import Checkpoint
 from export.conversion.model_names import ParameterNames, is_read_directly
-from export.conversion.progress import Track, silently
+from export.conversion.tracking import Track, silently
 from export.packed.format import GROUP, broken_groups, positive_zeros, why_not_packable
 from export.packed.layer import is_packable
 from mrp_lightning.errors import FormatError, PatternError

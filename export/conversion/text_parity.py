@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from transformers import AutoTokenizer, PreTrainedModel
 
 from export.conversion.checkpoint import Checkpoint
-from export.conversion.progress import Track, silently
+from export.conversion.tracking import Track, silently
 from export.packed.format import different_bits
 from mrp_lightning.errors import DataError
 from mrp_lightning.loop.data_module import TextDataModule

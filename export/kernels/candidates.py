@@ -65,13 +65,13 @@ class Kernel:
     """A way to multiply with a packed weight.
 
     Attributes:
-        run: `run(x, weight, bias, **config)` gives x Wᵀ + bias for x (tokens, in).
+        multiply: `multiply(x, weight, bias, **config)` gives x Wᵀ + bias for x (tokens, in).
         refuse: Gives the reason why it cannot take a call, or `None`.
         configs: The configurations worth measuring; the first one is used where nothing was
             measured.
     """
 
-    run: Callable[..., Tensor]
+    multiply: Callable[..., Tensor]
     refuse: Callable[[Call], str | None]
     configs: tuple[Mapping[str, int], ...] = ({},)
 

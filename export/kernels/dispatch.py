@@ -47,7 +47,7 @@ def multiply(
         len(flat), out_features, in_features, x.dtype, x.device, compressed=compressed is not None
     )
     name, config = choose(call)
-    y = KERNELS[name].run(flat, PackedWeight(weight, meta, compressed), bias, **config)
+    y = KERNELS[name].multiply(flat, PackedWeight(weight, meta, compressed), bias, **config)
     return y.view(*x.shape[:-1], out_features)
 
 

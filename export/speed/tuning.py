@@ -151,12 +151,12 @@ def _enter(
         entered.reasons[name] = first_line(error)
         return
     for config in configs:
-        run = functools.partial(KERNELS[name].run, **config)
+        multiply = functools.partial(KERNELS[name].multiply, **config)
         try:
-            if reason := why_wrong(run(x, packed[0], None), x, dense):
+            if reason := why_wrong(multiply(x, packed[0], None), x, dense):
                 reasons.append(reason)
                 continue
-            once = graphed([functools.partial(run, x, weight, None) for weight in packed])
+            once = graphed([functools.partial(multiply, x, weight, None) for weight in packed])
             median = take_turns({name: once}, QUICK)[name].median
         except Exception as error:  # too much shared memory, or a shape that the library refuses
             log.warning("%s %s failed on this device: %s", name, config, error)

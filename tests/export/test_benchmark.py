@@ -1,5 +1,6 @@
 """The benchmark but for the clock: models, decoding, turns, memory and tables."""
 
+import argparse
 import json
 from dataclasses import asdict
 
@@ -10,14 +11,16 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import import_utils
 
-from export.benchmark import benchmark, main, save
+from export.benchmark import main
 from export.kernels.table import STORED_DENSE, Failure, Measurement
 from export.packed.format import broken_groups
 from export.packed.layer import Sparse24Linear
 from export.speed import random_models
+from export.speed.comparison import compare
 from export.speed.model_timing import Decoder, ModelTime, prefill, without_masks
+from export.speed.options import SpeedOptions, add_arguments
 from export.speed.random_models import SHAPES, prunable, random_model
-from export.speed.tables import Result, alike, speed_ups, tables
+from export.speed.tables import SpeedReport, alike, speed_ups, tables
 from export.speed.timing import COLD_BYTES, Timing, copies, take_turns
 from export.speed.tuning import random_24
 from export.speed.twins import dense_copy, packed_copy, storage_bytes
@@ -220,14 +223,35 @@ MODELS = [
 
 
 def test_what_there_is_is_saved(tmp_path):
-    result = Result({"device": "a GPU"}, "auto", "both", bandwidth=2e12)
-    save(result, tmp_path / "new" / "tiny-auto")
+    result = SpeedReport({"device": "a GPU"}, "auto", "both", bandwidth=2e12)
+    result.save(tmp_path / "new" / "tiny-auto")
     assert (tmp_path / "new" / "tiny-auto.md").read_text() == "device a GPU\n"
     result.models += MODELS
-    save(result, tmp_path / "new" / "tiny-auto")
+    result.save(tmp_path / "new" / "tiny-auto")
     written = json.loads((tmp_path / "new" / "tiny-auto.json").read_text())
     assert len(written["models"]) == len(MODELS)
     assert "decode" in (tmp_path / "new" / "tiny-auto.md").read_text()
+
+
+def test_a_command_line_gives_the_options():
+    parser = argparse.ArgumentParser()
+    add_arguments(parser, batch_sizes=[1, 8])
+    default = SpeedOptions(batch_sizes=[1, 8])
+    assert SpeedOptions.of(parser.parse_args([])) == default
+    assert default.phases == ("prefill", "decode")
+    line = "--backend torch --target decode --compile none --batch-sizes 2 --prompt-tokens 3"
+    parsed = parser.parse_args([*line.split(), "--new-tokens", "4"])
+    assert SpeedOptions.of(parsed, layer_tokens=[5]) == SpeedOptions(
+        "torch", "decode", None, [2], 3, 4, [5]
+    )
+    assert SpeedOptions.of(parsed).phases == ("decode",)
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "many"])
+def test_numbers_that_are_none_are_refused(number, capsys):
+    with pytest.raises(SystemExit):
+        main(["--shape", "llama2-7b", f"--new-tokens={number}"])
+    assert f"--new-tokens: expected a positive number, got '{number}'" in capsys.readouterr().err
 
 
 def test_layers_that_differ_in_numbers_only_are_counted():
@@ -253,7 +277,7 @@ def test_tables_show_wins_losses_and_failures():
         Failure(1000, 2000, "bfloat16", tokens, "cusparselt", "no multiple of 16")
         for tokens in (1, 8)
     ]
-    result = Result(
+    result = SpeedReport(
         environment={"device": "a GPU"},
         backend="auto",
         target="both",
@@ -287,7 +311,7 @@ def test_without_cuda_it_says_so(tiny, capsys):
         main(["--shape", "llama2-7b"])
     assert "this machine has none" in capsys.readouterr().err
     with pytest.raises(OptionError, match="on CUDA devices; the model is on cpu"):
-        benchmark(packed_copy(tiny, prunable(tiny)))
+        compare(packed_copy(tiny, prunable(tiny)), SpeedOptions())
 
 
 @pytest.mark.gpu
@@ -297,13 +321,12 @@ def test_a_small_model_is_measured(kind, compile_mode, tmp_path, monkeypatch):
     device = torch.device("cuda", 0)
     model = random_model(kind, torch.bfloat16, device)
     seen = []
-    result = benchmark(
+    result = compare(
         packed_copy(model, prunable(model)),
-        compile_mode=compile_mode,
-        prompt_tokens=16,
-        new_tokens=4,
-        layer_tokens=(1, 16),
-        progress=lambda found: seen.append(len(found.layers) + len(found.models)),
+        SpeedOptions(
+            compile_mode=compile_mode, prompt_tokens=16, new_tokens=4, layer_tokens=(1, 16)
+        ),
+        report_on=lambda found: seen.append(len(found.layers) + len(found.models)),
     )
     assert not [row.failure for row in result.models if row.failure]
     assert {m.kernel for m in result.layers} >= {STORED_DENSE, "unpack-dense"}
