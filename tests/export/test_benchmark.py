@@ -8,14 +8,17 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import import_utils
 
+from export import benchmark as command
+from export.backends.apply import Applied
 from export.benchmark import main
-from export.kernels.table import STORED_DENSE, Failure, Measurement
+from export.kernels.dispatch import measured_table, use_table
+from export.kernels.table import STORED_DENSE, Failure, Measurement, Table
 from export.packed.format import broken_groups
 from export.packed.layer import Sparse24Linear
-from export.speed import random_models
+from export.speed import comparison, random_models
 from export.speed.comparison import compare
 from export.speed.model_timing import Decoder, ModelTime, prefill, without_masks
 from export.speed.options import SpeedOptions, add_arguments
@@ -312,6 +315,84 @@ def test_without_cuda_it_says_so(tiny, capsys):
     assert "this machine has none" in capsys.readouterr().err
     with pytest.raises(OptionError, match="on CUDA devices; the model is on cpu"):
         compare(packed_copy(tiny, prunable(tiny)), SpeedOptions())
+
+
+@pytest.fixture
+def as_if_on_cuda(monkeypatch, tmp_path):
+    """All but the clock: models stay on the CPU and say that they are on a CUDA device."""
+    device = torch.device("cuda", 0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(PreTrainedModel, "device", property(lambda _: device))
+    monkeypatch.setattr(comparison, "bandwidth", lambda device: 2e12)
+    monkeypatch.setattr(comparison, "why_not_here", lambda backend, device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    yield device
+    use_table(None, device)
+
+
+def test_layers_and_models_are_compared_and_reported_as_they_come(
+    as_if_on_cuda, tiny, monkeypatch, tmp_path
+):
+    def measure(rows, columns, dtype, device, tokens):
+        for count in tokens:
+            problem = rows, columns, "float32", count
+            times = {STORED_DENSE: 2.0, "unpack-dense": 3.0}
+            yield (
+                [Measurement(*problem, name, {}, *[time] * 3) for name, time in times.items()],
+                [Failure(*problem, "cusparselt", "no float32")],
+            )
+
+    def time_models(dense, sparse, **options):
+        assert not any(isinstance(m, Sparse24Linear) for m in dense.modules())
+        assert options["compile_mode"] is None
+        for phase in options["phases"]:
+            yield [timed(phase, "dense", "eager", 2.0), timed(phase, "sparse", "eager", 1.0)]
+
+    def apply(model, backend, target):
+        assert (backend, target) == ("triton", "decode")
+        return Applied(dense={"model.layers.0.mlp.up_proj": "refused"})
+
+    monkeypatch.setattr(comparison, "measure", measure)
+    monkeypatch.setattr(comparison, "time_models", time_models)
+    monkeypatch.setattr(comparison, "apply", apply)
+    options = SpeedOptions("triton", "decode", None, layer_tokens=(1, 8))
+    seen = []
+    report = compare(
+        packed_copy(tiny, prunable(tiny)), options, lambda r: seen.append(len(r.layers))
+    )
+    shapes = {(m.out_features, m.in_features) for m in report.layers}
+    assert shapes == {(32, 32), (16, 32), (48, 32), (32, 48)}
+    assert seen == [2, 4, 6, 8, 10, 12, 14, 16, 16]  # after each number of tokens, and the models
+    assert len(report.failures) == 8
+    assert speed_ups(report.models) == {("decode", 1): 2.0}
+    assert report.stayed_dense == {"model.layers.0.mlp.up_proj": "refused"}
+    assert report.sparse_bytes < report.dense_bytes
+    # Kernels are chosen by these times from now on, in later processes too.
+    (path,) = (tmp_path / "mrp-lightning").iterdir()
+    assert Table.load(path) == measured_table(as_if_on_cuda)
+    assert measured_table(as_if_on_cuda).measurements == tuple(report.layers)
+
+
+def test_a_shape_that_fails_does_not_keep_others_from_being_measured(monkeypatch, tmp_path, capsys):
+    def fails_for_llama2(sparse, options, report_on):
+        if "llama2" in sparse:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return SpeedReport({"device": "a GPU"}, options.backend, options.target, 2e12)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(command, "random_model", lambda shape, dtype, device: shape)
+    monkeypatch.setattr(command, "prunable", lambda model: {})
+    monkeypatch.setattr(command, "packed_copy", lambda model, names: model)
+    monkeypatch.setattr(command, "compare", fails_for_llama2)
+    with pytest.raises(SystemExit, match="not measured to the end: llama2-7b"):
+        main(["--shape", "llama2-7b", "opt-6.7b", "--out", str(tmp_path / "out")])
+    shown = capsys.readouterr().out
+    assert "## opt-6.7b, auto\n\ndevice a GPU\n" in shown
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {
+        "opt-6.7b-auto.json",
+        "opt-6.7b-auto.md",
+    }
 
 
 @pytest.mark.gpu
