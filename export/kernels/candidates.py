@@ -78,7 +78,7 @@ class Kernel:
 
 @functools.cache
 def triton_missing() -> str | None:
-    """Why Triton cannot be used, or `None`."""
+    """The reason why Triton cannot be used, or `None`."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed; CUDA builds of torch bring it along"
     return None

@@ -133,7 +133,7 @@ def _model_table(rows: Sequence[ModelTime]) -> list[str]:
 
 
 def speed_ups(rows: Sequence[ModelTime]) -> dict[tuple[str, int], float]:
-    """By phase and batch size: the faster dense way's time over the faster sparse way's."""
+    """Time of the faster dense way over that of the faster sparse way, by phase and batch size."""
     best: dict[tuple[str, int, str], float] = {}
     for row in rows:
         if row.timing is not None:

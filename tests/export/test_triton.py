@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-pytest.importorskip("triton", reason="Triton is not installed: it comes with CUDA builds of torch")
+pytest.importorskip("triton", reason="needs Triton, as the extra `dev` or torch for CUDA bring it")
 
 from export.kernels import triton_kernels
 from export.kernels.candidates import KERNELS, Call, PackedWeight
