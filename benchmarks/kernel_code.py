@@ -28,7 +28,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
 from export.kernels import triton_kernels
-from export.kernels.kernels import KERNELS
+from export.kernels.candidates import KERNELS, PackedWeight
 
 COLUMNS = 65536
 """So many that no loop is unrolled whole."""
@@ -42,11 +42,13 @@ class Code:
     """What became of one configuration of a kernel.
 
     Attributes:
-        registers: Of a thread.
+        kernel: Name in `KERNELS`.
+        config: Its configuration.
+        registers: Registers of a thread.
         stack: Bytes of a thread's stack: registers that did not fit.
         shared: Bytes of shared memory of a program.
-        instructions: In the loop, for each kept weight.
-        barriers: In the loop.
+        instructions: Instructions of a thread in the loop, for each kept weight.
+        barriers: Barriers in the loop.
     """
 
     kernel: str
@@ -78,15 +80,17 @@ def codes(capability: int) -> Iterator[Code]:
     driver.set_active(_device(capability))
     values = torch.zeros(ROWS, COLUMNS // 2, dtype=torch.bfloat16)
     meta = torch.zeros(ROWS, COLUMNS // 8, dtype=torch.uint8)
+    weight = PackedWeight(values, meta)
     with mock.patch.object(JITFunction, "run", compile_only):
         for name, tokens in {"triton-gemv": 1, "triton-gemm": 8}.items():
             x = torch.zeros(tokens, COLUMNS, dtype=torch.bfloat16)
             for config in KERNELS[name].configs:
-                KERNELS[name].run(x, values, meta, None, **config)
+                KERNELS[name].multiply(x, weight, None, **config)
                 yield _code(name, dict(config), compiled.pop())
             # Nothing of these is counted, but they have to compile: float16, and a bias.
-            half, bias = values.half(), torch.zeros(ROWS, dtype=torch.float16)
-            KERNELS[name].run(x.half(), half, meta, bias, **KERNELS[name].configs[0])
+            half = PackedWeight(values.half(), meta)
+            bias = torch.zeros(ROWS, dtype=torch.float16)
+            KERNELS[name].multiply(x.half(), half, bias, **KERNELS[name].configs[0])
         triton_kernels.unpack(values, meta)  # it has no loop
 
 

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from export.conversion.parity import Parity
 from export.conversion.selection import LayerChoice
-from export.speed.tables import Result, alike, tables
+from export.speed.tables import SpeedReport, alike, tables
 from mrp_lightning.environment import versions
 from mrp_lightning.files import as_json, save_text
 
@@ -25,13 +25,13 @@ class ExportReport:
     """One run of `python -m export.to_sparse`.
 
     Attributes:
-        source: The pruned checkpoint.
+        source: The pruned checkpoint, as the user named it.
         format: `packed` or `dense`.
-        layers: Every linear layer.
-        source_bytes: Of the weight files read.
-        exported_bytes: Of the weight files written; `None` where nothing was written.
-        parity: `None` where nothing was written.
-        benchmark: What `export.benchmark` measured, or `None`.
+        layers: Every linear layer of the model.
+        source_bytes: Bytes of the weight files read.
+        exported_bytes: Bytes of the weight files written; `None` where nothing was written.
+        parity: The comparison with the source; `None` where nothing was written.
+        benchmark: The speed that was measured, or `None`.
         notes: What was not done, and why.
     """
 
@@ -41,7 +41,7 @@ class ExportReport:
     source_bytes: int
     exported_bytes: int | None = None
     parity: Parity | None = None
-    benchmark: Result | None = None
+    benchmark: SpeedReport | None = None
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:

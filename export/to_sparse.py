@@ -13,15 +13,16 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from export.backends.apply import BACKENDS, TARGETS, why_not_here
-from export.benchmark import benchmark
+from export.backends.apply import why_not_here
 from export.conversion.checkpoint import Checkpoint, open_checkpoint
 from export.conversion.parity import check_parity
-from export.conversion.progress import Track, bars
 from export.conversion.selection import choose_layers
+from export.conversion.tracking import Track, bars
 from export.conversion.writing import write_dense, write_packed
 from export.packed.huggingface import load
 from export.report import NO_CUDA, ExportReport
+from export.speed.comparison import compare
+from export.speed.options import SpeedOptions, add_arguments
 from mrp_lightning import errors
 from mrp_lightning.environment import device_named
 from mrp_lightning.files import check_output_dir, save_directory
@@ -52,7 +53,7 @@ def main(args: Sequence[str] | None = None) -> None:
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
     try:
-        run(options)
+        convert(options)
     except KeyboardInterrupt:
         sys.stderr.write("interrupted: nothing was written\n")
         raise SystemExit(130) from None
@@ -64,7 +65,7 @@ def main(args: Sequence[str] | None = None) -> None:
         raise SystemExit(2) from error
 
 
-def run(options: argparse.Namespace) -> ExportReport:
+def convert(options: argparse.Namespace) -> ExportReport:
     """Validate, pack, compare, measure and report.
 
     Raises:
@@ -159,15 +160,8 @@ def _measure(
         report.notes.append("speed not measured: ask for it with --benchmark")
     else:
         try:
-            report.benchmark = benchmark(
-                cast(PreTrainedModel, load(directory).eval().to(device)),
-                backend=options.backend,
-                target=options.target,
-                compile_mode=None if options.compile == "none" else options.compile,
-                batch_sizes=options.batch_sizes,
-                prompt_tokens=options.prompt_tokens,
-                new_tokens=options.new_tokens,
-            )
+            model = cast(PreTrainedModel, load(directory).eval().to(device))
+            report.benchmark = compare(model, SpeedOptions.of(options))
         except Exception as error:  # no reason to lose a proven export
             log.exception("The benchmark failed; the export is written all the same.")
             report.notes.append(f"speed not measured: {type(error).__name__}: {error}")
@@ -238,30 +232,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", help="where to compare and measure (default: cuda if present)")
     speed = parser.add_argument_group("speed, on a CUDA device")
     speed.add_argument("--benchmark", action="store_true", help="measure prefill and decode")
-    speed.add_argument("--backend", choices=BACKENDS, default="auto", help="what to measure")
-    speed.add_argument(
-        "--compile",
-        default="default",
-        metavar="MODE",
-        help="mode of torch.compile, for both sides; none: eager code alone",
-    )
-    speed.add_argument(
-        "--target",
-        choices=tuple(TARGETS),
-        default="both",
-        help="what to keep weights ready for; both keeps two forms in memory (default: both)",
-    )
-    speed.add_argument("--batch-sizes", nargs="+", type=_positive, default=[1, 8], metavar="N")
-    speed.add_argument("--prompt-tokens", type=_positive, default=2048, metavar="N")
-    speed.add_argument("--new-tokens", type=_positive, default=128, metavar="N")
+    add_arguments(speed, batch_sizes=[1, 8])
     return parser
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected a positive number, got {text}")
-    return value
 
 
 if __name__ == "__main__":

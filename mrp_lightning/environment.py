@@ -1,5 +1,6 @@
 """The device of a command, and what a result was made with: machine, libraries, their versions."""
 
+import logging
 import os
 import platform
 import sys
@@ -46,6 +47,21 @@ def machine(device: torch.device) -> str:
     else:
         name = f"{_processor()}, {torch.get_num_threads()} of {os.cpu_count()} cores"
     return f"{name}; torch {torch.__version__}"
+
+
+def hush_torchao() -> None:
+    """Keep off the terminal what torchao says while it is loaded.
+
+    transformers loads it wherever it is installed, whether it is used or not, and torchao then
+    warns of each of its libraries that was built for another device, CUDA or Python, and of calls
+    that torch deprecates. What else torchao says is shown.
+    """
+    logging.getLogger("torchao").addFilter(_tells_more_than_loading)
+    logging.getLogger("torch.utils._pytree").addFilter(_tells_more_than_loading)
+
+
+def _tells_more_than_loading(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith(("Failed to load ", "%s is an Enum subclass "))
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Put a model with packed layers on a back-end; what a back-end refuses stays dense and is listed.
 
-auto         our operator, the kernel chosen by measured table, cuSPARSELt forms for prefill
+auto         our operator, the kernel chosen by measured table, cuSPARSELt's layout for prefill
 triton       our operator with the Triton kernels alone
 torch        torch's `to_sparse_semi_structured`
 torchao      torchao's `sparsify_`
@@ -14,8 +14,15 @@ import torch
 from torch import nn
 
 from export.backends.subclasses import SUBCLASSES
+from export.kernels.candidates import (
+    KERNELS,
+    Call,
+    compress,
+    triton_missing,
+    usable,
+    why_not_compressible,
+)
 from export.kernels.dispatch import measured_table
-from export.kernels.kernels import KERNELS, Call, prepare, triton_missing
 from export.kernels.table import STORED_DENSE, Table
 from export.packed.layer import Sparse24Linear
 from mrp_lightning.errors import OptionError
@@ -35,7 +42,7 @@ class Applied:
 
     Attributes:
         sparse: Names of the layers that the back-end runs.
-        dense: For each layer that was made dense again, why.
+        dense: Reason for each layer that was made dense again, by its name.
     """
 
     sparse: list[str] = field(default_factory=list)
@@ -48,8 +55,8 @@ def apply(model: nn.Module, backend: str = "auto", target: str = "both") -> Appl
     Args:
         model: Any module.
         backend: One of `BACKENDS`.
-        target: A key of `TARGETS`. Prefill takes cuSPARSELt's form of each weight, another 0.5625
-            of the dense bytes; decode alone does without.
+        target: A key of `TARGETS`. Prefill takes each weight in cuSPARSELt's layout, too, another
+            0.5625 of the dense bytes; decode alone does without.
 
     Raises:
         OptionError: An unknown back-end or target, or a back-end that cannot run here at all.
@@ -84,19 +91,18 @@ def _place(
             SUBCLASSES[backend].convert(linear)
         model.set_submodule(name, linear)
         return reason
+    if backend == "auto" and target != "decode" and why_not_compressible(_call(layer)) is None:
+        layer.compressed = compress(layer.weight, layer.weight_meta)
     reason = _refusal(layer, backend)
     if reason is None and backend == "auto":
         reason = not_faster(layer, measured_table(layer.weight.device), target)
     if reason is not None:
         model.set_submodule(name, layer.to_linear())
-        return reason
-    if backend == "auto" and target != "decode":
-        prepare(layer.weight, layer.weight_meta)  # without it prefill unpacks and runs dense
-    return None
+    return reason
 
 
 def why_not_here(backend: str, device: torch.device) -> str | None:
-    """Why a back-end cannot run on a device at all, or `None`."""
+    """The reason why a back-end cannot run on a device at all, or `None`."""
     if backend in SUBCLASSES:
         return SUBCLASSES[backend].missing(device)
     if device.type != "cuda":
@@ -104,24 +110,45 @@ def why_not_here(backend: str, device: torch.device) -> str | None:
     return triton_missing() if backend == "triton" else None
 
 
+def _call(layer: Sparse24Linear, tokens: int = 1) -> Call:
+    weight = layer.weight
+    return Call(
+        tokens,
+        layer.out_features,
+        layer.in_features,
+        weight.dtype,
+        weight.device,
+        compressed=layer.compressed is not None,
+    )
+
+
 def _refusal(layer: Sparse24Linear, backend: str) -> str | None:
-    """Why no sparse kernel of ours takes the layer, or None."""
-    call = Call(1, layer.out_features, layer.in_features, layer.weight.dtype, layer.weight.device)
+    """The reason why no sparse kernel of ours takes the layer, or `None`."""
     names = ("triton-gemm",) if backend == "triton" else ("triton-gemm", "cusparselt")
-    reasons = [KERNELS[name].refuse(call) for name in names]
+    reasons = [KERNELS[name].refuse(_call(layer)) for name in names]
     return None if None in reasons else "; ".join(reason for reason in reasons if reason)
 
 
 def not_faster(layer: Sparse24Linear, table: Table, target: str) -> str | None:
-    """Where the table says that a dense weight wins at every number of tokens, say so."""
-    dtype = layer.weight.dtype
+    """The reason to keep a layer dense, or `None` where its sparse form may pay.
+
+    It is one where the table says that, at every number of tokens of the target, no kernel that can
+    run this layer is faster than a dense weight. What was not measured counts for the small form.
+    """
     verdicts = []
     for tokens in TARGETS[target]:
-        ranked = table.at(tokens, layer.out_features, layer.in_features, dtype)
-        if STORED_DENSE not in {m.kernel for m in ranked}:
-            return None  # not measured here: keep the layer small
-        if ranked[0].kernel != STORED_DENSE:
+        call = _call(layer, tokens)
+        rows = table.at(tokens, call.out_features, call.in_features, call.dtype)
+        dense = next((row for row in rows if row.kernel == STORED_DENSE), None)
+        if dense is None:
             return None
-        ratio = ranked[0].microseconds / ranked[1].microseconds if len(ranked) > 1 else 1.0
-        verdicts.append(f"{ratio:.2f}× at {ranked[0].tokens} tokens")
+        kernels = usable(call)
+        sparse = next((row for row in rows if row.kernel in kernels), None)
+        if sparse is None:
+            verdicts.append(f"no kernel ran at {dense.tokens} tokens")
+        elif sparse.microseconds < dense.microseconds:
+            return None
+        else:
+            ratio = dense.microseconds / sparse.microseconds
+            verdicts.append(f"{ratio:.2f}× at {dense.tokens} tokens")
     return f"not faster on this device: {', '.join(verdicts)}"

@@ -17,7 +17,7 @@ from torch.sparse import (
 )
 
 FP8_MULTIPLE = 32
-"""in_features of the sm_90 kernel; out_features must be a multiple of 16."""
+"""What divides in_features for the sm_90 kernel; 16 must divide out_features."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class Subclass:
     """A back-end that replaces the weight of an `nn.Linear` by a tensor subclass.
 
     Attributes:
-        missing: Why it cannot be used on a device at all, or `None`.
-        refuse: Why it does not take a layer, or `None`.
-        convert: Replaces the weight in place.
+        missing: Gives the reason why it cannot be used on a device at all, or `None`.
+        refuse: Gives the reason why it does not take a layer, or `None`.
+        convert: Replaces the weight of a layer in place.
     """
 
     missing: Callable[[torch.device], str | None]

@@ -26,11 +26,11 @@ class Shard:
     """One file of weights.
 
     Attributes:
-        name: File name of its safetensors twin.
-        read: Gives its tensors by name.
-        metadata: What the file says of itself.
-        num_tensors: How many tensors it holds; `None` where only reading it would tell.
-        num_bytes: Size of the file.
+        name: Name of the safetensors file that will be written in its place.
+        read: Reads its tensors, by name.
+        metadata: What the file says of itself, such as its framework.
+        num_tensors: Number of tensors in it; `None` where only reading it would tell.
+        num_bytes: Size of the file, in bytes.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Checkpoint:
 
     Attributes:
         path: What the user named.
-        config: Content of `config.json`.
+        config: The content of its `config.json`.
         shards: The files of weights.
         companions: All other files, relative to `path`: tokenizer, chat template, reports.
     """
@@ -58,17 +58,17 @@ class Checkpoint:
 
     @property
     def num_tensors(self) -> int | None:
-        """How many tensors there are; `None` where only reading them would tell."""
+        """Number of tensors; `None` where only reading them would tell."""
         counts = [shard.num_tensors for shard in self.shards]
         return None if None in counts else sum(count or 0 for count in counts)
 
     @property
     def num_bytes(self) -> int:
-        """Size of the files of weights."""
+        """Size of the files of weights, in bytes."""
         return sum(shard.num_bytes for shard in self.shards)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """All tensors, with one file at a time in memory."""
+        """Read all tensors with their names, with one file at a time in memory."""
         for shard in self.shards:
             yield from shard.read().items()
 
@@ -195,7 +195,7 @@ def _lightning_checkpoint(file: Path) -> Checkpoint:
 
 
 def _companions(path: Path) -> list[Path]:
-    """All files but the model's; weights only of the further modules of a sentence encoder."""
+    """The files beside the model's, with the weights of a sentence encoder's further modules."""
     modules = (path / "modules.json").is_file()
     files = []
     for file in sorted(path.rglob("*")):

@@ -18,7 +18,7 @@ class ParameterNames:
     versions of a model; transformers knows how to rename them.
 
     Args:
-        model: With or without weights.
+        model: The model, with or without weights.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -64,7 +64,7 @@ def is_read_directly(model: nn.Module, name: str) -> bool:
 
 @functools.cache
 def _read_directly(kind: type) -> frozenset[str]:
-    """Children whose weights the code of a class multiplies with."""
+    """Names of the children whose weights the code of a class multiplies with."""
     try:
         source = inspect.getsource(kind)
     except (OSError, TypeError):  # a class without a file, such as one typed at a prompt

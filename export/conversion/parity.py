@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from export.conversion.checkpoint import Checkpoint, open_checkpoint
-from export.conversion.progress import Track, silently
 from export.conversion.selection import LayerChoice
 from export.conversion.text_parity import TextParity, compare_text, text_failures, text_windows
+from export.conversion.tracking import Track, silently
 from export.packed.format import different_bits, invalid_nibbles, positive_zeros, unpack
 from export.packed.huggingface import load
 from export.packed.layer import Sparse24Linear
@@ -25,9 +25,9 @@ from export.packed.operator import MAX_ERROR_RATIO
 from mrp_lightning.errors import ParityError
 
 _TOKENS = (1, 16)
-"""Inputs of each layer; other kernels run one token than many."""
+"""Numbers of tokens at which each layer is compared: other kernels run one token than several."""
 _MANY_TOKENS = 256
-"""One more on a CUDA device, where many tokens are another kernel's."""
+"""A further number on CUDA devices, where another kernel runs that many."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class OperatorError:
     """Frobenius error of a layer's output, relative to a product in higher precision.
 
     Attributes:
-        name: Of the layer.
-        packed: Of the operator.
-        dense: Of the dense product.
+        name: Name of the layer.
+        packed: Error of the operator.
+        dense: Error of the dense product in the model's dtype.
         bit_equal: Whether the two products have the same bits, as they have on a CPU.
     """
 
@@ -48,7 +48,7 @@ class OperatorError:
 
     @property
     def passes(self) -> bool:
-        """Whether the operator is as exact as it must be; NaN is no error where both give it."""
+        """Whether the operator is exact enough. Equal bits are, be they those of a NaN."""
         return self.bit_equal or self.packed <= MAX_ERROR_RATIO * self.dense
 
 
@@ -57,10 +57,10 @@ class Parity:
     """What was compared, and what failed.
 
     Attributes:
-        tensors: How many tensors were compared bit by bit.
-        operators: The packed layers, one by one.
-        text: `None` where the model predicts no next token.
-        failures: Empty where the gate is passed.
+        tensors: Number of tensors that were compared bit by bit.
+        operators: Errors of the packed layers, one by one.
+        text: Comparison of the logits; `None` where the model predicts no next token.
+        failures: What is not equal; empty where the gate is passed.
     """
 
     tensors: int = 0
@@ -69,7 +69,7 @@ class Parity:
     failures: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """For the report."""
+        """The content of `parity` in the report."""
         return asdict(self)
 
     def require(self) -> None:
@@ -100,8 +100,8 @@ def check_parity(
         source: The pruned checkpoint.
         directory: The exported one.
         layers: The source's layers.
-        text: Files to compare the logits on; none is the embedded text.
-        device: Where the models run.
+        text: Files to compare the logits on; none means the embedded text.
+        device: The device that the models run on.
         track: Shows the progress of each comparison.
     """
     parity = Parity()
@@ -171,7 +171,7 @@ def operator_error(
 ) -> OperatorError:
     """The packed and the dense product of random inputs against float32, or float64, products.
 
-    Of several numbers of tokens, the one at which the operator is worst.
+    Several numbers of tokens are tried, and the one at which the operator is worst counts.
     """
     values = layer.weight.detach().to(device)
     meta = layer.weight_meta.to(device)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from export.conversion.checkpoint import Checkpoint
 from export.conversion.model_names import ParameterNames, is_read_directly
-from export.conversion.progress import Track, silently
+from export.conversion.tracking import Track, silently
 from export.packed.format import GROUP, broken_groups, positive_zeros, why_not_packable
 from export.packed.layer import is_packable
 from mrp_lightning.errors import FormatError, PatternError
@@ -29,15 +29,15 @@ class LayerChoice:
     """One linear layer of the checkpoint.
 
     Attributes:
-        name: Of the module in the model.
+        name: Name of the module in the model.
         tensor: Name of its weight in the files; empty where no tensor there is its weight.
-        shape: (rows, columns).
-        dtype: Of the stored weight.
+        shape: Shape of the weight, (rows, columns).
+        dtype: Dtype of the stored weight.
         transposed: Whether the file holds (columns, rows), as for `Conv1D`.
-        broken_groups: Groups of four columns with more than two non-zeros.
-        negative_zeros: How many −0.0 it has.
-        not_finite: How many NaN and ±inf it has.
-        reason: Why it stays dense; `None` for a layer that is packed.
+        broken_groups: Number of groups of four columns with more than two non-zeros.
+        negative_zeros: Number of −0.0 in the weight.
+        not_finite: Number of NaN and ±inf in the weight.
+        reason: The reason why it stays dense; `None` for a layer that is packed.
     """
 
     name: str
@@ -81,7 +81,7 @@ def choose_layers(
     happen to be 2:4. Pruned layers without a packed form (experts, convolutions) are listed.
 
     Args:
-        checkpoint: The source.
+        checkpoint: The pruned checkpoint.
         skip: Name patterns (see `names.matches`) of layers that stay dense.
         allow_partial: Leave layers dense that should be 2:4 and are not.
         track: Shows the progress over the tensors.
@@ -197,7 +197,7 @@ def _expected(checkpoint: Checkpoint, model: nn.Module) -> set[str]:
 def _reasons(
     model: nn.Module, modules: Mapping[str, nn.Module], skip: Sequence[str]
 ) -> Iterator[tuple[str, str]]:
-    """Layers that stay dense whatever their weights are."""
+    """The layers that stay dense whatever their weights are, with the reason."""
     owners: dict[int, int] = {}
     for _, parameter in model.named_parameters(remove_duplicate=False):
         owners[id(parameter)] = owners.get(id(parameter), 0) + 1

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from transformers import AutoTokenizer, PreTrainedModel
 
 from export.conversion.checkpoint import Checkpoint
-from export.conversion.progress import Track, silently
+from export.conversion.tracking import Track, silently
 from export.packed.format import different_bits
 from mrp_lightning.errors import DataError
 from mrp_lightning.loop.data_module import TextDataModule
@@ -29,13 +29,13 @@ class TextParity:
     """The whole model on the same tokens, before and after.
 
     Attributes:
-        text: Where the tokens come from.
-        tokens: How many were predicted.
+        text: Where the tokens come from, for the report.
+        tokens: Number of tokens that were predicted.
         top1_agreement: Fraction of positions at which the likeliest token is the same.
-        perplexity_before: Of the pruned model.
-        perplexity_after: Of the exported one.
-        divergence: Mean Kullback-Leibler divergence in nats.
-        max_difference: Of a logit.
+        perplexity_before: Perplexity of the pruned model.
+        perplexity_after: Perplexity of the exported model.
+        divergence: Mean Kullback-Leibler divergence, in nats.
+        max_difference: Largest absolute difference of a logit.
         bit_equal: Whether all logits have the same bits.
     """
 
@@ -127,7 +127,7 @@ def _move(model: nn.Module, device: torch.device | str) -> nn.Module:
 
 
 def _logits(model: PreTrainedModel, window: Tensor, device: torch.device | str) -> Tensor:
-    """Of all tokens but the last (length − 1, vocabulary), in the model's dtype on the CPU."""
+    """Logits after all tokens but the last (length − 1, vocabulary), on the CPU."""
     with torch.inference_mode():
         output: Any = model(input_ids=window[None].to(device), use_cache=False)
         return output.logits[0, :-1].cpu()

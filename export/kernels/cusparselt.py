@@ -1,8 +1,9 @@
 """cuSPARSELt on plain tensors: the one place that touches torch's private functions for it.
 
 cuSPARSELt multiplies with the sparse tensor cores (sm_80 and newer) and needs its own layout,
-which depends on library and device: it is built at load and never written to disk. A call plans on
-the host each time, so it is only fast inside a CUDA graph, and the default algorithm is often slow.
+which depends on library and device: it is built at load and never written to disk. Each call sets
+up its product on the host, so it is only fast inside a CUDA graph, and the default algorithm is
+often slow.
 """
 
 from dataclasses import asdict, dataclass
@@ -20,7 +21,13 @@ SLOW_ON_HOPPER = 800  # counted as major·1000 + minor·100 + patch
 
 @dataclass(frozen=True)
 class Algorithm:
-    """What `search` found; the library's default algorithm without arguments."""
+    """What `search` found; the default of each field is the library's own.
+
+    Attributes:
+        alg_id: Number of the algorithm.
+        split_k: Number of parts of the columns that are summed apart.
+        split_k_mode: How the parts are added, −1 for the library's choice.
+    """
 
     alg_id: int = 0
     split_k: int = 1
@@ -28,7 +35,7 @@ class Algorithm:
 
 
 def missing(device: torch.device) -> str | None:
-    """Why cuSPARSELt cannot be used on a device, or None."""
+    """The reason why cuSPARSELt cannot be used on a device, or `None`."""
     if device.type != "cuda":
         return f"cuSPARSELt runs on CUDA devices, not on {device.type!r}"
     if not torch.backends.cusparselt.is_available():
@@ -44,7 +51,7 @@ def missing(device: torch.device) -> str | None:
 
 
 def refuse(out_features: int, in_features: int, dtype: torch.dtype) -> str | None:
-    """Why a weight cannot be compressed, or None."""
+    """The reason why a weight of this shape and dtype cannot be compressed, or `None`."""
     if dtype not in DTYPES:
         return (
             f"cuSPARSELt takes float16 and bfloat16 here, not {str(dtype).removeprefix('torch.')}"
@@ -58,7 +65,7 @@ def refuse(out_features: int, in_features: int, dtype: torch.dtype) -> str | Non
 
 
 def version() -> int | None:
-    """The library's version number, or None without it."""
+    """The version number of the library, or `None` without it."""
     return torch.backends.cusparselt.version() if torch.backends.cusparselt.is_available() else None
 
 

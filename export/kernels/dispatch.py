@@ -1,89 +1,71 @@
-"""What runs a packed 2:4 weight on a CUDA device, chosen by shape and number of tokens.
+"""The operator on CUDA devices: a kernel is chosen for every call, by its shape, and runs.
 
-`choose` is what the operator asks: the fastest kernel of the measured table, or, where nothing was
-measured, the one that should be right for so many tokens. A weight never prepared for cuSPARSELt is
-never run by it. `export.backends` puts a whole model on a back-end.
+The choice is the fastest usable kernel of the measured table or, where nothing was measured, the
+first usable one of the default order.
 """
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from export.kernels import forms
-from export.kernels.kernels import FORM, KERNELS, Call, with_config
+from export.kernels.candidates import KERNELS, Call, PackedWeight, usable
 from export.kernels.table import Table, cache_path, environment
 from export.packed.operator import linear24
 from mrp_lightning.errors import DataError
 
-__all__ = ["choose", "choose_name", "measured_table", "use_table"]
-
 FEW_TOKENS = 64
-"""Up to here reading the weight takes the time, and the kernel that reads it packed leads."""
+"""Up to here reading the weight takes the time, and the kernels that read it packed lead."""
+MANY_TOKENS_ORDER = ("cusparselt", "unpack-dense")
 
 log = logging.getLogger(__name__)
 _tables: dict[str, Table] = {}  # by device; what `use_table` set, or what was found on disk
 
 
-def choose(
-    x_rows: int,
-    out_features: int,
-    in_features: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
-    """A function (x, values, meta, bias) → y for x (x_rows, in_features).
+@linear24.register_kernel("cuda")
+def multiply(
+    x: Tensor,
+    weight: Tensor,
+    meta: Tensor,
+    bias: Tensor | None,
+    compressed: Tensor | None = None,
+) -> Tensor:
+    """Compute what `linear24` says, by the kernel that `choose` gives.
 
     Raises:
-        ValueError: On the call, where input and weight differ in dtype.
+        ValueError: Input and weight differ in dtype.
     """
-    call = Call(x_rows, out_features, in_features, dtype, device)
-
-    def run(x: Tensor, values: Tensor, meta: Tensor, bias: Tensor | None) -> Tensor:
-        if x.dtype != values.dtype:
-            raise ValueError(
-                f"The input is {x.dtype} and the packed weight {values.dtype}; cast one of them."
-            )
-        prepared = forms.find(values, FORM) is not None
-        return _kernel(call, prepared)(x, values, meta, bias)
-
-    return run
-
-
-def choose_name(call: Call, prepared: bool) -> tuple[str, dict[str, int]]:
-    """The kernel's name and its configuration.
-
-    Args:
-        call: The problem.
-        prepared: Whether the weight has its cuSPARSELt form.
-    """
-    usable = {
-        name: kernel
-        for name, kernel in KERNELS.items()
-        if (prepared or name != "cusparselt") and kernel.refuse(call) is None
-    }
-    table = measured_table(call.device)
-    for m in table.at(call.tokens, call.out_features, call.in_features, call.dtype):
-        if m.kernel in usable:
-            return m.kernel, dict(m.config)
-    order: tuple[str, ...]
-    if call.tokens == 1:
-        order = ("triton-gemv", "triton-gemm", "cusparselt", "unpack-dense")
-    elif call.tokens <= FEW_TOKENS:
-        order = ("triton-gemm", "cusparselt", "unpack-dense")
-    else:
-        order = ("cusparselt", "unpack-dense")
-    name = next(name for name in order if name in usable)
-    return name, dict(KERNELS[name].configs[0])
+    if x.dtype != weight.dtype:
+        raise ValueError(
+            f"The input is {x.dtype} and the packed weight {weight.dtype}; cast one of them."
+        )
+    out_features, in_features = weight.shape[0], 2 * weight.shape[1]
+    flat = x.reshape(-1, in_features)
+    call = Call(
+        len(flat), out_features, in_features, x.dtype, x.device, compressed=compressed is not None
+    )
+    name, config = choose(call)
+    y = KERNELS[name].multiply(flat, PackedWeight(weight, meta, compressed), bias, **config)
+    return y.view(*x.shape[:-1], out_features)
 
 
 @functools.lru_cache(maxsize=4096)
-def _kernel(call: Call, prepared: bool) -> Callable[..., Tensor]:
-    name, config = choose_name(call, prepared)
+def choose(call: Call) -> tuple[str, Mapping[str, int]]:
+    """The name in `KERNELS` of the kernel that takes a call, and its configuration."""
+    kernels = usable(call)
+    table = measured_table(call.device)
+    rows = table.at(call.tokens, call.out_features, call.in_features, call.dtype)
+    measured = next((row for row in rows if row.kernel in kernels), None)
+    if measured is not None:
+        name, config = measured.kernel, measured.config
+    else:
+        order = KERNELS if call.tokens <= FEW_TOKENS else MANY_TOKENS_ORDER
+        name = next(name for name in order if name in kernels)
+        config = KERNELS[name].configs[0]
     log.debug("%s runs by %s %s", call, name, config)
-    return with_config(name, config)
+    return name, config
 
 
 def measured_table(device: torch.device) -> Table:
@@ -107,7 +89,7 @@ def use_table(table: Table | None, device: torch.device) -> None:
     _tables.pop(_key(device), None)
     if table is not None:
         _tables[_key(device)] = table
-    _kernel.cache_clear()
+    choose.cache_clear()
 
 
 def _key(device: torch.device) -> str:
@@ -115,11 +97,3 @@ def _key(device: torch.device) -> str:
     if device.type == "cuda" and device.index is None:
         return f"cuda:{torch.cuda.current_device()}"
     return str(device)
-
-
-@linear24.register_kernel("cuda")
-def _cuda(x: Tensor, weight: Tensor, meta: Tensor, bias: Tensor | None) -> Tensor:
-    rows, columns = weight.shape[0], 2 * weight.shape[1]
-    flat = x.reshape(-1, columns)
-    kernel = choose(flat.shape[0], rows, columns, x.dtype, x.device)
-    return kernel(flat, weight, meta, bias).view(*x.shape[:-1], rows)

@@ -24,13 +24,15 @@ class Measurement:
     """One kernel on one problem.
 
     Attributes:
-        dtype: As torch prints it, without `torch.`.
+        out_features: Rows of the weight.
+        in_features: Columns of the weight.
+        dtype: Dtype of weight and input as torch prints it, without `torch.`.
         tokens: Rows of the input.
         kernel: A key of `KERNELS`, or `STORED_DENSE`.
         config: The best configuration of the kernel.
-        microseconds: Median of the repeats.
-        low: 20th percentile, microseconds.
-        high: 80th percentile, microseconds.
+        microseconds: Median time of the repeats.
+        low: 20th percentile of the repeats, microseconds.
+        high: 80th percentile of the repeats, microseconds.
     """
 
     out_features: int
@@ -42,6 +44,11 @@ class Measurement:
     microseconds: float
     low: float
     high: float
+
+    @property
+    def problem(self) -> tuple[int, int, str, int]:
+        """What all kernels are compared on: the shape, the dtype and the number of tokens."""
+        return self.out_features, self.in_features, self.dtype, self.tokens
 
 
 @dataclass(frozen=True)
@@ -58,7 +65,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Table:
-    """Measurements of one environment: a device and the versions of the libraries."""
+    """Measurements of one environment: a device and the versions of the libraries there."""
 
     environment: Mapping[str, Any]
     measurements: tuple[Measurement, ...] = field(default=())
@@ -86,13 +93,9 @@ class Table:
 
     def merged(self, measurements: Iterable[Measurement]) -> "Table":
         """This table with newer measurements in the place of older ones of the same problem."""
-
-        def problem(m: Measurement) -> tuple[int, int, str, int]:
-            return m.out_features, m.in_features, m.dtype, m.tokens
-
         new = tuple(measurements)
-        measured = {problem(m) for m in new}
-        kept = tuple(m for m in self.measurements if problem(m) not in measured)
+        measured = {m.problem for m in new}
+        kept = tuple(m for m in self.measurements if m.problem not in measured)
         return Table(self.environment, kept + new)
 
     def save(self, path: Path) -> None:

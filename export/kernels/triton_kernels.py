@@ -195,12 +195,12 @@ def gemv(
     exchanges them between threads.
 
     Args:
-        x: float16 or bfloat16, like the values.
-        values: (out, in/2).
-        meta: (out, in/8), uint8.
-        bias: (out,) or None.
-        rows: output rows a program, a power of two.
-        groups: groups of four columns a step, a power of two; rows × groups is at least 128.
+        x: Input of dtype float16 or bfloat16, like the values.
+        values: Kept values (out, in / 2).
+        meta: Columns of the kept values, uint8 (out, in / 8).
+        bias: Added to each output, (out,), or `None`.
+        rows: Output rows of a program, a power of two.
+        groups: Groups of four columns of a step, a power of two; rows × groups is at least 128.
     """
     out_features, columns = values.shape[0], 2 * values.shape[1]
     y = _result(1, out_features, x)
@@ -241,15 +241,15 @@ def gemm(
     part of the columns, so that few rows still make enough work.
 
     Args:
-        x: float16 or bfloat16, like the values.
-        values: (out, in/2).
-        meta: (out, in/8), uint8.
-        bias: (out,) or None.
-        tokens: tokens a program, a power of two ≥ 16.
-        rows: output rows a program, a power of two ≥ 16.
-        split: parts of the columns, a power of two.
-        columns: dense columns a step of each part, a power of two ≥ 128.
-        stages: software pipeline stages.
+        x: Input of dtype float16 or bfloat16, like the values.
+        values: Kept values (out, in / 2).
+        meta: Columns of the kept values, uint8 (out, in / 8).
+        bias: Added to each output, (out,), or `None`.
+        tokens: Tokens of a program, a power of two ≥ 16.
+        rows: Output rows of a program, a power of two ≥ 16.
+        split: Number of parts of the columns, a power of two.
+        columns: Dense columns of each part in a step, a power of two ≥ 128.
+        stages: Stages of the software pipeline.
     """
     num_tokens, width = x.shape
     out_features = values.shape[0]

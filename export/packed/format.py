@@ -12,7 +12,7 @@ FORMAT_VERSION = 1
 GROUP = 4
 """Consecutive input columns that share a nibble; at most half of them are not zero."""
 COLUMNS_MULTIPLE = 2 * GROUP
-"""A byte of `meta` holds two groups, so rows must be whole bytes."""
+"""Rows must be whole bytes of `meta`, each of which holds two groups."""
 
 
 def _slots(bits: int) -> tuple[int, int]:
@@ -62,10 +62,11 @@ def pack(weight: Tensor) -> tuple[Tensor, Tensor]:
     group has exactly two values. −0.0 is kept as +0.0.
 
     Args:
-        weight: (rows, columns) of a floating dtype; columns is a multiple of 8.
+        weight: A weight (rows, columns) of a floating dtype; columns is a multiple of 8.
 
     Returns:
-        Values (rows, columns / 2) in the weight's dtype, and meta uint8 (rows, columns / 8).
+        The kept values (rows, columns / 2) in the weight's dtype, and meta, the columns that they
+        were in, uint8 (rows, columns / 8).
 
     Raises:
         PatternError: The shape does not fit, or a group has more than two non-zeros.
@@ -91,8 +92,8 @@ def unpack(values: Tensor, meta: Tensor) -> Tensor:
     """The weight (rows, columns) that was packed, bit by bit.
 
     Args:
-        values: (rows, columns / 2).
-        meta: uint8 (rows, columns / 8).
+        values: The kept values (rows, columns / 2).
+        meta: Their columns, uint8 (rows, columns / 8).
     """
     nibbles = torch.stack((meta & 15, meta >> 4), dim=-1).flatten(1)
     slots = torch.stack((nibbles & 3, nibbles >> 2), dim=-1).long()
@@ -111,7 +112,7 @@ def invalid_nibbles(meta: Tensor) -> int:
 
 
 def different_bits(first: Tensor, second: Tensor) -> int:
-    """How many values differ in a bit; all, where shapes or dtypes differ."""
+    """Number of values that differ in a bit; all of them where shapes or dtypes differ."""
     if first.shape != second.shape or first.dtype != second.dtype:
         return second.numel()
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -35,8 +35,8 @@ class Sparse24Config(QuantizationConfigMixin):
 
     Args:
         modules: Names of the layers that are packed.
-        format_version: Of `docs/format.md`.
-        quant_method: The format's name.
+        format_version: Version of the format, see `docs/format.md`.
+        quant_method: The name of the format.
 
     Raises:
         FormatError: The directory was written in another version of the format.
@@ -151,7 +151,7 @@ def load(directory: str | os.PathLike[str], **options: Any) -> PreTrainedModel:
 
     Args:
         directory: What `python -m export.to_sparse` wrote, packed or dense.
-        **options: Of `from_pretrained`, such as `dtype` and `device_map`.
+        **options: Options of `from_pretrained`, such as `dtype` and `device_map`.
 
     Raises:
         FileNotFoundError: There is no `config.json` in it.

@@ -1,6 +1,7 @@
 """A linear layer that stores its weight packed 2:4."""
 
-from typing import Self
+from collections.abc import Callable
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -26,19 +27,25 @@ class Sparse24Linear(nn.Module):
         in_features: Columns of W, a multiple of 8.
         out_features: Rows of W.
         bias: Whether there is a b.
-        dtype: Of the values, the bias and the activations.
-        device: Where the tensors are; they are not initialised.
+        dtype: Dtype of the values, the bias and the activations.
+        device: Device of the tensors, which are not initialised.
 
     Attributes:
         weight: Kept values (out_features, in_features / 2); frozen.
-        weight_meta: uint8 (out_features, in_features / 8).
-        bias: (out_features,), or `None`.
+        weight_meta: Columns of the kept values, uint8 (out_features, in_features / 8).
+        bias: Added to each output, (out_features,), or `None`.
+        compressed: W in cuSPARSELt's layout, which prefill on a CUDA device is fastest with, or
+            `None`. It depends on library and device, is no part of the state dict, and is gone
+            after `load_state_dict`, after the layer moved to another device or dtype, and when
+            `weight` or `weight_meta` is assigned. Whoever writes into one of these in place must
+            set it to `None`.
 
     Raises:
         PatternError: `in_features` does not fit.
     """
 
     weight_meta: Tensor
+    compressed: Tensor | None
 
     def __init__(
         self,
@@ -52,6 +59,7 @@ class Sparse24Linear(nn.Module):
         if reason := why_not_packable((out_features, in_features)):
             raise PatternError(f"Sparse24Linear: {reason}.")
         self.in_features, self.out_features = in_features, out_features
+        self.register_buffer("compressed", None, persistent=False)
 
         def frozen(*shape: int) -> nn.Parameter:
             empty = torch.empty(*shape, dtype=dtype, device=device)
@@ -64,7 +72,25 @@ class Sparse24Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., in_features) to (..., out_features)."""
-        return torch.ops.mrp_lightning.linear24(x, self.weight, self.weight_meta, self.bias)
+        return torch.ops.mrp_lightning.linear24(
+            x, self.weight, self.weight_meta, self.bias, self.compressed
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in ("weight", "weight_meta"):
+            self.compressed = None
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self.compressed = None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        before = self.weight.device, self.weight.dtype
+        super()._apply(fn, recurse)
+        if (self.weight.device, self.weight.dtype) != before:
+            self.compressed = None
+        return self
 
     @classmethod
     def like(cls, linear: nn.Module, device: torch.device | str | None = None) -> Self:

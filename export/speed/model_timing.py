@@ -20,7 +20,7 @@ from export.speed.tuning import REPEATS, first_line
 from mrp_lightning.errors import OptionError
 
 SPARE = 16
-"""Places in the cache for the steps of the warm-up."""
+"""Further places in the cache, for the steps of the warm-up."""
 MASKLESS = "sdpa_without_mask"
 AttentionInterface.register(MASKLESS, sdpa_attention_forward)  # and no function that makes masks
 
@@ -33,9 +33,10 @@ class ModelTime:
         phase: `prefill` (a forward of the prompt) or `decode` (one token after it).
         side: `dense` or `sparse`.
         way: `eager` or `compiled`; both are captured in a CUDA graph.
-        tokens: Prompt tokens of each sequence.
-        timing: Of one forward; `None` where it failed.
-        compile_seconds: Of the first call, 0 for eager.
+        batch_size: Number of sequences.
+        tokens: Number of prompt tokens of each sequence.
+        timing: Time of one forward; `None` where it failed.
+        compile_seconds: Time of compiling and capturing, 0 for eager.
         failure: The reason where there is no timing.
     """
 
@@ -59,7 +60,7 @@ class Decoder:
         model: A causal language model in evaluation mode.
         prompt: Token ids (batch, length).
         new_tokens: Steps between two rewinds.
-        forward: The model, compiled or not.
+        forward: The model, compiled or not; `None` is the model itself.
     """
 
     def __init__(
@@ -151,12 +152,12 @@ def time_models(
     Args:
         dense: The pruned weights as ordinary matrices.
         sparse: The same weights on a back-end.
-        batch_sizes: Sequences at a time.
+        batch_sizes: Numbers of sequences at a time.
         prompt_tokens: Length of each prompt.
         new_tokens: Decode steps of one repeat.
-        compile_mode: For `torch.compile`; `None` leaves the compiled contestants out.
+        compile_mode: Mode of `torch.compile`; `None` leaves the compiled contestants out.
         phases: Which of the two to time.
-        repeats: Rounds.
+        repeats: Rounds of the measurement.
 
     Yields:
         The ways of both sides, for each batch size and phase.
@@ -178,7 +179,7 @@ def _compare(
     compile_mode: str | None,
     repeats: int,
 ) -> list[ModelTime]:
-    """All ways of all sides in turns; a contestant that fails does not keep others from running."""
+    """Time all ways of all sides in turns. One that fails does not keep others from running."""
     torch.compiler.reset()  # once: code that is forgotten takes its kernels out of captured graphs
     modes = {"eager": None} if compile_mode is None else {"eager": None, "compiled": compile_mode}
     runs: dict[str, Callable[[], float]] = {}

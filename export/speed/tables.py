@@ -2,31 +2,35 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from export.kernels.table import STORED_DENSE, Failure, Measurement
 from export.speed.model_timing import ModelTime
+from mrp_lightning.files import as_json, save_text
 
-VALUE_BYTES = 2  # float16 and bfloat16
-PACKED = 0.5625  # packed bytes for each dense byte, 16-bit values
+VALUE_BYTES = 2
+"""Bytes of a float16 or bfloat16 value."""
+PACKED = 0.5625
+"""Packed bytes for each dense byte of such values."""
 
 
 @dataclass
-class Result:
-    """All figures of one run, filled in as they come.
+class SpeedReport:
+    """All that was measured of one model, filled in as it comes.
 
     Attributes:
-        environment: Device and library versions.
-        backend: The sparse side's.
-        target: What it was prepared for.
-        bandwidth: Of a large copy, bytes a second.
-        layers: By shape, number of tokens and kernel.
+        environment: The device and the versions of the libraries.
+        backend: The back-end of the sparse side.
+        target: What the sparse side was prepared for, a key of `TARGETS`.
+        bandwidth: Bytes a second of a large copy, reads and writes together.
+        layers: Times by shape, number of tokens and kernel.
         failures: Kernels that could not be measured, and why.
-        models: By phase, side and way.
-        stayed_dense: Packed layers that the back-end runs dense, and why.
-        dense_bytes: Storages of the dense model; `None` before it is measured.
-        sparse_bytes: Storages of the sparse one, with the forms its back-end keeps.
+        models: Times of the whole models by phase, side and way.
+        stayed_dense: The reason for each packed layer that the back-end runs dense, by its name.
+        dense_bytes: Bytes of the dense model's storages; `None` before it is measured.
+        sparse_bytes: Bytes of the sparse model's storages, in all layouts that its back-end keeps.
         notes: What a reader has to know.
     """
 
@@ -42,24 +46,29 @@ class Result:
     sparse_bytes: int | None = None
     notes: list[str] = field(default_factory=list)
 
+    def save(self, path: Path) -> None:
+        """Write `path`.json and `path`.md."""
+        save_text(f"{path}.json", as_json(asdict(self)))
+        save_text(f"{path}.md", tables(self))
 
-def tables(result: Result) -> str:
-    """Markdown."""
-    parts = [", ".join(f"{name} {value}" for name, value in result.environment.items())]
-    parts += result.notes
-    if result.layers:
-        parts.append("\n".join(_layer_table(result.layers, result.bandwidth)))
-    if result.failures:
-        parts.append("Not measured:\n\n" + "\n".join(_failure_list(result.failures)))
-    if result.models:
-        parts.append("\n".join(_model_table(result.models)))
-        parts += _speed_ups(result.models)
-    if result.sparse_bytes is not None and result.dense_bytes is not None:
+
+def tables(report: SpeedReport) -> str:
+    """The report as Markdown."""
+    parts = [", ".join(f"{name} {value}" for name, value in report.environment.items())]
+    parts += report.notes
+    if report.layers:
+        parts.append("\n".join(_layer_table(report.layers, report.bandwidth)))
+    if report.failures:
+        parts.append("Not measured:\n\n" + "\n".join(_failure_list(report.failures)))
+    if report.models:
+        parts.append("\n".join(_model_table(report.models)))
+        parts += _speed_ups(report.models)
+    if report.sparse_bytes is not None and report.dense_bytes is not None:
         parts.append(
-            f"Weights in memory: {result.sparse_bytes / 1e9:.2f} GB, "
-            f"{result.dense_bytes / 1e9:.2f} GB dense."
+            f"Weights in memory: {report.sparse_bytes / 1e9:.2f} GB, "
+            f"{report.dense_bytes / 1e9:.2f} GB dense."
         )
-    parts += [f"Stayed dense: {layers}: {why}." for layers, why in alike(result.stayed_dense)]
+    parts += [f"Stayed dense: {layers}: {why}." for layers, why in alike(report.stayed_dense)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -91,21 +100,17 @@ def _layer_table(rows: Sequence[Measurement], bandwidth: float) -> list[str]:
         "| out × in | tokens | kernel | µs | 20–80% | × dense | GB/s | of copy |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    dense = {_problem(m): m.microseconds for m in rows if m.kernel == STORED_DENSE}
+    dense = {m.problem: m.microseconds for m in rows if m.kernel == STORED_DENSE}
     for m in rows:
         size = m.out_features * m.in_features * VALUE_BYTES
         rate = size * (1 if m.kernel == STORED_DENSE else PACKED) / (m.microseconds * 1e-6)
         lines.append(
             f"| {m.out_features}×{m.in_features} | {m.tokens} | {m.kernel} "
             f"| {m.microseconds:.1f} | {m.low:.1f}–{m.high:.1f} "
-            f"| {dense[_problem(m)] / m.microseconds:.2f} "
+            f"| {dense[m.problem] / m.microseconds:.2f} "
             f"| {rate / 1e9:.0f} | {rate / bandwidth:.0%} |"
         )
     return lines
-
-
-def _problem(m: Measurement) -> tuple[int, int, str, int]:
-    return m.out_features, m.in_features, m.dtype, m.tokens
 
 
 def _model_table(rows: Sequence[ModelTime]) -> list[str]:
@@ -128,7 +133,7 @@ def _model_table(rows: Sequence[ModelTime]) -> list[str]:
 
 
 def speed_ups(rows: Sequence[ModelTime]) -> dict[tuple[str, int], float]:
-    """By phase and batch size: the faster dense way's time over the faster sparse way's."""
+    """Time of the faster dense way over that of the faster sparse way, by phase and batch size."""
     best: dict[tuple[str, int, str], float] = {}
     for row in rows:
         if row.timing is not None:

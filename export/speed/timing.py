@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 COLD_BYTES = 512 * 2**20
-"""Weights that are read one after the other add up to this much: several times any L2 cache."""
+"""Bytes of the weights that are read one after the other: several times any L2 cache."""
 WARM_UP = 3
-"""Runs before a capture, and replays before a measurement."""
+"""Number of calls before a capture, and of replays before a measurement."""
 
 
 @dataclass(frozen=True)
@@ -18,9 +18,9 @@ class Timing:
     """Microseconds over the repeats.
 
     Attributes:
-        median: 50th percentile.
-        low: 20th percentile.
-        high: 80th percentile.
+        median: 50th percentile, microseconds.
+        low: 20th percentile, microseconds.
+        high: 80th percentile, microseconds.
     """
 
     median: float
@@ -29,7 +29,7 @@ class Timing:
 
 
 def copies(weight_bytes: int) -> int:
-    """How many weights of a size to rotate over, so that none is found in the cache."""
+    """Number of weights of a size to rotate over, so that none is found in the cache."""
     return max(2, -(-COLD_BYTES // weight_bytes))
 
 
@@ -37,7 +37,7 @@ def take_turns(measure: Mapping[str, Callable[[], float]], repeats: int) -> dict
     """Measure each contestant once a round, so that a drifting clock meets all of them alike.
 
     Args:
-        measure: Each returns microseconds.
+        measure: The contestants by name; each runs once and returns microseconds.
         repeats: Rounds, at least 2.
     """
     times: dict[str, list[float]] = {name: [] for name in measure}
@@ -58,7 +58,7 @@ def captured(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
     Host time is not in it: eager cuSPARSELt spends more time planning on the host than computing.
 
     Args:
-        calls: They run `WARM_UP` times and are captured once. Their results must not be needed.
+        calls: Functions that run `WARM_UP` times and are captured once, for their effect alone.
     """
     with _side_stream():
         for _ in range(WARM_UP):  # compiles, allocates and fills caches outside the capture
@@ -75,7 +75,7 @@ def graphed(calls: Sequence[Callable[[], object]]) -> Callable[[], float]:
     """Capture the calls in one CUDA graph; the result replays it and gives microseconds a call.
 
     Args:
-        calls: One for each copy of a weight.
+        calls: One function for each copy of a weight.
     """
     kept = list(calls)
     graph = captured(kept)
@@ -89,12 +89,12 @@ def graphed(calls: Sequence[Callable[[], object]]) -> Callable[[], float]:
     return once
 
 
-def microseconds(run: Callable[[], object]) -> float:
-    """Device time of what `run` starts on the current stream."""
+def microseconds(call: Callable[[], object]) -> float:
+    """Device time of what `call` starts on the current stream."""
     start = torch.cuda.Event(enable_timing=True)
     end = torch.cuda.Event(enable_timing=True)
     start.record()
-    run()
+    call()
     end.record()
     end.synchronize()
     return start.elapsed_time(end) * 1e3

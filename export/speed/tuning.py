@@ -7,14 +7,21 @@ and does not keep the others from being measured.
 import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from export.kernels import cusparselt, forms
-from export.kernels.kernels import FORM, KERNELS, SOME_TOKENS, Call, prepare
+from export.kernels import cusparselt
+from export.kernels.candidates import (
+    KERNELS,
+    SOME_TOKENS,
+    Call,
+    PackedWeight,
+    compress,
+    why_not_compressible,
+)
 from export.kernels.table import STORED_DENSE, Failure, Measurement
 from export.packed.format import GROUP, pack
 from export.packed.operator import MAX_ERROR_RATIO
@@ -22,12 +29,14 @@ from export.speed.timing import copies, graphed, take_turns
 
 log = logging.getLogger(__name__)
 QUICK = 5
+"""Rounds in which the configurations of one kernel are compared."""
 REPEATS = 20
+"""Rounds in which the kernels are compared."""
 BUCKETS = (16, 64, SOME_TOKENS)
 """Numbers of tokens up to which one search for a configuration of a Triton kernel is enough."""
 Config = dict[str, int]
-Packed = Sequence[tuple[Tensor, Tensor]]
 Once = Callable[[], float]
+"""Runs a contestant and gives microseconds."""
 Winners = dict[tuple[str, int], Config]
 """The fastest configuration, by kernel and bucket."""
 
@@ -58,9 +67,9 @@ def measure(
     Args:
         out_features: Rows of the weight.
         in_features: Columns of the weight.
-        dtype: Of weight and input.
+        dtype: Dtype of weight and input.
         device: A CUDA device.
-        tokens: Numbers of tokens.
+        tokens: Numbers of tokens to measure at.
         repeats: Rounds of the final measurement.
 
     Yields:
@@ -69,27 +78,19 @@ def measure(
     with torch.cuda.device(device):
         number = copies(out_features * in_features * dtype.itemsize)
         dense = [random_24(out_features, in_features, dtype, device) for _ in range(number)]
-        packed = [pack(weight) for weight in dense]
-        unprepared = _prepare(packed)
+        packed = [PackedWeight(*pack(weight)) for weight in dense]
+        call = Call(1, out_features, in_features, dtype, device)
+        uncompressed = why_not_compressible(call)
+        if uncompressed is None:
+            try:
+                packed = [PackedWeight(w.values, w.meta, compress(*w[:2])) for w in packed]
+            except RuntimeError as error:
+                uncompressed = f"compression failed: {first_line(error)}"
         winners: Winners = {}
         for count in tokens:
             x = torch.randn(count, in_features, dtype=dtype, device=device)
-            call = Call(count, out_features, in_features, dtype, device)
-            yield _contest(call, x, dense, packed, unprepared, winners, repeats)
-        for values, _ in packed:
-            forms.drop(values)
-
-
-def _prepare(packed: Packed) -> str | None:
-    """Build the cuSPARSELt forms, or say why there are none."""
-    for values, meta in packed:
-        try:
-            reason = prepare(values, meta)
-        except RuntimeError as error:
-            reason = f"compression failed: {first_line(error)}"
-        if reason is not None:
-            return reason
-    return None
+            call = replace(call, tokens=count, compressed=uncompressed is None)
+            yield _contest(call, x, dense, packed, uncompressed, winners, repeats)
 
 
 @dataclass
@@ -105,8 +106,8 @@ def _contest(
     call: Call,
     x: Tensor,
     dense: Sequence[Tensor],
-    packed: Packed,
-    unprepared: str | None,
+    packed: Sequence[PackedWeight],
+    uncompressed: str | None,
     winners: Winners,
     repeats: int,
 ) -> tuple[list[Measurement], list[Failure]]:
@@ -115,7 +116,7 @@ def _contest(
         entered.runs[STORED_DENSE] = graphed([functools.partial(F.linear, x, w) for w in dense])
         entered.configs[STORED_DENSE] = {}
         for name, kernel in KERNELS.items():
-            reason = kernel.refuse(call) or (unprepared if name == "cusparselt" else None)
+            reason = (uncompressed if name == "cusparselt" else None) or kernel.refuse(call)
             if reason is None:
                 _enter(entered, name, x, dense[0], packed, winners)
             else:
@@ -134,23 +135,28 @@ def _contest(
 
 
 def _enter(
-    entered: _Contestants, name: str, x: Tensor, dense: Tensor, packed: Packed, winners: Winners
+    entered: _Contestants,
+    name: str,
+    x: Tensor,
+    dense: Tensor,
+    packed: Sequence[PackedWeight],
+    winners: Winners,
 ) -> None:
     """Let the fastest configuration of a kernel that computes the right thing take part."""
     best: tuple[float, Config, Once] | None = None
     reasons = []
     try:
-        configs = _candidates(name, x, packed, winners)
+        configs = _configs(name, x, packed[0], winners)
     except Exception as error:
         entered.reasons[name] = first_line(error)
         return
     for config in configs:
-        run = functools.partial(KERNELS[name].run, **config)
+        multiply = functools.partial(KERNELS[name].multiply, **config)
         try:
-            if reason := why_wrong(run(x, *packed[0], None), x, dense):
+            if reason := why_wrong(multiply(x, packed[0], None), x, dense):
                 reasons.append(reason)
                 continue
-            once = graphed([functools.partial(run, x, *p, None) for p in packed])
+            once = graphed([functools.partial(multiply, x, weight, None) for weight in packed])
             median = take_turns({name: once}, QUICK)[name].median
         except Exception as error:  # too much shared memory, or a shape that the library refuses
             log.warning("%s %s failed on this device: %s", name, config, error)
@@ -181,15 +187,15 @@ def _bucket(tokens: int) -> int:
     return next((limit for limit in BUCKETS if tokens <= limit), tokens)
 
 
-def _candidates(name: str, x: Tensor, packed: Packed, winners: Winners) -> list[Config]:
+def _configs(name: str, x: Tensor, weight: PackedWeight, winners: Winners) -> list[Config]:
+    """What to try for a kernel: what won for a similar number of tokens, else everything."""
     if name != "cusparselt":
         winner = winners.get((name, _bucket(x.shape[0])))
         return [dict(config) for config in KERNELS[name].configs] if winner is None else [winner]
-    compressed = forms.find(packed[0][0], FORM)
-    assert compressed is not None
+    assert weight.compressed is not None
     default = cusparselt.Algorithm()
     try:
-        searched = cusparselt.search(x, compressed, None)
+        searched = cusparselt.search(x, weight.compressed, None)
     except RuntimeError as error:
         log.warning("cuSPARSELt's search failed, its default algorithm is measured: %s", error)
         searched = default

@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from export.kernels.forms import nbytes
 from export.packed.layer import Sparse24Linear
 
 
@@ -31,18 +30,16 @@ def dense_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def storage_bytes(model: nn.Module) -> int:
-    """Bytes that the weights take in memory: each storage once, forms and subclasses included.
+    """Bytes that the weights take in memory: each storage once, in all layouts that are kept.
 
     A 2:4 tensor subclass gives the `nbytes` of its dense matrix; its parts are counted instead.
     """
     storages: dict[int, int] = {}
-    forms = 0
     for tensor in (*model.parameters(), *model.buffers()):
         for part in _parts(tensor):
             storage = part.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
-            forms += nbytes(part)
-    return sum(storages.values()) + forms
+    return sum(storages.values())
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:

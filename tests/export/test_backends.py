@@ -1,7 +1,6 @@
-"""The choice of a kernel, the measured table, derived forms, and what each back-end refuses."""
+"""The choice of a kernel, the measured table, and what each back-end refuses."""
 
 import contextlib
-import gc
 import itertools
 import json
 
@@ -11,11 +10,9 @@ from torch import nn
 
 from export.backends.apply import BACKENDS, apply, not_faster
 from export.backends.subclasses import SUBCLASSES
-from export.kernels import cusparselt, forms
-from export.kernels import dispatch as backends
-from export.kernels import kernels as kernels_module
-from export.kernels.dispatch import choose, choose_name, measured_table, use_table
-from export.kernels.kernels import KERNELS, Call
+from export.kernels import candidates, cusparselt, dispatch
+from export.kernels.candidates import KERNELS, Call, PackedWeight, compress
+from export.kernels.dispatch import choose, measured_table, multiply, use_table
 from export.kernels.table import STORED_DENSE, Measurement, Table, cache_path, environment
 from export.packed.format import broken_groups, pack, unpack
 from export.packed.layer import Sparse24Linear
@@ -35,8 +32,8 @@ def row(kernel, microseconds, tokens=8, config=None, shape=(64, 32)):
 @pytest.fixture
 def all_kernels_usable(monkeypatch):
     """As if the machine had Triton and cuSPARSELt: only the choice is tested."""
-    monkeypatch.setattr(kernels_module, "triton_missing", lambda: None)
-    monkeypatch.setattr(kernels_module, "_interpreting", lambda: True)
+    monkeypatch.setattr(candidates, "triton_missing", lambda: None)
+    monkeypatch.setattr(candidates, "_interpreting", lambda: True)
     monkeypatch.setattr(cusparselt, "missing", lambda device: None)
 
 
@@ -47,12 +44,12 @@ def table():
     use_table(None, CPU)
 
 
-def call(tokens, dtype=torch.bfloat16, shape=(64, 32), device=CPU):
-    return Call(tokens, *shape, dtype, device)
+def call(tokens, dtype=torch.bfloat16, shape=(64, 32), compressed=False):
+    return Call(tokens, *shape, dtype, CPU, compressed)
 
 
 @pytest.mark.parametrize(
-    ("tokens", "prepared", "kernel"),
+    ("tokens", "compressed", "kernel"),
     [
         (1, True, "triton-gemv"),
         (2, True, "triton-gemm"),
@@ -63,10 +60,10 @@ def call(tokens, dtype=torch.bfloat16, shape=(64, 32), device=CPU):
     ],
 )
 def test_without_measurements_the_number_of_tokens_decides(
-    all_kernels_usable, table, tokens, prepared, kernel
+    all_kernels_usable, table, tokens, compressed, kernel
 ):
     table()
-    assert choose_name(call(tokens), prepared)[0] == kernel
+    assert choose(call(tokens, compressed=compressed))[0] == kernel
 
 
 def test_the_fastest_measured_kernel_runs_with_its_configuration(all_kernels_usable, table):
@@ -75,17 +72,17 @@ def test_the_fastest_measured_kernel_runs_with_its_configuration(all_kernels_usa
         row("triton-gemm", 3.0, config={"tokens": 64}),
         row(STORED_DENSE, 1.0),
     )
-    assert choose_name(call(8), prepared=True) == (
+    assert choose(call(8, compressed=True)) == (
         "cusparselt",
         {"alg_id": 3, "split_k": 2, "split_k_mode": 1},
     )
-    # A weight that was not prepared for cuSPARSELt gets the next best.
-    assert choose_name(call(8), prepared=False) == ("triton-gemm", {"tokens": 64})
+    # A weight that was not compressed for cuSPARSELt gets the next best.
+    assert choose(call(8)) == ("triton-gemm", {"tokens": 64})
 
 
 def test_float32_has_no_sparse_kernel_and_is_multiplied_dense(all_kernels_usable, table):
     table()
-    assert choose_name(call(1, torch.float32), prepared=True)[0] == "unpack-dense"
+    assert choose(call(1, torch.float32, compressed=True))[0] == "unpack-dense"
 
 
 @pytest.mark.parametrize(
@@ -152,46 +149,23 @@ def test_a_device_without_index_is_the_current_one(monkeypatch):
     try:
         assert measured_table(torch.device("cuda", 3)) is mine
     finally:
-        backends._tables.pop("cuda:3")
+        dispatch._tables.pop("cuda:3")
 
 
-def test_the_chosen_function_computes_the_layer(table):
+def test_the_kernel_that_was_chosen_computes_the_layer(table):
     table()
     torch.manual_seed(0)
     weight = random_24(24, 32, torch.float32, CPU)
-    x, bias = torch.randn(5, 32), torch.randn(24)
-    run = choose(5, 24, 32, torch.float32, CPU)
-    torch.testing.assert_close(run(x, *pack(weight), bias), x @ weight.T + bias)
+    x, bias = torch.randn(5, 3, 32), torch.randn(24)
+    torch.testing.assert_close(multiply(x, *pack(weight), bias), x @ weight.T + bias)
     with pytest.raises(ValueError, match=r"input is torch\.float64 and the packed weight"):
-        run(x.double(), *pack(weight), bias)
+        multiply(x.double(), *pack(weight), bias)
 
 
 def test_random_weights_are_2_of_4():
     weight = random_24(16, 64, torch.bfloat16, CPU)
     assert broken_groups(weight) == 0
     assert int((weight != 0).sum()) == weight.numel() // 2
-
-
-def test_a_form_lives_as_long_as_its_weight_and_only_for_its_values():
-    weight = torch.randn(4, 4)
-    form = torch.ones(3)
-    forms.keep(weight, "kind", form)
-    assert forms.find(weight, "kind") is form
-    assert forms.find(weight.detach(), "kind") is form  # aliases are the same weight
-    assert forms.find(weight[:2], "kind") is None
-    assert forms.find(weight, "other") is None
-    assert forms.nbytes(weight) == 12
-    weight.add_(1)
-    assert forms.find(weight, "kind") is None  # stale
-    forms.keep(weight, "kind", form)
-    forms.drop(weight)
-    assert forms.find(weight, "kind") is None
-
-    forms.keep(weight, "kind", form)
-    before = len(forms._FORMS)
-    del weight
-    gc.collect()
-    assert len(forms._FORMS) == before - 1
 
 
 def test_cusparselt_says_what_it_refuses():
@@ -292,17 +266,57 @@ def test_a_layer_that_is_nowhere_faster_stays_dense(all_kernels_usable, monkeypa
     from export.backends import apply as apply_module
 
     monkeypatch.setattr(apply_module, "why_not_here", lambda backend, device: None)
-    slow = [row(STORED_DENSE, 1.0, t, shape=(32, 64)) for t in (1, 8)]
-    slow += [row("triton-gemm", 2.0, t, shape=(32, 64)) for t in (1, 8)]
-    table(*slow)
+    table(*at_few_tokens(STORED_DENSE, 1.0), *at_few_tokens("triton-gemm", 2.0))
     model = sparse_model()
     applied = apply(model, "auto", "decode")
     assert applied.sparse == []
     assert applied.dense["0"] == ("not faster on this device: 0.50× at 1 tokens, 0.50× at 8 tokens")
+
+
+def at_few_tokens(kernel, microseconds):
+    return [row(kernel, microseconds, tokens, shape=(32, 64)) for tokens in (1, 8)]
+
+
+@pytest.mark.parametrize(
+    ("target", "compressed", "rows"),
+    [
+        ("decode", False, [row("triton-gemv", 0.5, 1, shape=(32, 64))]),
+        ("decode", True, at_few_tokens("cusparselt", 0.5)),
+        ("both", False, []),  # prefill was not measured
+    ],
+)
+def test_a_layer_that_may_be_faster_stays_sparse(all_kernels_usable, target, compressed, rows):
     layer = sparse_model()[0]
-    win = row("triton-gemv", 0.5, 1, shape=(32, 64))
-    assert not_faster(layer, Table({}, (*slow, win)), "decode") is None
-    assert not_faster(layer, Table({}, tuple(slow)), "both") is None  # prefill is not measured
+    layer.compressed = torch.zeros(1) if compressed else None
+    slow = [*at_few_tokens(STORED_DENSE, 1.0), *at_few_tokens("triton-gemm", 2.0)]
+    assert not_faster(layer, Table({}, (*slow, *rows)), target) is None
+
+
+def test_kernels_that_cannot_run_a_layer_do_not_keep_it_sparse(all_kernels_usable):
+    layer = sparse_model()[0]
+    rows = [*at_few_tokens(STORED_DENSE, 1.0), *at_few_tokens("cusparselt", 0.5)]
+    expected = "not faster on this device: no kernel ran at 1 tokens, no kernel ran at 8 tokens"
+    assert not_faster(layer, Table({}, tuple(rows)), "decode") == expected  # not compressed
+    rows += at_few_tokens("triton-gemm", 4.0)
+    rows += [row("triton-gemv", 0.1, 8, shape=(32, 64))]  # which takes one token, not 8
+    expected = "not faster on this device: 0.25× at 1 tokens, 0.25× at 8 tokens"
+    assert not_faster(layer, Table({}, tuple(rows)), "decode") == expected
+
+
+@pytest.mark.parametrize("target", ["decode", "prefill", "both"])
+def test_layers_are_compressed_for_prefill_alone(all_kernels_usable, monkeypatch, table, target):
+    from export.backends import apply as apply_module
+
+    table()
+    monkeypatch.setattr(apply_module, "why_not_here", lambda backend, device: None)
+    monkeypatch.setattr(cusparselt, "compress", lambda weight: weight.clone())
+    model = sparse_model()
+    dense = model[0].dense_weight()
+    assert apply(model, "auto", target).dense == {}
+    if target == "decode":
+        assert model[0].compressed is None
+    else:
+        assert torch.equal(model[0].compressed, dense)
 
 
 @pytest.fixture
@@ -329,21 +343,21 @@ def contest(tokens=(1, 8, 16)):
 
 
 def kernel(run, refuse=lambda call: None, configs=({},)):
-    return kernels_module.Kernel(run, refuse, configs)
+    return candidates.Kernel(run, refuse, configs)
 
 
-def dense_product(x, values, meta, bias, **config):
-    return nn.functional.linear(x, unpack(values, meta), bias)
+def dense_product(x, weight, bias, **config):
+    return nn.functional.linear(x, unpack(weight.values, weight.meta), bias)
 
 
 def test_kernels_that_are_refused_that_fail_or_that_are_wrong_lose_nothing_else(
     without_a_clock, monkeypatch
 ):
-    def broken(x, values, meta, bias, **config):
+    def broken(x, weight, bias, **config):
         raise RuntimeError("CUDA error: no kernel image\nand more")
 
-    def inexact(x, values, meta, bias, **config):
-        return 1.1 * dense_product(x, values, meta, bias)
+    def inexact(x, weight, bias, **config):
+        return 1.1 * dense_product(x, weight, bias)
 
     kernels = {
         "refused": kernel(dense_product, lambda call: "too small"),
@@ -374,9 +388,9 @@ def test_a_search_for_a_configuration_holds_for_similar_numbers_of_tokens(
 ):
     tried = []
 
-    def run(x, values, meta, bias, rows):
+    def run(x, weight, bias, rows):
         tried.append((x.shape[0], rows))
-        return dense_product(x, values, meta, bias)
+        return dense_product(x, weight, bias)
 
     configs = ({"rows": 8}, {"rows": 4})
     monkeypatch.setattr(tuning, "KERNELS", {"mine": kernel(run, configs=configs)})
@@ -410,18 +424,18 @@ def test_running_out_of_memory_ends_one_number_of_tokens(without_a_clock, monkey
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernels_are_as_exact_as_a_dense_product(name, tokens, dtype):
     device = torch.device("cuda")
-    problem = Call(tokens, 208, 512, dtype, device)
+    problem = Call(tokens, 208, 512, dtype, device, compressed=True)
     if reason := KERNELS[name].refuse(problem):
         pytest.skip(reason)
     torch.manual_seed(0)
     weight = random_24(208, 512, dtype, device)
     x, bias = torch.randn(tokens, 512, dtype=dtype, device=device), weight[:, 0].clone()
-    values, meta = pack(weight)
+    packed = PackedWeight(*pack(weight))
     if name == "cusparselt":
-        assert kernels_module.prepare(values, meta) is None
+        packed = packed._replace(compressed=compress(*packed[:2]))
     truth = x.double() @ weight.double().T + bias.double()
     allowed = 1.5 * (nn.functional.linear(x, weight, bias).double() - truth).norm()
-    y = KERNELS[name].run(x, values, meta, bias)
+    y = KERNELS[name].multiply(x, packed, bias)
     assert (y.double() - truth).norm() <= allowed
     assert y.shape == (tokens, 208)
 
@@ -433,14 +447,14 @@ def test_the_operator_is_as_exact_as_a_dense_product_on_shapes_of_real_models(sh
     torch.manual_seed(0)
     weight = random_24(*shape, torch.bfloat16, torch.device("cuda"))
     values, meta = pack(weight)
-    kernels_module.prepare(values, meta)
+    compressed = compress(values, meta)
     x = torch.randn(tokens, shape[1], dtype=torch.bfloat16, device="cuda")
-    y = torch.ops.mrp_lightning.linear24(x, values, meta, None)
+    y = torch.ops.mrp_lightning.linear24(x, values, meta, None, compressed)
     assert tuning.why_wrong(y, x, weight) is None
     # An input whose rows are not one after the other.
     wide = torch.randn(tokens, 2 * shape[1], dtype=torch.bfloat16, device="cuda")
     part = wide[:, : shape[1]]
-    y = torch.ops.mrp_lightning.linear24(part, values, meta, None)
+    y = torch.ops.mrp_lightning.linear24(part, values, meta, None, compressed)
     assert tuning.why_wrong(y, part, weight) is None
 
 
@@ -452,7 +466,7 @@ def test_the_operator_is_captured_and_compiled(tokens, mode):
 
     model = sparse_model(shape=(256, 256)).cuda()
     for layer in model:
-        kernels_module.prepare(layer.weight, layer.weight_meta)
+        layer.compressed = compress(layer.weight, layer.weight_meta)
     x = torch.randn(tokens, 256, dtype=torch.bfloat16, device="cuda")
     with torch.no_grad():
         expected = model(x)

@@ -1,5 +1,6 @@
 """The benchmark but for the clock: models, decoding, turns, memory and tables."""
 
+import argparse
 import json
 from dataclasses import asdict
 
@@ -7,18 +8,22 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import import_utils
 
-from export.benchmark import benchmark, main, save
-from export.kernels.forms import drop, keep
-from export.kernels.table import STORED_DENSE, Failure, Measurement
+from export import benchmark as command
+from export.backends.apply import Applied
+from export.benchmark import main
+from export.kernels.dispatch import measured_table, use_table
+from export.kernels.table import STORED_DENSE, Failure, Measurement, Table
 from export.packed.format import broken_groups
 from export.packed.layer import Sparse24Linear
-from export.speed import random_models
+from export.speed import comparison, random_models
+from export.speed.comparison import compare
 from export.speed.model_timing import Decoder, ModelTime, prefill, without_masks
+from export.speed.options import SpeedOptions, add_arguments
 from export.speed.random_models import SHAPES, prunable, random_model
-from export.speed.tables import Result, alike, speed_ups, tables
+from export.speed.tables import SpeedReport, alike, speed_ups, tables
 from export.speed.timing import COLD_BYTES, Timing, copies, take_turns
 from export.speed.tuning import random_24
 from export.speed.twins import dense_copy, packed_copy, storage_bytes
@@ -77,16 +82,15 @@ def test_packed_and_dense_copies_compute_the_same_and_share_the_rest(tiny):
     assert sparse.lm_head.weight.data_ptr() == dense.lm_head.weight.data_ptr() == head
 
 
-def test_memory_counts_each_storage_once_and_the_forms(tiny):
+def test_memory_counts_each_storage_once_in_all_layouts():
     linear = torch.nn.Linear(64, 32, bias=False, dtype=torch.bfloat16)
     linear.weight.data = random_24(32, 64, torch.bfloat16, CPU)
     layer = Sparse24Linear.from_linear(linear)
     shared = torch.nn.ModuleList([layer, layer])
     shared.extra = layer.weight
     assert storage_bytes(shared) == 32 * 64 * 2 * 0.5625
-    keep(layer.weight, "form", torch.zeros(10))
+    layer.compressed = torch.zeros(10)
     assert storage_bytes(shared) == 32 * 64 * 2 * 0.5625 + 40
-    drop(layer.weight)
 
 
 def test_steps_decode_what_generate_does_and_can_be_taken_again(kind):
@@ -222,14 +226,35 @@ MODELS = [
 
 
 def test_what_there_is_is_saved(tmp_path):
-    result = Result({"device": "a GPU"}, "auto", "both", bandwidth=2e12)
-    save(result, tmp_path / "new" / "tiny-auto")
+    result = SpeedReport({"device": "a GPU"}, "auto", "both", bandwidth=2e12)
+    result.save(tmp_path / "new" / "tiny-auto")
     assert (tmp_path / "new" / "tiny-auto.md").read_text() == "device a GPU\n"
     result.models += MODELS
-    save(result, tmp_path / "new" / "tiny-auto")
+    result.save(tmp_path / "new" / "tiny-auto")
     written = json.loads((tmp_path / "new" / "tiny-auto.json").read_text())
     assert len(written["models"]) == len(MODELS)
     assert "decode" in (tmp_path / "new" / "tiny-auto.md").read_text()
+
+
+def test_a_command_line_gives_the_options():
+    parser = argparse.ArgumentParser()
+    add_arguments(parser, batch_sizes=[1, 8])
+    default = SpeedOptions(batch_sizes=[1, 8])
+    assert SpeedOptions.of(parser.parse_args([])) == default
+    assert default.phases == ("prefill", "decode")
+    line = "--backend torch --target decode --compile none --batch-sizes 2 --prompt-tokens 3"
+    parsed = parser.parse_args([*line.split(), "--new-tokens", "4"])
+    assert SpeedOptions.of(parsed, layer_tokens=[5]) == SpeedOptions(
+        "torch", "decode", None, [2], 3, 4, [5]
+    )
+    assert SpeedOptions.of(parsed).phases == ("decode",)
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "many"])
+def test_numbers_that_are_none_are_refused(number, capsys):
+    with pytest.raises(SystemExit):
+        main(["--shape", "llama2-7b", f"--new-tokens={number}"])
+    assert f"--new-tokens: expected a positive number, got '{number}'" in capsys.readouterr().err
 
 
 def test_layers_that_differ_in_numbers_only_are_counted():
@@ -255,7 +280,7 @@ def test_tables_show_wins_losses_and_failures():
         Failure(1000, 2000, "bfloat16", tokens, "cusparselt", "no multiple of 16")
         for tokens in (1, 8)
     ]
-    result = Result(
+    result = SpeedReport(
         environment={"device": "a GPU"},
         backend="auto",
         target="both",
@@ -289,7 +314,85 @@ def test_without_cuda_it_says_so(tiny, capsys):
         main(["--shape", "llama2-7b"])
     assert "this machine has none" in capsys.readouterr().err
     with pytest.raises(OptionError, match="on CUDA devices; the model is on cpu"):
-        benchmark(packed_copy(tiny, prunable(tiny)))
+        compare(packed_copy(tiny, prunable(tiny)), SpeedOptions())
+
+
+@pytest.fixture
+def as_if_on_cuda(monkeypatch, tmp_path):
+    """All but the clock: models stay on the CPU and say that they are on a CUDA device."""
+    device = torch.device("cuda", 0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(PreTrainedModel, "device", property(lambda _: device))
+    monkeypatch.setattr(comparison, "bandwidth", lambda device: 2e12)
+    monkeypatch.setattr(comparison, "why_not_here", lambda backend, device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    yield device
+    use_table(None, device)
+
+
+def test_layers_and_models_are_compared_and_reported_as_they_come(
+    as_if_on_cuda, tiny, monkeypatch, tmp_path
+):
+    def measure(rows, columns, dtype, device, tokens):
+        for count in tokens:
+            problem = rows, columns, "float32", count
+            times = {STORED_DENSE: 2.0, "unpack-dense": 3.0}
+            yield (
+                [Measurement(*problem, name, {}, *[time] * 3) for name, time in times.items()],
+                [Failure(*problem, "cusparselt", "no float32")],
+            )
+
+    def time_models(dense, sparse, **options):
+        assert not any(isinstance(m, Sparse24Linear) for m in dense.modules())
+        assert options["compile_mode"] is None
+        for phase in options["phases"]:
+            yield [timed(phase, "dense", "eager", 2.0), timed(phase, "sparse", "eager", 1.0)]
+
+    def apply(model, backend, target):
+        assert (backend, target) == ("triton", "decode")
+        return Applied(dense={"model.layers.0.mlp.up_proj": "refused"})
+
+    monkeypatch.setattr(comparison, "measure", measure)
+    monkeypatch.setattr(comparison, "time_models", time_models)
+    monkeypatch.setattr(comparison, "apply", apply)
+    options = SpeedOptions("triton", "decode", None, layer_tokens=(1, 8))
+    seen = []
+    report = compare(
+        packed_copy(tiny, prunable(tiny)), options, lambda r: seen.append(len(r.layers))
+    )
+    shapes = {(m.out_features, m.in_features) for m in report.layers}
+    assert shapes == {(32, 32), (16, 32), (48, 32), (32, 48)}
+    assert seen == [2, 4, 6, 8, 10, 12, 14, 16, 16]  # after each number of tokens, and the models
+    assert len(report.failures) == 8
+    assert speed_ups(report.models) == {("decode", 1): 2.0}
+    assert report.stayed_dense == {"model.layers.0.mlp.up_proj": "refused"}
+    assert report.sparse_bytes < report.dense_bytes
+    # Kernels are chosen by these times from now on, in later processes too.
+    (path,) = (tmp_path / "mrp-lightning").iterdir()
+    assert Table.load(path) == measured_table(as_if_on_cuda)
+    assert measured_table(as_if_on_cuda).measurements == tuple(report.layers)
+
+
+def test_a_shape_that_fails_does_not_keep_others_from_being_measured(monkeypatch, tmp_path, capsys):
+    def fails_for_llama2(sparse, options, report_on):
+        if "llama2" in sparse:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return SpeedReport({"device": "a GPU"}, options.backend, options.target, 2e12)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(command, "random_model", lambda shape, dtype, device: shape)
+    monkeypatch.setattr(command, "prunable", lambda model: {})
+    monkeypatch.setattr(command, "packed_copy", lambda model, names: model)
+    monkeypatch.setattr(command, "compare", fails_for_llama2)
+    with pytest.raises(SystemExit, match="not measured to the end: llama2-7b"):
+        main(["--shape", "llama2-7b", "opt-6.7b", "--out", str(tmp_path / "out")])
+    shown = capsys.readouterr().out
+    assert "## opt-6.7b, auto\n\ndevice a GPU\n" in shown
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {
+        "opt-6.7b-auto.json",
+        "opt-6.7b-auto.md",
+    }
 
 
 @pytest.mark.gpu
@@ -299,13 +402,12 @@ def test_a_small_model_is_measured(kind, compile_mode, tmp_path, monkeypatch):
     device = torch.device("cuda", 0)
     model = random_model(kind, torch.bfloat16, device)
     seen = []
-    result = benchmark(
+    result = compare(
         packed_copy(model, prunable(model)),
-        compile_mode=compile_mode,
-        prompt_tokens=16,
-        new_tokens=4,
-        layer_tokens=(1, 16),
-        progress=lambda found: seen.append(len(found.layers) + len(found.models)),
+        SpeedOptions(
+            compile_mode=compile_mode, prompt_tokens=16, new_tokens=4, layer_tokens=(1, 16)
+        ),
+        report_on=lambda found: seen.append(len(found.layers) + len(found.models)),
     )
     assert not [row.failure for row in result.models if row.failure]
     assert {m.kernel for m in result.layers} >= {STORED_DENSE, "unpack-dense"}

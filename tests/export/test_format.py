@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -43,6 +43,11 @@ def weights(draw: st.DrawFn) -> Tensor:
     return torch.tensor(groups, dtype=torch.float64).to(dtype).view(rows, 8 * pairs)
 
 
+patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+"""Drawing a weight value by value takes long where other work runs on the same machine."""
+
+
+@patient
 @given(weights())
 def test_packing_loses_no_bit(weight):
     before = weight.clone()
@@ -60,6 +65,7 @@ def test_packing_loses_no_bit(weight):
     assert not invalid_nibbles(meta)
 
 
+@patient
 @given(weights())
 def test_a_plain_loop_reads_the_format_as_documented(weight):
     values, meta = pack(weight)

@@ -58,7 +58,7 @@ def test_it_loads_in_another_precision(llama, packed, ids):
 
 
 needs_accelerate = pytest.mark.skipif(
-    importlib.util.find_spec("accelerate") is None, reason="needs accelerate"
+    importlib.util.find_spec("accelerate") is None, reason="needs the extra `device-map`"
 )
 
 

@@ -17,6 +17,7 @@ from export.conversion.writing import write_packed
 from export.packed.format import different_bits
 from export.packed.layer import Sparse24Linear
 from mrp_lightning.errors import DataError, ParityError
+from mrp_lightning.files import as_json
 
 
 @pytest.fixture
@@ -105,7 +106,7 @@ def test_a_source_that_gives_nan_is_equal_to_an_export_that_gives_the_same(llama
     assert text.bit_equal
     assert text_failures(text) == []
     assert text_failures(dataclasses.replace(text, bit_equal=False)) != []
-    written = json.loads(json.dumps(Parity(text=text).to_dict(), allow_nan=False))
+    written = json.loads(as_json(Parity(text=text).to_dict()))
     assert written["text"]["perplexity_before"] is None
 
 

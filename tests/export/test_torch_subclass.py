@@ -54,7 +54,7 @@ def layer(rows, columns):
 @pytest.mark.parametrize("tokens", [1, 3, 16])
 def test_the_layer_computes_the_same(torch_subclass_on_cpu, backend, tokens):
     if backend == "torchao":
-        pytest.importorskip("torchao.sparsity", reason="torchao 0.18 was the last to have it")
+        pytest.importorskip("torchao.sparsity", reason="needs the extra `torchao`")
     torch.manual_seed(0)
     model = nn.Sequential(layer(32, 64), layer(33, 32))  # 33 rows fit no tile
     x = torch.randn(tokens, 64, dtype=torch.bfloat16)
@@ -82,7 +82,7 @@ def test_memory_is_counted_by_parts_not_by_the_matrix_it_stands_for(torch_subcla
 
 
 def test_the_fp8_configuration_exists_in_the_installed_torchao():
-    pytest.importorskip("torchao", reason="torchao is not installed")
+    pytest.importorskip("torchao", reason="needs the extra `torchao`")
     from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow
     from torchao.quantization.quantize_.workflows import Float8PackingFormat
 

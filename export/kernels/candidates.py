@@ -1,41 +1,63 @@
 """The kernels that the operator can run on a CUDA device, and what each of them refuses.
 
-All of them map (tokens, in) with a packed weight to (tokens, out) and read the packed format;
-only cuSPARSELt needs a form of its own, which `prepare` builds beforehand.
+All of them map (tokens, in) with a packed weight to (tokens, out). They read the packed format;
+cuSPARSELt alone needs a layout of its own, another 0.5625 of the dense bytes, which `compress`
+builds beforehand: what a CUDA graph records must not be built inside the operator.
 """
 
 import functools
 import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from export.kernels import cusparselt, forms
+from export.kernels import cusparselt
 from export.packed.format import unpack
 
-FORM = "cusparselt"
 TRITON_DTYPES = (torch.float16, torch.bfloat16)
 LARGEST = 2**31
 """Triton addresses elements with 32 bits."""
 SOME_TOKENS = 256
 """The most that the kernel for small batches takes: it decodes a weight anew for every 16 to 64."""
 
-Run = Callable[..., Tensor]
+
+class PackedWeight(NamedTuple):
+    """The weight W (out, in) of a layer, as kernels read it.
+
+    Attributes:
+        values: Kept values (out, in / 2).
+        meta: Columns of the kept values, uint8 (out, in / 8).
+        compressed: W in cuSPARSELt's layout, or `None`.
+    """
+
+    values: Tensor
+    meta: Tensor
+    compressed: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Call:
-    """What a kernel is asked for: (tokens, in) times the transpose of (out, in)."""
+    """What a kernel is asked for: (tokens, in) times the transpose of (out, in).
+
+    Attributes:
+        tokens: Rows of the input.
+        out_features: Rows of the weight.
+        in_features: Columns of the weight.
+        dtype: Dtype of input and weight.
+        device: Device of input and weight.
+        compressed: Whether the weight is there in cuSPARSELt's layout, too.
+    """
 
     tokens: int
     out_features: int
     in_features: int
     dtype: torch.dtype
     device: torch.device
+    compressed: bool = False
 
 
 @dataclass(frozen=True)
@@ -43,19 +65,20 @@ class Kernel:
     """A way to multiply with a packed weight.
 
     Attributes:
-        run: `run(x, values, meta, bias, **config)`.
-        refuse: Why it cannot take a call, or `None`.
-        configs: What is worth measuring; the first is used where nothing was measured.
+        multiply: `multiply(x, weight, bias, **config)` gives x Wᵀ + bias for x (tokens, in).
+        refuse: Gives the reason why it cannot take a call, or `None`.
+        configs: The configurations worth measuring; the first one is used where nothing was
+            measured.
     """
 
-    run: Run
+    multiply: Callable[..., Tensor]
     refuse: Callable[[Call], str | None]
     configs: tuple[Mapping[str, int], ...] = ({},)
 
 
 @functools.cache
 def triton_missing() -> str | None:
-    """Why Triton cannot be used, or `None`."""
+    """The reason why Triton cannot be used, or `None`."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed; CUDA builds of torch bring it along"
     return None
@@ -97,40 +120,52 @@ def _refuse_gemm(call: Call) -> str | None:
 def _refuse_cusparselt(call: Call) -> str | None:
     if not call.tokens:
         return "there are no tokens"
+    if reason := why_not_compressible(call):
+        return reason
+    return None if call.compressed else "the weight was not compressed for cuSPARSELt"
+
+
+def why_not_compressible(call: Call) -> str | None:
+    """The reason why a weight cannot be brought into cuSPARSELt's layout, or `None`."""
     missing = cusparselt.missing(call.device)
     return missing or cusparselt.refuse(call.out_features, call.in_features, call.dtype)
 
 
-def _gemv(x: Tensor, values: Tensor, meta: Tensor, bias: Tensor | None, **config: int) -> Tensor:
+def compress(values: Tensor, meta: Tensor) -> Tensor:
+    """The weight in cuSPARSELt's layout.
+
+    Args:
+        values: Kept values (out, in / 2).
+        meta: Columns of the kept values, uint8 (out, in / 8).
+
+    Raises:
+        RuntimeError: The library refuses the weight; see `why_not_compressible`.
+    """
+    return cusparselt.compress(_unpacked(values, meta))
+
+
+def _gemv(x: Tensor, weight: PackedWeight, bias: Tensor | None, **config: int) -> Tensor:
     from export.kernels import triton_kernels
 
-    return triton_kernels.gemv(x, values, meta, bias, **config)
+    return triton_kernels.gemv(x, weight.values, weight.meta, bias, **config)
 
 
-def _gemm(x: Tensor, values: Tensor, meta: Tensor, bias: Tensor | None, **config: int) -> Tensor:
+def _gemm(x: Tensor, weight: PackedWeight, bias: Tensor | None, **config: int) -> Tensor:
     from export.kernels import triton_kernels
 
-    return triton_kernels.gemm(x, values, meta, bias, **config)
+    return triton_kernels.gemm(x, weight.values, weight.meta, bias, **config)
 
 
-def _cusparselt(
-    x: Tensor,
-    values: Tensor,
-    meta: Tensor,  # noqa: ARG001  (all kernels are called alike)
-    bias: Tensor | None,
-    **config: int,
-) -> Tensor:
-    compressed = forms.find(values, FORM)
-    if compressed is None:
-        raise RuntimeError("cuSPARSELt was chosen for a weight that was not prepared for it.")
-    return cusparselt.matmul(x, compressed, bias, cusparselt.Algorithm(**config))
+def _cusparselt(x: Tensor, weight: PackedWeight, bias: Tensor | None, **config: int) -> Tensor:
+    assert weight.compressed is not None
+    return cusparselt.matmul(x, weight.compressed, bias, cusparselt.Algorithm(**config))
 
 
-def _unpack_dense(x: Tensor, values: Tensor, meta: Tensor, bias: Tensor | None) -> Tensor:
-    return F.linear(x, unpacked(values, meta), bias)
+def _unpack_dense(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+    return F.linear(x, _unpacked(weight.values, weight.meta), bias)
 
 
-def unpacked(values: Tensor, meta: Tensor) -> Tensor:
+def _unpacked(values: Tensor, meta: Tensor) -> Tensor:
     """The dense weight: by the Triton kernel where it runs, else by `unpack`."""
     call = Call(1, values.shape[0], 2 * values.shape[1], values.dtype, values.device)
     if values.is_cuda and _refuse_triton(call) is None:
@@ -171,19 +206,9 @@ KERNELS: dict[str, Kernel] = {
     "cusparselt": Kernel(_cusparselt, _refuse_cusparselt),
     "unpack-dense": Kernel(_unpack_dense, lambda _: None),
 }
+"""By name, in the order in which they are preferred where nothing was measured."""
 
 
-def prepare(weight: Tensor, meta: Tensor) -> str | None:
-    """Build the cuSPARSELt form of a packed weight, or say why there is none."""
-    out_features, in_features = weight.shape[0], 2 * weight.shape[1]
-    call = Call(1, out_features, in_features, weight.dtype, weight.device)
-    if reason := _refuse_cusparselt(call):
-        return reason
-    forms.keep(weight, FORM, cusparselt.compress(unpacked(weight, meta)))
-    return None
-
-
-def with_config(name: str, config: Mapping[str, Any]) -> Run:
-    """A kernel's `run` with its configuration bound."""
-    run = KERNELS[name].run
-    return functools.partial(run, **config) if config else run
+def usable(call: Call) -> dict[str, Kernel]:
+    """The kernels that take a call; `unpack-dense` always does."""
+    return {name: kernel for name, kernel in KERNELS.items() if kernel.refuse(call) is None}

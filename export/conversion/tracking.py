@@ -1,4 +1,4 @@
-"""Bars for long work, which the working functions know only as a way to iterate."""
+"""Bars for long work. The working functions know them as a way to iterate."""
 
 import sys
 from collections.abc import Iterable, Iterator
@@ -12,10 +12,16 @@ T = TypeVar("T")
 
 
 class Track(Protocol):
-    """Iterate, and show how far it is."""
+    """A way to iterate that shows how far it is."""
 
     def __call__(self, sequence: Iterable[T], total: int | None, description: str) -> Iterable[T]:
-        """The same items; `total` is how many there are, `None` if that is not known."""
+        """Give the items one by one.
+
+        Args:
+            sequence: The items.
+            total: Number of items; `None` if it is not known.
+            description: What is done with them, for the bar.
+        """
         ...
 
 

@@ -1,0 +1,121 @@
+"""A packed model against its dense twin: every kernel on its layers, then the whole models."""
+
+import logging
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from export.backends.apply import apply, why_not_here
+from export.kernels import cusparselt
+from export.kernels.dispatch import measured_table, use_table
+from export.kernels.table import Failure, Measurement, cache_path
+from export.packed.layer import Sparse24Linear
+from export.speed.model_timing import time_models
+from export.speed.options import SpeedOptions
+from export.speed.tables import SpeedReport
+from export.speed.timing import microseconds, take_turns
+from export.speed.tuning import measure
+from export.speed.twins import dense_copy, storage_bytes
+from mrp_lightning.errors import OptionError
+
+log = logging.getLogger(__name__)
+
+
+def compare(
+    sparse: PreTrainedModel,
+    options: SpeedOptions,
+    report_on: Callable[[SpeedReport], object] = lambda _: None,
+) -> SpeedReport:
+    """Measure the layers, put the model on a back-end, and time it against its dense twin.
+
+    Args:
+        sparse: A model on a CUDA device, with packed layers; it is left on the back-end.
+        options: What to measure.
+        report_on: Is called with the report whenever there is more in it.
+
+    Raises:
+        OptionError: The model is not on a CUDA device, or the back-end cannot run there.
+    """
+    device = sparse.device
+    if device.type != "cuda":
+        raise OptionError(f"Speed is measured on CUDA devices; the model is on {device}.")
+    if reason := why_not_here(options.backend, device):
+        raise OptionError(f"`--backend {options.backend}` cannot run here: {reason}.")
+    report = SpeedReport(
+        environment={**measured_table(device).environment, **_versions()},
+        backend=options.backend,
+        target=options.target,
+        bandwidth=bandwidth(device),
+    )
+    if report.environment.get("cusparselt") == cusparselt.SLOW_ON_HOPPER:
+        note = "cuSPARSELt 0.8.0 is slower on Hopper than 0.8.1, which torch 2.12 brings."
+        report.notes.append(note)
+    for found, failures in measure_layers(sparse, options.layer_tokens):
+        report.layers += found
+        report.failures += failures
+        report_on(report)
+    dense = dense_copy(sparse)
+    report.stayed_dense = apply(sparse, options.backend, options.target).dense
+    report.dense_bytes, report.sparse_bytes = storage_bytes(dense), storage_bytes(sparse)
+    for times in time_models(
+        dense,
+        sparse,
+        batch_sizes=options.batch_sizes,
+        prompt_tokens=options.prompt_tokens,
+        new_tokens=options.new_tokens,
+        compile_mode=options.compile_mode,
+        phases=options.phases,
+    ):
+        report.models += times
+        report_on(report)
+    return report
+
+
+@torch.no_grad()
+def measure_layers(
+    model: PreTrainedModel, tokens: Sequence[int]
+) -> Iterator[tuple[list[Measurement], list[Failure]]]:
+    """Time each shape of the model's packed layers once, by all kernels.
+
+    Kernels are chosen by these times from now on, in later processes too.
+
+    Args:
+        model: A model on a CUDA device, with packed layers.
+        tokens: Numbers of tokens to measure at.
+
+    Yields:
+        What was measured for each shape and number of tokens, and what could not be.
+    """
+    layers = [m for m in model.modules() if isinstance(m, Sparse24Linear)]
+    for shape in dict.fromkeys((m.out_features, m.in_features, m.weight.dtype) for m in layers):
+        if not tokens:
+            return
+        for found, failures in measure(*shape, model.device, tokens):
+            table = measured_table(model.device).merged(found)
+            table.save(cache_path(table.environment))
+            use_table(table, model.device)
+            yield found, failures
+
+
+def bandwidth(device: torch.device) -> float:
+    """Bytes a second of a large copy on a device, reads and writes together."""
+    source = torch.empty(2**30, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    once = {"copy": lambda: microseconds(lambda: target.copy_(source))}
+    return 2 * source.nbytes / (take_turns(once, 10)["copy"].median * 1e-6)
+
+
+def _versions() -> dict[str, str]:
+    """What the measured table does not depend on, and a reader wants to know."""
+    found = {"transformers": transformers.__version__}
+    query = ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError) as error:
+        log.warning("nvidia-smi does not tell the driver's version: %s", error)
+        return found
+    driver, clock = answer.stdout.splitlines()[0].split(", ")
+    return found | {"driver": driver, "highest clock": clock}

@@ -1,0 +1,91 @@
+"""What a comparison of speed is asked for, in code and on the command lines that measure."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from export.backends.apply import BACKENDS, TARGETS
+
+LAYER_TOKENS = (1, 4, 8, 16, 64, 256, 1024, 4096, 16384)
+
+
+@dataclass(frozen=True)
+class SpeedOptions:
+    """What is measured of a packed model and of its dense twin.
+
+    Attributes:
+        backend: What runs the packed layers, one of `BACKENDS`.
+        target: What the weights are kept ready for, a key of `TARGETS`.
+        compile_mode: Mode of `torch.compile`, on both sides; `None` times eager code alone.
+        batch_sizes: Numbers of sequences at a time.
+        prompt_tokens: Length of each prompt.
+        new_tokens: Decode steps of one repeat.
+        layer_tokens: Numbers of tokens at which every kernel is timed on each layer shape; empty
+            leaves the layers out.
+    """
+
+    backend: str = "auto"
+    target: str = "both"
+    compile_mode: str | None = "default"
+    batch_sizes: Sequence[int] = (1,)
+    prompt_tokens: int = 2048
+    new_tokens: int = 128
+    layer_tokens: Sequence[int] = LAYER_TOKENS
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """What is timed of the whole models."""
+        return ("prefill", "decode") if self.target == "both" else (self.target,)
+
+    @classmethod
+    def of(cls, parsed: argparse.Namespace, **others: Any) -> Self:
+        """The options of a command line whose parser `add_arguments` was given.
+
+        Args:
+            parsed: What the parser found.
+            **others: Fields that are no arguments of every command line.
+        """
+        return cls(
+            backend=parsed.backend,
+            target=parsed.target,
+            compile_mode=None if parsed.compile == "none" else parsed.compile,
+            batch_sizes=parsed.batch_sizes,
+            prompt_tokens=parsed.prompt_tokens,
+            new_tokens=parsed.new_tokens,
+            **others,
+        )
+
+
+def add_arguments(parser: argparse._ActionsContainer, batch_sizes: Sequence[int]) -> None:
+    """Add the arguments of `SpeedOptions` to a command line.
+
+    Args:
+        parser: The parser, or a group of its arguments.
+        batch_sizes: The default of `--batch-sizes`.
+    """
+    parser.add_argument("--backend", choices=BACKENDS, default="auto", help="what to measure")
+    parser.add_argument(
+        "--compile",
+        default="default",
+        metavar="MODE",
+        help="mode of torch.compile, for both sides; none: eager code alone",
+    )
+    parser.add_argument(
+        "--target",
+        choices=tuple(TARGETS),
+        default="both",
+        help="what to keep weights ready for; both keeps two layouts in memory (default: both)",
+    )
+    parser.add_argument(
+        "--batch-sizes", nargs="+", type=positive, default=list(batch_sizes), metavar="N"
+    )
+    parser.add_argument("--prompt-tokens", type=positive, default=2048, metavar="N")
+    parser.add_argument("--new-tokens", type=positive, default=128, metavar="N")
+
+
+def positive(text: str) -> int:
+    """A positive number on a command line."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"expected a positive number, got {text!r}")
+    return int(text)
