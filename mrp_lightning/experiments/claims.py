@@ -1,0 +1,155 @@
+"""What the paper claims, and whether the runs of a sweep bear it out."""
+
+import itertools
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from mrp_lightning.experiments.numbers import number, perplexity
+from mrp_lightning.experiments.summary import Average, Measure, Summary
+from mrp_lightning.experiments.trials import Trial
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One case of a claim.
+
+    Attributes:
+        claim: What the paper says.
+        where: Model, setting and text.
+        holds: Whether it is so here.
+        evidence: The numbers that say so.
+    """
+
+    claim: str
+    where: str
+    holds: bool
+    evidence: str
+
+
+class Gain(NamedTuple):
+    """By how much the perplexity of one trial is below that of another.
+
+    Attributes:
+        seeds: The difference for each seed.
+        ratio: The higher mean divided by the lower one.
+    """
+
+    seeds: Average
+    ratio: float
+
+    def __str__(self) -> str:
+        sign = 1 if self.seeds.mean > 0 else -1
+        return Average(sign * gain for gain in self.seeds).text(number)
+
+
+def findings(summary: Summary) -> list[Finding]:
+    """Every claim in every case that the runs can decide."""
+    measures = dict.fromkeys(m for found in summary.values() for m in found if m.is_perplexity)
+    pruned = [trial for trial in summary if trial.method and not trial.changed]
+    cases = list(dict.fromkeys(replace(trial, method="SM") for trial in pruned))
+    found: list[Finding] = []
+    for text in measures:
+        for case in cases:
+            found += _better_than_sparsegpt(summary, case, text)
+        for case in cases:
+            found += _mm_is_sm(summary, case, text)
+        found += _grows_with_sparsity(summary, cases, text)
+        found += _ablations(summary, text)
+    return found
+
+
+def gain(summary: Summary, worse: Trial, better: Trial, text: Measure) -> Gain | None:
+    """What `better` gains over `worse`, seed by seed; `None` where they cannot be compared."""
+    high, low = (summary.get(trial, {}).get(text, {}) for trial in (worse, better))
+    pairs = [(high[seed], low[seed]) for seed in high if seed in low]
+    if not pairs or not all(map(math.isfinite, itertools.chain(*pairs))):
+        return None
+    ratio = statistics.fmean(a for a, _ in pairs) / statistics.fmean(b for _, b in pairs)
+    return Gain(Average(a - b for a, b in pairs), ratio)
+
+
+def _over_sparsegpt(summary: Summary, case: Trial, text: Measure) -> Gain | None:
+    return gain(summary, replace(case, method="SS"), case, text)
+
+
+def _better_than_sparsegpt(summary: Summary, case: Trial, text: Measure) -> Iterable[Finding]:
+    found = _over_sparsegpt(summary, case, text)
+    if found is None:
+        return
+    mean, deviation = found.seeds.mean, found.seeds.deviation
+    yield Finding(
+        "SM is better than SparseGPT",
+        _where(case, text),
+        mean > (deviation or 0),
+        f"perplexity {_sign(mean)} by {found}, factor {1 / found.ratio:.3f}",
+    )
+
+
+def _mm_is_sm(summary: Summary, case: Trial, text: Measure) -> Iterable[Finding]:
+    over_sparsegpt = _over_sparsegpt(summary, case, text)
+    between = gain(summary, case, replace(case, method="MM"), text)
+    if over_sparsegpt is None or between is None:
+        return
+    yield Finding(
+        "MM is as good as SM: they differ by less than a fifth of SM's gain over SparseGPT",
+        _where(case, text),
+        abs(between.seeds.mean) < 0.2 * over_sparsegpt.seeds.mean,
+        f"perplexity of MM {_sign(between.seeds.mean)} by {between}; SM's gain {over_sparsegpt}",
+    )
+
+
+def _grows_with_sparsity(
+    summary: Summary, cases: Sequence[Trial], text: Measure
+) -> Iterable[Finding]:
+    percents: dict[Trial, list[Trial]] = {}
+    for case in cases:
+        if case.setting.endswith("%"):
+            percents.setdefault(replace(case, setting=""), []).append(case)
+    for same, settings in percents.items():
+        ordered = sorted(settings, key=lambda case: float(case.setting[:-1]))
+        gains = [(case.setting, _over_sparsegpt(summary, case, text)) for case in ordered]
+        ratios = [(setting, found.ratio) for setting, found in gains if found]
+        if len(ratios) < 2:
+            continue
+        yield Finding(
+            "The gap to SparseGPT grows with sparsity",
+            _where(same, text),
+            all(a[1] < b[1] for a, b in itertools.pairwise(ratios)),
+            "perplexity SparseGPT / SM: " + ", ".join(f"{s} {ratio:.3f}" for s, ratio in ratios),
+        )
+
+
+def _ablations(summary: Summary, text: Measure) -> Iterable[Finding]:
+    claims = {
+        "damping": ("Smaller damping is better", False),
+        "num_samples": ("More calibration samples are better", True),
+    }
+    lines: dict[tuple[Trial, str], dict[float, float]] = {}
+    for trial, found in summary.items():
+        change = trial.changed
+        if change and change.option in claims and change.number is not None and text in found:
+            line = lines.setdefault((replace(trial, changed=None), change.option), {})
+            line[change.number] = Average(found[text].values()).mean
+    for (trial, option), line in lines.items():
+        claim, more_is_better = claims[option]
+        ordered = sorted(line.items(), reverse=not more_is_better)  # from the worst by the claim
+        yield Finding(
+            claim,
+            f"{_where(trial, text)}, {trial.method}",
+            all(a[1] >= b[1] for a, b in itertools.pairwise(ordered)),
+            "perplexity at " + ", ".join(f"{value:g}: {perplexity(x)}" for value, x in ordered),
+        )
+
+
+def _sign(gained: float) -> str:
+    return "lower" if gained > 0 else "higher"
+
+
+def _where(trial: Trial, text: Measure) -> str:
+    size = "all" if trial.block_size is None else trial.block_size
+    name = text.name.partition("/")[2].replace("text", "")
+    parts = [trial.model, trial.setting, f"S={size}", name]
+    return ", ".join(part for part in parts if part)
