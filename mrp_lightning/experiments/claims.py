@@ -3,7 +3,7 @@
 import itertools
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -40,6 +40,11 @@ class Gain(NamedTuple):
     seeds: Average
     ratio: float
 
+    @property
+    def sign(self) -> str:
+        """What the perplexity of the better trial is."""
+        return "lower" if self.seeds.mean > 0 else "higher"
+
     def __str__(self) -> str:
         sign = 1 if self.seeds.mean > 0 else -1
         return Average(sign * gain for gain in self.seeds).text(number)
@@ -47,16 +52,17 @@ class Gain(NamedTuple):
 
 def findings(summary: Summary) -> list[Finding]:
     """Every claim in every case that the runs can decide."""
-    measures = dict.fromkeys(m for found in summary.values() for m in found if m.is_perplexity)
+    texts = dict.fromkeys(m for found in summary.values() for m in found if m.is_perplexity)
     pruned = [trial for trial in summary if trial.method and not trial.changed]
-    cases = list(dict.fromkeys(replace(trial, method="SM") for trial in pruned))
     found: list[Finding] = []
-    for text in measures:
-        for case in cases:
-            found += _better_than_sparsegpt(summary, case, text)
-        for case in cases:
-            found += _mm_is_sm(summary, case, text)
-        found += _grows_with_sparsity(summary, cases, text)
+    for text in texts:
+        gains = {}  # of SM over SparseGPT
+        for case in dict.fromkeys(replace(trial, method="SM") for trial in pruned):
+            if over := gain(summary, replace(case, method="SS"), case, text):
+                gains[case] = over
+        found += _better_than_sparsegpt(gains, text)
+        found += _mm_is_sm(summary, gains, text)
+        found += _grows_with_sparsity(gains, text)
         found += _ablations(summary, text)
     return found
 
@@ -71,58 +77,46 @@ def gain(summary: Summary, worse: Trial, better: Trial, text: Measure) -> Gain |
     return Gain(Average(a - b for a, b in pairs), ratio)
 
 
-def _over_sparsegpt(summary: Summary, case: Trial, text: Measure) -> Gain | None:
-    return gain(summary, replace(case, method="SS"), case, text)
-
-
-def _better_than_sparsegpt(summary: Summary, case: Trial, text: Measure) -> Iterable[Finding]:
-    found = _over_sparsegpt(summary, case, text)
-    if found is None:
-        return
-    mean, deviation = found.seeds.mean, found.seeds.deviation
-    yield Finding(
-        "SM is better than SparseGPT",
-        _where(case, text),
-        mean > (deviation or 0),
-        f"perplexity {_sign(mean)} by {found}, factor {1 / found.ratio:.3f}",
-    )
-
-
-def _mm_is_sm(summary: Summary, case: Trial, text: Measure) -> Iterable[Finding]:
-    over_sparsegpt = _over_sparsegpt(summary, case, text)
-    between = gain(summary, case, replace(case, method="MM"), text)
-    if over_sparsegpt is None or between is None:
-        return
-    yield Finding(
-        "MM is as good as SM: they differ by less than a fifth of SM's gain over SparseGPT",
-        _where(case, text),
-        abs(between.seeds.mean) < 0.2 * over_sparsegpt.seeds.mean,
-        f"perplexity of MM {_sign(between.seeds.mean)} by {between}; SM's gain {over_sparsegpt}",
-    )
-
-
-def _grows_with_sparsity(
-    summary: Summary, cases: Sequence[Trial], text: Measure
-) -> Iterable[Finding]:
-    percents: dict[Trial, list[Trial]] = {}
-    for case in cases:
-        if case.setting.endswith("%"):
-            percents.setdefault(replace(case, setting=""), []).append(case)
-    for same, settings in percents.items():
-        ordered = sorted(settings, key=lambda case: float(case.setting[:-1]))
-        gains = [(case.setting, _over_sparsegpt(summary, case, text)) for case in ordered]
-        ratios = [(setting, found.ratio) for setting, found in gains if found]
-        if len(ratios) < 2:
-            continue
+def _better_than_sparsegpt(gains: Mapping[Trial, Gain], text: Measure) -> Iterator[Finding]:
+    for case, over in gains.items():
         yield Finding(
-            "The gap to SparseGPT grows with sparsity",
-            _where(same, text),
-            all(a[1] < b[1] for a, b in itertools.pairwise(ratios)),
-            "perplexity SparseGPT / SM: " + ", ".join(f"{s} {ratio:.3f}" for s, ratio in ratios),
+            "SM is better than SparseGPT",
+            _where(case, text),
+            over.seeds.mean > (over.seeds.deviation or 0),
+            f"perplexity {over.sign} by {over}, factor {1 / over.ratio:.3f}",
         )
 
 
-def _ablations(summary: Summary, text: Measure) -> Iterable[Finding]:
+def _mm_is_sm(summary: Summary, gains: Mapping[Trial, Gain], text: Measure) -> Iterator[Finding]:
+    for case, over in gains.items():
+        if between := gain(summary, case, replace(case, method="MM"), text):
+            yield Finding(
+                "MM is as good as SM: they differ by less than a fifth of SM's gain over SparseGPT",
+                _where(case, text),
+                abs(between.seeds.mean) < 0.2 * over.seeds.mean,
+                f"perplexity of MM {between.sign} by {between}; SM's gain {over}",
+            )
+
+
+def _grows_with_sparsity(gains: Mapping[Trial, Gain], text: Measure) -> Iterator[Finding]:
+    percents: dict[Trial, dict[float, float]] = {}
+    for case, over in gains.items():
+        if case.setting.endswith("%"):
+            ratios = percents.setdefault(replace(case, setting=""), {})
+            ratios[float(case.setting[:-1])] = over.ratio
+    for same, ratios in percents.items():
+        ordered = sorted(ratios.items())
+        if len(ordered) > 1:
+            yield Finding(
+                "The gap to SparseGPT grows with sparsity",
+                _where(same, text),
+                all(a[1] < b[1] for a, b in itertools.pairwise(ordered)),
+                "perplexity SparseGPT / SM: "
+                + ", ".join(f"{percent:g}% {ratio:.3f}" for percent, ratio in ordered),
+            )
+
+
+def _ablations(summary: Summary, text: Measure) -> Iterator[Finding]:
     claims = {
         "damping": ("Smaller damping is better", False),
         "num_samples": ("More calibration samples are better", True),
@@ -134,6 +128,8 @@ def _ablations(summary: Summary, text: Measure) -> Iterable[Finding]:
             line = lines.setdefault((replace(trial, changed=None), change.option), {})
             line[change.number] = Average(found[text].values()).mean
     for (trial, option), line in lines.items():
+        if len(line) < 2:
+            continue
         claim, more_is_better = claims[option]
         ordered = sorted(line.items(), reverse=not more_is_better)  # from the worst by the claim
         yield Finding(
@@ -144,12 +140,8 @@ def _ablations(summary: Summary, text: Measure) -> Iterable[Finding]:
         )
 
 
-def _sign(gained: float) -> str:
-    return "lower" if gained > 0 else "higher"
-
-
 def _where(trial: Trial, text: Measure) -> str:
-    size = "all" if trial.block_size is None else trial.block_size
+    size = f"S={trial.columns}" if trial.columns else ""
     name = text.name.partition("/")[2].replace("text", "")
-    parts = [trial.model, trial.setting, f"S={size}", name]
+    parts = [trial.model, trial.setting, size, name]
     return ", ".join(part for part in parts if part)

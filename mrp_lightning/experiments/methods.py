@@ -3,12 +3,12 @@
 from mrp_lightning.solver.methods import COMPENSATIONS, MASKS, NAMED, parse_method
 
 METHODS = ("magnitude", "wanda", "SS", "MS", "SM", "MM")
-"""The methods with a name of their own, in the order in which they are shown."""
+"""The paper's methods in the order in which they are shown; all others follow."""
 
 _LABELS = {"wanda": "Wanda", "SS": "SparseGPT"}
+_CANONICAL = {pair: name for name, pair in reversed(NAMED.items())}  # the first of several names
 _PAIRS = [f"{mask}+{compensation}" for mask in MASKS for compensation in COMPENSATIONS]
-_CANONICAL = {NAMED[name]: name for name in METHODS}
-_ORDER = (*METHODS, *(pair for pair in _PAIRS if pair not in _CANONICAL))
+_ORDER = list(dict.fromkeys((*METHODS, *(_CANONICAL.get(pair, pair) for pair in _PAIRS))))
 
 
 def canonical_method(name: str) -> str:

@@ -174,6 +174,6 @@ def test_claims_about_damping_and_samples():
 def test_a_claim_about_numbers_is_not_asked_of_other_values():
     values = {
         Trial("m", "2:4", "SM", 128, None, Change("data.num_samples", value)): [7.0]
-        for value in (None, "all", [1, 2])
+        for value in (None, "all", [1, 2], 8)  # and one number is no order
     }
     assert verdicts(values) == {}

@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import log10
 
 from matplotlib import rcParams
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from mrp_lightning.experiments.methods import method_rank
 from mrp_lightning.experiments.page.models import Variant
@@ -112,12 +113,8 @@ def set_value_axis(axes: Axes, which: str, values: Sequence[float], *, zero: boo
     positive = [value for value in values if value > 0]
     if positive and len(positive) == len(values) and max(values) > _WIDE_RANGE * min(values):
         set_scale("log")
-        low, high = min(values), max(values)
-        exponents = range(-12, 13)
-        marks = [m * 10.0**e for e in exponents for m in (1, 2, 5)]
-        near = [m for m in marks if low / 2.5 <= m <= high * 2.5]
-        tens = [m for m in near if f"{m:e}".startswith("1.0")]
-        axis.set_major_locator(FixedLocator(near if len(near) <= 6 else tens))
+        decades = log10(max(values) / min(values))
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if decades < 2 else (1,)))
         axis.set_minor_locator(NullLocator())
     else:
         axis.set_major_locator(MaxNLocator(5))

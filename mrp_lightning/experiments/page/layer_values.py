@@ -1,13 +1,12 @@
 """Values of the layers, by block, by kind of layer and by both, averaged over runs."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 from typing import TypeVar
 
 from mrp_lightning.experiments.page.models import Variant
 from mrp_lightning.experiments.page.places import Block, Place, place
 from mrp_lightning.experiments.runs import Run
-from mrp_lightning.pruning.report import LayerReport
 
 Group = TypeVar("Group")
 Summary = Callable[[Iterable[float]], float]
@@ -17,46 +16,32 @@ def by_block(variant: Variant, key: str, summary: Summary = fmean) -> dict[Block
     """A value of the pruned layers of each block, one for each run that has it."""
     found: dict[Block, list[float]] = {}
     for run in variant.runs:
-        blocks: dict[Block, list[float]] = {}
-        for layer, value in _values(run, key):
-            blocks.setdefault(place(layer.name).block, []).append(value)
-        for block, values in blocks.items():
-            found.setdefault(block, []).append(summary(values))
+        for block, value in _summarized([run], key, summary, lambda at: at.block).items():
+            found.setdefault(block, []).append(value)
     return found
 
 
 def by_kind(variant: Variant, key: str, summary: Summary = fmean) -> dict[str, float]:
     """A value of the pruned layers of each kind, over all blocks and runs."""
-    return _collect(variant, key, summary, lambda layer: place(layer.name).kind)
+    return _summarized(variant.runs, key, summary, lambda at: at.kind)
 
 
 def by_cell(variant: Variant, key: str) -> dict[Place, float]:
     """The mean of a value over the pruned layers of a kind in a block (experts), and over runs."""
-    return _collect(variant, key, fmean, lambda layer: place(layer.name))
+    return _summarized(variant.runs, key, fmean, lambda at: at)
 
 
 def dense_cells(variant: Variant) -> set[Place]:
     """Where layers were left dense."""
-    return {
-        place(layer.name)
-        for run in variant.runs
-        for layer in run.layers
-        if layer.skipped is not None
-    }
+    return {place(x.name) for run in variant.runs for x in run.layers if x.skipped is not None}
 
 
-def _collect(
-    variant: Variant, key: str, summary: Summary, group: Callable[[LayerReport], Group]
+def _summarized(
+    runs: Sequence[Run], key: str, summary: Summary, group: Callable[[Place], Group]
 ) -> dict[Group, float]:
     groups: dict[Group, list[float]] = {}
-    for run in variant.runs:
-        for layer, value in _values(run, key):
-            groups.setdefault(group(layer), []).append(value)
-    return {name: summary(values) for name, values in groups.items()}
-
-
-def _values(run: Run, key: str) -> Iterator[tuple[LayerReport, float]]:
-    for layer in run.pruned:
+    for layer in (layer for run in runs for layer in run.pruned):
         value = getattr(layer, key)
         if value is not None:
-            yield layer, value
+            groups.setdefault(group(place(layer.name)), []).append(value)
+    return {name: summary(values) for name, values in groups.items()}

@@ -5,7 +5,7 @@ Incomplete runs are variants of their own: means over other layers are not compa
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -63,10 +63,6 @@ class Variant:
         more += [run.exported] if run.exported else []
         more += [] if run.complete else ["incomplete"]
         return ", ".join([self.method_name, *more])
-
-    def values(self, value: Callable[[Run], float | None]) -> list[float]:
-        """The values of all runs for which there is one."""
-        return [x for x in map(value, self.runs) if x is not None]
 
 
 @dataclass(frozen=True, eq=False)

@@ -98,7 +98,7 @@ def make_page(runs: Sequence[Run], name: str, title: str | None = None) -> Page:
             light=LIGHT,
             dark=DARK,
             css=_read("style.css"),
-            raw=base64.b64encode(raw).decode(),
+            raw=raw,
             raw_name=f"{_slug(name)}.zip",
             raw_size=numbers.memory(len(raw)),
             num_files=sum(len(run.files) for run in runs),
@@ -162,7 +162,8 @@ def _environment() -> Environment:
         loader=FunctionLoader(_read), autoescape=True, undefined=StrictUndefined
     )
     environment.filters["breakable"] = _breakable
-    environment.filters["rank"] = method_rank
+    environment.filters["series"] = lambda method: method_rank(method) % len(LIGHT.series)
+    environment.filters["base64"] = lambda content: base64.b64encode(content).decode()
     return environment
 
 

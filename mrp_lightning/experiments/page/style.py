@@ -1,6 +1,5 @@
 """The colours of the page, and drawing a picture in them: once on light paper, once on dark."""
 
-import base64
 import io
 import warnings
 from collections.abc import Callable
@@ -96,16 +95,6 @@ class Picture:
     dark: bytes
     png: bytes
 
-    @property
-    def light_url(self) -> str:
-        """The light picture within the page."""
-        return _data_url(self.light)
-
-    @property
-    def dark_url(self) -> str:
-        """The dark picture within the page."""
-        return _data_url(self.dark)
-
 
 def render(name: str, caption: str, words: str, draw: Callable[[], Figure]) -> Picture:
     """Draw a picture in both colour schemes.
@@ -165,7 +154,3 @@ def _saved(figure: Figure, **options: Any) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, **options)
     return buffer.getvalue()
-
-
-def _data_url(svg: bytes) -> str:
-    return f"data:image/svg+xml;base64,{base64.b64encode(svg).decode()}"
