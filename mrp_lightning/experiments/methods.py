@@ -1,13 +1,17 @@
 """Every method has one name, one place in the order and one name that readers know it by."""
 
-from mrp_lightning.solver.methods import COMPENSATIONS, MASKS, NAMED, parse_method
+from mrp_lightning.solver.column_sweep import ColumnSweep
+from mrp_lightning.solver.compensation import NoCompensation
+from mrp_lightning.solver.exact import ExactCompensation
+from mrp_lightning.solver.methods import MASKS, NAMED, parse_method
 
 METHODS = ("magnitude", "wanda", "SS", "MS", "SM", "MM")
 """The paper's methods in the order in which they are shown; all others follow."""
 
 _LABELS = {"wanda": "Wanda", "SS": "SparseGPT"}
 _CANONICAL = {pair: name for name, pair in reversed(NAMED.items())}  # the first of several names
-_PAIRS = [f"{mask}+{compensation}" for mask in MASKS for compensation in COMPENSATIONS]
+_COMPENSATIONS = [each.name for each in (NoCompensation, ColumnSweep, ExactCompensation)]
+_PAIRS = [f"{mask}+{compensation}" for mask in MASKS for compensation in _COMPENSATIONS]
 _ORDER = list(dict.fromkeys((*METHODS, *(_CANONICAL.get(pair, pair) for pair in _PAIRS))))
 
 

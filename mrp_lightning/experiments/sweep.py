@@ -78,7 +78,7 @@ class Sweep:
             for setting, methods in runs.items():
                 pattern = parse_setting(setting)
                 for method in methods:
-                    parse_method(method).check(pattern, None)
+                    parse_method(method).mask.check(pattern)
         if not self.seeds:
             raise OptionError("`seeds` is empty; expected at least one, such as [0].")
         self.only = [self.only] if isinstance(self.only, str) else self.only

@@ -9,7 +9,6 @@ from typing import Any
 
 from mrp_lightning.errors import OptionError
 from mrp_lightning.experiments.methods import canonical_method
-from mrp_lightning.solver.masks import LayerMask
 from mrp_lightning.solver.methods import parse_method
 from mrp_lightning.solver.patterns import Pattern, make_pattern
 
@@ -163,7 +162,7 @@ def parse_setting(setting: str) -> Pattern:
 
 def has_blocks(method: str) -> bool:
     """Whether the block size means anything to a method."""
-    return not isinstance(parse_method(method).mask, LayerMask)
+    return parse_method(method).mask.by_block
 
 
 def sees_inputs(method: str) -> bool:

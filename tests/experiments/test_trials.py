@@ -105,7 +105,7 @@ def test_one_method_is_one_trial_under_all_of_its_names():
     assert str(trials[-1].directory) == "b/2of4-SS-s128-seed0"
 
 
-VALUES = [0.0001, 1, 1.0, True, None, "text", "two words", "a/b/*.txt", "x" * 300]
+VALUES = [0.0001, 1, 1.0, True, None, "text", "two words", "two_words", "a/b/*.txt", "x" * 300]
 VALUES += [["a.txt", "b.txt"], ["a.txt"], [], {"wikitext2": 2048}, {"wikitext2": 1024}]
 
 
