@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mrp_lightning.environment import extra
-from mrp_lightning.experiments.page.runs import find_runs
+from mrp_lightning.experiments.runs import find_runs
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -18,12 +18,12 @@ def main(args: Sequence[str] | None = None) -> None:
         import jinja2  # noqa: F401
         import matplotlib  # noqa: F401
     from mrp_lightning.experiments.page.page import make_page
-    from mrp_lightning.experiments.page.write import check_out, figures_directory, write_page
+    from mrp_lightning.experiments.page.write import check_out, pictures_directory, write_page
 
     check_out(out, overwrite=options.overwrite)
     page = make_page(runs, options.run_dir.resolve().name, options.title)
     write_page(page, out, overwrite=options.overwrite)
-    where = f", figures in {figures_directory(out)}" if page.drawings else ""
+    where = f", pictures in {pictures_directory(out)}" if page.pictures else ""
     num = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
     sys.stdout.write(f"{num}: {out}{where}\n")
 
@@ -32,7 +32,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m mrp_lightning report",
         description="Write one HTML page, which needs no other file, about the runs in a directory "
-        "and beneath it: pruning_report.json, evaluation.json. The figures are written as PNG "
+        "and beneath it: pruning_report.json, evaluation.json. The pictures are written as PNG "
         "files beside it.",
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="a run, or many")

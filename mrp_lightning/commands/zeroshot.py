@@ -13,7 +13,16 @@ from rich.table import Table
 
 from mrp_lightning.environment import device_named
 from mrp_lightning.errors import OptionError
-from mrp_lightning.evaluation.records import BY_LENGTH, NAME, Figures, mean_accuracy, read, record
+from mrp_lightning.evaluation.records import (
+    BY_LENGTH,
+    NAME,
+    Scores,
+    mean_accuracy,
+    metrics,
+    read,
+    record,
+    standard_error,
+)
 from mrp_lightning.evaluation.zeroshot import PAPER_TASKS, evaluate, load_tasks, summarize
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.models.loading import load_config
@@ -42,7 +51,7 @@ def main(args: Sequence[str] | None = None) -> None:
         sys.stdout.write(f"{line}\n")
 
 
-def print_results(model: str, zeroshot: Mapping[str, Figures]) -> None:
+def print_results(model: str, zeroshot: Mapping[str, Scores]) -> None:
     """Every metric with its standard error, and the mean of the accuracies."""
     console = Console(width=None if sys.stdout.isatty() else 120)
     table = Table(title=model, title_justify="left")
@@ -52,10 +61,10 @@ def print_results(model: str, zeroshot: Mapping[str, Figures]) -> None:
     table.add_column("metric")
     for column in ("value", "± standard error"):
         table.add_column(column, justify="right")
-    for task, figures in zeroshot.items():
-        sizes = [_number(figures.get(key), ",") for key in ("samples", "num_fewshot")]
-        for metric, value in _metrics(figures).items():
-            error = figures.get(_stderr(metric))
+    for task, scores in zeroshot.items():
+        sizes = [_number(scores.get(key), ",") for key in ("samples", "num_fewshot")]
+        for metric, value in metrics(scores).items():
+            error = standard_error(scores, metric)
             table.add_row(task, *sizes, metric, _number(value), _number(error))
             task, sizes = "", ["", ""]
     if (mean := mean_accuracy(zeroshot)) is not None:
@@ -67,7 +76,7 @@ def print_results(model: str, zeroshot: Mapping[str, Figures]) -> None:
 
 
 def _write(
-    options: argparse.Namespace, results: Mapping[str, Any], summary: Mapping[str, Figures]
+    options: argparse.Namespace, results: Mapping[str, Any], summary: Mapping[str, Scores]
 ) -> list[str]:
     """Keep the results, and say where."""
     written = []
@@ -85,22 +94,6 @@ def _write(
         f"Not recorded: {options.model} is no local directory that can be written. "
         "`--out FILE` keeps the results."
     ]
-
-
-def _metrics(figures: Figures) -> Figures:
-    """Without sizes and standard errors."""
-    errors = {_stderr(metric) for metric in figures}
-    return {
-        key: value
-        for key, value in figures.items()
-        if key not in errors and key not in ("samples", "num_fewshot")
-    }
-
-
-def _stderr(metric: str) -> str:
-    """The key of a metric's standard error, before the name of a filter."""
-    name, comma, filter_name = metric.partition(",")
-    return f"{name}_stderr{comma}{filter_name}"
 
 
 def _number(value: float | int | None, style: str = ".4f") -> str:

@@ -14,13 +14,13 @@ from mrp_lightning.files import as_json, save_text
 FORMAT_VERSION = 1
 NAME = "evaluation.json"
 
-Figures = Mapping[str, float | int | None]
+Scores = Mapping[str, float | int | None]
 """Numbers by name, such as `{"acc": 0.74, "acc_stderr": 0.006, "samples": 5153}`."""
 
 BY_LENGTH = frozenset({"hellaswag", "arc_challenge"})
 """Tasks whose published accuracy compares log-likelihoods per character (`acc_norm`).
 
-So does the Mamba paper. The paper's table of Mamba models does not say; its figures fit: pruned
+So does the Mamba paper. The paper's table of Mamba models does not say; its values fit: pruned
 Mamba-130M has 32.4% on HellaSwag, where the dense model has an `acc_norm` of 35.3%.
 """
 
@@ -41,8 +41,8 @@ class Evaluation:
         format_version: Raised when a key changes its meaning.
     """
 
-    perplexity: dict[str, Figures] = field(default_factory=dict)
-    zeroshot: dict[str, Figures] = field(default_factory=dict)
+    perplexity: dict[str, Scores] = field(default_factory=dict)
+    zeroshot: dict[str, Scores] = field(default_factory=dict)
     model: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
@@ -51,8 +51,8 @@ class Evaluation:
 def record(
     directory: str | os.PathLike[str],
     *,
-    perplexity: Mapping[str, Figures] | None = None,
-    zeroshot: Mapping[str, Figures] | None = None,
+    perplexity: Mapping[str, Scores] | None = None,
+    zeroshot: Mapping[str, Scores] | None = None,
     model: str | None = None,
 ) -> Path:
     """Add results to `evaluation.json`; those of other texts and tasks stay as they are.
@@ -112,19 +112,48 @@ def read(directory: str | os.PathLike[str]) -> Evaluation:
             f"{', '.join(type(known[key]).__name__ for key in wrong)}. "
             "Delete the file and evaluate the model again."
         )
+    for section in ("perplexity", "zeroshot"):
+        for name, scores in known.get(section, {}).items():
+            if not isinstance(scores, dict) or not all(map(_is_number, scores.values())):
+                raise FormatError(
+                    f"{path}: expected numbers by name in `{section}.{name}`, got {scores!r}. "
+                    "Delete the file and evaluate the model again."
+                )
     return Evaluation(**known)
 
 
-def accuracy(task: str, figures: Figures) -> float | None:
+def metrics(scores: Scores) -> Scores:
+    """The scores of a task without its sizes and without standard errors."""
+    errors = {_stderr(metric) for metric in scores}
+    left_out = errors | {"samples", "num_fewshot"}
+    return {name: value for name, value in scores.items() if name not in left_out}
+
+
+def standard_error(scores: Scores, metric: str) -> float | None:
+    """The standard error of a metric, in the metric's unit; `None` where there is none."""
+    return scores.get(_stderr(metric))
+
+
+def accuracy(task: str, scores: Scores) -> float | None:
     """The accuracy that papers report for a task, as a fraction; `None` where it has none.
 
     It is `acc_norm` for the tasks in `BY_LENGTH` and `acc` for all others.
     """
-    return figures.get("acc_norm" if task in BY_LENGTH else "acc")
+    return scores.get("acc_norm" if task in BY_LENGTH else "acc")
 
 
-def mean_accuracy(zeroshot: Mapping[str, Figures]) -> float | None:
+def mean_accuracy(zeroshot: Mapping[str, Scores]) -> float | None:
     """Mean of `accuracy` over the tasks that have one, as in the paper's table."""
-    found = [accuracy(task, figures) for task, figures in zeroshot.items()]
+    found = [accuracy(task, scores) for task, scores in zeroshot.items()]
     values = [value for value in found if value is not None]
     return sum(values) / len(values) if values else None
+
+
+def _stderr(metric: str) -> str:
+    """The key of a metric's standard error; the name of a filter stays at the end."""
+    name, comma, filter_name = metric.partition(",")
+    return f"{name}_stderr{comma}{filter_name}"
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))

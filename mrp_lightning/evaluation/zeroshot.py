@@ -1,6 +1,6 @@
 """Tasks of EleutherAI's lm-eval, run on a loaded model.
 
-The prompts, the scores and their standard errors are lm-eval's own, so that figures compare with
+The prompts, the scores and their standard errors are lm-eval's own, so that values compare with
 published ones; here are the choice of tasks, the checks before any work, and the summary.
 """
 
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from mrp_lightning.environment import extra
 from mrp_lightning.errors import DataError, OptionError
-from mrp_lightning.evaluation.records import Figures
+from mrp_lightning.evaluation.records import Scores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -39,10 +39,12 @@ class Tasks:
     Attributes:
         manager: lm-eval's `TaskManager`.
         loaded: lm-eval's tasks and groups of tasks.
+        names: The names of all tasks, those of the groups, too.
     """
 
     manager: Any
     loaded: list[Any]
+    names: tuple[str, ...] = ()
 
 
 def load_tasks(
@@ -77,6 +79,7 @@ def load_tasks(
             "a directory with tasks of your own is given as `--include-path`."
         )
     loaded: list[Any] = []
+    tasks: dict[str, Any] = {}
     missing = []
     for name in dict.fromkeys(name for found in matching.values() for name in found):
         try:
@@ -84,6 +87,7 @@ def load_tasks(
         except (OSError, ValueError) as error:  # ConnectionError and FileNotFoundError are OSErrors
             missing.append(f"{name} ({_data_of(name, manager)}: {error})")
             continue
+        tasks |= found["tasks"]
         for task in found["tasks"].values():
             if task.get_config("num_fewshot") != 0:
                 task.set_config(key="num_fewshot", value=num_fewshot)
@@ -96,7 +100,7 @@ def load_tasks(
             "~/.cache/huggingface (`HF_HOME`), which can be copied here; or describe local files "
             "of the same schema as YAML tasks and name their directory with `--include-path`."
         )
-    return Tasks(manager, loaded)
+    return Tasks(manager, loaded, tuple(tasks))
 
 
 def evaluate(
@@ -156,25 +160,25 @@ def evaluate(
     return results
 
 
-def summarize(results: Mapping[str, Any]) -> dict[str, Figures]:
+def summarize(results: Mapping[str, Any]) -> dict[str, Scores]:
     """Metrics, standard errors and sizes by task, as `evaluation.json` keeps them.
 
     A metric that lm-eval computes after a filter is called `metric,filter`.
     """
-    summary: dict[str, Figures] = {}
+    summary: dict[str, Scores] = {}
     for task, row in results["results"].items():
-        figures: dict[str, float | int | None] = {}
+        scores: dict[str, float | int | None] = {}
         for key, value in row.items():
             metric, comma, filter_name = key.partition(",")
             if comma and isinstance(value, int | float):  # a missing standard error is "N/A"
-                figures[metric if filter_name == "none" else key] = float(value)
-        if not figures:
+                scores[metric if filter_name == "none" else key] = float(value)
+        if not scores:
             continue  # a group that has only members
         if task in results["n-samples"]:
-            figures["samples"] = results["n-samples"][task]["effective"]
+            scores["samples"] = results["n-samples"][task]["effective"]
         if task in results["n-shot"]:
-            figures["num_fewshot"] = results["n-shot"][task]
-        summary[task] = figures
+            scores["num_fewshot"] = results["n-shot"][task]
+        summary[task] = scores
     return summary
 
 

@@ -14,7 +14,8 @@ from mrp_lightning.files import save_directory
 from mrp_lightning.loop.trainer import ModuleRunner
 from mrp_lightning.models.positions import longest_sequence
 from mrp_lightning.models.saving import save_pretrained
-from mrp_lightning.pruning.report import PruningReport, model_card
+from mrp_lightning.pruning.model_card import model_card
+from mrp_lightning.pruning.report import PruningReport
 from mrp_lightning.targets.blocks import find_blocks, unwrap, without_wrappers
 
 

@@ -1,41 +1,48 @@
-"""What a run did to each layer."""
+"""What a run did to each layer, and the file that says so."""
 
-from dataclasses import asdict, dataclass, field
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from mrp_lightning.environment import versions
+from mrp_lightning.errors import FormatError, PatternError
 from mrp_lightning.files import as_json, save_text
+from mrp_lightning.solver.patterns import make_pattern
 
+NAME = "pruning_report.json"
 FORMAT_VERSION = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerReport:
-    """One weight. The measures of a layer that was left dense are `None`.
+    """What was done to one layer. The measures of a layer that was left dense are `None`.
 
     Attributes:
-        name: As in the checkpoint.
-        shape: Rows and columns.
-        method: Mask and compensation.
-        sparsity: Fraction of the weights removed.
-        loss: Mean over the calibration tokens of ‖(w + δ)x − wx‖², all rows together.
-        relative_loss: `loss` over the mean of ‖wx‖².
-        damping: λ, what was added to the Hessian's diagonal.
-        iterations: Of the exact compensation.
-        gap: Certified relative distance to the optimal loss.
-        seconds: Time to prune it; the first layer of those that share an input pays for preparing
-            the Hessian.
-        tokens: Calibration tokens that it saw.
-        dead_inputs: Input features that were always 0.
-        skipped: Why it was left dense.
-        already_pruned: Whether it had the pattern before.
-        shared_hessian: Of an expert, the weight of all experts' Hessian in its own: above 0 where
-            it saw too few tokens. `loss` is then measured by that mixture. `None` for other layers.
-        raised_damping: The fraction of the Hessian's mean diagonal that was added where more was
-            needed than was asked for. `None` for other layers.
-        peak_memory: Bytes allocated on the GPU at most while it was pruned. Only on CUDA.
+        name: The name of the layer in the checkpoint.
+        shape: The shape of the weight, (rows, columns).
+        method: The mask and the compensation, such as `SM`.
+        sparsity: The fraction of the weights that are removed, between 0 and 1.
+        loss: The mean over the calibration tokens of ‖(w + δ)x − wx‖², summed over all rows.
+        relative_loss: `loss` divided by the mean over the tokens of ‖wx‖².
+        damping: The λ that was added to the diagonal of the Hessian.
+        iterations: The number of iterations of the exact compensation.
+        gap: The certified distance to the optimal loss, relative to that loss.
+        seconds: The time that pruning the layer took. The first of the layers that share an input
+            pays for preparing the Hessian.
+        tokens: The number of calibration tokens that the layer saw.
+        dead_inputs: The number of input features that were 0 in every token.
+        skipped: The reason why the layer was left dense, `None` if it is pruned.
+        already_pruned: Whether the weight had the pattern before it was pruned.
+        shared_hessian: The share of all experts' Hessian, between 0 and 1, in the Hessian by which
+            an expert was pruned. It is above 0 where the expert saw too few tokens, and `loss` is
+            then measured by that mixture. It is `None` for layers that are not experts.
+        raised_damping: The fraction of the Hessian's mean diagonal that was added, where more was
+            needed than was asked for. It is `None` where what was asked for was enough.
+        peak_memory: The most memory, in bytes, that was allocated on the GPU while the layer was
+            pruned. It is `None` on other devices.
     """
 
     name: str
@@ -57,13 +64,18 @@ class LayerReport:
     peak_memory: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """The row of `pruning_report.json`."""
+        """The layer's row of `pruning_report.json`."""
         row = asdict(self) | {"shape": list(self.shape)}
-        del row["already_pruned"]  # counted in the totals
-        for key in ("shared_hessian", "raised_damping", "peak_memory"):
-            if row[key] is None:
+        for key in ("already_pruned", "shared_hessian", "raised_damping", "peak_memory"):
+            if row[key] is None or row[key] is False:
                 del row[key]
         return row
+
+    @classmethod
+    def from_dict(cls, row: dict[str, Any]) -> "LayerReport":
+        """Read a row of `pruning_report.json`. What an older version did not write is `None`."""
+        known = {f.name: row[f.name] for f in fields(cls) if f.name in row}
+        return cls(**known | {"shape": tuple(row["shape"])})
 
 
 @dataclass
@@ -72,16 +84,21 @@ class PruningReport:
 
     Attributes:
         config: The arguments of the run.
-        layers: Pruned layers and skipped ones.
-        seconds: Wall-clock time of the walk.
-        complete: Whether the walk came to its end. If not, `layers` says which layers are pruned;
-            all others are untouched.
+        layers: The layers, both those that are pruned and those that were left dense.
+        seconds: The wall-clock time of the walk.
+        complete: Whether the walk came to its end. If it did not, `layers` says which layers are
+            pruned, and all others are untouched.
+        versions: The versions of the libraries that pruned, by name.
+        stored_totals: The `totals` of the file from which the report was read, `None` for a report
+            that is being made.
     """
 
     config: dict[str, Any]
     layers: list[LayerReport] = field(default_factory=list)
     seconds: float = 0.0
     complete: bool = False
+    versions: dict[str, str] = field(default_factory=versions)
+    stored_totals: dict[str, Any] | None = field(default=None, compare=False)
 
     @property
     def pruned(self) -> list[LayerReport]:
@@ -90,13 +107,15 @@ class PruningReport:
 
     @property
     def relative_loss(self) -> float | None:
-        """Mean over the pruned layers."""
+        """The mean of `relative_loss` over the pruned layers, `None` if there are none."""
         losses = [row.relative_loss for row in self.pruned if row.relative_loss is not None]
         return sum(losses) / len(losses) if losses else None
 
     @property
     def totals(self) -> dict[str, Any]:
-        """Sums and means over the layers."""
+        """Sums and means over the layers; those of a file that was read are as it states them."""
+        if self.stored_totals is not None:
+            return self.stored_totals
         weights = sum(row.shape[0] * row.shape[1] for row in self.pruned)
         zeros = sum((row.sparsity or 0) * row.shape[0] * row.shape[1] for row in self.pruned)
         peaks = [row.peak_memory for row in self.pruned if row.peak_memory is not None]
@@ -119,43 +138,115 @@ class PruningReport:
             "format_version": FORMAT_VERSION,
             "layers": [row.to_dict() for row in self.layers],
             "totals": self.totals,
-            "versions": versions(),
+            "versions": self.versions,
             "config": self.config,
         }
 
     def save(self, directory: str | PathLike[str]) -> Path:
-        """Write `pruning_report.json` into a directory."""
-        path = Path(directory) / "pruning_report.json"
+        """Write `pruning_report.json` into a directory, and return its path."""
+        path = Path(directory) / NAME
         save_text(path, as_json(self.to_dict()))
         return path
 
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> "PruningReport":
+        """Read a `pruning_report.json`, also one of an older run.
 
-def model_card(report: PruningReport, base_model: str | None) -> str:
-    """A short README for the pruned checkpoint."""
-    totals, config = report.totals, report.config
-    kind = config.get("pattern") or f"{100 * totals['sparsity']:.3g}% unstructured"
-    # The hub knows no local directory.
-    is_on_hub = base_model is not None and not Path(base_model).exists()
-    skipped = [row for row in report.layers if row.skipped is not None]
-    lines = [
-        "---",
-        *([f"base_model: {base_model}"] if is_on_hub else []),
-        "library_name: transformers",
-        "tags: [pruned, sparse]",
-        "---",
-        "",
-        f"# {Path(base_model).name if base_model else 'Model'}, pruned to {kind} sparsity",
-        "",
-        f"Pruned after training, without retraining, with mrp-lightning (method "
-        f"`{config['method']}`).",
-        "",
-        f"- layers pruned: {totals['layers']}, left dense: {totals['skipped']}",
-        f"- weights removed in them: {totals['removed']:,} of {totals['weights']:,} "
-        f"({totals['sparsity']:.2%})",
-        f"- mean output error of a layer, relative to its output: {totals['relative_loss']:.4f}",
-        "- every layer: `pruning_report.json`",
-        "",
-        *(["Left dense:", ""] if skipped else []),
-        *(f"- `{row.name}`: {row.skipped}" for row in skipped),
-    ]
-    return "\n".join(lines).rstrip() + "\n"
+        Args:
+            path: The file.
+
+        Returns:
+            The report, with `totals`, `versions` and `config` as they are stored.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            FormatError: It is damaged, or of a newer version of mrp-lightning; all problems are
+                listed.
+        """
+        path = Path(path)
+        try:
+            content = json.loads(path.read_text("utf-8"))
+        except ValueError as error:
+            raise FormatError(
+                f"{path} is not JSON ({error}). Delete it, or prune again."
+            ) from error
+        version = content.get("format_version") if isinstance(content, dict) else None
+        if version != FORMAT_VERSION:
+            raise FormatError(
+                f"{path}: `format_version` is {version!r}, but this version of mrp-lightning reads "
+                f"{FORMAT_VERSION}. Use the version that wrote it, or prune again."
+            )
+        problems = list(_problems(content))
+        if problems:
+            listed = "\n".join(f"  {problem}" for problem in problems)
+            raise FormatError(
+                f"{path} is no report of a pruning run. Delete it, or prune again.\n{listed}"
+            )
+        totals = content["totals"]
+        return cls(
+            config=content["config"],
+            layers=[LayerReport.from_dict(row) for row in content["layers"]],
+            seconds=totals["seconds"] or 0.0,
+            complete=totals.get("complete", False),
+            versions=content["versions"],
+            stored_totals=totals,
+        )
+
+
+_SECTIONS = {"layers": list, "totals": dict, "versions": dict, "config": dict}
+_TOTALS = ("layers", "skipped", "weights", "removed", "sparsity", "relative_loss", "seconds")
+_JSON_NAMES = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    type(None): "null",
+}
+
+
+def _problems(content: dict[str, Any]) -> Iterator[str]:
+    """What in a `pruning_report.json` is not as this version writes it."""
+    wrong = [key for key, kind in _SECTIONS.items() if not isinstance(content.get(key), kind)]
+    yield from (f"`{key}` is missing or no {_SECTIONS[key].__name__}" for key in wrong)
+    if wrong:
+        return
+    config, totals = content["config"], content["totals"]
+    try:
+        make_pattern(config.get("sparsity"), config.get("pattern"))
+    except PatternError as error:
+        yield f"`config`: {error}"
+    yield from _wrong_type("config.method", config.get("method"), str)
+    for key in _TOTALS:
+        if key in totals:
+            yield from _wrong_type(f"totals.{key}", totals[key], float | None)
+        else:
+            yield f"`totals.{key}` is missing"
+    yield from _wrong_type("totals.complete", totals.get("complete", False), bool)
+    for library, version in content["versions"].items():
+        yield from _wrong_type(f"versions.{library}", version, str)
+    for i, row in enumerate(content["layers"]):
+        yield from (f"`layers[{i}]`: {problem}" for problem in _row_problems(row))
+
+
+def _row_problems(row: Any) -> Iterator[str]:
+    if not isinstance(row, dict):
+        yield f"expected an object, got {row!r}"
+        return
+    for key, kind in get_type_hints(LayerReport).items():
+        if key != "shape":
+            missing = getattr(LayerReport, key, None)
+            yield from _wrong_type(key, row.get(key, missing), kind)
+    shape = row.get("shape")
+    sizes = shape if isinstance(shape, list) else []
+    positive = all(type(size) is int and size > 0 for size in sizes)
+    if not positive or len(sizes) < (1 if row.get("skipped") else 2):
+        yield f"`shape` is {shape!r}, expected a list of positive integers, the rows first"
+
+
+def _wrong_type(key: str, value: Any, kind: Any) -> Iterator[str]:
+    kinds = get_args(kind) or (kind,)
+    # In JSON 1 and 1.0 are one number, but a bool, which Python counts among the integers, is none.
+    allowed = (*kinds, int) if float in kinds else kinds
+    if not (bool in kinds if isinstance(value, bool) else isinstance(value, allowed)):
+        expected = " or ".join(_JSON_NAMES[kind] for kind in kinds)
+        yield f"`{key}` is {value!r}, expected {expected}"

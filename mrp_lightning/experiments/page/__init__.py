@@ -1,4 +1,1 @@
-"""The HTML page about runs: `runs` → `models` → `measures`, `notes` → `figures`, `tables` → `page`.
-
-Only `drawing` and what imports it need matplotlib, only `page` needs Jinja.
-"""
+"""The HTML page about runs: `models` → `layer_values`, `scores` → `pictures`, `parts` → `page`."""

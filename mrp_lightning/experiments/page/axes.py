@@ -1,20 +1,23 @@
-"""Axes that several figures share: blocks in order, names one below the other, a legend."""
+"""Axes that several pictures share: blocks in order, names one below the other, a legend."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import log10
 
+from matplotlib import rcParams
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from mrp_lightning.experiments.page.drawing import WIDTH
+from mrp_lightning.experiments.methods import method_rank
 from mrp_lightning.experiments.page.models import Variant
-from mrp_lightning.experiments.page.palette import MARKERS, light
 from mrp_lightning.experiments.page.places import OUTSIDE, Block
+from mrp_lightning.experiments.page.style import WIDTH
 
 _Dashes = tuple[float, tuple[float, ...]]
 _LINES: tuple[_Dashes, ...] = ((0, ()), (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1.2, 1, 1.2)))
+_MARKERS = ("o", "s", "^", "D", "P", "X", "v", "<", ">", "h", "p", "*")
 _WIDE_RANGE = 20
 
 
@@ -27,31 +30,31 @@ class Look:
     line: _Dashes
 
 
-def looks(variants: Sequence[Variant], slots: Mapping[str, int]) -> dict[Variant, Look]:
-    """Colour and marker by method, the line by the order among variants of one method."""
+def looks(variants: Sequence[Variant]) -> dict[Variant, Look]:
+    """Colour and marker are by method, the line by the order among variants of one method."""
     seen: dict[str, int] = {}
     found = {}
     for variant in variants:
-        slot = slots[variant.method]
+        rank = method_rank(variant.method)
         turn = seen[variant.method] = seen.get(variant.method, -1) + 1
         line = _LINES[turn % len(_LINES)]
-        found[variant] = Look(light(f"series-{slot}"), MARKERS[slot % len(MARKERS)], line)
+        found[variant] = Look(f"C{rank}", _MARKERS[rank % len(_MARKERS)], line)
     return found
 
 
 def new_figure(height: float) -> tuple[Figure, Axes]:
-    """One pair of axes of the width of a phone."""
+    """A pair of axes of the width of a phone; the height is in inches."""
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     return figure, figure.subplots()
 
 
-def add_legend(figure: Figure, variants: Sequence[Variant], drawn: Mapping[Variant, Look]) -> None:
-    """Above the axes, if there is more than one variant."""
+def add_legend(figure: Figure, variants: Sequence[Variant]) -> None:
+    """Draw a legend above the axes, if there is more than one variant."""
     if len(variants) < 2:
         return
     handles = [
         Line2D([], [], color=look.color, marker=look.marker, linestyle=look.line, markersize=5)
-        for look in (drawn[variant] for variant in variants)
+        for look in looks(variants).values()
     ]
     labels = [variant.label for variant in variants]
     columns = max(1, min(len(labels), 48 // (max(map(len, labels)) + 6)))
@@ -68,7 +71,7 @@ def add_legend(figure: Figure, variants: Sequence[Variant], drawn: Mapping[Varia
 
 
 def set_block_axis(axes: Axes, blocks: Sequence[Block]) -> None:
-    """Blocks from left to right; a rule and a name for each stack where there are several."""
+    """Show blocks from left to right; a rule and a name for each stack where there are several."""
     axes.set_xlim(-0.6, len(blocks) - 0.4)
     step = next(s for s in (1, 2, 5, 10, 20, 50, 100, 200, 500) if len(blocks) / s <= 10)
     ticks = [i for i, b in enumerate(blocks) if b.number is not None and b.number % step == 0]
@@ -81,7 +84,7 @@ def set_block_axis(axes: Axes, blocks: Sequence[Block]) -> None:
     for stack in stacks:
         at = [i for i, block in enumerate(blocks) if block.stack == stack]
         if at[0]:
-            axes.axvline(at[0] - 0.5, color=light("rule"), linewidth=0.8)
+            axes.axvline(at[0] - 0.5, color=rcParams["grid.color"], linewidth=0.8)
         name = "other" if stack == OUTSIDE.stack else stack.split(".")[0]
         axes.annotate(
             name,
@@ -91,31 +94,27 @@ def set_block_axis(axes: Axes, blocks: Sequence[Block]) -> None:
             textcoords="offset points",
             va="top",
             ha="center",
-            color=light("muted"),
+            color=rcParams["axes.labelcolor"],
             annotation_clip=False,
         )
 
 
 def set_name_axis(axes: Axes, names: Sequence[str]) -> None:
-    """Names from top to bottom."""
+    """Show names from top to bottom."""
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)
-    axes.tick_params(axis="y", labelcolor=light("ink"))
+    axes.tick_params(axis="y", labelcolor=rcParams["text.color"])
 
 
 def set_value_axis(axes: Axes, which: str, values: Sequence[float], *, zero: bool = True) -> None:
-    """From 0, or logarithmic where the largest value is much above the smallest."""
+    """Start at 0, or be logarithmic where the largest value is much above the smallest."""
     axis = axes.xaxis if which == "x" else axes.yaxis
     set_scale = axes.set_xscale if which == "x" else axes.set_yscale
     positive = [value for value in values if value > 0]
     if positive and len(positive) == len(values) and max(values) > _WIDE_RANGE * min(values):
         set_scale("log")
-        low, high = min(values), max(values)
-        exponents = range(-12, 13)
-        marks = [m * 10.0**e for e in exponents for m in (1, 2, 5)]
-        near = [m for m in marks if low / 2.5 <= m <= high * 2.5]
-        tens = [m for m in near if f"{m:e}".startswith("1.0")]
-        axis.set_major_locator(FixedLocator(near if len(near) <= 6 else tens))
+        decades = log10(max(values) / min(values))
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if decades < 2 else (1,)))
         axis.set_minor_locator(NullLocator())
     else:
         axis.set_major_locator(MaxNLocator(5))

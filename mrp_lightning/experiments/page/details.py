@@ -1,18 +1,20 @@
 """The parts for the record: what was left dense, the runs, their settings, every layer."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from mrp_lightning.experiments.page import quantities
+from mrp_lightning.experiments import numbers
+from mrp_lightning.experiments.numbers import Write
 from mrp_lightning.experiments.page.models import Model
 from mrp_lightning.experiments.page.parts import Column, Fold, Part, Row, Table
-from mrp_lightning.experiments.page.runs import Layer, Run
+from mrp_lightning.experiments.runs import Run
+from mrp_lightning.pruning.report import LayerReport
 
 LAYER_ROWS = 2000
 """Layers that a page lists at most; a page of fewer runs lists them."""
 
 
 def dense_layers(dense: Mapping[tuple[str, str], Mapping[str, Sequence[str]]]) -> Part:
-    """What was left dense, and why."""
+    """The layers that were left dense, and why."""
     rows = [
         Row(
             where, [reason, str(len(found)), str(len({r for runs in found.values() for r in runs}))]
@@ -24,11 +26,11 @@ def dense_layers(dense: Mapping[tuple[str, str], Mapping[str, Sequence[str]]]) -
     return Part("Left dense", "", [Table("Layers that were left dense", columns, {"": rows})])
 
 
-def settings(model: Model, slots: Mapping[str, int]) -> Part:
+def settings(model: Model) -> Part:
     """Runs, configuration, versions, layers."""
     runs = model.runs
-    pruned = [run for run in runs if run.pruning]
-    folds = [Fold(f"Runs ({len(runs)})", [run_table(model, slots)])]
+    pruned = [run for run in runs if run.report]
+    folds = [Fold(f"Runs ({len(runs)})", [run_table(model)])]
     if pruned:
         configs = [run.config for run in pruned]
         table = key_values("Arguments of the runs", configs, "argument")
@@ -49,7 +51,7 @@ def settings(model: Model, slots: Mapping[str, int]) -> Part:
     return Part("Runs and settings", text, folds=folds)
 
 
-def run_table(model: Model, slots: Mapping[str, int]) -> Table:
+def run_table(model: Model) -> Table:
     """Every run with its directory."""
     columns = [
         *(Column("directory", numeric=False), Column("what", numeric=False)),
@@ -59,22 +61,23 @@ def run_table(model: Model, slots: Mapping[str, int]) -> Table:
     ]
     rows = []
     if model.dense:
-        size = quantities.memory(model.dense.weight_bytes)
+        size = numbers.memory(model.dense.weight_bytes)
         rows.append(Row(model.dense.name, ["dense", "", "", "", "", "", size, ""]))
     for variant in model.variants:
         for run in variant.runs:
-            totals = run.totals
+            assert run.report is not None  # a variant is pruned
+            totals = run.report.totals
             cells = [
                 f"{variant.setting}, {variant.label}",
-                quantities.count(totals["layers"]),
-                quantities.count(totals["skipped"]),
-                f"{quantities.count(totals['removed'])} of {quantities.count(totals['weights'])}",
-                quantities.relative_loss(totals["relative_loss"]),
-                quantities.seconds(totals["seconds"]),
-                quantities.memory(run.weight_bytes),
+                numbers.count(totals["layers"]),
+                numbers.count(totals["skipped"]),
+                f"{numbers.count(totals['removed'])} of {numbers.count(totals['weights'])}",
+                numbers.relative_loss(run.report.relative_loss),
+                numbers.seconds(run.report.seconds),
+                numbers.memory(run.weight_bytes),
                 "yes" if run.complete else "no",
             ]
-            rows.append(Row(run.name, cells, slots[variant.method]))
+            rows.append(Row(run.name, cells, variant.method))
     return Table("Runs", columns, {"": rows})
 
 
@@ -91,27 +94,27 @@ def key_values(caption: str, found: Sequence[Mapping[str, object]], header: str)
 
 def layer_table(run: Run) -> Table:
     """Every layer of a run; only columns that hold something."""
-    fields: list[tuple[str, str, Callable[[float | None], str]]] = [
-        ("sparsity", "sparsity", quantities.percent),
-        ("relative_loss", "relative loss", quantities.relative_loss),
-        ("loss", "loss", quantities.number),
-        ("damping", "λ", quantities.number),
-        ("iterations", "iterations", quantities.count),
-        ("gap", "gap", quantities.number),
-        ("tokens", "tokens", quantities.count),
-        ("dead_inputs", "dead inputs", quantities.count),
-        ("shared_hessian", "shared Hessian", quantities.number),
-        ("seconds", "seconds", quantities.seconds),
-        ("peak_memory", "peak memory", quantities.memory),
+    fields: list[tuple[str, str, Write]] = [
+        ("sparsity", "sparsity", numbers.percent),
+        ("relative_loss", "relative loss", numbers.relative_loss),
+        ("loss", "loss", numbers.number),
+        ("damping", "λ", numbers.number),
+        ("iterations", "iterations", numbers.count),
+        ("gap", "gap", numbers.number),
+        ("tokens", "tokens", numbers.count),
+        ("dead_inputs", "dead inputs", numbers.count),
+        ("shared_hessian", "shared Hessian", numbers.number),
+        ("seconds", "seconds", numbers.seconds),
+        ("peak_memory", "peak memory", numbers.memory),
     ]
-    held = [f for f in fields if any(layer.get(f[0]) is not None for layer in run.layers)]
+    held = [f for f in fields if any(getattr(layer, f[0]) is not None for layer in run.layers)]
     columns = [Column("layer", numeric=False), Column("shape"), *(Column(f[1]) for f in held)]
 
-    def row(layer: Layer) -> Row:
-        shape = " × ".join(map(str, layer["shape"]))
-        return Row(layer["name"], [shape, *(write(layer.get(key)) for key, _, write in held)])
+    def row(layer: LayerReport) -> Row:
+        shape = " × ".join(map(str, layer.shape))
+        return Row(layer.name, [shape, *(write(getattr(layer, key)) for key, _, write in held)])
 
-    dense = [layer for layer in run.layers if layer.get("skipped") is not None]
+    dense = [layer for layer in run.layers if layer.skipped is not None]
     groups = {"": [row(layer) for layer in run.pruned]}
     if dense:
         groups["left dense"] = [row(layer) for layer in dense]

@@ -5,27 +5,17 @@ Incomplete runs are variants of their own: means over other layers are not compa
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from mrp_lightning.experiments.methods import canonical_method, method_label, method_rank
 from mrp_lightning.experiments.page.places import Block, in_order, place
-from mrp_lightning.experiments.page.runs import Layer, Run
-from mrp_lightning.solver.methods import NAMED
+from mrp_lightning.experiments.runs import Run
+from mrp_lightning.pruning.report import NAME, LayerReport
 from mrp_lightning.solver.patterns import Pattern, SemiStructured, make_pattern
-
-METHODS = ("magnitude", "wanda", "SS", "MS", "SM", "MM")
-"""In the order in which they are shown; other pairs of mask and compensation follow."""
-
-_NAMES = {"wanda": "Wanda", "SS": "SparseGPT"}
-_CANONICAL = {NAMED[name]: name for name in METHODS}
-
-
-def canonical_method(name: str) -> str:
-    """One name for each method: `sparsegpt` and `S+S` are `SS`."""
-    return _CANONICAL.get(NAMED.get(name, name), name)
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +24,7 @@ class Variant:
 
     Attributes:
         runs: At least one.
-        varied: Of the configuration, what tells it from the model's other variants.
+        varied: What of the configuration tells it from the model's other variants.
     """
 
     runs: Sequence[Run]
@@ -42,7 +32,7 @@ class Variant:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """Of its runs."""
+        """The configuration of its runs."""
         return self.runs[0].config
 
     @property
@@ -63,7 +53,7 @@ class Variant:
     @property
     def method_name(self) -> str:
         """What the method is called in the field."""
-        return _NAMES.get(self.method, self.method)
+        return method_label(self.method)
 
     @property
     def label(self) -> str:
@@ -74,22 +64,13 @@ class Variant:
         more += [] if run.complete else ["incomplete"]
         return ", ".join([self.method_name, *more])
 
-    def mean(self, value: Callable[[Run], float | None]) -> float | None:
-        """Mean over the runs for which there is a value."""
-        found = self.values(value)
-        return sum(found) / len(found) if found else None
-
-    def values(self, value: Callable[[Run], float | None]) -> list[float]:
-        """Of all runs for which there is one."""
-        return [x for x in map(value, self.runs) if x is not None]
-
 
 @dataclass(frozen=True, eq=False)
 class Model:
     """A dense model, and what it was pruned to.
 
     Attributes:
-        name: What to call it.
+        name: What the model is called.
         dense: Its evaluation before pruning, if there is one.
         variants: By setting, then by method.
         doubts: What could not be told from the directories.
@@ -106,7 +87,7 @@ class Model:
         seen: set[bytes] = set()
         kept = []
         for variant in sorted(self.variants, key=lambda v: v.runs[0].exported is not None):
-            reports = {run.files["pruning_report.json"] for run in variant.runs}
+            reports = {run.files[NAME] for run in variant.runs}
             if not reports <= seen:
                 kept.append(variant)
             seen |= reports
@@ -114,7 +95,7 @@ class Model:
 
     @property
     def runs(self) -> list[Run]:
-        """All, the dense one first."""
+        """All runs, the dense one first."""
         pruned = [run for variant in self.variants for run in variant.runs]
         return [*self.before, *pruned]
 
@@ -125,15 +106,15 @@ class Model:
 
     @cached_property
     def blocks(self) -> list[Block]:
-        """Of all layers, in order."""
-        return in_order(place(layer["name"]).block for layer in self._layers())
+        """The blocks of all layers, in order."""
+        return in_order(place(layer.name).block for layer in self._layers())
 
     @cached_property
     def kinds(self) -> list[str]:
         """Names of layers within their blocks, in the order in which they are pruned."""
-        return list(dict.fromkeys(place(layer["name"]).kind for layer in self._layers()))
+        return list(dict.fromkeys(place(layer.name).kind for layer in self._layers()))
 
-    def _layers(self) -> Iterator[Layer]:
+    def _layers(self) -> Iterator[LayerReport]:
         runs = [run for variant in self.originals for run in variant.runs]
         for run in runs:
             yield from run.pruned
@@ -142,7 +123,7 @@ class Model:
 
 
 def by_setting(variants: Iterable[Variant]) -> dict[str, list[Variant]]:
-    """Variants of each setting."""
+    """The variants of each setting."""
     found: dict[str, list[Variant]] = {}
     for variant in variants:
         found.setdefault(variant.setting, []).append(variant)
@@ -155,8 +136,8 @@ def find_models(runs: Sequence[Run]) -> list[Model]:
     The dense run of a pruned one is that beside it, or the nearest one further up. Where there is
     none, models are told apart by their directories.
     """
-    dense = [run for run in runs if run.pruning is None]
-    nearest = {run: _nearest(run, dense) for run in runs if run.pruning is not None}
+    dense = [run for run in runs if run.report is None]
+    nearest = {run: _nearest(run, dense) for run in runs if run.report is not None}
     groups: list[list[Run]] = []
     for run, near in nearest.items():
         same = (g for g in groups if nearest[g[0]] == near and _agree(run, g))
@@ -199,11 +180,11 @@ def _nearest(run: Run, dense: Sequence[Run]) -> tuple[Run, ...]:
 
 def _agree(run: Run, group: Sequence[Run]) -> bool:
     """Runs may have pruned different layers of one model, but not layers of different shapes."""
-    mine = {layer["name"]: layer["shape"] for layer in run.layers}
+    mine = {layer.name: layer.shape for layer in run.layers}
     for other in group:
-        shared = [layer for layer in other.layers if layer["name"] in mine]
+        shared = [layer for layer in other.layers if layer.name in mine]
         if shared:
-            return all(mine[layer["name"]] == layer["shape"] for layer in shared)
+            return all(mine[layer.name] == layer.shape for layer in shared)
     return False
 
 
@@ -247,12 +228,10 @@ def _follows_from_others(key: str) -> bool:
 
 
 def _order(variant: Variant) -> tuple[Any, ...]:
-    known = variant.method in METHODS
-    rank = METHODS.index(variant.method) if known else len(METHODS)
     semi = isinstance(variant.pattern, SemiStructured)
     exported = variant.runs[0].exported or ""
     settings = (variant.pattern.sparsity, semi, variant.setting)
-    return *settings, rank, variant.method, exported, variant.label
+    return *settings, method_rank(variant.method), exported, variant.label
 
 
 def _plain(value: Any) -> str:

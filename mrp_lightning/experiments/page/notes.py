@@ -1,12 +1,13 @@
-"""What a reader has to know before trusting the figures, and what was left dense."""
+"""What a reader has to know before trusting the numbers, and what was left dense."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from mrp_lightning.experiments.numbers import scientific
 from mrp_lightning.experiments.page.models import Model
 from mrp_lightning.experiments.page.places import place
-from mrp_lightning.experiments.page.quantities import scientific
-from mrp_lightning.experiments.page.runs import Layer, Run
+from mrp_lightning.experiments.runs import Run
+from mrp_lightning.pruning.report import LayerReport
 
 
 @dataclass(frozen=True)
@@ -14,8 +15,8 @@ class Note:
     """Something to know.
 
     Attributes:
-        text: What, and what it means.
-        runs: The runs that it is said of.
+        text: What it is, and what it means.
+        runs: The names of the runs that it is said of.
     """
 
     text: str
@@ -23,7 +24,7 @@ class Note:
 
 
 def notes(model: Model) -> list[Note]:
-    """Of all runs of a model; what is said of several runs is said once."""
+    """The notes on all runs of a model; what is said of several runs is said once."""
     found: dict[str, list[str]] = {}
     for run in model.runs:
         for text in (*_of_the_run(run), *_of_layers(run)):
@@ -38,63 +39,65 @@ def left_dense(model: Model) -> dict[tuple[str, str], dict[str, list[str]]]:
     for variant in model.originals:
         for run in variant.runs:
             for layer in run.layers:
-                if layer.get("skipped") is not None:
-                    block, kind = place(layer["name"])
+                if layer.skipped is not None:
+                    block, kind = place(layer.name)
                     where = f"{block.stack}.*.{kind}" if block.stack else kind
-                    names = found.setdefault((where, layer["skipped"]), {})
-                    names.setdefault(layer["name"], []).append(run.name)
+                    names = found.setdefault((where, layer.skipped), {})
+                    names.setdefault(layer.name, []).append(run.name)
     return found
 
 
 def _of_the_run(run: Run) -> Iterator[str]:
+    if run.report is None:
+        return
     if not run.complete:
         yield (
-            f"Incomplete: the run ended after {run.totals['layers']} pruned layers. "
+            f"Incomplete: the run ended after {len(run.pruned)} pruned layers. "
             "All others were left as they were."
         )
-    before = run.totals.get("already_pruned")
+    before = run.report.totals.get("already_pruned")
     if before:
-        yield f"{before} of {run.totals['layers']} layers had the pattern before."
+        yield f"{before} of {len(run.pruned)} layers had the pattern before."
 
 
 def _of_layers(run: Run) -> Iterator[str]:
     tolerance = run.config.get("tolerance")
     if isinstance(tolerance, int | float):
-        above = [x for x in run.pruned if (x.get("gap") or 0) > tolerance]
+        above = [x for x in run.pruned if (x.gap or 0) > tolerance]
         if above:
-            worst = max(above, key=lambda x: x["gap"])
-            gap = scientific(worst["gap"])
+            worst = max(above, key=lambda x: x.gap or 0)
+            gap = scientific(worst.gap or 0)
             yield (
                 f"{_layers(above)} may be further from the optimal loss than the tolerance of "
-                f"{scientific(tolerance, 0)}: {worst['name']} by at most {gap}, "
+                f"{scientific(tolerance, 0)}: {worst.name} by at most {gap}, "
                 "relative to it."
             )
-    raised = [x for x in run.pruned if x.get("raised_damping")]
+    raised = [x for x in run.pruned if x.raised_damping]
     if raised:
-        worst = max(raised, key=lambda x: x["raised_damping"])
+        worst = max(raised, key=lambda x: x.raised_damping or 0)
         yield (
-            f"{_layers(raised)} needed more damping than was asked for: {worst['name']} "
-            f"{worst['raised_damping']:g}. More calibration tokens would help."
+            f"{_layers(raised)} needed more damping than was asked for: {worst.name} "
+            f"{worst.raised_damping:g}. More calibration tokens would help."
         )
-    dead = [x for x in run.pruned if x.get("dead_inputs")]
+    dead = [x for x in run.pruned if x.dead_inputs]
     if dead:
         worst = max(dead, key=_dead_share)
         yield (
-            f"{_layers(dead)} had input features that were always 0: {worst['name']} "
-            f"{worst['dead_inputs']:,} of {worst['shape'][1]:,}."
+            f"{_layers(dead)} had input features that were always 0: {worst.name} "
+            f"{worst.dead_inputs:,} of {worst.shape[1]:,}."
         )
-    helped = [x for x in run.pruned if x.get("shared_hessian")]
+    helped = [x for x in run.pruned if x.shared_hessian]
     if helped:
         yield (
             f"{len(helped)} experts saw fewer tokens than they have input features; the Hessian of "
             "all experts' tokens made up for it. More calibration data would help them."
         )
-    few = [x for x in run.pruned if _saw_few(x) and not x.get("shared_hessian")]
+    few = [x for x in run.pruned if _saw_few(x) and not x.shared_hessian]
     if few:
-        worst = min(few, key=lambda x: x["tokens"] / x["shape"][1])
+        worst = min(few, key=lambda x: (x.tokens or 0) / x.shape[1])
         yield (
-            f"{_layers(few)} saw fewer tokens than they have input features: {worst['name']} "
-            f"{worst['tokens']:,} for {worst['shape'][1]:,}. More calibration data would help."
+            f"{_layers(few)} saw fewer tokens than they have input features: {worst.name} "
+            f"{worst.tokens:,} for {worst.shape[1]:,}. More calibration data would help."
         )
 
 
@@ -102,8 +105,8 @@ def _of_texts(model: Model) -> Iterator[Note]:
     """Perplexities of one text are comparable only if they are of the same windows."""
     lengths: dict[str, dict[tuple, list[str]]] = {}
     for run in model.runs:
-        for text, figures in run.evaluation.perplexity.items():
-            length = (figures.get("context"), figures.get("windows"), figures.get("tokens"))
+        for text, scores in run.evaluation.perplexity.items():
+            length = (scores.get("context"), scores.get("windows"), scores.get("tokens"))
             lengths.setdefault(text, {}).setdefault(length, []).append(run.name)
     for text, found in lengths.items():
         if len(found) > 1:
@@ -117,13 +120,13 @@ def _of_texts(model: Model) -> Iterator[Note]:
             )
 
 
-def _layers(layers: Sequence[Layer]) -> str:
+def _layers(layers: Sequence[LayerReport]) -> str:
     return "1 layer" if len(layers) == 1 else f"{len(layers)} layers"
 
 
-def _dead_share(layer: Mapping) -> float:
-    return float(layer["dead_inputs"] / layer["shape"][1])
+def _dead_share(layer: LayerReport) -> float:
+    return (layer.dead_inputs or 0) / layer.shape[1]
 
 
-def _saw_few(layer: Layer) -> bool:
-    return layer.get("tokens") is not None and layer["tokens"] < layer["shape"][1]
+def _saw_few(layer: LayerReport) -> bool:
+    return layer.tokens is not None and layer.tokens < layer.shape[1]

@@ -2,6 +2,8 @@
 
 import base64
 import io
+import itertools
+import re
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,16 +13,18 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
 from mrp_lightning.environment import __version__
-from mrp_lightning.experiments.page import headline, palette, quantities
+from mrp_lightning.experiments import numbers
+from mrp_lightning.experiments.methods import method_rank
+from mrp_lightning.experiments.page import headline
 from mrp_lightning.experiments.page.details import dense_layers, settings
-from mrp_lightning.experiments.page.drawing import Drawing
 from mrp_lightning.experiments.page.layer_parts import layer_loss, sparsity, time_and_memory
 from mrp_lightning.experiments.page.models import Model, find_models
 from mrp_lightning.experiments.page.notes import Note, left_dense, notes
-from mrp_lightning.experiments.page.parts import Names, Part
+from mrp_lightning.experiments.page.parts import Part
 from mrp_lightning.experiments.page.results import results, zero_shot
-from mrp_lightning.experiments.page.runs import Run
 from mrp_lightning.experiments.page.scores import task_metrics, texts
+from mrp_lightning.experiments.page.style import DARK, LIGHT, Picture
+from mrp_lightning.experiments.runs import Run
 
 GENERATOR = "mrp-lightning report"
 """Marks a page as one that may be written again."""
@@ -32,7 +36,7 @@ class Section:
 
     id: str
     title: str
-    headline: Sequence[headline.Figure]
+    headline: Sequence[headline.Value]
     notes: Sequence[Note]
     parts: Sequence[Part]
     num_runs: int
@@ -40,42 +44,46 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
-    """A page and its drawings.
+    """A page and its pictures.
 
     Attributes:
-        html: All of it.
-        drawings: Those in it.
+        html: The whole page, which has the pictures in it.
+        pictures: The pictures by the names of their PNG files, without the ending.
     """
 
     html: str
-    drawings: Sequence[Drawing]
+    pictures: Mapping[str, Picture]
 
 
 def make_page(runs: Sequence[Run], name: str, title: str | None = None) -> Page:
     """The page about runs.
 
     Args:
-        runs: At least one.
+        runs: At least one run.
         name: What the runs are called together.
         title: The heading; made from what was found if not given.
     """
     models = find_models(runs)
-    slots = palette.slots(v.method for model in models for v in model.variants)
-    ids = Names()
-    sections = []
-    for model in models:
-        id_ = ids("model", model.name)
-        names = Names(id_.removeprefix("model-") if len(models) > 1 else "")
-        sections.append(
-            Section(
-                id=id_,
-                title=headline.title(model),
-                headline=headline.headline(model),
-                notes=notes(model),
-                parts=_parts(model, slots, names),
-                num_runs=len(model.runs),
-            )
+    ids = _unique([model.name for model in models])
+    sections = [
+        Section(
+            id=f"model-{id_}",
+            title=headline.title(model),
+            headline=headline.headline(model),
+            notes=notes(model),
+            parts=_parts(model),
+            num_runs=len(model.runs),
         )
+        for id_, model in zip(ids, models, strict=True)
+    ]
+    prefixes = [f"{id_}-" if len(models) > 1 else "" for id_ in ids]
+    pictures = [
+        (f"{prefix}{picture.name}", picture)
+        for prefix, section in zip(prefixes, sections, strict=True)
+        for part in section.parts
+        for picture in part.all_pictures
+    ]
+    names = _unique([name for name, _ in pictures])
     alone = sections[0].title if len(sections) == 1 else f"{name}: {len(models)} models"
     raw = _zipped(runs)
     html = (
@@ -87,46 +95,37 @@ def make_page(runs: Sequence[Run], name: str, title: str | None = None) -> Page:
             models=sections,
             generator=GENERATOR,
             version=__version__,
-            colors=_colors(),
+            light=LIGHT,
+            dark=DARK,
             css=_read("style.css"),
-            raw=base64.b64encode(raw).decode(),
-            raw_name=f"{Names()(name)}.zip",
-            raw_size=quantities.memory(len(raw)),
+            raw=raw,
+            raw_name=f"{_slug(name)}.zip",
+            raw_size=numbers.memory(len(raw)),
             num_files=sum(len(run.files) for run in runs),
         )
     )
-    found = [d for s in sections for p in s.parts for d in _drawings(p)]
-    return Page(html, found)
+    return Page(html, dict(zip(names, (picture for _, picture in pictures), strict=True)))
 
 
-def _parts(model: Model, slots: Mapping[str, int], names: Names) -> list[Part]:
-    """All that have something to show."""
-    found = [results(model, slots, names)] if model.variants or texts(model) else []
+def _parts(model: Model) -> list[Part]:
+    """All parts that have something to show."""
+    found = [results(model)] if model.variants or texts(model) else []
     if task_metrics(model):
-        found.append(zero_shot(model, slots, names))
+        found.append(zero_shot(model))
     if model.variants:
-        found.append(layer_loss(model, slots, names))
-        found.append(sparsity(model, names))
-        found.append(time_and_memory(model, slots, names))
+        found += [layer_loss(model), sparsity(model), time_and_memory(model)]
     if dense := left_dense(model):
         found.append(dense_layers(dense))
-    return [*found, settings(model, slots)]
-
-
-def _drawings(part: Part) -> list[Drawing]:
-    return [
-        *(d for row in part.drawings for d in row),
-        *(d for fold in part.folds for d in fold.drawings),
-    ]
+    return [*found, settings(model)]
 
 
 def _subtitle(runs: Sequence[Run], models: Sequence[Model]) -> str:
-    pruned = [run for run in runs if run.pruning]
+    pruned = [run.report for run in runs if run.report]
     if len(pruned) < 2:
         return ""
     if len(models) > 1:
         return f"{len(pruned)} runs of {len(models)} models."
-    largest = max((run.totals for run in pruned), key=lambda totals: totals["weights"])
+    largest = max((report.totals for report in pruned), key=lambda totals: totals["weights"])
     return (
         f"{len(pruned)} runs on {largest['layers']:,} layers with {largest['weights']:,} weights."
     )
@@ -144,12 +143,18 @@ def _zipped(runs: Sequence[Run]) -> bytes:
     return buffer.getvalue()
 
 
-def _colors() -> str:
-    def block(tone: str) -> str:
-        found = (f"--{role}:{getattr(both, tone)}" for role, both in palette.ROLES.items())
-        return f":root{{{';'.join(found)}}}"
+def _slug(name: str) -> str:
+    """A name as letters, digits and hyphens."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower().replace(":", "of")).strip("-") or "picture"
 
-    return f"{block('light')}\n@media (prefers-color-scheme: dark){{{block('dark')}}}"
+
+def _unique(names: Sequence[str]) -> list[str]:
+    """Slugs of names, numbered from the second on where several are the same."""
+    given: list[str] = []
+    for slug in map(_slug, names):
+        tries = (slug if i == 1 else f"{slug}-{i}" for i in itertools.count(1))
+        given.append(next(name for name in tries if name not in given))
+    return given
 
 
 def _environment() -> Environment:
@@ -157,6 +162,8 @@ def _environment() -> Environment:
         loader=FunctionLoader(_read), autoescape=True, undefined=StrictUndefined
     )
     environment.filters["breakable"] = _breakable
+    environment.filters["series"] = lambda method: method_rank(method) % len(LIGHT.series)
+    environment.filters["base64"] = lambda content: base64.b64encode(content).decode()
     return environment
 
 

@@ -1,10 +1,9 @@
-"""What a page is made of: tables and drawings, in parts."""
+"""What a page is made of: tables and pictures, in parts."""
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from mrp_lightning.experiments.page.drawing import Drawing
+from mrp_lightning.experiments.page.style import Picture
 
 
 @dataclass(frozen=True)
@@ -12,9 +11,9 @@ class Column:
     """A column.
 
     Attributes:
-        label: Its header.
-        detail: Below the header.
-        numeric: Whether it is set flush right.
+        label: The header.
+        detail: What stands below the header.
+        numeric: Whether the column is set flush right.
     """
 
     label: str
@@ -27,15 +26,15 @@ class Row:
     """A row.
 
     Attributes:
-        head: Its header.
-        cells: One for each column but the first.
-        slot: Colour of the method, if it is of one.
-        best: Numbers of the cells that are the best of their group.
+        head: The header.
+        cells: One text for each column but the first.
+        method: The canonical method that the row is of; it decides the colour.
+        best: The indices of the cells that are the best of their group.
     """
 
     head: str
     cells: Sequence[str]
-    slot: int | None = None
+    method: str | None = None
     best: Sequence[int] = ()
 
 
@@ -60,7 +59,7 @@ class Fold:
 
     summary: str
     tables: Sequence[Table] = ()
-    drawings: Sequence[Drawing] = ()
+    pictures: Sequence[Picture] = ()
 
 
 @dataclass(frozen=True)
@@ -68,40 +67,21 @@ class Part:
     """A part of the page.
 
     Attributes:
-        title: Its heading.
-        text: What is to be known to read it.
-        tables: Before the drawings.
-        drawings: In groups, each side by side.
-        folds: At the end.
+        title: The heading.
+        text: What has to be known to read it.
+        tables: The tables, which stand before the pictures.
+        pictures: Groups of pictures; those of one group stand side by side.
+        folds: What is shown on request, at the end.
     """
 
     title: str
     text: str = ""
     tables: Sequence[Table] = ()
-    drawings: Sequence[Sequence[Drawing]] = ()
+    pictures: Sequence[Sequence[Picture]] = ()
     folds: Sequence[Fold] = ()
 
-
-@dataclass
-class Names:
-    """File names of drawings, each given once.
-
-    Attributes:
-        prefix: Of all.
-    """
-
-    prefix: str = ""
-    given: set[str] = field(default_factory=set)
-
-    def __call__(self, *parts: str) -> str:
-        """The parts as letters, digits and hyphens."""
-        text = "-".join([*([self.prefix] if self.prefix else []), *parts]).replace(":", "of")
-        plain = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "figure"
-        name = next(n for n in self._tries(plain) if n not in self.given)
-        self.given.add(name)
-        return name
-
-    @staticmethod
-    def _tries(plain: str) -> Iterator[str]:
-        yield plain
-        yield from (f"{plain}-{i}" for i in range(2, 10**6))
+    @property
+    def all_pictures(self) -> list[Picture]:
+        """Every picture, those of the folds, too."""
+        shown = [picture for group in self.pictures for picture in group]
+        return shown + [picture for fold in self.folds for picture in fold.pictures]

@@ -1,52 +1,50 @@
 """The parts on what the models can do: perplexity and zero-shot tasks, before and after."""
 
 from collections.abc import Mapping, Sequence
-from statistics import fmean, stdev
 from typing import TypeVar
 
 from mrp_lightning.evaluation.records import BY_LENGTH
-from mrp_lightning.experiments.page import quantities, scores
-from mrp_lightning.experiments.page.drawing import Drawing
-from mrp_lightning.experiments.page.figures import Score, beside_dense, over_names
+from mrp_lightning.experiments import numbers
+from mrp_lightning.experiments.page import scores
 from mrp_lightning.experiments.page.models import Model, Variant, by_setting
-from mrp_lightning.experiments.page.parts import Column, Names, Part, Row, Table
-from mrp_lightning.experiments.page.runs import Run
+from mrp_lightning.experiments.page.parts import Column, Part, Row, Table
+from mrp_lightning.experiments.page.pictures import beside_dense, over_names
+from mrp_lightning.experiments.page.style import Picture
+from mrp_lightning.experiments.runs import Run
+from mrp_lightning.experiments.summary import Average
 
 Key = TypeVar("Key")
-Measured = Sequence[float | None]
-"""A value for each run; `None` was not finite."""
 
 
-def results(model: Model, slots: Mapping[str, int], names: Names) -> Part:
+def results(model: Model) -> Part:
     """Perplexity, loss and time of all variants."""
-    drawings: list[list[Drawing]] = []
+    pictures: list[list[Picture]] = []
     for text in scores.texts(model):
-        drawings.append([])
+        pictures.append([])
         before = scores.perplexities(model.before, text)
         for setting, variants in by_setting(model.variants).items():
-            measured = {v: scores.perplexities(v.runs, text) for v in variants}
-            finite = _means(measured)
+            measured = {variant: scores.perplexities(variant.runs, text) for variant in variants}
+            finite = _finite(measured)
             if len(finite) < 2:
                 continue
             lost = [v.label for v, values in measured.items() if values and v not in finite]
             missing = f" Not finite: {', '.join(lost)}." if lost else ""
-            drawings[-1].append(
+            pictures[-1].append(
                 beside_dense(
-                    names("perplexity", text, setting),
+                    f"perplexity-{text}-{setting}",
                     f"Perplexity on {text} at {setting}.{missing}",
                     finite,
-                    slots,
-                    before[0] if before else None,
+                    before.finite[0] if before.finite else None,
                     f"perplexity on {text}",
-                    quantities.perplexity,
+                    numbers.perplexity,
                 )
             )
     compared = any(len(variants) > 1 for variants in by_setting(model.originals).values())
     lower = "Lower is better; the lowest of each sparsity is bold." if compared else ""
-    return Part("Results", lower, [overview(model, slots)], drawings)
+    return Part("Results", lower, [overview(model)], pictures)
 
 
-def overview(model: Model, slots: Mapping[str, int]) -> Table:
+def overview(model: Model) -> Table:
     """Perplexity, layer loss and time of each variant; the lowest of a setting are marked."""
     texts = scores.texts(model)
     columns = [Column("method", numeric=False)]
@@ -55,13 +53,13 @@ def overview(model: Model, slots: Mapping[str, int]) -> Table:
     groups: dict[str, list[Row]] = {}
     if model.dense:
         before = [scores.perplexities(model.before, text) for text in texts]
-        cells = [quantities.spread(values, quantities.perplexity) for values in before]
+        cells = [values.text(numbers.perplexity) for values in before]
         groups[""] = [Row("dense", [*cells, "", "", ""])]
     for setting, variants in by_setting(model.variants).items():
         compared = {
             variant: [
                 *(scores.perplexities(variant.runs, text) for text in texts),
-                [run.totals["relative_loss"] for run in variant.runs],
+                scores.relative_losses(variant.runs),
             ]
             for variant in variants
         }
@@ -70,12 +68,12 @@ def overview(model: Model, slots: Mapping[str, int]) -> Table:
             Row(
                 variant.label,
                 [
-                    *(quantities.spread(x, quantities.perplexity) for x in perplexities),
-                    quantities.spread(losses, quantities.relative_loss),
-                    quantities.spread(_seconds(variant), quantities.seconds),
+                    *(values.text(numbers.perplexity) for values in perplexities),
+                    losses.text(numbers.relative_loss),
+                    scores.seconds(variant.runs).text(numbers.seconds),
                     str(len(variant.runs)),
                 ],
-                slots[variant.method],
+                variant.method,
                 best[variant],
             )
             for variant, (*perplexities, losses) in compared.items()
@@ -86,37 +84,34 @@ def overview(model: Model, slots: Mapping[str, int]) -> Table:
     return Table(f"{what} and seconds of the run.{spread}", columns, groups)
 
 
-def zero_shot(model: Model, slots: Mapping[str, int], names: Names) -> Part:
+def zero_shot(model: Model) -> Part:
     """Tasks before and after."""
     fractions = [metric for metric in scores.task_metrics(model) if metric.is_fraction]
-    labels = {metric.label: metric.label for metric in fractions}
-    before = {m.label: scores.metric_values(model.before, m) for m in fractions}
-    dense = {label: 100 * score.value for label, score in _means(before).items()}
-    drawings: list[Drawing] = []
+
+    def percents(runs: Sequence[Run]) -> dict[str, float]:
+        measured = {metric.label: scores.metric_values(runs, metric) for metric in fractions}
+        return {label: 100 * values.mean for label, values in _finite(measured).items()}
+
+    pictures: list[Picture] = []
     for setting, variants in by_setting(model.variants).items():
-        found = {}
-        for variant in variants:
-            measured = {m.label: scores.metric_values(variant.runs, m) for m in fractions}
-            if means := _means(measured):
-                found[variant] = {label: 100 * score.value for label, score in means.items()}
-        if found:
-            drawings.append(
+        found = {variant: percents(variant.runs) for variant in variants}
+        if found := {variant: values for variant, values in found.items() if values}:
+            pictures.append(
                 over_names(
-                    names("zeroshot", setting),
+                    f"zeroshot-{setting}",
                     f"Zero-shot results at {setting}, in percent.",
                     "%",
-                    labels,
+                    {metric.label: metric.label for metric in fractions},
                     found,
-                    slots,
                     "{:.2f}".format,
-                    dense=dense,
+                    dense=percents(model.before),
                     zero=False,
                 )
             )
-    return Part("Zero-shot", "", [zero_shot_table(model, slots)], [drawings])
+    return Part("Zero-shot", "", [zero_shot_table(model)], [pictures])
 
 
-def zero_shot_table(model: Model, slots: Mapping[str, int]) -> Table:
+def zero_shot_table(model: Model) -> Table:
     """Fractions in percent, perplexities as they are."""
     metrics = scores.task_metrics(model)
     columns = [Column("method", numeric=False)]
@@ -127,10 +122,8 @@ def zero_shot_table(model: Model, slots: Mapping[str, int]) -> Table:
 
     def cells(runs: Sequence[Run]) -> list[str]:
         found = [scores.metric_text(runs, metric) for metric in metrics]
-        if has_mean:
-            means = scores.mean_accuracies(runs)
-            found.append(quantities.spread(means, scores.percent_points))
-        return found
+        means = scores.mean_accuracies(runs).text(numbers.percent_points)
+        return [*found, means] if has_mean else found
 
     groups: dict[str, list[Row]] = {}
     if model.dense:
@@ -138,35 +131,25 @@ def zero_shot_table(model: Model, slots: Mapping[str, int]) -> Table:
     for setting, variants in by_setting(model.variants).items():
         for variant in variants:
             if any(run.evaluation.zeroshot for run in variant.runs):
-                row = Row(variant.label, cells(variant.runs), slots[variant.method])
+                row = Row(variant.label, cells(variant.runs), variant.method)
                 groups.setdefault(setting, []).append(row)
     caption = "± standard error of one run; of several runs mean ± standard deviation."
     return Table(caption, columns, groups)
 
 
-def _means(measured: Mapping[Key, Measured]) -> dict[Key, Score]:
-    """Of what was measured, and finite in all runs."""
-    found = {}
-    for key, values in measured.items():
-        finite = [value for value in values if value is not None]
-        if finite and len(finite) == len(values):
-            found[key] = Score(fmean(finite), stdev(finite) if len(finite) > 1 else 0.0)
-    return found
+def _finite(measured: Mapping[Key, Average]) -> dict[Key, Average]:
+    """What was measured, and was finite in all runs."""
+    return {key: values for key, values in measured.items() if values.is_finite}
 
 
-def _lowest(compared: Mapping[Variant, Sequence[Measured]]) -> dict[Variant, list[int]]:
+def _lowest(compared: Mapping[Variant, Sequence[Average]]) -> dict[Variant, list[int]]:
     """For each variant the columns in which its mean is the lowest, where means differ."""
     best: dict[Variant, list[int]] = {variant: [] for variant in compared}
-    columns = zip(*compared.values(), strict=True)
-    for number, column in enumerate(columns):
-        scores_ = _means(dict(zip(compared, column, strict=True)))
-        means = {variant: score.value for variant, score in scores_.items()}
+    for number, column in enumerate(zip(*compared.values(), strict=True)):
+        finite = _finite(dict(zip(compared, column, strict=True)))
+        means = {variant: values.mean for variant, values in finite.items()}
         if len(set(means.values())) > 1:
             low = min(means.values())
             for variant, mean in means.items():
                 best[variant] += [number] if mean == low else []
     return best
-
-
-def _seconds(variant: Variant) -> list[float]:
-    return [run.totals["seconds"] for run in variant.runs]

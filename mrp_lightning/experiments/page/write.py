@@ -1,4 +1,4 @@
-"""Writing the page and its figures, each in one step."""
+"""Writing the page and its pictures, each in one step."""
 
 import shutil
 from pathlib import Path
@@ -11,7 +11,7 @@ def check_out(out: Path, *, overwrite: bool = False) -> None:
     """Refuse to replace what this command did not write.
 
     Raises:
-        FileExistsError: `out` is a directory, or a file that is no report; or its figures would
+        FileExistsError: `out` is a directory, or a file that is no report; or its pictures would
             replace a directory with other files.
     """
     if out.is_dir():
@@ -23,34 +23,35 @@ def check_out(out: Path, *, overwrite: bool = False) -> None:
             f"`--out`: {out} exists and is no report. Name another file, or allow it to be "
             "replaced with --overwrite."
         )
-    figures = figures_directory(out)
-    if figures.exists() and not figures.is_dir():
-        raise FileExistsError(f"`--out`: {figures} is to hold the figures, but is a file.")
-    other = [f.name for f in figures.iterdir() if f.suffix != ".png"] if figures.exists() else []
+    pictures = pictures_directory(out)
+    if pictures.exists() and not pictures.is_dir():
+        raise FileExistsError(f"`--out`: {pictures} is to hold the pictures, but is a file.")
+    other = [f.name for f in pictures.iterdir() if f.suffix != ".png"] if pictures.exists() else []
     if other:
         raise FileExistsError(
-            f"`--out`: {figures} is to hold the figures, but holds {', '.join(sorted(other)[:5])}. "
-            "Name another file, or allow the directory to be replaced with --overwrite."
+            f"`--out`: {pictures} is to hold the pictures, but holds "
+            f"{', '.join(sorted(other)[:5])}. Name another file, or allow the directory to be "
+            "replaced with --overwrite."
         )
 
 
-def figures_directory(out: Path) -> Path:
+def pictures_directory(out: Path) -> Path:
     """Where the PNG files of a page are."""
     return out.with_name(f"{out.stem}-figures")
 
 
 def write_page(page: Page, out: Path, *, overwrite: bool = False) -> None:
-    """Write a page and, beside it, its figures as PNG files.
+    """Write a page and, beside it, its pictures as PNG files.
 
     Raises:
         FileExistsError: See `check_out`.
     """
     check_out(out, overwrite=overwrite)
-    figures = figures_directory(out)
-    if page.drawings:
-        with save_directory(figures, overwrite=True, argument="--out") as staging:
-            for drawing in page.drawings:
-                (staging / f"{drawing.name}.png").write_bytes(drawing.png)
-    elif figures.exists():
-        shutil.rmtree(figures)
+    pictures = pictures_directory(out)
+    if page.pictures:
+        with save_directory(pictures, overwrite=True, argument="--out") as staging:
+            for name, picture in page.pictures.items():
+                (staging / f"{name}.png").write_bytes(picture.png)
+    elif pictures.exists():
+        shutil.rmtree(pictures)
     save_text(out, page.html)

@@ -1,10 +1,11 @@
-"""A page as its reader gets it: text, tables, links, figures."""
+"""A page as its reader gets it: text, tables, links, pictures."""
 
+import base64
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from pathlib import Path
 
-VOID = {"meta", "link", "wbr", "br", "img"}
+VOID = {"meta", "link", "wbr", "br", "img", "source"}
 LINKS = ("src", "href", "srcset", "poster", "action", "xlink:href")
 
 
@@ -25,6 +26,19 @@ class Table:
         raise AssertionError(f"no row {head!r} in {group!r}: {self.rows}")
 
 
+@dataclass
+class Picture:
+    alt: str
+    light: str
+    dark: str
+
+
+def _svg(url: str | None) -> str:
+    kind, _, content = str(url).partition(",")
+    assert kind == "data:image/svg+xml;base64", kind
+    return base64.b64decode(content).decode()
+
+
 class HtmlPage(HTMLParser):
     """Parses a page; fails if tags are not closed in order."""
 
@@ -34,8 +48,10 @@ class HtmlPage(HTMLParser):
         self.links: list[str] = []
         self.styles: list[str] = []
         self.ids: list[str] = []
-        self.figures: list[dict[str, str | None]] = []
+        self.pictures: list[Picture] = []
+        self._dark: list[str] = []
         self.tags: list[str] = []
+        self.attributes: set[str] = set()
         self.text = ""
         self._open: list[str] = []
         self.source = path.read_text("utf-8")
@@ -46,11 +62,15 @@ class HtmlPage(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         found = dict(attrs)
         self.tags.append(tag)
+        self.attributes |= found.keys()
         self.links += [found[key] or "" for key in LINKS if key in found]
         self.styles += [found["style"] or ""] if "style" in found else []
         self.ids += [found["id"] or ""] if "id" in found else []
-        if tag == "svg":
-            self.figures.append(found)
+        if tag == "source":
+            assert found["media"] == "(prefers-color-scheme: dark)"
+            self._dark.append(_svg(found["srcset"]))
+        if tag == "img":
+            self.pictures.append(Picture(found["alt"] or "", _svg(found["src"]), self._dark.pop()))
         if tag == "table":
             self.tables.append(Table())
         if tag == "tr":
@@ -74,8 +94,7 @@ class HtmlPage(HTMLParser):
         if "style" in self._open:
             self.styles.append(data)
             return
-        if "svg" not in self._open:
-            self.text += data
+        self.text += data
         if "caption" in self._open:
             self.tables[-1].caption += data
         elif "th" in self._open or "td" in self._open:

@@ -8,14 +8,14 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from mrp_lightning.commands import cli
+from mrp_lightning.commands.main import main as command_line
 from mrp_lightning.commands.report import main
 from mrp_lightning.errors import FormatError
 
 
 def test_the_command_line_knows_it(tmp_path, save_run, capsys):
     save_run(tmp_path)
-    cli.main(["report", str(tmp_path)])
+    command_line(["report", str(tmp_path)])
     assert "1 run: " in capsys.readouterr().out
     assert (tmp_path / "report.html").is_file()
 

@@ -5,9 +5,11 @@ import shutil
 
 import pytest
 
-from mrp_lightning.experiments.page.models import canonical_method, find_models
+from mrp_lightning.experiments.methods import METHODS, canonical_method, method_rank
+from mrp_lightning.experiments.page.models import find_models
 from mrp_lightning.experiments.page.notes import notes
-from mrp_lightning.experiments.page.runs import find_runs
+from mrp_lightning.experiments.runs import find_runs
+from mrp_lightning.solver.methods import MASKS, NAMED
 
 
 def models_of(root):
@@ -113,6 +115,14 @@ def test_an_incomplete_run_is_in_no_mean(tmp_path, save_run):
 )
 def test_one_method_has_one_name(given, expected):
     assert canonical_method(given) == expected
+    assert canonical_method(expected) == expected
+
+
+def test_every_method_has_a_place_of_its_own():
+    pairs = [f"{mask}+{compensation}" for mask in MASKS for compensation in ("none", "S", "M")]
+    methods = {canonical_method(name) for name in [*pairs, *NAMED]}
+    assert sorted(map(method_rank, methods)) == list(range(len(pairs)))
+    assert [method_rank(method) for method in METHODS] == list(range(len(METHODS)))
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ pytest.importorskip("jsonargparse", reason="the command line needs the extra `cl
 
 from mrp_lightning.commands.sweep import read_sweep
 from mrp_lightning.errors import OptionError
-from mrp_lightning.experiments.sweep.execute import configure, described
+from mrp_lightning.experiments.execute import configure, described
 
-CONFIGS = Path(__file__).parents[3] / "configs"
+CONFIGS = Path(__file__).parents[2] / "configs"
 SWEEPS = sorted(
     p for p in (CONFIGS / "sweeps").glob("*.yaml") if "runs" in yaml.safe_load(p.read_text())
 )
@@ -20,12 +20,11 @@ SWEEPS = sorted(
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
 def test_every_run_can_be_configured(path):
     sweep = read_sweep([f"--config={path}"])
-    base = [Path(file.absolute) for file in sweep.base]
     assert len(sweep.selected) > 5
-    for run in sweep.selected[::7]:
-        options = described(configure(run, sweep, base))
-        assert options["model.model"] == sweep.models[run.model].options["model.model"]
-        assert options.get("trainer.callbacks.0.init_args.method") == run.method
+    for trial in sweep.selected[::7]:
+        options = described(configure(trial, sweep))
+        assert options["model.model"] == sweep.models[trial.model].options["model.model"]
+        assert options.get("trainer.callbacks.0.init_args.method") == trial.method
 
 
 def test_results_are_of_all_methods_families_and_sparsities():

@@ -1,13 +1,12 @@
-"""Make the runs of a sweep, each as the command line would, and keep what each gave."""
+"""Make the run of a trial as the command line would, and keep what it found."""
 
 import gc
 import json
 import logging
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
 from os import PathLike
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -16,23 +15,21 @@ from transformers.utils import logging as transformers_logging
 
 from mrp_lightning.environment import machine
 from mrp_lightning.errors import OptionError
-from mrp_lightning.evaluation.records import record
+from mrp_lightning.evaluation.records import Scores, record
 from mrp_lightning.evaluation.zeroshot import Tasks, evaluate, summarize
-from mrp_lightning.experiments.sweep.plan import Plan, Run
-from mrp_lightning.files import as_json, save_text
+from mrp_lightning.experiments.runs import FinishedTrial
+from mrp_lightning.experiments.sweep import Sweep
+from mrp_lightning.experiments.trials import Trial
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.cli import PruningCLI
 from mrp_lightning.pruning.report import PruningReport
-
-NAME = "run.json"
-"""Written last: a directory that has it holds a finished run."""
 
 
 class _Configured(PruningCLI):
     """A command line that has been parsed; models and data are made by `build`."""
 
     def instantiate_classes(self) -> None:
-        """Later."""
+        """Make nothing yet: a configuration can be looked at before a model is loaded."""
 
     def build(self) -> None:
         """Make the trainer, the model and the data."""
@@ -48,85 +45,84 @@ class _Pruning(Protocol):
     overwrite: bool
 
 
-def stored_config(directory: Path) -> dict[str, Any] | None:
-    """The configuration of the finished run in a directory; `None` if there is none."""
-    path = directory / NAME
-    return json.loads(path.read_text("utf-8"))["config"] if path.exists() else None
-
-
 def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """What two configurations do not share, such as "`data.num_samples` was 4, is 5"."""
     changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
     return "; ".join(f"`{key}` was {before.get(key)}, is {now.get(key)}" for key in changed)
 
 
-def require_pruning(model: str, plan: Plan, config: Sequence[Path]) -> None:
+def require_pruning(sweep: Sweep) -> None:
     """Refuse a configuration with nothing in it that prunes.
 
     Raises:
         OptionError: There is no callback.
     """
-    if not _parse(config, plan.models[model].options).config.trainer.callbacks:
-        raise OptionError(
-            "`base` has no callback that prunes. Add one to `trainer.callbacks`, as the last: "
-            "`- class_path: callbacks.MRPCallback`."
-        )
+    for model in dict.fromkeys(trial.model for trial in sweep.selected if trial.method):
+        if not _parse(sweep, sweep.models[model].options).config.trainer.callbacks:
+            raise OptionError(
+                "`base` has no callback that prunes. Add one to `trainer.callbacks`, as the last: "
+                "`- class_path: callbacks.MRPCallback`."
+            )
 
 
-def configure(run: Run, plan: Plan, config: Sequence[Path]) -> _Configured:
-    """The command line of a run, parsed."""
-    return _parse(config, plan.models[run.model].options | run.options())
-
-
-def _parse(config: Sequence[Path], options: Mapping[str, Any]) -> _Configured:
-    arguments = [f"--config={path}" for path in config]
-    arguments += [f"--{key}={_text(value)}" for key, value in options.items()]
-    with _quiet():
-        return _Configured(arguments, run=False)
+def configure(trial: Trial, sweep: Sweep) -> _Configured:
+    """The command line of a trial, parsed."""
+    return _parse(sweep, sweep.models[trial.model].options | trial.options())
 
 
 def execute(
-    run: Run,
+    trial: Trial,
     cli: _Configured,
     directory: Path,
     *,
     tasks: Tasks | None = None,
     save_checkpoint: bool = False,
 ) -> None:
-    """Prune and evaluate one model, and write what it gave into a directory.
+    """Prune and evaluate one model, and write what was found into a directory.
 
     Args:
-        run: Which one.
+        trial: Which way to prune which model.
         cli: Its configuration; see `configure`.
         directory: Gets `pruning_report.json`, `evaluation.json`, `run.json`.
-        tasks: Of lm-eval, to evaluate beside perplexity.
-        save_checkpoint: Whether it gets the pruned model, too.
+        tasks: Tasks of lm-eval, to evaluate beside perplexity.
+        save_checkpoint: Whether the directory gets the pruned model, too.
     """
     config = described(cli)
     gc.collect()  # a model and its trainer hold each other: the last run's would still be there
     with _quiet():
         cli.build()
-        if run.method is not None:
+        if trial.method is not None:
             _prune(cli, directory, save_checkpoint=save_checkpoint)
         cli.trainer.test(cli.model, datamodule=cli.datamodule, verbose=False)
         assert isinstance(cli.model, CausalLM)
         device = cli.trainer.strategy.root_device
-        zeroshot = None
-        if tasks is not None:
-            model = cli.model.to(device).model  # `test` left it on the CPU
-            zeroshot = summarize(evaluate(model, cli.model.tokenizer, tasks))
+        zeroshot = _zeroshot(cli, tasks) if tasks else None
     record(directory, perplexity=cli.model.evaluation, zeroshot=zeroshot)
-    content = {
-        "format_version": 1,
-        "run": asdict(run),
-        "machine": machine(device),
-        "config": config,
-    }
-    save_text(directory / NAME, as_json(content))
+    FinishedTrial(trial, machine(device), config).save(directory)
+
+
+def evaluate_again(trial: Trial, sweep: Sweep, directory: Path, tasks: Tasks) -> None:
+    """Evaluate the model of a finished run on tasks, and add what is found to its evaluation.
+
+    Args:
+        trial: A trial whose model is dense, or lies in `directory`.
+        sweep: The sweep that it belongs to.
+        directory: The directory of its run.
+        tasks: Tasks of lm-eval.
+    """
+    options = sweep.models[trial.model].options | Trial(trial.model).options()
+    if trial.method is not None:
+        options |= {"model.model": str(directory)}
+    gc.collect()
+    with _quiet():
+        cli = _parse(sweep, options)
+        cli.build()
+        zeroshot = _zeroshot(cli, tasks)
+    record(directory, zeroshot=zeroshot)
 
 
 def described(cli: _Configured) -> dict[str, Any]:
-    """What decides the result: the configuration by dotted key, defaults included."""
+    """The configuration, which decides the result, by dotted key with its defaults."""
     return dict(_flatten(json.loads(cli.parser.dump(cli.config, format="json"))))
 
 
@@ -138,6 +134,19 @@ def _prune(cli: _Configured, directory: Path, *, save_checkpoint: bool) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     assert callback.report is not None
     callback.report.save(directory)
+
+
+def _zeroshot(cli: _Configured, tasks: Tasks) -> Mapping[str, Scores]:
+    model = cli.model.to(cli.trainer.strategy.root_device)  # `test` leaves it on the CPU
+    assert isinstance(model, CausalLM)
+    return summarize(evaluate(model.model, model.tokenizer, tasks))
+
+
+def _parse(sweep: Sweep, options: Mapping[str, Any]) -> _Configured:
+    arguments = [f"--config={path.absolute}" for path in sweep.base]
+    arguments += [f"--{key}={_text(value)}" for key, value in options.items()]
+    with _quiet():
+        return _Configured(arguments, run=False)
 
 
 def _flatten(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -158,7 +167,7 @@ def _text(value: Any) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """What every run would say again: a sweep shows its own progress."""
+    """Silence what every run would say again: a sweep shows its own progress."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     levels = [logger.level for logger in loggers]
     argv, bars = sys.argv, transformers_logging.is_progress_bar_enabled()

@@ -1,9 +1,13 @@
-"""Figures that compare methods: along the blocks, by kind of layer, and by what a model can do."""
+"""Pictures that compare methods: along the blocks, by kind of layer, and beside the dense model."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from matplotlib import rcParams
+from matplotlib.figure import Figure
+
+from mrp_lightning.experiments.numbers import Write
 from mrp_lightning.experiments.page.axes import (
     add_legend,
     looks,
@@ -12,24 +16,22 @@ from mrp_lightning.experiments.page.axes import (
     set_name_axis,
     set_value_axis,
 )
-from mrp_lightning.experiments.page.drawing import Drawing, finish, style
-from mrp_lightning.experiments.page.measures import Summary, by_block
+from mrp_lightning.experiments.page.layer_values import Summary, by_block
 from mrp_lightning.experiments.page.models import Variant
-from mrp_lightning.experiments.page.palette import light
 from mrp_lightning.experiments.page.places import Block
-
-Write = Callable[[float | None], str]
+from mrp_lightning.experiments.page.style import Picture, render
+from mrp_lightning.experiments.summary import Average
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """A figure of a layer.
+    """A value of a layer.
 
     Attributes:
-        key: In `pruning_report.json`.
-        name: Of the axis.
+        key: Its name in `LayerReport`.
+        name: The name of the axis.
         write: How a number is written.
-        summary: Of the layers of a block or kind.
+        summary: What is taken over the layers of a block or kind.
         scale: What a number is divided by to be drawn.
     """
 
@@ -44,20 +46,18 @@ def along_blocks(
     name: str,
     caption: str,
     variants: Sequence[Variant],
-    slots: Mapping[str, int],
     blocks: Sequence[Block],
     quantity: Quantity,
-) -> Drawing:
+) -> Picture:
     """A line for each variant; a band from the smallest to the largest of several runs."""
-    with style():
+    found = {v: by_block(v, quantity.key, quantity.summary) for v in variants}
+
+    def draw() -> Figure:
         figure, axes = new_figure(2.5)
-        drawn = looks(variants, slots)
         shown = []
-        for variant in variants:
-            look = drawn[variant]
-            found = by_block(variant, quantity.key, quantity.summary)
-            at = [i for i, block in enumerate(blocks) if block in found]
-            runs = [[x / quantity.scale for x in found[blocks[i]]] for i in at]
+        for variant, look in looks(variants).items():
+            at = [i for i, block in enumerate(blocks) if block in found[variant]]
+            runs = [[x / quantity.scale for x in found[variant][blocks[i]]] for i in at]
             shown += [x for values in runs for x in values]
             axes.plot(
                 at,
@@ -74,9 +74,10 @@ def along_blocks(
         set_block_axis(axes, blocks)
         set_value_axis(axes, "y", shown)
         axes.set_ylabel(quantity.name)
-        add_legend(figure, variants, drawn)
-        alt = f"{caption} {_words(variants, lambda v: _block_words(v, quantity))}"
-        return finish(figure, name, caption, alt)
+        add_legend(figure, variants)
+        return figure
+
+    return render(name, caption, _words(variants, lambda v: _block_words(v, quantity)), draw)
 
 
 def over_names(
@@ -85,107 +86,92 @@ def over_names(
     axis: str,
     labels: Mapping[str, str],
     found: Mapping[Variant, Mapping[str, float]],
-    slots: Mapping[str, int],
-    write: Write,
+    write: Callable[[float], str],
     *,
     dense: Mapping[str, float] | None = None,
     zero: bool = True,
-) -> Drawing:
+) -> Picture:
     """A mark for each variant in each row, and a tick where the dense model is.
 
     Args:
-        name: Of the PNG.
+        name: The name of the PNG file.
         caption: What is shown.
-        axis: Name of the values.
+        axis: The name of the values.
         labels: The rows, and what they are called.
-        found: Values by row.
-        slots: Colours of methods.
+        found: The values of each variant by row.
         write: How a value is written.
-        dense: Values by row.
+        dense: The values of the dense model by row.
         zero: Whether the axis starts at 0.
     """
-    variants = list(found)
-    rows = list(labels)
-    with style():
+    variants, rows, dense = list(found), list(labels), dense or {}
+
+    def draw() -> Figure:
         figure, axes = new_figure(0.95 + 0.24 * len(rows))
-        drawn = looks(variants, slots)
-        shown = [
-            *(dense or {}).values(),
-            *(x for values in found.values() for x in values.values()),
-        ]
-        if dense:
-            at = [i for i, row in enumerate(rows) if row in dense]
-            before = [dense[rows[i]] for i in at]
-            axes.plot(before, at, "|", color=light("ink"), markersize=13, markeredgewidth=1.6)
-        for variant, look in drawn.items():
+        at = [i for i, row in enumerate(rows) if row in dense]
+        ink = rcParams["text.color"]
+        axes.plot([dense[rows[i]] for i in at], at, "|", color=ink, ms=13, mew=1.6)
+        for variant, look in looks(variants).items():
             at = [i for i, row in enumerate(rows) if row in found[variant]]
             values = [found[variant][rows[i]] for i in at]
             axes.plot(values, at, color=look.color, marker=look.marker, linestyle="", markersize=5)
+        shown = [x for values in [dense, *found.values()] for x in values.values()]
         set_name_axis(axes, [labels[row] for row in rows])
         set_value_axis(axes, "x", shown, zero=zero)
         axes.set_xlabel(f"{axis}; tick: dense" if dense else axis)
-        add_legend(figure, variants, drawn)
-        words = _words(
-            variants, lambda v: ", ".join(f"{row} {write(x)}" for row, x in found[v].items())
-        )
-        tell = ", ".join(f"{row} {write(x)}" for row, x in (dense or {}).items())
-        return finish(
-            figure, name, caption, f"{caption} {f'Dense: {tell}. ' if tell else ''}{words}"
-        )
+        add_legend(figure, variants)
+        return figure
 
+    def listed(values: Mapping[str, float]) -> str:
+        return ", ".join(f"{row} {write(x)}" for row, x in values.items())
 
-@dataclass(frozen=True)
-class Score:
-    """What one variant reached: the mean of its runs, and half the width of the bar around it."""
-
-    value: float
-    spread: float = 0.0
+    before = f"Dense: {listed(dense)}. " if dense else ""
+    return render(name, caption, before + _words(variants, lambda v: listed(found[v])), draw)
 
 
 def beside_dense(
     name: str,
     caption: str,
-    scores: Mapping[Variant, Score],
-    slots: Mapping[str, int],
+    scores: Mapping[Variant, Average],
     dense: float | None,
     axis: str,
     write: Write,
-) -> Drawing:
-    """A mark for each variant with its value, and a line where the dense model is."""
+) -> Picture:
+    """A mark for the mean of each variant, ± its deviation, and a line where the dense model is."""
     variants = list(scores)
-    with style():
+
+    def draw() -> Figure:
         figure, axes = new_figure(0.75 + 0.27 * len(variants))
-        drawn = looks(variants, slots)
-        for i, (variant, score) in enumerate(scores.items()):
-            look = drawn[variant]
+        for i, (variant, look) in enumerate(looks(variants).items()):
+            mean, deviation = scores[variant].mean, scores[variant].deviation
             axes.errorbar(
-                score.value,
+                mean,
                 i,
-                xerr=score.spread or None,
+                xerr=deviation,
                 color=look.color,
                 marker=look.marker,
                 markersize=6,
                 elinewidth=1.2,
             )
             axes.annotate(
-                write(score.value),
-                (score.value + score.spread, i),
+                write(mean),
+                (mean + (deviation or 0), i),
                 xytext=(7, 0),
                 textcoords="offset points",
                 va="center",
             )
-        every = [score.value for score in scores.values()] + ([] if dense is None else [dense])
+        every = [score.mean for score in scores.values()] + ([] if dense is None else [dense])
         set_name_axis(axes, [variant.label for variant in variants])
         set_value_axis(axes, "x", every, zero=False)
         if dense is not None:
-            axes.axvline(dense, color=light("ink"), linewidth=1, linestyle=(0, (4, 2)))
-            axes.set_title(f"dense {write(dense)}", loc="left", fontsize=9, color=light("ink"))
+            axes.axvline(dense, color=rcParams["text.color"], linewidth=1, linestyle=(0, (4, 2)))
+            axes.set_title(f"dense {write(dense)}", loc="left", fontsize=9)
         axes.margins(x=0.18)
         axes.yaxis.grid(False)
         axes.set_xlabel(axis)
-        words = _words(variants, lambda v: write(scores[v].value))
-        before = "" if dense is None else f" Dense: {write(dense)}."
-        return finish(figure, name, caption, f"{caption}{before} {words}")
+        return figure
+
+    before = "" if dense is None else f"Dense: {write(dense)}. "
+    return render(name, caption, before + _words(variants, lambda v: write(scores[v].mean)), draw)
 
 
 def _block_words(variant: Variant, quantity: Quantity) -> str:

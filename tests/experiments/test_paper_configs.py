@@ -1,5 +1,6 @@
 """configs/paper: every row of the paper's tables, and no other."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,32 +9,32 @@ import yaml
 
 pytest.importorskip("jsonargparse", reason="the command line needs the extra `cli`")
 
-from mrp_lightning.commands.sweep import Sweep, read_sweep
-from mrp_lightning.experiments.sweep.execute import configure, described
-from mrp_lightning.experiments.sweep.plan import Plan, Run
-from mrp_lightning.experiments.sweep.published import published, reported
-from mrp_lightning.experiments.sweep.results import TASKS
+from mrp_lightning.commands.sweep import read_sweep
+from mrp_lightning.experiments.execute import configure, described
+from mrp_lightning.experiments.paper import paper_values, reported
+from mrp_lightning.experiments.summary import TASKS
+from mrp_lightning.experiments.sweep import Sweep
+from mrp_lightning.experiments.trials import Trial
 
-PAPER = Path(__file__).parents[3] / "configs" / "paper"
+PAPER = Path(__file__).parents[2] / "configs" / "paper"
 SWEEPS = sorted(p for p in PAPER.glob("*.yaml") if "runs" in yaml.safe_load(p.read_text("utf-8")))
-METRICS = {figure.metric for figure in published()}
+METRICS = {value.metric for value in paper_values()}
 
 
 def read(path: Path, *arguments: str) -> Sweep:
     return read_sweep([f"--config={path}", *arguments])
 
 
-def options_of(run: Run, sweep: Sweep) -> dict[str, Any]:
-    return described(configure(run, sweep, [Path(path.absolute) for path in sweep.base]))
+def options_of(trial: Trial, sweep: Sweep) -> dict[str, Any]:
+    return described(configure(trial, sweep))
 
 
-def pruned(plan: Plan) -> list[Run]:
-    return [run for run in plan.selected if run.method is not None]
+def pruned(sweep: Sweep) -> list[Trial]:
+    return [trial for trial in sweep.selected if trial.method is not None]
 
 
-def in_paper(run: Run) -> bool:
-    cell = run.model, run.setting, run.method, run.block_size
-    return any(reported(*cell, metric) is not None for metric in METRICS)
+def in_paper(trial: Trial) -> bool:
+    return any(reported(replace(trial, changed=None), metric) is not None for metric in METRICS)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,7 @@ def test_every_row_of_the_paper_is_run(sweeps):
         # A table without a block size is any run's; those of dense models have none.
         for size in ("", "all" if run.block_size is None else str(run.block_size))
     }
-    rows = {(f.model, f.setting, f.method, f.block_size) for f in published()}
+    rows = {(f.model, f.setting, f.method, f.block_size) for f in paper_values()}
     mamba = {row for row in rows if row[0].startswith("Mamba")}
     assert len(rows) > 150
     assert len(mamba) == 19
@@ -72,8 +73,8 @@ def test_every_metric_of_the_paper_is_measured(sweeps):
             measured |= {"perplexity/lambada"}
         models = {run.model for run in pruned(sweep)}
         settings = {run.setting for run in pruned(sweep)}
-        figures = [f for f in published() if f.model in models and f.setting in settings]
-        assert {f.metric for f in figures} <= measured, name
+        values = [f for f in paper_values() if f.model in models and f.setting in settings]
+        assert {f.metric for f in values} <= measured, name
 
 
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
@@ -84,7 +85,7 @@ def test_the_command_line_takes_every_model(path):
         assert not any("callbacks" in option for option in options_of(dense, sweep))
         options = options_of(run, sweep)
         assert options["model.model"] == sweep.models[model].options["model.model"]
-        assert options["data.num_samples"] == (run.changed[1] if run.changed else 128)
+        assert options["data.num_samples"] == (run.changed.value if run.changed else 128)
         assert options["data.sequence_length"] == 2048
         callback = "trainer.callbacks.0.init_args"
         assert options[f"{callback}.damping"] == 0.01

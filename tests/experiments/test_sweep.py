@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -49,7 +50,7 @@ def sweep(*more: str) -> None:
     main(["sweep", "--config=sweep.yaml", *more])
 
 
-def test_a_sweep_keeps_every_figure_and_is_not_repeated(here, tiny_llama, capsys):
+def test_a_sweep_keeps_every_value_and_is_not_repeated(here, tiny_llama, capsys):
     sweep("--page=docs/page.md", "--save_checkpoints=true")
     runs = sorted(path.parent.name for path in Path("out/tiny").glob("*/run.json"))
     assert len(runs) == 1 + 1 + 3 * 2 + 2
@@ -102,9 +103,9 @@ def test_two_sweeps_at_once_share_the_runs(here, monkeypatch):
     made = []
     execute = sweep_command.execute
 
-    def execute_while_another_process_runs(run, *args, **options):
-        made.append(run)
-        execute(run, *args, **options)
+    def execute_while_another_process_runs(trial, *args, **options):
+        made.append(trial)
+        execute(trial, *args, **options)
         if len(made) == 1:
             sweep("--only=tiny/50-SM-*")
 
@@ -160,7 +161,28 @@ def test_ablations_are_drawn(here):
     assert picture.read_bytes() == drawn
 
 
-def test_zero_shot_tasks_are_part_of_a_run(here):
+def test_any_kind_of_value_is_varied_and_drawn(here):
+    Path("other.txt").write_text(Path("text.txt").read_text().replace("compute", "measure"))
+    options = {
+        "model.dtype": ["float32", "bfloat16"],
+        "data.train_files": [["text.txt"], ["text.txt", "other.txt"]],
+    }
+    sweep("--only=tiny/2of4-SM-*-seed0", f"--vary={json.dumps(options)}", "--page=page.md")
+    page = Path("page.md").read_text()
+    assert "| bfloat16 |" in page
+    assert '["text.txt", "other.txt"]' in page
+    for option in ("dtype", "train_files"):
+        assert f"page/tiny-2of4-{option}.svg" in page
+        assert Path(f"page/tiny-2of4-{option}.svg").stat().st_size > 1000
+    with Path("out/results.csv").open() as file:
+        means = {r["changed"]: r["mean"] for r in csv.DictReader(file) if "perp" in r["measure"]}
+    assert means["dtype=float32"] == means['train_files=["text.txt"]']  # as they are without it
+    assert len(set(means.values())) == len(means) - 1 == 4
+
+
+@pytest.fixture
+def calls(here) -> list[str]:
+    """The options of a sweep that evaluate a task of six samples."""
     samples = [{"context": f"value_{i} = ", "choices": ["compute", "7"]} for i in range(6)]
     Path("samples.json").write_text("\n".join(map(json.dumps, samples)))
     task = {
@@ -176,11 +198,62 @@ def test_zero_shot_tasks_are_part_of_a_run(here):
     }
     Path("tasks").mkdir()
     Path("tasks/calls.yaml").write_text(yaml.safe_dump(task))
-    sweep("--only=tiny/2of4-SM-*-seed0", "--zeroshot=[calls]", "--include_path=tasks")
+    return ["--zeroshot=[calls]", "--include_path=tasks"]
+
+
+def measured() -> dict[tuple[str, str], dict[str, str]]:
     with Path("out/results.csv").open() as file:
-        rows = {(r["method"], r["measure"]): r for r in csv.DictReader(file)}
+        return {(row["method"], row["measure"]): row for row in csv.DictReader(file)}
+
+
+def test_zero_shot_tasks_are_part_of_a_run(here, calls):
+    sweep("--only=tiny/2of4-SM-*-seed0", *calls)
+    rows = measured()
     for method, directory in {"": "dense", "SM": "2of4-SM-s128-seed0"}.items():
         evaluation = json.loads(Path(f"out/tiny/{directory}/evaluation.json").read_text())
         found = evaluation["zeroshot"]["calls"]
         assert found["samples"] == 6
         assert float(rows[method, "accuracy/calls"]["mean"]) == pytest.approx(100 * found["acc"])
+
+
+def test_tasks_are_added_to_finished_runs_whose_models_were_kept(here, calls, capsys):
+    only = "--only=tiny/2of4-SM-*-seed0"
+    sweep(only, "--save_checkpoints=true")
+    runs = {path: path.stat().st_mtime_ns for path in Path("out/tiny").glob("*/run.json")}
+    assert ("SM", "accuracy/calls") not in measured()
+    capsys.readouterr()
+    sweep(only, "--save_checkpoints=true", *calls)
+    assert "0 are to be made" in capsys.readouterr().out
+    assert all(path.stat().st_mtime_ns == time for path, time in runs.items())
+    added = {key: row["mean"] for key, row in measured().items() if "accuracy" in key[1]}
+    assert set(added) == {("", "accuracy/calls"), ("SM", "accuracy/calls")}
+
+    # They are those of a sweep that evaluates them at once.
+    shutil.rmtree("out")
+    sweep(only, *calls)
+    assert {key: row["mean"] for key, row in measured().items() if "accuracy" in key[1]} == added
+
+    # More seeds, without the tasks: a table with gaps.
+    sweep("--only=tiny/2of4-SM-*")
+    assert measured()["SM", "accuracy/calls"]["seeds"] == "1"
+    assert measured()["SM", "perplexity/text"]["seeds"] == "2"
+
+
+def test_tasks_cannot_be_added_where_the_model_was_not_kept(here, calls, capsys):
+    sweep("--only=tiny/2of4-SM-*-seed0")
+    with pytest.raises(SystemExit):
+        sweep("--only=tiny/2of4-SM-*-seed0", *calls)
+    message = capsys.readouterr().err
+    assert "`zeroshot`: 1 finished runs" in message
+    assert "tiny/2of4-SM-s128-seed0" in message
+    assert "Delete these runs" in message
+
+
+def test_a_damaged_run_is_named(here, capsys):
+    sweep("--only=tiny/dense")
+    path = Path("out/tiny/dense/run.json")
+    for content in ("{", "[]", '{"format_version": 1, "run": {"mode": "tiny"}}'):
+        path.write_text(content)
+        with pytest.raises(SystemExit):
+            sweep("--only=tiny/dense")
+        assert str(path) in capsys.readouterr().err

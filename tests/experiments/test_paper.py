@@ -1,12 +1,12 @@
-"""The paper's figures: as printed, and consistent with each other."""
+"""The paper's values: as printed, and consistent with each other."""
 
 import statistics
 from collections import Counter, defaultdict
 
 import pytest
 
-from mrp_lightning.experiments.sweep.plan import parse_setting
-from mrp_lightning.experiments.sweep.published import published, reported
+from mrp_lightning.experiments.paper import paper_values, reported
+from mrp_lightning.experiments.trials import Trial, parse_setting
 from mrp_lightning.solver.methods import parse_method
 
 
@@ -14,8 +14,8 @@ def test_every_table_is_there_whole():
     def perplexities(dense, pruned, texts):
         return (dense + pruned) * texts
 
-    # Rows of the tables: dense models, then pruned ones; dense figures are printed more than once.
-    assert Counter(figure.table for figure in published()) == {
+    # Rows of the tables: dense models, then pruned ones; dense values are printed more than once.
+    assert Counter(value.table for value in paper_values()) == {
         "llama2": perplexities(9, 11 * 6, texts=2),
         "app:opt": perplexities(5, 5 * 6, texts=3),
         "app:bloom": perplexities(4, 4 * 6, texts=3),
@@ -31,6 +31,8 @@ def test_every_table_is_there_whole():
         (("LLaMA2-7B", "dense", None, None), "perplexity/wikitext2", 5.472),
         (("LLaMA2-7B", "2:4", "SM", 2048), "perplexity/wikitext2", 10.15),
         (("LLaMA2-7B", "2:4", "SM", None), "perplexity/wikitext2", 10.37),
+        (("LLaMA2-7B", "2:4", "sparsegpt", None), "perplexity/wikitext2", 10.92),
+        (("LLaMA2-7B", "2:4", "S+M", None), "perplexity/wikitext2", 10.37),
         (("LLaMA2-70B", "2:4", "MS", None), "perplexity/c4", 6.84),
         (("LLaMA2-7B", "70%", "SS", 512), "perplexity/ptb", 2203),
         (("LLaMA2-7B", "80%", "wanda", None), "perplexity/wikitext2", 1e5),
@@ -43,8 +45,8 @@ def test_every_table_is_there_whole():
         (("Mamba-790M", "50%", "magnitude", None), "perplexity/lambada", 2e58),
     ],
 )
-def test_figures_as_printed(run, metric, value):
-    assert reported(*run, metric) == value
+def test_values_as_printed(run, metric, value):
+    assert reported(Trial(*run), metric) == value
 
 
 @pytest.mark.parametrize(
@@ -58,14 +60,14 @@ def test_figures_as_printed(run, metric, value):
     ],
 )
 def test_what_the_paper_does_not_report(run, metric):
-    assert reported(*run, metric) is None
+    assert reported(Trial(*run), metric) is None
 
 
-def test_tables_that_repeat_a_figure_agree():
+def test_tables_that_repeat_a_value_agree():
     cells = defaultdict(set)
-    for figure in published():
-        cell = figure.model, figure.setting, figure.method, figure.metric
-        cells[cell].add((figure.block_size, figure.value))
+    for value in paper_values():
+        cell = value.model, value.setting, value.method, value.metric
+        cells[cell].add((value.block_size, value.value))
     for cell, found in cells.items():
         sized = {(size, value) for size, value in found if size} or found
         assert len(dict(sized)) == len(sized), cell  # one value a block size
@@ -74,10 +76,10 @@ def test_tables_that_repeat_a_figure_agree():
 
 def test_averages_are_those_of_the_six_tasks():
     accuracies = defaultdict(dict)
-    for figure in published():
-        kind, name = figure.metric.split("/")
+    for value in paper_values():
+        kind, name = value.metric.split("/")
         if kind == "accuracy":
-            accuracies[figure.model, figure.method][name] = figure.value
+            accuracies[value.model, value.method][name] = value.value
     assert len(accuracies) == 19
     for of_tasks in accuracies.values():
         average = of_tasks.pop("average")
@@ -86,8 +88,8 @@ def test_averages_are_those_of_the_six_tasks():
 
 
 def test_settings_and_methods_are_those_of_the_library():
-    for figure in published():
-        assert (figure.setting == "dense") == (figure.method == "")
-        if figure.method:
-            parse_setting(figure.setting)
-            parse_method(figure.method)
+    for value in paper_values():
+        assert (value.setting == "dense") == (value.method == "")
+        if value.method:
+            parse_setting(value.setting)
+            parse_method(value.method)

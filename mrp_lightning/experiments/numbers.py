@@ -1,0 +1,93 @@
+"""How numbers are written: for a reader, in as many digits as say something."""
+
+import math
+from collections.abc import Callable
+from functools import wraps
+
+Write = Callable[[float | None], str]
+"""A format of a number; what is missing is `None`, and what was not finite is infinite."""
+
+MISSING = "–"
+
+
+def _of_finite(write: Callable[[float], str]) -> Write:
+    @wraps(write)
+    def written(value: float | None) -> str:
+        if value is None:
+            return MISSING
+        return write(value) if math.isfinite(value) else "not finite"
+
+    return written
+
+
+@_of_finite
+def perplexity(value: float) -> str:
+    """Three decimals while they mean something, and one digit where there is no meaning left."""
+    if value >= 1e5:
+        return f"{value:.0e}".replace("e+0", "e").replace("e+", "e")
+    return f"{value:.3f}" if value < 1000 else f"{value:,.0f}"
+
+
+@_of_finite
+def relative_loss(value: float) -> str:
+    """A fraction with four decimals, or with three digits where it is small."""
+    return f"{value:.4f}" if value == 0 or value >= 0.001 else scientific(value, 2)
+
+
+@_of_finite
+def percent(value: float) -> str:
+    """A fraction in percent."""
+    return f"{100 * value:.4g}%"
+
+
+@_of_finite
+def percent_points(value: float) -> str:
+    """A fraction in percent, without the sign."""
+    return f"{100 * value:.2f}"
+
+
+@_of_finite
+def count(value: float) -> str:
+    """A whole number with separators."""
+    return f"{value:,.0f}"
+
+
+@_of_finite
+def number(value: float) -> str:
+    """Four significant digits."""
+    return f"{value:.4g}".replace("e-", "e−")
+
+
+@_of_finite
+def seconds(value: float) -> str:
+    """A time without its unit, which is said beside it."""
+    return f"{value:.3f}" if value < 1 else f"{value:,.1f}"
+
+
+@_of_finite
+def memory(value: float) -> str:
+    """Bytes, in binary units."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if value >= size:
+            return f"{value / size:,.2f} {unit}"
+    return f"{value:,.0f} B"
+
+
+def duration(value: float) -> str:
+    """A time with its unit."""
+    if value < 120:
+        return f"{seconds(value)} s"
+    minutes, rest = divmod(round(value), 60)
+    if minutes < 120:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
+def scientific(value: float, decimals: int = 1) -> str:
+    """With a minus sign at which no line is broken."""
+    return f"{value:.{decimals}e}".replace("e-", "e−")
+
+
+def change(before: float, after: float) -> str:
+    """The relative change in percent, with its sign."""
+    return f"{'+' if after >= before else '−'}{abs(100 * (after / before - 1)):.1f}%"

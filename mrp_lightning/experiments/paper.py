@@ -1,0 +1,69 @@
+"""The values that the paper reports, for comparison: all of its tables, in `paper.csv`.
+
+From "Pruning Foundation Models for High Accuracy without Retraining", arXiv:2410.15567, as printed.
+Perplexities of WikiText2, PTB and C4 are over windows of 2048 tokens (others report 4096 for the
+same models). That of LAMBADA, and accuracies, are zero-shot; which accuracies are normalised by
+length the paper does not say. Wanda's values for LLaMA2 are from the paper of Wanda.
+"""
+
+import csv
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+from mrp_lightning.experiments.trials import Trial
+
+CONTEXT = 2048
+"""Tokens a window of the perplexities of WikiText2, PTB and C4."""
+
+
+@dataclass(frozen=True)
+class PaperValue:
+    """One value of one table; another table may repeat it.
+
+    Attributes:
+        model: The name of the model, such as `LLaMA2-7B`.
+        setting: `dense`, a percentage such as `50%`, or a pattern such as `2:4`.
+        method: The canonical name of the method; empty for the dense model.
+        block_size: A number of columns, or `all`; empty where the table gives none.
+        metric: `perplexity/<text>`, or `accuracy/<task>` in percent.
+        value: The value as printed; a large one often has one digit.
+        table: The label of the table in the paper: `llama2`, `others`, `mamba` (Tables 1, 2, 3),
+            `app:opt`, `app:bloom`, `app:others` (Tables A1, A2, A3).
+    """
+
+    model: str
+    setting: str
+    method: str
+    block_size: str
+    metric: str
+    value: float
+    table: str
+
+
+@cache
+def paper_values() -> tuple[PaperValue, ...]:
+    """All values, in the order of the tables."""
+    text = files(__package__).joinpath("paper.csv").read_text("utf-8")
+    rows = csv.DictReader(text.splitlines())
+    return tuple(PaperValue(**{**row, "value": float(row["value"])}) for row in rows)  # type: ignore[arg-type]
+
+
+def reported(trial: Trial, metric: str) -> float | None:
+    """The paper's value for a trial; `None` where it has none.
+
+    The tables never contradict each other. Where none of them gives a block size (Mamba,
+    magnitude, Wanda), the value stands for any.
+
+    Args:
+        trial: What was run, with the paper's name of the model.
+        metric: `perplexity/<text>` or `accuracy/<task>`.
+    """
+    if trial.changed:
+        return None
+    wanted = (trial.model, trial.setting, trial.method or "", metric)
+    found = [v for v in paper_values() if (v.model, v.setting, v.method, v.metric) == wanted]
+    sized = [v for v in found if v.block_size]
+    size = "all" if trial.block_size is None else str(trial.block_size)
+    matching = [v for v in sized if v.block_size == size] if sized else found
+    return matching[0].value if matching else None

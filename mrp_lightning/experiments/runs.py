@@ -1,0 +1,210 @@
+"""Finding runs on disk and reading what they say: the one reader that tables and pages share."""
+
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mrp_lightning.errors import FormatError
+from mrp_lightning.evaluation import records
+from mrp_lightning.evaluation.records import Evaluation
+from mrp_lightning.experiments.trials import Trial
+from mrp_lightning.files import as_json, save_text
+from mrp_lightning.pruning import report
+from mrp_lightning.pruning.report import LayerReport, PruningReport
+
+log = logging.getLogger(__name__)
+
+EXPORT = "export_report.json"
+TRIAL = "run.json"
+"""Written last by a sweep: a directory that has it holds a finished run."""
+
+_FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class FinishedTrial:
+    """The content of `run.json`: what a sweep did in a directory.
+
+    Attributes:
+        trial: Which of its trials it was.
+        machine: What it was made on.
+        config: The configuration by dotted key, defaults included.
+    """
+
+    trial: Trial
+    machine: str
+    config: Mapping[str, Any]
+
+    def save(self, directory: Path) -> None:
+        """Write `run.json` into a directory."""
+        content = {
+            "format_version": _FORMAT_VERSION,
+            "run": self.trial.to_dict(),
+            "machine": self.machine,
+            "config": self.config,
+        }
+        save_text(directory / TRIAL, as_json(content))
+
+    @classmethod
+    def load(cls, path: Path) -> "FinishedTrial":
+        """Read a `run.json`.
+
+        Raises:
+            FormatError: It is damaged, or of a newer version of mrp-lightning.
+        """
+        content = _read_json(path)
+        version = content.get("format_version") if isinstance(content, dict) else None
+        try:
+            if version != _FORMAT_VERSION:
+                raise ValueError(f"`format_version` is {version!r}, expected {_FORMAT_VERSION}")
+            trial = Trial.from_dict(content["run"])
+            return cls(trial, str(content["machine"]), dict(content["config"]))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise FormatError(
+                f"{path} does not say what the run was ({type(error).__name__}: {error}). Use the "
+                "version of mrp-lightning that wrote it, or delete it to make the run again."
+            ) from error
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """A directory with `pruning_report.json`, `evaluation.json`, or both.
+
+    Attributes:
+        directory: Where it lies.
+        name: Its path from the directory that was searched.
+        report: What was pruned; `None` for a dense model.
+        evaluation: What the model can do; empty where that was not measured.
+        finished: The trial, if a sweep made the run.
+        exported: What `export_report.json` calls the format of the weights, if there is one.
+        weight_bytes: Size of the safetensors files in bytes; `None` where there are none.
+        files: The files that the page keeps as raw data, by name.
+    """
+
+    directory: Path
+    name: str
+    report: PruningReport | None
+    evaluation: Evaluation
+    finished: FinishedTrial | None = None
+    exported: str | None = None
+    weight_bytes: int | None = None
+    files: Mapping[str, bytes] = field(default_factory=dict)
+
+    @property
+    def layers(self) -> Sequence[LayerReport]:
+        """All layers, pruned and left dense."""
+        return self.report.layers if self.report else []
+
+    @property
+    def pruned(self) -> Sequence[LayerReport]:
+        """The pruned layers, in the order in which they were pruned."""
+        return [layer for layer in self.layers if layer.skipped is None]
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The arguments of the pruning."""
+        return self.report.config if self.report else {}
+
+    @property
+    def versions(self) -> Mapping[str, str]:
+        """The versions of the libraries that pruned, or else that evaluated."""
+        return self.report.versions if self.report else self.evaluation.versions
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether it was found beside what was searched."""
+        return self.name.startswith("../")
+
+    @property
+    def complete(self) -> bool:
+        """Whether pruning came to its end."""
+        return self.report is None or self.report.complete
+
+
+def find_runs(root: Path) -> list[Run]:
+    """The runs in a directory and beneath it, by name; hidden directories are passed over.
+
+    If all of them are pruned, the dense runs beside `root` are returned too.
+
+    Raises:
+        FileNotFoundError: There are none.
+        FormatError: A file of a run is damaged, or of a newer version of mrp-lightning.
+    """
+    if not root.is_dir():
+        raise FileNotFoundError(f"`RUN_DIR`: {root} is no directory.")
+    runs = [read_run(directory, _name(directory, root)) for directory in sorted(_below(root))]
+    if not runs:
+        raise FileNotFoundError(
+            f"`RUN_DIR`: no {report.NAME} and no {records.NAME} in {root} or beneath it. A run "
+            "with `save_dir` writes the first, `zeroshot` and `test` the second."
+        )
+    if all(run.report for run in runs):
+        runs += _dense_beside(root)
+    return runs
+
+
+def read_run(directory: Path, name: str) -> Run:
+    """Read one run.
+
+    Raises:
+        FormatError: A file is damaged, or of a newer version of mrp-lightning.
+    """
+    names = (report.NAME, records.NAME)
+    files = {n: (directory / n).read_bytes() for n in names if (directory / n).is_file()}
+    trial = directory / TRIAL
+    weights = [file.stat().st_size for file in directory.glob("*.safetensors")]
+    return Run(
+        directory=directory,
+        name=name,
+        report=PruningReport.load(directory / report.NAME) if report.NAME in files else None,
+        evaluation=records.read(directory) if records.NAME in files else Evaluation(),
+        finished=FinishedTrial.load(trial) if trial.is_file() else None,
+        exported=_exported(directory / EXPORT),
+        weight_bytes=sum(weights) or None,
+        files=files,
+    )
+
+
+def is_dense_run(directory: Path) -> bool:
+    """Whether a directory holds the evaluation of a model that is not pruned."""
+    return (directory / records.NAME).is_file() and not (directory / report.NAME).exists()
+
+
+def _dense_beside(root: Path) -> Iterator[Run]:
+    """What is beside was not asked for: where it is damaged, the page is made without it."""
+    for directory in sorted(root.absolute().parent.iterdir()):
+        if directory.is_dir() and is_dense_run(directory):
+            try:
+                yield read_run(directory, f"../{directory.name}")
+            except FormatError as error:
+                log.warning("%s is not compared with. %s", directory, error)
+
+
+def _below(root: Path) -> Iterator[Path]:
+    for where, directories, files in os.walk(root):
+        directories[:] = [name for name in directories if not name.startswith(".")]
+        if report.NAME in files or records.NAME in files:
+            yield Path(where)
+
+
+def _name(directory: Path, root: Path) -> str:
+    relative = directory.relative_to(root).as_posix()
+    return directory.resolve().name if relative == "." else relative
+
+
+def _exported(path: Path) -> str | None:
+    if not path.is_file():
+        return None
+    content = _read_json(path)
+    return str(content.get("format")) if isinstance(content, dict) else None
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise FormatError(f"{path} is not JSON ({error}). Delete it, or make it again.") from error

@@ -1,0 +1,134 @@
+"""A sweep: all the trials that compare models, settings, methods and options."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from jsonargparse.typing import Path_fr
+
+from mrp_lightning.errors import OptionError
+from mrp_lightning.experiments.trials import Change, Trial, has_blocks, parse_setting, sees_inputs
+from mrp_lightning.solver.methods import parse_method
+
+
+@dataclass(frozen=True)
+class ModelTrials:
+    """One model of a sweep.
+
+    Args:
+        options: What its trials change of the configuration, by dotted key, such as `model.model`.
+        block_sizes: Each trial is repeated with each; `null` is all columns.
+        runs: In place of those of the sweep.
+    """
+
+    options: dict[str, Any]
+    block_sizes: list[int | None] = field(default_factory=lambda: [128])
+    runs: dict[str, list[str]] | None = None
+
+
+@dataclass(kw_only=True)
+class Sweep:
+    """Prune models in many ways, evaluate each, and compare.
+
+    Every run is what `predict` and `test` would do with the configuration `base`, the options of
+    the model, and those of the trial. It is kept in `<out>/<model>/<trial>`; a run that is there is
+    not made again. The tables are `<out>/results.{md,csv,json}`, with the paper's values beside
+    ours where it has any.
+
+    Args:
+        base: Configurations that all trials share, as `predict --config` takes them; the last of
+            `trainer.callbacks` prunes.
+        models: By the name that tables show.
+        runs: The methods at each setting: a percentage ("50%") or a pattern ("2:4"), quoted.
+        out: Directory of the runs and their tables.
+        seeds: Calibration sets: every trial is repeated with each.
+        vary: Ablations: the values of one option at a time, by its dotted key, such as
+            `data.num_samples`. Where it is given, only these trials are made.
+        only: Names of the runs to make, `<model>/<trial>` with shell wildcards, such as
+            `*/2of4-SM-*`. All if empty.
+        zeroshot: Tasks of lm-eval to evaluate beside perplexity.
+        include_path: Directory with YAML files of more tasks.
+        save_checkpoints: Whether to keep the pruned models, each with the results of its run.
+        page: A Markdown file to write: claims, tables and pictures.
+        title: Of the page.
+        description: Of the page: what is run, and why.
+
+    Raises:
+        OptionError: A setting does not exist, nothing is left to do, or two trials have one name.
+        MethodError: A method does not exist, or not with a setting.
+    """
+
+    base: list[Path_fr]
+    models: dict[str, ModelTrials]
+    runs: dict[str, list[str]]
+    out: str
+    seeds: list[int] = field(default_factory=lambda: [0])
+    vary: dict[str, list[Any]] = field(default_factory=dict)
+    only: list[str] | str = field(default_factory=list)
+    zeroshot: list[str] = field(default_factory=list)
+    include_path: str | None = None
+    save_checkpoints: bool = False
+    page: str | None = None
+    title: str = "Results"
+    description: str = ""
+
+    def __post_init__(self) -> None:
+        for runs in [self.runs, *(model.runs or {} for model in self.models.values())]:
+            for setting, methods in runs.items():
+                pattern = parse_setting(setting)
+                for method in methods:
+                    parse_method(method).mask.check(pattern)
+        if not self.seeds:
+            raise OptionError("`seeds` is empty; expected at least one, such as [0].")
+        self.only = [self.only] if isinstance(self.only, str) else self.only
+        if not self.selected:
+            raise OptionError(
+                f"`only` {self.only} matches no run. There are, for instance: "
+                + ", ".join(str(trial.directory) for trial in self.trials[:5])
+            )
+        names = Counter(trial.directory for trial in self.trials)
+        if shared := [str(name) for name, number in names.items() if number > 1]:
+            raise OptionError(
+                "`vary` has options that end alike, so that several trials would be called "
+                f"{', '.join(shared)}. Vary them in sweeps of their own, each with its `out`."
+            )
+
+    @property
+    def trials(self) -> list[Trial]:
+        """Every trial, each model's dense one first."""
+        trials = []
+        for model, of_model in self.models.items():
+            trials.append(Trial(model))
+            own = self.runs if of_model.runs is None else of_model.runs
+            for setting, methods in own.items():
+                for method in methods:
+                    trials += self._repeat(model, setting, method)
+        return list(dict.fromkeys(trials))
+
+    @property
+    def selected(self) -> list[Trial]:
+        """The trials that `only` names, and the dense ones of their models."""
+        if not self.only:
+            return self.trials
+        named = {
+            trial
+            for trial in self.trials
+            if any(fnmatchcase(str(trial.directory), name) for name in self.only)
+        }
+        named |= {Trial(trial.model) for trial in named}
+        return [trial for trial in self.trials if trial in named]
+
+    def _repeat(self, model: str, setting: str, method: str) -> list[Trial]:
+        """A method at one setting: each block size, seed and ablation in which it differs."""
+        sizes = self.models[model].block_sizes if has_blocks(method) else [None]
+        seeds = self.seeds if sees_inputs(method) else [None]
+        changes: list[Change | None] = [
+            Change(key, value) for key, values in self.vary.items() for value in values
+        ] or [None]
+        return [
+            Trial(model, setting, method, size, seed, changed)
+            for size in sizes
+            for changed in changes
+            for seed in seeds
+        ]

@@ -1,0 +1,131 @@
+"""Which trials a sweep is made of."""
+
+import json
+
+import pytest
+
+pytest.importorskip("jsonargparse", reason="the command line needs the extra `cli`")
+
+from mrp_lightning.errors import MethodError, OptionError
+from mrp_lightning.experiments.sweep import ModelTrials, Sweep
+from mrp_lightning.experiments.trials import Change, Trial
+
+TWO_MODELS = {
+    "a": ModelTrials({"model.model": "dir/a"}, [128, None]),
+    "b": ModelTrials({"model.model": "dir/b"}),
+}
+
+
+def sweep(**changes) -> Sweep:
+    given = {"base": [], "out": "out", "models": TWO_MODELS}
+    given |= {"runs": {"2:4": ["SS", "SM"]}, "seeds": [0, 1]}
+    return Sweep(**{**given, **changes})
+
+
+def test_every_method_meets_every_block_size_and_seed_of_its_model():
+    trials = sweep().trials
+    assert len(trials) == (1 + 2 * 2 * 2) + (1 + 2 * 2)
+    assert Trial("a", "2:4", "SM", None, 1) in trials
+    assert Trial("b", "2:4", "SM", None, 1) not in trials
+    assert trials[0] == Trial("a")
+
+
+def test_what_changes_nothing_is_not_repeated():
+    trials = sweep(runs={"50%": ["magnitude", "wanda", "magnitude+M"]}).trials
+    assert [trial for trial in trials if trial.method == "magnitude"] == [
+        Trial("a", "50%", "magnitude"),
+        Trial("b", "50%", "magnitude"),
+    ]
+    assert len([trial for trial in trials if trial.method == "wanda"]) == 2 * 2
+    assert len([trial for trial in trials if trial.method == "magnitude+M"]) == 2 * 2
+
+
+def test_options_varied_one_at_a_time():
+    vary = {"data.num_samples": [8, 16], "trainer.callbacks.init_args.damping": [0.1]}
+    trials = [trial for trial in sweep(vary=vary, seeds=[0]).trials if trial.model == "b"]
+    assert [trial.changed for trial in trials if trial.method == "SM"] == [
+        Change("data.num_samples", 8),
+        Change("data.num_samples", 16),
+        Change("trainer.callbacks.init_args.damping", 0.1),
+    ]
+    assert trials[-1].options()["trainer.callbacks.init_args.damping"] == 0.1
+
+
+def test_each_trial_has_a_directory_of_its_own():
+    vary = {"data.num_samples": [8, 16]}
+    trials = sweep(runs={"2:4": ["SM", "wanda"], "50%": ["SM"]}, vary=vary).trials
+    assert len({trial.directory for trial in trials}) == len(trials)
+    assert "b/2of4-SM-s128-num_samples=8-seed1" in {str(trial.directory) for trial in trials}
+
+
+def test_a_trial_is_the_configuration_with_its_own_options():
+    init = "trainer.callbacks.init_args"
+    assert Trial("a").options() == {"trainer.callbacks": None}
+    assert Trial("a", "62.5%", "SM", None, 3).options() == {
+        f"{init}.pattern": None,
+        f"{init}.sparsity": 0.625,
+        f"{init}.method": "SM",
+        f"{init}.block_size": None,
+        "data.seed": 3,
+    }
+    assert Trial("a", "2:4", "magnitude").options() == {
+        f"{init}.pattern": "2:4",
+        f"{init}.sparsity": None,
+        f"{init}.method": "magnitude",
+    }
+
+
+def test_only_names_trials_and_brings_the_dense_model():
+    assert sweep(only="a/2of4-SM-s128-*").selected == [
+        Trial("a"),
+        Trial("a", "2:4", "SM", 128, 0),
+        Trial("a", "2:4", "SM", 128, 1),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"runs": {124: ["SM"]}}, OptionError, "in quotes"),
+        ({"runs": {"half": ["SM"]}}, OptionError, "percentage"),
+        ({"runs": {"2:4": ["sm"]}}, MethodError, "sparsegpt"),
+        ({"runs": {"50%": ["MM"]}}, MethodError, "N:M"),
+        ({"seeds": []}, OptionError, "seeds"),
+        ({"only": ["c/*"]}, OptionError, "b/dense|a/dense"),
+    ],
+)
+def test_mistakes(changes, error, message):
+    with pytest.raises(error, match=message):
+        sweep(**changes)
+
+
+def test_one_method_is_one_trial_under_all_of_its_names():
+    trials = sweep(runs={"2:4": ["sparsegpt", "SS", "S+S"]}, seeds=[0]).trials
+    assert [t.method for t in trials if t.model == "b"] == [None, "SS"]
+    assert str(trials[-1].directory) == "b/2of4-SS-s128-seed0"
+
+
+VALUES = [0.0001, 1, 1.0, True, None, "text", "two words", "two_words", "a/b/*.txt", "x" * 300]
+VALUES += [["a.txt", "b.txt"], ["a.txt"], [], {"wikitext2": 2048}, {"wikitext2": 1024}]
+
+
+def test_any_value_can_be_varied(tmp_path):
+    trials = sweep(vary={"data.option": VALUES}, runs={"2:4": ["SM"]}, seeds=[0]).trials
+    found = [trial for trial in trials if trial.model == "b" and trial.changed]
+    assert [trial.changed.value for trial in found] == VALUES
+    assert [trial.options()["data.option"] for trial in found] == VALUES
+    for trial in found:
+        assert len(trial.directory.parts) == 2
+        (tmp_path / trial.directory).mkdir(parents=True)  # fails where two are called the same
+        assert not set(trial.directory.name) & set(" /*\"'[]{}")
+        assert Trial.from_dict(json.loads(json.dumps(trial.to_dict()))) == trial
+
+
+def test_a_plain_value_is_the_name_of_its_directory():
+    names = [Change("a.damping", value).name for value in (0.0001, 16, "wikitext2", 1e-05)]
+    assert names == ["damping=0.0001", "damping=16", "damping=wikitext2", "damping=1e-05"]
+
+
+def test_options_that_end_alike_are_not_mixed():
+    with pytest.raises(OptionError, match="end alike.*seed=1"):
+        sweep(vary={"data.seed": [1], "model.seed": [1]})
