@@ -59,7 +59,7 @@ class Sparse24Linear(nn.Module):
         if reason := why_not_packable((out_features, in_features)):
             raise PatternError(f"Sparse24Linear: {reason}.")
         self.in_features, self.out_features = in_features, out_features
-        self.register_buffer("compressed", None, persistent=False)
+        self.compressed = None
 
         def frozen(*shape: int) -> nn.Parameter:
             empty = torch.empty(*shape, dtype=dtype, device=device)
@@ -77,6 +77,11 @@ class Sparse24Linear(nn.Module):
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "compressed":
+            # A non-persistent buffer stays out of state dicts. While there is none it must not be
+            # registered as such: accelerate moves every one of them, `None` too.
+            self.register_buffer(name, value, persistent=value is None)
+            return
         super().__setattr__(name, value)
         if name in ("weight", "weight_meta"):
             self.compressed = None

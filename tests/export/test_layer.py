@@ -146,6 +146,7 @@ def test_the_compressed_weight_is_copied_and_moved_along_but_not_stored(compress
     assert again.compressed is not compressed.compressed
     assert compressed.to("cpu").compressed is not None
     assert not any("compressed" in name for name in compressed.state_dict())
+    assert dict(compressed.named_buffers()).keys() == {"weight_meta", "compressed"}
 
 
 @pytest.mark.parametrize(
