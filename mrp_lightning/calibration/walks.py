@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mrp_lightning.calibration.forwards import replaced_forward
 from mrp_lightning.targets.blocks import Block
 
 
@@ -21,17 +22,17 @@ class StopForward(BaseException):
     """Ends a forward early. Not an Exception, so that models do not catch it."""
 
 
-def run_until_stop(run: Callable[[Any], Any], batch: Any) -> None:
+def forward_until_stop(forward: Callable[[Any], Any], batch: Any) -> None:
     """Run the model on one batch, to the end or to the stop."""
     with suppress(StopForward):
-        run(batch)
+        forward(batch)
 
 
 class Walk(ABC):
     """A way to run one block on all calibration batches.
 
     Args:
-        run: Runs the model's forward on one batch.
+        forward: Runs the model's forward on one batch.
         batches: The calibration batches.
         blocks: In the order in which the model calls them.
     """
@@ -39,9 +40,9 @@ class Walk(ABC):
     name: str
 
     def __init__(
-        self, run: Callable[[Any], Any], batches: Sequence[Any], blocks: Sequence[Block]
+        self, forward: Callable[[Any], Any], batches: Sequence[Any], blocks: Sequence[Block]
     ) -> None:
-        self.run, self.batches, self.blocks = run, batches, list(blocks)
+        self.forward, self.batches, self.blocks = forward, batches, list(blocks)
 
     @abstractmethod
     def visit(self, k: int) -> Iterator[int]:
@@ -68,12 +69,12 @@ class WholeModel(Walk):
     def visit(self, k: int) -> Iterator[int]:  # noqa: ARG002
         """Run each batch to the end."""
         for i, batch in enumerate(self.batches):
-            self.run(batch)
+            self.forward(batch)
             yield i
 
     def output(self, k: int, i: int) -> Any:  # noqa: ARG002
         """What the forward returns."""
-        return self.run(self.batches[i])
+        return self.forward(self.batches[i])
 
 
 class Rerun(Walk):
@@ -97,7 +98,7 @@ class Rerun(Walk):
 
         handle = self.blocks[k].module.register_forward_hook(post)
         try:
-            run_until_stop(self.run, self.batches[i])
+            forward_until_stop(self.forward, self.batches[i])
         finally:
             handle.remove()
         return out[0] if out else None
@@ -110,7 +111,7 @@ class Inject(Walk):
     the decoder is walked): there it returns the chain's stored output.
 
     Args:
-        run: Runs the model's forward on one batch.
+        forward: Runs the model's forward on one batch.
         batches: The calibration batches.
         blocks: In the order in which the model calls them.
         containers: How each block returns its hidden state.
@@ -121,13 +122,13 @@ class Inject(Walk):
 
     def __init__(
         self,
-        run: Callable[[Any], Any],
+        forward: Callable[[Any], Any],
         batches: Sequence[Any],
         blocks: Sequence[Block],
         containers: Sequence["Container | None"],
         store: torch.device | None = None,
     ) -> None:
-        super().__init__(run, batches, blocks)
+        super().__init__(forward, batches, blocks)
         self.containers = containers
         self.store = store
         # The input of the current block by batch; None is the model's own.
@@ -143,11 +144,18 @@ class Inject(Walk):
     def advance(self, k: int) -> Iterator[int]:
         """Store the outputs of block k in place of its inputs."""
         for i in range(len(self.batches)):
-            output = self.output(k, i)
-            if output is not None:
-                hidden = hidden_of(output).detach()
-                self.hidden[i] = hidden if self.store is None else hidden.to(self.store)
+            self.keep(i, self.output(k, i))
             yield i
+        self.leave(k)
+
+    def keep(self, i: int, output: Any) -> None:
+        """Store what the current block returned for batch i, if it reached it, as its input."""
+        if output is not None:
+            hidden = hidden_of(output).detach()
+            self.hidden[i] = hidden if self.store is None else hidden.to(self.store)
+
+    def leave(self, k: int) -> None:
+        """Go on from block k, of which all outputs are stored, to the next."""
         if k + 1 < len(self.blocks) and self.blocks[k + 1].chain != self.blocks[k].chain:
             self.ends[k] = self.hidden
             self.hidden = [None] * len(self.batches)
@@ -175,25 +183,18 @@ class Inject(Walk):
             before = block.register_forward_pre_hook(pre, with_kwargs=True, prepend=True)
             stack.callback(before.remove)
             stack.callback(block.register_forward_hook(post).remove)
-            run_until_stop(self.run, self.batches[i])
+            forward_until_stop(self.forward, self.batches[i])
         return out[0] if out else None
 
     @contextmanager
     def _stubs(self, k: int, i: int) -> Iterator[None]:
         """Give the blocks before k a `forward` that does nothing."""
-        stubbed = [block.module for block in self.blocks[:k]]
-        saved = [module.__dict__.get("forward") for module in stubbed]
-        try:
-            for j, module in enumerate(stubbed):
+        with ExitStack() as stack:
+            for j, block in enumerate(self.blocks[:k]):
                 end = self.ends[j][i] if j in self.ends else None
-                module.forward = _stub(self.containers[j], end)
+                stub = _stub(self.containers[j], end)
+                stack.enter_context(replaced_forward(block.module, stub))
             yield
-        finally:
-            for module, forward in zip(stubbed, saved, strict=True):
-                if forward is None:
-                    module.__dict__.pop("forward", None)
-                else:
-                    module.forward = forward
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from transformers import (
     get_cosine_schedule_with_warmup,
 )
 
-from mrp_lightning.calibration.offload import Offload, hold_on_cpu, release
+from mrp_lightning.calibration.offload import Offload, held_on_cpu
 from mrp_lightning.evaluation.perplexity import Perplexities, token_losses
 from mrp_lightning.models.batch import split_batch
 from mrp_lightning.models.loading import (
@@ -115,7 +115,6 @@ class CausalLM(LightningModule):
         self.warmup_steps = warmup_steps
         self.offload = offload
         self._offloaded: ExitStack | None = None
-        self._held: list[torch.nn.Module] = []
         self.evaluation: dict[str, dict[str, float | int]] = {}
         self._texts = Perplexities()
         # trust_remote_code is left out: a checkpoint must not be able to ask for it.
@@ -156,9 +155,7 @@ class CausalLM(LightningModule):
         self.teardown(stage)  # an exception may have left out the last one
         if self.offload and stage in ("validate", "test"):
             self._offloaded = ExitStack()
-            self._held = [block.module for block in find_blocks(self)]
-            hold_on_cpu(self._held)
-            self._offloaded.callback(release, self._held)
+            self._offloaded.enter_context(held_on_cpu(self, self._blocks))
 
     def on_validation_start(self) -> None:
         """Offload, now that the rest of the model is on its device."""
@@ -170,9 +167,12 @@ class CausalLM(LightningModule):
 
     def _offload(self) -> None:
         if self._offloaded is not None:
-            release(self._held)
-            device = self.trainer.strategy.root_device
-            self._offloaded.enter_context(Offload(self._held, device).active())
+            self._offloaded.close()
+            offload = Offload(self._blocks(), self.trainer.strategy.root_device)
+            self._offloaded.enter_context(offload.active())
+
+    def _blocks(self) -> list[torch.nn.Module]:
+        return [block.module for block in find_blocks(self)]
 
     def teardown(self, stage: str) -> None:
         """Undo `offload`."""

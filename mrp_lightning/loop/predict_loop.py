@@ -40,7 +40,7 @@ def prune_in_trainer(
     strategy = trainer.strategy
     device = strategy.root_device
 
-    def run(step: Step) -> Any:
+    def forward(step: Step) -> Any:
         on_device = step.to(device)
         # The strategy's, for its precision.
         return strategy.predict_step(*on_device.args, **on_device.kwargs)
@@ -48,7 +48,7 @@ def prune_in_trainer(
     with nested_progress(trainer, plan.num_layers) as show:
         SequentialPruner(
             model=module,
-            run=run,
+            forward=forward,
             batches=steps,
             batch_of=lambda step: step.batch,
             plan=plan,

@@ -50,8 +50,8 @@ class Layer(ABC):
         return math.prod(self.view.shape[1:])
 
     @property
-    def run(self) -> int:
-        """Input features in a row that groups of a pattern N:M must divide."""
+    def grouped_columns(self) -> int:
+        """The number of neighbouring columns that the groups of a pattern N:M must divide."""
         return self.view.shape[-1]
 
     @property

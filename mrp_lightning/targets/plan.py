@@ -203,9 +203,11 @@ def _indivisible(
 ) -> list[Skipped]:
     unfit = []
     for layer in layers:
-        if not pattern.divides(layer.run):
-            kind = "features" if layer.run == layer.columns else "channels"
-            reason = f"{layer.run} input {kind} do not divide into the groups of {pattern}"
+        if not pattern.divides(layer.grouped_columns):
+            kind = "features" if layer.grouped_columns == layer.columns else "channels"
+            reason = (
+                f"{layer.grouped_columns} input {kind} do not divide into the groups of {pattern}"
+            )
             unfit.append(Skipped(layer.name, tuple(layer.weight.shape), reason))
     if unfit and not skip:
         listed = "\n".join(f"  {s.name}: {s.reason}" for s in unfit)
