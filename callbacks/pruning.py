@@ -45,36 +45,36 @@ class PruningCallback(Callback):
         method: magnitude, wanda, SS (the same as sparsegpt), SM, MS, MM, or a pair
             MASK+COMPENSATION, with MASK magnitude, wanda, S or M, and COMPENSATION none, S or M.
             Case matters.
-        sparsity: Fraction of the weights to remove, in (0, 1). Exactly one of `sparsity` and
+        sparsity: The fraction of the weights to remove, in (0, 1). Exactly one of `sparsity` and
             `pattern` is given.
         pattern: "N:M" keeps N of every M consecutive input features. Quoted in YAML, which reads
             an unquoted 2:4 as a number.
-        block_size: Columns (input features) that are chosen together, a multiple of M. `None` is
-            all.
-        damping: Fraction (≥ 0) of the mean of the Hessian's diagonal that is added to it.
-        tolerance: Relative distance (> 0) to the optimal loss at which the exact compensation M
+        block_size: The number of columns (input features) that are chosen together, a multiple of
+            M. `None` means all.
+        damping: The fraction (≥ 0) of the mean of the Hessian's diagonal that is added to it.
+        tolerance: The relative distance (> 0) to the optimal loss at which the exact compensation M
             stops.
-        targets: Names of the linear layers to prune, with shell wildcards: runs of whole name
+        targets: The names of the linear layers to prune, with shell wildcards: runs of whole name
             parts, such as `q_proj`, `mlp`, `layers.3`. All layers in the blocks but routers if not
             given. A name that is in no block, such as `lm_head`, is calibrated after the blocks.
-        ignore: Names, of the same form, of what to leave dense.
-        blocks: Names of the lists of blocks (`model.layers`), or of single blocks, where the
+        ignore: The names, of the same form, of what to leave dense.
+        blocks: The names of the lists of blocks (`model.layers`), or of single blocks, where the
             outermost `ModuleList`s are not the right ones.
-        true_sequential: Prune the layers of a block one after another (q, k, v; then o; …), each
-            on the outputs of those before it, for one pass over the data each.
-        offload: Keep blocks and stored activations in CPU memory, one block at a time on the
-            accelerator.
-        skip_indivisible: Leave layers dense whose input features are no multiple of M, instead of
-            refusing the model.
-        save_dir: Directory for the pruned model: a Hugging Face checkpoint if the LightningModule
-            holds exactly one `PreTrainedModel`, else `model.safetensors`; and
+        true_sequential: Whether the layers of a block are pruned one after another (q, k, v; then
+            o; …), each on the outputs of those before it, for one pass over the data each.
+        offload: Whether blocks and stored activations stay in CPU memory, one block at a time on
+            the accelerator.
+        skip_indivisible: Whether layers whose input features are no multiple of M are left dense,
+            instead of refusing the model.
+        save_dir: The directory for the pruned model: a Hugging Face checkpoint if the
+            LightningModule holds exactly one `PreTrainedModel`, else `model.safetensors`; and
             `pruning_report.json`. It appears when it is whole. Nothing is written with
             `fast_dev_run`.
         overwrite: Whether `save_dir` may be replaced.
 
     Attributes:
-        report: What was done to each layer; `None` before. After an exception it lists the layers
-            that are pruned, and all others are untouched.
+        report: What was done to each layer, `None` before the first run. After an exception it
+            lists the layers that are pruned, and all others are untouched.
 
     Raises:
         PatternError: `sparsity`, `pattern` or `block_size` are malformed.

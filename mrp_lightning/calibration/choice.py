@@ -141,8 +141,8 @@ def in_order(
 
     Args:
         forward: Runs the model's forward on one batch.
-        ordered: The blocks in the order of the first batch.
-        num_reached: How many of them it ran; the others come after those.
+        ordered: The blocks in the order in which the first batch ran them.
+        num_reached: The number of blocks that it ran. The others come after those.
     """
 
     def guarded(batch: Any) -> Any:
@@ -185,7 +185,7 @@ def _self_test(
     real: Trace,
     store: torch.device | None,
 ) -> str | None:
-    """What is wrong with `Inject` on this batch, `None` if nothing is."""
+    """Find what is wrong with `Inject` on this batch, `None` if nothing is."""
     containers = [real.containers[k] for k in real.order]
     walk = Inject(forward, [batch], ordered[: len(real.order)], containers, store)
     for position, k in enumerate(real.order):

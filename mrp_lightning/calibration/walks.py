@@ -31,10 +31,13 @@ def forward_until_stop(forward: Callable[[Any], Any], batch: Any) -> None:
 class Walk(ABC):
     """A way to run one block on all calibration batches.
 
+    Attributes:
+        name: What the report calls this walk.
+
     Args:
         forward: Runs the model's forward on one batch.
         batches: The calibration batches.
-        blocks: In the order in which the model calls them.
+        blocks: The blocks, in the order in which the model calls them.
     """
 
     name: str
@@ -58,7 +61,7 @@ class Walk(ABC):
 
     @abstractmethod
     def output(self, k: int, i: int) -> Any:
-        """What block k returns for batch i, `None` if the batch does not reach it."""
+        """Run block k on batch i; `None` if the batch does not reach it."""
 
 
 class WholeModel(Walk):
@@ -73,7 +76,7 @@ class WholeModel(Walk):
             yield i
 
     def output(self, k: int, i: int) -> Any:  # noqa: ARG002
-        """What the forward returns."""
+        """Run one batch to the end."""
         return self.forward(self.batches[i])
 
 
@@ -89,7 +92,7 @@ class Rerun(Walk):
             yield i
 
     def output(self, k: int, i: int) -> Any:
-        """What block k returns."""
+        """Run batch i from the start, and return what block k returns."""
         out: list[Any] = []
 
         def post(_: nn.Module, __: Any, output: Any) -> None:
@@ -113,9 +116,9 @@ class Inject(Walk):
     Args:
         forward: Runs the model's forward on one batch.
         batches: The calibration batches.
-        blocks: In the order in which the model calls them.
-        containers: How each block returns its hidden state.
-        store: Where hidden states are kept; `None` leaves them where they are made.
+        blocks: The blocks, in the order in which the model calls them.
+        containers: How each block returns its hidden state, `None` for a bare tensor.
+        store: The device on which hidden states are kept. `None` leaves them where they are made.
     """
 
     name = "inject"
@@ -161,7 +164,7 @@ class Inject(Walk):
             self.hidden = [None] * len(self.batches)
 
     def output(self, k: int, i: int) -> Any:
-        """What block k returns for its stored input."""
+        """Run block k on its stored input of batch i."""
         out: list[Any] = []
         stored = self.hidden[i]
 
@@ -199,7 +202,12 @@ class Inject(Walk):
 
 @dataclass(frozen=True)
 class Container:
-    """A tuple or list with the hidden state first."""
+    """A tuple or list that a block returns, with the hidden state first.
+
+    Attributes:
+        kind: The class of the container.
+        length: The number of its items.
+    """
 
     kind: type
     length: int
@@ -218,7 +226,7 @@ def _stub(container: Container | None, end: Tensor | None) -> Callable[..., Any]
 
 
 def hidden_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str, Tensor]:
-    """Where a block takes its hidden state, and that state."""
+    """Find where a block takes its hidden state, and that state."""
     if args and isinstance(args[0], Tensor):
         return 0, args[0]
     if isinstance(kwargs.get("hidden_states"), Tensor):
@@ -233,14 +241,14 @@ def hidden_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | s
 def replace_input(
     args: tuple[Any, ...], kwargs: dict[str, Any], place: int | str, hidden: Tensor
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with another hidden state."""
+    """Put another hidden state into the arguments."""
     if isinstance(place, int):
         return (*args[:place], hidden, *args[place + 1 :]), kwargs
     return args, {**kwargs, place: hidden}
 
 
 def hidden_of(output: Any) -> Tensor:
-    """The hidden state in what a block returns."""
+    """Find the hidden state in what a block returns."""
     hidden = output[0] if isinstance(output, tuple | list) else output
     if not isinstance(hidden, Tensor):
         raise TypeError(f"the block returns a {type(output).__name__}")

@@ -41,20 +41,20 @@ class CausalLM(LightningModule):
     dictionary of dataloaders, and log `perplexity/<name>` and `loss/<name>` of each.
 
     Args:
-        model: Where the model comes from: a local directory, a hub id, a configuration (an object,
+        model: What the model comes from: a local directory, a hub id, a configuration (an object,
             or its dictionary with a `model_type`) for a new model with random weights, or a loaded
             Hugging Face model.
-        dtype: Precision to load the weights in, such as `float32` or `bfloat16`. `None` keeps the
-            checkpoint's.
-        revision: Branch, tag or commit on the hub.
+        dtype: The precision to load the weights in, such as `float32` or `bfloat16`. `None` keeps
+            the checkpoint's.
+        revision: The branch, tag or commit on the hub.
         trust_remote_code: Whether code that comes with the checkpoint may run here.
         tokenizer: A tokenizer, or the directory or hub id of one that is not beside the model.
-        attn_implementation: Attention kernel of transformers, such as `sdpa` or `eager`.
-        offload: Keep the blocks in CPU memory in `validate` and `test`, one at a time on the
-            accelerator, for models that it cannot hold. Large batches make up for the moves.
-        learning_rate: Peak of the AdamW schedule: linear warm-up, then a cosine down to 0.
-        weight_decay: Of the matrices; vectors (norms, biases) have none.
-        warmup_steps: Optimizer steps until the peak.
+        attn_implementation: The attention kernel of transformers, such as `sdpa` or `eager`.
+        offload: Whether the blocks stay in CPU memory in `validate` and `test`, one at a time on
+            the accelerator, for models that it cannot hold. Large batches make up for the moves.
+        learning_rate: The peak of the AdamW schedule: linear warm-up, then a cosine down to 0.
+        weight_decay: The weight decay of the matrices; vectors (norms, biases) have none.
+        warmup_steps: The number of optimizer steps until the peak.
 
     Attributes:
         model: The Hugging Face model.
@@ -133,13 +133,13 @@ class CausalLM(LightningModule):
         )
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Logits (batch, length, vocabulary)."""
+        """Compute the logits (batch, length, vocabulary)."""
         return self.model(
             input_ids=input_ids, attention_mask=attention_mask, use_cache=False
         ).logits
 
     def loss(self, batch: Any) -> tuple[Tensor, int]:
-        """Mean negative log-likelihood in nats, and the number of tokens that were predicted."""
+        """The mean negative log-likelihood in nats, and how many tokens were predicted."""
         losses, predicted = self._token_losses(batch)
         count = predicted.sum()
         return losses.sum() / count, int(count)
@@ -195,7 +195,7 @@ class CausalLM(LightningModule):
         self._evaluate(batch, dataloader_idx)
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        """Logits (batch, length, vocabulary)."""
+        """Compute the logits (batch, length, vocabulary)."""
         return self(*split_batch(batch))
 
     def on_validation_epoch_start(self) -> None:

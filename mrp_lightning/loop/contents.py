@@ -14,7 +14,7 @@ from mrp_lightning.targets.blocks import find_blocks, unwrap, without_wrappers
 
 
 def language_models(module: LightningModule) -> dict[str, PreTrainedModel]:
-    """The outermost `PreTrainedModel`s by name."""
+    """The outermost `PreTrainedModel`s of a module, by name."""
     found: dict[str, PreTrainedModel] = {}
     for name, part in module.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer in found)
@@ -24,7 +24,7 @@ def language_models(module: LightningModule) -> dict[str, PreTrainedModel]:
 
 
 def checkpoint_root(module: LightningModule) -> tuple[str, nn.Module]:
-    """What is saved, and the prefix of its names in the LightningModule.
+    """The prefix of what is saved in the names of the LightningModule, and that module.
 
     It is the one `PreTrainedModel`, or the module that a `ModuleRunner` runs, or else all.
     """
@@ -44,7 +44,7 @@ def check_length(module: LightningModule, batch: Any) -> None:
     """Refuse windows that are longer than the model's positions.
 
     Raises:
-        DataError: It names both lengths.
+        DataError: They are longer. The message names both lengths.
     """
     models = language_models(module)
     if len(models) != 1:

@@ -29,11 +29,11 @@ def prune_in_trainer(
 
     Args:
         trainer: At the end of its predict loop, with the module on its device.
-        module: The LightningModule.
+        module: The LightningModule to prune.
         steps: The calibration batches, with all that `predict_step` takes.
-        plan: The blocks and layers.
+        plan: The blocks and layers to prune.
         recipe: How layers are pruned.
-        report: Filled while layers are pruned.
+        report: The report, which is filled while layers are pruned.
         true_sequential: Whether the layers of a block are pruned one after another.
         offload: Whether blocks and activations stay on the CPU until they are needed.
     """

@@ -25,6 +25,12 @@ def save_pruned(
     A `PreTrainedModel` becomes a Hugging Face directory, any other module `model.safetensors` with
     the names of its `state_dict`.
 
+    Args:
+        module: The LightningModule that holds the pruned model.
+        directory: The directory that is made.
+        report: The report of the run.
+        overwrite: Whether a directory that is not empty may be replaced.
+
     Raises:
         FileExistsError: The directory is not empty, and may not be replaced.
     """
