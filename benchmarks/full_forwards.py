@@ -81,7 +81,7 @@ def prune_and_compare(
 
         SequentialPruner(
             model=model,
-            run=run_and_compare,
+            forward=run_and_compare,
             batches=batches(family, padding=padding),
             plan=plan,
             recipe=recipe,

@@ -1,4 +1,4 @@
-"""Keep the perplexities that `test` finds."""
+"""Keeping the perplexities that `test` finds."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ class SaveEvaluation(Callback):
     Results of other texts, and of zero-shot tasks, that are recorded there are kept.
 
     Args:
-        save_dir: The directory, such as that of the pruned model; made if it does not exist.
+        save_dir: The directory, such as that of the pruned model. It is made if it does not exist.
 
     Raises:
         TypeError: The module is not a `CausalLM`; before it is tested.

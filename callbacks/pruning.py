@@ -1,6 +1,8 @@
 """Pruning in Lightning's predict loop."""
 
 import logging
+from collections.abc import Sequence
+from contextlib import ExitStack
 from os import PathLike
 from typing import Any
 
@@ -10,13 +12,14 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from mrp_lightning.calibration.offload import hold_on_cpu, release
 from mrp_lightning.errors import DataError, OptionError
 from mrp_lightning.files import check_output_dir
-from mrp_lightning.loop.capture import StepCapture, eager
+from mrp_lightning.loop.capture import Step, StepCapture, eager
 from mrp_lightning.loop.causal_lm import CausalLM
+from mrp_lightning.loop.contents import check_length, checkpoint_root
+from mrp_lightning.loop.placement import blocks_on_cpu
 from mrp_lightning.loop.predict_loop import prune_in_trainer
-from mrp_lightning.loop.pruned_model import check_length, checkpoint_root, save_pruned
+from mrp_lightning.loop.saving import save_pruned
 from mrp_lightning.loop.strategies import require_one_process
 from mrp_lightning.pruning.report import PruningReport
 from mrp_lightning.solver.recipe import Recipe
@@ -42,36 +45,36 @@ class PruningCallback(Callback):
         method: magnitude, wanda, SS (the same as sparsegpt), SM, MS, MM, or a pair
             MASK+COMPENSATION, with MASK magnitude, wanda, S or M, and COMPENSATION none, S or M.
             Case matters.
-        sparsity: Fraction of the weights to remove, in (0, 1). Exactly one of `sparsity` and
+        sparsity: The fraction of the weights to remove, in (0, 1). Exactly one of `sparsity` and
             `pattern` is given.
         pattern: "N:M" keeps N of every M consecutive input features. Quoted in YAML, which reads
             an unquoted 2:4 as a number.
-        block_size: Columns (input features) that are chosen together, a multiple of M. `None` is
-            all.
-        damping: Fraction (≥ 0) of the mean of the Hessian's diagonal that is added to it.
-        tolerance: Relative distance (> 0) to the optimal loss at which the exact compensation M
+        block_size: The number of columns (input features) that are chosen together, a multiple of
+            M. `None` means all.
+        damping: The fraction (≥ 0) of the mean of the Hessian's diagonal that is added to it.
+        tolerance: The relative distance (> 0) to the optimal loss at which the exact compensation M
             stops.
-        targets: Names of the linear layers to prune, with shell wildcards: runs of whole name
+        targets: The names of the linear layers to prune, with shell wildcards: runs of whole name
             parts, such as `q_proj`, `mlp`, `layers.3`. All layers in the blocks but routers if not
             given. A name that is in no block, such as `lm_head`, is calibrated after the blocks.
-        ignore: Names, of the same form, of what to leave dense.
-        blocks: Names of the lists of blocks (`model.layers`), or of single blocks, where the
+        ignore: The names, of the same form, of what to leave dense.
+        blocks: The names of the lists of blocks (`model.layers`), or of single blocks, where the
             outermost `ModuleList`s are not the right ones.
-        true_sequential: Prune the layers of a block one after another (q, k, v; then o; …), each
-            on the outputs of those before it, for one pass over the data each.
-        offload: Keep blocks and stored activations in CPU memory, one block at a time on the
-            accelerator.
-        skip_indivisible: Leave layers dense whose input features are no multiple of M, instead of
-            refusing the model.
-        save_dir: Directory for the pruned model: a Hugging Face checkpoint if the LightningModule
-            holds exactly one `PreTrainedModel`, else `model.safetensors`; and
+        true_sequential: Whether the layers of a block are pruned one after another (q, k, v; then
+            o; …), each on the outputs of those before it, for one pass over the data each.
+        offload: Whether blocks and stored activations stay in CPU memory, one block at a time on
+            the accelerator.
+        skip_indivisible: Whether layers whose input features are no multiple of M are left dense,
+            instead of refusing the model.
+        save_dir: The directory for the pruned model: a Hugging Face checkpoint if the
+            LightningModule holds exactly one `PreTrainedModel`, else `model.safetensors`; and
             `pruning_report.json`. It appears when it is whole. Nothing is written with
             `fast_dev_run`.
         overwrite: Whether `save_dir` may be replaced.
 
     Attributes:
-        report: What was done to each layer; `None` before. After an exception it lists the layers
-            that are pruned, and all others are untouched.
+        report: What was done to each layer, `None` before the first run. After an exception it
+            lists the layers that are pruned, and all others are untouched.
 
     Raises:
         PatternError: `sparsity`, `pattern` or `block_size` are malformed.
@@ -124,14 +127,11 @@ class PruningCallback(Callback):
             "offload": offload,
             "skip_indivisible": skip_indivisible,
         }
-        self._capture: StepCapture | None = None
-        self._plan: Plan | None = None
-        self._held: list[torch.nn.Module] = []
-        self._armed = False
+        self._session: _Session | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check everything that can be checked before the data is read."""
-        self._armed = False
+        self._end_session()
         if stage != "predict":
             return
         if self._is_done:
@@ -148,30 +148,22 @@ class PruningCallback(Callback):
             check_output_dir(self.save_dir, overwrite=self.overwrite)
         if not _is_built_later(pl_module):
             self._make_plan(pl_module)
-            if self.offload:
-                self._held = [b.module for b in find_blocks(pl_module, as_patterns(self.blocks))]
-                hold_on_cpu(self._held)
         trainer.predict_loop.return_predictions = False
-        self._armed = True
+        self._session = _Session()
+        if self.offload:
+            self._session.hold(pl_module, as_patterns(self.blocks))
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start to store batches."""
-        if not self._armed:
-            return
-        self._release()
-        plan = self._plan = self._make_plan(pl_module)
-        stop_at = [block.module for block in plan.blocks] or [x.module for x in plan.outside]
-        self._capture = StepCapture(
-            pl_module, stop_at, lambda batch: check_length(pl_module, batch)
-        )
+        if self._session is not None:
+            self._session.capture(pl_module, self._make_plan(pl_module))
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prune, report, save."""
-        if self._capture is None or self._plan is None:
+        if self._session is None or not self._session.steps:
             return
-        steps = self._capture.steps
-        plan = self._plan
-        self._release()
+        plan, steps = self._session.plan, self._session.steps
+        self._end_session()
         config = {**self._config, "batches": len(steps), "precision": str(trainer.precision)}
         self.report = PruningReport(config)
         with torch.inference_mode(False), torch.no_grad(), eager():
@@ -188,15 +180,13 @@ class PruningCallback(Callback):
             self._note_pruned_before(self.report.totals)
             if self.save_dir is not None and not _is_rehearsal(trainer):
                 save_pruned(pl_module, self.save_dir, self.report, overwrite=self.overwrite)
-        self._armed = False
         rank_zero_info(self._summary(self.report, rehearsal=_is_rehearsal(trainer)))
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """Leave nothing behind; Lightning does not call `teardown` after an exception."""
-        self._release()
-        self._armed = False
+        self._end_session()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse to have done nothing.
@@ -204,13 +194,18 @@ class PruningCallback(Callback):
         Raises:
             DataError: There was no batch to calibrate on.
         """
-        armed, self._armed = self._armed, False
-        self._release()
-        if armed and stage == "predict":
-            raise DataError(
-                f"{type(self).__name__} pruned nothing: the predict dataloader gave no batch. "
-                "Give it calibration data, and check `limit_predict_batches`."
-            )
+        if self._session is None:
+            return
+        self._end_session()
+        raise DataError(
+            f"{type(self).__name__} pruned nothing: the predict dataloader gave no batch. "
+            "Give it calibration data, and check `limit_predict_batches`."
+        )
+
+    def _end_session(self) -> None:
+        if self._session is not None:
+            self._session.close()
+            self._session = None
 
     @property
     def _is_done(self) -> bool:
@@ -248,13 +243,38 @@ class PruningCallback(Callback):
                 self.recipe.pattern,
             )
 
-    def _release(self) -> None:
-        if self._capture is not None:
-            self._capture.remove()
-            self._capture = None
-        self._plan = None
-        release(self._held)
-        self._held = []
+
+class _Session:
+    """One `predict` that will prune, from its `setup` until the batches are there.
+
+    It changes the module for that time, and `close` takes all changes back.
+    """
+
+    plan: Plan
+    steps: Sequence[Step] = ()
+
+    def __init__(self) -> None:
+        self._changes = ExitStack()
+
+    def close(self) -> None:
+        """Give the module back as it was."""
+        self._changes.close()
+
+    def hold(self, pl_module: LightningModule, patterns: Sequence[str]) -> None:
+        """Keep the blocks on the CPU when Lightning makes and moves the module."""
+
+        def blocks() -> list[torch.nn.Module]:
+            return [block.module for block in find_blocks(pl_module, patterns)]
+
+        self._changes.enter_context(blocks_on_cpu(pl_module, blocks))
+
+    def capture(self, pl_module: LightningModule, plan: Plan) -> None:
+        """Store the batches of the loop in place of running the model on them."""
+        self._changes.close()
+        stop_at = [block.module for block in plan.blocks] or [x.module for x in plan.outside]
+        capture = StepCapture(pl_module, stop_at, lambda batch: check_length(pl_module, batch))
+        self._changes.callback(capture.remove)
+        self.plan, self.steps = plan, capture.steps
 
 
 class MRPCallback(PruningCallback):

@@ -11,8 +11,9 @@ class SaveModel(Callback):
     """Save a `CausalLM` when `fit` has ended, as a directory that `from_pretrained` loads.
 
     Args:
-        save_dir: The directory; written aside and moved into place when it is whole.
-        dtype: What floating weights are stored as, such as `bfloat16`. `None` keeps the model's.
+        save_dir: The directory, which is written aside and moved into place when it is whole.
+        dtype: The type as which floating weights are stored, such as `bfloat16`. `None` keeps the
+            model's.
         overwrite: Whether a directory that is not empty may be replaced.
 
     Raises:

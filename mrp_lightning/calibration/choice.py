@@ -1,14 +1,16 @@
 """Choosing the walk that is right for a model, by trying it on one batch."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from mrp_lightning.calibration.digests import Digest, digest, relative_error
 from mrp_lightning.calibration.walks import Container, Inject, Rerun, Walk, hidden_input, hidden_of
 from mrp_lightning.errors import TargetError
 from mrp_lightning.targets.blocks import Block
@@ -18,23 +20,28 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Trace:
-    """One forward of the untouched model, block by block, in the order of the calls."""
+    """One forward of the untouched model, block by block.
 
-    order: list[int]
-    calls: list[int]
-    inputs: dict[int, Tensor]
-    outputs: dict[int, Any]
+    Attributes:
+        order: The numbers of the blocks that ran, in the order of their first calls.
+        calls: How often each block was called.
+        inputs: The digest of the hidden state that each block was given, by block.
+        outputs: The digest of the hidden state that each block returned, by block.
+        containers: How each block returned its hidden state, by block.
+        error: Why a block's hidden state could not be found, `None` if all were.
+    """
+
+    order: list[int] = field(default_factory=list)
+    calls: Counter[int] = field(default_factory=Counter)
+    inputs: dict[int, Digest] = field(default_factory=dict)
+    outputs: dict[int, Digest] = field(default_factory=dict)
+    containers: dict[int, Container | None] = field(default_factory=dict)
     error: str | None = None
 
 
-def trace(
-    run: Callable[[Any], Any], batch: Any, blocks: Sequence[Block], store: torch.device | None
-) -> Trace:
-    """Run one batch and note what every block is given and gives."""
-    seen = Trace([], [0] * len(blocks), {}, {})
-
-    def keep(value: Tensor) -> Tensor:
-        return value.detach().to(store or value.device, copy=True)
+def trace(forward: Callable[[Any], Any], batch: Any, blocks: Sequence[Block]) -> Trace:
+    """Run one batch and note what every block is given and gives; no hidden state is kept."""
+    seen = Trace()
 
     def note_input(k: int) -> Any:
         def pre(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -43,7 +50,7 @@ def trace(
                 return
             seen.order.append(k)
             try:
-                seen.inputs[k] = keep(hidden_input(args, kwargs)[1])
+                seen.inputs[k] = digest(hidden_input(args, kwargs)[1])
             except TypeError as error:
                 seen.error = str(error)
 
@@ -54,10 +61,9 @@ def trace(
             if seen.calls[k] > 1:
                 return
             try:
-                hidden = keep(hidden_of(output))
+                seen.outputs[k] = digest(hidden_of(output))
                 packed = isinstance(output, tuple | list)
-                container = Container(type(output), len(output)) if packed else None
-                seen.outputs[k] = (container, hidden)
+                seen.containers[k] = Container(type(output), len(output)) if packed else None
             except TypeError as error:
                 seen.error = str(error)
 
@@ -68,12 +74,12 @@ def trace(
             hooks = block.module.register_forward_pre_hook(note_input(k), with_kwargs=True)
             stack.callback(hooks.remove)
             stack.callback(block.module.register_forward_hook(note_output(k)).remove)
-        run(batch)
+        forward(batch)
     return seen
 
 
 def choose_walk(
-    run: Callable[[Any], Any],
+    forward: Callable[[Any], Any],
     batches: Sequence[Any],
     blocks: Sequence[Block],
     *,
@@ -81,18 +87,24 @@ def choose_walk(
 ) -> Walk:
     """`Inject` where it reproduces the model's own forward on the first batch, else `Rerun`.
 
+    It takes one whole forward, and then one per block that runs this block alone and stops behind
+    it. One forward for all of them would be less strict: what a block hands to later ones beside
+    the hidden state, as Gemma 3n hands over keys and values, would be there, and in the walk not.
+    Of the whole forward only digests are kept, of the others one hidden state at a time.
+
     Args:
-        run: Runs the model's forward on one batch.
+        forward: Runs the model's forward on one batch.
         batches: The calibration batches.
-        blocks: In any order.
-        store: Where hidden states are kept; `None` leaves them where they are made.
+        blocks: The blocks, in any order.
+        store: The device on which hidden states are kept. `None` leaves them where they are made.
 
     Raises:
-        TargetError: A block is called more than once in a forward. The runs of the walk raise it,
-            too, for a batch that runs other blocks than the first one, or in another order.
+        TargetError: A block is called more than once in a forward, or none is called. The forwards
+            of the walk raise it, too, for a batch that runs other blocks than the first one, or in
+            another order.
     """
-    real = trace(run, batches[0], blocks, store)
-    repeated = [f"{blocks[k].name} ({n} times)" for k, n in enumerate(real.calls) if n > 1]
+    real = trace(forward, batches[0], blocks)
+    repeated = [f"{blocks[k].name} ({n} times)" for k, n in sorted(real.calls.items()) if n > 1]
     if repeated:
         raise TargetError(
             f"Blocks that one forward calls more than once: {', '.join(repeated)}. Their weights "
@@ -107,30 +119,30 @@ def choose_walk(
         )
     order = real.order + [k for k in range(len(blocks)) if k not in real.order]
     ordered = [blocks[k] for k in order]
-    problem = real.error or _self_test(run, batches[0], ordered[: len(real.order)], real, store)
-    run = in_order(run, ordered, len(real.order))
+    problem = real.error or _self_test(forward, batches[0], ordered, real, store)
+    forward = in_order(forward, ordered, len(real.order))
     if problem is None:
-        containers = [real.outputs[k][0] if k in real.outputs else None for k in order]
-        return Inject(run, batches, ordered, containers, store)
+        containers = [real.containers.get(k) for k in order]
+        return Inject(forward, batches, ordered, containers, store)
     log.warning(
         "Running blocks on stored inputs does not reproduce this model's forward (%s). "
         "Falling back to full re-runs: right, but with a forward up to each block.",
         problem,
     )
-    return Rerun(run, batches, ordered)
+    return Rerun(forward, batches, ordered)
 
 
 def in_order(
-    run: Callable[[Any], Any], ordered: Sequence[Block], num_reached: int
+    forward: Callable[[Any], Any], ordered: Sequence[Block], num_reached: int
 ) -> Callable[[Any], Any]:
     """Let no batch run the blocks otherwise than the first one did; leaving some out is allowed.
 
     The walk stops each forward at the block that it runs, so what comes after the last is not seen.
 
     Args:
-        run: Runs the model's forward on one batch.
-        ordered: The blocks in the order of the first batch.
-        num_reached: How many of them it ran; the others come after those.
+        forward: Runs the model's forward on one batch.
+        ordered: The blocks in the order in which the first batch ran them.
+        num_reached: The number of blocks that it ran. The others come after those.
     """
 
     def guarded(batch: Any) -> Any:
@@ -158,7 +170,7 @@ def in_order(
             for position, block in enumerate(ordered):
                 handle = block.module.register_forward_pre_hook(note(position))
                 stack.callback(handle.remove)
-            return run(batch)
+            return forward(batch)
 
     return guarded
 
@@ -167,40 +179,27 @@ SELF_TEST_TOLERANCE = 1e-3
 
 
 def _self_test(
-    run: Callable[[Any], Any],
+    forward: Callable[[Any], Any],
     batch: Any,
     ordered: Sequence[Block],
     real: Trace,
     store: torch.device | None,
 ) -> str | None:
-    """What is wrong with `Inject` on this batch, `None` if nothing is."""
-    containers = [real.outputs[k][0] for k in real.order]
-    walk = Inject(run, [batch], ordered, containers, store)
+    """Find what is wrong with `Inject` on this batch, `None` if nothing is."""
+    containers = [real.containers[k] for k in real.order]
+    walk = Inject(forward, [batch], ordered[: len(real.order)], containers, store)
     for position, k in enumerate(real.order):
+        name = walk.blocks[position].name
         try:
-            for _ in walk.advance(position):
-                pass
+            output = walk.output(position, 0)
+            if output is None:
+                return f"{name} was not called"
+            ours = digest(hidden_of(output))
+            walk.keep(0, output)
         except Exception as problem:  # whatever a stubbed model stumbles over
-            return f"{ordered[position].name}: {type(problem).__name__}: {problem}"
-        ended = walk.ends.get(position)
-        hidden = (ended or walk.hidden)[0]
-        if hidden is None:
-            return f"{ordered[position].name} was not called"
-        error = relative_error(hidden, real.outputs[k][1], real.inputs[k])
+            return f"{name}: {type(problem).__name__}: {problem}"
+        error = relative_error(ours, real.outputs[k], real.inputs[k])
         if not error <= SELF_TEST_TOLERANCE:
-            return f"{ordered[position].name}: relative error {error:.1e}"
+            return f"{name}: relative error {error:.1e}"
+        walk.leave(position)
     return None
-
-
-def relative_error(output: Tensor, expected: Tensor, given: Tensor) -> float:
-    """‖output − expected‖ relative to ‖expected − given‖, the block's own update.
-
-    Relative to the output itself, a walk that leaves a block's work out would look right: most of
-    the output is the residual stream.
-    """
-    if output.shape != expected.shape:
-        return float("inf")
-    output, expected, given = (t.double().nan_to_num() for t in (output, expected, given))
-    update = expected - given if given.shape == expected.shape else expected
-    scale = float(update.norm()) or float(expected.norm()) or 1.0
-    return float((output - expected).norm()) / scale

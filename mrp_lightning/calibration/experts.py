@@ -16,11 +16,11 @@ from mrp_lightning.solver.hessian import HessianAccumulator
 from mrp_lightning.targets.layers import Expert, Layer
 
 TOKENS_PER_COLUMN = 1.0
-"""Tokens an expert needs for each of its input features to be pruned by its own Hessian alone: with
-fewer than one, that Hessian is singular but for the damping."""
+"""The number of tokens for each of its input features that an expert needs to be pruned by its own
+Hessian alone. With fewer than one, that Hessian is singular but for the damping."""
 
 HESSIAN_BYTES = 16 * 2**30
-"""Hessians of experts that are held at a time."""
+"""The bytes of experts' Hessians that are held at a time."""
 
 
 @contextmanager
@@ -48,11 +48,11 @@ def blend(own: HessianAccumulator, pool: HessianAccumulator) -> tuple[Tensor, fl
     as if the missing m − n tokens were like those of an average expert.
 
     Args:
-        own: Of the inputs of this expert.
-        pool: Of the inputs of all experts.
+        own: The Hessian of the inputs of this expert so far.
+        pool: The Hessian of the inputs of all experts so far.
 
     Returns:
-        H and s.
+        H, float32 (columns, columns), and s, between 0 and 1.
     """
     share = max(0.0, 1 - own.num_tokens / (TOKENS_PER_COLUMN * own.columns))
     if share == 0:
@@ -64,7 +64,7 @@ def blend(own: HessianAccumulator, pool: HessianAccumulator) -> tuple[Tensor, fl
 
 
 def portions(layers: Sequence[Layer]) -> list[list[Layer]]:
-    """Layers to calibrate in one pass each: all, or some experts at a time and the rest at last.
+    """Divide layers into what is calibrated in one pass: all, or some experts at a time.
 
     Experts stand side by side, and before nothing else of their block that is calibrated: pruning
     some leaves the inputs of the others as they are. Only the pool then sees the inner activations

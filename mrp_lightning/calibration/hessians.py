@@ -19,10 +19,10 @@ class InputGroup:
     """Layers that are fed the very same tensor (q, k, v; gate, up), and so share a Hessian.
 
     Attributes:
-        layers: In the order in which they are called. The first one's input is accumulated.
-        accumulator: Of that input.
-        since: Number of the batch in which the group was first seen.
-        calls: How often each layer was called in the current batch.
+        layers: The layers in the order of their calls. The input of the first one is accumulated.
+        accumulator: The Hessian of that input so far.
+        since: The number of the batch in which the group was first seen, from 0.
+        calls: How often each layer was called in the current batch, by its id.
     """
 
     layers: list[Layer]
@@ -44,7 +44,7 @@ class Calibration:
 
     Args:
         layers: The layers to watch.
-        padding: What tells tokens from padding.
+        padding: Tells tokens from padding.
         share: Whether layers with one input may share a Hessian.
         pooled: Experts that are not among the layers, whose inputs only count in `pools`.
     """
@@ -115,7 +115,7 @@ class Calibration:
 
     @property
     def not_called(self) -> list[Layer]:
-        """Layers that no batch reached."""
+        """The layers that no batch reached."""
         return [layer for layer in self.layers if id(layer) not in self._group_of]
 
     def _enter(self, layer: Layer) -> Any:
@@ -157,7 +157,7 @@ class Calibration:
         self._group_of[id(expert)].accumulator.update(tokens)
 
     def pools(self) -> dict[Hashable, HessianAccumulator]:
-        """By matrix, the inputs of all experts, by which experts with few tokens are helped."""
+        """The Hessians of all experts' inputs by matrix, which help experts with few tokens."""
         pools = dict(self._pools)
         for group in self.groups:
             for expert in group.layers:

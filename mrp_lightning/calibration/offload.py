@@ -1,28 +1,44 @@
 """Keeping blocks on the CPU, and on the accelerator only while they run."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mrp_lightning.calibration.forwards import replaced_forward
+
 CPU = torch.device("cpu")
 
 
-def hold_on_cpu(blocks: Sequence[nn.Module]) -> None:
-    """Make `to(device)` of the model leave these blocks where they are; a change of dtype works.
+@contextmanager
+def held_on_cpu(model: nn.Module, blocks: Callable[[], Sequence[nn.Module]]) -> Iterator[None]:
+    """Let `to(device)` of the model leave its blocks where they are; a change of dtype works.
 
-    Lightning moves the whole module to the accelerator before the first hook that could stop it.
+    Args:
+        model: The module that is moved as a whole.
+        blocks: Finds the blocks. It is called when the model is moved, since they may not have
+            been made before.
     """
-    for block in blocks:
-        block.__dict__["_apply"] = _staying(block._apply)
+    apply = model._apply
 
+    def apply_but_stay(fn: Any, recurse: bool = True) -> nn.Module:
+        held = list(blocks())
+        for block in held:
+            block.__dict__["_apply"] = _staying(block._apply)
+        try:
+            return apply(fn, recurse)
+        finally:
+            for block in held:
+                block.__dict__.pop("_apply", None)
 
-def release(blocks: Sequence[nn.Module]) -> None:
-    """Undo `hold_on_cpu`."""
-    for block in blocks:
-        block.__dict__.pop("_apply", None)
+    model.__dict__["_apply"] = apply_but_stay
+    try:
+        yield
+    finally:
+        model.__dict__.pop("_apply", None)
 
 
 def _staying(apply: Any) -> Any:
@@ -39,30 +55,26 @@ def _at(moved: Any, device: torch.device) -> Any:
 class Offload:
     """Brings blocks to the device for as long as they run.
 
+    A block moves with its own `forward`: one that is replaced by a stub stays where it is.
+
     Args:
-        blocks: The blocks that stay on the CPU. Empty: nothing is ever moved.
-        device: Where they run.
+        blocks: The blocks that stay on the CPU. If there are none, nothing is ever moved.
+        device: The device on which they run.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], device: torch.device) -> None:
         self.blocks, self.device = list(blocks), device
-        self._pinned: nn.Module | None = None
+        self._pinned: set[nn.Module] = set()
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """Move every block for its own forward only."""
-        handles: list[Any] = []
-        try:
+        with ExitStack() as stack:
             for block in self.blocks:
                 block.to(CPU)
-                handles.append(block.register_forward_pre_hook(self._bring))
-                handles.append(block.register_forward_hook(self._take_back))
+                stack.callback(block.to, CPU)
+                stack.enter_context(replaced_forward(block, self._brought(block)))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            for block in self.blocks:
-                block.to(CPU)
 
     @contextmanager
     def pinned(self, block: nn.Module) -> Iterator[None]:
@@ -70,18 +82,25 @@ class Offload:
         if block not in self.blocks:
             yield
             return
-        self._pinned = block
+        self._pinned.add(block)
         try:
             block.to(self.device)
             yield
         finally:
-            self._pinned = None
+            self._pinned.discard(block)
             block.to(CPU)
 
-    def _bring(self, module: nn.Module, *_: Any) -> None:
-        if module is not self._pinned:
-            module.to(self.device)
+    def _brought(self, block: nn.Module) -> Callable[..., Any]:
+        forward = block.forward
 
-    def _take_back(self, module: nn.Module, *_: Any) -> None:
-        if module is not self._pinned:
-            module.to(CPU)
+        @functools.wraps(forward)  # whoever asks for the signature gets that of the model
+        def bring_and_run(*args: Any, **kwargs: Any) -> Any:
+            if block in self._pinned:
+                return forward(*args, **kwargs)
+            try:
+                block.to(self.device)
+                return forward(*args, **kwargs)
+            finally:
+                block.to(CPU)
+
+        return bring_and_run

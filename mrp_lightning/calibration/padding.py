@@ -12,12 +12,14 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class _Masks:
-    """What a module was called with: masks (batch, length), True for tokens, None without padding.
+    """The masks (batch, length) that a module was called with.
+
+    They are True for tokens, and `None` where there is no padding.
 
     Attributes:
-        own: Of its hidden state.
+        own: The mask of the module's hidden state.
         memory: The encoder's output that its cross-attention reads, if it was given one.
-        of_memory: The mask of that.
+        of_memory: The mask of that output.
     """
 
     own: Tensor | None
@@ -35,8 +37,8 @@ class Padding:
         model: The module whose forward runs.
 
     Attributes:
-        unmatched: Layers some of whose inputs do not match the mask around them, with the shapes of
-            both. All rows of such an input count as tokens.
+        unmatched: The layers some of whose inputs do not match the mask around them, with the
+            shapes of both. All rows of such an input count as tokens.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -112,19 +114,19 @@ class Padding:
             )
 
     def _tokens_of(self, mask: Tensor) -> Tensor | None:
-        """True for tokens; `None` where all are. Found once a batch: on a GPU it waits."""
+        """Make a mask True for tokens, `None` where all are; once a batch: a GPU waits for it."""
         if id(mask) not in self._tokens:
             kept = mask != 0
             self._tokens[id(mask)] = mask, None if bool(kept.all()) else kept
         return self._tokens[id(mask)][1]
 
     def tokens(self, x: Tensor, module: nn.Module, name: str) -> Tensor:
-        """The rows of a layer's input that are tokens, (tokens, ..., columns); see `rows`."""
+        """Take the rows of a layer's input that are tokens, (tokens, ..., columns); see `rows`."""
         rows = self.rows(x, module, name)
         return x if rows is None else x.reshape(rows.numel(), -1, x.shape[-1])[rows]
 
     def rows(self, x: Tensor, module: nn.Module, name: str) -> Tensor | None:
-        """Which rows of a layer's input are tokens.
+        """Tell which rows of a layer's input are tokens.
 
         Args:
             x: (batch, length, ..., columns), (batch · length, columns), or with further
@@ -133,7 +135,7 @@ class Padding:
             name: The layer's name, for `unmatched`.
 
         Returns:
-            bool (positions), `None` for all.
+            A bool for each position, or `None` where all are tokens.
         """
         masks = self._around(module)
         kept = masks.of_memory if x is masks.memory else masks.own
@@ -145,7 +147,7 @@ class Padding:
         return rows
 
     def _kept_rows(self, x: Tensor, module: nn.Module, kept: Tensor) -> Tensor | None:
-        """Which positions of an input are tokens: by the mask, or by the inputs of modules around.
+        """Tell which positions are tokens: by the mask, or by the inputs of modules around.
 
         What a router sends to an expert are rows of the router's own input, in another order; the
         second layer of an expert sees as many rows as the expert, in the same order.
@@ -196,7 +198,7 @@ def _is_aligned(x: Tensor, kept: Tensor) -> bool:
 
 
 def rows_taken_from(x: Tensor, source: Tensor, kept: Tensor) -> Tensor | None:
-    """Which rows of x are copies of rows of `source` that are tokens.
+    """Tell which rows of x are copies of rows of `source` that are tokens.
 
     Args:
         x: (..., columns), picked from the rows of `source` in any order.
@@ -204,7 +206,7 @@ def rows_taken_from(x: Tensor, source: Tensor, kept: Tensor) -> Tensor | None:
         kept: (batch, length), True for tokens.
 
     Returns:
-        bool, one for each row of x; `None` if it has rows that `source` has not.
+        A bool for each row of x, or `None` if it has rows that `source` has not.
     """
     columns = x.shape[-1]
     if x.dtype != source.dtype or source.shape[-1] != columns:
@@ -232,7 +234,7 @@ def _parents(model: nn.Module) -> dict[int, nn.Module]:
 
 
 def longest_input(batch: Any) -> int:
-    """Number of positions of the token ids in a batch, 0 where there are none."""
+    """The number of positions of the token ids in a batch, 0 where there are none."""
     ids: Any = batch.get("input_ids") if isinstance(batch, Mapping) else batch
     if isinstance(ids, Sequence) and ids:
         ids = ids[0]

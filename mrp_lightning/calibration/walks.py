@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mrp_lightning.calibration.forwards import replaced_forward
 from mrp_lightning.targets.blocks import Block
 
 
@@ -21,27 +22,30 @@ class StopForward(BaseException):
     """Ends a forward early. Not an Exception, so that models do not catch it."""
 
 
-def run_until_stop(run: Callable[[Any], Any], batch: Any) -> None:
+def forward_until_stop(forward: Callable[[Any], Any], batch: Any) -> None:
     """Run the model on one batch, to the end or to the stop."""
     with suppress(StopForward):
-        run(batch)
+        forward(batch)
 
 
 class Walk(ABC):
     """A way to run one block on all calibration batches.
 
+    Attributes:
+        name: What the report calls this walk.
+
     Args:
-        run: Runs the model's forward on one batch.
+        forward: Runs the model's forward on one batch.
         batches: The calibration batches.
-        blocks: In the order in which the model calls them.
+        blocks: The blocks, in the order in which the model calls them.
     """
 
     name: str
 
     def __init__(
-        self, run: Callable[[Any], Any], batches: Sequence[Any], blocks: Sequence[Block]
+        self, forward: Callable[[Any], Any], batches: Sequence[Any], blocks: Sequence[Block]
     ) -> None:
-        self.run, self.batches, self.blocks = run, batches, list(blocks)
+        self.forward, self.batches, self.blocks = forward, batches, list(blocks)
 
     @abstractmethod
     def visit(self, k: int) -> Iterator[int]:
@@ -57,7 +61,7 @@ class Walk(ABC):
 
     @abstractmethod
     def output(self, k: int, i: int) -> Any:
-        """What block k returns for batch i, `None` if the batch does not reach it."""
+        """Run block k on batch i; `None` if the batch does not reach it."""
 
 
 class WholeModel(Walk):
@@ -68,12 +72,12 @@ class WholeModel(Walk):
     def visit(self, k: int) -> Iterator[int]:  # noqa: ARG002
         """Run each batch to the end."""
         for i, batch in enumerate(self.batches):
-            self.run(batch)
+            self.forward(batch)
             yield i
 
     def output(self, k: int, i: int) -> Any:  # noqa: ARG002
-        """What the forward returns."""
-        return self.run(self.batches[i])
+        """Run one batch to the end."""
+        return self.forward(self.batches[i])
 
 
 class Rerun(Walk):
@@ -88,7 +92,7 @@ class Rerun(Walk):
             yield i
 
     def output(self, k: int, i: int) -> Any:
-        """What block k returns."""
+        """Run batch i from the start, and return what block k returns."""
         out: list[Any] = []
 
         def post(_: nn.Module, __: Any, output: Any) -> None:
@@ -97,7 +101,7 @@ class Rerun(Walk):
 
         handle = self.blocks[k].module.register_forward_hook(post)
         try:
-            run_until_stop(self.run, self.batches[i])
+            forward_until_stop(self.forward, self.batches[i])
         finally:
             handle.remove()
         return out[0] if out else None
@@ -110,24 +114,24 @@ class Inject(Walk):
     the decoder is walked): there it returns the chain's stored output.
 
     Args:
-        run: Runs the model's forward on one batch.
+        forward: Runs the model's forward on one batch.
         batches: The calibration batches.
-        blocks: In the order in which the model calls them.
-        containers: How each block returns its hidden state.
-        store: Where hidden states are kept; `None` leaves them where they are made.
+        blocks: The blocks, in the order in which the model calls them.
+        containers: How each block returns its hidden state, `None` for a bare tensor.
+        store: The device on which hidden states are kept. `None` leaves them where they are made.
     """
 
     name = "inject"
 
     def __init__(
         self,
-        run: Callable[[Any], Any],
+        forward: Callable[[Any], Any],
         batches: Sequence[Any],
         blocks: Sequence[Block],
         containers: Sequence["Container | None"],
         store: torch.device | None = None,
     ) -> None:
-        super().__init__(run, batches, blocks)
+        super().__init__(forward, batches, blocks)
         self.containers = containers
         self.store = store
         # The input of the current block by batch; None is the model's own.
@@ -143,17 +147,24 @@ class Inject(Walk):
     def advance(self, k: int) -> Iterator[int]:
         """Store the outputs of block k in place of its inputs."""
         for i in range(len(self.batches)):
-            output = self.output(k, i)
-            if output is not None:
-                hidden = hidden_of(output).detach()
-                self.hidden[i] = hidden if self.store is None else hidden.to(self.store)
+            self.keep(i, self.output(k, i))
             yield i
+        self.leave(k)
+
+    def keep(self, i: int, output: Any) -> None:
+        """Store what the current block returned for batch i, if it reached it, as its input."""
+        if output is not None:
+            hidden = hidden_of(output).detach()
+            self.hidden[i] = hidden if self.store is None else hidden.to(self.store)
+
+    def leave(self, k: int) -> None:
+        """Go on from block k, of which all outputs are stored, to the next."""
         if k + 1 < len(self.blocks) and self.blocks[k + 1].chain != self.blocks[k].chain:
             self.ends[k] = self.hidden
             self.hidden = [None] * len(self.batches)
 
     def output(self, k: int, i: int) -> Any:
-        """What block k returns for its stored input."""
+        """Run block k on its stored input of batch i."""
         out: list[Any] = []
         stored = self.hidden[i]
 
@@ -175,30 +186,28 @@ class Inject(Walk):
             before = block.register_forward_pre_hook(pre, with_kwargs=True, prepend=True)
             stack.callback(before.remove)
             stack.callback(block.register_forward_hook(post).remove)
-            run_until_stop(self.run, self.batches[i])
+            forward_until_stop(self.forward, self.batches[i])
         return out[0] if out else None
 
     @contextmanager
     def _stubs(self, k: int, i: int) -> Iterator[None]:
         """Give the blocks before k a `forward` that does nothing."""
-        stubbed = [block.module for block in self.blocks[:k]]
-        saved = [module.__dict__.get("forward") for module in stubbed]
-        try:
-            for j, module in enumerate(stubbed):
+        with ExitStack() as stack:
+            for j, block in enumerate(self.blocks[:k]):
                 end = self.ends[j][i] if j in self.ends else None
-                module.forward = _stub(self.containers[j], end)
+                stub = _stub(self.containers[j], end)
+                stack.enter_context(replaced_forward(block.module, stub))
             yield
-        finally:
-            for module, forward in zip(stubbed, saved, strict=True):
-                if forward is None:
-                    module.__dict__.pop("forward", None)
-                else:
-                    module.forward = forward
 
 
 @dataclass(frozen=True)
 class Container:
-    """A tuple or list with the hidden state first."""
+    """A tuple or list that a block returns, with the hidden state first.
+
+    Attributes:
+        kind: The class of the container.
+        length: The number of its items.
+    """
 
     kind: type
     length: int
@@ -217,7 +226,7 @@ def _stub(container: Container | None, end: Tensor | None) -> Callable[..., Any]
 
 
 def hidden_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str, Tensor]:
-    """Where a block takes its hidden state, and that state."""
+    """Find where a block takes its hidden state, and that state."""
     if args and isinstance(args[0], Tensor):
         return 0, args[0]
     if isinstance(kwargs.get("hidden_states"), Tensor):
@@ -232,14 +241,14 @@ def hidden_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | s
 def replace_input(
     args: tuple[Any, ...], kwargs: dict[str, Any], place: int | str, hidden: Tensor
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with another hidden state."""
+    """Put another hidden state into the arguments."""
     if isinstance(place, int):
         return (*args[:place], hidden, *args[place + 1 :]), kwargs
     return args, {**kwargs, place: hidden}
 
 
 def hidden_of(output: Any) -> Tensor:
-    """The hidden state in what a block returns."""
+    """Find the hidden state in what a block returns."""
     hidden = output[0] if isinstance(output, tuple | list) else output
     if not isinstance(hidden, Tensor):
         raise TypeError(f"the block returns a {type(output).__name__}")

@@ -20,7 +20,12 @@ def eager() -> Any:
 
 @dataclass(frozen=True)
 class Step:
-    """The arguments of one `predict_step`, on the CPU."""
+    """The arguments of one `predict_step`, on the CPU.
+
+    Attributes:
+        args: The positional arguments.
+        kwargs: The keyword arguments.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -31,13 +36,13 @@ class Step:
         return self.args[0] if self.args else self.kwargs.get("batch")
 
     def to(self, device: torch.device) -> "Step":
-        """A copy on a device."""
+        """Copy the arguments to a device."""
         args, kwargs = copy_tensors((self.args, self.kwargs), device)
         return Step(args, kwargs)
 
 
 def copy_tensors(data: Any, device: torch.device | None = None) -> Any:
-    """A copy of a collection with its tensors copied; strings and the like are kept."""
+    """Copy a collection with its tensors; strings and the like are kept."""
     return apply_to_collection(data, Tensor, lambda t: t.detach().to(device or t.device, copy=True))
 
 
@@ -45,9 +50,12 @@ class StepCapture:
     """Replaces `predict_step` by one that stores its arguments and stops at the first block.
 
     Args:
-        module: The LightningModule.
-        stop_at: Modules at whose first call the forward ends.
-        check: Called with each batch before the forward; may raise.
+        module: The LightningModule whose `predict_step` is replaced.
+        stop_at: The modules at whose first call the forward ends.
+        check: Called with each batch before the forward; it may raise.
+
+    Attributes:
+        steps: The arguments of all steps so far.
     """
 
     def __init__(
@@ -72,7 +80,7 @@ class StepCapture:
         module.predict_step = predict_step  # type: ignore[method-assign]
 
     def _run_to_first_block(self, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Fails where the model cannot take the batch, at the cost of its embedding."""
+        """Fail where the model cannot take the batch, at the cost of its embedding."""
 
         def stop(_: nn.Module, __: Any) -> None:
             raise StopForward

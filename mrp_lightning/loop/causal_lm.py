@@ -16,7 +16,7 @@ from transformers import (
     get_cosine_schedule_with_warmup,
 )
 
-from mrp_lightning.calibration.offload import Offload, hold_on_cpu, release
+from mrp_lightning.calibration.offload import Offload, held_on_cpu
 from mrp_lightning.evaluation.perplexity import Perplexities, token_losses
 from mrp_lightning.models.batch import split_batch
 from mrp_lightning.models.loading import (
@@ -41,20 +41,20 @@ class CausalLM(LightningModule):
     dictionary of dataloaders, and log `perplexity/<name>` and `loss/<name>` of each.
 
     Args:
-        model: Where the model comes from: a local directory, a hub id, a configuration (an object,
+        model: What the model comes from: a local directory, a hub id, a configuration (an object,
             or its dictionary with a `model_type`) for a new model with random weights, or a loaded
             Hugging Face model.
-        dtype: Precision to load the weights in, such as `float32` or `bfloat16`. `None` keeps the
-            checkpoint's.
-        revision: Branch, tag or commit on the hub.
+        dtype: The precision to load the weights in, such as `float32` or `bfloat16`. `None` keeps
+            the checkpoint's.
+        revision: The branch, tag or commit on the hub.
         trust_remote_code: Whether code that comes with the checkpoint may run here.
         tokenizer: A tokenizer, or the directory or hub id of one that is not beside the model.
-        attn_implementation: Attention kernel of transformers, such as `sdpa` or `eager`.
-        offload: Keep the blocks in CPU memory in `validate` and `test`, one at a time on the
-            accelerator, for models that it cannot hold. Large batches make up for the moves.
-        learning_rate: Peak of the AdamW schedule: linear warm-up, then a cosine down to 0.
-        weight_decay: Of the matrices; vectors (norms, biases) have none.
-        warmup_steps: Optimizer steps until the peak.
+        attn_implementation: The attention kernel of transformers, such as `sdpa` or `eager`.
+        offload: Whether the blocks stay in CPU memory in `validate` and `test`, one at a time on
+            the accelerator, for models that it cannot hold. Large batches make up for the moves.
+        learning_rate: The peak of the AdamW schedule: linear warm-up, then a cosine down to 0.
+        weight_decay: The weight decay of the matrices; vectors (norms, biases) have none.
+        warmup_steps: The number of optimizer steps until the peak.
 
     Attributes:
         model: The Hugging Face model.
@@ -115,7 +115,6 @@ class CausalLM(LightningModule):
         self.warmup_steps = warmup_steps
         self.offload = offload
         self._offloaded: ExitStack | None = None
-        self._held: list[torch.nn.Module] = []
         self.evaluation: dict[str, dict[str, float | int]] = {}
         self._texts = Perplexities()
         # trust_remote_code is left out: a checkpoint must not be able to ask for it.
@@ -134,13 +133,13 @@ class CausalLM(LightningModule):
         )
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Logits (batch, length, vocabulary)."""
+        """Compute the logits (batch, length, vocabulary)."""
         return self.model(
             input_ids=input_ids, attention_mask=attention_mask, use_cache=False
         ).logits
 
     def loss(self, batch: Any) -> tuple[Tensor, int]:
-        """Mean negative log-likelihood in nats, and the number of tokens that were predicted."""
+        """The mean negative log-likelihood in nats, and how many tokens were predicted."""
         losses, predicted = self._token_losses(batch)
         count = predicted.sum()
         return losses.sum() / count, int(count)
@@ -156,9 +155,7 @@ class CausalLM(LightningModule):
         self.teardown(stage)  # an exception may have left out the last one
         if self.offload and stage in ("validate", "test"):
             self._offloaded = ExitStack()
-            self._held = [block.module for block in find_blocks(self)]
-            hold_on_cpu(self._held)
-            self._offloaded.callback(release, self._held)
+            self._offloaded.enter_context(held_on_cpu(self, self._blocks))
 
     def on_validation_start(self) -> None:
         """Offload, now that the rest of the model is on its device."""
@@ -170,9 +167,12 @@ class CausalLM(LightningModule):
 
     def _offload(self) -> None:
         if self._offloaded is not None:
-            release(self._held)
-            device = self.trainer.strategy.root_device
-            self._offloaded.enter_context(Offload(self._held, device).active())
+            self._offloaded.close()
+            offload = Offload(self._blocks(), self.trainer.strategy.root_device)
+            self._offloaded.enter_context(offload.active())
+
+    def _blocks(self) -> list[torch.nn.Module]:
+        return [block.module for block in find_blocks(self)]
 
     def teardown(self, stage: str) -> None:
         """Undo `offload`."""
@@ -195,7 +195,7 @@ class CausalLM(LightningModule):
         self._evaluate(batch, dataloader_idx)
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        """Logits (batch, length, vocabulary)."""
+        """Compute the logits (batch, length, vocabulary)."""
         return self(*split_batch(batch))
 
     def on_validation_epoch_start(self) -> None:

@@ -29,18 +29,18 @@ def prune_in_trainer(
 
     Args:
         trainer: At the end of its predict loop, with the module on its device.
-        module: The LightningModule.
+        module: The LightningModule to prune.
         steps: The calibration batches, with all that `predict_step` takes.
-        plan: The blocks and layers.
+        plan: The blocks and layers to prune.
         recipe: How layers are pruned.
-        report: Filled while layers are pruned.
+        report: The report, which is filled while layers are pruned.
         true_sequential: Whether the layers of a block are pruned one after another.
         offload: Whether blocks and activations stay on the CPU until they are needed.
     """
     strategy = trainer.strategy
     device = strategy.root_device
 
-    def run(step: Step) -> Any:
+    def forward(step: Step) -> Any:
         on_device = step.to(device)
         # The strategy's, for its precision.
         return strategy.predict_step(*on_device.args, **on_device.kwargs)
@@ -48,7 +48,7 @@ def prune_in_trainer(
     with nested_progress(trainer, plan.num_layers) as show:
         SequentialPruner(
             model=module,
-            run=run,
+            forward=forward,
             batches=steps,
             batch_of=lambda step: step.batch,
             plan=plan,

@@ -14,7 +14,7 @@ def nested_progress(trainer: Trainer, total: int) -> Iterator[Callable[[int, str
     """Show a task below the running one, in Rich or in tqdm, or nowhere if the trainer has no bar.
 
     Yields:
-        A function of how much is done, and a description.
+        A function that takes how much is done, in layers, and a description of what is being done.
     """
     bar = trainer.progress_bar_callback
     if bar is None or not trainer.is_global_zero or getattr(bar, "is_disabled", False):

@@ -1,4 +1,4 @@
-"""Which of Lightning's strategies the walk runs under."""
+"""Refusing those of Lightning's strategies under which the walk cannot run."""
 
 from typing import Any
 
@@ -12,8 +12,12 @@ from mrp_lightning.errors import StrategyError
 def require_one_process(trainer: Trainer, caller: str) -> None:
     """Refuse strategies that shard the model, or that run in other processes.
 
+    Args:
+        trainer: The trainer, whose strategy is asked.
+        caller: The name of what runs in one process, for the message.
+
     Raises:
-        StrategyError: It names the strategy.
+        StrategyError: The strategy, which is named, needs more than one process or shards.
     """
     strategy: Any = trainer.strategy
     flag = trainer._accelerator_connector._strategy_flag

@@ -17,8 +17,8 @@ class Trainer(pl.Trainer):
     """A `lightning.pytorch.Trainer` whose `predict` takes callbacks and plain models.
 
     Args:
-        devices: How many accelerators, or which. Pruning uses one.
-        **kwargs: See `lightning.pytorch.Trainer`.
+        devices: The number of accelerators, or which ones. Pruning uses one.
+        **kwargs: The other arguments of `lightning.pytorch.Trainer`.
     """
 
     callbacks: list[Callback]  # Lightning sets it without declaring it
@@ -42,16 +42,16 @@ class Trainer(pl.Trainer):
         Args:
             model: A LightningModule, a Hugging Face model, or any module, which is then called with
                 the batch, its first item if it is a list, or its entries if it is a mapping.
-            dataloaders: One or several.
-            datamodule: In their place.
-            return_predictions: Whether to keep what `predict_step` returns.
+            dataloaders: One or several dataloaders.
+            datamodule: A datamodule that gives the dataloaders in their place.
+            return_predictions: Whether what `predict_step` returns is kept.
             ckpt_path: A Lightning checkpoint of the model.
-            weights_only: How to load it.
-            callbacks: Used in this call only, together with the trainer's own.
+            weights_only: Whether only weights may be loaded from the checkpoint.
+            callbacks: Callbacks for this call only, together with the trainer's own.
 
         Raises:
             TypeError: `callbacks` holds something else.
-            ValueError: A second progress bar.
+            ValueError: `callbacks` holds a progress bar, and the trainer has one already.
         """
         if model is not None:
             model = as_lightning_module(model)
@@ -93,7 +93,7 @@ class Trainer(pl.Trainer):
 
 
 def as_lightning_module(model: nn.Module) -> nn.Module:
-    """What `predict` can run: a LightningModule as it is, others wrapped."""
+    """Make of a module what `predict` can run: a LightningModule stays, others are wrapped."""
     if isinstance(getattr(model, "_orig_mod", model), pl.LightningModule):
         return model
     from transformers import PreTrainedModel
@@ -117,7 +117,7 @@ class ModuleRunner(pl.LightningModule):
         self.model = model
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-        """What the module returns."""
+        """Run the module on one batch."""
         if isinstance(batch, Tensor):
             return self.model(batch)
         if isinstance(batch, list | tuple):

@@ -6,7 +6,12 @@ from mrp_lightning.pruning.report import PruningReport
 
 
 def model_card(report: PruningReport, base_model: str | None) -> str:
-    """A short README for the pruned checkpoint."""
+    """Write a short README for the pruned checkpoint.
+
+    Args:
+        report: The report of a run that is complete.
+        base_model: The directory or hub id of the dense model, if it is known.
+    """
     totals, config = report.totals, report.config
     kind = config.get("pattern") or f"{100 * totals['sparsity']:.3g}% unstructured"
     # The hub knows no local directory.

@@ -1,6 +1,7 @@
 """What a run did to each layer, and the file that says so."""
 
 import json
+import logging
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from os import PathLike
@@ -11,6 +12,8 @@ from mrp_lightning.environment import versions
 from mrp_lightning.errors import FormatError, PatternError
 from mrp_lightning.files import as_json, save_text
 from mrp_lightning.solver.patterns import make_pattern
+
+log = logging.getLogger(__name__)
 
 NAME = "pruning_report.json"
 FORMAT_VERSION = 1
@@ -99,6 +102,11 @@ class PruningReport:
     complete: bool = False
     versions: dict[str, str] = field(default_factory=versions)
     stored_totals: dict[str, Any] | None = field(default=None, compare=False)
+
+    def skip(self, name: str, shape: tuple[int, ...], reason: str) -> None:
+        """Add a layer that is left dense, and why."""
+        log.info("%s is left dense: %s", name, reason)
+        self.layers.append(LayerReport(name=name, shape=shape, skipped=reason))
 
     @property
     def pruned(self) -> list[LayerReport]:

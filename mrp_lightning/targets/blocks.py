@@ -14,9 +14,9 @@ class Block:
     """One repeated block.
 
     Attributes:
-        name: Its full name.
-        module: The block.
-        chain: Name of the list that it stands in, where one block feeds the next.
+        name: The full name of the block in the model.
+        module: The block itself.
+        chain: The name of the list in which the block stands, where one block feeds the next.
     """
 
     name: str
@@ -25,14 +25,14 @@ class Block:
 
 
 def find_blocks(model: nn.Module, patterns: Sequence[str] = ()) -> list[Block]:
-    """The maximal `ModuleList`s of blocks that hold linear layers; an encoder's and a decoder's.
+    """Find the maximal `ModuleList`s of blocks with linear layers, of encoder and decoder both.
 
     Args:
         model: Any module.
-        patterns: Names of lists, or of single blocks, to take instead.
+        patterns: The names of lists, or of single blocks, that are taken instead.
 
     Returns:
-        The blocks in the order of the module tree. Empty where nothing repeats.
+        The blocks in the order of the module tree; none where nothing repeats.
 
     Raises:
         TargetError: A pattern matches nothing.

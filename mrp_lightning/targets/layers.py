@@ -20,8 +20,8 @@ class Layer(ABC):
     """One linear map of the model.
 
     Attributes:
-        name: Its name in the model, as in the checkpoint.
-        module: What holds the weight.
+        name: The name of the layer in the model, as in the checkpoint.
+        module: The module that holds the weight.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Layer(ABC):
 
     @property
     def parameter(self) -> nn.Parameter:
-        """What is stored."""
+        """The parameter in which the weight is stored."""
         parameter = self.module.weight
         assert isinstance(parameter, nn.Parameter)
         return parameter
@@ -46,22 +46,22 @@ class Layer(ABC):
 
     @property
     def columns(self) -> int:
-        """Input features."""
+        """The number of input features."""
         return math.prod(self.view.shape[1:])
 
     @property
-    def run(self) -> int:
-        """Input features in a row that groups of a pattern N:M must divide."""
+    def grouped_columns(self) -> int:
+        """The number of neighbouring columns that the groups of a pattern N:M must divide."""
         return self.view.shape[-1]
 
     @property
     def owner(self) -> str:
-        """Name of the module."""
+        """The name of the module that holds the weight."""
         return self.name
 
     @property
     def key(self) -> Hashable:
-        """Tells weights apart: layers that are tied have the same."""
+        """What tells weights apart: layers that are tied have the same key."""
         return id(self.parameter)
 
     @property
@@ -112,12 +112,12 @@ class Conv2d(Layer):
 
     @property
     def view(self) -> Tensor:
-        """(rows, kernel rows, kernel columns, channels)."""
+        """The weight as (rows, kernel rows, kernel columns, channels)."""
         return self.parameter.detach().permute(0, 2, 3, 1)
 
     @property
     def reading(self) -> Hashable:
-        """How patches are cut."""
+        """What decides how patches are cut from the input."""
         conv = self.module
         return conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.padding_mode
 
@@ -138,8 +138,8 @@ class Expert(Layer):
     """One expert's slice of a parameter (experts, ...) in which all experts are stacked.
 
     Attributes:
-        stack: Name of the parameter: `gate_up_proj`, `up_proj` or `down_proj`.
-        index: Number of the expert.
+        stack: The name of the parameter, which is `gate_up_proj`, `up_proj` or `down_proj`.
+        index: The number of the expert, from 0.
     """
 
     stack: str
@@ -147,28 +147,28 @@ class Expert(Layer):
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The stack."""
+        """The parameter in which all experts are stacked."""
         return self.module._parameters[self.stack]  # type: ignore[return-value]
 
     @property
     def view(self) -> Tensor:
-        """A view; gpt_oss and others store (columns, rows), and say so by `is_transposed`."""
+        """The slice; gpt_oss and others store (columns, rows), and say so by `is_transposed`."""
         weight = self.parameter.detach()[self.index]
         return weight.T if self.module.is_transposed else weight
 
     @property
     def owner(self) -> str:
-        """Name of the module that holds the stack."""
+        """The name of the module that holds the stack."""
         return self.name.rsplit(".", 2)[0]
 
     @property
     def key(self) -> Hashable:
-        """The stack and the place in it."""
+        """The identity of the stack, and the place in it."""
         return id(self.parameter), self.index
 
     @property
     def siblings(self) -> Hashable:
-        """The same for this matrix of all experts."""
+        """A key that is the same for this matrix of all experts of the module."""
         return id(self.module), self.stack
 
     @property

@@ -20,7 +20,7 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def as_patterns(value: Sequence[str] | str | None) -> tuple[str, ...]:
-    """A single pattern is a list of one."""
+    """The patterns of an argument, of which a single one may come without a list."""
     if value is None:
         return ()
     return (value,) if isinstance(value, str) else tuple(value)

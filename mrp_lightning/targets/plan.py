@@ -24,7 +24,13 @@ from mrp_lightning.targets.names import as_patterns, matches, require_matches
 
 @dataclass(frozen=True)
 class Skipped:
-    """A weight that stays dense, and why."""
+    """A weight that stays dense.
+
+    Attributes:
+        name: The name of the layer, or of the parameter, in the checkpoint.
+        shape: The shape of the weight.
+        reason: The reason why it stays dense.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -33,14 +39,14 @@ class Skipped:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The blocks and layers of one run.
+    """The blocks and layers that will be pruned in a model.
 
     Attributes:
         blocks: All repeated blocks, in the order of the module tree.
-        layers: The layers to prune of each block, by block name.
-        outside: Layers to prune that are in no block. They are calibrated in one pass over the
+        layers: The layers to prune of each block, by the name of the block.
+        outside: The layers to prune that are in no block. They are calibrated in one pass over the
             whole model, after the blocks.
-        skipped: What was left out, and is reported.
+        skipped: The weights that are left out, which the report lists.
     """
 
     blocks: list[Block]
@@ -50,7 +56,7 @@ class Plan:
 
     @property
     def num_layers(self) -> int:
-        """How many layers are to be pruned."""
+        """The number of layers to prune."""
         return sum(map(len, self.layers.values())) + len(self.outside)
 
 
@@ -69,15 +75,15 @@ def make_plan(
 
     Args:
         model: Any module.
-        pattern: What the layers will be pruned to.
-        targets: Name patterns (see `names.matches`) of the layers to prune. `None` is all
-            that are in blocks but routers, and all of a model without blocks. Layers outside the
+        pattern: The pattern to which the layers will be pruned.
+        targets: Name patterns (see `names.matches`) of the layers to prune. `None` means all layers
+            in the blocks but routers, and all layers of a model without blocks. Layers outside the
             blocks are taken for a pattern that matches none in them, such as `lm_head`.
-        ignore: Name patterns of layers to leave out.
-        blocks: Names of the block lists, where they are not to be found by themselves.
-        skip_indivisible: Leave out layers whose columns the pattern does not divide.
-        prefix: Cut from the names that are reported.
-        allow_meta: Plan for a model on the meta device, too. Such a plan can only be read.
+        ignore: Name patterns of the layers to leave out.
+        blocks: The names of the block lists, where they are not to be found by themselves.
+        skip_indivisible: Whether layers are left out whose columns the pattern does not divide.
+        prefix: A prefix that is cut from the names that are reported.
+        allow_meta: Whether weights may be on the meta device. Such a plan can only be read.
 
     Raises:
         TargetError: A pattern matches nothing, no layer is left, or weights are not plain.
@@ -132,7 +138,7 @@ def _refuse_unusual(
     blocks: list[Block],
     allow_meta: bool,
 ) -> None:
-    """Weights that cannot be read and written as matrices, all of them in one message."""
+    """Refuse weights that cannot be read and written as matrices, all of them in one message."""
     reasons = {layer.name: why_not_plain(layer, allow_meta=allow_meta) for layer in layers}
     problems = {n: reason for n, reason in reasons.items() if reason}
     for name in wanted:
@@ -154,7 +160,7 @@ def _refuse_unusual(
 def _no_layers(
     modules: dict[str, nn.Module], blocks: list[Block], wanted: Callable[[str], bool]
 ) -> Iterator[Skipped]:
-    """Weights of two and more dimensions that no `Layer` can show, in the blocks (if any)."""
+    """Find the weights of two and more dimensions, in the blocks if any, that no `Layer` shows."""
     for name, module in modules.items():
         if blocks and not any(f"{name}.".startswith(f"{b.name}.") for b in blocks):
             continue
@@ -170,7 +176,7 @@ def _no_layers(
 def _routers(
     modules: dict[str, nn.Module], layers: dict[str, Layer], names: list[str]
 ) -> Iterator[Skipped]:
-    """Layers that stand beside experts choose among them: tiny, and a wrong choice costs most."""
+    """Find the layers beside experts that choose among them; a wrong choice there costs most."""
     for name in names:
         parent = modules[layers[name].owner.rpartition(".")[0]]
         if "experts" in parent._modules and not isinstance(layers[name], Expert):
@@ -179,7 +185,7 @@ def _routers(
 
 
 def _tied(model: nn.Module, layers: list[Layer]) -> Iterator[Skipped]:
-    """A weight with several owners is pruned with the first layer, or not at all."""
+    """Find layers whose weight has several owners: it is pruned with the first, or not at all."""
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owner = without_wrappers(name.rpartition(".")[0])
@@ -203,9 +209,11 @@ def _indivisible(
 ) -> list[Skipped]:
     unfit = []
     for layer in layers:
-        if not pattern.divides(layer.run):
-            kind = "features" if layer.run == layer.columns else "channels"
-            reason = f"{layer.run} input {kind} do not divide into the groups of {pattern}"
+        if not pattern.divides(layer.grouped_columns):
+            kind = "features" if layer.grouped_columns == layer.columns else "channels"
+            reason = (
+                f"{layer.grouped_columns} input {kind} do not divide into the groups of {pattern}"
+            )
             unfit.append(Skipped(layer.name, tuple(layer.weight.shape), reason))
     if unfit and not skip:
         listed = "\n".join(f"  {s.name}: {s.reason}" for s in unfit)

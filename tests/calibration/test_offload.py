@@ -1,7 +1,10 @@
 import torch
 from torch import Tensor, nn
 
-from mrp_lightning.calibration.offload import Offload, hold_on_cpu, release
+from mrp_lightning.calibration.choice import choose_walk
+from mrp_lightning.calibration.offload import Offload, held_on_cpu
+from mrp_lightning.calibration.walks import Inject
+from mrp_lightning.targets.blocks import Block
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
@@ -21,7 +24,7 @@ class Recorder(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.log.append(f"{self.name} runs on {self.place}")
-        return x
+        return x + 1
 
 
 def test_a_block_is_on_the_device_only_while_it_runs():
@@ -34,7 +37,7 @@ def test_a_block_is_on_the_device_only_while_it_runs():
         *("a to cuda", "a runs on cuda", "a to cpu"),
         *("b to cuda", "b runs on cuda", "b to cpu"),
     ]
-    assert not any(block._forward_hooks or block._forward_pre_hooks for block in blocks)
+    assert not any("forward" in block.__dict__ for block in blocks)
 
 
 def test_a_pinned_block_moves_once():
@@ -59,14 +62,36 @@ def test_blocks_go_back_after_an_error():
     assert log[-2:] == ["a to cpu", "error"]
 
 
+def test_a_walk_moves_each_block_once_and_choosing_it_twice():
+    log: list[str] = []
+    model = nn.Sequential(nn.Linear(4, 4), *(Recorder(name, log) for name in "abc"))
+    blocks = [Block(str(k), model[k], "") for k in (1, 2, 3)]
+    batches = [torch.randn(2, 4) for _ in range(4)]
+    offload = Offload([block.module for block in blocks], CUDA)
+
+    def moves() -> list[str]:
+        found = [line for line in log if " to " in line]
+        log.clear()
+        return found
+
+    with offload.active():
+        walk = choose_walk(model, batches, blocks)
+        assert isinstance(walk, Inject)
+        once = [f"{name} to {place}" for name in "abc" for place in ("cuda", "cpu")]
+        assert moves() == 2 * once  # the whole forward, then each block alone
+        for k, block in enumerate(walk.blocks):
+            with offload.pinned(block.module):
+                assert [*walk.visit(k), *walk.advance(k)] == 2 * [0, 1, 2, 3]
+        assert moves() == once
+
+
 def test_held_blocks_change_dtype_and_can_be_let_go():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     tied = model[0].weight
-    hold_on_cpu([model[0]])
-    model.to(torch.float64)
-    assert {p.dtype for p in model.parameters()} == {torch.float64}
-    assert model[0].weight is tied
-    release([model[0]])
+    with held_on_cpu(model, lambda: [model[0]]):
+        model.to(torch.float64)
+        assert {p.dtype for p in model.parameters()} == {torch.float64}
+        assert model[0].weight is tied
     model.to("meta")
     assert model[0].weight.device.type == "meta"
-    assert "_apply" not in model[0].__dict__
+    assert not any("_apply" in module.__dict__ for module in model.modules())

@@ -1,5 +1,6 @@
 """The walk against the only thing that is right by definition: the model's own full forward."""
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -93,7 +94,7 @@ class FirstBlocksArguments(Inject):
             arguments["args"], arguments["kwargs"] = args, kwargs
 
         handle = self.blocks[0].module.register_forward_pre_hook(pre, with_kwargs=True)
-        self.run(self.batches[i])
+        self.forward(self.batches[i])
         handle.remove()
         stored = self.hidden[i] if k else arguments["args"][0]
         return self.blocks[k].module(stored, *arguments["args"][1:], **arguments["kwargs"])
@@ -177,6 +178,46 @@ def test_a_block_that_is_called_twice_is_named():
     blocks = [Block(f"blocks.{k}", model.blocks[k], "blocks") for k in (0, 1)]
     with pytest.raises(TargetError, match=r"blocks\.1 \(2 times\)"):
         choose_walk(runner(model), batches, blocks)
+
+
+class Headed(Stack):
+    """Counts what runs, and how many hidden states are alive at a time."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__([InPlace(8) for _ in range(depth)])
+        self.head = nn.Linear(8, 64)
+        self.runs = {"model": 0, "block": 0, "head": 0}
+        self.most_alive = 0
+        for block in self.blocks:
+            block.register_forward_hook(lambda *_: self.count("block"))
+        self.head.register_forward_hook(lambda *_: self.count("head"))
+
+    def count(self, what: str) -> None:
+        self.runs[what] += 1
+        alive = {
+            x.data_ptr()
+            for x in gc.get_objects()
+            if issubclass(type(x), Tensor) and x.shape == (2, 37, 8)
+        }
+        self.most_alive = max(self.most_alive, len(alive))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        self.runs["model"] += 1
+        return self.head(super().forward(input_ids))
+
+
+@torch.no_grad()
+def test_finding_the_walk_costs_little_whatever_the_depth():
+    alive = []
+    for depth in (3, 9):
+        model = Headed(depth)
+        batch = {"input_ids": torch.randint(0, 64, (2, 37))}
+        assert isinstance(choose_walk(runner(model), [batch], find_blocks(model)), Inject)
+        # One forward to the end, then one for each block alone, with stubs before it.
+        stubs = depth * (depth - 1) // 2
+        assert model.runs == {"model": 1 + depth, "block": 2 * depth + stubs, "head": 1}
+        alive.append(model.most_alive)
+    assert alive[0] == alive[1] <= 4
 
 
 @torch.no_grad()

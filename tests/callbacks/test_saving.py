@@ -78,12 +78,12 @@ def test_a_module_with_two_models_is_saved_whole(llama, loader, quiet, tmp_path)
 
 
 def test_a_failed_save_leaves_nothing(llama, loader, quiet, tmp_path, monkeypatch):
-    from mrp_lightning.loop import pruned_model as pruned_checkpoint
+    from mrp_lightning.loop import saving
 
     def full(*args, **kwargs):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(pruned_checkpoint, "save_pretrained", full)
+    monkeypatch.setattr(saving, "save_pretrained", full)
     callback = MRPCallback(pattern="2:4", save_dir=tmp_path / "out")
     with pytest.raises(OSError, match="No space"):
         Trainer(**quiet).predict(llama(), loader, callbacks=[callback])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from callbacks import MRPCallback, PruningCallback
 from mrp_lightning import CausalLM, Trainer
@@ -135,6 +135,19 @@ def test_an_empty_loader(llama, quiet, loader):
         Trainer(limit_predict_batches=0, **quiet).predict(
             llama(), loader, callbacks=[MRPCallback(pattern="2:4")]
         )
+
+
+def test_an_empty_stream(llama, quiet):
+    class Nothing(IterableDataset):
+        def __iter__(self):
+            return iter(())
+
+    model = llama()
+    with pytest.raises(ValueError, match="gave no batch"):
+        Trainer(**quiet).predict(
+            model, DataLoader(Nothing()), callbacks=[MRPCallback(pattern="2:4", offload=True)]
+        )
+    assert not {"predict_step", "_apply"} & set(model.__dict__)
 
 
 def test_sequences_longer_than_the_model(llama, quiet):

@@ -1,5 +1,8 @@
 """Nothing is left behind on the CPU, or on the device: every run equals that of the CPU."""
 
+from pathlib import Path
+
+import lightning.pytorch as pl
 import pytest
 import second_device
 import torch
@@ -11,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from callbacks import MRPCallback
 from mrp_lightning import CausalLM, HessianAccumulator, Trainer, prune_weight
-from mrp_lightning.calibration.offload import hold_on_cpu, release
+from mrp_lightning.calibration.offload import held_on_cpu
 from mrp_lightning.pruning.report import PruningReport
 from mrp_lightning.pruning.sequential import SequentialPruner
 from mrp_lightning.solver.recipe import Recipe
@@ -84,13 +87,11 @@ def pruned(family: str, device: torch.device, *, offload: bool) -> dict[str, tor
     recipe = Recipe.of(pattern="2:4", method="SM")
     plan = make_plan(model, recipe.pattern)
     blocks = [block.module for block in plan.blocks]
-    if offload:
-        hold_on_cpu(blocks)
-    model.to(device)
-    release(blocks)
+    with held_on_cpu(model, lambda: blocks if offload else []):
+        model.to(device)
     SequentialPruner(
         model=model,
-        run=runner(model),
+        forward=runner(model),
         batches=[{k: v.to(device) for k, v in batch.items()} for batch in batches(family)],
         plan=plan,
         recipe=recipe,
@@ -145,3 +146,46 @@ def test_lightnings_loops_run_on_the_device(second, tiny_llama, offload):
     assert perplexity[second.type] == pytest.approx(perplexity[CPU.type], rel=1e-6)
     torch.testing.assert_close(weights[second.type], weights[CPU.type], rtol=0, atol=0)
     assert all(((w.unflatten(1, (-1, 4)) == 0).sum(2) == 2).all() for w in weights[second.type])
+
+
+class BuiltLate(pl.LightningModule):
+    """Makes its model when Lightning asks for it, and notes where the blocks are."""
+
+    def __init__(self, source: Path) -> None:
+        super().__init__()
+        self.source, self.on_device = source, []
+
+    def make(self) -> None:
+        self.lm = CausalLM(self.source, attn_implementation="eager").model
+
+    def on_predict_start(self) -> None:
+        self.note()
+        self.lm.model.layers[0].register_forward_pre_hook(lambda *_: self.note())
+
+    def note(self) -> None:
+        places = [layer.mlp.up_proj.weight.device.type for layer in self.lm.model.layers]
+        self.on_device.append(sum(place != CPU.type for place in places))
+
+    def predict_step(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.lm(batch).logits
+
+
+class InSetup(BuiltLate):
+    def setup(self, stage: str) -> None:
+        self.make()
+
+
+class InConfigureModel(BuiltLate):
+    def configure_model(self) -> None:
+        self.make()
+
+
+@pytest.mark.parametrize("kind", [InSetup, InConfigureModel])
+def test_blocks_that_are_made_late_never_come_to_the_device_all_at_once(second, tiny_llama, kind):
+    module, prune = kind(tiny_llama), MRPCallback(pattern="2:4", offload=True)
+    trainer(second).predict(module, windows(), callbacks=[prune])
+    assert module.on_device[0] == 0
+    assert max(module.on_device) == 1
+    assert module.lm.model.embed_tokens.weight.device == second
+    assert len(prune.report.pruned) == 14
+    assert not {"configure_model", "_apply"} & set(module.__dict__)

@@ -91,10 +91,10 @@ def test_stored_inputs_give_the_bits_of_full_reruns(family, monkeypatch):
         assert torch.equal(a, b), name
 
 
-def rerun(run: Any, given: Any, blocks: Any, **_: Any) -> Any:
+def rerun(forward: Any, given: Any, blocks: Any, **_: Any) -> Any:
     from mrp_lightning.calibration.walks import Rerun
 
-    return Rerun(run, given, blocks)
+    return Rerun(forward, given, blocks)
 
 
 class FirstBlocksArguments(Inject):
@@ -124,7 +124,9 @@ class FirstBlocksArguments(Inject):
 def make_the_mistake(*args: Any, **kwargs: Any) -> Inject:
     walk = choose_walk(*args, **kwargs)
     assert isinstance(walk, Inject)
-    return FirstBlocksArguments(walk.run, walk.batches, walk.blocks, walk.containers, walk.store)
+    return FirstBlocksArguments(
+        walk.forward, walk.batches, walk.blocks, walk.containers, walk.store
+    )
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def prune_model(
     plan = make_plan(model, recipe.pattern, **choices)
     SequentialPruner(
         model=model,
-        run=lambda batch: model(**batch),
+        forward=lambda batch: model(**batch),
         batches=batches,
         plan=plan,
         recipe=recipe,

@@ -40,7 +40,7 @@ def prune_model(
     report = PruningReport({"method": method, "pattern": pattern})
     SequentialPruner(
         model=model,
-        run=lambda batch: model(**batch),
+        forward=lambda batch: model(**batch),
         batches=batches,
         plan=make_plan(model, recipe.pattern, **choices),
         recipe=recipe,
@@ -209,7 +209,7 @@ def test_offload_gives_the_same_bits_and_leaves_no_hook(family, build, batches):
     recipe = Recipe.of(pattern="2:4", method="SM")
     SequentialPruner(
         model=theirs,
-        run=lambda batch: theirs(**batch),
+        forward=lambda batch: theirs(**batch),
         batches=batches,
         plan=make_plan(theirs, recipe.pattern),
         recipe=recipe,
@@ -274,7 +274,7 @@ def test_an_interrupted_run_leaves_whole_layers_and_says_which(build, batches, m
     report = PruningReport({})
     pruner = SequentialPruner(
         model=model,
-        run=lambda batch: model(**batch),
+        forward=lambda batch: model(**batch),
         batches=batches,
         plan=make_plan(model, recipe.pattern),
         recipe=recipe,

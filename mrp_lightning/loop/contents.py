@@ -1,26 +1,20 @@
-"""What a LightningModule holds, and how it is written when it is pruned."""
+"""What a LightningModule holds: which language models, and what of it a checkpoint is."""
 
-from os import PathLike
 from typing import Any
 
 from lightning.pytorch import LightningModule
-from safetensors.torch import save_model
 from torch import nn
 from transformers import PreTrainedModel
 
 from mrp_lightning.calibration.padding import longest_input
 from mrp_lightning.errors import DataError
-from mrp_lightning.files import save_directory
 from mrp_lightning.loop.trainer import ModuleRunner
 from mrp_lightning.models.positions import longest_sequence
-from mrp_lightning.models.saving import save_pretrained
-from mrp_lightning.pruning.model_card import model_card
-from mrp_lightning.pruning.report import PruningReport
 from mrp_lightning.targets.blocks import find_blocks, unwrap, without_wrappers
 
 
 def language_models(module: LightningModule) -> dict[str, PreTrainedModel]:
-    """The outermost `PreTrainedModel`s by name."""
+    """The outermost `PreTrainedModel`s of a module, by name."""
     found: dict[str, PreTrainedModel] = {}
     for name, part in module.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer in found)
@@ -30,7 +24,7 @@ def language_models(module: LightningModule) -> dict[str, PreTrainedModel]:
 
 
 def checkpoint_root(module: LightningModule) -> tuple[str, nn.Module]:
-    """What is saved, and the prefix of its names in the LightningModule.
+    """The prefix of what is saved in the names of the LightningModule, and that module.
 
     It is the one `PreTrainedModel`, or the module that a `ModuleRunner` runs, or else all.
     """
@@ -50,7 +44,7 @@ def check_length(module: LightningModule, batch: Any) -> None:
     """Refuse windows that are longer than the model's positions.
 
     Raises:
-        DataError: It names both lengths.
+        DataError: They are longer. The message names both lengths.
     """
     models = language_models(module)
     if len(models) != 1:
@@ -63,29 +57,3 @@ def check_length(module: LightningModule, batch: Any) -> None:
             "the model's configuration. "
             f"Cut them to `sequence_length: {limit}` or less."
         )
-
-
-def save_pruned(
-    module: LightningModule,
-    directory: str | PathLike[str],
-    report: PruningReport,
-    *,
-    overwrite: bool,
-) -> None:
-    """Write the model and its report into a directory that appears when it is whole.
-
-    A `PreTrainedModel` becomes a Hugging Face directory, any other module `model.safetensors` with
-    the names of its `state_dict`.
-
-    Raises:
-        FileExistsError: The directory is not empty, and may not be replaced.
-    """
-    _, model = checkpoint_root(module)
-    with save_directory(directory, overwrite=overwrite) as staging:
-        if isinstance(model, PreTrainedModel):
-            card = model_card(report, model.name_or_path or None)
-            tokenizer = getattr(module, "tokenizer", None)
-            save_pretrained(model, staging, tokenizer=tokenizer, card=card)
-        else:
-            save_model(model, str(staging / "model.safetensors"))
-        report.save(staging)

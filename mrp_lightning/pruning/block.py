@@ -1,0 +1,159 @@
+"""Pruning the layers of one block: calibrate them, then solve for each."""
+
+import logging
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+from mrp_lightning.calibration.experts import blend, portions
+from mrp_lightning.calibration.hessians import Calibration, InputGroup, InputsDiffer
+from mrp_lightning.calibration.padding import Padding
+from mrp_lightning.calibration.walks import Walk
+from mrp_lightning.pruning.prune_layer import prune_layer
+from mrp_lightning.pruning.report import LayerReport, PruningReport
+from mrp_lightning.solver.hessian import HessianAccumulator
+from mrp_lightning.solver.input_hessian import InputHessian
+from mrp_lightning.solver.recipe import Recipe
+from mrp_lightning.targets.layers import Expert, Layer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class BlockPruner:
+    """Prunes the layers of one block in place.
+
+    Attributes:
+        walk: The walk, which runs the block.
+        k: The number of the block in the walk.
+        recipe: How layers are pruned.
+        true_sequential: Whether the layers are pruned one after another, each calibrated on the
+            outputs of those before it.
+        padding: What tells tokens from padding.
+        report: The report to which the layers are added, each as soon as it is pruned.
+        tell: Called with what is being done.
+    """
+
+    walk: Walk
+    k: int
+    recipe: Recipe
+    true_sequential: bool
+    padding: Padding
+    report: PruningReport
+    tell: Callable[[str], None]
+
+    def prune(self, layers: list[Layer]) -> list[LayerReport]:
+        """Calibrate and prune layers of the block, all from one pass or stage by stage.
+
+        Args:
+            layers: The layers.
+
+        Returns:
+            What was done to those that are pruned.
+        """
+        rows: list[LayerReport] = []
+        for stage in self._stages(layers):
+            for part in portions(stage):
+                pooled = [x for x in stage if isinstance(x, Expert) and x not in part]
+                rows += self._prune_calibrated(self._calibrate(part, pooled))
+        return rows
+
+    def _stages(self, layers: list[Layer]) -> list[list[Layer]]:
+        """The layers in groups that are pruned one after another, in the order of their calls."""
+        if not layers or not self.true_sequential:
+            return [layers] if layers else []
+        order = Calibration(layers, self.padding)
+        with order.hooked():
+            self.walk.output(self.k, 0)
+        stages: dict[Hashable, list[Layer]] = {}
+        for group in order.groups:
+            first = group.layers[0]
+            # Experts stand side by side, also those that this batch does not reach.
+            key = first.siblings if isinstance(first, Expert) else id(group)
+            stages.setdefault(key, []).extend(group.layers)
+        for layer in order.not_called:
+            key = layer.siblings if isinstance(layer, Expert) else None
+            stages.setdefault(key, []).append(layer)
+        return list(stages.values())
+
+    def _calibrate(self, layers: list[Layer], pooled: list[Expert]) -> Calibration:
+        """Collect the Hessians of layers in one pass over all batches."""
+        name = self.walk.blocks[self.k].name or "model"
+        batches = len(self.walk.batches)
+        for share in (True, False):
+            calibration = Calibration(layers, self.padding, share=share, pooled=pooled)
+            try:
+                with calibration.hooked():
+                    for i in self.walk.visit(self.k):
+                        calibration.end_batch()
+                        self.tell(f"{name}, inputs {i + 1}/{batches}")
+                return calibration
+            except InputsDiffer:
+                assert share
+                log.info("%s: layers share inputs in some batches only", name)
+        raise AssertionError
+
+    def _prune_calibrated(self, calibration: Calibration) -> list[LayerReport]:
+        rows: list[LayerReport] = []
+        pools = calibration.pools()
+        for layer in calibration.not_called:
+            if isinstance(layer, Expert) and layer.siblings in pools:
+                empty = HessianAccumulator(layer.columns, layer.name)
+                calibration.groups.append(InputGroup([layer], empty, 0))
+            else:
+                self._skip(layer, "not called in the forward")
+        while calibration.groups:
+            group = calibration.groups.pop(0)
+            expert = group.layers[0]
+            if isinstance(expert, Expert):
+                rows += self._prune_expert(expert, group, pools[expert.siblings])
+            else:
+                rows += self._prune_group(group)
+        _tell_of_help([row for row in rows if row.shared_hessian])
+        return rows
+
+    def _prune_group(self, group: InputGroup) -> list[LayerReport]:
+        """Prune the layers that share an input."""
+        first = group.layers[0]
+        if group.accumulator.num_tokens == 0:
+            for layer in group.layers:
+                self._skip(layer, "saw no tokens, only padding")
+            return []
+        hessian = group.accumulator.hessian().to(first.weight.device)
+        tokens = group.accumulator.num_tokens
+        del group.accumulator
+        inputs = InputHessian(hessian, name=first.name)
+        return [self._prune_layer(layer, inputs, tokens) for layer in group.layers]
+
+    def _prune_expert(
+        self, expert: Expert, group: InputGroup, pool: HessianAccumulator
+    ) -> list[LayerReport]:
+        own = group.accumulator
+        if pool.num_tokens == 0:
+            self._skip(expert, "saw no tokens, only padding")
+            return []
+        hessian, shared = blend(own, pool)
+        hessian = hessian.to(expert.weight.device)
+        inputs = InputHessian(hessian, name=expert.name)
+        return [self._prune_layer(expert, inputs, own.num_tokens, shared)]
+
+    def _prune_layer(
+        self, layer: Layer, inputs: InputHessian, tokens: int, shared: float | None = None
+    ) -> LayerReport:
+        row = prune_layer(layer, inputs, self.recipe, tokens, shared)
+        self.report.layers.append(row)
+        log.info("%s: relative loss %.4g, %.1f s", row.name, row.relative_loss, row.seconds)
+        self.tell(layer.name)
+        return row
+
+    def _skip(self, layer: Layer, reason: str) -> None:
+        self.report.skip(layer.name, tuple(layer.weight.shape), reason)
+
+
+def _tell_of_help(helped: list[LayerReport]) -> None:
+    if helped:
+        log.warning(
+            "%d experts saw fewer tokens than they have input features; the Hessian of all "
+            "experts' tokens made up for it. More calibration data helps them: %s",
+            len(helped),
+            ", ".join(f"{row.name} ({row.tokens})" for row in helped),
+        )

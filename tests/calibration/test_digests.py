@@ -1,0 +1,69 @@
+"""Distances that digests tell against those of the tensors themselves."""
+
+import pytest
+import torch
+
+from mrp_lightning.calibration.digests import DIRECTIONS, digest, relative_error
+
+
+def distance(a, b):
+    return float((digest(a).projection - digest(b).projection).norm())
+
+
+def perturbations():
+    generator = torch.Generator().manual_seed(0)
+    shape = (3, 1500, 24)  # more rows than are projected at a time
+    everywhere = torch.randn(shape, generator=generator)
+    one_row = torch.zeros(shape)
+    one_row[1, 700] = everywhere[0, 0]
+    one_column = torch.zeros(shape)
+    one_column[..., 5] = everywhere[..., 5]
+    alike = everywhere[..., :1].expand(shape)
+    return {"everywhere": everywhere, "row": one_row, "column": one_column, "alike": alike}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("where", ["everywhere", "row", "column", "alike"])
+def test_distances_are_those_of_the_tensors(where, dtype):
+    generator = torch.Generator().manual_seed(1)
+    a = torch.randn(3, 1500, 24, generator=generator).to(dtype)
+    b = a + perturbations()[where].to(dtype)
+    true = float((b.double() - a.double()).norm())
+    # A row is told exactly; where all columns differ alike, to three times 1/√(2·DIRECTIONS).
+    bound = 1e-4 if where == "row" else 3 / (2 * DIRECTIONS) ** 0.5
+    assert distance(a, b) == pytest.approx(true, rel=bound)
+
+
+def test_equal_tensors_have_equal_digests():
+    a = torch.randn(40, 6)
+    a[0], a[1, 0], a[2, 1], a[3, 2] = torch.nan, torch.inf, -torch.inf, 1e20
+    assert distance(a, a.clone()) == 0.0
+    assert distance(a, a.nan_to_num(0.0, torch.inf, -torch.inf)) == 0.0
+    other = a.clone()
+    other[1, 0] = 1.0
+    assert distance(a, other) == pytest.approx(1e30)
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (0, 5), (2, 3, 4, 5)])
+def test_tensors_of_any_shape(shape):
+    made = digest(torch.ones(shape))
+    assert made.shape == shape
+    assert made.projection.isfinite().all()
+
+
+def test_autocast_does_not_round_it():
+    a = torch.randn(50, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = digest(a)
+    assert torch.equal(inside.projection, digest(a).projection)
+
+
+def test_errors_are_relative_to_what_the_block_adds():
+    given = torch.randn(200, 16)
+    update, mistake = 1e-2 * torch.randn(200, 16), 1e-3 * torch.randn(200, 16)
+    expected = given + update
+    error = relative_error(digest(expected + mistake), digest(expected), digest(given))
+    assert error == pytest.approx(0.1, rel=0.3)
+    other_shape = digest(given[:, :4])
+    assert relative_error(digest(expected), digest(expected), other_shape) == 0.0
+    assert relative_error(other_shape, digest(expected), digest(given)) == float("inf")
