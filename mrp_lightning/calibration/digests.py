@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+CPU = torch.device("cpu")
+
 DIRECTIONS = 32
 """The number of directions that rows are projected onto. A distance is then known to 12% of it
 (1/√(2·DIRECTIONS)) where two tensors differ alike in all columns, and better elsewhere."""
@@ -33,12 +35,15 @@ def digest(tensor: Tensor) -> Digest:
     infinity as ±1e30, so that tensors that have them in the same places can be compared.
     """
     rows = torch.atleast_2d(tensor.detach()).flatten(0, -2)
+    # A forward may run in half precision, by autocast or by default.
+    exact = {"device": rows.device, "dtype": torch.float32}
     generator = torch.Generator().manual_seed(0)
-    projection = torch.zeros(DIRECTIONS, rows.shape[1], device=rows.device)
-    with torch.autocast(rows.device.type, enabled=False):  # a forward may be in half precision
+    projection = torch.zeros(DIRECTIONS, rows.shape[1], **exact)
+    with torch.autocast(rows.device.type, enabled=False):
         for chunk in rows.split(_ROWS):
-            signs = torch.randint(2, (DIRECTIONS, len(chunk)), generator=generator) * 2.0 - 1.0
-            projection += signs.to(rows.device) @ chunk.float().nan_to_num(0.0, 1e30, -1e30)
+            signs = torch.randint(2, (DIRECTIONS, len(chunk)), generator=generator, device=CPU)
+            finite = chunk.float().nan_to_num(0.0, 1e30, -1e30)
+            projection += signs.mul_(2).sub_(1).to(**exact) @ finite
     return Digest(tensor.shape, projection.cpu().double() / DIRECTIONS**0.5)
 
 

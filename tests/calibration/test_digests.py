@@ -1,5 +1,7 @@
 """Distances that digests tell against those of the tensors themselves."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -51,11 +53,21 @@ def test_tensors_of_any_shape(shape):
     assert made.projection.isfinite().all()
 
 
-def test_autocast_does_not_round_it():
+@contextmanager
+def half_by_default():
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("context", [torch.autocast("cpu", torch.bfloat16), half_by_default()])
+def test_the_precision_of_the_forward_does_not_round_it(context):
     a = torch.randn(50, 8)
-    with torch.autocast("cpu", torch.bfloat16):
-        inside = digest(a)
-    assert torch.equal(inside.projection, digest(a).projection)
+    expected = digest(a).projection
+    with context:
+        assert torch.equal(digest(a).projection, expected)
 
 
 def test_errors_are_relative_to_what_the_block_adds():
