@@ -1,7 +1,8 @@
-"""Lightning callbacks that prune and save."""
+"""Lightning callbacks that prune, keep what was pruned in training, and save."""
 
 from callbacks.evaluation import SaveEvaluation
+from callbacks.keep_sparsity import KeepSparsity
 from callbacks.pruning import MRPCallback, PruningCallback
 from callbacks.save import SaveModel
 
-__all__ = ["MRPCallback", "PruningCallback", "SaveEvaluation", "SaveModel"]
+__all__ = ["KeepSparsity", "MRPCallback", "PruningCallback", "SaveEvaluation", "SaveModel"]

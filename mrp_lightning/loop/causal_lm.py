@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -27,6 +27,7 @@ from mrp_lightning.models.loading import (
     tokenizer_beside,
 )
 from mrp_lightning.targets.blocks import find_blocks
+from mrp_lightning.targets.zeros import pruned_layers
 
 
 class CausalLM(LightningModule):
@@ -156,6 +157,17 @@ class CausalLM(LightningModule):
         if self.offload and stage in ("validate", "test"):
             self._offloaded = ExitStack()
             self._offloaded.enter_context(held_on_cpu(self, self._blocks))
+
+    def on_train_start(self) -> None:
+        """Warn of training that would fill the zeros of a pruned model."""
+        callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
+        if any(getattr(callback, "keeps_sparsity", False) for callback in callbacks):
+            return
+        if layers := pruned_layers(self):
+            rank_zero_warn(
+                f"{len(layers)} layers of this model are pruned ({layers[0].name}, …), and "
+                "training will fill their zeros. Add `callbacks.KeepSparsity` to keep them."
+            )
 
     def on_validation_start(self) -> None:
         """Offload, now that the rest of the model is on its device."""

@@ -20,8 +20,6 @@ def require_one_process(trainer: Trainer, caller: str) -> None:
         StrategyError: The strategy, which is named, needs more than one process or shards.
     """
     strategy: Any = trainer.strategy
-    flag = trainer._accelerator_connector._strategy_flag
-    name = flag if isinstance(flag, str) else type(strategy).__name__
     if trainer.world_size > 1:
         problem = f"{trainer.world_size} processes"
     elif isinstance(strategy.launcher, _MultiProcessingLauncher):
@@ -31,10 +29,29 @@ def require_one_process(trainer: Trainer, caller: str) -> None:
     else:
         return
     raise StrategyError(
-        f"{caller} runs in one process, on one device. Got strategy {name!r} "
+        f"{caller} runs in one process, on one device. Got strategy {_name_of(trainer)!r} "
         f"with {problem}. Use "
         "Trainer(devices=1, strategy='auto'); for a model larger than the device, `offload: true`."
     )
+
+
+def require_whole_parameters(trainer: Trainer, caller: str) -> None:
+    """Refuse strategies under which a process holds parts of the weights only.
+
+    Raises:
+        StrategyError: It names the strategy.
+    """
+    if _shards(trainer.strategy):
+        raise StrategyError(
+            f"{caller} needs whole weights in each process. Got strategy "
+            f"{_name_of(trainer)!r}, which shards them. Use a single device or `strategy='ddp'`."
+        )
+
+
+def _name_of(trainer: Trainer) -> str:
+    """As the user gave it."""
+    flag = trainer._accelerator_connector._strategy_flag
+    return flag if isinstance(flag, str) else type(trainer.strategy).__name__
 
 
 def _shards(strategy: Any) -> bool:

@@ -1,0 +1,93 @@
+"""Training that leaves a pruned model pruned."""
+
+import logging
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mrp_lightning.errors import TargetError
+from mrp_lightning.loop.strategies import require_whole_parameters
+from mrp_lightning.targets.zeros import pruned_layers
+
+log = logging.getLogger(__name__)
+
+
+class KeepSparsity(Callback):
+    """Keep the removed weights of a pruned model at zero while `fit` trains the others.
+
+    The weights that are zero when training starts, in every layer with at least 5% of them, are
+    exactly zero after each optimizer step, with any optimizer, gradient accumulation, mixed
+    precision and clipping. Their gradients are set to zero before clipping, so that they take no
+    part in the gradient's norm nor in the optimizer's moments. The pattern (2:4, 50%, any other)
+    follows from the zeros. A checkpoint of the trained model can be packed like that of the pruned
+    one.
+
+    It costs one bool for each weight of the pruned layers, and a pass over them for each step.
+
+    Attributes:
+        removed: The number of weights that are kept at zero, by the name of their layer.
+
+    Raises:
+        TargetError: No layer of the model is pruned; when training starts.
+        StrategyError: The strategy shards the parameters (FSDP, DeepSpeed, tensor parallel).
+    """
+
+    keeps_sparsity = True
+    """By which `CausalLM` knows that it need not warn."""
+
+    def __init__(self) -> None:
+        self.removed: dict[str, int] = {}
+        self._pruned: list[tuple[nn.Parameter, Tensor]] = []
+        self._hooks: list[Any] = []
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse strategies under which a process does not hold whole weights."""
+        if stage == "fit":
+            require_whole_parameters(trainer, type(self).__name__)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note the zeros, and follow every optimizer."""
+        self._release()
+        layers = pruned_layers(pl_module)
+        if not layers:
+            raise TargetError(
+                "KeepSparsity: no layer of the model is pruned (none has 5% zeros or more), so "
+                "there is nothing to keep. Give the pruned model, or leave the callback out."
+            )
+        stacks: dict[int, nn.Parameter] = {id(layer.parameter): layer.parameter for layer in layers}
+        self._pruned = [(parameter, parameter.detach() == 0) for parameter in stacks.values()]
+        self.removed = {layer.name: int((layer.weight == 0).sum()) for layer in layers}
+        for optimizer in trainer.optimizers:
+            self._hooks.append(optimizer.register_step_post_hook(self._after_step))
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Take the removed weights out of the gradient, before it is clipped."""
+        for parameter, pruned in self._pruned:
+            if parameter.grad is not None:
+                parameter.grad.masked_fill_(pruned, 0)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let go of the optimizers."""
+        self._release()
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Let go of the optimizers."""
+        self._release()
+
+    @torch.no_grad()
+    def _after_step(self, *_: Any) -> None:
+        for parameter, pruned in self._pruned:
+            parameter.masked_fill_(pruned, 0)
+
+    def _release(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._pruned = [], []

@@ -1,0 +1,150 @@
+"""Training a pruned model: the zeros stay, exactly, whatever trains the rest."""
+
+import warnings
+from typing import Any
+
+import lightning
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from callbacks import KeepSparsity, MRPCallback
+from mrp_lightning import CausalLM, Trainer
+from mrp_lightning.errors import StrategyError, TargetError
+
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+@pytest.fixture
+def loader() -> DataLoader:
+    generator = torch.Generator().manual_seed(5)
+    return DataLoader(torch.randint(3, 2000, (12, 24), generator=generator), batch_size=2)
+
+
+@pytest.fixture
+def pruned(tiny_llama, loader) -> CausalLM:
+    model = CausalLM(tiny_llama, dtype="float32", learning_rate=1e-2, warmup_steps=1)
+    Trainer(**QUIET).predict(model, loader, callbacks=[MRPCallback(pattern="2:4")])
+    return model
+
+
+def zeros(model: nn.Module) -> dict[str, Tensor]:
+    blocks = model.model.model.layers
+    return {name: p == 0 for name, p in blocks.named_parameters() if p.ndim == 2}
+
+
+def optimizers() -> dict[str, Any]:
+    return {
+        "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1),
+        "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True),
+        "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+        "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, centered=True),
+        "lbfgs": lambda p: torch.optim.LBFGS(p, lr=1e-2, max_iter=2),
+    }
+
+
+class AfterEachStep(lightning.Callback):
+    """Looks at the weights while they are trained, and after each batch."""
+
+    def __init__(self, expected: dict[str, Tensor]) -> None:
+        self.expected, self.looks = expected, 0
+
+    def on_train_batch_end(self, trainer, pl_module, *_) -> None:
+        self.looks += 1
+        assert all(torch.equal(zeros(pl_module)[n], kept) for n, kept in self.expected.items())
+
+
+@pytest.mark.parametrize("optimizer", optimizers())
+def test_zeros_stay_with_any_optimizer(optimizer, pruned, loader):
+    before, weights = zeros(pruned), pruned.model.state_dict()["model.norm.weight"].clone()
+    assert all(float(kept.float().mean()) == 0.5 for kept in before.values())
+    dense = pruned.model.model.layers[0].mlp.up_proj.weight.detach().clone()
+    pruned.configure_optimizers = lambda: optimizers()[optimizer](pruned.parameters())
+    look = AfterEachStep(before)
+    lightning.Trainer(max_epochs=1, callbacks=[KeepSparsity(), look], **QUIET).fit(pruned, loader)
+    assert look.looks == 6
+    assert not torch.equal(pruned.model.state_dict()["model.norm.weight"], weights)
+    trained = pruned.model.model.layers[0].mlp.up_proj.weight
+    assert not torch.equal(trained, dense)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"accumulate_grad_batches": 3},
+        {"precision": "bf16-mixed"},
+        {"precision": "bf16-true"},
+        {"gradient_clip_val": 0.1},
+        {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value", "precision": "bf16-mixed"},
+    ],
+    ids=str,
+)
+def test_zeros_stay_in_any_loop(options, pruned, loader):
+    look = AfterEachStep(zeros(pruned))
+    callbacks = [KeepSparsity(), look]
+    lightning.Trainer(max_epochs=2, callbacks=callbacks, **options, **QUIET).fit(pruned, loader)
+    assert look.looks == 12
+
+
+def test_removed_weights_do_not_count_in_the_clipped_norm(pruned, loader):
+    """Where only removed weights have a gradient, the others do not move."""
+    layer = pruned.model.model.layers[0].mlp.up_proj
+    removed = layer.weight == 0
+
+    class OnlyRemoved(KeepSparsity):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            for parameter in pl_module.parameters():
+                parameter.grad.zero_()
+            layer.weight.grad[removed] = 1e3
+            super().on_before_optimizer_step(trainer, pl_module, optimizer)
+            assert not layer.weight.grad.any()
+
+    trainer = lightning.Trainer(
+        max_steps=1, callbacks=[OnlyRemoved()], gradient_clip_val=1.0, **QUIET
+    )
+    pruned.weight_decay = 0.0
+    before = {name: p.detach().clone() for name, p in pruned.named_parameters()}
+    trainer.fit(pruned, loader)
+    assert all(torch.equal(p, before[name]) for name, p in pruned.named_parameters())
+
+
+def test_without_it_training_fills_the_zeros_and_says_so_once(pruned, loader):
+    before = zeros(pruned)
+    with pytest.warns(UserWarning, match=r"14 layers .* Add `callbacks.KeepSparsity`") as warned:
+        lightning.Trainer(max_epochs=2, **QUIET).fit(pruned, loader)
+    assert sum("KeepSparsity" in str(w.message) for w in warned) == 1
+    assert not any(torch.equal(zeros(pruned)[name], kept) for name, kept in before.items())
+
+
+def test_it_leaves_nothing_behind(pruned, loader):
+    keep = KeepSparsity()
+    lightning.Trainer(max_steps=1, callbacks=[keep], **QUIET).fit(pruned, loader)
+    assert sum(keep.removed.values()) == sum(int(z.sum()) for z in zeros(pruned).values())
+    assert keep._hooks == []
+    assert keep._pruned == []
+
+
+def test_a_dense_model_has_nothing_to_keep(tiny_llama, loader):
+    model = CausalLM(tiny_llama)
+    with pytest.raises(TargetError, match="no layer of the model is pruned"):
+        lightning.Trainer(max_steps=1, callbacks=[KeepSparsity()], **QUIET).fit(model, loader)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*KeepSparsity.*")
+        lightning.Trainer(max_steps=1, **QUIET).fit(model, loader)
+
+
+@pytest.mark.parametrize("name", ["FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy"])
+def test_sharded_strategies_are_refused_by_name(name, monkeypatch):
+    trainer = lightning.Trainer(callbacks=[KeepSparsity()], **QUIET)
+    strategy = type(trainer.strategy)
+    sharded = type(name, (strategy,), {})
+    monkeypatch.setattr(trainer.strategy, "__class__", sharded)
+    with pytest.raises(StrategyError, match=f"KeepSparsity needs whole weights.*{name}"):
+        trainer.callbacks[0].setup(trainer, CausalLM.__new__(CausalLM), "fit")
