@@ -1,30 +1,65 @@
 """Writing files and directories: beside the target, and moved into place when they are whole."""
 
+import glob
 import json
 import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
+from mrp_lightning.errors import OptionError
+
+_PARTIAL = ".partial"
+_LOCK = ".lock"
+
+
+OURS = (
+    *("config.json", "generation_config.json"),
+    *("model*.safetensors", "model.safetensors.index.json"),
+    *("tokenizer*.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "chat_template.*"),
+    *("preprocessor_config.json", "processor_config.json"),
+    *("pruning_report.json", "export_report.json", "evaluation.json", "run.json"),
+    *("report.html", "report-figures/*.png"),
+)
+"""What this package writes into a directory. What else a run wrote its report lists, in `files`."""
+
 
 def check_output_dir(
-    path: str | os.PathLike[str], *, overwrite: bool = False, argument: str = "save_dir"
+    path: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    argument: str = "save_dir",
+    sources: Iterable[str | os.PathLike[str]] = (),
+    num_bytes: int = 0,
+    ours: Sequence[str] = OURS,
 ) -> None:
-    """Refuse an output directory that holds something, or that cannot be made, before any work.
+    """Refuse an output directory that cannot be written, or that would cost data, before any work.
 
     Args:
-        path: The directory that will be written; it and those above it need not exist.
-        overwrite: Whether a directory that is there may be replaced.
+        path: The directory that will be written; it and those above it need not exist. A symbolic
+            link stands for what it points to.
+        overwrite: Whether a directory that is there may be replaced. It may if it holds nothing but
+            what this package writes: files that its reports list, and those that `ours` names.
         argument: What the user calls this path, for the message.
+        sources: Directories that are read, and must stay.
+        num_bytes: How much will be written.
+        ours: Names of files that may be replaced, with shell wildcards.
 
     Raises:
-        FileExistsError: A file stands there or where a directory above it is needed, the
-            directory is not empty and `overwrite` is false, or it is a mount point.
-        PermissionError: The directory that it would be made in cannot be written.
+        FileExistsError: A file stands there or where a directory above it is needed; the directory
+            is not empty, and `overwrite` is false or it holds other files, which are named; it is a
+            mount point; or it is, or holds, the working directory, the home or a source.
+        PermissionError: The directory cannot be made.
+        OptionError: The disk has not enough room.
     """
     path = Path(path)
     above = path.absolute().parent
@@ -36,26 +71,88 @@ def check_output_dir(
                 f"`{argument}` {path}: expected a directory, but {needed} is a file. Name another "
                 "directory, or move the file away."
             )
+    path = path.resolve()
     if path.is_mount():
         raise FileExistsError(
             f"`{argument}`: {path} is a mount point, which cannot be replaced as a whole. Name a "
             "directory in it."
         )
-    if not overwrite and path.is_dir() and any(path.iterdir()):
+    places = {Path.cwd(): "the working directory", Path.home(): "the home directory"}
+    places |= {Path(source).expanduser(): "what is read" for source in sources}
+    for place, what in places.items():
+        place = place.resolve()
+        if path == place or path in place.parents:
+            holds = "is" if path == place else "holds"
+            raise FileExistsError(
+                f"`{argument}`: {path} {holds} {what}, {place}. Name a new directory."
+            )
+    if path.is_dir() and any(path.iterdir()):
+        _check_replaceable(path, ours, overwrite=overwrite, argument=argument)
+    _check_room(above.resolve(), path, argument, num_bytes)
+
+
+def _check_replaceable(path: Path, ours: Sequence[str], *, overwrite: bool, argument: str) -> None:
+    if not overwrite:
         allow = "--overwrite" if argument.startswith("-") else "overwrite: true"
         raise FileExistsError(
             f"`{argument}`: {path} exists and is not empty. "
             f"Name another directory, or allow it to be replaced with `{allow}`."
         )
-    if not os.access(above, os.W_OK):
+    if others := _others(path, ours):
+        more = f" and {len(others) - 5} more" if len(others) > 5 else ""
+        raise FileExistsError(
+            f"`{argument}`: {path} holds what mrp-lightning did not write, so it is not replaced: "
+            f"{', '.join(others[:5])}{more}. Name another directory, or move these away."
+        )
+
+
+def _others(path: Path, ours: Sequence[str]) -> list[str]:
+    """Files and empty directories in a directory that this package did not write."""
+    listed: set[str] = set()
+    for name in ("pruning_report.json", "export_report.json"):
+        with suppress(OSError, ValueError, AttributeError, TypeError):
+            listed |= set(json.loads((path / name).read_text("utf-8")).get("files", ()))
+    others = []
+    for file in sorted(path.rglob("*")):
+        name = file.relative_to(path).as_posix()
+        if file.is_dir() and not file.is_symlink() and any(file.iterdir()):
+            continue
+        is_ours = name in listed or any(fnmatchcase(name, pattern) for pattern in ours)
+        if not is_ours and not (name == "README.md" and _is_card(file)):
+            others.append(name)
+    return others
+
+
+def _is_card(file: Path) -> bool:
+    """Whether this is the card of a model that was pruned or packed."""
+    return "mrp-lightning" in file.read_text("utf-8", "replace")
+
+
+def _check_room(above: Path, path: Path, argument: str, num_bytes: int) -> None:
+    """Try to make a directory, which says more than permissions do, and ask for free space."""
+    try:
+        Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".probe", dir=above)).rmdir()
+    except OSError as error:
         raise PermissionError(
-            f"`{argument}`: {path} cannot be made, {above} is not writable. Name another directory."
+            f"`{argument}`: {path} cannot be made in {above} ({error.strerror}). Name another "
+            "directory."
+        ) from error
+    free = shutil.disk_usage(above).free
+    if num_bytes > free:
+        raise OptionError(
+            f"`{argument}`: {path} will take {num_bytes / 1e9:.2f} GB, but the disk has "
+            f"{free / 1e9:.2f} GB left. Make room, or name a directory on another disk."
         )
 
 
 @contextmanager
 def save_directory(
-    path: str | os.PathLike[str], *, overwrite: bool = False, argument: str = "save_dir"
+    path: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    argument: str = "save_dir",
+    sources: Iterable[str | os.PathLike[str]] = (),
+    ours: Sequence[str] = OURS,
 ) -> Iterator[Path]:
     """Give a temporary directory beside `path` that becomes `path` when the block ends well.
 
@@ -66,6 +163,8 @@ def save_directory(
         path: The directory that will be written; those above it are made.
         overwrite: Whether a directory that is there may be replaced, as a whole.
         argument: What the user calls this path, for messages.
+        sources: Directories that are read, and must stay.
+        ours: Names of files that may be replaced; see `check_output_dir`.
 
     Yields:
         The temporary directory, which is empty.
@@ -75,17 +174,36 @@ def save_directory(
         PermissionError: The same.
         OSError: What was replaced could not be put back after a failure; it says where it is.
     """
-    path = Path(path).absolute()
-    check_output_dir(path, overwrite=overwrite, argument=argument)
+    refuse = partial(
+        check_output_dir, overwrite=overwrite, argument=argument, sources=list(sources), ours=ours
+    )
+    refuse(path)
+    path = Path(path).resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent))
+    _remove_abandoned(path)
+    staging = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=_PARTIAL, dir=path.parent))
+    lock = FileLock(staging / _LOCK)
+    lock.acquire()
     try:
         yield staging
-        check_output_dir(path, overwrite=overwrite, argument=argument)
+        refuse(path)
+        lock.release()
+        (staging / _LOCK).unlink(missing_ok=True)
         _make_readable(staging)
         _move_into_place(staging, path)
     finally:
+        lock.release()
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Remove what killed processes left half-written for this directory."""
+    for staging in path.parent.glob(f".{glob.escape(path.name)}.*{_PARTIAL}"):
+        lock = FileLock(staging / _LOCK)
+        with suppress(Timeout, OSError):
+            lock.acquire(timeout=0)  # a process that is alive holds it
+            shutil.rmtree(staging)
+            lock.release()
 
 
 def save_text(path: str | os.PathLike[str], text: str) -> None:

@@ -2,11 +2,17 @@
 
 import json
 import math
+import os
 import re
+import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from mrp_lightning.errors import OptionError
 from mrp_lightning.files import as_json, check_output_dir, save_directory, save_text
 
 
@@ -33,17 +39,17 @@ def test_what_is_written_has_ordinary_permissions(tmp_path):
 def test_a_failed_write_leaves_what_was_there(tmp_path, failure):
     target = tmp_path / "model"
     target.mkdir()
-    (target / "old").write_text("precious")
+    (target / "config.json").write_text("precious")
     with pytest.raises(failure), save_directory(target, overwrite=True) as staging:
         (staging / "new").write_text("half")
         raise failure
-    assert [p.name for p in tmp_path.rglob("*")] == ["model", "old"]
+    assert [p.name for p in tmp_path.rglob("*")] == ["model", "config.json"]
 
 
 def test_overwrite_replaces_the_whole_directory(tmp_path):
     target = tmp_path / "model"
     target.mkdir()
-    (target / "old").write_text("x")
+    (target / "config.json").write_text("x")
     with save_directory(target, overwrite=True) as staging:
         (staging / "new").write_text("y")
     assert [p.name for p in target.iterdir()] == ["new"]
@@ -52,7 +58,7 @@ def test_overwrite_replaces_the_whole_directory(tmp_path):
 
 def test_output_that_would_cost_data_is_refused(tmp_path):
     (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "x").write_text("x")
+    (tmp_path / "full" / "config.json").write_text("x")
     (tmp_path / "empty").mkdir()
     check_output_dir(tmp_path / "empty")
     check_output_dir(tmp_path / "absent" / "below")
@@ -62,7 +68,7 @@ def test_output_that_would_cost_data_is_refused(tmp_path):
     with pytest.raises(FileExistsError, match="`--out`: .*full.*`--overwrite`"):
         check_output_dir(tmp_path / "full", argument="--out")
     with pytest.raises(FileExistsError, match="expected a directory, but .* is a file"):
-        check_output_dir(tmp_path / "full" / "x", overwrite=True)
+        check_output_dir(tmp_path / "full" / "config.json", overwrite=True)
 
 
 @pytest.mark.parametrize("below", ["", "model", "runs/model"])
@@ -96,7 +102,7 @@ def break_renames(monkeypatch, count: int) -> None:
 
 def replace_with_failures(tmp_path: Path, monkeypatch, count: int) -> str:
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "old").write_text("precious")
+    (tmp_path / "model" / "config.json").write_text("precious")
     break_renames(monkeypatch, count)
     with (
         pytest.raises(OSError, match="rename 2") as caught,
@@ -108,13 +114,13 @@ def replace_with_failures(tmp_path: Path, monkeypatch, count: int) -> str:
 
 def test_what_could_not_be_replaced_is_put_back(tmp_path, monkeypatch):
     replace_with_failures(tmp_path, monkeypatch, 1)
-    assert [p.name for p in tmp_path.rglob("*")] == ["model", "old"]
+    assert [p.name for p in tmp_path.rglob("*")] == ["model", "config.json"]
 
 
 def test_what_cannot_be_put_back_survives_and_is_found(tmp_path, monkeypatch):
     message = replace_with_failures(tmp_path, monkeypatch, 2)
     (kept,) = re.findall(r"is in (\S+): move it to (\S+)\.", message)
-    assert (Path(kept[0]) / "old").read_text() == "precious"
+    assert (Path(kept[0]) / "config.json").read_text() == "precious"
     assert kept[1] == str(tmp_path / "model")
     assert "rename 3" in message
 
@@ -151,3 +157,152 @@ def test_json_has_no_numbers_that_json_lacks():
     assert text.endswith("}\n")
     with pytest.raises(TypeError):
         as_json({"path": Path("x")})
+
+
+OURS = ("config.json", "model-00001-of-00002.safetensors", "tokenizer.json", "evaluation.json")
+
+
+def make(directory: Path, *names: str) -> None:
+    for name in names:
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text("precious")
+
+
+def content(directory: Path) -> list[str]:
+    return sorted(p.relative_to(directory).as_posix() for p in directory.rglob("*"))
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        (".git/HEAD",),
+        ("src/thesis.txt",),
+        ("notes/model.safetensors",),
+        ("README.md",),
+        ("adapter.safetensors", *OURS),
+        tuple(f"photo{i}.png" for i in range(9)),
+    ],
+    ids=lambda names: names[0],
+)
+def test_overwrite_never_costs_what_is_not_ours(others, tmp_path):
+    make(tmp_path / "proj", *OURS, *others)
+    before = content(tmp_path / "proj")
+    with pytest.raises(FileExistsError, match=r"did not write, so it is not replaced") as caught:
+        check_output_dir(tmp_path / "proj", overwrite=True)
+    assert sum(name in str(caught.value) for name in others) >= min(len(set(others) - {*OURS}), 5)
+    assert not any(f" {name}" in str(caught.value) for name in OURS)
+    with (
+        pytest.raises(FileExistsError),
+        save_directory(tmp_path / "proj", overwrite=True) as staging,
+    ):
+        (staging / "x").touch()
+    assert content(tmp_path / "proj") == before
+
+
+def test_what_appeared_meanwhile_is_not_replaced_either(tmp_path):
+    make(tmp_path / "model", *OURS)
+    with (
+        pytest.raises(FileExistsError, match=r"thesis\.txt"),
+        save_directory(tmp_path / "model", overwrite=True),
+    ):
+        make(tmp_path / "model", "thesis.txt")
+    assert "thesis.txt" in content(tmp_path / "model")
+
+
+def test_an_empty_directory_of_others_counts_too(tmp_path):
+    make(tmp_path / "model", *OURS)
+    (tmp_path / "model" / "data").mkdir()
+    with pytest.raises(FileExistsError, match="replaced: data"):
+        check_output_dir(tmp_path / "model", overwrite=True)
+
+
+def test_what_a_report_lists_is_ours(tmp_path):
+    make(tmp_path / "model", *OURS, "1_Pooling/config.json", "README.md", "LICENSE")
+    listed = {"files": ["1_Pooling/config.json", "LICENSE"]}
+    (tmp_path / "model" / "export_report.json").write_text(json.dumps(listed))
+    (tmp_path / "model" / "README.md").write_text("Pruned with mrp-lightning.")
+    check_output_dir(tmp_path / "model", overwrite=True)
+    (tmp_path / "model" / "export_report.json").write_text('{"files": 5}')
+    with pytest.raises(FileExistsError, match=r"replaced: 1_Pooling/config\.json, LICENSE\."):
+        check_output_dir(tmp_path / "model", overwrite=True)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_places_that_are_needed_are_refused(overwrite, tmp_path, monkeypatch):
+    work, source = tmp_path / "home" / "work", tmp_path / "models" / "source"
+    work.mkdir(parents=True)
+    source.mkdir(parents=True)
+    monkeypatch.chdir(work)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    wrong = {".": "is the working", "..": "holds the working", str(source): "is what is read"}
+    wrong[str(tmp_path / "models")] = "holds what is read"
+    for path, message in wrong.items():
+        with pytest.raises(FileExistsError, match=f"`save_dir`: .* {message}"):
+            check_output_dir(path, overwrite=overwrite, sources=[source])
+    check_output_dir("runs/x", sources=[source])
+    check_output_dir(tmp_path / "models" / "source-pruned", sources=[source])
+
+
+def test_a_link_is_followed(tmp_path):
+    make(tmp_path / "disk" / "model", *OURS)
+    link = tmp_path / "model"
+    link.symlink_to(tmp_path / "disk" / "model")
+    with save_directory(link, overwrite=True) as staging:
+        (staging / "new").touch()
+    assert link.is_symlink()
+    assert content(tmp_path / "disk" / "model") == ["new"]
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs Linux's /proc")
+def test_where_nothing_can_be_made_is_told_before_any_work():
+    with pytest.raises(PermissionError, match="`save_dir`: /proc/x cannot be made in /proc"):
+        check_output_dir("/proc/x")
+
+
+def test_a_disk_that_is_too_full_is_told_before_any_work(tmp_path):
+    free = shutil.disk_usage(tmp_path).free
+    check_output_dir(tmp_path / "x", num_bytes=free // 2)
+    with pytest.raises(OptionError, match=r"will take .* GB, but the disk has .* GB left"):
+        check_output_dir(tmp_path / "x", num_bytes=2 * free)
+
+
+HALF = """
+import sys, time
+from mrp_lightning.files import save_directory
+with save_directory(sys.argv[1]) as staging:
+    (staging / "half").write_text("x" * 1000)
+    print("writing", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_what_a_killed_process_left_is_removed_and_that_of_a_live_one_is_not(tmp_path):
+    root = str(Path(__file__).parents[2])
+    target = tmp_path / "model"
+
+    def writer() -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", HALF, str(target)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": root},
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline() == "writing\n"
+        return process
+
+    killed, alive = writer(), writer()
+    try:
+        killed.send_signal(signal.SIGKILL)
+        killed.wait()
+        assert len(list(tmp_path.iterdir())) == 2
+        with save_directory(target) as staging:
+            (staging / "whole").touch()
+        (left,) = [path for path in tmp_path.iterdir() if path != target]
+        assert (left / "half").exists()
+    finally:
+        alive.kill()
+        alive.wait()
+    with save_directory(tmp_path / "other"):
+        pass
+    assert left.exists()  # it belongs to another name

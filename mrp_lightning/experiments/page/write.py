@@ -49,7 +49,7 @@ def write_page(page: Page, out: Path, *, overwrite: bool = False) -> None:
     check_out(out, overwrite=overwrite)
     pictures = pictures_directory(out)
     if page.pictures:
-        with save_directory(pictures, overwrite=True, argument="--out") as staging:
+        with save_directory(pictures, overwrite=True, argument="--out", ours=["*.png"]) as staging:
             for name, picture in page.pictures.items():
                 (staging / f"{name}.png").write_bytes(picture.png)
     elif pictures.exists():
