@@ -11,15 +11,16 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from safetensors import SafetensorError
 
-from mrp_lightning.errors import DataError, OptionError
+from mrp_lightning.errors import DataError, OptionError, SaveError
 from mrp_lightning.files import check_output_dir
 from mrp_lightning.loop.capture import Step, StepCapture, eager
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.contents import check_length, checkpoint_root
 from mrp_lightning.loop.placement import blocks_on_cpu
 from mrp_lightning.loop.predict_loop import prune_in_trainer
-from mrp_lightning.loop.saving import save_pruned
+from mrp_lightning.loop.saving import num_bytes, save_pruned, sources_of
 from mrp_lightning.loop.strategies import require_one_process
 from mrp_lightning.pruning.report import PruningReport
 from mrp_lightning.solver.recipe import Recipe
@@ -70,11 +71,13 @@ class PruningCallback(Callback):
             LightningModule holds exactly one `PreTrainedModel`, else `model.safetensors`; and
             `pruning_report.json`. It appears when it is whole. Nothing is written with
             `fast_dev_run`.
-        overwrite: Whether `save_dir` may be replaced.
+        overwrite: Whether `save_dir` may be replaced, if all that it holds was written by this
+            package.
 
     Attributes:
         report: What was done to each layer, `None` before the first run. After an exception it
-            lists the layers that are pruned, and all others are untouched.
+            lists the layers that are pruned, and all others are untouched. `report.complete` is
+            true once all are pruned and `save_dir`, if there is one, is written.
 
     Raises:
         PatternError: `sparsity`, `pattern` or `block_size` are malformed.
@@ -128,12 +131,21 @@ class PruningCallback(Callback):
             "skip_indivisible": skip_indivisible,
         }
         self._session: _Session | None = None
+        self._pruned: LightningModule | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check everything that can be checked before the data is read."""
         self._end_session()
         if stage != "predict":
+            if self._pruned is None:
+                log.warning(
+                    "This %s prunes in `predict`; in `%s` it does nothing.",
+                    type(self).__name__,
+                    stage,
+                )
             return
+        if self._is_unsaved_of(pl_module) and self.save_dir is not None:
+            self.save(self.save_dir, overwrite=self.overwrite)
         if self._is_done:
             log.warning(
                 "This %s has pruned already, so predict only predicts.", type(self).__name__
@@ -145,7 +157,7 @@ class PruningCallback(Callback):
             raise OptionError("A predict run takes one PruningCallback; run predict once for each.")
         require_one_process(trainer, type(self).__name__)
         if self.save_dir is not None and not _is_rehearsal(trainer):
-            check_output_dir(self.save_dir, overwrite=self.overwrite)
+            self._check_save_dir(pl_module, self.save_dir)
         if not _is_built_later(pl_module):
             self._make_plan(pl_module)
         trainer.predict_loop.return_predictions = False
@@ -177,10 +189,42 @@ class PruningCallback(Callback):
                 true_sequential=self.true_sequential,
                 offload=self.offload,
             )
+            self._pruned = pl_module
             self._note_pruned_before(self.report.totals)
             if self.save_dir is not None and not _is_rehearsal(trainer):
-                save_pruned(pl_module, self.save_dir, self.report, overwrite=self.overwrite)
+                self.save(self.save_dir, overwrite=self.overwrite)
         rank_zero_info(self._summary(self.report, rehearsal=_is_rehearsal(trainer)))
+
+    def save(self, directory: str | PathLike[str], *, overwrite: bool = False) -> None:
+        """Write the pruned model with its report, as `save_dir` asks for.
+
+        It is for a pruning without `save_dir`, or one whose saving failed.
+
+        Args:
+            directory: The directory that is made; it appears when it is whole.
+            overwrite: Whether what this package wrote there before may be replaced.
+
+        Raises:
+            OptionError: Nothing is pruned yet.
+            SaveError: It could not be written, or may not be replaced. The pruned model is still
+                in memory.
+        """
+        if self._pruned is None or self.report is None:
+            raise OptionError(
+                f"{type(self).__name__}.save: nothing is pruned yet. Run `trainer.predict` first."
+            )
+        try:
+            self.report.complete = True
+            save_pruned(self._pruned, directory, self.report, overwrite=overwrite)
+        except BaseException as error:
+            self.report.complete = False
+            if not isinstance(error, OSError | SafetensorError):
+                raise
+            raise SaveError(
+                f"The model is pruned, but could not be saved in {directory}: {error}. It is still "
+                "in memory: `callback.save(directory)` writes it, and so does another `predict` "
+                "with this callback, which does not prune again."
+            ) from error
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
@@ -206,6 +250,21 @@ class PruningCallback(Callback):
         if self._session is not None:
             self._session.close()
             self._session = None
+
+    def _is_unsaved_of(self, pl_module: LightningModule) -> bool:
+        """Whether this very model is pruned, and could not be saved."""
+        if self._pruned is None or self._is_done:
+            return False
+        return checkpoint_root(pl_module)[1] is checkpoint_root(self._pruned)[1]
+
+    def _check_save_dir(self, pl_module: LightningModule, save_dir: str | PathLike[str]) -> None:
+        model = checkpoint_root(pl_module)[1]
+        check_output_dir(
+            save_dir,
+            overwrite=self.overwrite,
+            sources=sources_of(model),
+            num_bytes=num_bytes(model),
+        )
 
     @property
     def _is_done(self) -> bool:

@@ -19,6 +19,7 @@ from mrp_lightning.errors import (
     OptionError,
     ParityError,
     PatternError,
+    SaveError,
     StrategyError,
     TargetError,
 )
@@ -47,6 +48,7 @@ __all__ = [
     "PatternError",
     "PruningReport",
     "Recipe",
+    "SaveError",
     "Solution",
     "StrategyError",
     "TargetError",

@@ -33,6 +33,10 @@ class ParityError(ValueError):
     """An exported checkpoint does not compute what its source computes."""
 
 
+class SaveError(OSError):
+    """A pruned model could not be written; it is still in memory, and can be saved elsewhere."""
+
+
 class OptionError(ValueError):
     """An option has a value that it cannot have."""
 

@@ -196,6 +196,14 @@ def save_directory(
         shutil.rmtree(staging, ignore_errors=True)
 
 
+def visible_files(directory: Path) -> Iterator[Path]:
+    """All files in a directory and below it but hidden ones."""
+    for file in directory.rglob("*"):
+        hidden = any(part.startswith(".") for part in file.relative_to(directory).parts)
+        if file.is_file() and not hidden:
+            yield file
+
+
 def _remove_abandoned(path: Path) -> None:
     """Remove what killed processes left half-written for this directory."""
     for staging in path.parent.glob(f".{glob.escape(path.name)}.*{_PARTIAL}"):

@@ -1,16 +1,19 @@
 """Writing a LightningModule that was pruned."""
 
 from os import PathLike
+from pathlib import Path
 
 from lightning.pytorch import LightningModule
 from safetensors.torch import save_model
+from torch import nn
 from transformers import PreTrainedModel
 
-from mrp_lightning.files import save_directory
+from mrp_lightning.files import save_directory, visible_files
 from mrp_lightning.loop.contents import checkpoint_root
+from mrp_lightning.models.loading import as_dtype
 from mrp_lightning.models.saving import save_pretrained
 from mrp_lightning.pruning.model_card import model_card
-from mrp_lightning.pruning.report import PruningReport
+from mrp_lightning.pruning.report import NAME, PruningReport
 
 
 def save_pruned(
@@ -28,18 +31,39 @@ def save_pruned(
     Args:
         module: The LightningModule that holds the pruned model.
         directory: The directory that is made.
-        report: The report of the run.
+        report: The report of the run. It notes the names of all files that are written.
         overwrite: Whether a directory that is not empty may be replaced.
 
     Raises:
-        FileExistsError: The directory is not empty, and may not be replaced.
+        FileExistsError: The directory may not be replaced; see `check_output_dir`.
     """
     _, model = checkpoint_root(module)
-    with save_directory(directory, overwrite=overwrite) as staging:
+    with save_directory(directory, overwrite=overwrite, sources=sources_of(model)) as staging:
         if isinstance(model, PreTrainedModel):
             card = model_card(report, model.name_or_path or None)
             tokenizer = getattr(module, "tokenizer", None)
             save_pretrained(model, staging, tokenizer=tokenizer, card=card)
         else:
             save_model(model, str(staging / "model.safetensors"))
+        written = {file.relative_to(staging).as_posix() for file in visible_files(staging)}
+        report.files = sorted(written | {NAME})
         report.save(staging)
+
+
+def sources_of(model: nn.Module) -> list[str]:
+    """The local directory that a model was read from, if it was read from one."""
+    source = getattr(model, "name_or_path", None)
+    return [source] if isinstance(source, str) and source and Path(source).is_dir() else []
+
+
+def num_bytes(model: nn.Module) -> int:
+    """How much of a disk the weights of a model will take, in the precision that they are saved in.
+
+    What is on the meta device is counted, too.
+    """
+    stored = as_dtype(getattr(getattr(model, "config", None), "dtype", None))
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
+    return sum(
+        t.numel() * (stored if stored and t.is_floating_point() else t.dtype).itemsize
+        for t in tensors
+    )

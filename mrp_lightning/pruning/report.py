@@ -89,11 +89,12 @@ class PruningReport:
         config: The arguments of the run.
         layers: The layers, both those that are pruned and those that were left dense.
         seconds: The wall-clock time of the walk.
-        complete: Whether the walk came to its end. If it did not, `layers` says which layers are
-            pruned, and all others are untouched.
+        complete: Whether all was done that was asked for. If it was not, `layers` says which layers
+            are pruned, and all others are untouched.
         versions: The versions of the libraries that pruned, by name.
         stored_totals: The `totals` of the file from which the report was read, `None` for a report
             that is being made.
+        files: The names of all files that were written with the report, relative to its directory.
     """
 
     config: dict[str, Any]
@@ -102,6 +103,7 @@ class PruningReport:
     complete: bool = False
     versions: dict[str, str] = field(default_factory=versions)
     stored_totals: dict[str, Any] | None = field(default=None, compare=False)
+    files: list[str] = field(default_factory=list)
 
     def skip(self, name: str, shape: tuple[int, ...], reason: str) -> None:
         """Add a layer that is left dense, and why."""
@@ -148,6 +150,7 @@ class PruningReport:
             "totals": self.totals,
             "versions": self.versions,
             "config": self.config,
+            **({"files": self.files} if self.files else {}),
         }
 
     def save(self, directory: str | PathLike[str]) -> Path:
@@ -198,6 +201,7 @@ class PruningReport:
             complete=totals.get("complete", False),
             versions=content["versions"],
             stored_totals=totals,
+            files=content.get("files", []),
         )
 
 
@@ -218,7 +222,9 @@ def _problems(content: dict[str, Any]) -> Iterator[str]:
     yield from (f"`{key}` is missing or no {_SECTIONS[key].__name__}" for key in wrong)
     if wrong:
         return
-    config, totals = content["config"], content["totals"]
+    config, totals, files = content["config"], content["totals"], content.get("files", [])
+    if not isinstance(files, list) or not all(isinstance(name, str) for name in files):
+        yield f"`files` is {files!r}, expected a list of names"
     try:
         make_pattern(config.get("sparsity"), config.get("pattern"))
     except PatternError as error:

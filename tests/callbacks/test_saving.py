@@ -1,4 +1,5 @@
 import json
+import shutil
 
 import lightning.pytorch as pl
 import pytest
@@ -7,6 +8,8 @@ from transformers import AutoModelForCausalLM
 
 from callbacks import MRPCallback
 from mrp_lightning import CausalLM, Trainer
+from mrp_lightning.errors import OptionError, SaveError
+from mrp_lightning.loop.saving import num_bytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -42,9 +45,21 @@ def test_a_full_directory_is_refused_before_work(llama, loader, quiet, tmp_path)
         Trainer(**quiet).predict(module, loader, callbacks=[callback])
     assert torch.equal(before, module.model.model.layers[0].mlp.up_proj.weight)
     callback = MRPCallback(pattern="2:4", save_dir=tmp_path, overwrite=True)
-    Trainer(**quiet).predict(module, loader, callbacks=[callback])
-    assert (tmp_path / "model.safetensors").is_file()
-    assert not (tmp_path / "notes.txt").exists()
+    with pytest.raises(FileExistsError, match=r"did not write, .*: notes\.txt"):
+        Trainer(**quiet).predict(module, loader, callbacks=[callback])
+    assert torch.equal(before, module.model.model.layers[0].mlp.up_proj.weight)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_overwrite_replaces_what_a_run_wrote(llama, loader, quiet, tmp_path):
+    module = CausalLM(llama())
+    for pattern in ("2:4", "1:4"):
+        callback = MRPCallback(pattern=pattern, save_dir=tmp_path / "out", overwrite=True)
+        Trainer(**quiet).predict(module, loader, callbacks=[callback])
+        files = {file.name for file in (tmp_path / "out").iterdir()}
+        report = json.loads((tmp_path / "out" / "pruning_report.json").read_text())
+        assert set(report["files"]) == files
+        assert report["config"]["pattern"] == pattern
 
 
 def test_fast_dev_run_prunes_and_writes_nothing(llama, loader, quiet, tmp_path):
@@ -88,3 +103,108 @@ def test_a_failed_save_leaves_nothing(llama, loader, quiet, tmp_path, monkeypatc
     with pytest.raises(OSError, match="No space"):
         Trainer(**quiet).predict(llama(), loader, callbacks=[callback])
     assert list(tmp_path.iterdir()) == []
+
+
+def fail_to_save(monkeypatch, error: Exception) -> None:
+    def save_pretrained(*_, **__):
+        raise error
+
+    monkeypatch.setattr("mrp_lightning.loop.saving.save_pretrained", save_pretrained)
+
+
+@pytest.mark.parametrize("again", ["save", "predict"])
+def test_a_pruned_model_is_not_lost_where_saving_fails(
+    again, llama, loader, quiet, tmp_path, monkeypatch
+):
+    module, out = CausalLM(llama()), tmp_path / "out"
+    callback = MRPCallback(pattern="2:4", save_dir=out)
+    with monkeypatch.context() as patch:
+        fail_to_save(patch, OSError(28, "No space left on device"))
+        with pytest.raises(SaveError, match=r"No space left.*`callback.save\(directory\)` writes"):
+            Trainer(**quiet).predict(module, loader, callbacks=[callback])
+    assert not callback.report.complete
+    assert list(tmp_path.iterdir()) == []
+    pruned = module.model.model.layers[0].mlp.up_proj.weight.clone()
+    seconds = [row.seconds for row in callback.report.layers]
+    if again == "save":
+        callback.save(out)
+    else:
+        Trainer(**quiet).predict(module, loader, callbacks=[callback])
+    assert callback.report.complete
+    assert [row.seconds for row in callback.report.layers] == seconds  # not pruned again
+    loaded = AutoModelForCausalLM.from_pretrained(out)
+    assert torch.equal(loaded.model.layers[0].mlp.up_proj.weight, pruned)
+    assert json.loads((out / "pruning_report.json").read_text())["totals"]["complete"]
+
+
+def test_another_model_is_pruned_after_one_that_could_not_be_saved(
+    llama, loader, quiet, tmp_path, monkeypatch
+):
+    callback = MRPCallback(pattern="2:4", save_dir=tmp_path / "out")
+    with monkeypatch.context() as patch:
+        fail_to_save(patch, OSError("gone"))
+        with pytest.raises(SaveError):
+            Trainer(**quiet).predict(CausalLM(llama()), loader, callbacks=[callback])
+    second = CausalLM(llama())
+    Trainer(**quiet).predict(second, loader, callbacks=[callback])
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(loaded.lm_head.weight, second.model.lm_head.weight)
+    assert (second.model.model.layers[0].mlp.up_proj.weight == 0).float().mean() == 0.5
+
+
+def test_a_mistake_in_the_code_is_not_called_a_full_disk(
+    llama, loader, quiet, tmp_path, monkeypatch
+):
+    fail_to_save(monkeypatch, ZeroDivisionError())
+    callback = MRPCallback(pattern="2:4", save_dir=tmp_path / "out")
+    with pytest.raises(ZeroDivisionError):
+        Trainer(**quiet).predict(CausalLM(llama()), loader, callbacks=[callback])
+    assert not callback.report.complete
+
+
+def test_save_without_save_dir(llama, loader, quiet, tmp_path):
+    callback = MRPCallback(pattern="2:4")
+    with pytest.raises(OptionError, match="nothing is pruned yet"):
+        callback.save(tmp_path / "out")
+    Trainer(**quiet).predict(CausalLM(llama()), loader, callbacks=[callback])
+    assert callback.report.complete
+    callback.save(tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+    with pytest.raises(SaveError, match="not empty"):
+        callback.save(tmp_path / "out")
+    assert callback.report.complete is False
+    callback.save(tmp_path / "out", overwrite=True)
+    assert callback.report.complete
+
+
+def test_the_source_and_a_full_disk_are_refused_before_work(
+    llama, loader, quiet, tmp_path, monkeypatch
+):
+    llama().save_pretrained(tmp_path / "dense")
+    module = CausalLM(str(tmp_path / "dense"))
+    weights = module.model.state_dict()
+    before = {name: tensor.clone() for name, tensor in weights.items()}
+    callback = MRPCallback(pattern="2:4", save_dir=tmp_path / "dense", overwrite=True)
+    with pytest.raises(FileExistsError, match="is what is read"):
+        Trainer(**quiet).predict(module, loader, callbacks=[callback])
+    need = num_bytes(module.model)
+    size = (tmp_path / "dense" / "model.safetensors").stat().st_size
+    assert size * 0.9 < need < size
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=need - 1))
+    callback = MRPCallback(pattern="2:4", save_dir=tmp_path / "out")
+    with pytest.raises(OptionError, match="GB left"):
+        Trainer(**quiet).predict(module, loader, callbacks=[callback])
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights.items())
+
+
+@pytest.mark.parametrize("stage", ["validate", "test"])
+def test_other_loops_say_that_they_do_not_prune(stage, llama, loader, quiet, caplog):
+    module, callback = CausalLM(llama()), MRPCallback(pattern="2:4")
+    trainer = pl.Trainer(callbacks=[callback], **quiet)
+    getattr(trainer, stage)(module, loader, verbose=False)
+    assert f"prunes in `predict`; in `{stage}` it does nothing" in caplog.text
+    caplog.clear()
+    trainer.predict(module, loader)
+    getattr(trainer, stage)(module, loader, verbose=False)
+    assert "prunes in `predict`" not in caplog.text
