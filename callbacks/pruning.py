@@ -192,6 +192,7 @@ class PruningCallback(Callback):
             self._pruned = pl_module
             self._note_pruned_before(self.report.totals)
             if self.save_dir is not None and not _is_rehearsal(trainer):
+                self.report.complete = False  # until it is saved
                 self.save(self.save_dir, overwrite=self.overwrite)
         rank_zero_info(self._summary(self.report, rehearsal=_is_rehearsal(trainer)))
 
@@ -213,11 +214,11 @@ class PruningCallback(Callback):
             raise OptionError(
                 f"{type(self).__name__}.save: nothing is pruned yet. Run `trainer.predict` first."
             )
+        before, self.report.complete = self.report.complete, True  # as the file is to say
         try:
-            self.report.complete = True
             save_pruned(self._pruned, directory, self.report, overwrite=overwrite)
         except BaseException as error:
-            self.report.complete = False
+            self.report.complete = before
             if not isinstance(error, OSError | SafetensorError):
                 raise
             raise SaveError(
