@@ -141,7 +141,7 @@ class PruningCallback(Callback):
                 log.warning(
                     "This %s prunes in `predict`; in `%s` it does nothing.",
                     type(self).__name__,
-                    stage,
+                    getattr(stage, "value", stage),
                 )
             return
         if self._is_unsaved_of(pl_module) and self.save_dir is not None:
