@@ -66,7 +66,8 @@ class CausalLM(LightningModule):
 
     Raises:
         FileNotFoundError: `model` is neither a model directory nor a model that the hub gives.
-        TargetError: The checkpoint lacks weights that the model needs.
+        TargetError: The checkpoint is quantized, or lacks weights that the model needs.
+        FormatError: Files of the checkpoint are damaged, or hold more than tensors.
         TypeError: `model` or `tokenizer` is none of the above.
     """
 

@@ -16,10 +16,37 @@ def register_format(config: Any) -> None:
     Args:
         config: Configuration of the checkpoint.
     """
-    settings = getattr(config, "quantization_config", None)
-    if not settings:
-        return
-    if not isinstance(settings, dict):
-        settings = settings.to_dict()
-    for plugin in entry_points(group=GROUP, name=str(settings.get("quant_method"))):
+    for plugin in entry_points(group=GROUP, name=_method(_quantization(config))):
         plugin.load()
+
+
+def why_not_readable(config: Any) -> str | None:
+    """What keeps the weights of a checkpoint from being read as they were trained.
+
+    Args:
+        config: Configuration of the checkpoint.
+
+    Returns:
+        That it is quantized, with the next step; `None` if it is not, if a registered format reads
+        it, or if its configuration asks transformers to dequantize it.
+    """
+    settings = _quantization(config)
+    if not settings or settings.get("dequantize"):
+        return None
+    method = _method(settings)
+    if entry_points(group=GROUP, name=method):
+        return None
+    return (
+        f"quantized ({method}), and its weights cannot be read as matrices: load it in 16 bits. "
+        "Name the checkpoint that it was quantized from, or dequantize this one with transformers "
+        "and save it, or give the dequantized model itself."
+    )
+
+
+def _quantization(config: Any) -> dict[str, Any]:
+    settings = getattr(config, "quantization_config", None) or {}
+    return settings if isinstance(settings, dict) else settings.to_dict()
+
+
+def _method(settings: dict[str, Any]) -> str:
+    return str(settings.get("quant_method", "by an unknown method"))

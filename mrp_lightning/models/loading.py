@@ -1,12 +1,14 @@
 """Models, configurations and tokenizers from directories and the hub, or a message that helps."""
 
 import os
+import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -15,9 +17,11 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import cached_file
 
-from mrp_lightning.errors import DataError, OptionError, TargetError
-from mrp_lightning.models.formats import register_format
+from mrp_lightning.errors import DataError, FormatError, OptionError, TargetError
+from mrp_lightning.models.damage import damaged_files
+from mrp_lightning.models.formats import register_format, why_not_readable
 
 
 def make_config(values: dict[str, Any]) -> PreTrainedConfig:
@@ -46,6 +50,8 @@ def load_config(source: str, **hub: Any) -> PreTrainedConfig:
 
     Raises:
         FileNotFoundError: `source` is neither.
+        FormatError: transformers does not know the model, or may not run the code that comes with
+            it.
     """
     path = Path(source).expanduser()
     if path.exists() and not (path / "config.json").is_file():
@@ -53,12 +59,29 @@ def load_config(source: str, **hub: Any) -> PreTrainedConfig:
             f"`model`: {source} holds no config.json. Expected a Hugging Face model directory; "
             "a Lightning .ckpt is given as `ckpt_path`."
         )
-    if not path.exists() and (path.is_absolute() or source.startswith((".", "~"))):
-        raise FileNotFoundError(f"`model`: there is no directory {source}.")
+    if not path.exists() and _is_path(source):
+        raise FileNotFoundError(
+            f"`model`: there is no directory {source}. Give a model directory that exists, or a "
+            "hub id (OWNER/NAME, where OWNER is no directory here)."
+        )
     with _explain_missing_files(source):
-        config = AutoConfig.from_pretrained(str(path) if path.exists() else source, **hub)
+        try:
+            config = AutoConfig.from_pretrained(str(path) if path.exists() else source, **hub)
+        except ValueError as error:
+            raise FormatError(f"`model`: {source} cannot be loaded. {error}") from error
     register_format(config)
     return config
+
+
+def _is_path(source: str) -> bool:
+    """Whether a name that does not exist here can only have been meant as a path.
+
+    The hub is then not asked, which takes long where it cannot be reached. `runs/x` has the form of
+    a hub id; where there is a directory `runs`, it is taken for a path in it.
+    """
+    path = Path(source).expanduser()
+    starts_like_one = path.is_absolute() or source.startswith((".", "~"))
+    return starts_like_one or source.count("/") > 1 or ("/" in source and path.parent.is_dir())
 
 
 @contextmanager
@@ -72,6 +95,25 @@ def _explain_missing_files(source: str) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def _explain_damaged_files(source: str, revision: str | None) -> Iterator[None]:
+    """Name the files that cannot be read; what is raised says at best what is wrong in one."""
+    try:
+        yield
+    except (SafetensorError, pickle.UnpicklingError, EOFError, RuntimeError) as error:
+        path: Any = Path(source).expanduser()
+        if not path.is_dir():  # the hub's files lie beside each other in its cache
+            path = Path(str(cached_file(source, "config.json", revision=revision))).parent
+        damaged = damaged_files(path)
+        if not damaged:
+            raise
+        listed = "\n".join(f"  {file}: {reason}" for file, reason in damaged.items())
+        raise FormatError(
+            f"`model`: {len(damaged)} of the files with the weights of {source} cannot be read. "
+            f"Fetch or write them again:\n{listed}"
+        ) from error
+
+
 def load_model(source: str, dtype: torch.dtype | None, **options: Any) -> PreTrainedModel:
     """A causal language model, every weight of it from the checkpoint.
 
@@ -82,12 +124,16 @@ def load_model(source: str, dtype: torch.dtype | None, **options: Any) -> PreTra
 
     Raises:
         FileNotFoundError: `source` is neither.
-        TargetError: The checkpoint lacks weights that the model needs.
+        TargetError: The checkpoint is quantized, or lacks weights that the model needs.
+        FormatError: Files of the checkpoint are damaged, or hold more than tensors.
     """
     hub = {key: value for key, value in options.items() if key != "attn_implementation"}
-    published = load_config(source, **hub).dtype
+    config = load_config(source, **hub)
+    if reason := why_not_readable(config):
+        raise TargetError(f"`model`: the checkpoint {source} is {reason}")
+    published = config.dtype
     path = Path(source).expanduser()
-    with _explain_missing_files(source):
+    with _explain_missing_files(source), _explain_damaged_files(source, hub.get("revision")):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(path) if path.exists() else source,
             dtype=dtype or "auto",
@@ -141,6 +187,11 @@ def load_tokenizer(source: str | os.PathLike[str] | PreTrainedTokenizerBase, **h
             f"Got {type(source).__name__}."
         )
     path = Path(source).expanduser()
+    if not path.exists() and _is_path(str(source)):
+        raise FileNotFoundError(
+            f"`tokenizer`: {source} gives no tokenizer, there is no such directory. Name the "
+            "directory or hub id of one."
+        )
     try:
         return AutoTokenizer.from_pretrained(path if path.exists() else source, **hub)
     except OSError as error:

@@ -1,11 +1,24 @@
-"""A tokenizer is found, or absent, or an error says which one cannot be loaded."""
+"""Models and tokenizers are found, or an error says which cannot be loaded, and why."""
 
+import json
+import os
+import pickle
+import re
 import shutil
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from mrp_lightning.errors import DataError
-from mrp_lightning.models.loading import load_tokenizer, tokenizer_beside
+from mrp_lightning.errors import DataError, FormatError, TargetError
+from mrp_lightning.models.formats import why_not_readable
+from mrp_lightning.models.loading import (
+    load_config,
+    load_model,
+    load_tokenizer,
+    tokenizer_beside,
+)
 
 
 def test_the_tokenizer_beside_a_model(tiny_llama):
@@ -36,3 +49,129 @@ def test_a_tokenizer_that_cannot_be_loaded_is_named(tiny_llama, tmp_path, damage
         (tmp_path / name).write_text(text)
     with pytest.raises(DataError, match=f"`tokenizer`: the tokenizer of {tmp_path} cannot be load"):
         load(str(tmp_path))
+
+
+class HubError(Exception):
+    pass
+
+
+@pytest.fixture
+def no_hub(monkeypatch):
+    def ask(*_, **__):
+        raise HubError
+
+    for auto in (AutoConfig, AutoTokenizer, AutoModelForCausalLM):
+        monkeypatch.setattr(auto, "from_pretrained", ask)
+
+
+@pytest.mark.parametrize("source", ["runs/absent", "a/b/c", "./absent", "~/absent", "/absent/x"])
+def test_a_path_that_does_not_exist_is_not_asked_of_the_hub(source, no_hub, tmp_path, monkeypatch):
+    (tmp_path / "runs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match=f"`model`: there is no directory {source}"):
+        load_config(source)
+    with pytest.raises(FileNotFoundError, match=f"`tokenizer`: {source} gives no tokenizer"):
+        load_tokenizer(source)
+    assert tokenizer_beside(source) is None
+
+
+def test_the_hub_is_asked_for_what_can_be_an_id(no_hub, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for source in ("gpt2", "someone/something"):
+        for load in (load_config, load_tokenizer):
+            with pytest.raises(HubError):
+                load(source)
+
+
+def test_a_model_that_transformers_does_not_know_is_named(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llamma"}')
+    with pytest.raises(FormatError, match=f"`model`: {tmp_path} cannot be loaded.*`llamma`"):
+        load_config(str(tmp_path))
+
+
+QUANTIZED = [
+    {"quant_method": "gptq", "bits": 4},
+    {"quant_method": "awq", "bits": 4},
+    {"quant_method": "bitsandbytes", "load_in_8bit": True},
+    {"quant_method": "compressed-tensors"},
+    {"quant_method": "fp8"},
+    {"quant_method": "mxfp4"},
+]
+
+
+@pytest.mark.parametrize("settings", QUANTIZED, ids=lambda settings: settings["quant_method"])
+def test_a_quantized_checkpoint_is_refused_before_its_weights_are_read(
+    settings, tiny_llama, tmp_path, monkeypatch
+):
+    config = json.loads((tiny_llama / "config.json").read_text())
+    config["quantization_config"] = settings
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: 1 / 0)
+    message = rf"{re.escape(str(tmp_path))} is quantized \({settings['quant_method']}\).*16 bits"
+    with pytest.raises(TargetError, match=message):
+        load_model(str(tmp_path), None)
+
+
+def test_what_can_be_read_is_not_refused(tiny_llama):
+    config = AutoConfig.from_pretrained(tiny_llama)
+    assert why_not_readable(config) is None
+    for settings in (
+        {"quant_method": "mrp_sparse24"},
+        {"quant_method": "mxfp4", "dequantize": True},
+    ):
+        config.quantization_config = settings
+        assert why_not_readable(config) is None
+
+
+@pytest.fixture
+def copy(tiny_llama, tmp_path):
+    shutil.copytree(tiny_llama, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def cut(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [cut, lambda _: b"", lambda _: b"version https://git-lfs.github.com/spec/v1\noid sha256:aa\n"],
+    ids=["cut off", "empty", "a pointer"],
+)
+def test_a_damaged_safetensors_file_is_named(copy, damage):
+    path = copy / "model.safetensors"
+    path.write_bytes(damage(path.read_bytes()))
+    size = f"{path.stat().st_size:,}"
+    message = rf"(?s){re.escape(str(copy))}.*model\.safetensors: its {size} bytes are no whole"
+    with pytest.raises(FormatError, match=message):
+        load_model(str(copy), None)
+
+
+class Harmful:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol 4")
+def test_a_pickle_is_named_and_runs_nothing(copy, tmp_path):
+    weights = load_file(copy / "model.safetensors")
+    (copy / "model.safetensors").unlink()
+    pickled, ran = copy / "pytorch_model.bin", tmp_path / "ran"
+    torch.save(weights, pickled)
+    assert load_model(str(copy), None).model.embed_tokens.weight.shape == (2048, 32)
+
+    torch.save({**weights, "more": Harmful(ran)}, pickled)
+    with pytest.raises(FormatError, match=r"pytorch_model\.bin: .* calls posix\.mkdir, .* not run"):
+        load_model(str(copy), None)
+    pickled.write_bytes(pickle.dumps(Harmful(ran)))
+    with pytest.raises(FormatError, match=r"pytorch_model\.bin: it is no whole pickle of tensors"):
+        load_model(str(copy), None)
+    torch.save(weights, pickled)
+    pickled.write_bytes(cut(pickled.read_bytes()))
+    with pytest.raises(FormatError, match=r"pytorch_model\.bin: "):
+        load_model(str(copy), None)
+    assert not ran.exists()
