@@ -275,6 +275,27 @@ def fused_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, parameter
 
 
+def is_recurrent(module: nn.Module) -> bool:
+    """Whether this is an LSTM, a GRU or a plain recurrent network, or one cell of them."""
+    return isinstance(module, nn.RNNBase | nn.RNNCellBase)
+
+
+def other_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Matrices that a module holds, and neither a `Layer` nor `fused_weights` shows.
+
+    Embeddings, norms and biases are none, nor are vectors that are stored with more dimensions.
+    """
+    no_matrices = (nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.modules.conv._ConvNd)
+    if isinstance(module, no_matrices) or is_linear(module):
+        return
+    fused = {name for name, _ in fused_weights(module)}
+    for name, parameter in module._parameters.items():
+        if parameter is None or name in fused or "bias" in name:
+            continue
+        if sum(size > 1 for size in parameter.shape) > 1:
+            yield name, parameter
+
+
 def why_no_layer(module: nn.Module) -> str | None:
     """Why a convolution stays dense, `None` for all else."""
     if not isinstance(module, nn.modules.conv._ConvNd) or is_linear(module):

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import nn
 
 from mrp_lightning.errors import PatternError, TargetError
@@ -14,7 +15,9 @@ from mrp_lightning.targets.layers import (
     fused_weights,
     is_adapter,
     is_linear,
+    is_recurrent,
     layers_of,
+    other_weights,
     packed_weights,
     why_no_layer,
     why_not_plain,
@@ -86,7 +89,8 @@ def make_plan(
         allow_meta: Whether weights may be on the meta device. Such a plan can only be read.
 
     Raises:
-        TargetError: A pattern matches nothing, no layer is left, or weights are not plain.
+        TargetError: A pattern matches nothing, no layer is left, weights are not plain, or hold NaN
+            or Inf.
         PatternError: The pattern does not fit layers.
     """
     chosen, ignored = as_patterns(targets), as_patterns(ignore)
@@ -120,6 +124,7 @@ def make_plan(
     kept = {n: replace(layers[n], name=n.removeprefix(prefix)) for n in names if n not in skipped}
     if not kept:
         _nothing_left(linear, in_blocks, list(skipped.values()))
+    _refuse_not_finite(list(kept.values()))
     return Plan(
         blocks=[Block(b.name.removeprefix(prefix), b.module, b.chain) for b in found],
         layers={
@@ -148,12 +153,31 @@ def _refuse_unusual(
             problems = {n: r for n, r in problems.items() if not n.startswith(f"{name}.")}
             problems[name] = "it is wrapped by an adapter; call merge_and_unload() first"
         elif not is_linear(modules[name]) and packed_weights(modules[name]):
-            problems[name] = f"it is a packed {type(modules[name]).__name__}; load the dense model"
+            problems[name] = (
+                f"it is a packed {type(modules[name]).__name__}; call `model.dequantize()` first, "
+                "or load the directory that it was packed from"
+            )
     if problems:
         listed = "\n".join(f"  {name}: {reason}" for name, reason in problems.items())
         raise TargetError(
             f"{len(problems)} layers to prune have weights that are not plain dense tensors. "
             f"Change them, or leave them out with `ignore`:\n{listed}"
+        )
+
+
+def _refuse_not_finite(layers: list[Layer]) -> None:
+    """Refuse weights that would make every result NaN, before the time of a calibration."""
+    counts = {
+        layer.name: int((~torch.isfinite(layer.weight)).sum())
+        for layer in layers
+        if layer.weight.device.type != "meta"
+    }
+    if not_finite := {name: count for name, count in counts.items() if count}:
+        listed = "\n".join(f"  {name}: {count:,}" for name, count in not_finite.items())
+        raise TargetError(
+            f"The weights of {len(not_finite)} layers to prune hold NaN or Inf. The checkpoint is "
+            "damaged, or its values were too large for its dtype: get it again, or in bfloat16; or "
+            f"leave the layers out with `ignore`. NaN and Inf in each:\n{listed}"
         )
 
 
@@ -170,6 +194,11 @@ def _no_layers(
         for weight, tensor in fused_weights(module):
             if wanted(f"{name}.{weight}"):
                 reason = f"fused weight of {type(module).__name__}, which is not supported yet"
+                yield Skipped(f"{name}.{weight}", tuple(tensor.shape), reason)
+        # Without blocks, bare parameters are mostly embeddings of positions, as are those outside.
+        for weight, tensor in other_weights(module) if blocks or is_recurrent(module) else ():
+            if wanted(f"{name}.{weight}"):
+                reason = f"{type(module).__name__} is not a linear layer"
                 yield Skipped(f"{name}.{weight}", tuple(tensor.shape), reason)
 
 

@@ -135,7 +135,8 @@ def test_a_packed_checkpoint_is_not_pruned_again(checkpoint, tmp_path, capsys):
             ]
         )
     assert stop.value.code == 2
-    assert "q_proj: it is a packed Sparse24Linear; load the dense model" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "q_proj: it is a packed Sparse24Linear; call `model.dequantize()` first, or" in error
 
 
 def test_an_unknown_task_is_answered_with_the_nearest_names(own, capsys):

@@ -136,3 +136,65 @@ def test_attention_of_torch_is_reported(caplog):
     plan = make_plan(model, HALF)
     skipped = [s.name for s in plan.skipped]
     assert skipped == [f"layers.{k}.self_attn.in_proj_weight" for k in (0, 1)]
+
+
+def test_weights_that_are_not_finite_are_all_named(build):
+    model = build("llama")
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[0, 1] = torch.nan
+        model.model.layers[2].self_attn.q_proj.weight[:2, 3] = torch.inf
+        model.lm_head.weight[0] = torch.nan  # not a layer to prune
+    message = (
+        r"(?s)2 layers to prune hold NaN or Inf.*`ignore`.*"
+        r"layers\.0\.mlp\.up_proj: 1\n.*layers\.2\.self_attn\.q_proj: 2$"
+    )
+    with pytest.raises(TargetError, match=message):
+        make_plan(model, HALF)
+    assert make_plan(model, HALF, ignore=["up_proj", "q_proj"]).num_layers == 15
+    assert make_plan(model.to("meta"), HALF, allow_meta=True).num_layers == 21
+
+
+def test_a_packed_layer_says_the_next_step(build):
+    model = build("llama")
+    packed = nn.Module()
+    packed.register_buffer("weight_meta", torch.zeros(4, 4, dtype=torch.uint8))
+    model.model.layers[1].mlp.up_proj = packed
+    message = r"layers\.1\.mlp\.up_proj: it is a packed Module; call `model\.dequantize\(\)` first"
+    with pytest.raises(TargetError, match=message):
+        make_plan(model, HALF)
+
+
+def test_recurrent_weights_are_listed():
+    model = nn.ModuleDict({"tokens": nn.Embedding(9, 8), "rnn": nn.LSTM(8, 16, 2)})
+    model["head"] = nn.Linear(16, 9)
+    skipped = {s.name: s for s in make_plan(model, HALF).skipped}
+    matrices = {f"rnn.{name}": p for name, p in model["rnn"].named_parameters() if p.ndim == 2}
+    assert {name: s.shape for name, s in skipped.items()} == {
+        name: tuple(p.shape) for name, p in matrices.items()
+    }
+    assert len(skipped) == 4
+    assert {s.reason for s in skipped.values()} == {"LSTM is not a linear layer"}
+    with pytest.raises(TargetError, match=r"all were left out:\n  rnn.weight_ih_l0: GRU is not"):
+        make_plan(nn.ModuleDict({"rnn": nn.GRU(8, 16)}), HALF)
+
+
+def test_matrices_of_a_block_that_no_layer_holds_are_listed():
+    class Part(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.Linear(8, 8)
+            self.cell = nn.GRUCell(8, 8)
+            self.positions = nn.Embedding(4, 8)
+            self.norm = nn.LayerNorm((4, 8))
+            self.mixing = nn.Parameter(torch.randn(8, 8))
+            self.decay = nn.Parameter(torch.randn(1, 1, 8))
+            self.bias_table = nn.Parameter(torch.randn(4, 8))
+
+    model = nn.Module()
+    model.blocks = nn.ModuleList(Part() for _ in range(2))
+    model.outside = nn.Parameter(torch.randn(8, 8))
+    inside = ("mixing", "cell.weight_ih", "cell.weight_hh")
+    plan = make_plan(model, HALF)
+    assert [s.name for s in plan.skipped] == [f"blocks.{k}.{n}" for k in (0, 1) for n in inside]
+    plan = make_plan(model, HALF, ignore=["cell", "blocks.1"])
+    assert [s.name for s in plan.skipped] == ["blocks.0.mixing"]
