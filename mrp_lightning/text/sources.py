@@ -76,16 +76,12 @@ def documents_of_files(paths: Sequence[Path], column: str) -> list[str]:
         column: Key of the text in .jsonl files.
 
     Raises:
-        DataError: A file is not UTF-8, or a line is no JSON object with a text under that key.
+        DataError: A file is not UTF-8 text, with the offset of the first byte that is none; or a
+            line is no JSON object with a text under that key.
     """
     documents = []
     for path in paths:
-        try:
-            text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise DataError(
-                f"`data.{{train,eval}}_files`: {path} must be UTF-8 text. Convert it. ({error})"
-            ) from error
+        text = _text_of(path)
         if path.suffix != ".jsonl":
             documents.append(text)
             continue
@@ -94,6 +90,24 @@ def documents_of_files(paths: Sequence[Path], column: str) -> list[str]:
             if line.strip():
                 documents.append(_of_line(line, column, f"{path}, line {number}"))
     return documents
+
+
+def _text_of(path: Path) -> str:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise _no_utf8(path, error.start, error.object[error.start], error.reason) from error
+    if "\0" in text:  # UTF-8 allows it, but no text has it
+        raise _no_utf8(path, path.read_bytes().index(0), 0, "as in binary files and UTF-16")
+    return text
+
+
+def _no_utf8(path: Path, offset: int, byte: int, reason: str) -> DataError:
+    return DataError(
+        f"`data.{{train,eval}}_files`: {path} must be UTF-8 text. The byte at offset {offset:,} is "
+        f"0x{byte:02x} ({reason}). Convert the file (iconv -f latin1 -t utf-8, if it is Latin-1), "
+        "or leave it out."
+    )
 
 
 def _of_line(line: str, column: str, where: str) -> str:

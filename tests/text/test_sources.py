@@ -44,5 +44,15 @@ def test_a_line_without_a_text_is_named(tmp_path, line, got):
 @pytest.mark.parametrize("name", ["latin.txt", "latin.jsonl"])
 def test_a_file_that_is_not_utf_8_is_named(tmp_path, name):
     (tmp_path / name).write_bytes('{"text": "café"}'.encode("latin-1"))
-    with pytest.raises(DataError, match=f"{re.escape(str(tmp_path / name))} must be UTF-8"):
+    message = f"{re.escape(str(tmp_path / name))} must be UTF-8.* at offset 13 is 0xe9"
+    with pytest.raises(DataError, match=message):
         documents_of_files([tmp_path / name], "text")
+
+
+def test_a_binary_file_is_named(tmp_path):
+    for content, found in ((b"text\r\n\0more", "offset 6 is 0x00"), (b"\x89PNG", "0 is 0x89")):
+        (tmp_path / "file").write_bytes(content)
+        with pytest.raises(
+            DataError, match=f"{re.escape(str(tmp_path / 'file'))} must be.*{found}"
+        ):
+            documents_of_files([tmp_path / "file"], "text")
