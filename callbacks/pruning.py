@@ -17,7 +17,7 @@ from mrp_lightning.errors import DataError, OptionError, SaveError
 from mrp_lightning.files import check_output_dir
 from mrp_lightning.loop.capture import Step, StepCapture, eager
 from mrp_lightning.loop.causal_lm import CausalLM
-from mrp_lightning.loop.contents import check_length, checkpoint_root
+from mrp_lightning.loop.contents import check_batch, checkpoint_root
 from mrp_lightning.loop.placement import blocks_on_cpu
 from mrp_lightning.loop.predict_loop import prune_in_trainer
 from mrp_lightning.loop.saving import num_bytes, save_pruned, sources_of
@@ -332,7 +332,7 @@ class _Session:
         """Store the batches of the loop in place of running the model on them."""
         self._changes.close()
         stop_at = [block.module for block in plan.blocks] or [x.module for x in plan.outside]
-        capture = StepCapture(pl_module, stop_at, lambda batch: check_length(pl_module, batch))
+        capture = StepCapture(pl_module, stop_at, lambda batch: check_batch(pl_module, batch))
         self._changes.callback(capture.remove)
         self.plan, self.steps = plan, capture.steps
 

@@ -3,10 +3,10 @@
 from typing import Any
 
 from lightning.pytorch import LightningModule
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from mrp_lightning.calibration.padding import longest_input
+from mrp_lightning.calibration.padding import longest_input, token_ids
 from mrp_lightning.errors import DataError
 from mrp_lightning.loop.trainer import ModuleRunner
 from mrp_lightning.models.positions import longest_sequence
@@ -40,16 +40,18 @@ def checkpoint_root(module: LightningModule) -> tuple[str, nn.Module]:
     return "", module
 
 
-def check_length(module: LightningModule, batch: Any) -> None:
-    """Refuse windows that are longer than the model's positions.
+def check_batch(module: LightningModule, batch: Any) -> None:
+    """Refuse windows that are longer than the model's positions, and tokens it does not know.
 
     Raises:
-        DataError: They are longer. The message names both lengths.
+        DataError: The windows are longer, or token ids are outside the vocabulary. The message
+            names both numbers.
     """
     models = language_models(module)
     if len(models) != 1:
         return
-    limit = longest_sequence(next(iter(models.values())).config)
+    (model,) = models.values()
+    limit = longest_sequence(model.config)
     length = longest_input(batch)
     if limit is not None and length > limit:
         raise DataError(
@@ -57,3 +59,28 @@ def check_length(module: LightningModule, batch: Any) -> None:
             "the model's configuration. "
             f"Cut them to `sequence_length: {limit}` or less."
         )
+    ids, table = token_ids(batch), _embedding(model)
+    if ids is None or not ids.numel() or table is None:
+        return
+    lowest, highest = (int(end) for end in ids.aminmax())
+    if lowest < 0 or highest >= len(table):
+        wrong = lowest if lowest < 0 else highest
+        raise DataError(
+            f"The calibration batches hold the token id {wrong}, but the model's vocabulary has "
+            f"{len(table)} tokens, 0 to {len(table) - 1}: they come from another tokenizer. Make "
+            "them with the model's own (`data.tokenizer`)."
+        )
+
+
+def _embedding(model: PreTrainedModel) -> Tensor | None:
+    """The table (vocabulary, features) of the tokens, `None` for a model that reads no text.
+
+    Multimodal models may mark the places of images by ids that are in no vocabulary: also `None`.
+    """
+    if model.config.get_text_config() is not model.config:
+        return None
+    try:
+        weight = getattr(model.get_input_embeddings(), "weight", None)
+    except NotImplementedError:
+        return None
+    return weight if isinstance(weight, Tensor) and weight.ndim == 2 else None

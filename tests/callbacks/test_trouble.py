@@ -11,7 +11,14 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from callbacks import MRPCallback, PruningCallback
 from mrp_lightning import CausalLM, Trainer
-from mrp_lightning.errors import HessianError, MethodError, PatternError, StrategyError, TargetError
+from mrp_lightning.errors import (
+    DataError,
+    HessianError,
+    MethodError,
+    PatternError,
+    StrategyError,
+    TargetError,
+)
 
 
 @pytest.mark.parametrize(
@@ -157,6 +164,29 @@ def test_sequences_longer_than_the_model(llama, quiet):
             model, DataLoader(torch.ones(1, 33).long()), callbacks=[MRPCallback(pattern="2:4")]
         )
     assert "predict_step" not in model.__dict__
+
+
+@pytest.mark.parametrize("wrong", [64, 70, -1])
+def test_tokens_that_the_model_does_not_know(wrong, llama, quiet):
+    model = llama()
+    calls = []
+    model.register_forward_pre_hook(lambda *_: calls.append(1))
+    ids = torch.tensor([[1, 63, wrong, 0]])
+    message = rf"token id {wrong}, .*vocabulary has 64 tokens, 0 to 63: .*`data\.tokenizer`"
+    for batch in (ids, {"input_ids": ids}):
+        with pytest.raises(DataError, match=message):
+            Trainer(**quiet).predict(
+                model, DataLoader([batch], batch_size=None), callbacks=[MRPCallback(pattern="2:4")]
+            )
+    assert calls == []
+
+
+def test_weights_that_are_not_finite(refused, llama):
+    model = llama()
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, 0] = torch.inf
+    message = r"hold NaN or Inf(?s:.*)\n  model\.layers\.1\.mlp\.up_proj: 1$"
+    refused(TargetError, message, model=CausalLM(model), pattern="2:4")
 
 
 @pytest.mark.parametrize(
