@@ -36,6 +36,7 @@ from mrp_lightning.text.windows import (
     tokenize,
 )
 
+_USUAL_LENGTH = 2048  # tokens a window, in the papers
 _SEPARATOR = "\n\n"  # between documents, as SparseGPT joins WikiText2
 
 
@@ -66,7 +67,8 @@ class TextDataModule(LightningDataModule):
             repositories (`allenai/c4/en/…`); nothing is fetched then. By default they come from
             the hub or, with `HF_HUB_OFFLINE=1`, from its cache.
         num_samples: Number of calibration windows.
-        sequence_length: Tokens a window, which is the context that perplexity is measured at.
+        sequence_length: Tokens a window, which is the context that perplexity is measured at. By
+            default 2048, or as many as the model can read where those are fewer.
         batch_size: Windows a batch.
         seed: Seed of the draws of calibration windows, and of the order in which `fit` reads.
         text_column: Key of the text in .jsonl files, and its column in datasets.
@@ -91,7 +93,7 @@ class TextDataModule(LightningDataModule):
         evaluation: Sequence[str] | str | None = None,
         corpora_dir: str | None = None,
         num_samples: int = 128,
-        sequence_length: int = 2048,
+        sequence_length: int | None = None,
         batch_size: int = 1,
         seed: int = 0,
         text_column: str = "text",
@@ -103,7 +105,7 @@ class TextDataModule(LightningDataModule):
             "sequence_length": sequence_length,
             "batch_size": batch_size,
         }
-        if wrong := {name: n for name, n in counts.items() if n < 1}:
+        if wrong := {name: n for name, n in counts.items() if n is not None and n < 1}:
             raise OptionError(f"TextDataModule: expected positive numbers. Got {wrong}.")
         self.calibration = calibration
         self.evaluation = [evaluation] if isinstance(evaluation, str) else list(evaluation or [])
@@ -125,13 +127,14 @@ class TextDataModule(LightningDataModule):
             dataset=dataset,
             column=text_column,
         )
-        self.num_samples, self.sequence_length = num_samples, sequence_length
-        self.batch_size, self.seed = batch_size, seed
+        self.num_samples, self.batch_size, self.seed = num_samples, batch_size, seed
+        self.sequence_length = sequence_length or _USUAL_LENGTH
+        self._fits_model = sequence_length is None
         self.tokenizer: Any = None
         self._tokenizer_source = tokenizer
 
     def setup(self, stage: str) -> None:
-        """Find the tokenizer and the published texts, and check the windows against the model.
+        """Find the tokenizer and the published texts, and fit the windows to the model.
 
         Args:
             stage: What the trainer is going to do: `fit`, `validate`, `test` or `predict`.
@@ -154,10 +157,12 @@ class TextDataModule(LightningDataModule):
             )
         config = getattr(getattr(module, "model", None), "config", None)
         limit = longest_sequence(config) if isinstance(config, PreTrainedConfig) else None
-        if limit is not None and self.sequence_length > limit:
+        if self._fits_model:
+            self.sequence_length = min(_USUAL_LENGTH, limit or _USUAL_LENGTH)
+        elif limit is not None and self.sequence_length > limit:
             raise DataError(
                 f"`data.sequence_length` is {self.sequence_length}, but the model's configuration "
-                f"has only {limit} positions. Give windows of {limit} tokens or less."
+                f"has only {limit} positions. Write `sequence_length: {limit}` or less."
             )
         if self._published:
             locate(self._needed(stage), self.corpora_dir)

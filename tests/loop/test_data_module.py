@@ -156,5 +156,20 @@ def test_the_window_is_checked_against_the_positions_of_the_model(tokenizer, has
         (logits,) = trainer.predict(lm, datamodule=TextDataModule(**windows, batch_size=2))
         assert logits.shape[:2] == (2, 25)
     else:
-        with pytest.raises(ValueError, match=r"sequence_length` is 25, .* only 24 positions"):
+        with pytest.raises(
+            ValueError, match=r"is 25, .* only 24 positions. Write `sequence_length: 24`"
+        ):
             trainer.predict(lm, datamodule=TextDataModule(**windows))
+
+
+def test_the_default_window_fits_the_model(tokenizer):
+    trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
+    data = TextDataModule(num_samples=1, tokenizer=tokenizer)
+    assert data.sequence_length == 2048
+    sizes = {"vocab_size": 2048, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    for positions, expected in ((24, 24), (4096, 2048)):
+        lm = CausalLM(AutoConfig.for_model("gpt2", **sizes, n_positions=positions))
+        trainer.strategy.connect(lm)
+        data.trainer = trainer
+        data.setup("predict")
+        assert data.calibration_windows().shape == (1, expected)
