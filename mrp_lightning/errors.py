@@ -42,7 +42,7 @@ class OptionError(ValueError):
 
 
 class DependencyError(ImportError):
-    """A package that only some commands need is not installed."""
+    """A package that a command needs is not installed, or is hidden by another of its name."""
 
 
 class NumericalWarning(UserWarning):

@@ -2,7 +2,11 @@
 
 import inspect
 import sys
+from collections.abc import Callable
 from importlib import import_module
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from mrp_lightning import errors
@@ -24,25 +28,72 @@ _USER_ERRORS: tuple[Any, ...] = (
 # Each is `main` of a module of this package, loaded when it is asked for.
 _COMMANDS = ("layers", "zeroshot", "report", "sweep")
 
+GROUP = "mrp_lightning.commands"
+"""Group of entry points by which other packages add a command: its `main(args)`."""
+
 
 def main(args: list[str] | None = None) -> None:
     """Run the command line; a mistake of the user's ends it with one line and status 2."""
     given = sys.argv[1:] if args is None else args
     try:
-        if given and given[0] in _COMMANDS:
-            import_module(f"mrp_lightning.commands.{given[0]}").main(given[1:])
+        _require_own_packages()
+        command = _command(given[0]) if given else None
+        if command is not None:
+            command(given[1:])
         else:
-            with extra("cli", "This command"):
-                import jsonargparse  # noqa: F401
-            from mrp_lightning.loop.cli import PruningCLI
-
-            PruningCLI(args)
+            _run_lightning(args)
     except Exception as error:
         message = _user_error(error)
         if message is None:
             raise
         sys.stderr.write(f"error: {message}\n")
         raise SystemExit(2) from error
+
+
+def _command(name: str) -> Callable[[list[str]], None] | None:
+    """The command of that name, `None` for those of LightningCLI."""
+    if name in _COMMANDS:
+        return import_module(f"mrp_lightning.commands.{name}").main
+    for plugin in entry_points(group=GROUP, name=name):
+        return plugin.load()
+    return None
+
+
+def _run_lightning(args: list[str] | None) -> None:
+    with extra("cli", "This command"):
+        import jsonargparse  # noqa: F401
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+    from mrp_lightning.loop.cli import PruningCLI
+
+    try:
+        PruningCLI(args)
+    except MisconfigurationException as error:
+        reason = " ".join(str(error).split())
+        raise errors.OptionError(f"Lightning refuses this configuration: {reason}") from error
+
+
+def _require_own_packages() -> None:
+    """Refuse a folder of the user's that is imported in place of a package that comes with this.
+
+    `python -m` looks in the working directory first, and the names are ordinary ones.
+
+    Raises:
+        DependencyError: There is such a folder or file.
+    """
+    beside = Path(__file__).parents[2]
+    for name in ("callbacks", "export"):
+        spec = find_spec(name)
+        if spec is None or spec.origin is None:
+            continue
+        found = Path(spec.origin)
+        found = found.parent if found.name == "__init__.py" else found
+        if found.resolve() != (beside / name).resolve() and (beside / name).is_dir():
+            raise errors.DependencyError(
+                f"{found} hides the package `{name}` of mrp-lightning, because `python -m` looks "
+                "in the working directory first. Start `mrp-lightning …` or `python -P -m "
+                "mrp_lightning …` in its place, or rename yours."
+            )
 
 
 def _user_error(error: BaseException | None) -> BaseException | None:

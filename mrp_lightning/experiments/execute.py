@@ -7,9 +7,8 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from os import PathLike
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from transformers.utils import logging as transformers_logging
 
@@ -22,7 +21,7 @@ from mrp_lightning.experiments.sweep import Sweep
 from mrp_lightning.experiments.trials import Trial
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.cli import PruningCLI
-from mrp_lightning.pruning.report import PruningReport
+from mrp_lightning.loop.pruning_callback import callbacks_that_prune
 
 
 class _Configured(PruningCLI):
@@ -34,15 +33,6 @@ class _Configured(PruningCLI):
     def build(self) -> None:
         """Make the trainer, the model and the data."""
         super().instantiate_classes()
-
-
-@runtime_checkable
-class _Pruning(Protocol):
-    """What is needed of a `PruningCallback`, which belongs to another package."""
-
-    report: PruningReport | None
-    save_dir: str | PathLike[str] | None
-    overwrite: bool
 
 
 def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
@@ -127,8 +117,7 @@ def described(cli: _Configured) -> dict[str, Any]:
 
 
 def _prune(cli: _Configured, directory: Path, *, save_checkpoint: bool) -> None:
-    callbacks: list[Any] = cli.trainer.callbacks  # type: ignore[attr-defined]
-    (callback,) = [c for c in callbacks if isinstance(c, _Pruning)]
+    (callback,) = callbacks_that_prune(cli.trainer)
     callback.save_dir, callback.overwrite = directory if save_checkpoint else None, True
     cli.trainer.predict(cli.model, datamodule=cli.datamodule)
     directory.mkdir(parents=True, exist_ok=True)

@@ -1,12 +1,22 @@
 """LightningCLI for a `CausalLM` on a `TextDataModule`."""
 
+import sys
+from typing import NoReturn
+
 from lightning.pytorch import LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
-from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
+from lightning.pytorch.accelerators import AcceleratorRegistry
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
+from mrp_lightning.errors import OptionError
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.data_module import TextDataModule
+from mrp_lightning.loop.pruning_callback import callbacks_that_prune
 from mrp_lightning.loop.trainer import Trainer
+from mrp_lightning.loop.typos import explain
+
+_GPUS = {"cuda", "mps"}
+"""What Lightning takes for `gpu`."""
 
 
 class SaveConfigToLog(SaveConfigCallback):
@@ -16,6 +26,18 @@ class SaveConfigToLog(SaveConfigCallback):
         """Lightning would write into the working directory when there is no logger."""
         if trainer.logger is not None:
             super().setup(trainer, pl_module, stage)
+
+
+class ConciseParser(LightningArgumentParser):
+    """Lightning's parser, which says what is wrong without the usage of all options."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """End with the mistake and the nearest name, status 2."""
+        if not self.exit_on_error:  # a parser inside another one, which reports
+            super().error(message, ex)
+        parser = getattr(ex, "subcommand_parser", None) or self
+        sys.stderr.write(f"error: {explain(message, parser)}\n")
+        self.exit(2)
 
 
 class PruningCLI(LightningCLI):
@@ -30,9 +52,11 @@ class PruningCLI(LightningCLI):
             save_config_kwargs={"overwrite": True},
             seed_everything_default=0,
             auto_configure_optimizers=False,
+            parser_class=ConciseParser,
             parser_kwargs={
                 "epilog": "More commands, each with its own --help: layers (what would be pruned), "
-                "zeroshot (tasks of lm-eval), report (a page on a run), sweep (many runs)."
+                "zeroshot (tasks of lm-eval), report (a page on a run), sweep (many runs), "
+                "export (pack a 2:4 checkpoint)."
             },
             args=args,
             run=run,
@@ -44,3 +68,38 @@ class PruningCLI(LightningCLI):
         commands = LightningCLI.subcommands()
         commands["predict"] = commands["predict"] | {"callbacks"}
         return commands
+
+    def before_instantiate_classes(self) -> None:
+        """Refuse an accelerator that is not there, before a model is loaded.
+
+        Raises:
+            OptionError: This machine has no such accelerator.
+        """
+        wanted = self._get(self.config, "trainer.accelerator")
+        there = {name for name in AcceleratorRegistry if _is_there(name)}
+        missing = set(AcceleratorRegistry) - there
+        if missing >= _GPUS:
+            missing.add("gpu")
+        if wanted in missing:
+            raise OptionError(
+                f"`trainer.accelerator`: expected auto or one that this machine has "
+                f"({', '.join(sorted(there))}). Got {wanted}. Name another, or leave the key out."
+            )
+
+    def before_predict(self) -> None:
+        """Refuse to run a model over the data for nothing.
+
+        Raises:
+            OptionError: No callback prunes.
+        """
+        if not callbacks_that_prune(self.trainer):
+            raise OptionError(
+                "`trainer.callbacks`: `predict` prunes, and no callback here does. Add "
+                "`--trainer.callbacks=callbacks.MRPCallback --trainer.callbacks.pattern=2:4 "
+                "--trainer.callbacks.save_dir=DIR`, or in YAML `trainer: {callbacks: [{class_path: "
+                'callbacks.MRPCallback, init_args: {pattern: "2:4", save_dir: DIR}}]}`.'
+            )
+
+
+def _is_there(accelerator: str) -> bool:
+    return bool(AcceleratorRegistry[accelerator]["accelerator"].is_available())

@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from mrp_lightning.loop.capture import Step
-from mrp_lightning.loop.progress import nested_progress
+from mrp_lightning.loop.progress import block_log, nested_progress
 from mrp_lightning.pruning.report import LayerReport, PruningReport
 from mrp_lightning.pruning.sequential import Progress, SequentialPruner
 from mrp_lightning.solver.recipe import Recipe
@@ -45,6 +45,12 @@ def prune_in_trainer(
         # The strategy's, for its precision.
         return strategy.predict_step(*on_device.args, **on_device.kwargs)
 
+    log_line = block_log(trainer, len(plan.blocks) + bool(plan.outside))
+
+    def finish_block(k: int, rows: list[LayerReport]) -> None:
+        log_line(k + 1, _mean_loss(rows) if rows else None)
+        _log_metrics(trainer, k, rows)
+
     with nested_progress(trainer, plan.num_layers) as show:
         SequentialPruner(
             model=module,
@@ -58,23 +64,27 @@ def prune_in_trainer(
             device=device,
             offload=offload,
             on_progress=lambda progress: show(progress.layers, _describe(progress)),
-            on_block=lambda k, rows: _log_block(trainer, k, rows),
+            on_block=finish_block,
         ).prune()
     for name in ("sparsity", "relative_loss"):
         trainer.callback_metrics[f"prune/{name}"] = torch.tensor(report.totals[name])
 
 
-def _log_block(trainer: Trainer, k: int, rows: list[LayerReport]) -> None:
+def _log_metrics(trainer: Trainer, k: int, rows: list[LayerReport]) -> None:
     if not rows:
         return
     metrics = {
-        "prune/relative_loss": sum(row.relative_loss or 0.0 for row in rows) / len(rows),
+        "prune/relative_loss": _mean_loss(rows),
         "prune/sparsity": sum(row.sparsity or 0.0 for row in rows) / len(rows),
         "prune/seconds": sum(row.seconds or 0.0 for row in rows),
     }
     for logger in trainer.loggers:
         logger.log_metrics(metrics, step=k)
         logger.save()
+
+
+def _mean_loss(rows: list[LayerReport]) -> float:
+    return sum(row.relative_loss or 0.0 for row in rows) / len(rows)
 
 
 def _describe(progress: Progress) -> str:

@@ -18,13 +18,23 @@ class Trainer(pl.Trainer):
 
     Args:
         devices: The number of accelerators, or which ones. Pruning uses one.
+        callbacks: One callback or several, for all that the trainer runs.
         **kwargs: The other arguments of `lightning.pytorch.Trainer`.
+
+    Raises:
+        TypeError: `callbacks` holds something else, such as a callback of `pytorch_lightning`.
     """
 
     callbacks: list[Callback]  # Lightning sets it without declaring it
 
-    def __init__(self, *, devices: list[int] | str | int = 1, **kwargs: Any) -> None:
-        super().__init__(devices=devices, **kwargs)
+    def __init__(
+        self,
+        *,
+        devices: list[int] | str | int = 1,
+        callbacks: list[Callback] | Callback | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(devices=devices, callbacks=_checked(callbacks), **kwargs)
 
     def predict(  # type: ignore[override]  # (a plain module is taken too)
         self,
@@ -50,9 +60,17 @@ class Trainer(pl.Trainer):
             callbacks: Callbacks for this call only, together with the trainer's own.
 
         Raises:
-            TypeError: `callbacks` holds something else.
+            TypeError: `callbacks` holds something else, or `model` or `datamodule` is of the
+                package `pytorch_lightning`.
             ValueError: `callbacks` holds a progress bar, and the trainer has one already.
         """
+        for argument, value in {
+            "model": getattr(model, "_orig_mod", model),
+            "datamodule": datamodule,
+            "dataloaders": dataloaders,
+        }.items():
+            if _is_of_the_other_package(value):
+                raise TypeError(f"`{argument}`: expected one of `lightning`. {_got([value])}")
         if model is not None:
             model = as_lightning_module(model)
         with self._borrow(callbacks):
@@ -68,13 +86,7 @@ class Trainer(pl.Trainer):
     @contextmanager
     def _borrow(self, callbacks: Callback | Sequence[Callback] | None) -> Iterator[None]:
         """Add callbacks for the duration of a call, those the trainer does not have."""
-        extra = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or [])
-        wrong = [c for c in extra if not isinstance(c, Callback)]
-        if wrong:
-            raise TypeError(
-                "`callbacks` must be lightning.pytorch callbacks (of `lightning`, not of "
-                f"`pytorch_lightning`). Got {', '.join(type(c).__name__ for c in wrong)}."
-            )
+        extra = _checked(callbacks)
         extra = [c for c in extra if not any(c is own for own in self.callbacks)]
         if any(isinstance(c, ProgressBar) for c in extra) and self.progress_bar_callback:
             raise ValueError("`callbacks` holds a progress bar, and the trainer has one already.")
@@ -90,6 +102,33 @@ class Trainer(pl.Trainer):
             for callback in extra:  # a bound method of the model, which would keep it alive
                 callback.__dict__.pop("log", None)
                 callback.__dict__.pop("log_dict", None)
+
+
+def _checked(callbacks: Callback | Sequence[Callback] | None) -> list[Callback]:
+    """The callbacks as a list, all of them of the Lightning that this trainer is of."""
+    if callbacks is None:
+        return []
+    given = list(callbacks) if isinstance(callbacks, Sequence) else [callbacks]
+    wrong = [c for c in given if not isinstance(c, Callback)]
+    if wrong:
+        raise TypeError(f"`callbacks` must be callbacks of `lightning`. {_got(wrong)}")
+    return given
+
+
+def _is_of_the_other_package(value: object) -> bool:
+    """Whether it is of `pytorch_lightning`, whose classes are others with the same names."""
+    names = (kind.__module__ for kind in type(value).__mro__)
+    return any(name.partition(".")[0] == "pytorch_lightning" for name in names)
+
+
+def _got(wrong: Sequence[object]) -> str:
+    named = ", ".join(type(value).__name__ for value in wrong)
+    if not any(_is_of_the_other_package(value) for value in wrong):
+        return f"Got {named}."
+    return (
+        f"Got {named} of `pytorch_lightning`, which is another package with the same names. "
+        "Import from `lightning.pytorch`, here and where the class is defined."
+    )
 
 
 def as_lightning_module(model: nn.Module) -> nn.Module:

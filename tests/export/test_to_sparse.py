@@ -1,7 +1,6 @@
 """`python -m export.to_sparse`, from any pruned checkpoint to a report."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -216,19 +215,27 @@ def test_an_interrupted_run_leaves_nothing(llama, capsys, monkeypatch):
     assert [path.name for path in llama.parent.iterdir()] == ["llama"]
 
 
-def test_a_terminated_run_leaves_nothing(llama):
+@pytest.mark.parametrize(
+    ("sent", "status", "said"),
+    [(signal.SIGTERM, 143, ""), (signal.SIGINT, 130, "interrupted: nothing was written\n")],
+)
+def test_a_run_that_is_ended_leaves_nothing(sent, status, said, llama):
     code = (
-        "import time, export.to_sparse as command;"
+        "import signal, time, export.to_sparse as command;"
+        "signal.signal(signal.SIGINT, signal.default_int_handler);"  # ignored in the background
         "command.check_parity = lambda *_, **__: time.sleep(60);"
         f"command.main([{str(llama)!r}])"
     )
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    command = [sys.executable, "-c", code]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     for _ in range(3000):
         if any(path.name == "config.json" for path in llama.parent.glob(".*.partial/*")):
             break
         time.sleep(0.1)
-    os.kill(process.pid, signal.SIGTERM)
-    assert process.wait(timeout=60) == 143
+    time.sleep(1)
+    process.send_signal(sent)
+    assert process.communicate(timeout=60)[1] == said
+    assert process.returncode == status
     assert [path.name for path in llama.parent.iterdir()] == ["llama"]
 
 

@@ -12,7 +12,8 @@ README = (ROOT / "README.md").read_text()
 
 
 def blocks(language: str) -> list[str]:
-    found = re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.M | re.S)
+    every = re.findall(r"^```(\w*)\n(.*?)^```$", README, flags=re.M | re.S)
+    found = [text for name, text in every if name == language]
     assert found, language
     return found
 
@@ -25,7 +26,7 @@ def here(tmp_path, monkeypatch):
 
 
 def test_python_blocks_run(tiny_llama, here):
-    model, matrix = blocks("python")
+    model, stock, matrix = blocks("python")
     model = model.replace('"facebook/opt-125m"', repr(str(tiny_llama)))
     model = model.replace('calibration="c4"', 'train_files="text.jsonl"')
     model = model.replace("num_samples=128", "num_samples=2").replace("=2048", "=64")
@@ -33,6 +34,9 @@ def test_python_blocks_run(tiny_llama, here):
     exec(model, names)
     assert names["prune"].report.layers
     assert (here / "runs" / "opt-125m-2of4" / "pruning_report.json").is_file()
+    exec(stock, names)
+    assert names["prune"].report.config["sparsity"] == 0.5
+    assert names["prune"].report.complete
     exec(matrix, names)
     assert ((names["solution"].weight.view(64, -1, 4) == 0).sum(2) == 2).all()
 
@@ -61,7 +65,7 @@ def test_commands_run(tiny_llama, here):
 def test_the_layers_command_runs(tiny_llama, capsys):
     from mrp_lightning.commands.main import main
 
-    (command,) = [block for block in blocks("") if "mrp_lightning layers" in block]
+    (command,) = re.findall(r"^python -m mrp_lightning layers .*$", README, flags=re.M)
     main(shlex.split(command.replace("facebook/opt-125m", str(tiny_llama)))[3:])
     assert "self_attn.q_proj" in capsys.readouterr().out
 

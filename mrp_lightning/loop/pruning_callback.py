@@ -1,0 +1,29 @@
+"""How a `PruningCallback`, which belongs to another package, is known here."""
+
+from os import PathLike
+from typing import Any, Protocol, runtime_checkable
+
+from lightning.pytorch import Trainer
+
+from mrp_lightning.pruning.report import PruningReport
+
+
+@runtime_checkable
+class Pruning(Protocol):
+    """What is needed of a callback that prunes.
+
+    Attributes:
+        report: What was done to each layer, `None` before the first run.
+        save_dir: The directory for the pruned model, `None` if it is not saved.
+        overwrite: Whether `save_dir` may be replaced.
+    """
+
+    report: PruningReport | None
+    save_dir: str | PathLike[str] | None
+    overwrite: bool
+
+
+def callbacks_that_prune(trainer: Trainer) -> list[Pruning]:
+    """The callbacks of a trainer that prune, in their order."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return [callback for callback in callbacks if isinstance(callback, Pruning)]

@@ -1,0 +1,180 @@
+"""What the command line says of a mistake: one line with the cause and the next step, status 2."""
+
+import os
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import EntryPoint, EntryPoints
+from pathlib import Path
+
+import pytest
+from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
+
+import mrp_lightning.commands.main as command_line
+from mrp_lightning.commands.main import main
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def arguments(tiny_llama: Path, tmp_path: Path) -> list[str]:
+    """A whole `predict`, but for a callback."""
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(f"value_{i} = compute({i}) + {i * 7}" for i in range(400)))
+    data = {"train_files": text, "num_samples": 4, "sequence_length": 32, "batch_size": 2}
+    return [
+        "predict",
+        f"--model.model={tiny_llama}",
+        *(f"--data.{key}={value}" for key, value in data.items()),
+        "--trainer.accelerator=cpu",
+        "--trainer.logger=false",
+    ]
+
+
+def said(args: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What ends the command, which is one line."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        main(args)
+    assert stop.value.code == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
+    (line,) = [line for line in lines if line.startswith("error: ")]
+    assert line == lines[-1]
+    assert not any("usage" in line or "Traceback" in line for line in lines)
+    return line
+
+
+@pytest.mark.parametrize("callbacks", [[], ["--trainer.callbacks=callbacks.SaveEvaluation"]])
+def test_predict_with_nothing_that_prunes(callbacks, arguments, capsys):
+    if callbacks:
+        callbacks = [*callbacks, "--trainer.callbacks.save_dir=out"]
+    assert "--trainer.callbacks=callbacks.MRPCallback" in said([*arguments, *callbacks], capsys)
+
+
+@pytest.mark.parametrize(
+    ("yaml", "wrong", "meant"),
+    [
+        ("data: {num_sample: 3}", "num_sample", "`data.num_samples`"),
+        ("model: {modle: there}", "modle", "`model.model`"),
+        ("trainer: {acelerator: cpu}", "acelerator", "`trainer.accelerator`"),
+        ("dta: {num_samples: 3}", "dta", "`data.num_samples`"),
+        (
+            "trainer: {callbacks: "
+            "[{class_path: callbacks.MRPCallback, init_args: {patern: '2:4'}}]}",
+            "patern",
+            "`pattern`",
+        ),
+        (
+            "trainer: {callbacks: [{class_path: callbacks.MRPCalback}]}",
+            "MRPCalback",
+            "`callbacks.MRPCallback`",
+        ),
+        (
+            "trainer: {callbacks: {class_path: calbacks.MRPCallback}}",
+            "calbacks",
+            "`callbacks`",
+        ),
+        ("trainer: {callbacks: {class_path: MRPCalback}}", "MRPCalback", "with its module"),
+    ],
+)
+def test_a_name_that_does_not_exist_in_yaml(yaml, wrong, meant, arguments, tmp_path, capsys):
+    config = tmp_path / "run.yaml"
+    config.write_text(f"{yaml}\n")
+    line = said([*arguments, f"--config={config}"], capsys)
+    assert wrong in line
+    assert meant in line
+    assert len(line) < 300
+
+
+@pytest.mark.parametrize(
+    ("option", "meant"),
+    [
+        ("--data.nm_samples=3", "`data.num_samples`"),
+        ("--trainer.callbacks.patern=2:4", "`pattern`"),
+    ],
+)
+def test_a_name_that_does_not_exist_on_the_command_line(option, meant, arguments, capsys):
+    callback = "--trainer.callbacks=callbacks.MRPCallback"
+    line = said([*arguments, callback, option], capsys)
+    assert meant in line
+    assert len(line) < 300
+
+
+def test_a_value_of_the_wrong_type_is_named(arguments, capsys):
+    arguments += ["--data.num_samples=many"]
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert "data.num_samples" in error
+    assert "many" in error
+
+
+def test_an_accelerator_that_is_not_there(arguments, capsys, monkeypatch):
+    for accelerator in (CUDAAccelerator, MPSAccelerator):
+        monkeypatch.setattr(accelerator, "is_available", staticmethod(lambda: False))
+    for name in ("gpu", "cuda", "mps"):
+        arguments[-2] = f"--trainer.accelerator={name}"
+        line = said([*arguments, "--model.model=./absent"], capsys)  # before a model is loaded
+        assert f"Got {name}" in line
+        assert "auto" in line
+        assert "cpu" in line
+
+
+def test_what_lightning_refuses(arguments, capsys):
+    arguments += ["--trainer.limit_predict_batches=-1"]
+    assert "limit_predict_batches" in said(arguments, capsys)
+
+
+@pytest.mark.parametrize("name", ["callbacks", "export"])
+@pytest.mark.parametrize("file", ["{}/__init__.py", "{}.py"])
+def test_a_folder_that_hides_a_package(name, file, tmp_path):
+    hiding = tmp_path / file.format(name)
+    hiding.parent.mkdir(exist_ok=True)
+    hiding.write_text("")
+    python = [sys.executable, "-m", "mrp_lightning", "layers", "--help"]
+    options = {"capture_output": True, "text": True, "cwd": tmp_path, "timeout": 120}
+    options["env"] = os.environ | {"PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(python, **options)
+    assert ended.returncode == 2
+    (line,) = ended.stderr.splitlines()
+    assert str(tmp_path / name) in line
+    assert "mrp-lightning" in line
+    assert "python -P -m mrp_lightning" in line
+    python.insert(1, "-P")
+    assert subprocess.run(python, **options).returncode == 0
+
+
+def test_a_folder_without_python_in_it_hides_nothing(tmp_path, monkeypatch):
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export" / "table.csv").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "export", raising=False)
+    with pytest.raises(SystemExit) as stop:
+        main(["layers", "--help"])
+    assert stop.value.code == 0
+
+
+def test_export_is_a_command(capsys, monkeypatch):
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    points = [
+        EntryPoint(name, value, group)
+        for group, named in declared.items()
+        for name, value in named.items()
+    ]
+    found = EntryPoints(points)
+    monkeypatch.setattr(command_line, "entry_points", lambda **wanted: found.select(**wanted))
+    with pytest.raises(SystemExit) as stop:
+        main(["export", "--help"])
+    assert stop.value.code == 0
+    assert "--allow-partial" in capsys.readouterr().out
+
+
+def test_help_names_every_command(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for command in ("layers", "zeroshot", "report", "sweep", "export"):
+        assert f"{command} (" in shown

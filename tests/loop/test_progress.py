@@ -1,0 +1,61 @@
+"""What is said of a pruning while it runs, where nobody sees a bar."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+from lightning.pytorch.callbacks import TQDMProgressBar
+from torch.utils.data import DataLoader
+
+from callbacks import MRPCallback
+from mrp_lightning import Trainer
+from mrp_lightning.loop import progress
+
+TRAINER = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_model_summary": False,
+    "enable_checkpointing": False,
+}
+
+
+def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [message for message in caplog.messages if message.startswith("block ")]
+
+
+@pytest.mark.parametrize("shown", [False, True])
+@pytest.mark.parametrize("terminal", [False, True])
+def test_each_block_is_a_line_unless_a_bar_is_seen(
+    shown, terminal, build, batches, caplog, monkeypatch
+):
+    caplog.set_level("INFO")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal, raising=False)
+    bar = [TQDMProgressBar()] if shown else []
+    trainer = Trainer(callbacks=bar, enable_progress_bar=shown, **TRAINER)
+    callback = MRPCallback(pattern="2:4", targets=["layers.0", "layers.1"])
+    trainer.predict(build("llama"), DataLoader(batches, batch_size=None), callbacks=callback)
+    blocks = len({row.name.split(".")[2] for row in callback.report.pruned})
+    assert blocks == 2
+    assert len(logged(caplog)) == (0 if shown and terminal else blocks)
+    if not shown:
+        first = logged(caplog)[0]
+        rows = [row for row in callback.report.pruned if ".layers.0." in f".{row.name}"]
+        mean = sum(row.relative_loss for row in rows) / len(rows)
+        assert f" · relative loss {mean:.3g} · " in first
+        assert first.startswith("block 1/3 ")
+        assert first.endswith(" left")
+
+
+def test_the_rest_is_estimated_from_the_blocks_so_far(caplog, monkeypatch):
+    caplog.set_level("INFO")
+    clock = iter([100.0, 141.0, 1300.0, 100.0 + 3 * 3600])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    log = progress.block_log(SimpleNamespace(progress_bar_callback=None), 30)
+    log(3, 0.0123)
+    log(15, None)
+    log(30, 0.5)
+    assert logged(caplog) == [
+        "block 3/30 · relative loss 0.0123 · 41 s, about 6 min left",
+        "block 15/30 · 20 min, about 20 min left",
+        "block 30/30 · relative loss 0.5 · 3.0 h",
+    ]
