@@ -13,7 +13,7 @@ from export.conversion.parity import Parity
 from export.conversion.selection import LayerChoice
 from export.speed.tables import SpeedReport, alike, tables
 from mrp_lightning.environment import versions
-from mrp_lightning.files import as_json, save_text
+from mrp_lightning.files import as_json, save_text, visible_files
 
 FORMAT_VERSION = 1
 NAME = "export_report.json"
@@ -106,8 +106,9 @@ class ExportReport:
         }
 
     def save(self, directory: Path) -> None:
-        """Write `export_report.json` into a directory."""
-        save_text(directory / NAME, as_json(self.to_dict()))
+        """Write `export_report.json` into a directory, and in it the names of all files there."""
+        written = {file.relative_to(directory).as_posix() for file in visible_files(directory)}
+        save_text(directory / NAME, as_json(self.to_dict() | {"files": sorted(written | {NAME})}))
 
     def print(self) -> None:
         """Show sizes, parity, and what stays dense."""

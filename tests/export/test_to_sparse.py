@@ -245,8 +245,20 @@ def test_an_output_that_is_not_empty_is_refused(llama, capsys):
     (out / "mine.txt").write_text("mine")
     assert "--out" in refusal([str(llama)], capsys)
     assert (out / "mine.txt").read_text() == "mine"
-    main([str(llama), "--overwrite"])
-    assert not (out / "mine.txt").exists()
+    assert "did not write" in refusal([str(llama), "--overwrite"], capsys)
+    assert (out / "mine.txt").read_text() == "mine"
+
+
+def test_an_export_may_be_replaced_with_all_that_was_copied_into_it(llama):
+    out = llama.with_name("llama-sparse24")
+    (llama / "LICENSE").write_text("free")
+    (llama / "1_Pooling").mkdir()
+    (llama / "1_Pooling" / "config.json").write_text("{}")
+    for _ in range(2):
+        main([str(llama), "--overwrite"])
+    found = {p.relative_to(out).as_posix() for p in out.rglob("*") if p.is_file()}
+    assert {"LICENSE", "1_Pooling/config.json"} < found
+    assert set(json.loads((out / "export_report.json").read_text())["files"]) == found
 
 
 @pytest.mark.parametrize("place", ["llama", "llama/inside", "."])
