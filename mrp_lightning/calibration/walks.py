@@ -47,33 +47,23 @@ class Walk(ABC):
     ) -> None:
         self.forward, self.batches, self.blocks = forward, batches, list(blocks)
 
-    @abstractmethod
-    def visit(self, k: int) -> Iterator[int]:
-        """Run block k on each batch, on the outputs of the blocks before it as they are now.
-
-        Yields:
-            The number of the batch, after it ran.
-        """
-
     def advance(self, k: int) -> Iterator[int]:  # noqa: ARG002
         """Make the outputs of block k, as it is now, the inputs of the next."""
         yield from ()
 
     @abstractmethod
     def output(self, k: int, i: int) -> Any:
-        """Run block k on batch i; `None` if the batch does not reach it."""
+        """Run block k on batch i, on the outputs of the blocks before it as they are now.
+
+        Returns:
+            What the block returns; `None` if the batch does not reach it.
+        """
 
 
 class WholeModel(Walk):
     """One step: the whole forward. For models and layers without blocks."""
 
     name = "whole model"
-
-    def visit(self, k: int) -> Iterator[int]:  # noqa: ARG002
-        """Run each batch to the end."""
-        for i, batch in enumerate(self.batches):
-            self.forward(batch)
-            yield i
 
     def output(self, k: int, i: int) -> Any:  # noqa: ARG002
         """Run one batch to the end."""
@@ -84,12 +74,6 @@ class Rerun(Walk):
     """Run the model up to block k. Right for every model, at the price of a forward a block."""
 
     name = "rerun"
-
-    def visit(self, k: int) -> Iterator[int]:
-        """Run each batch from the start, stop after block k."""
-        for i in range(len(self.batches)):
-            self.output(k, i)
-            yield i
 
     def output(self, k: int, i: int) -> Any:
         """Run batch i from the start, and return what block k returns."""
@@ -137,12 +121,6 @@ class Inject(Walk):
         # The input of the current block by batch; None is the model's own.
         self.hidden: list[Tensor | None] = [None] * len(batches)
         self.ends: dict[int, list[Tensor | None]] = {}  # by the last block of a finished chain
-
-    def visit(self, k: int) -> Iterator[int]:
-        """Run block k on each batch's stored input."""
-        for i in range(len(self.batches)):
-            self.output(k, i)
-            yield i
 
     def advance(self, k: int) -> Iterator[int]:
         """Store the outputs of block k in place of its inputs."""

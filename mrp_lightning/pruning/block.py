@@ -83,7 +83,8 @@ class BlockPruner:
             calibration = Calibration(layers, self.padding, share=share, pooled=pooled)
             try:
                 with calibration.hooked():
-                    for i in self.walk.visit(self.k):
+                    for i in range(batches):
+                        self.walk.output(self.k, i)
                         calibration.end_batch()
                         self.tell(f"{name}, inputs {i + 1}/{batches}")
                 return calibration
