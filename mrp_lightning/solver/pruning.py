@@ -32,6 +32,8 @@ class Solution:
         gap: Certified relative distance of the damped loss to that of the optimum for `pruned`,
             before a cast to a narrower dtype; None for methods that do not seek the optimum.
         dead_inputs: Number of columns whose input was always zero.
+        target_loss: The same as `loss` against the weight that was aimed at; None where that is the
+            weight itself.
     """
 
     weight: Tensor
@@ -42,6 +44,7 @@ class Solution:
     iterations: int | None
     gap: float | None
     dead_inputs: int
+    target_loss: float | None = None
 
 
 def prune_weight(
@@ -94,13 +97,17 @@ def prune_weight(
         return prune(weight, inputs, recipe)
 
 
-def prune(weight: Tensor, inputs: InputHessian, recipe: Recipe) -> Solution:
+def prune(
+    weight: Tensor, inputs: InputHessian, recipe: Recipe, target: Tensor | None = None
+) -> Solution:
     """Prune a weight whose Hessian is checked already; see `prune_weight`.
 
     Args:
         weight: The dense weight, (rows, columns), floating point.
         inputs: The Hessian of the layer's inputs, shared by all layers that read them.
         recipe: How to prune.
+        target: The weight (rows, columns) that mask and compensation work on in place of the dense
+            one; see `dense_target`. None for the dense weight.
 
     Raises:
         PatternError: The pattern does not fit the columns.
@@ -112,8 +119,9 @@ def prune(weight: Tensor, inputs: InputHessian, recipe: Recipe) -> Solution:
     with torch.inference_mode(False), torch.no_grad(), full_float32(weight.device):
         weight = weight.detach()
         wide = torch.float64 in (weight.dtype, inputs.dtype)
+        dense = weight.to(torch.float64 if wide else torch.float32)
         problem = Problem(
-            weight=weight.to(torch.float64 if wide else torch.float32),
+            weight=dense if target is None else target.to(dense.dtype),
             inputs=inputs,
             pattern=recipe.pattern,
             block_size=recipe.columns_together(inputs.columns),
@@ -123,17 +131,20 @@ def prune(weight: Tensor, inputs: InputHessian, recipe: Recipe) -> Solution:
         pruned = result.pruned.contiguous()
         compensated = result.weight.masked_fill(pruned, 0).to(weight.dtype).contiguous()
         ratio = problem.damped.ratio if recipe.method.needs_inverse else recipe.damping
+
+        def loss_against(aim: Tensor) -> float:
+            return output_energy(compensated.to(dense.dtype) - aim, inputs.hessian)
+
         return Solution(
             weight=compensated,
             pruned=pruned,
-            loss=output_energy(
-                compensated.to(problem.weight.dtype) - problem.weight, inputs.hessian
-            ),
+            loss=loss_against(dense),
             damping_used=ratio * inputs.mean_diagonal,
             damping_ratio=ratio,
             iterations=result.iterations,
             gap=result.gap,
             dead_inputs=inputs.dead_inputs,
+            target_loss=None if target is None else loss_against(problem.weight),
         )
 
 

@@ -1,0 +1,85 @@
+"""The weight that pruning aims at: the layer's own, or one that undoes what its inputs lost."""
+
+import torch
+from torch import Tensor
+
+from mrp_lightning.errors import HessianError
+from mrp_lightning.solver.damping import DampedHessian
+from mrp_lightning.solver.precision import full_float32
+
+
+class InputShift:
+    """Sum up how far a layer's inputs are from those of the dense model: 2·(X_d − X̂)ᵀX̂ / tokens.
+
+    It is C − H, with C = 2·X_dᵀX̂ / tokens and the Hessian H = 2·X̂ᵀX̂ / tokens. Summed up as the
+    product of a difference, it is exactly zero where both inputs are the same.
+
+    Args:
+        columns: Number of input features of the layer.
+        name: The layer's name, for messages.
+
+    Attributes:
+        num_tokens: Number of tokens seen so far.
+    """
+
+    def __init__(self, columns: int, name: str) -> None:
+        self.columns, self.name = columns, name
+        self.num_tokens = 0
+        self._sum: Tensor | None = None
+
+    def update(self, dense: Tensor, pruned: Tensor) -> None:
+        """Add a batch of inputs, (..., columns) each, whose rows are the same tokens.
+
+        Args:
+            dense: What the dense model gives to the layer, X_d.
+            pruned: What the pruned model gives to it, X̂.
+        """
+        with torch.inference_mode(False), torch.no_grad(), full_float32(pruned.device):
+            given = pruned.detach().reshape(-1, self.columns).float()
+            difference = dense.detach().reshape(-1, self.columns).float() - given
+            if self._sum is None:
+                size = (self.columns, self.columns)
+                self._sum = torch.zeros(size, dtype=torch.float32, device=given.device)
+            self._sum.addmm_(difference.T, given, alpha=2)
+            self.num_tokens += len(given)
+
+    def matrix(self) -> Tensor:
+        """Return 2·(X_d − X̂)ᵀX̂ / tokens, float32 (columns, columns).
+
+        Raises:
+            HessianError: No tokens were seen, or NaN or Inf.
+        """
+        if self._sum is None:
+            raise HessianError(f"layer `{self.name}`: no calibration tokens were seen.")
+        if not bool(self._sum.isfinite().all()):
+            raise HessianError(
+                f"layer `{self.name}`: the dense model's inputs hold NaN or Inf. Likely causes: "
+                "float16 overflow in the model (try bfloat16 or float32), or a broken checkpoint."
+            )
+        return self._sum / self.num_tokens
+
+
+def dense_target(
+    weight: Tensor, shift: Tensor, damped: DampedHessian, target_weight: float
+) -> Tensor:
+    """Return the weight whose outputs on the pruned model's inputs are most like the dense ones.
+
+    W̃ = W + α·W(C − H)(H + λI)⁻¹. For α = 1 it minimises ‖W̃X̂ᵀ − WX_dᵀ‖² / tokens + λ/2·‖W̃ − W‖².
+
+    Args:
+        weight: The dense weight W, (rows, columns), floating point.
+        shift: C − H, (columns, columns); see `InputShift`.
+        damped: H + λI.
+        target_weight: α, from 0 (the dense weight itself) to 1.
+
+    Returns:
+        W̃ in float32, or float64 if the weight is; W itself, bit for bit, where the shift is zero.
+    """
+    exact = damped if damped.float32_suffices else damped.double
+    wide = weight.to(torch.float64 if weight.dtype == torch.float64 else torch.float32)
+    if not bool(shift.any()):
+        return wide
+    with full_float32(weight.device):
+        missing = wide.to(exact.dtype) @ shift.to(exact.dtype)
+        change = (missing @ exact.factor.T) @ exact.factor
+    return torch.add(wide, change.to(wide.dtype), alpha=target_weight)

@@ -1,0 +1,97 @@
+"""The target that makes up for what pruned blocks before a layer did to its inputs."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from mrp_lightning import HessianAccumulator, HessianError, Recipe
+from mrp_lightning.solver.input_hessian import InputHessian
+from mrp_lightning.solver.pruning import prune
+from mrp_lightning.solver.target import InputShift, dense_target
+
+ROWS, COLUMNS, TOKENS = 24, 32, 300
+
+
+def streams() -> tuple[Tensor, Tensor, Tensor]:
+    """A weight, and what the dense and the pruned model give to it."""
+    generator = torch.Generator().manual_seed(0)
+    mix = torch.randn(COLUMNS, COLUMNS, generator=generator)
+    dense = torch.randn(TOKENS, COLUMNS, generator=generator) @ mix
+    pruned = dense + torch.randn(TOKENS, COLUMNS, generator=generator)
+    return torch.randn(ROWS, COLUMNS, generator=generator), dense, pruned
+
+
+def prepared(dense: Tensor, pruned: Tensor) -> tuple[InputHessian, Tensor]:
+    hessian, shift = HessianAccumulator(COLUMNS), InputShift(COLUMNS, "layer")
+    for x_d, x in zip(dense.split(100), pruned.split(100), strict=True):
+        hessian.update(x)
+        shift.update(x_d, x)
+    return InputHessian(hessian.hessian()), shift.matrix()
+
+
+@pytest.mark.parametrize("target_weight", [0.5, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_is_the_damped_least_squares_solution(target_weight, dtype):
+    weight, dense, pruned = streams()
+    weight = weight.to(dtype)
+    inputs, shift = prepared(dense, pruned)
+    damped = inputs.damped(0.01)
+    target = dense_target(weight, shift, damped, target_weight)
+    assert target.dtype == torch.float32
+    # min ‖W̃X̂ᵀ − WX_dᵀ‖² / tokens + λ/2·‖W̃ − W‖², as one overdetermined system.
+    w, x_d, x = weight.double(), dense.double(), pruned.double()
+    ridge = (damped.damping_used * TOKENS / 2) ** 0.5
+    left = torch.cat([x, ridge * torch.eye(COLUMNS).double()])
+    right = torch.cat([x_d @ w.T, ridge * w.T])
+    solved = torch.linalg.lstsq(left, right).solution.T
+    expected = w + target_weight * (solved - w)
+    torch.testing.assert_close(target.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_is_the_weight_bit_for_bit_where_nothing_changed():
+    weight, dense, _ = streams()
+    inputs, shift = prepared(dense, dense.clone())
+    target = dense_target(weight, shift, inputs.damped(0.01), 1.0)
+    assert torch.equal(target, weight)
+    recipe = Recipe.of(method="SM", pattern="2:4")
+    plain, aimed = prune(weight, inputs, recipe), prune(weight, inputs, recipe, target)
+    assert torch.equal(plain.weight, aimed.weight)
+    assert plain.target_loss is None
+    assert aimed.target_loss == aimed.loss == plain.loss
+
+
+def test_weights_of_dead_inputs_stay():
+    weight, dense, pruned = streams()
+    pruned[:, 5] = 0
+    inputs, shift = prepared(dense, pruned)
+    target = dense_target(weight, shift, inputs.damped(0.01), 1.0)
+    assert torch.equal(target[:, 5], weight[:, 5])
+    assert not torch.equal(target[:, 4], weight[:, 4])
+
+
+@pytest.mark.parametrize("method", ["SM", "SS", "wanda+M", "magnitude+S"])
+def test_both_losses_are_what_they_say(method):
+    weight, dense, pruned = streams()
+    inputs, shift = prepared(dense, pruned)
+    recipe = Recipe.of(method=method, sparsity=0.5)
+    target = dense_target(weight, shift, inputs.damped(0.01), 1.0)
+    solution = prune(weight, inputs, recipe, target)
+    x = pruned.double()
+
+    def loss(change: Tensor) -> float:
+        return float((x @ change.double().T).square().sum(1).mean())
+
+    assert solution.loss == pytest.approx(loss(solution.weight - weight), rel=1e-4)
+    assert solution.target_loss == pytest.approx(loss(solution.weight - target), rel=1e-4)
+    # What it is for: the dense outputs are met better than by pruning the weight itself.
+    plain = prune(weight, inputs, recipe)
+    outputs = dense.double() @ weight.double().T
+    errors = [(x @ s.weight.double().T - outputs).square().sum() for s in (solution, plain)]
+    assert errors[0] < errors[1]
+
+
+def test_what_is_not_finite_is_refused_by_name():
+    _, dense, pruned = streams()
+    dense[3, 3] = float("nan")
+    with pytest.raises(HessianError, match=r"`layer`: the dense model's inputs hold NaN"):
+        prepared(dense, pruned)
