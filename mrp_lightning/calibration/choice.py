@@ -129,7 +129,7 @@ def choose_walk(
         "Falling back to full re-runs: right, but with a forward up to each block.",
         problem,
     )
-    return Rerun(forward, batches, ordered)
+    return Rerun(forward, batches, ordered, store)
 
 
 def in_order(
@@ -195,7 +195,7 @@ def _self_test(
             if output is None:
                 return f"{name} was not called"
             ours = digest(hidden_of(output))
-            walk.keep(0, output)
+            walk.keep(0, walk.stored(output))
         except Exception as problem:  # whatever a stubbed model stumbles over
             return f"{name}: {type(problem).__name__}: {problem}"
         error = relative_error(ours, real.outputs[k], real.inputs[k])

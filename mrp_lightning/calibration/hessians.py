@@ -8,9 +8,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from mrp_lightning.calibration.experts import one_by_one
-from mrp_lightning.calibration.padding import Padding
+from mrp_lightning.calibration.padding import Padding, taken
 from mrp_lightning.calibration.products import Products
 from mrp_lightning.solver.hessian import HessianAccumulator
+from mrp_lightning.solver.target import InputShift
 from mrp_lightning.targets.layers import Expert, Layer
 
 
@@ -23,12 +24,15 @@ class InputGroup:
         accumulator: The Hessian of that input so far.
         since: The number of the batch in which the group was first seen, from 0.
         calls: How often each layer was called in the current batch, by its id.
+        shift: How far the input is from that of the dense model; `None` where that is not asked
+            for, or where the rows of the two are not the same tokens.
     """
 
     layers: list[Layer]
     accumulator: HessianAccumulator
     since: int
     calls: dict[int, int] = field(default_factory=dict)
+    shift: InputShift | None = None
 
 
 class InputsDiffer(Exception):  # noqa: N818 (a message between two parts of the walk, not an error)
@@ -47,6 +51,8 @@ class Calibration:
         padding: Tells tokens from padding.
         share: Whether layers with one input may share a Hessian.
         pooled: Experts that are not among the layers, whose inputs only count in `pools`.
+        paired: Whether each batch is first run by the dense model, within `dense_run`, so that the
+            groups get a `shift`.
     """
 
     def __init__(
@@ -56,11 +62,16 @@ class Calibration:
         *,
         share: bool = True,
         pooled: Sequence[Expert] = (),
+        paired: bool = False,
     ) -> None:
         self.layers = list(layers)
         self.groups: list[InputGroup] = []
         self._padding = padding
         self._share = share
+        self._paired = paired
+        self._is_dense_run = False
+        self._dense: dict[int, list[Tensor]] = {}  # by layer, its inputs in the dense run
+        self._copies: dict[Hashable, tuple[Tensor, Tensor]] = {}
         self._group_of: dict[int, InputGroup] = {}
         self._seen: dict[Hashable, tuple[Tensor, InputGroup]] = {}
         self._inside: set[int] = set()
@@ -97,6 +108,17 @@ class Calibration:
             stack.enter_context(Products(list(given.values()), self._multiplied))
             yield
 
+    @contextmanager
+    def dense_run(self) -> Iterator[None]:
+        """Take what the model runs in this context for what the dense model does on the batch."""
+        self._is_dense_run = True
+        try:
+            yield
+        finally:
+            self._is_dense_run = False
+            self._copies.clear()
+            self._inside.clear()
+
     def end_batch(self) -> None:
         """Check the groups and forget the tensors of a batch.
 
@@ -112,6 +134,9 @@ class Calibration:
             group.calls.clear()
             if len(counts) > 1:
                 raise InputsDiffer
+            if self._dense.get(id(group.layers[0])):
+                group.shift = None  # the dense model called it more often
+        self._dense.clear()
 
     @property
     def not_called(self) -> list[Layer]:
@@ -139,6 +164,8 @@ class Calibration:
 
     def _routed(self, expert: Expert, x: Tensor) -> None:
         """An expert's matrix was given rows; its second one gets those of the first, in order."""
+        if self._is_dense_run:
+            return  # they are other tokens
         of = (id(expert.module), expert.index)
         if expert.stack == expert.first.stack:
             self._rows[of] = self._padding.rows(x, expert.module, expert.name)
@@ -171,22 +198,51 @@ class Calibration:
 
     def _visit(self, layer: Layer, x: Tensor, key: Hashable) -> None:
         group = self._group_of.get(id(layer))
+        if self._is_dense_run:
+            if group is None or layer is group.layers[0]:
+                self._dense.setdefault(id(layer), []).append(self._copy(x, key))
+            return
         if group is None:
             group = self._join(layer, key)
         group.calls[id(layer)] = group.calls.get(id(layer), 0) + 1
         if layer is group.layers[0]:
             if key is not None:
                 self._seen[key] = (x, group)
-            tokens = self._padding.tokens(layer.inputs(x), layer.module, layer.name)
+            inputs = layer.inputs(x)
+            rows = self._padding.rows(inputs, layer.module, layer.name)
+            tokens = taken(inputs, rows)
             if tokens.numel():
                 group.accumulator.update(tokens)
+            if group.shift is not None:
+                dense = self._dense_like(layer, x)
+                if dense is None:
+                    group.shift = None
+                elif tokens.numel():
+                    group.shift.update(taken(layer.inputs(dense), rows), tokens)
         elif self._seen.get(key, (None, None))[1] is not group:
             raise InputsDiffer
+
+    def _copy(self, x: Tensor, key: Hashable) -> Tensor:
+        """A copy, as the model may change x in place; one for all layers that are given x."""
+        if key is None:
+            return x.clone()
+        if key not in self._copies:
+            self._copies[key] = x, x.clone()
+        return self._copies[key][1]
+
+    def _dense_like(self, layer: Layer, x: Tensor) -> Tensor | None:
+        """What the dense run gave to the layer in this call, `None` if its rows do not pair."""
+        calls = self._dense.get(id(layer))
+        dense = calls.pop(0) if calls else None
+        paired = dense is not None and dense.shape == x.shape
+        return dense if paired and self._padding.in_order(x, layer.module) else None
 
     def _join(self, layer: Layer, key: Hashable) -> InputGroup:
         _, group = self._seen.get(key, (None, None))
         if group is None or not self._share or group.since != self._batch:
             group = InputGroup([], HessianAccumulator(layer.columns, layer.name), self._batch)
+            if self._paired and not isinstance(layer, Expert):
+                group.shift = InputShift(layer.columns, layer.name)
             self.groups.append(group)
         group.layers.append(layer)
         self._group_of[id(layer)] = group

@@ -122,8 +122,7 @@ class Padding:
 
     def tokens(self, x: Tensor, module: nn.Module, name: str) -> Tensor:
         """Take the rows of a layer's input that are tokens, (tokens, ..., columns); see `rows`."""
-        rows = self.rows(x, module, name)
-        return x if rows is None else x.reshape(rows.numel(), -1, x.shape[-1])[rows]
+        return taken(x, self.rows(x, module, name))
 
     def rows(self, x: Tensor, module: nn.Module, name: str) -> Tensor | None:
         """Tell which rows of a layer's input are tokens.
@@ -145,6 +144,20 @@ class Padding:
         if rows is None:
             self.unmatched.setdefault(name, (tuple(x.shape), tuple(kept.shape)))
         return rows
+
+    def in_order(self, x: Tensor, module: nn.Module) -> bool:
+        """Whether the rows of a layer's input are positions in their order, not picked by a router.
+
+        Rows without a batch dimension are if they are as many as those of the outermost module
+        around the layer that is given a hidden state; see `follow`.
+        """
+        rows, around = x.shape[:-1].numel(), self._parents.get(id(module))
+        positions = None
+        while around is not None:
+            given = self._inputs.get(id(around))
+            positions = positions if given is None else given.shape[:-1].numel()
+            around = self._parents.get(id(around))
+        return x.ndim > 2 or rows == positions
 
     def _kept_rows(self, x: Tensor, module: nn.Module, kept: Tensor) -> Tensor | None:
         """Tell which positions are tokens: by the mask, or by the inputs of modules around.
@@ -174,6 +187,11 @@ class Padding:
                 return self._masks[id(around)]
             around = self._parents.get(id(around))
         return _Masks(self._of_batch)
+
+
+def taken(x: Tensor, rows: Tensor | None) -> Tensor:
+    """Take the rows of an input that `Padding.rows` tells, (tokens, ..., columns)."""
+    return x if rows is None else x.reshape(rows.numel(), -1, x.shape[-1])[rows]
 
 
 def _takes_mask(module: nn.Module) -> bool:

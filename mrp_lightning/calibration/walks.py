@@ -38,18 +38,47 @@ class Walk(ABC):
         forward: Runs the model's forward on one batch.
         batches: The calibration batches.
         blocks: The blocks, in the order in which the model calls them.
+        store: The device on which hidden states are kept. `None` leaves them where they are made.
     """
 
     name: str
 
     def __init__(
-        self, forward: Callable[[Any], Any], batches: Sequence[Any], blocks: Sequence[Block]
+        self,
+        forward: Callable[[Any], Any],
+        batches: Sequence[Any],
+        blocks: Sequence[Block],
+        store: torch.device | None = None,
     ) -> None:
         self.forward, self.batches, self.blocks = forward, batches, list(blocks)
+        self.store = store
+
+    def twin(self) -> "Walk":
+        """Another walk over the same model and batches, at its start."""
+        return type(self)(self.forward, self.batches, self.blocks, self.store)
+
+    def runs_after(self, k: int) -> Sequence[Block]:
+        """The blocks that are still run once block k is done."""
+        return self.blocks[k + 1 :]
 
     def advance(self, k: int) -> Iterator[int]:  # noqa: ARG002
         """Make the outputs of block k, as it is now, the inputs of the next."""
         yield from ()
+
+    def keep(self, i: int, hidden: Tensor | None) -> None:
+        """Take the hidden state that the current block returned for batch i as its new input."""
+        del i, hidden  # most walks store none
+
+    def leave(self, k: int) -> None:
+        """Go on from block k, of which all outputs are kept, to the next."""
+        del k
+
+    def stored(self, output: Any) -> Tensor | None:
+        """The hidden state in what a block returned, where such are stored."""
+        if output is None:
+            return None
+        hidden = hidden_of(output).detach()
+        return hidden if self.store is None else hidden.to(self.store)
 
     @abstractmethod
     def output(self, k: int, i: int) -> Any:
@@ -74,6 +103,10 @@ class Rerun(Walk):
     """Run the model up to block k. Right for every model, at the price of a forward a block."""
 
     name = "rerun"
+
+    def runs_after(self, k: int) -> Sequence[Block]:  # noqa: ARG002
+        """All blocks: every forward starts with the first."""
+        return self.blocks
 
     def output(self, k: int, i: int) -> Any:
         """Run batch i from the start, and return what block k returns."""
@@ -115,28 +148,30 @@ class Inject(Walk):
         containers: Sequence["Container | None"],
         store: torch.device | None = None,
     ) -> None:
-        super().__init__(forward, batches, blocks)
+        super().__init__(forward, batches, blocks, store)
         self.containers = containers
-        self.store = store
         # The input of the current block by batch; None is the model's own.
         self.hidden: list[Tensor | None] = [None] * len(batches)
         self.ends: dict[int, list[Tensor | None]] = {}  # by the last block of a finished chain
 
+    def twin(self) -> "Inject":
+        """Another walk over the same model and batches, with hidden states of its own."""
+        return Inject(self.forward, self.batches, self.blocks, self.containers, self.store)
+
     def advance(self, k: int) -> Iterator[int]:
         """Store the outputs of block k in place of its inputs."""
         for i in range(len(self.batches)):
-            self.keep(i, self.output(k, i))
+            self.keep(i, self.stored(self.output(k, i)))
             yield i
         self.leave(k)
 
-    def keep(self, i: int, output: Any) -> None:
-        """Store what the current block returned for batch i, if it reached it, as its input."""
-        if output is not None:
-            hidden = hidden_of(output).detach()
-            self.hidden[i] = hidden if self.store is None else hidden.to(self.store)
+    def keep(self, i: int, hidden: Tensor | None) -> None:
+        """Store it, if the batch reached the block."""
+        if hidden is not None:
+            self.hidden[i] = hidden
 
     def leave(self, k: int) -> None:
-        """Go on from block k, of which all outputs are stored, to the next."""
+        """At the end of a chain, keep its outputs for the stubs."""
         if k + 1 < len(self.blocks) and self.blocks[k + 1].chain != self.blocks[k].chain:
             self.ends[k] = self.hidden
             self.hidden = [None] * len(self.batches)

@@ -4,11 +4,14 @@ import logging
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
+import torch
+
+from mrp_lightning.calibration.dense import DenseStream
 from mrp_lightning.calibration.experts import blend, portions
 from mrp_lightning.calibration.hessians import Calibration, InputGroup, InputsDiffer
 from mrp_lightning.calibration.padding import Padding
 from mrp_lightning.calibration.walks import Walk
-from mrp_lightning.pruning.prune_layer import prune_layer
+from mrp_lightning.pruning.prune_layer import Aim, prune_layer
 from mrp_lightning.pruning.report import LayerReport, PruningReport
 from mrp_lightning.solver.hessian import HessianAccumulator
 from mrp_lightning.solver.input_hessian import InputHessian
@@ -31,6 +34,9 @@ class BlockPruner:
         padding: What tells tokens from padding.
         report: The report to which the layers are added, each as soon as it is pruned.
         tell: Called with what is being done.
+        dense: What the dense model computes, where it is needed.
+        target_weight: α, from 0 (each layer aims at its own outputs) to 1 (at those that it has in
+            the dense model).
     """
 
     walk: Walk
@@ -40,6 +46,8 @@ class BlockPruner:
     padding: Padding
     report: PruningReport
     tell: Callable[[str], None]
+    dense: DenseStream | None = None
+    target_weight: float = 0.0
 
     def prune(self, layers: list[Layer]) -> list[LayerReport]:
         """Calibrate and prune layers of the block, all from one pass or stage by stage.
@@ -79,11 +87,17 @@ class BlockPruner:
         """Collect the Hessians of layers in one pass over all batches."""
         name = self.walk.blocks[self.k].name or "model"
         batches = len(self.walk.batches)
+        dense = self.dense if self.target_weight else None
         for share in (True, False):
-            calibration = Calibration(layers, self.padding, share=share, pooled=pooled)
+            calibration = Calibration(
+                layers, self.padding, share=share, pooled=pooled, paired=dense is not None
+            )
             try:
                 with calibration.hooked():
                     for i in range(batches):
+                        if dense is not None:
+                            with calibration.dense_run():
+                                dense.output(self.k, i)
                         self.walk.output(self.k, i)
                         calibration.end_batch()
                         self.tell(f"{name}, inputs {i + 1}/{batches}")
@@ -123,7 +137,17 @@ class BlockPruner:
         tokens = group.accumulator.num_tokens
         del group.accumulator
         inputs = InputHessian(hessian, name=first.name)
-        return [self._prune_layer(layer, inputs, tokens) for layer in group.layers]
+        aim = self._aim(group, hessian.device)
+        return [self._prune_layer(layer, inputs, tokens, aim=aim) for layer in group.layers]
+
+    def _aim(self, group: InputGroup, device: torch.device) -> Aim | None:
+        if not self.target_weight:
+            return None
+        if self.dense is None:
+            return Aim(self.target_weight, own="it is outside the blocks")
+        if group.shift is None:
+            return Aim(self.target_weight, own="its inputs do not pair with the dense model's")
+        return Aim(self.target_weight, group.shift.matrix().to(device))
 
     def _prune_expert(
         self, expert: Expert, group: InputGroup, pool: HessianAccumulator
@@ -135,12 +159,20 @@ class BlockPruner:
         hessian, shared = blend(own, pool)
         hessian = hessian.to(expert.weight.device)
         inputs = InputHessian(hessian, name=expert.name)
-        return [self._prune_layer(expert, inputs, own.num_tokens, shared)]
+        aim = self._aim(group, hessian.device)
+        return [self._prune_layer(expert, inputs, own.num_tokens, shared, aim)]
 
     def _prune_layer(
-        self, layer: Layer, inputs: InputHessian, tokens: int, shared: float | None = None
+        self,
+        layer: Layer,
+        inputs: InputHessian,
+        tokens: int,
+        shared: float | None = None,
+        aim: Aim | None = None,
     ) -> LayerReport:
-        row = prune_layer(layer, inputs, self.recipe, tokens, shared)
+        if self.dense is not None:
+            self.dense.remember(layer)
+        row = prune_layer(layer, inputs, self.recipe, tokens, shared, aim)
         self.report.layers.append(row)
         log.info("%s: relative loss %.4g, %.1f s", row.name, row.relative_loss, row.seconds)
         self.tell(layer.name)

@@ -4,18 +4,43 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mrp_lightning.pruning.report import LayerReport
 from mrp_lightning.solver.input_hessian import InputHessian
 from mrp_lightning.solver.loss import output_energy
 from mrp_lightning.solver.pruning import prune
 from mrp_lightning.solver.recipe import Recipe
+from mrp_lightning.solver.target import dense_target
 from mrp_lightning.targets.layers import Layer
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Aim:
+    """What a layer aims at, of a run whose target is the dense model.
+
+    Attributes:
+        target_weight: α, above 0 and at most 1.
+        shift: How far the layer's inputs are from those of the dense model; `None` where these are
+            not known, and the layer aims at its own outputs.
+        own: Why it does.
+    """
+
+    target_weight: float
+    shift: Tensor | None = None
+    own: str | None = None
+
+    def target(self, weight: Tensor, inputs: InputHessian, recipe: Recipe) -> Tensor | None:
+        """The weight to aim at, `None` for the layer's own."""
+        if self.shift is None:
+            return None
+        return dense_target(weight, self.shift, inputs.damped(recipe.damping), self.target_weight)
 
 
 def prune_layer(
@@ -24,6 +49,7 @@ def prune_layer(
     recipe: Recipe,
     tokens: int,
     shared: float | None = None,
+    aim: Aim | None = None,
 ) -> LayerReport:
     """Prune a layer in place, in one copy at the end.
 
@@ -33,6 +59,7 @@ def prune_layer(
         recipe: How it is pruned.
         tokens: Number of inputs that the Hessian was summed over.
         shared: The part of the Hessian, from 0 to 1, that is that of all experts.
+        aim: What is aimed at in place of the layer's own outputs, where that is asked for.
 
     Returns:
         What was done.
@@ -45,7 +72,8 @@ def prune_layer(
     if already:
         log.info("%s already has the pattern %s", layer.name, recipe.pattern)
     with _measure(weight.device) as used:
-        solution = prune(weight, inputs, recipe)
+        target = None if aim is None else aim.target(weight, inputs, recipe)
+        solution = prune(weight, inputs, recipe, target)
     energy = output_energy(weight, inputs.hessian)
     layer.write_(solution.weight)
     return LayerReport(
@@ -65,6 +93,8 @@ def prune_layer(
         raised_damping=(
             solution.damping_ratio if solution.damping_ratio > recipe.damping else None
         ),
+        target_loss=solution.target_loss,
+        own_target=None if aim is None else aim.own,
         **used,
     )
 

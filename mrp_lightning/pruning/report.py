@@ -19,6 +19,17 @@ NAME = "pruning_report.json"
 FORMAT_VERSION = 1
 
 
+_LEFT_OUT = (
+    "already_pruned",
+    "shared_hessian",
+    "raised_damping",
+    "peak_memory",
+    "target_loss",
+    "own_target",
+)
+"""What a row says only where there is something to say."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerReport:
     """What was done to one layer. The measures of a layer that was left dense are `None`.
@@ -46,6 +57,9 @@ class LayerReport:
             needed than was asked for. It is `None` where what was asked for was enough.
         peak_memory: The most memory, in bytes, that was allocated on the GPU while the layer was
             pruned. It is `None` on other devices.
+        target_loss: The same as `loss`, against the weight that stands for the dense model's
+            outputs. It is `None` where the layer's own outputs are the target.
+        own_target: Why the layer's own outputs are its target, in a run with `target="dense"`.
     """
 
     name: str
@@ -65,11 +79,13 @@ class LayerReport:
     shared_hessian: float | None = None
     raised_damping: float | None = None
     peak_memory: int | None = None
+    target_loss: float | None = None
+    own_target: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The layer's row of `pruning_report.json`."""
         row = asdict(self) | {"shape": list(self.shape)}
-        for key in ("already_pruned", "shared_hessian", "raised_damping", "peak_memory"):
+        for key in _LEFT_OUT:
             if row[key] is None or row[key] is False:
                 del row[key]
         return row

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from mrp_lightning.calibration.choice import choose_walk
+from mrp_lightning.calibration.dense import DenseStream
 from mrp_lightning.calibration.offload import CPU, Offload
 from mrp_lightning.calibration.padding import Padding
 from mrp_lightning.calibration.walks import Walk, WholeModel
@@ -58,6 +59,8 @@ class SequentialPruner:
         batch_of: Finds in an item of `batches` what may hold an `attention_mask`.
         device: The device on which the model runs.
         offload: Whether blocks and stored activations stay on the CPU until they are needed.
+        target_weight: How far, from 0 to 1, layers aim at their outputs in the dense model in place
+            of those that their own dense weight has on the inputs that they now get.
         on_progress: Called often, for a progress bar.
         on_block: Called with the number of each block (from 0) and the layers pruned in it.
     """
@@ -72,6 +75,7 @@ class SequentialPruner:
     batch_of: Callable[[Any], Any] = lambda item: item
     device: torch.device = CPU
     offload: bool = False
+    target_weight: float = 0.0
     on_progress: Callable[[Progress], None] = lambda *_: None
     on_block: Callable[[int, list[LayerReport]], None] = lambda *_: None
 
@@ -110,14 +114,16 @@ class SequentialPruner:
         layers, store = self.plan.layers, CPU if self.offload else None
         walk = choose_walk(self._forward_with(padding), self.batches, self.plan.blocks, store=store)
         self.report.config["walk"] = walk.name
+        dense = DenseStream(walk) if self.target_weight else None
         last = max((k for k, block in enumerate(walk.blocks) if layers[block.name]), default=-1)
         for k, block in enumerate(walk.blocks[: last + 1]):
             with offload.pinned(block.module):
-                pruner = self._block_pruner(walk, k, k, padding)
+                pruner = self._block_pruner(walk, k, k, padding, dense)
                 rows = pruner.prune(layers[block.name])
                 if k < last:
-                    for i in walk.advance(k):
-                        pruner.tell(f"{block.name}, outputs {i + 1}/{len(self.batches)}")
+                    for stream in (walk, dense) if dense else (walk,):
+                        for i in stream.advance(k):
+                            pruner.tell(f"{block.name}, outputs {i + 1}/{len(self.batches)}")
             self.on_block(k, rows)
 
     def _prune_outside(self, padding: Padding) -> None:
@@ -140,7 +146,14 @@ class SequentialPruner:
 
         return forward
 
-    def _block_pruner(self, walk: Walk, k: int, step: int, padding: Padding) -> BlockPruner:
+    def _block_pruner(
+        self,
+        walk: Walk,
+        k: int,
+        step: int,
+        padding: Padding,
+        dense: DenseStream | None = None,
+    ) -> BlockPruner:
         steps = len(self.plan.blocks) + bool(self.plan.outside)
 
         def tell(task: str) -> None:
@@ -155,6 +168,8 @@ class SequentialPruner:
             padding=padding,
             report=self.report,
             tell=tell,
+            dense=dense,
+            target_weight=self.target_weight,
         )
 
 

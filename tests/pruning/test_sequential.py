@@ -1,10 +1,17 @@
 """The pruned model against a slow rewrite: full forwards, all inputs kept, one layer at a time."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
+from slow_pruning import (
+    BLOCKS,
+    TOLERANCE,
+    all_at_once,
+    assert_same_weights,
+    inputs_of,
+    one_after_another,
+    prune_model,
+    slow_prune,
+)
 from torch import Tensor, nn
 
 from mrp_lightning import prune_weight
@@ -12,100 +19,8 @@ from mrp_lightning.errors import HessianError
 from mrp_lightning.pruning.report import PruningReport
 from mrp_lightning.pruning.sequential import SequentialPruner
 from mrp_lightning.solver.recipe import Recipe
-from mrp_lightning.targets.layers import is_conv1d, is_linear
+from mrp_lightning.targets.layers import is_conv1d
 from mrp_lightning.targets.plan import make_plan
-
-Batches = list[dict[str, Tensor]]
-BLOCKS = {
-    "llama": "model.layers",
-    "gemma3_text": "model.layers",
-    "opt": "model.decoder.layers",
-    "bloom": "transformer.h",
-    "gpt2": "transformer.h",
-}
-
-
-def prune_model(
-    model: nn.Module,
-    batches: Batches,
-    *,
-    pattern: str | None = "2:4",
-    sparsity: float | None = None,
-    method: str = "SM",
-    true_sequential: bool = False,
-    tolerance: float = 1e-6,
-    **choices: Any,
-) -> PruningReport:
-    recipe = Recipe.of(sparsity=sparsity, pattern=pattern, method=method, tolerance=tolerance)
-    report = PruningReport({"method": method, "pattern": pattern})
-    SequentialPruner(
-        model=model,
-        forward=lambda batch: model(**batch),
-        batches=batches,
-        plan=make_plan(model, recipe.pattern, **choices),
-        recipe=recipe,
-        report=report,
-        true_sequential=true_sequential,
-    ).prune()
-    return report
-
-
-def inputs_of(model: nn.Module, layers: list[nn.Module], batches: Batches) -> list[Tensor]:
-    """All tokens that layers see, in full forwards; padding cut by hand."""
-    seen: list[list[Tensor]] = [[] for _ in layers]
-    for batch in batches:
-        kept = batch["attention_mask"].flatten().bool()
-        handles = [
-            layer.register_forward_pre_hook(
-                lambda _, args, k=k, kept=kept: seen[k].append(
-                    args[0].reshape(len(kept), -1)[kept].clone()
-                )
-            )
-            for k, layer in enumerate(layers)
-        ]
-        model(**batch)
-        for handle in handles:
-            handle.remove()
-    return [torch.cat(rows).double() for rows in seen]
-
-
-# A certified relative loss of 1e-6 leaves a distance of 1e-3 between weights, in which the masks of
-# later blocks can differ where two weights are almost equally dispensable.
-TOLERANCE = 1e-8
-
-
-def slow_prune(
-    model: nn.Module, path: str, batches: Batches, stages: Callable[[nn.Module], list[list[Any]]]
-) -> None:
-    for block in model.get_submodule(path):
-        for layers in stages(block):
-            for layer, x in zip(layers, inputs_of(model, layers, batches), strict=True):
-                hessian = (2 * x.T @ x / len(x)).float()
-                weight = layer.weight.T if is_conv1d(layer) else layer.weight
-                solution = prune_weight(
-                    weight, hessian, pattern="2:4", method="SM", tolerance=TOLERANCE
-                )
-                weight.copy_(solution.weight)
-
-
-def all_at_once(block: nn.Module) -> list[list[nn.Module]]:
-    return [[module for module in block.modules() if is_linear(module)]]
-
-
-def one_after_another(block: Any) -> list[list[nn.Module]]:
-    attention, mlp = block.self_attn, block.mlp
-    return [
-        [attention.q_proj, attention.k_proj, attention.v_proj],
-        [attention.o_proj],
-        [mlp.gate_proj, mlp.up_proj],
-        [mlp.down_proj],
-    ]
-
-
-def assert_same_weights(ours: nn.Module, theirs: nn.Module) -> None:
-    for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        assert torch.equal(a == 0, b == 0), name
-        assert (a - b).norm() <= 1e-3 * b.norm(), name
 
 
 @pytest.mark.parametrize("family", BLOCKS)

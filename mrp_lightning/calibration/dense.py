@@ -1,0 +1,71 @@
+"""What the dense model computes, beside the walk over the model that is being pruned."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mrp_lightning.calibration.walks import Inject, Walk
+from mrp_lightning.targets.layers import Layer
+
+
+class DenseStream:
+    """A second walk, over the dense model, which needs no second copy of the model.
+
+    A block is run for it while it is still dense; what is pruned in it meanwhile is put back for
+    the time of a forward. So the weights of one block are kept twice. Only where the walk runs all
+    blocks in every forward (`Rerun`) are those of all pruned layers.
+
+    Args:
+        walk: The walk over the model that is being pruned, at its start.
+        keeps_outputs: Whether `outputs` are wanted, also where the walk itself needs none.
+
+    Attributes:
+        outputs: By batch, what the block that was last left behind returned: its hidden state on
+            the walk's store, `None` where the batch does not reach it.
+    """
+
+    def __init__(self, walk: Walk, *, keeps_outputs: bool = False) -> None:
+        self.outputs: list[Tensor | None] = [None] * len(walk.batches)
+        self._walk = walk.twin()
+        self._keeps_outputs = keeps_outputs or isinstance(self._walk, Inject)
+        self._dense: dict[nn.Parameter, Tensor] = {}
+
+    def remember(self, layer: Layer) -> None:
+        """Keep a copy of a layer's dense weight, before it is pruned."""
+        parameter = layer.parameter
+        if parameter not in self._dense:
+            self._dense[parameter] = parameter.detach().to(self._walk.store, copy=True)
+
+    def output(self, k: int, i: int) -> Any:
+        """Run block k of the dense model on batch i; see `Walk.output`."""
+        with self._put_back():
+            return self._walk.output(k, i)
+
+    def advance(self, k: int) -> Iterator[int]:
+        """Make the dense outputs of block k the inputs of the next."""
+        for i in range(len(self._walk.batches) if self._keeps_outputs else 0):
+            self.outputs[i] = self._walk.stored(self.output(k, i))
+            self._walk.keep(i, self.outputs[i])
+            yield i
+        self._walk.leave(k)
+        later = {id(p) for block in self._walk.runs_after(k) for p in block.module.parameters()}
+        self._dense = {p: dense for p, dense in self._dense.items() if id(p) in later}
+
+    @contextmanager
+    def _put_back(self) -> Iterator[None]:
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    def _exchange(self) -> None:
+        """Let the model's weights and those that are kept change places. No weight moves."""
+        with torch.no_grad():
+            for parameter, kept in self._dense.items():
+                before = parameter.detach().clone()
+                parameter.copy_(kept)
+                kept.copy_(before)

@@ -1,0 +1,208 @@
+"""Pruning towards the dense model's outputs, against a slow rewrite that keeps two whole models."""
+
+import pytest
+import torch
+from slow_pruning import (
+    BLOCKS,
+    TOLERANCE,
+    all_at_once,
+    assert_same_weights,
+    inputs_of,
+    one_after_another,
+    prune_model,
+    slow_prune,
+)
+from torch import Tensor, nn
+
+DENSE = {"target_weight": 1.0}
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "gpt2", "gemma3_text"])
+@torch.no_grad()
+def test_gives_the_weights_of_a_slow_rewrite(family, build, batches):
+    ours, theirs, dense = build(family), build(family), build(family)
+    report = prune_model(ours, batches, tolerance=TOLERANCE, beyond=DENSE)
+    slow_prune(theirs, BLOCKS[family], batches, all_at_once, dense, 1.0)
+    assert_same_weights(ours, theirs)
+    assert report.config["walk"] == "inject"
+    assert all(row.own_target is None for row in report.layers)
+
+
+@torch.no_grad()
+def test_the_target_weight_and_true_sequential(build, batches):
+    ours, theirs, dense = build("llama"), build("llama"), build("llama")
+    beyond = {"target_weight": 0.5}
+    prune_model(ours, batches, true_sequential=True, tolerance=TOLERANCE, beyond=beyond)
+    slow_prune(theirs, "model.layers", batches, one_after_another, dense, 0.5)
+    assert_same_weights(ours, theirs)
+
+
+@torch.no_grad()
+def test_full_reruns_give_the_same_weights(build, batches, monkeypatch):
+    from mrp_lightning.calibration.walks import Rerun
+    from mrp_lightning.pruning import sequential
+
+    ours, theirs = build("llama"), build("llama")
+    prune_model(ours, batches, beyond=DENSE)
+    monkeypatch.setattr(
+        sequential,
+        "choose_walk",
+        lambda forward, given, blocks, store: Rerun(forward, given, blocks, store),
+    )
+    report = prune_model(theirs, batches, beyond=DENSE)
+    assert report.config["walk"] == "rerun"
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("family", ["llama", "t5"])
+@torch.no_grad()
+def test_offload_gives_the_same_bits_and_leaves_no_hook(family, build, batches):
+    ours, theirs = build(family), build(family)
+    if family == "t5":
+        for batch in batches:
+            batch["decoder_input_ids"] = batch["input_ids"][:, :7]
+    prune_model(ours, batches, beyond=DENSE)
+    prune_model(theirs, batches, beyond={**DENSE, "offload": True})
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in theirs.modules())
+
+
+@torch.no_grad()
+def test_the_first_block_is_pruned_as_without(build, batches):
+    ours, theirs = build("llama"), build("llama")
+    report = prune_model(ours, batches, beyond=DENSE)
+    plain = prune_model(theirs, batches)
+    first, second = ("model.layers.0.", "model.layers.1.mlp.")
+    for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        if name.startswith(first):
+            assert torch.equal(a, b)
+        if name.startswith(second):
+            assert not torch.equal(a, b)
+    rows = {row.name: row for row in report.layers}
+    for row in plain.layers:
+        assert row.target_loss is None
+        if ".0." in row.name:
+            assert rows[row.name].loss == rows[row.name].target_loss == row.loss
+
+
+@torch.no_grad()
+def test_the_reported_losses_are_against_the_dense_weight(build, batches):
+    model, dense = build("llama"), build("llama")
+    report = prune_model(model, batches, true_sequential=True, beyond=DENSE)
+    row = next(row for row in report.layers if row.name == "model.layers.1.self_attn.q_proj")
+    after, before = (m.model.layers[1].self_attn.q_proj for m in (model, dense))
+    x = inputs_of(model, [after], batches)[0]
+    change = after.weight.double() - before.weight.double()
+    loss = (x @ change.T).square().sum(1).mean()
+    assert row.loss == pytest.approx(float(loss), rel=1e-3)
+    energy = (x @ before.weight.double().T).square().sum(1).mean()
+    assert row.relative_loss == pytest.approx(float(loss / energy), rel=1e-3)
+    assert row.target_loss < row.loss
+
+
+class Routed(nn.Module):
+    """A block with a layer on all tokens, and one on those that a router picks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.all = nn.Linear(16, 2), nn.Linear(16, 16)
+        self.some = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.all(x).relu()
+        rows = x.reshape(-1, 16)
+        picked = (self.router(rows).argmax(1) == 0).nonzero()[:, 0]
+        out = rows.clone()
+        out[picked] += self.some(rows[picked]).relu()
+        return out.view_as(x)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(64, 16)
+        self.blocks = nn.ModuleList(Routed() for _ in range(2))
+        self.head = nn.Linear(16, 16)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@torch.no_grad()
+def test_layers_whose_tokens_do_not_pair_keep_their_own_target_and_say_so(batches):
+    model = Model()
+    report = prune_model(model, batches, targets=["all", "some", "head"], beyond=DENSE)
+    rows = {row.name: row for row in report.pruned}
+    for k in (0, 1):
+        assert rows[f"blocks.{k}.all"].own_target is None
+        assert rows[f"blocks.{k}.all"].target_loss is not None
+        assert "do not pair" in rows[f"blocks.{k}.some"].own_target
+        assert rows[f"blocks.{k}.some"].target_loss is None
+    assert rows["head"].own_target == "it is outside the blocks"
+    assert rows["head"].to_dict()["own_target"] == "it is outside the blocks"
+
+
+FAMILIES = ["bart", "bloom", "falcon_h1", "gpt_oss", "jamba", "mamba", "mixtral", "rwkv", "t5"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_the_dense_stream_is_what_the_dense_model_computes(family, monkeypatch):
+    """Each dense run of a block gives what it gives in a full forward of a dense twin."""
+    import families
+
+    from mrp_lightning.calibration.dense import DenseStream
+    from mrp_lightning.calibration.walks import hidden_of
+
+    model, twin = families.build(family), families.build(family)
+    batches = families.batches(family)
+    run, run_twin = families.runner(model), families.runner(twin)
+    names = {module: name for name, module in model.named_modules()}
+    worst, seen = [], DenseStream.output
+
+    def compare(stream, k, i):
+        output = seen(stream, k, i)
+        if output is not None:
+            found = []
+            block = twin.get_submodule(names[stream._walk.blocks[k].module])
+            handle = block.register_forward_hook(
+                lambda _, __, out: found.append(hidden_of(out).clone())
+            )
+            run_twin(batches[i])
+            handle.remove()
+            worst.append(float((hidden_of(output) - found[0]).norm() / found[0].norm()))
+        return output
+
+    monkeypatch.setattr(DenseStream, "output", compare)
+    recipe_report = prune_runner(model, run, batches)
+    assert max(worst) <= 1e-5
+    assert len(recipe_report.pruned) > 0
+    if family in ("mixtral", "gpt_oss", "jamba"):
+        experts = [row for row in recipe_report.pruned if ".experts." in row.name]
+        assert experts
+        assert all("do not pair" in row.own_target for row in experts)
+
+
+def prune_runner(model, run, batches):
+    from mrp_lightning.pruning.report import PruningReport
+    from mrp_lightning.pruning.sequential import SequentialPruner
+    from mrp_lightning.solver.recipe import Recipe
+    from mrp_lightning.targets.plan import make_plan
+
+    recipe, report = Recipe.of(pattern="2:4", method="SM"), PruningReport({})
+    SequentialPruner(
+        model=model,
+        forward=run,
+        batches=batches,
+        plan=make_plan(model, recipe.pattern),
+        recipe=recipe,
+        report=report,
+        target_weight=1.0,
+    ).prune()
+    return report

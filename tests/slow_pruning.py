@@ -1,0 +1,130 @@
+"""Pruning a tiny model as the package does, and slowly: full forwards, all inputs kept."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mrp_lightning import prune_weight
+from mrp_lightning.pruning.report import PruningReport
+from mrp_lightning.pruning.sequential import SequentialPruner
+from mrp_lightning.solver.recipe import Recipe
+from mrp_lightning.targets.layers import is_conv1d, is_linear
+from mrp_lightning.targets.plan import make_plan
+
+Batches = list[dict[str, Tensor]]
+BLOCKS = {
+    "llama": "model.layers",
+    "gemma3_text": "model.layers",
+    "opt": "model.decoder.layers",
+    "bloom": "transformer.h",
+    "gpt2": "transformer.h",
+}
+
+
+def prune_model(
+    model: nn.Module,
+    batches: Batches,
+    *,
+    pattern: str | None = "2:4",
+    sparsity: float | None = None,
+    method: str = "SM",
+    true_sequential: bool = False,
+    tolerance: float = 1e-6,
+    beyond: dict[str, Any] | None = None,
+    **choices: Any,
+) -> PruningReport:
+    recipe = Recipe.of(sparsity=sparsity, pattern=pattern, method=method, tolerance=tolerance)
+    report = PruningReport({"method": method, "pattern": pattern})
+    SequentialPruner(
+        model=model,
+        forward=lambda batch: model(**batch),
+        batches=batches,
+        plan=make_plan(model, recipe.pattern, **choices),
+        recipe=recipe,
+        report=report,
+        true_sequential=true_sequential,
+        **beyond or {},
+    ).prune()
+    return report
+
+
+def inputs_of(model: nn.Module, layers: list[nn.Module], batches: Batches) -> list[Tensor]:
+    """All tokens that layers see, in full forwards; padding cut by hand."""
+    seen: list[list[Tensor]] = [[] for _ in layers]
+    for batch in batches:
+        kept = batch["attention_mask"].flatten().bool()
+        handles = [
+            layer.register_forward_pre_hook(
+                lambda _, args, k=k, kept=kept: seen[k].append(
+                    args[0].reshape(len(kept), -1)[kept].clone()
+                )
+            )
+            for k, layer in enumerate(layers)
+        ]
+        model(**batch)
+        for handle in handles:
+            handle.remove()
+    return [torch.cat(rows).double() for rows in seen]
+
+
+# A certified relative loss of 1e-6 leaves a distance of 1e-3 between weights, in which the masks of
+# later blocks can differ where two weights are almost equally dispensable.
+TOLERANCE = 1e-8
+
+
+def slow_prune(
+    model: nn.Module,
+    path: str,
+    batches: Batches,
+    stages: Callable[[nn.Module], list[list[Any]]],
+    dense: nn.Module | None = None,
+    target_weight: float = 0.0,
+) -> None:
+    """Prune `model`; with `dense`, a copy of it, towards what the layers give in that."""
+    blocks = model.get_submodule(path)
+    dense_blocks = blocks if dense is None else dense.get_submodule(path)
+    for block, dense_block in zip(blocks, dense_blocks, strict=True):
+        for layers, twins in zip(stages(block), stages(dense_block), strict=True):
+            given = inputs_of(model, layers, batches)
+            dense_given = given if dense is None else inputs_of(dense, twins, batches)
+            for layer, x, x_d in zip(layers, given, dense_given, strict=True):
+                hessian = 2 * x.T @ x / len(x)
+                weight = layer.weight.T if is_conv1d(layer) else layer.weight
+                if dense is not None:
+                    weight = aimed(weight, hessian, 2 * x_d.T @ x / len(x), target_weight)
+                solution = prune_weight(
+                    weight, hessian.float(), pattern="2:4", method="SM", tolerance=TOLERANCE
+                )
+                pruned = solution.weight.T if is_conv1d(layer) else solution.weight
+                layer.weight.copy_(pruned)
+
+
+def aimed(weight: Tensor, hessian: Tensor, cross: Tensor, target_weight: float) -> Tensor:
+    """W + αW(C − H)(H + λI)⁻¹, solved in float64."""
+    diagonal = hessian.diagonal()
+    ridge = 0.01 * diagonal[diagonal > 0].mean() * torch.eye(len(hessian), dtype=torch.float64)
+    missing = weight.double() @ (cross - hessian)
+    change = torch.linalg.solve(hessian + ridge, missing, left=False)
+    return (weight.double() + target_weight * change).float()
+
+
+def all_at_once(block: nn.Module) -> list[list[nn.Module]]:
+    return [[module for module in block.modules() if is_linear(module)]]
+
+
+def one_after_another(block: Any) -> list[list[nn.Module]]:
+    attention, mlp = block.self_attn, block.mlp
+    return [
+        [attention.q_proj, attention.k_proj, attention.v_proj],
+        [attention.o_proj],
+        [mlp.gate_proj, mlp.up_proj],
+        [mlp.down_proj],
+    ]
+
+
+def assert_same_weights(ours: nn.Module, theirs: nn.Module) -> None:
+    for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(a == 0, b == 0), name
+        assert (a - b).norm() <= 1e-3 * b.norm(), name
