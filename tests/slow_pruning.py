@@ -33,13 +33,14 @@ def prune_model(
     true_sequential: bool = False,
     tolerance: float = 1e-6,
     beyond: dict[str, Any] | None = None,
+    forward: Callable[[Any], Any] | None = None,
     **choices: Any,
 ) -> PruningReport:
     recipe = Recipe.of(sparsity=sparsity, pattern=pattern, method=method, tolerance=tolerance)
     report = PruningReport({"method": method, "pattern": pattern})
     SequentialPruner(
         model=model,
-        forward=lambda batch: model(**batch),
+        forward=forward or (lambda batch: model(**batch)),
         batches=batches,
         plan=make_plan(model, recipe.pattern, **choices),
         recipe=recipe,

@@ -97,6 +97,37 @@ class LayerReport:
         return cls(**known | {"shape": tuple(row["shape"])})
 
 
+@dataclass(frozen=True, kw_only=True)
+class BlockReport:
+    """What was done to a block as a whole. What was not asked for is `None`.
+
+    Attributes:
+        name: The name of the block in the model.
+        sparsity: The fraction of its weights that was to be removed, between 0 and 1.
+        error_before: ‖y − y_d‖² / ‖y_d‖² over the held-out windows before tuning, for the outputs y
+            of the block, and y_d of the block in the dense model.
+        error_after: The same after tuning; never more.
+        epoch: The epoch whose weights were kept, 0 for those before tuning.
+        seconds: The time that tuning took.
+    """
+
+    name: str
+    sparsity: float | None = None
+    error_before: float | None = None
+    error_after: float | None = None
+    epoch: int | None = None
+    seconds: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The block's row of `pruning_report.json`."""
+        return {key: value for key, value in asdict(self).items() if value is not None}
+
+    @classmethod
+    def from_dict(cls, row: dict[str, Any]) -> "BlockReport":
+        """Read a row of `pruning_report.json`."""
+        return cls(**{f.name: row[f.name] for f in fields(cls) if f.name in row})
+
+
 @dataclass
 class PruningReport:
     """All layers of a run, in the order in which they were pruned.
@@ -111,6 +142,7 @@ class PruningReport:
         stored_totals: The `totals` of the file from which the report was read, `None` for a report
             that is being made.
         files: The names of all files that were written with the report, relative to its directory.
+        blocks: The blocks, in their order, where something was done to them as a whole.
     """
 
     config: dict[str, Any]
@@ -120,6 +152,7 @@ class PruningReport:
     versions: dict[str, str] = field(default_factory=versions)
     stored_totals: dict[str, Any] | None = field(default=None, compare=False)
     files: list[str] = field(default_factory=list)
+    blocks: list[BlockReport] = field(default_factory=list)
 
     def skip(self, name: str, shape: tuple[int, ...], reason: str) -> None:
         """Add a layer that is left dense, and why."""
@@ -166,6 +199,7 @@ class PruningReport:
             "totals": self.totals,
             "versions": self.versions,
             "config": self.config,
+            **({"blocks": [row.to_dict() for row in self.blocks]} if self.blocks else {}),
             **({"files": self.files} if self.files else {}),
         }
 
@@ -218,6 +252,7 @@ class PruningReport:
             versions=content["versions"],
             stored_totals=totals,
             files=content.get("files", []),
+            blocks=[BlockReport.from_dict(row) for row in content.get("blocks", [])],
         )
 
 
@@ -255,17 +290,25 @@ def _problems(content: dict[str, Any]) -> Iterator[str]:
     for library, version in content["versions"].items():
         yield from _wrong_type(f"versions.{library}", version, str)
     for i, row in enumerate(content["layers"]):
-        yield from (f"`layers[{i}]`: {problem}" for problem in _row_problems(row))
+        yield from (f"`layers[{i}]`: {problem}" for problem in _layer_problems(row))
+    blocks = content.get("blocks", [])
+    for i, row in enumerate(blocks if isinstance(blocks, list) else [blocks]):
+        yield from (f"`blocks[{i}]`: {problem}" for problem in _row_problems(row, BlockReport))
 
 
-def _row_problems(row: Any) -> Iterator[str]:
+def _row_problems(row: Any, kind: type) -> Iterator[str]:
     if not isinstance(row, dict):
         yield f"expected an object, got {row!r}"
         return
-    for key, kind in get_type_hints(LayerReport).items():
+    for key, value in get_type_hints(kind).items():
         if key != "shape":
-            missing = getattr(LayerReport, key, None)
-            yield from _wrong_type(key, row.get(key, missing), kind)
+            yield from _wrong_type(key, row.get(key, getattr(kind, key, None)), value)
+
+
+def _layer_problems(row: Any) -> Iterator[str]:
+    yield from _row_problems(row, LayerReport)
+    if not isinstance(row, dict):
+        return
     shape = row.get("shape")
     sizes = shape if isinstance(shape, list) else []
     positive = all(type(size) is int and size > 0 for size in sizes)

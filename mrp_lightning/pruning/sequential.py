@@ -17,6 +17,7 @@ from mrp_lightning.calibration.walks import Walk, WholeModel
 from mrp_lightning.errors import TargetError
 from mrp_lightning.pruning.block import BlockPruner
 from mrp_lightning.pruning.report import LayerReport, PruningReport
+from mrp_lightning.pruning.tuning import BlockTuner, BlockTuning
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.blocks import Block
 from mrp_lightning.targets.plan import Plan
@@ -61,7 +62,9 @@ class SequentialPruner:
         offload: Whether blocks and stored activations stay on the CPU until they are needed.
         target_weight: How far, from 0 to 1, layers aim at their outputs in the dense model in place
             of those that their own dense weight has on the inputs that they now get.
+        tuning: How the kept weights of each block are tuned once it is pruned, `None` for not.
         on_progress: Called often, for a progress bar.
+        say: Called, seldom, with what a user should be told.
         on_block: Called with the number of each block (from 0) and the layers pruned in it.
     """
 
@@ -76,6 +79,8 @@ class SequentialPruner:
     device: torch.device = CPU
     offload: bool = False
     target_weight: float = 0.0
+    tuning: BlockTuning | None = None
+    say: Callable[[str], None] = log.info
     on_progress: Callable[[Progress], None] = lambda *_: None
     on_block: Callable[[int, list[LayerReport]], None] = lambda *_: None
 
@@ -114,17 +119,33 @@ class SequentialPruner:
         layers, store = self.plan.layers, CPU if self.offload else None
         walk = choose_walk(self._forward_with(padding), self.batches, self.plan.blocks, store=store)
         self.report.config["walk"] = walk.name
-        dense = DenseStream(walk) if self.target_weight else None
+        dense = None
+        if self.target_weight or self.tuning:
+            dense = DenseStream(walk, keeps_outputs=self.tuning is not None)
+        tuner = self._tuner(walk, dense, padding)
         last = max((k for k, block in enumerate(walk.blocks) if layers[block.name]), default=-1)
         for k, block in enumerate(walk.blocks[: last + 1]):
             with offload.pinned(block.module):
                 pruner = self._block_pruner(walk, k, k, padding, dense)
                 rows = pruner.prune(layers[block.name])
+                if dense is not None and (tuner or k < last):
+                    for i in dense.advance(k):
+                        pruner.tell(f"{block.name}, dense outputs {i + 1}/{len(self.batches)}")
+                if tuner is not None:
+                    done = {row.name for row in rows}
+                    tuned = [layer for layer in layers[block.name] if layer.name in done]
+                    self.report.blocks.append(tuner.tune(k, tuned, pruner.tell))
                 if k < last:
-                    for stream in (walk, dense) if dense else (walk,):
-                        for i in stream.advance(k):
-                            pruner.tell(f"{block.name}, outputs {i + 1}/{len(self.batches)}")
+                    for i in walk.advance(k):
+                        pruner.tell(f"{block.name}, outputs {i + 1}/{len(self.batches)}")
             self.on_block(k, rows)
+
+    def _tuner(self, walk: Walk, dense: DenseStream | None, padding: Padding) -> BlockTuner | None:
+        if self.tuning is None or dense is None:
+            return None
+        tuner = BlockTuner(self.model, walk, dense, padding, self.tuning, say=self.say)
+        tuner.check(self.plan.layers)
+        return tuner
 
     def _prune_outside(self, padding: Padding) -> None:
         """Prune the layers outside the blocks, in one pass over the whole model."""

@@ -35,9 +35,13 @@ class Layer(ABC):
         return parameter
 
     @property
-    @abstractmethod
     def view(self) -> Tensor:
         """The stored weight, detached, as (rows, ...): what follows flattens to the columns."""
+        return self.arranged(self.parameter.detach())
+
+    @abstractmethod
+    def arranged(self, stored: Tensor) -> Tensor:
+        """See a tensor of the parameter's shape as `view` sees the parameter."""
 
     @property
     def weight(self) -> Tensor:
@@ -83,19 +87,17 @@ class Layer(ABC):
 class Linear(Layer):
     """An `nn.Linear`."""
 
-    @property
-    def view(self) -> Tensor:
-        """The weight as it is stored."""
-        return self.parameter.detach()
+    def arranged(self, stored: Tensor) -> Tensor:
+        """As it is stored."""
+        return stored
 
 
 class Conv1D(Layer):
     """The `Conv1D` of transformers, which stores (columns, rows)."""
 
-    @property
-    def view(self) -> Tensor:
+    def arranged(self, stored: Tensor) -> Tensor:
         """The transpose of what is stored."""
-        return self.parameter.detach().T
+        return stored.T
 
 
 class Conv2d(Layer):
@@ -110,10 +112,9 @@ class Conv2d(Layer):
 
     module: nn.Conv2d
 
-    @property
-    def view(self) -> Tensor:
-        """The weight as (rows, kernel rows, kernel columns, channels)."""
-        return self.parameter.detach().permute(0, 2, 3, 1)
+    def arranged(self, stored: Tensor) -> Tensor:
+        """As (rows, kernel rows, kernel columns, channels)."""
+        return stored.permute(0, 2, 3, 1)
 
     @property
     def reading(self) -> Hashable:
@@ -150,11 +151,9 @@ class Expert(Layer):
         """The parameter in which all experts are stacked."""
         return self.module._parameters[self.stack]  # type: ignore[return-value]
 
-    @property
-    def view(self) -> Tensor:
+    def arranged(self, stored: Tensor) -> Tensor:
         """The slice; gpt_oss and others store (columns, rows), and say so by `is_transposed`."""
-        weight = self.parameter.detach()[self.index]
-        return weight.T if self.module.is_transposed else weight
+        return stored[self.index].T if self.module.is_transposed else stored[self.index]
 
     @property
     def owner(self) -> str:

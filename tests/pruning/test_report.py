@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mrp_lightning.errors import FormatError
-from mrp_lightning.pruning.report import LayerReport, PruningReport
+from mrp_lightning.pruning.report import BlockReport, LayerReport, PruningReport
 
 numbers = st.none() | st.floats(0, 1e30)
 counts = st.none() | st.integers(0, 2**53)
@@ -16,7 +16,7 @@ KINDS = {
     "shape": sizes,
     "sparsity": st.none() | st.floats(0, 1),
     "method": st.none() | st.text(),
-    "skipped": st.none() | st.text(min_size=1),
+    **dict.fromkeys(("skipped", "own_target"), st.none() | st.text(min_size=1)),
     "already_pruned": st.booleans(),
     **dict.fromkeys(("iterations", "tokens", "dead_inputs", "peak_memory"), counts),
 }
@@ -32,6 +32,10 @@ reports = st.builds(
     seconds=st.floats(0, 1e9),
     complete=st.booleans(),
     versions=st.dictionaries(st.text(), st.text()),
+    blocks=st.lists(
+        st.builds(BlockReport, name=st.text(), sparsity=numbers, epoch=counts, error_after=numbers),
+        max_size=2,
+    ),
 )
 
 
@@ -89,6 +93,7 @@ def test_all_problems_of_a_damaged_report_are_listed(tmp_path):
     content["layers"] += [7, {"shape": [3]}, {"name": "a", "shape": [0, 2]}]
     content["totals"] |= {"seconds": "long", "complete": 1}
     del content["totals"]["weights"]
+    content["blocks"] = [{"name": "blocks.0", "epoch": "last"}, 3]
     content["config"] = {"pattern": "2"}
     content["versions"]["cuda"] = 12.8
     with pytest.raises(FormatError) as caught:
@@ -111,9 +116,11 @@ def test_all_problems_of_a_damaged_report_are_listed(tmp_path):
         "`layers[2]`: `name` is None, expected a string",
         "`layers[2]`: `shape` is [3], expected a list of positive integers",
         "`layers[3]`: `shape` is [0, 2], expected",
+        "`blocks[0]`: `epoch` is 'last', expected an integer or null",
+        "`blocks[1]`: expected an object, got 3",
     ):
         assert problem in message
-    assert len(message.splitlines()) == 1 + 15
+    assert len(message.splitlines()) == 1 + 17
 
 
 @pytest.mark.parametrize("text", ["{", "\udcff", "[]", '{"format_version": 2}'])
