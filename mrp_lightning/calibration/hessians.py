@@ -1,15 +1,13 @@
 """Collecting the Hessians of layers while the model runs."""
 
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from mrp_lightning.calibration.experts import one_by_one
 from mrp_lightning.calibration.padding import Padding, taken
-from mrp_lightning.calibration.products import Products
+from mrp_lightning.calibration.watch import Watch
 from mrp_lightning.solver.hessian import HessianAccumulator
 from mrp_lightning.solver.target import InputShift
 from mrp_lightning.targets.layers import Expert, Layer
@@ -39,12 +37,10 @@ class InputsDiffer(Exception):  # noqa: N818 (a message between two parts of the
     """Layers that shared an input in one batch do not in another."""
 
 
-class Calibration:
+class Calibration(Watch):
     """Accumulates 2·XᵀX over the tokens that each layer sees.
 
-    Which layers share an input is found in the first batch and checked in all others. A weight that
-    is used without calling its module (Mamba's `dt_proj.weight @ x`) is calibrated by the products
-    that it takes part in.
+    Which layers share an input is found in the first batch and checked in all others.
 
     Args:
         layers: The layers to watch.
@@ -64,9 +60,8 @@ class Calibration:
         pooled: Sequence[Expert] = (),
         paired: bool = False,
     ) -> None:
-        self.layers = list(layers)
+        super().__init__(layers, padding, pooled)
         self.groups: list[InputGroup] = []
-        self._padding = padding
         self._share = share
         self._paired = paired
         self._is_dense_run = False
@@ -74,39 +69,18 @@ class Calibration:
         self._copies: dict[Hashable, tuple[Tensor, Tensor]] = {}
         self._group_of: dict[int, InputGroup] = {}
         self._seen: dict[Hashable, tuple[Tensor, InputGroup]] = {}
-        self._inside: set[int] = set()
-        self._pooled = list(pooled)
         self._mine = {layer.key: layer for layer in self.layers if isinstance(layer, Expert)}
-        self._pools = {e.siblings: HessianAccumulator(e.columns, e.name) for e in self._pooled}
-        self._rows: dict[Hashable, Tensor | None] = {}  # by expert, which are tokens
+        self._pools = {e.siblings: HessianAccumulator(e.columns, e.name) for e in pooled}
         self._batch = 0
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
         """Watch the layers in this context."""
-        with ExitStack() as stack:
-            stack.callback(self._seen.clear)
-            experts = [layer for layer in self.layers if isinstance(layer, Expert)]
-            for layer in self.layers:
-                if isinstance(layer, Expert):
-                    continue
-                module = layer.module
-                before = module.register_forward_pre_hook(self._enter(layer), with_kwargs=True)
-                stack.callback(before.remove)
-                after = module.register_forward_hook(self._leave(layer), always_call=True)
-                stack.callback(after.remove)
-            stack.enter_context(self._padding.follow([layer.module for layer in self.layers]))
-            stack.enter_context(one_by_one(experts))
-            # Which rows of an expert are tokens is seen at its first matrix, pruned or not.
-            given = {id(layer): layer for layer in self.layers}
-            keys = {layer.key for layer in self.layers}
-            others = [*self._pooled, *(e.first for e in (*experts, *self._pooled))]
-            for expert in others:
-                if expert.key not in keys:
-                    keys.add(expert.key)
-                    given[id(expert)] = expert
-            stack.enter_context(Products(list(given.values()), self._multiplied))
-            yield
+        with super().hooked():
+            try:
+                yield
+            finally:
+                self._seen.clear()
 
     @contextmanager
     def dense_run(self) -> Iterator[None]:
@@ -117,7 +91,7 @@ class Calibration:
         finally:
             self._is_dense_run = False
             self._copies.clear()
-            self._inside.clear()
+            super().end_batch()
 
     def end_batch(self) -> None:
         """Check the groups and forget the tensors of a batch.
@@ -125,9 +99,8 @@ class Calibration:
         Raises:
             InputsDiffer: A group's layers were not called equally often.
         """
+        super().end_batch()
         self._seen.clear()
-        self._rows.clear()
-        self._inside.clear()
         self._batch += 1
         for group in self.groups:
             counts = {group.calls.get(id(layer), 0) for layer in group.layers}
@@ -143,36 +116,10 @@ class Calibration:
         """The layers that no batch reached."""
         return [layer for layer in self.layers if id(layer) not in self._group_of]
 
-    def _enter(self, layer: Layer) -> Any:
-        def pre(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._inside.add(id(layer))
-            x = args[0] if args else kwargs[next(iter(kwargs))]
-            # The version tells a tensor that was changed in place between two layers.
-            key = (id(x), 0 if x.is_inference() else x._version, layer.reading)
-            self._visit(layer, x, key)
-
-        return pre
-
-    def _leave(self, layer: Layer) -> Any:
-        return lambda *_: self._inside.discard(id(layer))
-
-    def _multiplied(self, layer: Layer, x: Tensor) -> None:
-        if isinstance(layer, Expert):
-            self._routed(layer, x)
-        elif id(layer) not in self._inside:
-            self._visit(layer, x, None)
-
-    def _routed(self, expert: Expert, x: Tensor) -> None:
-        """An expert's matrix was given rows; its second one gets those of the first, in order."""
+    def note_expert(self, expert: Expert, tokens: Tensor) -> None:
+        """Add tokens to the Hessian of an expert, or to that of all of them."""
         if self._is_dense_run:
             return  # they are other tokens
-        of = (id(expert.module), expert.index)
-        if expert.stack == expert.first.stack:
-            self._rows[of] = self._padding.rows(x, expert.module, expert.name)
-        rows = self._rows[of]
-        tokens = x if rows is None else x.reshape(rows.numel(), -1)[rows]
-        if not tokens.numel():
-            return
         if expert.key in self._mine:
             self._count(self._mine[expert.key], tokens)
         elif expert.siblings in self._pools:
@@ -196,7 +143,8 @@ class Calibration:
                     pool.merge(group.accumulator)
         return pools
 
-    def _visit(self, layer: Layer, x: Tensor, key: Hashable) -> None:
+    def note(self, layer: Layer, x: Tensor, key: Hashable) -> None:
+        """Add the tokens of an input, if it is the first layer of a group that is given it."""
         group = self._group_of.get(id(layer))
         if self._is_dense_run:
             if group is None or layer is group.layers[0]:

@@ -1,0 +1,39 @@
+"""How large the inputs of layers are."""
+
+from collections.abc import Hashable, Sequence
+
+from torch import Tensor
+
+from mrp_lightning.calibration.padding import Padding
+from mrp_lightning.calibration.watch import Watch
+from mrp_lightning.targets.layers import Expert, Layer
+
+
+class InputNorms(Watch):
+    """The root mean square of each input feature of layers, over the tokens that they see."""
+
+    def __init__(self, layers: Sequence[Layer], padding: Padding) -> None:
+        super().__init__(layers, padding)
+        self._sums: dict[Hashable, Tensor] = {}
+        self._tokens: dict[Hashable, int] = {}
+
+    def of(self, layer: Layer) -> Tensor | None:
+        """The values of a layer, float32 (columns,); `None` if it saw no tokens."""
+        if layer.key not in self._sums:
+            return None
+        return (self._sums[layer.key] / self._tokens[layer.key]).sqrt()
+
+    def note(self, layer: Layer, x: Tensor, key: Hashable) -> None:  # noqa: ARG002
+        """Add the tokens of an input."""
+        tokens = self._padding.tokens(layer.inputs(x), layer.module, layer.name)
+        self._add(layer, tokens.reshape(-1, layer.columns))
+
+    def note_expert(self, expert: Expert, tokens: Tensor) -> None:
+        """Add the tokens that were routed to an expert."""
+        self._add(expert, tokens)
+
+    def _add(self, layer: Layer, tokens: Tensor) -> None:
+        if len(tokens):
+            squares = tokens.detach().float().square().sum(0)
+            self._sums[layer.key] = self._sums.get(layer.key, 0.0) + squares
+            self._tokens[layer.key] = self._tokens.get(layer.key, 0) + len(tokens)
