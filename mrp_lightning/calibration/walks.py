@@ -65,6 +65,10 @@ class Walk(ABC):
         """Make the outputs of block k, as it is now, the inputs of the next."""
         yield from ()
 
+    def step(self, k: int, i: int) -> None:
+        """Run block k on batch i, once and for all: its output is the input of the next."""
+        self.output(k, i)
+
     def keep(self, i: int, hidden: Tensor | None) -> None:
         """Take the hidden state that the current block returned for batch i as its new input."""
         del i, hidden  # most walks store none
@@ -161,9 +165,13 @@ class Inject(Walk):
     def advance(self, k: int) -> Iterator[int]:
         """Store the outputs of block k in place of its inputs."""
         for i in range(len(self.batches)):
-            self.keep(i, self.stored(self.output(k, i)))
+            self.step(k, i)
             yield i
         self.leave(k)
+
+    def step(self, k: int, i: int) -> None:
+        """Store the output in place of the input."""
+        self.keep(i, self.stored(self.output(k, i)))
 
     def keep(self, i: int, hidden: Tensor | None) -> None:
         """Store it, if the batch reached the block."""

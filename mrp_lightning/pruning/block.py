@@ -1,8 +1,8 @@
 """Pruning the layers of one block: calibrate them, then solve for each."""
 
 import logging
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -15,6 +15,7 @@ from mrp_lightning.pruning.prune_layer import Aim, prune_layer
 from mrp_lightning.pruning.report import LayerReport, PruningReport
 from mrp_lightning.solver.hessian import HessianAccumulator
 from mrp_lightning.solver.input_hessian import InputHessian
+from mrp_lightning.solver.patterns import Pattern
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.layers import Expert, Layer
 
@@ -37,6 +38,7 @@ class BlockPruner:
         dense: What the dense model computes, where it is needed.
         target_weight: α, from 0 (each layer aims at its own outputs) to 1 (at those that it has in
             the dense model).
+        patterns: The patterns of layers, by name, that are not the recipe's.
     """
 
     walk: Walk
@@ -48,6 +50,7 @@ class BlockPruner:
     tell: Callable[[str], None]
     dense: DenseStream | None = None
     target_weight: float = 0.0
+    patterns: Mapping[str, Pattern] = field(default_factory=dict)
 
     def prune(self, layers: list[Layer]) -> list[LayerReport]:
         """Calibrate and prune layers of the block, all from one pass or stage by stage.
@@ -172,7 +175,9 @@ class BlockPruner:
     ) -> LayerReport:
         if self.dense is not None:
             self.dense.remember(layer)
-        row = prune_layer(layer, inputs, self.recipe, tokens, shared, aim)
+        pattern = self.patterns.get(layer.name, self.recipe.pattern)
+        recipe = replace(self.recipe, pattern=pattern)
+        row = prune_layer(layer, inputs, recipe, tokens, shared, aim)
         self.report.layers.append(row)
         log.info("%s: relative loss %.4g, %.1f s", row.name, row.relative_loss, row.seconds)
         self.tell(layer.name)

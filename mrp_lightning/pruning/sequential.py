@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +15,11 @@ from mrp_lightning.calibration.offload import CPU, Offload
 from mrp_lightning.calibration.padding import Padding
 from mrp_lightning.calibration.walks import Walk, WholeModel
 from mrp_lightning.errors import TargetError
+from mrp_lightning.pruning.allocation import allocate, measure_blocks, patterns_of_layers
 from mrp_lightning.pruning.block import BlockPruner
-from mrp_lightning.pruning.report import LayerReport, PruningReport
+from mrp_lightning.pruning.report import BlockReport, LayerReport, PruningReport
 from mrp_lightning.pruning.tuning import BlockTuner, BlockTuning
+from mrp_lightning.solver.patterns import Pattern, Unstructured
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.blocks import Block
 from mrp_lightning.targets.plan import Plan
@@ -63,6 +65,7 @@ class SequentialPruner:
         target_weight: How far, from 0 to 1, layers aim at their outputs in the dense model in place
             of those that their own dense weight has on the inputs that they now get.
         tuning: How the kept weights of each block are tuned once it is pruned, `None` for not.
+        allocation: How the sparsity is spread over blocks, one of `ALLOCATIONS`.
         on_progress: Called often, for a progress bar.
         say: Called, seldom, with what a user should be told.
         on_block: Called with the number of each block (from 0) and the layers pruned in it.
@@ -80,6 +83,7 @@ class SequentialPruner:
     offload: bool = False
     target_weight: float = 0.0
     tuning: BlockTuning | None = None
+    allocation: str = "uniform"
     say: Callable[[str], None] = log.info
     on_progress: Callable[[Progress], None] = lambda *_: None
     on_block: Callable[[int, list[LayerReport]], None] = lambda *_: None
@@ -91,7 +95,8 @@ class SequentialPruner:
         layers that are pruned, and all others are as they were.
 
         Raises:
-            TargetError: The blocks have no order, or no layer could be pruned.
+            TargetError: The blocks have no order, no layer could be pruned, or there are no blocks
+                where `allocation` or `tuning` need them.
             HessianError: A layer's inputs give no usable Hessian.
         """
         start = time.perf_counter()
@@ -115,6 +120,7 @@ class SequentialPruner:
     def _prune_blocks(self, padding: Padding, offload: Offload) -> None:
         """Walk the blocks up to the last one that has layers to prune."""
         if not self.plan.blocks:
+            self._refuse_what_needs_blocks()
             return
         layers, store = self.plan.layers, CPU if self.offload else None
         walk = choose_walk(self._forward_with(padding), self.batches, self.plan.blocks, store=store)
@@ -122,30 +128,60 @@ class SequentialPruner:
         dense = None
         if self.target_weight or self.tuning:
             dense = DenseStream(walk, keeps_outputs=self.tuning is not None)
-        tuner = self._tuner(walk, dense, padding)
+        tuner = self._tuner(walk, dense, padding, offload)
+        sparsities, patterns = self._allocate(walk, padding, offload)
         last = max((k for k, block in enumerate(walk.blocks) if layers[block.name]), default=-1)
         for k, block in enumerate(walk.blocks[: last + 1]):
             with offload.pinned(block.module):
-                pruner = self._block_pruner(walk, k, k, padding, dense)
+                pruner = self._block_pruner(walk, k, k, padding, dense, patterns)
                 rows = pruner.prune(layers[block.name])
                 if dense is not None and (tuner or k < last):
                     for i in dense.advance(k):
                         pruner.tell(f"{block.name}, dense outputs {i + 1}/{len(self.batches)}")
+                done = BlockReport(name=block.name, sparsity=sparsities.get(block.name))
                 if tuner is not None:
-                    done = {row.name for row in rows}
-                    tuned = [layer for layer in layers[block.name] if layer.name in done]
-                    self.report.blocks.append(tuner.tune(k, tuned, pruner.tell))
+                    pruned = {row.name for row in rows}
+                    tuned = [layer for layer in layers[block.name] if layer.name in pruned]
+                    done = tuner.tune(k, tuned, done, pruner.tell)
+                if tuner is not None or sparsities:
+                    self.report.blocks.append(done)
                 if k < last:
                     for i in walk.advance(k):
                         pruner.tell(f"{block.name}, outputs {i + 1}/{len(self.batches)}")
             self.on_block(k, rows)
 
-    def _tuner(self, walk: Walk, dense: DenseStream | None, padding: Padding) -> BlockTuner | None:
+    def _refuse_what_needs_blocks(self) -> None:
+        """A model without blocks is pruned in one dense pass."""
+        needing = {"allocation": self.allocation != "uniform", "tuning": self.tuning is not None}
+        named = [f"`{name}`" for name, is_asked_for in needing.items() if is_asked_for]
+        if named:
+            raise TargetError(
+                f"{' and '.join(named)} work on repeated blocks, and none were found in this "
+                "model. Name them in `blocks`, or leave this out."
+            )
+
+    def _tuner(
+        self, walk: Walk, dense: DenseStream | None, padding: Padding, offload: Offload
+    ) -> BlockTuner | None:
         if self.tuning is None or dense is None:
             return None
         tuner = BlockTuner(self.model, walk, dense, padding, self.tuning, say=self.say)
-        tuner.check(self.plan.layers)
+        with offload.pinned(walk.blocks[0].module):
+            tuner.check(self.plan.layers)
         return tuner
+
+    def _allocate(
+        self, walk: Walk, padding: Padding, offload: Offload
+    ) -> tuple[dict[str, float], dict[str, Unstructured]]:
+        """The sparsities of blocks, and the patterns of layers, that are not the recipe's."""
+        if self.allocation == "uniform":
+            return {}, {}
+        tell = self._teller(0)
+        measures = measure_blocks(walk.twin(), self.plan.layers, padding, offload.pinned, tell)
+        if not measures:
+            return {}, {}
+        sparsities = allocate(self.recipe.pattern.sparsity, measures)
+        return sparsities, patterns_of_layers(sparsities, measures)
 
     def _prune_outside(self, padding: Padding) -> None:
         """Prune the layers outside the blocks, in one pass over the whole model."""
@@ -174,13 +210,8 @@ class SequentialPruner:
         step: int,
         padding: Padding,
         dense: DenseStream | None = None,
+        patterns: Mapping[str, Pattern] | None = None,
     ) -> BlockPruner:
-        steps = len(self.plan.blocks) + bool(self.plan.outside)
-
-        def tell(task: str) -> None:
-            done = len(self.report.layers) - len(self.plan.skipped)
-            self.on_progress(Progress(step + 1, steps, task, done, self.report))
-
         return BlockPruner(
             walk=walk,
             k=k,
@@ -188,10 +219,20 @@ class SequentialPruner:
             true_sequential=self.true_sequential,
             padding=padding,
             report=self.report,
-            tell=tell,
+            tell=self._teller(step),
             dense=dense,
             target_weight=self.target_weight,
+            patterns=patterns or {},
         )
+
+    def _teller(self, step: int) -> Callable[[str], None]:
+        steps = len(self.plan.blocks) + bool(self.plan.outside)
+
+        def tell(task: str) -> None:
+            done = len(self.report.layers) - len(self.plan.skipped)
+            self.on_progress(Progress(step + 1, steps, task, done, self.report))
+
+        return tell
 
 
 def _warn_of_unmatched(padding: Padding) -> None:

@@ -4,7 +4,7 @@ import math
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -134,21 +134,24 @@ class BlockTuner:
         if len(self.walk.batches) == 1 and len(hidden) < 2:
             raise DataError("`tuning` holds out windows: expected at least 2, got 1. Give it more.")
 
-    def tune(self, k: int, layers: Sequence[Layer], tell: Callable[[str], None]) -> BlockReport:
+    def tune(
+        self, k: int, layers: Sequence[Layer], report: BlockReport, tell: Callable[[str], None]
+    ) -> BlockReport:
         """Tune layers of block k in place; the dense stream has just left it, the walk has not.
 
         Args:
             k: The number of the block in the walk.
             layers: Its layers that are pruned.
+            report: What else was done to the block.
             tell: Called with what is being done.
 
         Returns:
-            What was done; the errors are `None` where there was nothing to tune.
+            The report with what was done; its errors are `None` where there was nothing to tune.
         """
         start, name = time.perf_counter(), self.walk.blocks[k].name
         trained, held_out = self._split()
         if not layers or not trained:
-            return BlockReport(name=name)
+            return report
         weights = KeptWeights(layers)
         steps = self.tuning.epochs * len(list(self._steps(trained)))
         optimizer = torch.optim.Adam(weights.masters, lr=self.tuning.learning_rate)
@@ -175,8 +178,8 @@ class BlockTuner:
                 if error < best:
                     best, best_epoch = error, epoch
                     weights.keep()
-        return BlockReport(
-            name=name,
+        return replace(
+            report,
             error_before=before,
             error_after=best,
             epoch=best_epoch,

@@ -1,0 +1,143 @@
+"""Allocation: how much sparsity each block gets, with the total that was asked for."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from mrp_lightning.calibration.norms import InputNorms
+from mrp_lightning.calibration.padding import Padding
+from mrp_lightning.calibration.walks import Walk
+from mrp_lightning.errors import OptionError
+from mrp_lightning.solver.patterns import Pattern, SemiStructured, Unstructured
+from mrp_lightning.targets.layers import Expert, Layer
+
+ALLOCATIONS = ("uniform", "dlp")
+SPREAD = 0.15
+"""How far, at most, blocks are from the mean: DLP's α, which is published for 70%."""
+
+
+def check_allocation(allocation: str, pattern: Pattern) -> None:
+    """Refuse an allocation that does not exist, or not for a pattern.
+
+    Raises:
+        OptionError: Either is the case.
+    """
+    if allocation not in ALLOCATIONS:
+        raise OptionError(
+            f"`allocation` must be one of {', '.join(ALLOCATIONS)}; got {allocation!r}."
+        )
+    if allocation != "uniform" and isinstance(pattern, SemiStructured):
+        raise OptionError(
+            f"`allocation: {allocation}` gives blocks different sparsities, but pattern "
+            f'"{pattern}" removes {pattern.removed} of every {pattern.group} weights everywhere. Give '
+            "`sparsity` in place of `pattern`, or leave `allocation` out."
+        )
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What DLP measures of a block.
+
+    Attributes:
+        value: The sum over its layers of the median of |w_ij|·‖x_j‖, x being the inputs in the
+            dense model.
+        layers: The layers of the block that are run, and so will be pruned.
+    """
+
+    value: float
+    layers: list[Layer]
+
+
+def measure_blocks(
+    walk: Walk,
+    layers: Mapping[str, Sequence[Layer]],
+    padding: Padding,
+    brought: Callable[[nn.Module], AbstractContextManager[None]],
+    tell: Callable[[str], None],
+) -> dict[str, Measure]:
+    """Measure all blocks in one pass over the calibration data.
+
+    Args:
+        walk: A walk over the dense model, at its start.
+        layers: The layers to prune, by block.
+        padding: What tells tokens from padding.
+        brought: Keeps a block on the device while it runs.
+        tell: Called with what is being done.
+
+    Returns:
+        The measure of each block, by name, but those of which no layer is run.
+    """
+    last = max((k for k, block in enumerate(walk.blocks) if layers[block.name]), default=-1)
+    measures: dict[str, Measure] = {}
+    for k, block in enumerate(walk.blocks[: last + 1]):
+        mine = layers[block.name]
+        norms = InputNorms(mine, padding)
+        with brought(block.module), norms.hooked():
+            for i in range(len(walk.batches)):
+                walk.step(k, i)
+                norms.end_batch()
+                tell(f"{block.name}, norms {i + 1}/{len(walk.batches)}")
+            medians = [_median(layer, norms.of(layer)) for layer in mine]
+        walk.leave(k)
+        # Experts that saw no tokens are pruned by what the others saw.
+        run = [x for x in mine if norms.of(x) is not None or isinstance(x, Expert)]
+        if any(norms.of(x) is not None for x in run):
+            measures[block.name] = Measure(math.fsum(medians), run)
+    return measures
+
+
+def _median(layer: Layer, norms: Tensor | None) -> float:
+    if norms is None:
+        return 0.0
+    return float((layer.weight.float().abs() * norms.to(layer.weight.device)).median())
+
+
+def allocate(sparsity: float, measures: Mapping[str, Measure]) -> dict[str, float]:
+    """Give blocks sparsities whose mean over all of their weights is the one that is asked for.
+
+    With I_b = 1 − S_b / ΣS of the measures S, scaled to d_b from 0 (the largest S) to 2α (the
+    smallest), a block gets s + mean(d) − d_b: one whose weights and inputs are small is pruned
+    least. α is `SPREAD`, or less where that would leave (0, 1).
+
+    Source: Chen et al., "DLP: Dynamic Layerwise Pruning in Large Language Models", 2025; there
+    blocks have one size.
+
+    Args:
+        sparsity: The fraction of all weights to remove, s.
+        measures: The measure of each block, by name.
+    """
+    values = {name: measure.value for name, measure in measures.items()}
+    low, high = min(values.values()), max(values.values())
+    reach = 2 * min(SPREAD, sparsity / 2, (1 - sparsity) / 2)
+    spared = {
+        name: reach * (high - value) / (high - low) if high > low else 0.0
+        for name, value in values.items()
+    }
+    sizes = {name: sum(map(_size, measure.layers)) for name, measure in measures.items()}
+    mean = math.fsum(spared[name] * sizes[name] for name in sizes) / sum(sizes.values())
+    return {name: sparsity + mean - value for name, value in spared.items()}
+
+
+def patterns_of_layers(
+    sparsities: Mapping[str, float], measures: Mapping[str, Measure]
+) -> dict[str, Unstructured]:
+    """The pattern of each layer, by name: blocks keep their sparsity, and all together the total.
+
+    Counts are rounded so that the layers up to any one remove what they are to, within one half.
+    """
+    patterns: dict[str, Unstructured] = {}
+    asked, removed = 0.0, 0
+    for name, sparsity in sparsities.items():
+        for layer in measures[name].layers:
+            asked += sparsity * _size(layer)
+            count = min(max(math.floor(asked + 0.5) - removed, 1), _size(layer) - 1)
+            removed += count
+            patterns[layer.name] = Unstructured(count / _size(layer))
+    return patterns
+
+
+def _size(layer: Layer) -> int:
+    return layer.weight.numel()
