@@ -32,8 +32,8 @@ def check_allocation(allocation: str, pattern: Pattern) -> None:
     if allocation != "uniform" and isinstance(pattern, SemiStructured):
         raise OptionError(
             f"`allocation: {allocation}` gives blocks different sparsities, but pattern "
-            f'"{pattern}" removes {pattern.removed} of every {pattern.group} weights everywhere. Give '
-            "`sparsity` in place of `pattern`, or leave `allocation` out."
+            f'"{pattern}" removes {pattern.removed} of every {pattern.group} weights everywhere. '
+            "Give `sparsity` in place of `pattern`, or leave `allocation` out."
         )
 
 
