@@ -22,7 +22,9 @@ from mrp_lightning.loop.placement import blocks_on_cpu
 from mrp_lightning.loop.predict_loop import prune_in_trainer
 from mrp_lightning.loop.saving import num_bytes, save_pruned, sources_of
 from mrp_lightning.loop.strategies import require_one_process
+from mrp_lightning.pruning.extensions import Extensions
 from mrp_lightning.pruning.report import PruningReport
+from mrp_lightning.pruning.tuning import BlockTuning
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.blocks import find_blocks
 from mrp_lightning.targets.names import as_patterns
@@ -55,6 +57,16 @@ class PruningCallback(Callback):
         damping: The fraction (≥ 0) of the mean of the Hessian's diagonal that is added to it.
         tolerance: The relative distance (> 0) to the optimal loss at which the exact compensation M
             stops.
+        target: "own": each layer aims at what its dense weight gives on the inputs that the pruned
+            blocks before it now give. "dense": at what it gives in the dense model, which makes up
+            for what those blocks have lost. It runs each block twice as often. Not for methods
+            without compensation. See docs/methods.md for this and the next three.
+        target_weight: How far it aims there, in (0, 1]. `None` is 1, or ½ with `tuning`.
+        allocation: "uniform": all blocks get the same sparsity. "dlp": those whose weights and
+            inputs are small get less, and the model the same in all, for one more pass over the
+            calibration data. For `sparsity` only.
+        tuning: Whether, or how, the kept weights of each block are tuned towards its outputs in the
+            dense model once it is pruned. The report's losses of layers are those before that.
         targets: The names of the linear layers to prune, with shell wildcards: runs of whole name
             parts, such as `q_proj`, `mlp`, `layers.3`. All layers in the blocks but routers if not
             given. A name that is in no block, such as `lm_head`, is calibrated after the blocks.
@@ -81,8 +93,8 @@ class PruningCallback(Callback):
 
     Raises:
         PatternError: `sparsity`, `pattern` or `block_size` are malformed.
-        MethodError: There is no such method.
-        OptionError: `block_size`, `damping` or `tolerance` is out of range.
+        MethodError: There is no such method, or it has no compensation and `target` is "dense".
+        OptionError: Another argument is out of range, or does not go with the others.
     """
 
     def __init__(
@@ -94,6 +106,10 @@ class PruningCallback(Callback):
         block_size: int | None = 128,
         damping: float = 0.01,
         tolerance: float = 1e-6,
+        target: str = "own",
+        target_weight: float | None = None,
+        allocation: str = "uniform",
+        tuning: bool | BlockTuning = False,
         targets: list[str] | str | None = None,
         ignore: list[str] | str | None = None,
         blocks: list[str] | str | None = None,
@@ -111,6 +127,13 @@ class PruningCallback(Callback):
             damping=damping,
             tolerance=tolerance,
         )
+        self.extensions = Extensions.of(
+            self.recipe,
+            target=target,
+            target_weight=target_weight,
+            allocation=allocation,
+            tuning=tuning,
+        )
         self.true_sequential = true_sequential
         self.targets, self.ignore, self.blocks = targets, ignore, blocks
         self.offload, self.skip_indivisible = offload, skip_indivisible
@@ -123,6 +146,7 @@ class PruningCallback(Callback):
             "block_size": block_size,
             "damping": damping,
             "tolerance": tolerance,
+            **self.extensions.config(),
             "targets": list(as_patterns(targets)) or None,
             "ignore": list(as_patterns(ignore)) or None,
             "blocks": list(as_patterns(blocks)) or None,
@@ -186,6 +210,7 @@ class PruningCallback(Callback):
                 plan,
                 self.recipe,
                 self.report,
+                self.extensions,
                 true_sequential=self.true_sequential,
                 offload=self.offload,
             )

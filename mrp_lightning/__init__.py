@@ -31,9 +31,12 @@ if TYPE_CHECKING:
     from mrp_lightning.loop.causal_lm import CausalLM
     from mrp_lightning.loop.data_module import TextDataModule
     from mrp_lightning.loop.trainer import Trainer
-    from mrp_lightning.pruning.report import LayerReport, PruningReport
+    from mrp_lightning.pruning.report import BlockReport, LayerReport, PruningReport
+    from mrp_lightning.pruning.tuning import BlockTuning
 
 __all__ = [
+    "BlockReport",
+    "BlockTuning",
     "CausalLM",
     "DataError",
     "DependencyError",
@@ -61,6 +64,8 @@ hush_torchao()
 
 # What needs more than torch is loaded when it is first asked for (PEP 562).
 _LAZY = {
+    "BlockReport": "mrp_lightning.pruning.report",
+    "BlockTuning": "mrp_lightning.pruning.tuning",
     "CausalLM": "mrp_lightning.loop.causal_lm",
     "LayerReport": "mrp_lightning.pruning.report",
     "PruningReport": "mrp_lightning.pruning.report",

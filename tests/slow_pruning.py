@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from mrp_lightning import prune_weight
+from mrp_lightning.pruning.extensions import Extensions
 from mrp_lightning.pruning.report import PruningReport
 from mrp_lightning.pruning.sequential import SequentialPruner
 from mrp_lightning.solver.recipe import Recipe
@@ -33,6 +34,8 @@ def prune_model(
     true_sequential: bool = False,
     tolerance: float = 1e-6,
     beyond: dict[str, Any] | None = None,
+    offload: bool = False,
+    say: Callable[[str], None] = lambda _: None,
     forward: Callable[[Any], Any] | None = None,
     **choices: Any,
 ) -> PruningReport:
@@ -46,7 +49,9 @@ def prune_model(
         recipe=recipe,
         report=report,
         true_sequential=true_sequential,
-        **beyond or {},
+        offload=offload,
+        extensions=Extensions(**beyond or {}),
+        say=say,
     ).prune()
     return report
 

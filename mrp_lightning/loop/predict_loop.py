@@ -5,9 +5,11 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from mrp_lightning.loop.capture import Step
 from mrp_lightning.loop.progress import block_log, nested_progress
+from mrp_lightning.pruning.extensions import Extensions
 from mrp_lightning.pruning.report import LayerReport, PruningReport
 from mrp_lightning.pruning.sequential import Progress, SequentialPruner
 from mrp_lightning.solver.recipe import Recipe
@@ -21,6 +23,7 @@ def prune_in_trainer(
     plan: Plan,
     recipe: Recipe,
     report: PruningReport,
+    extensions: Extensions,
     *,
     true_sequential: bool,
     offload: bool,
@@ -34,6 +37,7 @@ def prune_in_trainer(
         plan: The blocks and layers to prune.
         recipe: How layers are pruned.
         report: The report, which is filled while layers are pruned.
+        extensions: What is done beside pruning each layer by itself.
         true_sequential: Whether the layers of a block are pruned one after another.
         offload: Whether blocks and activations stay on the CPU until they are needed.
     """
@@ -63,6 +67,8 @@ def prune_in_trainer(
             true_sequential=true_sequential,
             device=device,
             offload=offload,
+            extensions=extensions,
+            say=rank_zero_info,
             on_progress=lambda progress: show(progress.layers, _describe(progress)),
             on_block=finish_block,
         ).prune()

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,8 +17,9 @@ from mrp_lightning.calibration.walks import Walk, WholeModel
 from mrp_lightning.errors import TargetError
 from mrp_lightning.pruning.allocation import allocate, measure_blocks, patterns_of_layers
 from mrp_lightning.pruning.block import BlockPruner
+from mrp_lightning.pruning.extensions import Extensions
 from mrp_lightning.pruning.report import BlockReport, LayerReport, PruningReport
-from mrp_lightning.pruning.tuning import BlockTuner, BlockTuning
+from mrp_lightning.pruning.tuning import BlockTuner
 from mrp_lightning.solver.patterns import Pattern, Unstructured
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.blocks import Block
@@ -62,10 +63,7 @@ class SequentialPruner:
         batch_of: Finds in an item of `batches` what may hold an `attention_mask`.
         device: The device on which the model runs.
         offload: Whether blocks and stored activations stay on the CPU until they are needed.
-        target_weight: How far, from 0 to 1, layers aim at their outputs in the dense model in place
-            of those that their own dense weight has on the inputs that they now get.
-        tuning: How the kept weights of each block are tuned once it is pruned, `None` for not.
-        allocation: How the sparsity is spread over blocks, one of `ALLOCATIONS`.
+        extensions: What is done beside pruning each layer by itself.
         on_progress: Called often, for a progress bar.
         say: Called, seldom, with what a user should be told.
         on_block: Called with the number of each block (from 0) and the layers pruned in it.
@@ -81,9 +79,7 @@ class SequentialPruner:
     batch_of: Callable[[Any], Any] = lambda item: item
     device: torch.device = CPU
     offload: bool = False
-    target_weight: float = 0.0
-    tuning: BlockTuning | None = None
-    allocation: str = "uniform"
+    extensions: Extensions = field(default_factory=Extensions)
     say: Callable[[str], None] = log.info
     on_progress: Callable[[Progress], None] = lambda *_: None
     on_block: Callable[[int, list[LayerReport]], None] = lambda *_: None
@@ -125,9 +121,9 @@ class SequentialPruner:
         layers, store = self.plan.layers, CPU if self.offload else None
         walk = choose_walk(self._forward_with(padding), self.batches, self.plan.blocks, store=store)
         self.report.config["walk"] = walk.name
-        dense = None
-        if self.target_weight or self.tuning:
-            dense = DenseStream(walk, keeps_outputs=self.tuning is not None)
+        dense, tuning = None, self.extensions.tuning
+        if self.extensions.target_weight or tuning:
+            dense = DenseStream(walk, keeps_outputs=tuning is not None)
         tuner = self._tuner(walk, dense, padding, offload)
         sparsities, patterns = self._allocate(walk, padding, offload)
         last = max((k for k, block in enumerate(walk.blocks) if layers[block.name]), default=-1)
@@ -152,7 +148,8 @@ class SequentialPruner:
 
     def _refuse_what_needs_blocks(self) -> None:
         """A model without blocks is pruned in one dense pass."""
-        needing = {"allocation": self.allocation != "uniform", "tuning": self.tuning is not None}
+        asked = self.extensions
+        needing = {"allocation": asked.allocation != "uniform", "tuning": asked.tuning is not None}
         named = [f"`{name}`" for name, is_asked_for in needing.items() if is_asked_for]
         if named:
             raise TargetError(
@@ -163,9 +160,10 @@ class SequentialPruner:
     def _tuner(
         self, walk: Walk, dense: DenseStream | None, padding: Padding, offload: Offload
     ) -> BlockTuner | None:
-        if self.tuning is None or dense is None:
+        tuning = self.extensions.tuning
+        if tuning is None or dense is None:
             return None
-        tuner = BlockTuner(self.model, walk, dense, padding, self.tuning, say=self.say)
+        tuner = BlockTuner(self.model, walk, dense, padding, tuning, say=self.say)
         with offload.pinned(walk.blocks[0].module):
             tuner.check(self.plan.layers)
         return tuner
@@ -174,7 +172,7 @@ class SequentialPruner:
         self, walk: Walk, padding: Padding, offload: Offload
     ) -> tuple[dict[str, float], dict[str, Unstructured]]:
         """The sparsities of blocks, and the patterns of layers, that are not the recipe's."""
-        if self.allocation == "uniform":
+        if self.extensions.allocation == "uniform":
             return {}, {}
         tell = self._teller(0)
         measures = measure_blocks(walk.twin(), self.plan.layers, padding, offload.pinned, tell)
@@ -221,7 +219,7 @@ class SequentialPruner:
             report=self.report,
             tell=self._teller(step),
             dense=dense,
-            target_weight=self.target_weight,
+            target_weight=self.extensions.target_weight,
             patterns=patterns or {},
         )
 

@@ -80,7 +80,8 @@ def test_families_with_other_walks_and_layers_get_the_exact_total(family):
         pattern=None,
         sparsity=0.7,
         forward=families.runner(model),
-        beyond={**DLP, "offload": True},
+        beyond=DLP,
+        offload=True,
     )
     assert report.totals["removed"] == math.floor(0.7 * report.totals["weights"] + 0.5)
     assert len({row.sparsity for row in report.blocks}) > 1

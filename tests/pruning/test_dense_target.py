@@ -63,7 +63,7 @@ def test_offload_gives_the_same_bits_and_leaves_no_hook(family, build, batches):
         for batch in batches:
             batch["decoder_input_ids"] = batch["input_ids"][:, :7]
     prune_model(ours, batches, beyond=DENSE)
-    prune_model(theirs, batches, beyond={**DENSE, "offload": True})
+    prune_model(theirs, batches, beyond=DENSE, offload=True)
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(a, b)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in theirs.modules())
@@ -180,29 +180,10 @@ def test_the_dense_stream_is_what_the_dense_model_computes(family, monkeypatch):
         return output
 
     monkeypatch.setattr(DenseStream, "output", compare)
-    recipe_report = prune_runner(model, run, batches)
+    report = prune_model(model, batches, forward=run, beyond=DENSE)
     assert max(worst) <= 1e-5
-    assert len(recipe_report.pruned) > 0
+    assert len(report.pruned) > 0
     if family in ("mixtral", "gpt_oss", "jamba"):
-        experts = [row for row in recipe_report.pruned if ".experts." in row.name]
+        experts = [row for row in report.pruned if ".experts." in row.name]
         assert experts
         assert all("do not pair" in row.own_target for row in experts)
-
-
-def prune_runner(model, run, batches):
-    from mrp_lightning.pruning.report import PruningReport
-    from mrp_lightning.pruning.sequential import SequentialPruner
-    from mrp_lightning.solver.recipe import Recipe
-    from mrp_lightning.targets.plan import make_plan
-
-    recipe, report = Recipe.of(pattern="2:4", method="SM"), PruningReport({})
-    SequentialPruner(
-        model=model,
-        forward=run,
-        batches=batches,
-        plan=make_plan(model, recipe.pattern),
-        recipe=recipe,
-        report=report,
-        target_weight=1.0,
-    ).prune()
-    return report

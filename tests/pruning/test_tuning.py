@@ -125,7 +125,7 @@ def test_the_same_run_gives_the_same_bits_and_leaves_the_model_as_it_was(build, 
     ours.lm_head.weight.requires_grad_(False)
     flags = [p.requires_grad for p in ours.parameters()]
     prune_model(ours, batches, beyond={"tuning": TUNING})
-    prune_model(theirs, batches, beyond={"tuning": TUNING, "offload": True})
+    prune_model(theirs, batches, beyond={"tuning": TUNING}, offload=True)
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(a, b)
     assert [p.requires_grad for p in ours.parameters()] == flags
@@ -180,7 +180,7 @@ def test_what_writes_over_what_gradients_need_is_refused():
 
 def test_the_time_is_told_first(build, batches):
     said = []
-    prune_model(build("llama"), batches, beyond={"tuning": TUNING, "say": said.append})
+    prune_model(build("llama"), batches, beyond={"tuning": TUNING}, say=said.append)
     assert len(said) == 1
     assert said[0].startswith("Tuning 3 blocks takes about ")
 

@@ -1,0 +1,58 @@
+"""What users may ask for beside pruning each layer by itself."""
+
+import pytest
+
+from mrp_lightning import BlockTuning, MethodError, OptionError, Recipe
+from mrp_lightning.pruning.extensions import Extensions
+
+
+def made(method="SM", pattern=None, **options) -> Extensions:
+    sparsity = None if pattern else 0.5
+    return Extensions.of(Recipe.of(method=method, sparsity=sparsity, pattern=pattern), **options)
+
+
+def test_all_is_off_by_default():
+    assert made() == Extensions(0.0, "uniform", None)
+
+
+def test_the_default_target_weight_is_less_with_tuning():
+    assert made(target="dense").target_weight == 1.0
+    assert made(target="dense", tuning=True).target_weight == 0.5
+    assert made(target="dense", tuning=True, target_weight=0.25).target_weight == 0.25
+
+
+@pytest.mark.parametrize("tuning", [True, BlockTuning(), {"epochs": 5}])
+def test_tuning_may_be_said_in_three_ways(tuning):
+    assert made(tuning=tuning).tuning == BlockTuning()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"target": "dense", "target_weight": 0.3}, {"tuning": True}, {"allocation": "dlp"}],
+)
+def test_what_a_report_keeps_gives_the_same_again(options):
+    asked = made(**options)
+    assert made(**asked.config()) == asked
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"target": "Dense"}, "`target` must be one of own, dense; got 'Dense'"),
+        ({"target_weight": 0.5}, "`target_weight` 0.5 means nothing without `target: dense`"),
+        ({"target": "dense", "target_weight": 0.0}, r"in \(0, 1\]; got 0.0"),
+        ({"target": "dense", "target_weight": True}, r"in \(0, 1\]; got True"),
+        ({"allocation": "dlp", "pattern": "2:4"}, "Give `sparsity` in place of `pattern`"),
+        ({"tuning": {"epochs": 0}}, "`tuning.epochs` must be a whole number"),
+    ],
+)
+def test_what_does_not_go_is_refused(options, message):
+    with pytest.raises(OptionError, match=message):
+        made(**options)
+
+
+@pytest.mark.parametrize("method", ["wanda", "magnitude", "S+none"])
+def test_methods_without_compensation_can_aim_at_nothing(method):
+    with pytest.raises(MethodError, match=rf"`target: dense` .* {method.replace('+', '.')} moves"):
+        made(method, target="dense")
+    assert made(method, tuning=True).tuning == BlockTuning()
