@@ -8,7 +8,8 @@ from jsonargparse import ArgumentError, ArgumentParser
 from lightning.pytorch.callbacks import Callback
 
 from callbacks import MRPCallback, PruningCallback
-from mrp_lightning.errors import PatternError
+from mrp_lightning import BlockTuning
+from mrp_lightning.errors import OptionError, PatternError
 
 
 def parse(text: str) -> Callback:
@@ -61,3 +62,31 @@ def test_an_unquoted_pattern_is_explained():
 def test_an_unknown_argument_is_refused():
     with pytest.raises(ArgumentError, match="sparsty"):
         parse("callback: {class_path: callbacks.MRPCallback, init_args: {sparsty: 0.5}}")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("true", BlockTuning()),
+        ("{epochs: 15, learning_rate: 1e-3}", BlockTuning(epochs=15, learning_rate=1e-3)),
+        ("false", None),
+    ],
+)
+def test_what_goes_beyond_single_layers_is_read(text, expected):
+    callback = parse(f"""
+callback:
+  class_path: callbacks.MRPCallback
+  init_args: {{sparsity: 0.7, target: dense, allocation: dlp, tuning: {text}}}
+""")
+    asked = callback.extensions
+    assert asked.tuning == expected
+    assert asked.allocation == "dlp"
+    assert asked.target_weight == (0.5 if expected else 1.0)
+
+
+def test_what_does_not_go_beyond_single_layers_is_explained():
+    with pytest.raises(OptionError, match="`target_weight` 0.5 means nothing without"):
+        parse(
+            "callback: {class_path: callbacks.MRPCallback, "
+            "init_args: {sparsity: 0.7, target_weight: 0.5}}"
+        )

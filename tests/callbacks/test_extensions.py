@@ -1,0 +1,80 @@
+"""What goes beyond single layers, in Lightning's predict loop."""
+
+import json
+import logging
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+
+from callbacks import MRPCallback
+from mrp_lightning import BlockTuning, CausalLM, PruningReport, Trainer
+from mrp_lightning.errors import MethodError, OptionError, TargetError
+
+TUNING = BlockTuning(epochs=2, learning_rate=1e-3)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
+def test_all_of_it_together(precision, llama, loader, quiet, tmp_path, caplog):
+    module = CausalLM(llama())
+    callback = MRPCallback(
+        sparsity=0.6,
+        target="dense",
+        allocation="dlp",
+        tuning=TUNING,
+        save_dir=tmp_path / "run",
+        true_sequential=True,
+    )
+    with caplog.at_level(logging.INFO):
+        Trainer(precision=precision, **quiet).predict(module, loader, callbacks=[callback])
+    assert "Tuning 2 blocks takes about" in caplog.text
+    layers = [m for m in module.model.model.layers.modules() if isinstance(m, nn.Linear)]
+    zeros = sum(int((layer.weight == 0).sum()) for layer in layers)
+    # Tuning may round a kept weight to zero in bfloat16, and never makes a removed one come back.
+    assert zeros >= callback.report.totals["removed"]
+    assert callback.report.totals["sparsity"] == pytest.approx(0.6, abs=1e-4)
+    stored = json.loads((tmp_path / "run/pruning_report.json").read_text())
+    assert stored["config"]["target"] == "dense"
+    assert stored["config"]["target_weight"] == 0.5
+    assert stored["config"]["tuning"]["epochs"] == 2
+    assert {"name", "sparsity", "error_before", "error_after", "epoch", "seconds"} == set(
+        stored["blocks"][0]
+    )
+    assert all("target_loss" in row for row in stored["layers"])
+    assert PruningReport.load(tmp_path / "run/pruning_report.json").blocks == callback.report.blocks
+    for parameter in module.parameters():
+        assert parameter.requires_grad
+        assert parameter.grad is None
+        assert not parameter.is_inference()
+
+
+def test_the_stock_trainer_and_ours_give_the_same_weights(llama, loader, quiet, own):
+    ours, theirs = llama(), llama()
+    options = {"pattern": "2:4", "target": "dense", "tuning": TUNING}
+    Trainer(**quiet).predict(ours, loader, callbacks=MRPCallback(**options))
+    callback = MRPCallback(**options, offload=True)
+    pl.Trainer(callbacks=[callback], devices=1, **quiet).predict(own(theirs), loader)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_predict_step_without_gradients_cannot_be_tuned(llama, loader, quiet, own):
+    class WithoutGradients(own):
+        @torch.no_grad()
+        def predict_step(self, batch, batch_idx, dataloader_idx=0):
+            return super().predict_step(batch, batch_idx, dataloader_idx)
+
+    module = WithoutGradients(llama())
+    before = [p.clone() for p in module.parameters()]
+    callback = MRPCallback(pattern="2:4", tuning=True)
+    with pytest.raises(TargetError, match=r"`predict_step` runs under `torch\.no_grad`"):
+        pl.Trainer(callbacks=[callback], devices=1, **quiet).predict(module, loader)
+    assert all(map(torch.equal, module.parameters(), before))
+
+
+def test_mistakes_are_told_when_the_callback_is_made():
+    with pytest.raises(OptionError, match="`allocation: dlp`"):
+        MRPCallback(pattern="2:4", allocation="dlp")
+    with pytest.raises(MethodError, match="`target: dense`"):
+        MRPCallback(method="wanda", pattern="2:4", target="dense")
