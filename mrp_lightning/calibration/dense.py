@@ -1,14 +1,14 @@
 """What the dense model computes, beside the walk over the model that is being pruned."""
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mrp_lightning.calibration.walks import Inject, Walk
-from mrp_lightning.targets.layers import Layer
+from mrp_lightning.targets.layers import Expert, Layer
 
 
 class DenseStream:
@@ -31,13 +31,15 @@ class DenseStream:
         self.outputs: list[Tensor | None] = [None] * len(walk.batches)
         self._walk = walk.twin()
         self._keeps_outputs = keeps_outputs or isinstance(self._walk, Inject)
-        self._dense: dict[nn.Parameter, Tensor] = {}
+        # Not by parameter: modules may get new ones where they are moved.
+        self._dense: dict[Hashable, tuple[Layer, Tensor]] = {}
 
     def remember(self, layer: Layer) -> None:
         """Keep a copy of a layer's dense weight, before it is pruned."""
-        parameter = layer.parameter
-        if parameter not in self._dense:
-            self._dense[parameter] = parameter.detach().to(self._walk.store, copy=True)
+        key = layer.siblings if isinstance(layer, Expert) else layer.name
+        if key not in self._dense:
+            dense = layer.parameter.detach().to(self._walk.store, copy=True)
+            self._dense[key] = layer, dense
 
     def output(self, k: int, i: int) -> Any:
         """Run block k of the dense model on batch i; see `Walk.output`."""
@@ -52,7 +54,11 @@ class DenseStream:
             yield i
         self._walk.leave(k)
         later = {id(p) for block in self._walk.runs_after(k) for p in block.module.parameters()}
-        self._dense = {p: dense for p, dense in self._dense.items() if id(p) in later}
+        self._dense = {
+            key: (layer, dense)
+            for key, (layer, dense) in self._dense.items()
+            if id(layer.parameter) in later
+        }
 
     @contextmanager
     def _put_back(self) -> Iterator[None]:
@@ -65,7 +71,7 @@ class DenseStream:
     def _exchange(self) -> None:
         """Let the model's weights and those that are kept change places. No weight moves."""
         with torch.no_grad():
-            for parameter, kept in self._dense.items():
-                before = parameter.detach().clone()
-                parameter.copy_(kept)
+            for layer, kept in self._dense.values():
+                before = layer.parameter.detach().clone()
+                layer.parameter.copy_(kept)
                 kept.copy_(before)

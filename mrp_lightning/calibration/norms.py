@@ -14,14 +14,14 @@ class InputNorms(Watch):
 
     def __init__(self, layers: Sequence[Layer], padding: Padding) -> None:
         super().__init__(layers, padding)
-        self._sums: dict[Hashable, Tensor] = {}
-        self._tokens: dict[Hashable, int] = {}
+        self._sums: dict[int, Tensor] = {}
+        self._tokens: dict[int, int] = {}
 
     def of(self, layer: Layer) -> Tensor | None:
         """The values of a layer, float32 (columns,); `None` if it saw no tokens."""
-        if layer.key not in self._sums:
+        if id(layer) not in self._sums:
             return None
-        return (self._sums[layer.key] / self._tokens[layer.key]).sqrt()
+        return (self._sums[id(layer)] / self._tokens[id(layer)]).sqrt()
 
     def note(self, layer: Layer, x: Tensor, key: Hashable) -> None:  # noqa: ARG002
         """Add the tokens of an input."""
@@ -35,5 +35,5 @@ class InputNorms(Watch):
     def _add(self, layer: Layer, tokens: Tensor) -> None:
         if len(tokens):
             squares = tokens.detach().float().square().sum(0)
-            self._sums[layer.key] = self._sums.get(layer.key, 0.0) + squares
-            self._tokens[layer.key] = self._tokens.get(layer.key, 0) + len(tokens)
+            self._sums[id(layer)] = self._sums.get(id(layer), 0.0) + squares
+            self._tokens[id(layer)] = self._tokens.get(id(layer), 0) + len(tokens)

@@ -64,17 +64,16 @@ class KeptWeights:
 @contextmanager
 def only_these_train(model: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """Record gradients of some parameters, and of no others of the model."""
-    before = {p: p.requires_grad for p in (*model.parameters(), *parameters)}
+    before = {name: p.requires_grad for name, p in model.named_parameters()}
     try:
-        for p in before:
-            p.requires_grad_(False)
+        model.requires_grad_(False)
         for p in parameters:
             p.requires_grad_()
         with torch.enable_grad():
             yield
     finally:
-        for p, flag in before.items():
-            p.requires_grad_(flag)
+        for name, p in model.named_parameters():
+            p.requires_grad_(before[name])
 
 
 def _wide(parameter: nn.Parameter) -> Tensor:

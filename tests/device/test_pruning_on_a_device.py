@@ -13,8 +13,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from callbacks import MRPCallback
-from mrp_lightning import CausalLM, HessianAccumulator, Trainer, prune_weight
+from mrp_lightning import BlockTuning, CausalLM, HessianAccumulator, Trainer, prune_weight
 from mrp_lightning.calibration.offload import held_on_cpu
+from mrp_lightning.pruning.extensions import Extensions
 from mrp_lightning.pruning.report import PruningReport
 from mrp_lightning.pruning.sequential import SequentialPruner
 from mrp_lightning.solver.recipe import Recipe
@@ -22,6 +23,7 @@ from mrp_lightning.targets import plan as plan_module
 from mrp_lightning.targets.plan import make_plan
 
 CPU = torch.device("cpu")
+PLAIN = Extensions()
 QUIET = {
     "logger": False,
     "enable_progress_bar": False,
@@ -79,12 +81,19 @@ def test_the_solver_stays_where_its_weight_is(second, method, pattern):
     assert there.loss == here.loss
 
 
-def pruned(family: str, device: torch.device, *, offload: bool) -> dict[str, torch.Tensor]:
+def pruned(
+    family: str,
+    device: torch.device,
+    *,
+    offload: bool,
+    sparsity: float | None = None,
+    extensions: Extensions = PLAIN,
+) -> dict[str, torch.Tensor]:
     model = build(family)
     # The others compute differently on different devices.
     model.set_attn_implementation("eager")
     model.set_experts_implementation("eager")
-    recipe = Recipe.of(pattern="2:4", method="SM")
+    recipe = Recipe.of(pattern=None if sparsity else "2:4", sparsity=sparsity, method="SM")
     plan = make_plan(model, recipe.pattern)
     blocks = [block.module for block in plan.blocks]
     with held_on_cpu(model, lambda: blocks if offload else []):
@@ -98,6 +107,7 @@ def pruned(family: str, device: torch.device, *, offload: bool) -> dict[str, tor
         report=PruningReport({}),
         device=device,
         offload=offload,
+        extensions=extensions,
     ).prune()
     ends = {p.device.type for block in blocks for p in block.parameters()}
     assert ends == {CPU.type if offload else device.type}
@@ -111,6 +121,18 @@ def test_the_walk_stays_on_its_device(second, family):
     for offload in (False, True):
         found = pruned(family, second, offload=offload)
         # Room for the rounding of kernels that a CPU alone has; a weight is about 0.2.
+        torch.testing.assert_close(found, expected, rtol=0, atol=2e-3)
+
+
+TUNED = BlockTuning(epochs=1, learning_rate=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "t5"])
+def test_what_goes_beyond_single_layers_stays_on_the_device(second, family):
+    choice = {"sparsity": 0.6, "extensions": Extensions(1.0, "dlp", TUNED)}
+    expected = pruned(family, CPU, offload=False, **choice)
+    for offload in (False, True):
+        found = pruned(family, second, offload=offload, **choice)
         torch.testing.assert_close(found, expected, rtol=0, atol=2e-3)
 
 
