@@ -132,7 +132,10 @@ class BlockTuner:
             hidden = self._outputs(0, 0)
             self._gradients(hidden.float().square().sum(), parameters, block.name)
         if len(self.walk.batches) == 1 and len(hidden) < 2:
-            raise DataError("`tuning` holds out windows: expected at least 2, got 1. Give it more.")
+            raise DataError(
+                "`tuning` holds out some of the calibration windows: expected at least 2, got 1. "
+                "Give it more data, or leave `tuning` out."
+            )
 
     def tune(
         self, k: int, layers: Sequence[Layer], report: BlockReport, tell: Callable[[str], None]
