@@ -73,7 +73,7 @@ def prune_layer(
         log.info("%s already has the pattern %s", layer.name, recipe.pattern)
     with _measure(weight.device) as used:
         target = None if aim is None else aim.target(weight, inputs, recipe)
-        solution = prune(weight, inputs, recipe, target)
+        solution = prune(weight, inputs, recipe, target=target)
     energy = output_energy(weight, inputs.hessian)
     layer.write_(solution.weight)
     return LayerReport(

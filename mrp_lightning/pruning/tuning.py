@@ -245,6 +245,8 @@ class BlockTuner:
     def _gradients(self, loss: Tensor, parameters: Any, name: str) -> tuple[Tensor | None, ...]:
         try:
             return torch.autograd.grad(loss, parameters, allow_unused=True)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             raise TargetError(
                 f"`tuning` needs gradients, and none come through {name}: {error}. If "

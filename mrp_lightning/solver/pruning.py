@@ -98,7 +98,7 @@ def prune_weight(
 
 
 def prune(
-    weight: Tensor, inputs: InputHessian, recipe: Recipe, target: Tensor | None = None
+    weight: Tensor, inputs: InputHessian, recipe: Recipe, *, target: Tensor | None = None
 ) -> Solution:
     """Prune a weight whose Hessian is checked already; see `prune_weight`.
 

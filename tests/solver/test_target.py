@@ -54,7 +54,7 @@ def test_is_the_weight_bit_for_bit_where_nothing_changed():
     target = dense_target(weight, shift, inputs.damped(0.01), 1.0)
     assert torch.equal(target, weight)
     recipe = Recipe.of(method="SM", pattern="2:4")
-    plain, aimed = prune(weight, inputs, recipe), prune(weight, inputs, recipe, target)
+    plain, aimed = prune(weight, inputs, recipe), prune(weight, inputs, recipe, target=target)
     assert torch.equal(plain.weight, aimed.weight)
     assert plain.target_loss is None
     assert aimed.target_loss == aimed.loss == plain.loss
@@ -75,7 +75,7 @@ def test_both_losses_are_what_they_say(method):
     inputs, shift = prepared(dense, pruned)
     recipe = Recipe.of(method=method, sparsity=0.5)
     target = dense_target(weight, shift, inputs.damped(0.01), 1.0)
-    solution = prune(weight, inputs, recipe, target)
+    solution = prune(weight, inputs, recipe, target=target)
     x = pruned.double()
 
     def loss(change: Tensor) -> float:
