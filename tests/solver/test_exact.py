@@ -11,7 +11,7 @@ from mrp_lightning import prune_weight
 from mrp_lightning.errors import NumericalWarning
 from mrp_lightning.solver.conjugate_gradients import LowRankModel
 
-ENDING_IN_M = ["magnitude+M", "wanda+M", "SM", "MM"]
+ENDING_IN_M = ["magnitude+M", "wanda+M", "SM", "MM", "JM"]
 PATTERNS = [{"pattern": "2:4"}, {"pattern": "1:4"}, {"pattern": "4:8"}]
 SPARSITIES = [{"sparsity": 0.5}, {"sparsity": 0.83}, {"sparsity": 0.07}]
 
