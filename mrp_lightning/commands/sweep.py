@@ -5,7 +5,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from jsonargparse import ArgumentParser
 from rich.console import Console
 from rich.markdown import Markdown
 
@@ -25,6 +24,7 @@ from mrp_lightning.experiments.runs import TRIAL, Run, read_run
 from mrp_lightning.experiments.summary import scores, summarize
 from mrp_lightning.experiments.sweep import Sweep
 from mrp_lightning.experiments.trials import Trial
+from mrp_lightning.loop.cli import ConciseParser
 
 _WHAT = str(Sweep.__doc__).partition("Args:")[0].strip()
 
@@ -71,7 +71,7 @@ def read_sweep(args: list[str]) -> Sweep:
     Raises:
         OptionError: A setting, a method or `only` is wrong.
     """
-    parser = ArgumentParser(prog="python -m mrp_lightning sweep", description=_WHAT)
+    parser = ConciseParser(prog="python -m mrp_lightning sweep", description=_WHAT)
     parser.add_argument("--config", action="config", help="YAML of a sweep; may be repeated.")
     parser.add_class_arguments(Sweep)
     parsed = parser.instantiate(parser.parse_args(args))
