@@ -19,6 +19,7 @@ from mrp_lightning.experiments.execute import (
     evaluate_again,
     execute,
     require_pruning,
+    why_no_model,
 )
 from mrp_lightning.experiments.runs import TRIAL, Run, read_run
 from mrp_lightning.experiments.summary import scores, summarize
@@ -60,7 +61,10 @@ def main(args: list[str]) -> None:
         )
         console.print(f"The page is {sweep.page}.")
     if failed:
-        lines = "".join(f"\n  {trial.directory}: {error}" for trial, error in failed.items())
+        names: dict[str, list[str]] = {}
+        for trial, error in failed.items():
+            names.setdefault(error, []).append(str(trial.directory))
+        lines = "".join(f"\n  {', '.join(named)}: {error}" for error, named in names.items())
         sys.stderr.write(f"error: {len(failed)} runs failed, all others were made:{lines}\n")
         raise SystemExit(1)
 
@@ -100,8 +104,8 @@ def make_runs(sweep: Sweep, console: Console) -> dict[Trial, str]:
     console.print(f"{len(sweep.selected)} runs, of which {len(waiting)} are to be made.")
     if incomplete:
         console.print(f"{len(incomplete)} more are to be evaluated on `zeroshot`.")
-    failed: dict[Trial, str] = {}
-    work = [*waiting, *incomplete]
+    failed = _without_model(sweep, waiting)
+    work = [trial for trial in [*waiting, *incomplete] if trial not in failed]
     for number, trial in enumerate(work, start=1):
         try:
             said = _make(trial, sweep, tasks)
@@ -150,6 +154,13 @@ def _require_same_configurations(sweep: Sweep, finished: Mapping[Trial, Run]) ->
             f"`out`: {sweep.out} holds runs with another configuration: {listed}. "
             "Name another directory, or delete these runs to repeat them."
         )
+
+
+def _without_model(sweep: Sweep, trials: Sequence[Trial]) -> dict[Trial, str]:
+    """The trials of models that cannot be had, and why."""
+    models = dict.fromkeys(trial.model for trial in trials)
+    reasons = {model: why_no_model(model, sweep) for model in models}
+    return {trial: reason for trial in trials if (reason := reasons[trial.model])}
 
 
 def _lacks(run: Run, tasks: Sequence[str]) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 from transformers.utils import logging as transformers_logging
 
 from mrp_lightning.environment import machine
-from mrp_lightning.errors import OptionError
+from mrp_lightning.errors import FormatError, OptionError
 from mrp_lightning.evaluation.records import Scores, record
 from mrp_lightning.evaluation.zeroshot import Tasks, evaluate, summarize
 from mrp_lightning.experiments.runs import FinishedTrial
@@ -22,6 +22,7 @@ from mrp_lightning.experiments.trials import Trial
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.cli import PruningCLI
 from mrp_lightning.loop.pruning_callback import callbacks_that_prune
+from mrp_lightning.models.loading import load_config
 
 
 class _Configured(PruningCLI):
@@ -53,6 +54,24 @@ def require_pruning(sweep: Sweep) -> None:
                 "`base` has no callback that prunes. Add one to `trainer.callbacks`, as the last: "
                 "`- class_path: callbacks.MRPCallback`."
             )
+
+
+def why_no_model(model: str, sweep: Sweep) -> str | None:
+    """Why no run of a model of the sweep can be made, `None` if nothing speaks against it.
+
+    Only its configuration is read: a name that gives nothing is found before any run, and once.
+    """
+    options = configure(Trial(model), sweep).config.model
+    if "class_path" in options:
+        return "`class_path`: a sweep measures perplexity. Name a language model, `model.model`."
+    source = options.model
+    if not isinstance(source, str):
+        return None
+    try:
+        load_config(source, revision=options.revision, trust_remote_code=options.trust_remote_code)
+    except (FileNotFoundError, FormatError) as error:
+        return str(error)
+    return None
 
 
 def configure(trial: Trial, sweep: Sweep) -> _Configured:

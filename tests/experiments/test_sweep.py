@@ -148,6 +148,34 @@ def test_a_run_that_fails_costs_no_other(here, capsys):
     assert "0.01" in Path("out/results.md").read_text()
 
 
+def test_a_model_that_cannot_be_had_is_said_once(here, capsys, monkeypatch):
+    made = []
+    monkeypatch.setattr(sweep_command, "execute", lambda trial, *_, **__: made.append(trial))
+    content = yaml.safe_load(Path("sweep.yaml").read_text())
+    for name in ("someone/something", "./absent"):
+        content["models"][name] = {"options": {"model.model": name}}
+    Path("sweep.yaml").write_text(yaml.safe_dump(content))
+    with pytest.raises(SystemExit) as stop:
+        sweep("--only=*/2of4-SM-*")
+    assert stop.value.code == 1
+    said = capsys.readouterr().err
+    assert said.count("`model`: there is no directory ./absent") == 1
+    assert said.count("someone/something is neither a complete local") == 1
+    assert {trial.model for trial in made} == {"tiny"}
+
+
+def test_a_sweep_takes_language_models(here, capsys):
+    base = yaml.safe_load(Path("base.yaml").read_text())
+    base["model"] = {"class_path": "lightning.pytorch.demos.boring_classes.BoringModel"}
+    Path("base.yaml").write_text(yaml.safe_dump(base))
+    content = yaml.safe_load(Path("sweep.yaml").read_text())
+    content["models"]["tiny"]["options"] = {"trainer.max_epochs": 1}
+    Path("sweep.yaml").write_text(yaml.safe_dump(content))
+    with pytest.raises(SystemExit):
+        sweep()
+    assert "`class_path`: a sweep measures perplexity" in capsys.readouterr().err
+
+
 def test_ablations_are_drawn(here):
     options = '{"trainer.callbacks.init_args.damping": [0.1, 0.01]}'
     again = ["--only=tiny/2of4-S[SM]-*-seed0", f"--vary={options}", "--page=page.md"]
