@@ -107,6 +107,7 @@ def make_runs(sweep: Sweep, console: Console) -> dict[Trial, str]:
     failed = _without_model(sweep, waiting)
     work = [trial for trial in [*waiting, *incomplete] if trial not in failed]
     for number, trial in enumerate(work, start=1):
+        console.print(f"[{number}/{len(work)}] {trial.directory} …", markup=False, soft_wrap=True)
         try:
             said = _make(trial, sweep, tasks)
         except Exception as error:
@@ -145,8 +146,7 @@ def _require_same_configurations(sweep: Sweep, finished: Mapping[Trial, Run]) ->
     differing: dict[str, list[str]] = {}
     for trial, run in finished.items():
         config = described(configure(trial, sweep))
-        if run.finished and run.finished.config != config:
-            found = difference(run.finished.config, config)
+        if run.finished and (found := difference(run.finished.config, config)):
             differing.setdefault(found, []).append(run.name)
     if differing:
         listed = "; and ".join(f"{what} ({', '.join(names)})" for what, names in differing.items())

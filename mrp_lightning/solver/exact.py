@@ -10,7 +10,7 @@ The result is certified. Since (H_UU)⁻¹ ≼ (H⁻¹)_UU, the loss of x exceed
 import math
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import ClassVar
@@ -121,6 +121,7 @@ def _block_by_block(problem: Problem, choose: Chooser) -> tuple[Tensor, Tensor, 
             reduced[lead, lead],
             inverse[lead, lead],
         )
+        problem.tell(f"columns {stop}/{columns}")
     return pruned, x, gradient, iterations
 
 
@@ -158,11 +159,11 @@ def _solve(
     iterations, bound, loss = 0, 0.0, 0.0
     for rows in _row_chunks(x):
         system = _Rows(problem.weight[rows], x[rows], gradient[rows], pruned[rows], damped)
-        steps = system.solve(tolerance)
+        steps = system.solve(tolerance, problem.tell)
         if damped.dtype != torch.float64 and not system.gap <= tolerance:
             # float32 has stalled; what it reached is a good start for float64.
             system = system.refined()
-            steps += system.solve(tolerance / 2)
+            steps += system.solve(tolerance / 2, problem.tell)
         if system.x.dtype != given:
             system.x.copy_(system.x.to(given))
             system.certify()
@@ -230,7 +231,7 @@ class _Rows:
         system.certify()
         return system
 
-    def solve(self, tolerance: float) -> int:
+    def solve(self, tolerance: float, tell: Callable[[str], None]) -> int:
         """Iterate until the certified gap is within the tolerance or stalls.
 
         The energies of the iteration tell when a certificate is worth its price. They are no bound
@@ -259,6 +260,7 @@ class _Rows:
                 # Go on from the exact gradient, which the certificate has put in place.
                 energies = descent.energies()
             descent.step(energies)
+            tell(f"iteration {descent.iterations}")
         self.certify()
         return descent.iterations
 

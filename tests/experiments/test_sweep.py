@@ -99,6 +99,20 @@ def test_a_sweep_keeps_every_value_and_is_not_repeated(here, tiny_llama, capsys)
     assert all(path.stat().st_mtime_ns == time for path, time in before.items())
 
 
+def test_a_sweep_says_where_its_runs_are(here, capsys, caplog):
+    caplog.set_level("INFO")
+    sweep("--only=tiny/50-SM-*-seed0")
+    lines = [message for message in caplog.messages if message.startswith("block ")]
+    assert [line.split(" · ")[0] for line in lines] == ["block 1/2", "block 2/2"]
+    assert "left" in lines[0]
+    assert "[2/2] tiny/50-SM-s128-seed0 …" in capsys.readouterr().out
+    base = yaml.safe_load(Path("base.yaml").read_text())
+    del base["trainer"]["enable_progress_bar"]  # has no say in the result
+    Path("base.yaml").write_text(yaml.safe_dump(base))
+    sweep("--only=tiny/50-SM-*-seed0")
+    assert "of which 0 are to be made" in capsys.readouterr().out
+
+
 def test_two_sweeps_at_once_share_the_runs(here, monkeypatch):
     made = []
     execute = sweep_command.execute
