@@ -182,8 +182,10 @@ def _cached(corpus: Corpus, file: str) -> Path:
 
     repository, revision = corpus.repository, corpus.revision
     away = why_no_hub() is not None
-    options = {"repo_type": "dataset", "revision": revision, "local_files_only": away}
-    return Path(hf_hub_download(repository, file, **options))
+    found = hf_hub_download(
+        repository, file, repo_type="dataset", revision=revision, local_files_only=away
+    )
+    return Path(found)
 
 
 def _copied(directory: Path, corpus: Corpus, file: str) -> Path:
