@@ -56,8 +56,10 @@ class PruningCallback(Callback):
         tolerance: The relative distance (> 0) to the optimal loss at which the exact compensation M
             stops.
         targets: The names of the linear layers to prune, with shell wildcards: runs of whole name
-            parts, such as `q_proj`, `mlp`, `layers.3`. All layers in the blocks but routers if not
-            given. A name that is in no block, such as `lm_head`, is calibrated after the blocks.
+            parts, such as `q_proj`, `mlp`, `layers.3`. Behind `re:`, a regular expression for whole
+            names of layers from their start, such as `re:.*q_proj$`. All layers in the blocks but
+            routers if not given. A name that is in no block, such as `lm_head`, is calibrated after
+            the blocks.
         ignore: The names, of the same form, of what to leave dense.
         blocks: The names of the lists of blocks (`model.layers`), or of single blocks, where the
             outermost `ModuleList`s are not the right ones.
