@@ -1,6 +1,7 @@
 """Which layers of a checkpoint are packed, and why the others stay dense."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -167,15 +168,28 @@ def _refuse(
 ) -> None:
     offending = [c for c in choices if c.broken_groups and c.name in expected]
     if offending and not allow_partial:
-        listed = "\n".join(f"  {choice.name}: {choice.reason}" for choice in offending)
         raise PatternError(
             f"{checkpoint.path} is not 2:4 in {len(offending)} of {len(expected)} layers. Prune it "
             'with `pattern: "2:4"`, leave these out with `--skip`, or pack what fits with '
-            f"`--allow-partial`:\n{listed}"
+            f"`--allow-partial`:\n{_by_kind(offending)}"
         )
     if all(choice.reason is not None for choice in choices):
-        listed = "\n".join(f"  {choice.name}: {choice.reason}" for choice in choices)
-        raise PatternError(f"{checkpoint.path} has no layer that can be packed:\n{listed}")
+        raise PatternError(
+            f"{checkpoint.path} has no layer that can be packed:\n{_by_kind(choices)}"
+        )
+
+
+def _by_kind(choices: Sequence[LayerChoice]) -> str:
+    """A line for each kind of layer and reason: layers that differ in numbers only are one."""
+    kinds: dict[tuple[str, str], list[LayerChoice]] = {}
+    for choice in choices:
+        name, reason = (re.sub(r"\b\d+\b", "*", s) for s in (choice.name, choice.reason or ""))
+        kinds.setdefault((name, reason), []).append(choice)
+    lines = []
+    for (name, _), (first, *more) in kinds.items():
+        many = f"{name} ({1 + len(more)} layers), such as " if more else ""
+        lines.append(f"  {many}{first.name}: {first.reason}")
+    return "\n".join(lines)
 
 
 def _expected(checkpoint: Checkpoint, model: nn.Module) -> set[str]:
