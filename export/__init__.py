@@ -7,5 +7,6 @@ from export.kernels import dispatch as _dispatch  # noqa: F401  (registers the C
 from export.packed.format import pack, unpack
 from export.packed.huggingface import load
 from export.packed.layer import Sparse24Linear
+from export.packed.own_module import load_into
 
-__all__ = ["Sparse24Linear", "load", "pack", "unpack"]
+__all__ = ["Sparse24Linear", "load", "load_into", "pack", "unpack"]

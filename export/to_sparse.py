@@ -124,7 +124,7 @@ def _check(
     track: Track,
 ) -> None:
     """Compare with what was exported before, if that is there."""
-    if (out / "config.json").is_file():
+    if (out / "export_report.json").is_file():
         _compare(source, report, out, options, device, track)
     else:
         report.notes.append(f"checked only: {out} does not exist, and nothing was written")
@@ -144,7 +144,8 @@ def _compare(
     )
     report.parity.require()
     if report.parity.text is None:
-        report.notes.append("logits not compared: the model predicts no next token")
+        reason = "the model predicts no next token" if source.config else "the module is your own"
+        report.notes.append(f"logits not compared: {reason}")
 
 
 def _measure(
@@ -197,7 +198,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "checkpoint",
         metavar="CKPT",
-        help="a Hugging Face directory, or a Lightning .ckpt of mrp_lightning.CausalLM",
+        help="a Hugging Face directory, what pruning wrote of your own LightningModule, or a "
+        "Lightning .ckpt of mrp_lightning.CausalLM",
     )
     parser.add_argument("--out", metavar="DIR", help="default: CKPT-sparse24 (or CKPT-dense)")
     parser.add_argument(

@@ -16,6 +16,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from mrp_lightning.errors import FormatError
 from mrp_lightning.models.loading import missing_weights
 from mrp_lightning.models.skeleton import model_class
+from mrp_lightning.pruning import report as pruning_report
 
 _REPLACED = {"config.json", "export_report.json"}
 _WEIGHTS = {".safetensors", ".bin", ".ckpt", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf"}
@@ -46,7 +47,8 @@ class Checkpoint:
 
     Attributes:
         path: What the user named.
-        config: The content of its `config.json`.
+        config: The content of its `config.json`; empty for the weights of a user's own module, of
+            which only its `pruning_report.json` tells.
         shards: The files of weights.
         companions: All other files, relative to `path`: tokenizer, chat template, reports.
     """
@@ -112,8 +114,9 @@ class Checkpoint:
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Find the weights of a Hugging Face directory, or of a Lightning checkpoint of a `CausalLM`.
 
-    Of several forms safetensors are taken first. Nothing is unpickled but tensors and plain
-    containers.
+    A directory without a `config.json` is one of a user's own module, as pruning writes it:
+    `model.safetensors` and `pruning_report.json`. Of several forms safetensors are taken first.
+    Nothing is unpickled but tensors and plain containers.
 
     Raises:
         FileNotFoundError: Nothing of that kind is there.
@@ -122,12 +125,16 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     path = Path(path).expanduser()
     if path.suffix == ".ckpt" and path.is_file():
         return _lightning_checkpoint(path)
-    if not (path / "config.json").is_file():
+    if (path / "config.json").is_file():
+        config = _read_json(path / "config.json")
+    elif (path / "model.safetensors").is_file() and (path / pruning_report.NAME).is_file():
+        config = {}
+    else:
         raise FileNotFoundError(
-            f"`CKPT`: {path} is neither a Hugging Face directory with a config.json nor a "
-            "Lightning .ckpt file."
+            f"`CKPT`: {path} is neither a Hugging Face directory with a config.json, nor what "
+            "pruning writes of a module of your own (model.safetensors and "
+            f"{pruning_report.NAME}), nor a Lightning .ckpt file."
         )
-    config = _read_json(path / "config.json")
     shards = [_shard(file) for file in _weight_files(path)]
     return Checkpoint(path, config, shards, _companions(path))
 

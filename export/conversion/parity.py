@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -108,8 +108,8 @@ def check_parity(
     parity.failures += _compare_bits(source, directory, layers, parity, track)
     if parity.failures:
         return parity
-    model = load(directory)
-    packed = {n: m for n, m in model.named_modules() if isinstance(m, Sparse24Linear)}
+    model = load(directory) if source.config else None
+    packed = _packed_in(model) if model is not None else _packed_in_file(directory, layers)
     for name, layer in track(packed.items(), len(packed), "comparing products"):
         error = operator_error(name, layer, device)
         parity.operators.append(error)
@@ -118,7 +118,7 @@ def check_parity(
                 f"{name}: the operator's relative error is {error.packed:.2e}, more than "
                 f"{MAX_ERROR_RATIO} times the {error.dense:.2e} of the dense product"
             )
-    if not parity.failures and type(model).__name__ in _causal_models():
+    if not parity.failures and model is not None and type(model).__name__ in _causal_models():
         windows, origin = text_windows(source, model, text)
         parity.text = compare_text(
             source.load(), model, windows, origin=origin, device=device, track=track
@@ -164,6 +164,22 @@ def _compare_tensor(
     if count := different_bits(found, tensor):
         return [f"{name}: {count} of {tensor.numel()} values have other bits"]
     return []
+
+
+def _packed_in(model: nn.Module) -> dict[str, Sparse24Linear]:
+    return {n: module for n, module in model.named_modules() if isinstance(module, Sparse24Linear)}
+
+
+def _packed_in_file(directory: Path, layers: Sequence[LayerChoice]) -> dict[str, Sparse24Linear]:
+    """The packed layers of a module that only its owner can build."""
+    tensors = dict(open_checkpoint(directory).tensors())
+    return {
+        layer.name: Sparse24Linear.from_packed(
+            tensors[layer.tensor], tensors[f"{layer.tensor}_meta"]
+        )
+        for layer in layers
+        if f"{layer.tensor}_meta" in tensors
+    }
 
 
 def operator_error(

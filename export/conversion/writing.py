@@ -78,7 +78,8 @@ def _write(
     if len(source.shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         _write_json(directory / "model.safetensors.index.json", index)
-    _write_json(directory / "config.json", config)
+    if config:
+        _write_json(directory / "config.json", config)
     for companion in source.companions:
         (directory / companion).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source.path / companion, directory / companion)
