@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from export.backends.torchao_format import read
 from mrp_lightning.errors import FormatError
 from mrp_lightning.models.loading import missing_weights
 from mrp_lightning.models.skeleton import model_class
@@ -161,8 +161,7 @@ def _weight_files(path: Path) -> list[Path]:
 def _shard(file: Path) -> Shard:
     num_bytes = file.stat().st_size
     if file.suffix != ".safetensors":
-        name = file.name.replace("pytorch_model", "model").removesuffix(".bin")
-        return Shard(f"{name}.safetensors", lambda: _load_pickle(file), {}, None, num_bytes)
+        return Shard(_safetensors_name(file.name), lambda: _load_pickle(file), {}, None, num_bytes)
     try:
         with safe_open(file, framework="pt") as opened:
             metadata, count = opened.metadata() or {}, len(opened.keys())
@@ -171,9 +170,18 @@ def _shard(file: Path) -> Shard:
     return Shard(file.name, lambda: load_file(file), metadata, count, num_bytes)
 
 
+def pickle_name(name: str) -> str:
+    """The name of the pickle, or index of pickles, in place of a safetensors file."""
+    return f"pytorch_{name}".replace(".safetensors", ".bin")
+
+
+def _safetensors_name(name: str) -> str:
+    return name.removeprefix("pytorch_").replace(".bin", ".safetensors")
+
+
 def _load_pickle(file: Path) -> dict[str, Any]:
     try:
-        return torch.load(file, map_location="cpu", weights_only=True)
+        return read(file)
     except Exception as error:  # damaged archives and refused classes come as many kinds
         raise FormatError(
             f"{file} cannot be read with torch.load(weights_only=True), and nothing else is tried, "

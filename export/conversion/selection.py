@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -74,6 +74,7 @@ def choose_layers(
     *,
     skip: Sequence[str] = (),
     allow_partial: bool = False,
+    refuse: Callable[[LayerChoice], str | None] = lambda _: None,
     track: Track = silently,
 ) -> list[LayerChoice]:
     """Look at every linear layer, and refuse a checkpoint that is not 2:4 where it should be.
@@ -87,6 +88,7 @@ def choose_layers(
         checkpoint: The pruned checkpoint.
         skip: Name patterns (see `names.matches`) of layers that stay dense.
         allow_partial: Leave layers dense that should be 2:4 and are not.
+        refuse: Gives the reason why the format that will be written has no form for a layer.
         track: Shows the progress over the tensors.
 
     Raises:
@@ -104,6 +106,7 @@ def choose_layers(
         choices, expected = _choose_by_model(checkpoint, skip, track)
     else:
         choices, expected = _choose_by_report(checkpoint, skip, track)
+    choices = [replace(layer, reason=layer.reason or refuse(layer)) for layer in choices]
     _refuse(checkpoint, choices, expected, allow_partial)
     return choices
 
