@@ -20,6 +20,7 @@ from export.conversion.parity import check_parity
 from export.conversion.selection import LayerChoice, choose_layers
 from export.conversion.tracking import Track, bars
 from export.conversion.writing import write_dense, write_packed, write_torchao
+from export.model_card import write_card
 from export.report import NO_CUDA, ExportReport
 from export.speed.comparison import compare
 from export.speed.options import SpeedOptions, add_arguments
@@ -109,6 +110,8 @@ def convert(options: argparse.Namespace) -> ExportReport:
                 _export(source, report, staging, options, device, track)
                 _compare(source, report, staging, options, device, track)
                 _measure(report, staging, options, device)
+                if report.format != "dense":
+                    write_card(source, report, staging)
                 report.save(staging)
     report.print()
     if not options.check_only:

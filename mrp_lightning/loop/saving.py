@@ -55,6 +55,8 @@ def save_pruned(
             save_pretrained(model, staging, tokenizer=tokenizer, card=card)
         else:
             save_model(model, str(staging / "model.safetensors"))
+            card = model_card(report, type(model).__name__, library=None)
+            (staging / "README.md").write_text(card, encoding="utf-8")
         written = {file.relative_to(staging).as_posix() for file in visible_files(staging)}
         report.files = sorted(written | {NAME})
         report.save(staging)
