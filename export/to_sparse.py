@@ -85,6 +85,8 @@ def convert(options: argparse.Namespace) -> ExportReport:
             f"`--format torchao` cannot be written here: {reason}. Run it where torchao runs, or "
             "write `--format packed`, which is as small and needs no GPU."
         )
+    if device.index is not None:
+        torch.cuda.set_device(device)  # where `load` puts torchao's tensors
     out = _output(options)
     if not options.check_only:
         check_output_dir(out, overwrite=options.overwrite, argument="--out")
