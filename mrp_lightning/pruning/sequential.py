@@ -88,6 +88,7 @@ class SequentialPruner:
             OutOfMemoryError: There is not enough memory.
         """
         start = time.perf_counter()
+        self.report.model_weights = sum(p.numel() for p in self.model.parameters())
         padding = Padding(self.model)
         blocks = [block.module for block in self.plan.blocks] if self.offload else []
         offload = Offload(blocks, self.device)
