@@ -173,11 +173,19 @@ class BlockPruner:
         shared: float | None = None,
         aim: Aim | None = None,
     ) -> LayerReport:
+        self.tell(layer.name)
         if self.dense is not None:
             self.dense.remember(layer)
         pattern = self.patterns.get(layer.name, self.recipe.pattern)
-        recipe = replace(self.recipe, pattern=pattern)
-        row = prune_layer(layer, inputs, recipe, tokens, shared, aim)
+        row = prune_layer(
+            layer,
+            inputs,
+            replace(self.recipe, pattern=pattern),
+            tokens,
+            shared,
+            aim,
+            tell=lambda where: self.tell(f"{layer.name}, {where}"),
+        )
         self.report.layers.append(row)
         log.info("%s: relative loss %.4g, %.1f s", row.name, row.relative_loss, row.seconds)
         self.tell(layer.name)

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -50,6 +50,7 @@ def prune_layer(
     tokens: int,
     shared: float | None = None,
     aim: Aim | None = None,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> LayerReport:
     """Prune a layer in place, in one copy at the end.
 
@@ -60,6 +61,7 @@ def prune_layer(
         tokens: Number of inputs that the Hessian was summed over.
         shared: The part of the Hessian, from 0 to 1, that is that of all experts.
         aim: What is aimed at in place of the layer's own outputs, where that is asked for.
+        tell: Called with where the solution is, in words.
 
     Returns:
         What was done.
@@ -73,7 +75,7 @@ def prune_layer(
         log.info("%s already has the pattern %s", layer.name, recipe.pattern)
     with _measure(weight.device) as used:
         target = None if aim is None else aim.target(weight, inputs, recipe)
-        solution = prune(weight, inputs, recipe, target=target)
+        solution = prune(weight, inputs, recipe, tell, target=target)
     energy = output_energy(weight, inputs.hessian)
     layer.write_(solution.weight)
     return LayerReport(

@@ -11,6 +11,7 @@ from torch import nn
 
 from mrp_lightning.calibration.choice import choose_walk
 from mrp_lightning.calibration.dense import DenseStream
+from mrp_lightning.calibration.memory import explained_out_of_memory
 from mrp_lightning.calibration.offload import CPU, Offload
 from mrp_lightning.calibration.padding import Padding
 from mrp_lightning.calibration.walks import Walk, WholeModel
@@ -94,13 +95,20 @@ class SequentialPruner:
             TargetError: The blocks have no order, no layer could be pruned, or there are no blocks
                 where `allocation` or `tuning` need them.
             HessianError: A layer's inputs give no usable Hessian.
+            OutOfMemoryError: There is not enough memory.
         """
         start = time.perf_counter()
+        self.report.model_weights = sum(p.numel() for p in self.model.parameters())
         padding = Padding(self.model)
         blocks = [block.module for block in self.plan.blocks] if self.offload else []
         offload = Offload(blocks, self.device)
         try:
-            with padding.watch(), offload.active(), torch.no_grad():
+            with (
+                explained_out_of_memory(self.device, offload=self.offload),
+                padding.watch(),
+                offload.active(),
+                torch.no_grad(),
+            ):
                 for left in self.plan.skipped:
                     self.report.skip(left.name, left.shape, left.reason)
                 self._prune_blocks(padding, offload)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mrp_lightning.calibration.dense import DenseStream
+from mrp_lightning.calibration.memory import is_out_of_memory
 from mrp_lightning.calibration.padding import Padding
 from mrp_lightning.calibration.walks import Walk, hidden_of
 from mrp_lightning.errors import DataError, OptionError, TargetError
@@ -245,9 +246,9 @@ class BlockTuner:
     def _gradients(self, loss: Tensor, parameters: Any, name: str) -> tuple[Tensor | None, ...]:
         try:
             return torch.autograd.grad(loss, parameters, allow_unused=True)
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
             raise TargetError(
                 f"`tuning` needs gradients, and none come through {name}: {error}. If "
                 "`predict_step` runs under `torch.no_grad` or `inference_mode`, take that out; if "

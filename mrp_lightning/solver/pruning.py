@@ -1,5 +1,6 @@
 """Prune one weight matrix."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -98,7 +99,12 @@ def prune_weight(
 
 
 def prune(
-    weight: Tensor, inputs: InputHessian, recipe: Recipe, *, target: Tensor | None = None
+    weight: Tensor,
+    inputs: InputHessian,
+    recipe: Recipe,
+    tell: Callable[[str], None] = lambda _: None,
+    *,
+    target: Tensor | None = None,
 ) -> Solution:
     """Prune a weight whose Hessian is checked already; see `prune_weight`.
 
@@ -106,6 +112,7 @@ def prune(
         weight: The dense weight, (rows, columns), floating point.
         inputs: The Hessian of the layer's inputs, shared by all layers that read them.
         recipe: How to prune.
+        tell: Called with where the solution is, in words, while it takes long.
         target: The weight (rows, columns) that mask and compensation work on in place of the dense
             one; see `dense_target`. None for the dense weight.
 
@@ -126,6 +133,7 @@ def prune(
             pattern=recipe.pattern,
             block_size=recipe.columns_together(inputs.columns),
             damping=recipe.damping,
+            tell=tell,
         )
         result = recipe.method.compensation.apply(problem, recipe.method.mask)
         pruned = result.pruned.contiguous()
