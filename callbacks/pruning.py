@@ -59,7 +59,7 @@ class PruningCallback(Callback):
             blocks before it now give. "dense": at what it gives in the dense model, which makes up
             for what those blocks have lost. It runs each block twice as often. Not for methods
             without compensation. See docs/methods.md for this and the next three.
-        target_weight: How far it aims there, in (0, 1]. `None` is 1, or ½ with `tuning`.
+        target_weight: How far it aims there, in (0, 1]. `None` is ½, by measurement.
         allocation: "uniform": all blocks get the same sparsity. "dlp": those whose weights and
             inputs are small get less, and the model the same in all, for one more pass over the
             calibration data. For `sparsity` only.

@@ -11,8 +11,8 @@ from mrp_lightning.pruning.tuning import BlockTuning
 from mrp_lightning.solver.recipe import Recipe
 
 TARGETS = ("own", "dense")
-TARGET_WEIGHT, TARGET_WEIGHT_WITH_TUNING = 1.0, 0.5
-"""The defaults of `target_weight`, by measurement: see docs/methods.md."""
+TARGET_WEIGHT = 0.5
+"""The default of `target_weight`, by measurement: see docs/methods.md."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Extensions:
             recipe: How layers are pruned.
             target: "own" or "dense".
             target_weight: α, above 0 and at most 1, where the target is dense; `None` for the
-                default: 1, or ½ with tuning.
+                default, ½.
             allocation: "uniform" or "dlp".
             tuning: Whether blocks are tuned, or how.
 
@@ -73,9 +73,7 @@ class Extensions:
                 "moves none. Take a method with a compensation, such as "
                 f'"{recipe.method.mask.name}+M", or leave `target` out.'
             )
-        weight = target_weight
-        if weight is None:
-            weight = TARGET_WEIGHT if how is None else TARGET_WEIGHT_WITH_TUNING
+        weight = TARGET_WEIGHT if target_weight is None else target_weight
         if isinstance(weight, bool) or not isinstance(weight, Real) or not 0 < weight <= 1:
             raise OptionError(f"`target_weight` must be a number in (0, 1]; got {target_weight!r}.")
         return cls(float(weight), allocation, how)

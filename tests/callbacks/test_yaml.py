@@ -81,7 +81,7 @@ callback:
     asked = callback.extensions
     assert asked.tuning == expected
     assert asked.allocation == "dlp"
-    assert asked.target_weight == (0.5 if expected else 1.0)
+    assert asked.target_weight == 0.5
 
 
 def test_what_does_not_go_beyond_single_layers_is_explained():

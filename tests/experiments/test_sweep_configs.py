@@ -39,7 +39,7 @@ def test_results_are_of_all_methods_families_and_sparsities():
 
 
 def test_there_are_sweeps():
-    assert {path.stem for path in SWEEPS} == {"ablations", "quickstart", "results"}
+    assert {path.stem for path in SWEEPS} == {"ablations", "quickstart", "results", "target"}
 
 
 def test_yaml_reads_an_unquoted_pattern_as_a_number(tmp_path, tiny_llama):

@@ -15,9 +15,9 @@ def test_all_is_off_by_default():
     assert made() == Extensions(0.0, "uniform", None)
 
 
-def test_the_default_target_weight_is_less_with_tuning():
-    assert made(target="dense").target_weight == 1.0
-    assert made(target="dense", tuning=True).target_weight == 0.5
+def test_the_target_weight_has_a_default():
+    assert made().target_weight == 0.0
+    assert made(target="dense").target_weight == 0.5
     assert made(target="dense", tuning=True, target_weight=0.25).target_weight == 0.25
 
 
