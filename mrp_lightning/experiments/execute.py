@@ -22,6 +22,7 @@ from mrp_lightning.experiments.trials import Trial
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.cli import PruningCLI
 from mrp_lightning.loop.pruning_callback import callbacks_that_prune
+from mrp_lightning.loop.save_evaluation import SaveEvaluation
 
 
 class _Configured(PruningCLI):
@@ -83,11 +84,11 @@ def execute(
         cli.build()
         if trial.method is not None:
             _prune(cli, directory, save_checkpoint=save_checkpoint)
+        cli.trainer.callbacks.append(SaveEvaluation(directory))
         cli.trainer.test(cli.model, datamodule=cli.datamodule, verbose=False)
-        assert isinstance(cli.model, CausalLM)
         device = cli.trainer.strategy.root_device
         zeroshot = _zeroshot(cli, tasks) if tasks else None
-    record(directory, perplexity=cli.model.evaluation, zeroshot=zeroshot)
+    record(directory, zeroshot=zeroshot)
     FinishedTrial(trial, machine(device), config).save(directory)
 
 

@@ -1,19 +1,24 @@
 """LightningCLI for a `CausalLM` on a `TextDataModule`."""
 
+import os
 import sys
+from pathlib import Path
 from typing import NoReturn
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from mrp_lightning.errors import OptionError
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.data_module import TextDataModule
 from mrp_lightning.loop.pruning_callback import callbacks_that_prune
+from mrp_lightning.loop.save_evaluation import SaveEvaluation
 from mrp_lightning.loop.trainer import Trainer
 from mrp_lightning.loop.typos import explain
+from mrp_lightning.pruning.report import NAME
 
 _GPUS = {"cuda", "mps"}
 """What Lightning takes for `gpu`."""
@@ -85,6 +90,20 @@ class PruningCLI(LightningCLI):
                 f"`trainer.accelerator`: expected auto or one that this machine has "
                 f"({', '.join(sorted(there))}). Got {wanted}. Name another, or leave the key out."
             )
+
+    def before_test(self) -> None:
+        """Have what is found about a model that was pruned recorded beside it."""
+        if not isinstance(self.model, CausalLM) or any(
+            isinstance(callback, SaveEvaluation) for callback in self.trainer.callbacks
+        ):
+            return
+        source = Path(self.model.model.name_or_path or ".")
+        if not (source / NAME).is_file():
+            return
+        if os.access(source, os.W_OK):
+            self.trainer.callbacks.append(SaveEvaluation(source))
+        else:
+            rank_zero_warn(f"{source} is read-only: the perplexity will not be recorded there.")
 
     def before_predict(self) -> None:
         """Refuse to run a model over the data for nothing.

@@ -137,7 +137,11 @@ def find_models(runs: Sequence[Run]) -> list[Model]:
     none, models are told apart by their directories.
     """
     dense = [run for run in runs if run.report is None]
-    nearest = {run: _nearest(run, dense) for run in runs if run.report is not None}
+    nearest = {
+        run: _nearest(run, [candidate for candidate in dense if _may_be_base(candidate, run)])
+        for run in runs
+        if run.report is not None
+    }
     groups: list[list[Run]] = []
     for run, near in nearest.items():
         same = (g for g in groups if nearest[g[0]] == near and _agree(run, g))
@@ -176,6 +180,15 @@ def _nearest(run: Run, dense: Sequence[Run]) -> tuple[Run, ...]:
         if near:
             return tuple([c for c in near if c.directory.name == "dense"] or near)
     return ()
+
+
+def _may_be_base(dense: Run, run: Run) -> bool:
+    """Whether a run may be of this dense model, by what both say that they were loaded from."""
+    sources = [dense.evaluation.model, run.config.get("base_model")]
+    if None in sources or sources[0] == sources[1]:
+        return True
+    paths = [Path(str(source)) for source in sources]
+    return all(path.exists() for path in paths) and paths[0].samefile(paths[1])
 
 
 def _agree(run: Run, group: Sequence[Run]) -> bool:
