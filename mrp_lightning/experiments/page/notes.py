@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from mrp_lightning.experiments.numbers import scientific
+from mrp_lightning.experiments.page.layers import place
 from mrp_lightning.experiments.page.models import Model
-from mrp_lightning.experiments.page.places import place
 from mrp_lightning.experiments.runs import Run
 from mrp_lightning.pruning.report import LayerReport
 

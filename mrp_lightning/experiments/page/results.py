@@ -8,8 +8,7 @@ from mrp_lightning.experiments import numbers
 from mrp_lightning.experiments.page import scores
 from mrp_lightning.experiments.page.models import Model, Variant, by_setting
 from mrp_lightning.experiments.page.parts import Column, Part, Row, Table
-from mrp_lightning.experiments.page.pictures import beside_dense, over_names
-from mrp_lightning.experiments.page.style import Picture
+from mrp_lightning.experiments.page.pictures import Picture, beside_dense, over_names
 from mrp_lightning.experiments.runs import Run
 from mrp_lightning.experiments.summary import Average
 
@@ -135,6 +134,24 @@ def zero_shot_table(model: Model) -> Table:
                 groups.setdefault(setting, []).append(row)
     caption = "± standard error of one run; of several runs mean ± standard deviation."
     return Table(caption, columns, groups)
+
+
+def continuations(model: Model) -> Part:
+    """What the first run of each variant writes after the same words."""
+    writers = [("", "dense", run) for run in model.before]
+    writers += [(v.setting, v.label, v.runs[0]) for v in model.originals]
+    tables: dict[tuple[str, str], dict[str, list[Row]]] = {}
+    for setting, label, run in writers:
+        for text, found in run.evaluation.continuations.items():
+            start = {"": [Row("prompt", [found["prompt"]])]}
+            groups = tables.setdefault((text, found["prompt"]), start)
+            groups.setdefault(setting, []).append(Row(label, [found["continuation"]]))
+    columns = [Column("method", numeric=False), Column("text", numeric=False, prose=True)]
+    return Part(
+        "What the models write",
+        "Always the most likely token, after the first words of the text.",
+        [Table(f"On {text}", columns, rows) for (text, _), rows in tables.items()],
+    )
 
 
 def _finite(measured: Mapping[Key, Average]) -> dict[Key, Average]:
