@@ -84,7 +84,7 @@ def execute(
         cli.build()
         if trial.method is not None:
             _prune(cli, directory, save_checkpoint=save_checkpoint)
-        cli.trainer.callbacks.append(SaveEvaluation(directory))
+        cli.trainer.callbacks.append(SaveEvaluation(directory))  # type: ignore[attr-defined]
         cli.trainer.test(cli.model, datamodule=cli.datamodule, verbose=False)
         device = cli.trainer.strategy.root_device
         zeroshot = _zeroshot(cli, tasks) if tasks else None

@@ -3,7 +3,7 @@
 import os
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
@@ -93,15 +93,15 @@ class PruningCLI(LightningCLI):
 
     def before_test(self) -> None:
         """Have what is found about a model that was pruned recorded beside it."""
-        if not isinstance(self.model, CausalLM) or any(
-            isinstance(callback, SaveEvaluation) for callback in self.trainer.callbacks
-        ):
+        callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
+        is_kept = any(isinstance(callback, SaveEvaluation) for callback in callbacks)
+        if is_kept or not isinstance(self.model, CausalLM):
             return
         source = Path(self.model.model.name_or_path or ".")
         if not (source / NAME).is_file():
             return
         if os.access(source, os.W_OK):
-            self.trainer.callbacks.append(SaveEvaluation(source))
+            callbacks.append(SaveEvaluation(source))
         else:
             rank_zero_warn(f"{source} is read-only: the perplexity will not be recorded there.")
 

@@ -131,7 +131,10 @@ def looks(variants: Sequence[Variant]) -> dict[Variant, Look]:
         marker = _MARKERS[method_rank(variant.method) % len(_MARKERS)]
         mark = {"color": color_of(variant.method), "marker": marker}
         later = i / (len(variants) - 1) if len(variants) > 1 else 1.0
-        line = {"linestyle": _DASHES[turn % len(_DASHES)], "linewidth": 4.6 - 3.4 * later}
+        line: dict[str, Any] = {
+            "linestyle": _DASHES[turn % len(_DASHES)],
+            "linewidth": 4.6 - 3.4 * later,
+        }
         line |= {"markersize": 8 - 4 * later, "markerfacecolor": "none", "markeredgewidth": 1.2}
         shift = (i + 0.5) / len(variants) - 0.5
         found[variant] = Look(mark | line, mark | {"linestyle": "", "markersize": 5}, shift)

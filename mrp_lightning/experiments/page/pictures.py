@@ -237,7 +237,7 @@ def magnitudes(
         num_weights: The number of weights before pruning, of which the axis shows the share.
     """
     centers = np.sqrt(MAGNITUDES[1:] * MAGNITUDES[:-1])
-    every = sum([*kept.values(), *([] if dense is None else [dense])])
+    every = np.sum([*kept.values(), *([] if dense is None else [dense])], axis=0)
     low, high = np.searchsorted(np.cumsum(every) / every.sum(), [0.002, 0.9999])
     shown = slice(low, high + 1)
 
