@@ -124,20 +124,23 @@ class Look:
 
 def looks(variants: Sequence[Variant]) -> dict[Variant, Look]:
     """The look of each variant among the others."""
-    seen: dict[str, int] = {}
-    found = {}
-    for i, variant in enumerate(variants):
-        turn = seen[variant.method] = seen.get(variant.method, -1) + 1
-        marker = _MARKERS[method_rank(variant.method) % len(_MARKERS)]
-        mark = {"color": color_of(variant.method), "marker": marker}
-        later = i / (len(variants) - 1) if len(variants) > 1 else 1.0
+    return dict(zip(variants, looks_of_methods([v.method for v in variants]), strict=True))
+
+
+def looks_of_methods(methods: Sequence[str]) -> list[Look]:
+    """The looks of what is drawn into one picture, by its canonical methods."""
+    found = []
+    for i, method in enumerate(methods):
+        turn, marker = methods[:i].count(method), _MARKERS[method_rank(method) % len(_MARKERS)]
+        mark = {"color": color_of(method), "marker": marker}
+        later = i / (len(methods) - 1) if len(methods) > 1 else 1.0
         line: dict[str, Any] = {
             "linestyle": _DASHES[turn % len(_DASHES)],
             "linewidth": 4.6 - 3.4 * later,
         }
         line |= {"markersize": 8 - 4 * later, "markerfacecolor": "none", "markeredgewidth": 1.2}
-        shift = (i + 0.5) / len(variants) - 0.5
-        found[variant] = Look(mark | line, mark | {"linestyle": "", "markersize": 5}, shift)
+        shift = (i + 0.5) / len(methods) - 0.5
+        found.append(Look(mark | line, mark | {"linestyle": "", "markersize": 5}, shift))
     return found
 
 

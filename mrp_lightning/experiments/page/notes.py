@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from mrp_lightning.experiments.numbers import scientific
-from mrp_lightning.experiments.page.layers import place
 from mrp_lightning.experiments.page.models import Model
 from mrp_lightning.experiments.runs import Run
 from mrp_lightning.pruning.report import LayerReport
@@ -31,20 +30,6 @@ def notes(model: Model) -> list[Note]:
             found.setdefault(text, []).append(run.name)
     doubts = [Note(doubt, []) for doubt in model.doubts]
     return [*doubts, *_of_texts(model), *(Note(text, runs) for text, runs in found.items())]
-
-
-def left_dense(model: Model) -> dict[tuple[str, str], dict[str, list[str]]]:
-    """Layers that were left dense: by kind and reason, the names, and the runs of each."""
-    found: dict[tuple[str, str], dict[str, list[str]]] = {}
-    for variant in model.originals:
-        for run in variant.runs:
-            for layer in run.layers:
-                if layer.skipped is not None:
-                    block, kind = place(layer.name)
-                    where = f"{block.stack}.*.{kind}" if block.stack else kind
-                    names = found.setdefault((where, layer.skipped), {})
-                    names.setdefault(layer.name, []).append(run.name)
-    return found
 
 
 def _of_the_run(run: Run) -> Iterator[str]:

@@ -21,12 +21,11 @@ from mrp_lightning.experiments.page.details import dense_layers, settings
 from mrp_lightning.experiments.page.drawing import Picture, color_of
 from mrp_lightning.experiments.page.layer_parts import LayerParts
 from mrp_lightning.experiments.page.models import Model, find_models
-from mrp_lightning.experiments.page.notes import Note, left_dense, notes
+from mrp_lightning.experiments.page.notes import Note, notes
 from mrp_lightning.experiments.page.parts import Part
 from mrp_lightning.experiments.page.results import continuations, results, zero_shot
-from mrp_lightning.experiments.page.scores import task_metrics, texts
 from mrp_lightning.experiments.runs import Run
-from mrp_lightning.files import save_directory, save_text
+from mrp_lightning.files import check_output_dir, save_directory, save_text
 
 GENERATOR = "mrp-lightning report"
 """Marks a page as one that may be written again."""
@@ -120,21 +119,12 @@ def check_out(out: Path, *, overwrite: bool = False) -> None:
     """
     if out.is_dir():
         raise FileExistsError(f"`--out`: expected a file, but {out} is a directory.")
-    if overwrite:
+    check_output_dir(pictures_directory(out), overwrite=True, argument="--out", ours=["*.png"])
+    if overwrite or not out.exists():
         return
-    if out.exists() and GENERATOR not in out.read_bytes()[:2000].decode("utf-8", "replace"):
+    if GENERATOR not in out.read_bytes()[:2000].decode("utf-8", "replace"):
         raise FileExistsError(
             f"`--out`: {out} exists and is no report. Name another file, or allow it to be "
-            "replaced with --overwrite."
-        )
-    pictures = pictures_directory(out)
-    if pictures.exists() and not pictures.is_dir():
-        raise FileExistsError(f"`--out`: {pictures} is to hold the pictures, but is a file.")
-    other = [f.name for f in pictures.iterdir() if f.suffix != ".png"] if pictures.exists() else []
-    if other:
-        raise FileExistsError(
-            f"`--out`: {pictures} is to hold the pictures, but holds "
-            f"{', '.join(sorted(other)[:5])}. Name another file, or allow the directory to be "
             "replaced with --overwrite."
         )
 
@@ -163,16 +153,12 @@ def write_page(page: Page, out: Path, *, overwrite: bool = False) -> None:
 
 def _parts(model: Model) -> list[Part]:
     """All parts that have something to show."""
-    found = [results(model)] if model.variants or texts(model) else []
-    if task_metrics(model):
-        found.append(zero_shot(model))
-    if any(run.evaluation.continuations for run in model.runs):
-        found.append(continuations(model))
+    measured = model.variants or any(run.evaluation.perplexity for run in model.runs)
+    found = [results(model) if measured else None, zero_shot(model), continuations(model)]
     if model.variants:
         found += LayerParts(model).parts()
-    if dense := left_dense(model):
-        found.append(dense_layers(dense))
-    return [*found, settings(model)]
+    found += [dense_layers(model), settings(model)]
+    return [part for part in found if part]
 
 
 def _subtitle(runs: Sequence[Run], models: Sequence[Model]) -> str:
