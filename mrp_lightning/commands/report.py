@@ -16,21 +16,12 @@ def main(args: Sequence[str]) -> None:
     out = options.out or options.run_dir / "report.html"
     runs = find_runs(options.run_dir)
     with extra("report", "`report`"):
-        import jinja2  # noqa: F401
-        import matplotlib  # noqa: F401
-        import pandas  # noqa: F401
-    from mrp_lightning.experiments.page.page import (
-        check_out,
-        make_page,
-        pictures_directory,
-        write_page,
-    )
-
-    check_out(out, overwrite=options.overwrite)
+        from mrp_lightning.experiments.page import page as pages
+    pages.check_out(out, overwrite=options.overwrite)
     command = shlex.join(["python", "-m", "mrp_lightning", "report", *args])
-    page = make_page(runs, options.run_dir.resolve().name, options.title, command=command)
-    write_page(page, out, overwrite=options.overwrite)
-    where = f", pictures in {pictures_directory(out)}" if page.pictures else ""
+    page = pages.make_page(runs, options.run_dir.resolve().name, options.title, command=command)
+    pages.write_page(page, out, overwrite=options.overwrite)
+    where = f", pictures in {pages.pictures_directory(out)}" if page.pictures else ""
     num = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
     sys.stdout.write(f"{num}: {out}{where}\n")
 

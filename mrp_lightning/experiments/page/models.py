@@ -229,15 +229,10 @@ def _variants(runs: Sequence[Run]) -> list[Variant]:
         key
         for key in keys
         if len({_plain(group[0].config.get(key)) for group in found}) > 1
-        and not _follows_from_others(key)
+        and key != "walk"  # what the run found out, and was not told
     ]
     variants = [Variant(g, {key: g[0].config.get(key) for key in varied}) for g in found]
     return sorted(variants, key=_order)
-
-
-def _follows_from_others(key: str) -> bool:
-    """What the run found out, and was not told."""
-    return key == "walk"
 
 
 def _order(variant: Variant) -> tuple[Any, ...]:
