@@ -73,19 +73,20 @@ class LayerParts:
 
     def loss(self) -> Part:
         """Relative loss by block, by kind of layer, and of each layer."""
-        blocks, kinds, maps = [], [], []
+        blocks, kinds, maps, flat = [], [], [], []
         for setting, variants in self._settings.items():
             caption = f"Relative loss of each block at {setting}: mean over its layers."
             blocks += self._by_block(f"loss-by-block-{setting}", caption, variants, LOSS)
             caption = f"Relative loss by kind of layer at {setting}: mean over the blocks."
             kinds += self._by_kind(f"loss-by-kind-{setting}", caption, variants, LOSS)
-            maps += self._maps("loss-map", "Relative loss of each layer", variants, LOSS)
+            maps += self._maps("loss-map", "Relative loss of each layer", variants, LOSS, flat)
         text = (
             "Mean over the calibration tokens of ‖(w + δ)x − wx‖², relative to that of ‖wx‖². In "
             "the maps a cell is a layer, or the mean of a layer of all experts; maps of one "
             "sparsity share a scale in which equal steps of colour are equal ratios."
         )
-        if len(maps) == 1:
+        text = " ".join([text, *flat])
+        if len(maps) < 2:
             return Part("Relative layer loss", text, pictures=[[*blocks, *kinds, *maps]])
         folds = [Fold(f"Maps of all layers, {len(maps)} variants", pictures=maps)]
         return Part("Relative layer loss", text, pictures=_groups(blocks, kinds), folds=folds)
@@ -140,7 +141,7 @@ class LayerParts:
 
     def solver(self) -> Part | None:
         """Damping, gap and iterations by layer."""
-        lines, maps = [], []
+        lines, maps, flat = [], [], []
         for setting, variants in self._settings.items():
             for quantity, what in SOLVER.items():
                 over = "largest of" if quantity.summary == "max" else "mean over"
@@ -148,13 +149,13 @@ class LayerParts:
                 name = f"{quantity.key}-by-block-{setting}"
                 if len(self._tables) > 1:
                     lines += self._by_block(name, caption, variants, quantity)
-                maps += self._maps(f"{quantity.key}-map", what, variants, quantity)
-        if not maps:
+                maps += self._maps(f"{quantity.key}-map", what, variants, quantity, flat)
+        if not maps and not flat:
             return None
         if len(self._tables) == 1:
-            return Part("Damping, gap and iterations", pictures=[maps])
-        folds = [Fold(f"Maps of all layers, {len(maps)} maps", pictures=maps)]
-        return Part("Damping, gap and iterations", pictures=[lines], folds=folds)
+            return Part("Damping, gap and iterations", " ".join(flat), pictures=[maps])
+        folds = [Fold(f"Maps of all layers, {len(maps)} maps", pictures=maps)] if maps else []
+        return Part("Damping, gap and iterations", " ".join(flat), (), [lines], folds)
 
     def time(self) -> Part:
         """The seconds and, on CUDA, the bytes that the layers took."""
@@ -216,10 +217,21 @@ class LayerParts:
         }
 
     def _maps(
-        self, name: str, what: str, variants: Sequence[Variant], quantity: Quantity
+        self,
+        name: str,
+        what: str,
+        variants: Sequence[Variant],
+        quantity: Quantity,
+        flat: list[str],
     ) -> list[Picture]:
-        """A map for each variant; they share a scale."""
+        """A map for each variant, with one scale; `flat` gets a sentence for each flat one."""
         cells = {v: self._cells(v, quantity.key) for v in variants if self._has(v, quantity.key)}
+        for variant, found in list(cells.items()):
+            values = found.stack().dropna()
+            if values.nunique() == 1:
+                value = quantity.write(values.iloc[0])
+                flat.append(f"{what}, {variant.setting} by {variant.label}: {value} everywhere.")
+                del cells[variant]
         scale = scale_of([x for found in cells.values() for x in found.stack().dropna()])
         return [
             cell_map(

@@ -336,10 +336,12 @@ def test_a_flat_map_is_a_sentence(tmp_path, save_run, layer):
     page = page_of(tmp_path)
     assert "SM at 2:4: every pruned layer lost 50%." in page.text
     assert not [p for p in page.pictures if p.alt.startswith("Fraction of the weights")]
-    rows = [layer(f"model.layers.{i}.up", sparsity=0.5 + i / 10) for i in range(3)]
+    rows = [layer(f"model.layers.{i}.up", sparsity=0.5 + i / 10, damping=0.0) for i in range(3)]
     save_run(tmp_path / "2of4", layers=rows)
-    (alt,) = (p.alt for p in page_of(tmp_path).pictures if p.alt.startswith("Fraction"))
+    page = page_of(tmp_path)
+    (alt,) = (p.alt for p in page.pictures if p.alt.startswith("Fraction"))
     assert alt.endswith("From 50% (model.layers.0.up) to 70% (model.layers.2.up).")
+    assert "added to the diagonal of the Hessian, 2:4 by SM: 0 everywhere." in page.text
 
 
 def test_the_sizes_of_kept_and_dense_weights_are_drawn(tmp_path, save_run):
