@@ -97,8 +97,8 @@ class PruningCLI(LightningCLI):
         is_kept = any(isinstance(callback, SaveEvaluation) for callback in callbacks)
         if is_kept or not isinstance(self.model, CausalLM):
             return
-        source = Path(self.model.model.name_or_path or ".")
-        if not (source / NAME).is_file():
+        source = self.model.model.name_or_path
+        if not source or not (Path(source) / NAME).is_file():
             return
         if os.access(source, os.W_OK):
             callbacks.append(SaveEvaluation(source))

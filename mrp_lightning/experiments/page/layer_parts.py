@@ -73,7 +73,8 @@ class LayerParts:
 
     def loss(self) -> Part:
         """Relative loss by block, by kind of layer, and of each layer."""
-        blocks, kinds, maps, flat = [], [], [], []
+        blocks, kinds, maps = [], [], []
+        flat: list[str] = []
         for setting, variants in self._settings.items():
             caption = f"Relative loss of each block at {setting}: mean over its layers."
             blocks += self._by_block(f"loss-by-block-{setting}", caption, variants, LOSS)
@@ -141,7 +142,8 @@ class LayerParts:
 
     def solver(self) -> Part | None:
         """Damping, gap and iterations by layer."""
-        lines, maps, flat = [], [], []
+        lines, maps = [], []
+        flat: list[str] = []
         for setting, variants in self._settings.items():
             for quantity, what in SOLVER.items():
                 over = "largest of" if quantity.summary == "max" else "mean over"
