@@ -266,16 +266,32 @@ def read_json(path: str | os.PathLike[str], remedy: str, version: int | None = N
         content = json.loads(Path(path).read_text("utf-8"))
     except ValueError as error:
         raise FormatError(f"{path} is not JSON ({error}). Delete it, or {remedy}.") from error
-    found = content.get("format_version") if isinstance(content, dict) else None
-    if version is not None and found != version:
-        raise FormatError(
-            f"{path}: `format_version` is {found!r}, but this version of mrp-lightning reads "
-            f"{version}. Use the version that wrote it, or {remedy}."
-        )
+    if version is not None:
+        check_version(content, str(path), version, remedy)
     if not isinstance(content, dict):
         kind = type(content).__name__
         raise FormatError(f"{path}: expected a JSON object, got a {kind}. Delete it, or {remedy}.")
     return content
+
+
+def check_version(content: Any, source: str, version: int, remedy: str) -> None:
+    """Refuse what was written in another version of a format.
+
+    Args:
+        content: What was read.
+        source: Where it comes from, for the message.
+        version: What its `format_version` has to be.
+        remedy: What to do otherwise, such as "prune again".
+
+    Raises:
+        FormatError: It has another `format_version`, or none.
+    """
+    found = content.get("format_version") if isinstance(content, dict) else None
+    if found != version:
+        raise FormatError(
+            f"{source}: `format_version` is {found!r}, but this version of mrp-lightning reads "
+            f"{version}. Use the version that wrote it, or {remedy}."
+        )
 
 
 def _finite(content: Any) -> Any:
