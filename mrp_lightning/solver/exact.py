@@ -112,6 +112,7 @@ def _block_by_block(problem: Problem, choose: Chooser) -> tuple[Tensor, Tensor, 
             reduced[lead, lead],
             inverse[lead, lead],
         )
+        problem.tell(f"columns {stop}/{columns}")
     return pruned, x, gradient, iterations
 
 
@@ -149,11 +150,11 @@ def _solve(
     iterations, bound, loss = 0, 0.0, 0.0
     for rows in _row_chunks(x):
         system = MaskedRows(problem.weight[rows], x[rows], gradient[rows], pruned[rows], damped)
-        steps = system.solve(tolerance)
+        steps = system.solve(tolerance, problem.tell)
         if damped.dtype != torch.float64 and not system.gap <= tolerance:
             # float32 has stalled; what it reached is a good start for float64.
             system = system.refined()
-            steps += system.solve(tolerance / 2)
+            steps += system.solve(tolerance / 2, problem.tell)
         if system.x.dtype != given:
             system.x.copy_(system.x.to(given))
             system.certify()

@@ -49,16 +49,17 @@ class Joint(Mask):
         weight, damped = problem.weight, problem.damped
         if not damped.float32_suffices:
             weight, damped = weight.double(), damped.double
-        return chosen(_joint_mask(weight, damped, problem.pattern, problem.inputs.dead))
+        return chosen(_joint_mask(problem, weight, damped))
 
 
-def _joint_mask(weight: Tensor, damped: DampedHessian, pattern: Pattern, dead: Tensor) -> Tensor:
+def _joint_mask(problem: Problem, weight: Tensor, damped: DampedHessian) -> Tensor:
     """Seek the mask of a weight (rows, columns): bool, True = removed.
 
     All is scaled to a unit diagonal of H: w·s and H / (s sᵀ) with s = √diag H, so that a weight's
     size is what removing it alone costs without compensation. Each step sets
     b = (wH + ρ(d − u))(H + ρI)⁻¹, d = b + u with the smallest removed, and u = b + u − d.
     """
+    pattern, dead = problem.pattern, problem.inputs.dead
     scale = damped.matrix.diagonal().sqrt()
     matrix = damped.matrix / scale[:, None] / scale
     weight = weight * scale
@@ -87,6 +88,7 @@ def _joint_mask(weight: Tensor, damped: DampedHessian, pattern: Pattern, dead: T
             penalty *= _GROWTH
             u /= _GROWTH  # u is the multiplier over ρ
             inverse = _inverse(matrix, penalty)
+            problem.tell(f"step {step} of the mask")
     return pruned
 
 

@@ -2,6 +2,7 @@
 
 import math
 import sys
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -72,11 +73,15 @@ class MaskedRows:
         system.certify()
         return system
 
-    def solve(self, tolerance: float) -> int:
+    def solve(self, tolerance: float, tell: Callable[[str], None]) -> int:
         """Go on until the certified gap is within the tolerance or can get no better.
 
         Where conjugate gradients are slow they get another preconditioner, and where they are slow
         with that too the rows are solved directly.
+
+        Args:
+            tolerance: The gap at which to stop.
+            tell: Called with where the solution is, in words.
 
         Returns:
             The number of iterations.
@@ -87,13 +92,19 @@ class MaskedRows:
             (lambda: self.damped.low_rank_model.on(self.kept), min(_LONG, patience)),
             (lambda: InverseOnKept(self.damped.inverse, self.kept), patience / 2),
         ):
-            iterations += self._descend(precondition(), tolerance, limit)
+            iterations += self._descend(precondition(), tolerance, limit, tell)
             if self.gap <= tolerance or self._rounding_hides(tolerance):
                 return iterations
         self._factorise_rows()
         return iterations
 
-    def _descend(self, precondition: Preconditioner, tolerance: float, patience: float) -> int:
+    def _descend(
+        self,
+        precondition: Preconditioner,
+        tolerance: float,
+        patience: float,
+        tell: Callable[[str], None],
+    ) -> int:
         """Iterate until the certificate holds or stalls, or too many steps are still to come.
 
         The energies of the iteration tell when a certificate is worth its price. They are no bound
@@ -103,6 +114,7 @@ class MaskedRows:
             precondition: What the residual is multiplied with.
             tolerance: The gap at which to stop.
             patience: Steps to come, as forecast from those taken, beyond which to give up.
+            tell: Called with where the solution is, in words.
 
         Returns:
             The number of iterations.
@@ -131,6 +143,7 @@ class MaskedRows:
                     break
                 mark = energy
             descent.step(energies)
+            tell(f"iteration {descent.iterations}")
         self.certify()
         return descent.iterations
 

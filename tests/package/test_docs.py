@@ -17,11 +17,17 @@ COMMANDS = ("python ", "pip ", "hf ", "lm_eval ", "make ", "mrp-lightning ")
 HOURS = "it takes hours; its code and its configuration are tested in tests/experiments"
 HUB = "it downloads from the hub"
 GPU = "it takes minutes and is for a GPU; tests/export/test_benchmark.py runs the command"
+CUDA = (
+    "what it reads is written on a CUDA device; tests/export/test_torchao_format.py does so there"
+)
+OWN = "the module is the reader's own; tests/export/test_own_module.py loads into one"
 SOLVER = "it measures speed, in minutes, against a checkout of SparseGPT"
 NOT_RUN = {
     ("ablations.md", "python -m mrp_lightning sweep"): HOURS,
     ("results.md", "python -m mrp_lightning sweep"): HOURS,
     ("data.md", "hf download Salesforce/wikitext"): HUB,
+    ("format.md", "module = export.load_into"): OWN,
+    ("format.md", "import torch\nfrom torch.sparse"): CUDA,
     ("benchmarks/export.md", "python -m pytest tests/export"): GPU,
     ("benchmarks/export.md", "python -m export.benchmark --shape"): GPU,
     ("benchmarks/export.md", "python benchmarks/kernel_code.py"): GPU,
@@ -33,6 +39,10 @@ RUN = {
     ("data.md", "data:"): "tests/package/test_docs.py",
     ("data.md", "python -m mrp_lightning test"): "tests/package/test_docs.py",
     ("encoders.md", "import torch"): "tests/families/test_encoder_example.py",
+    ("finetuning.md", "python -m mrp_lightning predict"): "tests/package/test_finetuning_page.py",
+    ("finetuning.md", "python -m mrp_lightning test"): "tests/package/test_finetuning_page.py",
+    ("finetuning.md", "python -m export.to_sparse"): "tests/package/test_finetuning_page.py",
+    ("finetuning.md", "from callbacks import"): "tests/package/test_finetuning_page.py",
     ("format.md", "import export"): "tests/package/test_docs.py",
     ("format.md", "import numpy"): "tests/export/test_format.py",
     ("models.md", "python benchmarks/models.py"): "tests/families/test_models_page.py",
