@@ -17,8 +17,10 @@ from transformers import (
 )
 
 from mrp_lightning.calibration.offload import Offload, held_on_cpu
+from mrp_lightning.errors import OptionError
 from mrp_lightning.evaluation.perplexity import Perplexities, token_losses
 from mrp_lightning.models.batch import split_batch
+from mrp_lightning.models.gguf import locate_gguf
 from mrp_lightning.models.loading import (
     as_dtype,
     load_model,
@@ -42,13 +44,15 @@ class CausalLM(LightningModule):
     dictionary of dataloaders, and log `perplexity/<name>` and `loss/<name>` of each.
 
     Args:
-        model: What the model comes from: a local directory, a hub id, a configuration (an object,
-            or its dictionary with a `model_type`) for a new model with random weights, or a loaded
-            Hugging Face model.
+        model: What the model comes from: a local directory, a hub id, a GGUF file (also the only
+            one of a directory without a `config.json`), which is dequantized to bfloat16, a
+            configuration (an object, or its dictionary with a `model_type`) for a new model with
+            random weights, or a loaded Hugging Face model.
         dtype: The precision to load the weights in, such as `float32` or `bfloat16`. `None` keeps
             the checkpoint's.
         revision: The branch, tag or commit on the hub.
         trust_remote_code: Whether code that comes with the checkpoint may run here.
+        gguf_file: The name of a GGUF file in the directory or hub repository `model`.
         tokenizer: A tokenizer, or the directory or hub id of one that is not beside the model.
         attn_implementation: The attention kernel of transformers, such as `sdpa` or `eager`.
         offload: Whether the blocks stay in CPU memory in `validate` and `test`, one at a time on
@@ -67,7 +71,10 @@ class CausalLM(LightningModule):
     Raises:
         FileNotFoundError: `model` is neither a model directory nor a model that the hub gives.
         TargetError: The checkpoint is quantized, or lacks weights that the model needs.
-        FormatError: Files of the checkpoint are damaged, or hold more than tensors.
+        FormatError: Files of the checkpoint are damaged, or hold more than tensors; or transformers
+            cannot read the architecture of a GGUF file.
+        OptionError: The directory holds several GGUF files, and `gguf_file` names none of them.
+        DependencyError: The model is a GGUF file, and the extra `gguf` is not installed.
         TypeError: `model` or `tokenizer` is none of the above.
     """
 
@@ -78,6 +85,7 @@ class CausalLM(LightningModule):
         dtype: str | torch.dtype | None = None,
         revision: str | None = None,
         trust_remote_code: bool = False,
+        gguf_file: str | None = None,
         tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None = None,
         attn_implementation: str | None = None,
         offload: bool = False,
@@ -87,6 +95,10 @@ class CausalLM(LightningModule):
     ) -> None:
         super().__init__()
         source = os.fspath(model) if isinstance(model, str | os.PathLike) else None
+        if gguf_file is not None:
+            if source is None:
+                raise OptionError("`gguf_file` needs `model` to be the directory or hub id of it.")
+            source = str(locate_gguf(source, gguf_file, revision))
         hub = {"revision": revision, "trust_remote_code": trust_remote_code}
         options = {"attn_implementation": attn_implementation} if attn_implementation else {}
         self.model: Any
