@@ -18,6 +18,7 @@ from mrp_lightning.files import check_output_dir
 from mrp_lightning.loop.capture import Step, StepCapture, eager
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.contents import check_batch, checkpoint_root
+from mrp_lightning.loop.data_module import TextDataModule
 from mrp_lightning.loop.placement import blocks_on_cpu
 from mrp_lightning.loop.predict_loop import prune_in_trainer
 from mrp_lightning.loop.saving import num_bytes, save_pruned, sources_of
@@ -177,6 +178,8 @@ class PruningCallback(Callback):
         plan, steps = self._session.plan, self._session.steps
         self._end_session()
         config = {**self._config, "batches": len(steps), "precision": str(trainer.precision)}
+        if isinstance(trainer.datamodule, TextDataModule):  # type: ignore[attr-defined]
+            config["bos"] = trainer.datamodule.bos  # type: ignore[attr-defined]
         self.report = PruningReport(config)
         with torch.inference_mode(False), torch.no_grad(), eager():
             prune_in_trainer(

@@ -19,7 +19,7 @@ from transformers import (
 from mrp_lightning.calibration.offload import Offload, held_on_cpu
 from mrp_lightning.errors import OptionError
 from mrp_lightning.evaluation.perplexity import Perplexities, token_losses
-from mrp_lightning.models.batch import split_batch
+from mrp_lightning.models.batch import split_batch, to_predict
 from mrp_lightning.models.gguf import locate_gguf
 from mrp_lightning.models.loading import (
     as_dtype,
@@ -37,8 +37,9 @@ class CausalLM(LightningModule):
 
     The loss is the mean negative log-likelihood of every token but the first of each window, and
     perplexity its exponential. With the non-overlapping windows of `TextDataModule` this is the
-    protocol of SparseGPT and Wanda. Padding is never predicted nor counted, logits of any precision
-    are turned into probabilities in float32, and the batch size changes nothing but rounding.
+    protocol of SparseGPT and Wanda. Padding, and a token whose label in a batch is −100, is never
+    predicted nor counted, logits of any precision are turned into probabilities in float32, and the
+    batch size changes nothing but rounding.
 
     `test` and `validate` take one text, and log `perplexity` and `loss`; or several texts as a
     dictionary of dataloaders, and log `perplexity/<name>` and `loss/<name>` of each.
@@ -65,8 +66,9 @@ class CausalLM(LightningModule):
         model: The Hugging Face model.
         tokenizer: Its tokenizer, or `None` where there is none.
         evaluation: What the last `test` or `validate` found, by text: `perplexity`, `loss`, the
-            `context` (longest window), `windows` and `tokens` (that were predicted). A single text
-            without a name is called "text".
+            `context` (longest window), `windows`, `tokens` (that were predicted) and, of the
+            windows of `TextDataModule`, `prefix` (tokens such as BOS before the text in each). A
+            single text without a name is called "text".
 
     Raises:
         FileNotFoundError: `model` is neither a model directory nor a model that the hub gives.
@@ -160,7 +162,7 @@ class CausalLM(LightningModule):
 
     def _token_losses(self, batch: Any) -> tuple[Tensor, Tensor]:
         ids, mask = split_batch(batch)
-        return token_losses(self(ids, mask), ids, mask)
+        return token_losses(self(ids, mask), ids, mask, to_predict(batch))
 
     def setup(self, stage: str) -> None:
         """Train all of the model, which transformers loads in evaluation mode; or offload it."""
@@ -239,9 +241,12 @@ class CausalLM(LightningModule):
         """Fill `evaluation`, and say what was found with the context that it was found at."""
         self.evaluation = self._texts.figures()
         for name, found in self.evaluation.items():
+            bos = {None: "", 0: ", no BOS before each"}.get(
+                found.get("prefix"), ", BOS before each"
+            )
             rank_zero_info(
                 f"{name}: perplexity {found['perplexity']:.3f} (context {found['context']}, "
-                f"{found['windows']} windows, {found['tokens']:,} predicted tokens)"
+                f"{found['windows']} windows{bos}, {found['tokens']:,} predicted tokens)"
             )
 
     def _evaluate(self, batch: Any, dataloader_idx: int) -> None:
