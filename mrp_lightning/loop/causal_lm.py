@@ -241,9 +241,8 @@ class CausalLM(LightningModule):
         """Fill `evaluation`, and say what was found with the context that it was found at."""
         self.evaluation = self._texts.figures()
         for name, found in self.evaluation.items():
-            bos = {None: "", 0: ", no BOS before each"}.get(
-                found.get("prefix"), ", BOS before each"
-            )
+            bos = ", BOS before each" if found.get("prefix") else ", no BOS before each"
+            bos = bos if "prefix" in found else ""
             rank_zero_info(
                 f"{name}: perplexity {found['perplexity']:.3f} (context {found['context']}, "
                 f"{found['windows']} windows{bos}, {found['tokens']:,} predicted tokens)"
