@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
-from mrp_lightning.text.windows import Windows
+from mrp_lightning.text.prefix import Windows
 
 _POSITIONS = 1024  # whose logits are in float32 at the same time
 

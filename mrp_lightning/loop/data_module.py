@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from mrp_lightning.errors import DataError, OptionError
 from mrp_lightning.models.loading import load_tokenizer
 from mrp_lightning.models.positions import longest_sequence
+from mrp_lightning.text.prefix import Windows, after, frame
 from mrp_lightning.text.published import (
     CALIBRATION,
     CORPORA,
@@ -29,15 +30,11 @@ from mrp_lightning.text.sources import OwnText
 from mrp_lightning.text.standard_library import Split
 from mrp_lightning.text.windows import (
     Draws,
-    Windows,
-    after,
     consecutive_windows,
-    prefix_of,
     segments_across_documents,
     segments_of_documents,
     segments_of_text,
     tokenize,
-    without_special_tokens,
 )
 
 _USUAL_LENGTH = 2048  # tokens a window, in the papers
@@ -280,18 +277,10 @@ class TextDataModule(LightningDataModule):
         return after(prefix, consecutive_windows(tokens, length, name))
 
     def _frame(self) -> tuple[Any, Tensor]:
-        """What tokenizes a text, and what then stands before every window of it (tokens,).
-
-        Raises:
-            DataError: Nothing of a window would be left for the text.
-        """
-        prefix = prefix_of(self.tokenizer) if self.bos == "window" else torch.tensor([]).long()
-        if len(prefix) >= self.sequence_length:
-            raise DataError(
-                f"`data.sequence_length` is {self.sequence_length}, and {len(prefix)} of these are "
-                "what the tokenizer puts before a text. Give longer windows, or `bos: text`."
-            )
-        return without_special_tokens(self.tokenizer) if len(prefix) else self.tokenizer, prefix
+        """What tokenizes the text, and what then stands before every window of it (tokens,)."""
+        if self.bos == "text":
+            return self.tokenizer, torch.tensor([]).long()
+        return frame(self.tokenizer, self.sequence_length)
 
     def _needed(self, stage: str) -> list[tuple[Corpus, Part]]:
         """The published texts that a stage reads, and which part of each."""
