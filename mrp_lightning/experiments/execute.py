@@ -102,7 +102,7 @@ def evaluate_again(trial: Trial, sweep: Sweep, directory: Path, tasks: Tasks) ->
     """
     options = sweep.models[trial.model].options | Trial(trial.model).options()
     if trial.method is not None:
-        options |= {"model.model": str(directory)}
+        options |= {"model.model": str(directory), "model.gguf_file": None}
     gc.collect()
     with _quiet():
         cli = _parse(sweep, options)

@@ -59,7 +59,8 @@ class TextDataModule(LightningDataModule):
     families cannot do without. So what the tokenizer puts before a text stands before each window
     (`bos="window"`), except where a published protocol is followed. It counts to the
     `sequence_length` that the model reads, but it is not predicted, nor is the first token after
-    it. Where the tokenizer puts nothing before a text, `bos` makes no difference.
+    it: a batch to train or to evaluate on is then no tensor but a mapping of `input_ids` and
+    `labels`, −100 for these. Where the tokenizer puts nothing before a text, `bos` changes nothing.
 
     Args:
         train_files: Text files (a document each) or .jsonl files (a document a line, under
