@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from mrp_lightning.models.gguf import locate_gguf
+from mrp_lightning.models.gguf import located
 from mrp_lightning.models.loading import load_config
 from mrp_lightning.models.skeleton import build_without_weights
 from mrp_lightning.solver.patterns import SemiStructured, Unstructured, make_pattern
@@ -93,9 +93,7 @@ def main(args: Sequence[str] | None = None) -> None:
     if options.pattern is not None or options.sparsity is not None:
         pattern = make_pattern(options.sparsity, options.pattern)
     trust = options.trust_remote_code
-    source = options.model
-    if options.gguf_file is not None:
-        source = str(locate_gguf(source, options.gguf_file, options.revision))
+    source = located(options.model, options.gguf_file, options.revision)
     config = load_config(source, revision=options.revision, trust_remote_code=trust)
     model = build_without_weights(config, trust_remote_code=trust)
     listing = list_layers(

@@ -25,7 +25,7 @@ from mrp_lightning.evaluation.records import (
 )
 from mrp_lightning.evaluation.zeroshot import PAPER_TASKS, evaluate, load_tasks, summarize
 from mrp_lightning.loop.causal_lm import CausalLM
-from mrp_lightning.models.gguf import locate_gguf
+from mrp_lightning.models.gguf import located
 from mrp_lightning.models.loading import load_config
 
 
@@ -33,8 +33,7 @@ def main(args: Sequence[str] | None = None) -> None:
     """Evaluate, print a table, and write the results."""
     options = _parser().parse_args(args)
     device = device_named(options.device)
-    if options.gguf_file is not None:
-        options.model = str(locate_gguf(options.model, options.gguf_file, options.revision))
+    options.model = located(options.model, options.gguf_file, options.revision)
     if options.out is not None:
         _check_writable(options.out)
     if (Path(options.model).expanduser() / NAME).exists():

@@ -20,7 +20,7 @@ from mrp_lightning.calibration.offload import Offload, held_on_cpu
 from mrp_lightning.errors import OptionError
 from mrp_lightning.evaluation.perplexity import Perplexities, token_losses
 from mrp_lightning.models.batch import split_batch, to_predict
-from mrp_lightning.models.gguf import locate_gguf
+from mrp_lightning.models.gguf import located
 from mrp_lightning.models.loading import (
     as_dtype,
     load_model,
@@ -97,10 +97,10 @@ class CausalLM(LightningModule):
     ) -> None:
         super().__init__()
         source = os.fspath(model) if isinstance(model, str | os.PathLike) else None
-        if gguf_file is not None:
-            if source is None:
-                raise OptionError("`gguf_file` needs `model` to be the directory or hub id of it.")
-            source = str(locate_gguf(source, gguf_file, revision))
+        if source is not None:
+            source = located(source, gguf_file, revision)
+        elif gguf_file is not None:
+            raise OptionError("`gguf_file` needs `model` to be the directory or hub id of it.")
         hub = {"revision": revision, "trust_remote_code": trust_remote_code}
         options = {"attn_implementation": attn_implementation} if attn_implementation else {}
         self.model: Any

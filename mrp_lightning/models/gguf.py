@@ -18,28 +18,33 @@ from mrp_lightning.errors import DependencyError, FormatError, OptionError
 _SUFFIX = ".gguf"
 
 
-def locate_gguf(source: str, gguf_file: str, revision: str | None = None) -> Path:
-    """The path of a GGUF file that is named beside its directory or hub id.
+def located(source: str, gguf_file: str | None, revision: str | None = None) -> str:
+    """The source of a model, be it a GGUF file that is named beside its directory or hub id.
 
     Args:
-        source: A directory, or a hub id; the file is then fetched, or found in the hub's cache.
-        gguf_file: The name of the file in it.
+        source: A directory or a hub id; of the hub the file is fetched, or found in its cache.
+        gguf_file: The name of the file there; `None` where the model is no such file, or `source`
+            says it all.
         revision: The branch, tag or commit on the hub.
+
+    Returns:
+        The path of the file; without `gguf_file` the source as it is.
 
     Raises:
         FileNotFoundError: There is no such file.
     """
+    if gguf_file is None:
+        return source
     directory = Path(source).expanduser()
     if directory.exists():
-        file = directory / gguf_file
-        if file.is_file():
-            return file
+        if (directory / gguf_file).is_file():
+            return str(directory / gguf_file)
         there = ", ".join(_beside(directory)) or "none"
         raise FileNotFoundError(
             f"`gguf_file`: {source} has no file {gguf_file}. Name one of its .gguf files: {there}."
         )
     try:
-        return Path(str(cached_file(source, gguf_file, revision=revision)))
+        return str(cached_file(source, gguf_file, revision=revision))
     except OSError as error:
         raise FileNotFoundError(
             f"`gguf_file`: {source} is no directory, and the hub gives no {gguf_file} of that name."

@@ -83,6 +83,7 @@ def test_a_lightning_checkpoint_does_not_need_the_file(tiny_gguf, tmp_path):
     checkpoint = {"hyper_parameters": dict(module.hparams)}
     module.on_save_checkpoint(checkpoint)
     again = CausalLM(**checkpoint["hyper_parameters"])
+    again.on_load_checkpoint(checkpoint)
     assert again.model.config.hidden_size == module.model.config.hidden_size
     assert again.tokenizer(TEXT).input_ids == module.tokenizer(TEXT).input_ids
 
