@@ -26,7 +26,7 @@ class ExportReport:
 
     Attributes:
         source: The pruned checkpoint, as the user named it.
-        format: `packed` or `dense`.
+        format: `packed`, `dense` or `torchao`.
         layers: Every linear layer of the model.
         source_bytes: Bytes of the weight files read.
         exported_bytes: Bytes of the weight files written; `None` where nothing was written.
@@ -133,7 +133,7 @@ def _sizes(report: ExportReport) -> Table:
     dense, packed = totals["packed_layers_dense_bytes"], totals["packed_layers_packed_bytes"]
     name = f"{totals['packed_layers']} 2:4 layers"
     table.add_row(name, _mebibytes(dense), _mebibytes(packed), f"{packed / dense:.4f}")
-    if report.exported_bytes is not None and report.format == "packed":
+    if report.exported_bytes is not None and report.format != "dense":
         before, after = report.source_bytes, report.exported_bytes
         table.add_row(
             "weight files", _mebibytes(before), _mebibytes(after), f"{after / before:.4f}"

@@ -14,12 +14,13 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from export.backends.apply import why_not_here
+from export.backends.torchao_format import load, why_not_storable
 from export.conversion.checkpoint import Checkpoint, open_checkpoint
 from export.conversion.parity import check_parity
-from export.conversion.selection import choose_layers
+from export.conversion.selection import LayerChoice, choose_layers
 from export.conversion.tracking import Track, bars
-from export.conversion.writing import write_dense, write_packed
-from export.packed.huggingface import load
+from export.conversion.writing import write_dense, write_packed, write_torchao
+from export.model_card import write_card
 from export.report import NO_CUDA, ExportReport
 from export.speed.comparison import compare
 from export.speed.options import SpeedOptions, add_arguments
@@ -79,22 +80,40 @@ def convert(options: argparse.Namespace) -> ExportReport:
     measured = options.benchmark and device.type == "cuda"
     if measured and (reason := why_not_here(options.backend, device)):
         raise errors.OptionError(f"`--backend {options.backend}` cannot run here: {reason}.")
+    if options.format == "torchao" and (reason := why_not_here("torchao", device)):
+        raise errors.OptionError(
+            f"`--format torchao` cannot be written here: {reason}. Run it where torchao runs, or "
+            "write `--format packed`, which is as small and needs no GPU."
+        )
+    if device.index is not None:
+        torch.cuda.set_device(device)  # where `load` puts torchao's tensors
     out = _output(options)
     if not options.check_only:
         check_output_dir(out, overwrite=options.overwrite, argument="--out")
     source = open_checkpoint(options.checkpoint)
+    if options.format == "torchao" and not source.config:
+        raise errors.OptionError(
+            "`--format torchao` is for transformers models; pack a module of your own with "
+            "`--format packed`."
+        )
     with bars() as track:
         layers = choose_layers(
-            source, skip=options.skip, allow_partial=options.allow_partial, track=track
+            source,
+            skip=options.skip,
+            allow_partial=options.allow_partial,
+            refuse=_why_not_torchao if options.format == "torchao" else lambda _: None,
+            track=track,
         )
         report = ExportReport(str(options.checkpoint), options.format, layers, source.num_bytes)
         if options.check_only:
             _check(source, report, out, options, device, track)
         else:
             with save_directory(out, overwrite=options.overwrite, argument="--out") as staging:
-                _export(source, report, staging, options, track)
+                _export(source, report, staging, options, device, track)
                 _compare(source, report, staging, options, device, track)
                 _measure(report, staging, options, device)
+                if report.format != "dense":
+                    write_card(source, report, staging)
                 report.save(staging)
     report.print()
     if not options.check_only:
@@ -107,11 +126,16 @@ def _export(
     report: ExportReport,
     staging: Path,
     options: argparse.Namespace,
+    device: torch.device,
     track: Track,
 ) -> None:
-    write = {"packed": write_packed, "dense": write_dense}[options.format]
     layers = report.packed
-    for _ in track(write(source, staging, layers), len(layers), "writing layers"):
+    if options.format == "torchao":
+        written = write_torchao(source, staging, layers, device)
+    else:
+        write = {"packed": write_packed, "dense": write_dense}[options.format]
+        written = write(source, staging, layers)
+    for _ in track(written, len(layers), "writing layers"):
         pass
 
 
@@ -124,7 +148,7 @@ def _check(
     track: Track,
 ) -> None:
     """Compare with what was exported before, if that is there."""
-    if (out / "config.json").is_file():
+    if (out / "export_report.json").is_file():
         _compare(source, report, out, options, device, track)
     else:
         report.notes.append(f"checked only: {out} does not exist, and nothing was written")
@@ -144,7 +168,8 @@ def _compare(
     )
     report.parity.require()
     if report.parity.text is None:
-        report.notes.append("logits not compared: the model predicts no next token")
+        reason = "the model predicts no next token" if source.config else "the module is your own"
+        report.notes.append(f"logits not compared: {reason}")
 
 
 def _measure(
@@ -156,6 +181,8 @@ def _measure(
         report.notes.append(f"{NO_CUDA}{untried}")
     elif report.format == "dense":
         report.notes.append("speed not measured: the dense format runs as its source does")
+    elif report.format == "torchao":
+        report.notes.append("speed not measured: `--format packed --backend torchao` measures it")
     elif not options.benchmark:
         report.notes.append("speed not measured: ask for it with --benchmark")
     else:
@@ -167,9 +194,15 @@ def _measure(
             report.notes.append(f"speed not measured: {type(error).__name__}: {error}")
 
 
+def _why_not_torchao(layer: LayerChoice) -> str | None:
+    if layer.transposed:
+        return "torchao packs nn.Linear, and this is a Conv1D"
+    return why_not_storable(layer.shape, layer.dtype)
+
+
 def _output(options: argparse.Namespace) -> Path:
     source = Path(options.checkpoint).expanduser().resolve()
-    suffix = {"packed": "sparse24", "dense": "dense"}[options.format]
+    suffix = {"packed": "sparse24"}.get(options.format, options.format)
     name = source.name.removesuffix(".ckpt")
     out = options.out and Path(options.out).expanduser().resolve()
     out = out or source.with_name(f"{name}-{suffix}")
@@ -197,14 +230,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "checkpoint",
         metavar="CKPT",
-        help="a Hugging Face directory, or a Lightning .ckpt of mrp_lightning.CausalLM",
+        help="a Hugging Face directory, what pruning wrote of your own LightningModule, or a "
+        "Lightning .ckpt of mrp_lightning.CausalLM",
     )
-    parser.add_argument("--out", metavar="DIR", help="default: CKPT-sparse24 (or CKPT-dense)")
+    parser.add_argument(
+        "--out", metavar="DIR", help="default: CKPT-sparse24 (or CKPT-dense, CKPT-torchao)"
+    )
     parser.add_argument(
         "--format",
-        choices=("packed", "dense"),
+        choices=("packed", "dense", "torchao"),
         default="packed",
-        help="dense keeps the zeros, for software that knows no sparsity (default: packed)",
+        help="dense keeps the zeros, for software that knows no sparsity; torchao writes its own "
+        "2:4 tensors, on a CUDA device (default: packed)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace what is in --out")
     parser.add_argument(

@@ -1,11 +1,14 @@
-"""The device of a command, and what a result was made with: machine, libraries, their versions."""
+"""What a command finds here: device, hub, libraries; and by what of it a result was made."""
 
 import logging
 import os
 import platform
+import shlex
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -49,6 +52,35 @@ def machine(device: torch.device) -> str:
     return f"{name}; torch {torch.__version__}"
 
 
+_HUB_SECONDS = 3
+"""How long the hub has to answer."""
+_ANSWER_SECONDS = 60
+"""How long its answer, or its silence, counts."""
+
+
+def why_no_hub() -> str | None:
+    """Why the hub cannot be reached, `None` if it can be.
+
+    The libraries that load from it try each file for half a minute. Here it is asked once.
+    """
+    import huggingface_hub
+
+    if huggingface_hub.is_offline_mode():
+        return "HF_HUB_OFFLINE is set"
+    return _ask_hub(int(time.monotonic() / _ANSWER_SECONDS))
+
+
+@lru_cache(maxsize=1)
+def _ask_hub(period: int) -> str | None:  # noqa: ARG001  (an answer counts for a while)
+    from huggingface_hub import constants, get_session
+
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_HUB_SECONDS)
+    except Exception as error:  # of whichever library asks: no name, no route, no certificate
+        return f"{constants.ENDPOINT} cannot be reached: {error}"
+    return None
+
+
 def hush_torchao() -> None:
     """Keep off the terminal what torchao says while it is loaded.
 
@@ -82,6 +114,19 @@ def extra(name: str, what: str) -> Iterator[None]:
             f"{what} needs a package that is not installed ({error}): "
             f"pip install 'mrp-lightning[{name}]'"
         ) from error
+
+
+def command() -> str | None:
+    """The command line that started this process, `None` at a prompt and in a notebook.
+
+    The interpreter and what is installed beside it are called by their names alone.
+    """
+    first, *rest = sys.orig_argv[1:] or [""]
+    if first in ("", "-c", "-i") or "ipykernel_launcher" in rest:
+        return None
+    if Path(first).parent == Path(sys.executable).parent:
+        return shlex.join([Path(first).name, *rest])
+    return shlex.join(["python", first, *rest])
 
 
 def versions() -> dict[str, str]:

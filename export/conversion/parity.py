@@ -4,22 +4,24 @@ Three gates, in this order: the bits of the files, the operator against a more p
 the logits of the whole model on text.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.sparse import SparseSemiStructuredTensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from export.backends.torchao_format import load, restore
 from export.conversion.checkpoint import Checkpoint, open_checkpoint
 from export.conversion.selection import LayerChoice
 from export.conversion.text_parity import TextParity, compare_text, text_failures, text_windows
 from export.conversion.tracking import Track, silently
 from export.packed.format import different_bits, invalid_nibbles, positive_zeros, unpack
-from export.packed.huggingface import load
 from export.packed.layer import Sparse24Linear
 from export.packed.operator import MAX_ERROR_RATIO
 from mrp_lightning.errors import ParityError
@@ -108,17 +110,21 @@ def check_parity(
     parity.failures += _compare_bits(source, directory, layers, parity, track)
     if parity.failures:
         return parity
-    model = load(directory)
-    packed = {n: m for n, m in model.named_modules() if isinstance(m, Sparse24Linear)}
-    for name, layer in track(packed.items(), len(packed), "comparing products"):
-        error = operator_error(name, layer, device)
-        parity.operators.append(error)
-        if not error.passes:
-            parity.failures.append(
-                f"{name}: the operator's relative error is {error.packed:.2e}, more than "
-                f"{MAX_ERROR_RATIO} times the {error.dense:.2e} of the dense product"
-            )
-    if not parity.failures and type(model).__name__ in _causal_models():
+    model = load(directory) if source.config else None
+    packed = _packed_in(model) if model is not None else _packed_in_file(directory, layers)
+    parity.operators += [
+        operator_error(name, layer, device)
+        for name, layer in track(packed.items(), len(packed), "comparing products")
+    ]
+    if model is not None:
+        parity.operators += _torchao_errors(source, model, layers, track)
+    parity.failures += [
+        f"{error.name}: the operator's relative error is {error.packed:.2e}, more than "
+        f"{MAX_ERROR_RATIO} times the {error.dense:.2e} of the dense product"
+        for error in parity.operators
+        if not error.passes
+    ]
+    if not parity.failures and model is not None and type(model).__name__ in _causal_models():
         windows, origin = text_windows(source, model, text)
         parity.text = compare_text(
             source.load(), model, windows, origin=origin, device=device, track=track
@@ -151,7 +157,7 @@ def _compare_tensor(
 ) -> list[str]:
     if name not in stored:
         return [f"{name}: missing"]
-    found = stored[name]
+    found = restore(stored[name])
     if layer is not None:
         tensor = positive_zeros(layer.matrix(tensor))[0]
         meta = stored.get(f"{name}_meta")
@@ -166,6 +172,22 @@ def _compare_tensor(
     return []
 
 
+def _packed_in(model: nn.Module) -> dict[str, Sparse24Linear]:
+    return {n: module for n, module in model.named_modules() if isinstance(module, Sparse24Linear)}
+
+
+def _packed_in_file(directory: Path, layers: Sequence[LayerChoice]) -> dict[str, Sparse24Linear]:
+    """The packed layers of a module that only its owner can build."""
+    tensors = dict(open_checkpoint(directory).tensors())
+    return {
+        layer.name: Sparse24Linear.from_packed(
+            tensors[layer.tensor], tensors[f"{layer.tensor}_meta"]
+        )
+        for layer in layers
+        if f"{layer.tensor}_meta" in tensors
+    }
+
+
 def operator_error(
     name: str, layer: Sparse24Linear, device: torch.device | str = "cpu"
 ) -> OperatorError:
@@ -175,23 +197,55 @@ def operator_error(
     """
     values = layer.weight.detach().to(device)
     meta = layer.weight_meta.to(device)
-    counts = (*_TOKENS, _MANY_TOKENS) if values.is_cuda else _TOKENS
-    errors = [_product_error(name, values, meta, tokens) for tokens in counts]
+
+    def multiply(x: Tensor) -> Tensor:
+        return torch.ops.mrp_lightning.linear24(x, values, meta, None)
+
+    return _product_error(name, multiply, unpack(values, meta))
+
+
+def _torchao_errors(
+    source: Checkpoint, model: nn.Module, layers: Sequence[LayerChoice], track: Track
+) -> list[OperatorError]:
+    """The products of torchao's tensors, on the device where they are, against the source's."""
+    weights = {
+        name: module.weight
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "weight", None), SparseSemiStructuredTensor)
+    }
+    names = {layer.tensor: layer.name for layer in layers if layer.name in weights}
+    if not names:
+        return []
+    errors = []
+    for tensor_name, dense in track(source.tensors(), source.num_tensors, "comparing products"):
+        if (name := names.get(tensor_name)) is not None:
+            weight = weights[name]
+            multiply = functools.partial(F.linear, weight=weight)
+            errors.append(_product_error(name, multiply, dense.to(weight.device)))
+    return errors
+
+
+def _product_error(name: str, multiply: Callable[[Tensor], Tensor], dense: Tensor) -> OperatorError:
+    """The error of a product with a weight, at the number of tokens at which it is worst."""
+    counts = (*_TOKENS, _MANY_TOKENS) if dense.is_cuda else _TOKENS
+    errors = [_error_at(name, multiply, dense, tokens) for tokens in counts]
     return max(errors, key=lambda error: (not error.passes, error.packed / max(error.dense, 1e-30)))
 
 
-def _product_error(name: str, values: Tensor, meta: Tensor, tokens: int) -> OperatorError:
-    higher = torch.float32 if values.dtype.itemsize == 2 else torch.float64
-    dense = unpack(values, meta)
+@torch.no_grad()
+def _error_at(
+    name: str, multiply: Callable[[Tensor], Tensor], dense: Tensor, tokens: int
+) -> OperatorError:
+    higher = torch.float32 if dense.dtype.itemsize == 2 else torch.float64
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(tokens, dense.shape[1], generator=generator).to(values.device, values.dtype)
+    x = torch.randn(tokens, dense.shape[1], generator=generator).to(dense.device, dense.dtype)
     exact = (x.to(higher) @ dense.to(higher).T).double()
     scale = exact.norm().clamp_min(torch.finfo(torch.float32).tiny)
 
     def relative(y: Tensor) -> float:
         return float((y.double() - exact).norm() / scale)
 
-    found, expected = torch.ops.mrp_lightning.linear24(x, values, meta, None), F.linear(x, dense)
+    found, expected = multiply(x), F.linear(x, dense)
     return OperatorError(
         name, relative(found), relative(expected), not different_bits(found, expected)
     )

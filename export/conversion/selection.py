@@ -1,7 +1,8 @@
 """Which layers of a checkpoint are packed, and why the others stay dense."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from export.packed.format import GROUP, broken_groups, positive_zeros, why_not_p
 from export.packed.layer import is_packable
 from mrp_lightning.errors import FormatError, PatternError
 from mrp_lightning.models.skeleton import build_without_weights
+from mrp_lightning.pruning.report import NAME, PruningReport
 from mrp_lightning.solver.patterns import Unstructured
 from mrp_lightning.targets.layers import Expert, Layer, is_conv1d, layers_of
 from mrp_lightning.targets.names import matches, require_matches
@@ -72,18 +74,21 @@ def choose_layers(
     *,
     skip: Sequence[str] = (),
     allow_partial: bool = False,
+    refuse: Callable[[LayerChoice], str | None] = lambda _: None,
     track: Track = silently,
 ) -> list[LayerChoice]:
     """Look at every linear layer, and refuse a checkpoint that is not 2:4 where it should be.
 
     It should be 2:4 in the layers that its `pruning_report.json` lists as pruned; without a report,
     in all that a run with the default targets would prune. Other layers are packed where they
-    happen to be 2:4. Pruned layers without a packed form (experts, convolutions) are listed.
+    happen to be 2:4, but for a user's own module, of which only the report tells what its layers
+    are. Pruned layers without a packed form (experts, convolutions) are listed.
 
     Args:
         checkpoint: The pruned checkpoint.
         skip: Name patterns (see `names.matches`) of layers that stay dense.
         allow_partial: Leave layers dense that should be 2:4 and are not.
+        refuse: Gives the reason why the format that will be written has no form for a layer.
         track: Shows the progress over the tensors.
 
     Raises:
@@ -97,6 +102,19 @@ def choose_layers(
             f"{checkpoint.path} is already packed or quantized (`quant_method` {method!r}). Give "
             "the pruned checkpoint, with dense weights."
         )
+    if checkpoint.config:
+        choices, expected = _choose_by_model(checkpoint, skip, track)
+    else:
+        choices, expected = _choose_by_report(checkpoint, skip, track)
+    choices = [replace(layer, reason=layer.reason or refuse(layer)) for layer in choices]
+    _refuse(checkpoint, choices, expected, allow_partial)
+    return choices
+
+
+def _choose_by_model(
+    checkpoint: Checkpoint, skip: Sequence[str], track: Track
+) -> tuple[list[LayerChoice], set[str]]:
+    """The layers of a transformers model, and which of them should be 2:4."""
     model = build_without_weights(checkpoint.pretrained_config())
     modules = {name: module for name, module in model.named_modules() if is_packable(module)}
     require_matches("--skip", skip, list(modules))
@@ -114,9 +132,46 @@ def choose_layers(
             choice = LayerChoice(name, tensor_name, (0, 0), tensor.dtype, is_conv1d(modules[name]))
             choices.append(_look(choice, tensor, reasons.get(name), name in expected))
     seen = {choice.name for choice in choices}
-    choices += _without_tensor(model, expected - seen, converted)
-    _refuse(checkpoint, choices, expected, allow_partial)
-    return choices
+    return [*choices, *_without_tensor(model, expected - seen, converted)], expected
+
+
+def _choose_by_report(
+    checkpoint: Checkpoint, skip: Sequence[str], track: Track
+) -> tuple[list[LayerChoice], set[str]]:
+    """The layers of a user's own module, which its report lists; all of them should be 2:4."""
+    shapes = {row.name: row.shape for row in PruningReport.load(checkpoint.path / NAME).pruned}
+    require_matches("--skip", skip, list(shapes))
+    # safetensors stores tied tensors once, and notes under which other names they are known.
+    tied = {name for shard in checkpoint.shards for pair in shard.metadata.items() for name in pair}
+    choices = {}
+    for tensor_name, tensor in track(checkpoint.tensors(), checkpoint.num_tensors, "checking 2:4"):
+        name, _, kind = tensor_name.rpartition(".")
+        if kind != "weight" or name not in shapes:
+            continue
+        rows, columns = shapes[name]
+        reason = "its weight is tied to another module's" if tensor_name in tied else None
+        if any(matches(name, pattern) for pattern in skip):
+            reason = "left out by `--skip`"
+        if tensor.ndim != 2:
+            reason = reason or why_not_packable(tensor.shape)
+            choice = LayerChoice(name, tensor_name, (rows, columns), tensor.dtype, reason=reason)
+        else:
+            transposed = _is_transposed(tensor, (rows, columns))
+            choice = LayerChoice(name, tensor_name, (0, 0), tensor.dtype, transposed)
+            choice = _look(choice, tensor, reason, expected=True)
+        choices[name] = choice
+    for name in sorted(shapes.keys() - choices.keys()):
+        rows, columns = shapes[name]
+        reason = "the file holds no weight of its own for it"
+        choices[name] = LayerChoice(name, "", (rows, columns), torch.float32, reason=reason)
+    return list(choices.values()), set(shapes)
+
+
+def _is_transposed(tensor: Tensor, shape: tuple[int, int]) -> bool:
+    """Whether a `Conv1D` stores (columns, rows); of a square weight the zeros tell."""
+    if shape[0] != shape[1]:
+        return tensor.shape != shape
+    return bool(broken_groups(tensor)) and not broken_groups(tensor.T)
 
 
 def _look(choice: LayerChoice, tensor: Tensor, reason: str | None, expected: bool) -> LayerChoice:
@@ -167,20 +222,33 @@ def _refuse(
 ) -> None:
     offending = [c for c in choices if c.broken_groups and c.name in expected]
     if offending and not allow_partial:
-        listed = "\n".join(f"  {choice.name}: {choice.reason}" for choice in offending)
         raise PatternError(
             f"{checkpoint.path} is not 2:4 in {len(offending)} of {len(expected)} layers. Prune it "
             'with `pattern: "2:4"`, leave these out with `--skip`, or pack what fits with '
-            f"`--allow-partial`:\n{listed}"
+            f"`--allow-partial`:\n{_by_kind(offending)}"
         )
     if all(choice.reason is not None for choice in choices):
-        listed = "\n".join(f"  {choice.name}: {choice.reason}" for choice in choices)
-        raise PatternError(f"{checkpoint.path} has no layer that can be packed:\n{listed}")
+        raise PatternError(
+            f"{checkpoint.path} has no layer that can be packed:\n{_by_kind(choices)}"
+        )
+
+
+def _by_kind(choices: Sequence[LayerChoice]) -> str:
+    """A line for each kind of layer and reason: layers that differ in numbers only are one."""
+    kinds: dict[tuple[str, str], list[LayerChoice]] = {}
+    for choice in choices:
+        name, reason = (re.sub(r"\b\d+\b", "*", s) for s in (choice.name, choice.reason or ""))
+        kinds.setdefault((name, reason), []).append(choice)
+    lines = []
+    for (name, _), (first, *more) in kinds.items():
+        many = f"{name} ({1 + len(more)} layers), such as " if more else ""
+        lines.append(f"  {many}{first.name}: {first.reason}")
+    return "\n".join(lines)
 
 
 def _expected(checkpoint: Checkpoint, model: nn.Module) -> set[str]:
     """Names of the layers that should be 2:4."""
-    report = checkpoint.path / "pruning_report.json"
+    report = checkpoint.path / NAME
     if report.is_file():
         try:
             rows: list[dict[str, Any]] = json.loads(report.read_text(encoding="utf-8"))["layers"]

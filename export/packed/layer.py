@@ -122,6 +122,15 @@ class Sparse24Linear(nn.Module):
             layer.bias = nn.Parameter(linear.bias.detach(), requires_grad=False)
         return layer
 
+    @classmethod
+    def from_packed(cls, values: Tensor, meta: Tensor) -> Self:
+        """A layer without bias on what `pack` gave."""
+        rows, half = values.shape
+        layer = cls(2 * half, rows, bias=False, dtype=values.dtype, device="meta")
+        layer.weight = nn.Parameter(values, requires_grad=False)
+        layer.weight_meta = meta
+        return layer
+
     def dense_weight(self) -> Tensor:
         """W (out_features, in_features), with its zeros."""
         return unpack(self.weight.detach(), self.weight_meta)

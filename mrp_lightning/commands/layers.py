@@ -196,6 +196,7 @@ def print_listing(listing: Listing) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
+        allow_abbrev=False,
         prog="python -m mrp_lightning layers",
         description="List what would be pruned and what would stay dense, and why. No weights are "
         "needed: of the model only the configuration is read.",

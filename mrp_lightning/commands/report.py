@@ -30,6 +30,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
+        allow_abbrev=False,
         prog="python -m mrp_lightning report",
         description="Write one HTML page, which needs no other file, about the runs in a directory "
         "and beneath it: pruning_report.json, evaluation.json. The pictures are written as PNG "

@@ -111,6 +111,7 @@ def _check_writable(path: Path) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
+        allow_abbrev=False,
         prog="python -m mrp_lightning zeroshot",
         description="Run tasks of lm-eval on a dense, pruned or packed checkpoint. The results are "
         "added to evaluation.json in its directory.",

@@ -28,8 +28,12 @@ from mrp_lightning.models.loading import (
     make_config,
     tokenizer_beside,
 )
+from mrp_lightning.models.tokenizer_files import tokenizer_files, tokenizer_from_files
 from mrp_lightning.targets.blocks import find_blocks
 from mrp_lightning.targets.zeros import pruned_layers
+
+_TOKENIZER = "tokenizer_files"
+"""The key of a checkpoint under which the files of the tokenizer are, by name, as bytes."""
 
 
 class CausalLM(LightningModule):
@@ -279,9 +283,15 @@ class CausalLM(LightningModule):
         }
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Store the configuration, so that the model can be rebuilt without its first source."""
+        """Store configuration and tokenizer: the model can be rebuilt without its first source."""
         saved = dict(checkpoint.get("hyper_parameters", {}))
-        if isinstance(saved.get("model"), str):
-            saved["tokenizer"] = saved["tokenizer"] or (self.tokenizer and saved["model"])
         saved["model"] = self.model.config.to_dict()
+        if self.tokenizer is not None:
+            checkpoint[_TOKENIZER] = tokenizer_files(self.tokenizer)
+            saved["tokenizer"] = None
         checkpoint["hyper_parameters"] = saved
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take the tokenizer that the checkpoint holds."""
+        if _TOKENIZER in checkpoint:
+            self.tokenizer = tokenizer_from_files(checkpoint[_TOKENIZER])

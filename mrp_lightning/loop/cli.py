@@ -1,7 +1,8 @@
-"""LightningCLI for a `CausalLM` on a `TextDataModule`."""
+"""LightningCLI for a `CausalLM` on a `TextDataModule`, or for classes of the user's."""
 
 import sys
-from typing import NoReturn
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
@@ -11,6 +12,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from mrp_lightning.errors import OptionError
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.data_module import TextDataModule
+from mrp_lightning.loop.places import mentions
 from mrp_lightning.loop.pruning_callback import callbacks_that_prune
 from mrp_lightning.loop.trainer import Trainer
 from mrp_lightning.loop.typos import explain
@@ -29,24 +31,49 @@ class SaveConfigToLog(SaveConfigCallback):
 
 
 class ConciseParser(LightningArgumentParser):
-    """Lightning's parser, which says what is wrong without the usage of all options."""
+    """Lightning's parser, which says what is wrong without the usage of all options.
+
+    Options are not abbreviated: what is short for one today may be short for two tomorrow.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, allow_abbrev=False, **kwargs)
+        self._given: Sequence[str] = ()
+
+    def parse_args(self, args: Sequence[str] | None = None, *more: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """Parse a command line, and remember it for messages."""
+        self._given = sys.argv[1:] if args is None else args
+        return super().parse_args(args, *more, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """End with the mistake and the nearest name, status 2."""
+        """End with the mistake, its place and the nearest name, status 2."""
         if not self.exit_on_error:  # a parser inside another one, which reports
             super().error(message, ex)
         parser = getattr(ex, "subcommand_parser", None) or self
-        sys.stderr.write(f"error: {explain(message, parser)}\n")
+        sys.stderr.write(f"error: {explain(message, parser, self._given)}\n")
         self.exit(2)
 
 
 class PruningCLI(LightningCLI):
-    """`fit`, `validate`, `test` and `predict` of a `CausalLM` on a `TextDataModule`."""
+    """`fit`, `validate`, `test` and `predict` of a `CausalLM` on a `TextDataModule`.
+
+    Where `model` or `data` has a `class_path`, it is any LightningModule or LightningDataModule. A
+    model of the user's without `data` brings its own dataloaders.
+
+    Args:
+        args: The command line; `None` is that of the process.
+        run: Whether the command is run, or only configured.
+    """
 
     def __init__(self, args: list[str] | None = None, *, run: bool = True) -> None:
+        given = sys.argv[1:] if args is None else args
+        model, data = _keys(given, "model"), _keys(given, "data")
+        own_model, own_data = "class_path" in model, "class_path" in data
+        of_text = not own_data and (not own_model or bool(data))
         super().__init__(
-            CausalLM,
-            TextDataModule,
+            LightningModule if own_model else CausalLM,
+            TextDataModule if of_text else None,
+            subclass_mode_model=own_model,
             trainer_class=Trainer,
             save_config_callback=SaveConfigToLog,
             save_config_kwargs={"overwrite": True},
@@ -99,6 +126,15 @@ class PruningCLI(LightningCLI):
                 "--trainer.callbacks.save_dir=DIR`, or in YAML `trainer: {callbacks: [{class_path: "
                 'callbacks.MRPCallback, init_args: {pattern: "2:4", save_dir: DIR}}]}`.'
             )
+
+
+def _keys(args: Sequence[str], group: str) -> set[str]:
+    """The keys that a command line and its files set in a group of options."""
+    commands = LightningCLI.subcommands()
+    paths = {group, *(f"{command}.{group}" for command in commands)}
+    in_files = {mention.word for mention in mentions(args) if mention.path in paths}
+    options = (arg.partition("=")[0] for arg in args if arg.startswith(f"--{group}."))
+    return in_files | {option.split(".")[1] for option in options}
 
 
 def _is_there(accelerator: str) -> bool:

@@ -7,11 +7,13 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from mrp_lightning.loop.capture import Step
-from mrp_lightning.loop.progress import block_log, nested_progress
+from mrp_lightning.loop.progress import PlainLog, Seldom, nested_progress
 from mrp_lightning.pruning.report import LayerReport, PruningReport
 from mrp_lightning.pruning.sequential import Progress, SequentialPruner
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.plan import Plan
+
+_LAYER_METRICS = ("loss", "relative_loss", "sparsity", "damping", "iterations", "gap", "seconds")
 
 
 def prune_in_trainer(
@@ -45,13 +47,25 @@ def prune_in_trainer(
         # The strategy's, for its precision.
         return strategy.predict_step(*on_device.args, **on_device.kwargs)
 
-    log_line = block_log(trainer, len(plan.blocks) + bool(plan.outside))
+    for logger in trainer.loggers:
+        logger.log_hyperparams({"prune": report.config})
+    plain = PlainLog(trainer, len(plan.blocks) + bool(plan.outside))
 
     def finish_block(k: int, rows: list[LayerReport]) -> None:
-        log_line(k + 1, _mean_loss(rows) if rows else None)
+        plain.finish(k + 1, _mean_loss(rows) if rows else None)
         _log_metrics(trainer, k, rows)
+        _log_layers(trainer, report.pruned, rows)
 
     with nested_progress(trainer, plan.num_layers) as show:
+        is_time, shown = Seldom(), -1
+
+        def follow(progress: Progress) -> None:
+            nonlocal shown
+            if progress.layers != shown or is_time():
+                shown, text = progress.layers, _describe(progress)
+                show(progress.layers, text)
+                plain.move(text)
+
         SequentialPruner(
             model=module,
             forward=forward,
@@ -63,7 +77,7 @@ def prune_in_trainer(
             true_sequential=true_sequential,
             device=device,
             offload=offload,
-            on_progress=lambda progress: show(progress.layers, _describe(progress)),
+            on_progress=follow,
             on_block=finish_block,
         ).prune()
     for name in ("sparsity", "relative_loss"):
@@ -80,6 +94,17 @@ def _log_metrics(trainer: Trainer, k: int, rows: list[LayerReport]) -> None:
     }
     for logger in trainer.loggers:
         logger.log_metrics(metrics, step=k)
+        logger.save()
+
+
+def _log_layers(trainer: Trainer, pruned: list[LayerReport], rows: list[LayerReport]) -> None:
+    """Log what was found of each layer, with its place among the pruned layers as the step."""
+    for row in rows:
+        metrics = {f"prune_layer/{key}": getattr(row, key) for key in _LAYER_METRICS}
+        for logger in trainer.loggers:
+            known = {key: value for key, value in metrics.items() if value is not None}
+            logger.log_metrics(known, step=pruned.index(row))
+    for logger in trainer.loggers:
         logger.save()
 
 

@@ -20,6 +20,7 @@ from transformers import (
 )
 from transformers.utils import cached_file
 
+from mrp_lightning.environment import why_no_hub
 from mrp_lightning.errors import DataError, FormatError, OptionError, TargetError
 from mrp_lightning.models.damage import damaged_files
 from mrp_lightning.models.formats import register_format, why_not_readable
@@ -73,11 +74,28 @@ def load_config(source: str, **hub: Any) -> PreTrainedConfig:
         )
     with _explain_missing_files(source):
         try:
-            config = AutoConfig.from_pretrained(str(path) if path.exists() else source, **hub)
+            config = AutoConfig.from_pretrained(**_place(source), **hub)
         except ValueError as error:
             raise FormatError(f"`model`: {source} cannot be loaded. {error}") from error
     register_format(config)
     return config
+
+
+def _place(source: str | os.PathLike[str]) -> dict[str, Any]:
+    """Where `from_pretrained` is to look: a directory, the hub, or its cache if it is away."""
+    path = Path(source).expanduser()
+    if path.exists():
+        return {"pretrained_model_name_or_path": str(path)}
+    return {
+        "pretrained_model_name_or_path": str(source),
+        "local_files_only": why_no_hub() is not None,
+    }
+
+
+def _cause(source: str | os.PathLike[str], error: OSError) -> str:
+    """Why a source gives nothing: transformers' reason, or that the hub is away."""
+    is_here = Path(source).expanduser().exists()
+    return str(error) if is_here else why_no_hub() or str(error)
 
 
 def _is_path(source: str) -> bool:
@@ -98,7 +116,7 @@ def _explain_missing_files(source: str) -> Iterator[None]:
     except OSError as error:
         raise FileNotFoundError(
             f"`model`: {source} is neither a complete local model directory nor a model that the "
-            f"hub gives. Check the name, or download it first. ({error})"
+            f"hub gives. Check the name, or download it first. ({_cause(source, error)})"
         ) from error
 
 
@@ -144,13 +162,9 @@ def load_model(source: str, dtype: torch.dtype | None, **options: Any) -> PreTra
     if reason := why_not_readable(config):
         raise TargetError(f"`model`: the checkpoint {source} is {reason}")
     published = config.dtype
-    path = Path(source).expanduser()
     with _explain_missing_files(source), _explain_damaged_files(source, hub.get("revision")):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            str(path) if path.exists() else source,
-            dtype=dtype or "auto",
-            output_loading_info=True,
-            **options,
+            **_place(source), dtype=dtype or "auto", output_loading_info=True, **options
         )
     model, loading = loaded
     if problem := missing_weights(source, model, loading):
@@ -237,11 +251,11 @@ def load_tokenizer(source: str | os.PathLike[str] | PreTrainedTokenizerBase, **h
             "directory or hub id of one."
         )
     try:
-        return AutoTokenizer.from_pretrained(path if path.exists() else source, **hub)
+        return AutoTokenizer.from_pretrained(**_place(source), **hub)
     except OSError as error:
         raise FileNotFoundError(
             f"`tokenizer`: {source} gives no tokenizer. Name the directory or hub id of one. "
-            f"({error})"
+            f"({_cause(source, error)})"
         ) from error
     except ValueError as error:
         raise DataError(

@@ -137,6 +137,23 @@ def test_layers_that_break_the_pattern_are_refused_by_name(llama, capsys):
     assert report["totals"]["packed_layers"] == 11
 
 
+def test_many_offending_layers_are_counted_by_kind(llama, capsys):
+    tensors = load_file(llama / "model.safetensors")
+    for name, tensor in tensors.items():
+        if "proj" in name:
+            tensor[0, :4] = 1.0
+    tensors["model.layers.1.mlp.up_proj.weight"][:3, :4] = 1.0
+    save_file(tensors, llama / "model.safetensors", {"format": "pt"})
+    first, *kinds = refusal([str(llama)], capsys).splitlines()
+    assert "not 2:4 in 14 of 14 layers" in first
+    assert len(kinds) == 7
+    (up,) = [line for line in kinds if "up_proj" in line]
+    assert up.split(": ", 1) == [
+        "  model.layers.*.mlp.up_proj (2 layers), such as model.layers.0.mlp.up_proj",
+        "not 2:4: 1 of 512 groups have more than two non-zeros",
+    ]
+
+
 def test_the_pruning_report_says_what_must_be_2_of_4(llama, capsys):
     set_group(llama, "model.layers.0.mlp.up_proj", [1.0, 2.0, 3.0, 0.0])
     rows = [{"name": "model.layers.0.mlp.up_proj", "skipped": "ignored"}]

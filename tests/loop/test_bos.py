@@ -130,7 +130,7 @@ def test_a_pruning_keeps_how_it_was_calibrated(data, tiny_llama, tmp_path):
         made = data(template, bos=bos, num_samples=2)
         Trainer(**QUIET).predict(CausalLM(tiny_llama), datamodule=made, callbacks=[callback])
         report = json.loads((tmp_path / str(bos) / "pruning_report.json").read_text())
-        assert report["config"]["bos"] == (bos or "window")
+        assert report["provenance"]["data"]["bos"] == (bos or "window")
 
 
 def test_the_default_is_the_papers_protocol_for_the_papers_texts(text):
