@@ -33,7 +33,8 @@ class Evaluation:
 
     Attributes:
         perplexity: By text: `perplexity`, `loss` (nats a token), `context` (tokens a window),
-            `windows`, `tokens` (that were predicted).
+            `windows`, `tokens` (that were predicted), and where it is known `prefix` (tokens such
+            as BOS that stood before the text in each window).
         zeroshot: By task: its metrics as fractions, each with its standard error under
             `<metric>_stderr`, then `samples` and `num_fewshot`.
         continuations: By text: its first tokens, `prompt`, and the `continuation` that the model

@@ -207,3 +207,12 @@ def test_a_model_of_the_hub_has_no_place_to_record(checkpoint, own, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "Not recorded: some/model is no local directory" in done.stdout
     assert not list(tmp_path.rglob("evaluation.json"))
+
+
+def test_a_gguf_file_is_evaluated_and_its_directory_left_alone(tiny_gguf, own, tmp_path, capsys):
+    out = tmp_path / "all.json"
+    named = [f"--gguf-file={tiny_gguf.name}", own, "--tasks=continuation", "--limit=2"]
+    zeroshot(tiny_gguf.parent, *named, f"--out={out}")
+    assert json.loads(out.read_text())["n-samples"]["continuation"]["effective"] == 2
+    assert list(tiny_gguf.parent.iterdir()) == [tiny_gguf]
+    assert "Not recorded" not in capsys.readouterr().out
