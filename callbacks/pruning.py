@@ -195,6 +195,8 @@ class PruningCallback(Callback):
         plan, steps = self._session.plan, self._session.steps
         self._end_session()
         config = {**self._config, "batches": len(steps), "precision": str(trainer.precision)}
+        if base_model := getattr(checkpoint_root(pl_module)[1], "name_or_path", None):
+            config["base_model"] = base_model
         self.report = PruningReport(config, provenance=provenance(trainer, steps))
         with torch.inference_mode(False), torch.no_grad(), eager():
             prune_in_trainer(

@@ -40,7 +40,7 @@ def main(args: list[str]) -> None:
     sweep = read_sweep(args)
     if sweep.page:
         with extra("report", "`page`"):
-            import matplotlib  # noqa: F401
+            from mrp_lightning.experiments.document import write_document
     console = Console()
     failed = make_runs(sweep, console)
     runs = finished_runs(sweep, sweep.trials)
@@ -50,8 +50,6 @@ def main(args: list[str]) -> None:
         console.print(Markdown(tables.markdown(summary)))
         console.print(f"The tables are in {sweep.out}/results.md, results.csv and results.json.")
     if runs and sweep.page:
-        from mrp_lightning.experiments.document import write_document
-
         write_document(
             Path(sweep.page),
             list(runs.values()),

@@ -23,6 +23,8 @@ from mrp_lightning.loop import progress
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.cli import PruningCLI
 from mrp_lightning.loop.pruning_callback import callbacks_that_prune
+from mrp_lightning.loop.save_evaluation import SaveEvaluation
+from mrp_lightning.models.gguf import located
 from mrp_lightning.models.loading import load_config
 
 _BAR = "trainer.enable_progress_bar"
@@ -73,8 +75,9 @@ def why_no_model(model: str, sweep: Sweep) -> str | None:
     if not isinstance(source, str):
         return None
     try:
+        source = located(source, options.gguf_file, options.revision)
         load_config(source, revision=options.revision, trust_remote_code=options.trust_remote_code)
-    except (FileNotFoundError, FormatError) as error:
+    except (FileNotFoundError, FormatError, OptionError) as error:
         return str(error)
     return None
 
@@ -108,11 +111,11 @@ def execute(
         cli.build()
         if trial.method is not None:
             _prune(cli, directory, save_checkpoint=save_checkpoint)
+        cli.trainer.callbacks.append(SaveEvaluation(directory))  # type: ignore[attr-defined]
         cli.trainer.test(cli.model, datamodule=cli.datamodule, verbose=False)
-        assert isinstance(cli.model, CausalLM)
         device = cli.trainer.strategy.root_device
         zeroshot = _zeroshot(cli, tasks) if tasks else None
-    record(directory, perplexity=cli.model.evaluation, zeroshot=zeroshot)
+    record(directory, zeroshot=zeroshot)
     FinishedTrial(trial, machine(device), config).save(directory)
 
 
@@ -127,7 +130,7 @@ def evaluate_again(trial: Trial, sweep: Sweep, directory: Path, tasks: Tasks) ->
     """
     options = sweep.models[trial.model].options | Trial(trial.model).options()
     if trial.method is not None:
-        options |= {"model.model": str(directory)}
+        options |= {"model.model": str(directory), "model.gguf_file": None}
     gc.collect()
     with _quiet():
         cli = _parse(sweep, options)

@@ -1,21 +1,26 @@
 """LightningCLI for a `CausalLM` on a `TextDataModule`, or for classes of the user's."""
 
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from mrp_lightning.errors import OptionError
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.data_module import TextDataModule
 from mrp_lightning.loop.places import mentions
 from mrp_lightning.loop.pruning_callback import callbacks_that_prune
+from mrp_lightning.loop.save_evaluation import SaveEvaluation
 from mrp_lightning.loop.trainer import Trainer
 from mrp_lightning.loop.typos import explain
+from mrp_lightning.pruning.report import NAME
 
 _GPUS = {"cuda", "mps"}
 """What Lightning takes for `gpu`."""
@@ -112,6 +117,20 @@ class PruningCLI(LightningCLI):
                 f"`trainer.accelerator`: expected auto or one that this machine has "
                 f"({', '.join(sorted(there))}). Got {wanted}. Name another, or leave the key out."
             )
+
+    def before_test(self) -> None:
+        """Have what is found about a model that was pruned recorded beside it."""
+        callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
+        is_kept = any(isinstance(callback, SaveEvaluation) for callback in callbacks)
+        if is_kept or not isinstance(self.model, CausalLM):
+            return
+        source = self.model.model.name_or_path
+        if not source or not (Path(source) / NAME).is_file():
+            return
+        if os.access(source, os.W_OK):
+            callbacks.append(SaveEvaluation(source))
+        else:
+            rank_zero_warn(f"{source} is read-only: the perplexity will not be recorded there.")
 
     def before_predict(self) -> None:
         """Refuse to run a model over the data for nothing.

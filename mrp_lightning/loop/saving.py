@@ -105,9 +105,9 @@ def _save_report(report: PruningReport, staging: Path) -> None:
 
 
 def sources_of(model: nn.Module) -> list[str]:
-    """The local directory that a model was read from, if it was read from one."""
+    """The local directory or file that a model was read from, if it was read from one."""
     source = getattr(model, "name_or_path", None)
-    return [source] if isinstance(source, str) and source and Path(source).is_dir() else []
+    return [source] if isinstance(source, str) and source and Path(source).exists() else []
 
 
 def num_bytes(model: nn.Module) -> int:

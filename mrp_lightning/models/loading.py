@@ -13,6 +13,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GgufConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -23,6 +24,7 @@ from mrp_lightning.environment import why_no_hub
 from mrp_lightning.errors import DataError, FormatError, OptionError, TargetError
 from mrp_lightning.models.damage import damaged_files
 from mrp_lightning.models.formats import register_format, why_not_readable
+from mrp_lightning.models.gguf import find_gguf, has_tokenizer, reading
 
 
 def make_config(values: dict[str, Any]) -> PreTrainedConfig:
@@ -46,19 +48,24 @@ def load_config(source: str, **hub: Any) -> PreTrainedConfig:
     """The configuration of a model. If it is quantized, its format is registered.
 
     Args:
-        source: Directory or hub id of the model.
+        source: Directory, hub id or GGUF file of the model.
         **hub: `revision` and `trust_remote_code`.
 
     Raises:
-        FileNotFoundError: `source` is neither.
+        FileNotFoundError: `source` is none of these.
         FormatError: transformers does not know the model, or may not run the code that comes with
-            it.
+            it; or the GGUF file is damaged.
+        OptionError: The directory holds several GGUF files and nothing else.
+        DependencyError: The extra that reads GGUF files is not installed.
     """
+    if file := find_gguf(source):
+        with reading(file) as place:
+            return AutoConfig.from_pretrained(**place)
     path = Path(source).expanduser()
     if path.exists() and not (path / "config.json").is_file():
         raise FileNotFoundError(
-            f"`model`: {source} holds no config.json. Expected a Hugging Face model directory; "
-            "a Lightning .ckpt is given as `ckpt_path`."
+            f"`model`: {source} holds no config.json. Expected a Hugging Face model directory, or "
+            "a .gguf file; a Lightning .ckpt is given as `ckpt_path`."
         )
     if not path.exists() and _is_path(source):
         raise FileNotFoundError(
@@ -136,15 +143,20 @@ def load_model(source: str, dtype: torch.dtype | None, **options: Any) -> PreTra
     """A causal language model, every weight of it from the checkpoint.
 
     Args:
-        source: Directory or hub id of the model.
-        dtype: Precision to load the weights in; `None` keeps the checkpoint's.
+        source: Directory, hub id or GGUF file of the model.
+        dtype: Precision to load the weights in; `None` keeps the checkpoint's, which of a GGUF file
+            is bfloat16, whatever it is quantized to.
         **options: `revision`, `trust_remote_code` and `attn_implementation`.
 
     Raises:
-        FileNotFoundError: `source` is neither.
+        FileNotFoundError: `source` is none of these.
         TargetError: The checkpoint is quantized, or lacks weights that the model needs.
         FormatError: Files of the checkpoint are damaged, or hold more than tensors.
+        OptionError: The directory holds several GGUF files and nothing else.
+        DependencyError: The extra that reads GGUF files is not installed.
     """
+    if file := find_gguf(source):
+        return _load_gguf(file, dtype, **options)
     hub = {key: value for key, value in options.items() if key != "attn_implementation"}
     config = load_config(source, **hub)
     if reason := why_not_readable(config):
@@ -159,6 +171,26 @@ def load_model(source: str, dtype: torch.dtype | None, **options: Any) -> PreTra
         raise TargetError(f"`model`: {problem}")
     # A checkpoint loaded in another precision is still saved in its own (see saving.py).
     model.config.dtype = published or model.dtype
+    return model
+
+
+def _load_gguf(file: Path, dtype: torch.dtype | None, **options: Any) -> PreTrainedModel:
+    """The model of a GGUF file, dequantized: nothing of it tells that it was quantized."""
+    options = {key: value for key, value in options.items() if key == "attn_implementation"}
+    published = torch.bfloat16
+    with reading(file) as place:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            **place,
+            dtype=dtype or published,
+            quantization_config=GgufConfig(dequantize=True),
+            output_loading_info=True,
+            **options,
+        )
+    model, loading = loaded
+    if problem := missing_weights(file, model, loading):
+        raise TargetError(f"`model`: {problem}")
+    model.name_or_path = model.config.name_or_path = str(file)
+    model.config.dtype = published
     return model
 
 
@@ -182,15 +214,16 @@ def missing_weights(
 
 
 def load_tokenizer(source: str | os.PathLike[str] | PreTrainedTokenizerBase, **hub: Any) -> Any:
-    """The tokenizer of a directory or hub id.
+    """The tokenizer of a directory, hub id or GGUF file.
 
     Args:
-        source: Directory or hub id; a tokenizer is given back as it is.
+        source: Directory, hub id or GGUF file; a tokenizer is given back as it is.
         **hub: `revision` and `trust_remote_code`.
 
     Raises:
         FileNotFoundError: There is no tokenizer.
         DataError: There is one that cannot be loaded.
+        FormatError: The GGUF file is damaged, or transformers cannot read it.
         TypeError: `source` is none of the above.
     """
     if isinstance(source, PreTrainedTokenizerBase):
@@ -200,6 +233,17 @@ def load_tokenizer(source: str | os.PathLike[str] | PreTrainedTokenizerBase, **h
             "`tokenizer` must be a tokenizer of transformers, or the directory or hub id of one. "
             f"Got {type(source).__name__}."
         )
+    if file := find_gguf(str(source)):
+        try:
+            with reading(file) as place:
+                return AutoTokenizer.from_pretrained(**place)
+        except FormatError as error:
+            if has_tokenizer(file):
+                raise
+            raise FileNotFoundError(
+                f"`tokenizer`: {file} gives no tokenizer, it holds only weights. Name the "
+                "directory or hub id of one."
+            ) from error
     path = Path(source).expanduser()
     if not path.exists() and _is_path(str(source)):
         raise FileNotFoundError(
@@ -224,14 +268,14 @@ def tokenizer_beside(source: str, **hub: Any) -> Any:
     """The tokenizer that a model comes with, or `None` where it comes without one.
 
     Args:
-        source: Directory or hub id of the model.
+        source: Directory, hub id or GGUF file of the model.
         **hub: `revision` and `trust_remote_code`.
 
     Raises:
         DataError: There is one that cannot be loaded.
     """
     path = Path(source).expanduser()
-    if path.is_dir():
+    if path.is_dir() and find_gguf(source) is None:
         return load_tokenizer(path, **hub) if any(path.glob("tokenizer*")) else None
     try:
         return load_tokenizer(source, **hub)

@@ -258,6 +258,20 @@ def test_zero_shot_tasks_are_part_of_a_run(here, calls):
         assert float(rows[method, "accuracy/calls"]["mean"]) == pytest.approx(100 * found["acc"])
 
 
+def test_the_models_may_be_gguf_files(here, tiny_gguf, calls):
+    """The pruned model is not looked for by the name of the file that it came from."""
+    for name in ("a.gguf", "b.gguf"):
+        shutil.copy(tiny_gguf, here / name)
+    options = [
+        f"--models.tiny.options={json.dumps({'model.model': '.', 'model.gguf_file': 'a.gguf'})}",
+        "--only=tiny/2of4-SM-*-seed0",
+        "--save_checkpoints=true",
+    ]
+    sweep(*options)
+    sweep(*options, *calls)
+    assert {method for method, measure in measured() if measure == "accuracy/calls"} == {"", "SM"}
+
+
 def test_tasks_are_added_to_finished_runs_whose_models_were_kept(here, calls, capsys):
     only = "--only=tiny/2of4-SM-*-seed0"
     sweep(only, "--save_checkpoints=true")
