@@ -18,10 +18,10 @@ from export.conversion.checkpoint import Checkpoint, open_checkpoint
 from export.conversion.selection import LayerChoice
 from export.conversion.text_parity import TextParity, compare_text, text_failures, text_windows
 from export.conversion.tracking import Track, silently
+from export.kernels.operator import MAX_ERROR_RATIO
 from export.packed.format import different_bits, invalid_nibbles, positive_zeros, unpack
 from export.packed.huggingface import load
 from export.packed.layer import Sparse24Linear
-from export.packed.operator import MAX_ERROR_RATIO
 from mrp_lightning.errors import ParityError
 
 _TOKENS = (1, 16)

@@ -13,7 +13,7 @@ from export.conversion.checkpoint import Checkpoint
 from export.conversion.model_names import ParameterNames, is_read_directly
 from export.conversion.tracking import Track, silently
 from export.packed.format import GROUP, broken_groups, positive_zeros, why_not_packable
-from export.packed.layer import is_packable
+from export.packed.linear import is_packable
 from mrp_lightning.errors import FormatError, PatternError
 from mrp_lightning.models.skeleton import build_without_weights
 from mrp_lightning.solver.patterns import Unstructured
