@@ -2,8 +2,9 @@
 
 They are opaque to `torch.compile` and `torch.export`. Which kernel runs is decided inside them,
 where the number of tokens is known, so that a new number costs no recompilation and every CUDA
-graph captures its own choice: on CUDA devices by `dispatch`. What is here unpacks the weight and
-multiplies as a dense one, on any device.
+graph captures its own choice: on CUDA devices by `dispatch`. What is here takes the calls of all
+other devices: it unpacks the weight and multiplies as a dense one. On a CPU it does so only until
+the compiled kernels are there, which register themselves for it and take all calls from then on.
 """
 
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from export.kernels import compiled
 from export.packed import bitmask_format
 from export.packed.format import unpack
 
@@ -39,7 +41,8 @@ def linear24(
     Returns:
         The product (..., rows), contiguous.
     """
-    del compressed
+    if x.device.type == "cpu" and compiled.load():
+        return torch.ops.mrp_lightning.linear24(x, weight, meta, bias, compressed)
     return F.linear(x, unpack(weight, meta), bias)
 
 
@@ -72,7 +75,8 @@ def linear_bitmask(
     Returns:
         The product (..., rows), contiguous.
     """
-    del offsets
+    if x.device.type == "cpu" and compiled.load():
+        return torch.ops.mrp_lightning.linear_bitmask(x, values, bits, offsets, bias)
     return F.linear(x, bitmask_format.unpack(values, bits, x.shape[-1]), bias)
 
 
