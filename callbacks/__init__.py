@@ -2,7 +2,8 @@
 
 from callbacks.evaluation import SaveEvaluation
 from callbacks.keep_sparsity import KeepSparsity
-from callbacks.pruning import MRPCallback, PruningCallback
+from callbacks.mrp import MRPCallback
+from callbacks.pruning import PruningCallback
 from callbacks.save import SaveModel
 
 __all__ = ["KeepSparsity", "MRPCallback", "PruningCallback", "SaveEvaluation", "SaveModel"]

@@ -1,34 +1,31 @@
 """Pruning in Lightning's predict loop."""
 
 import logging
-from collections.abc import Sequence
-from contextlib import ExitStack
 from os import PathLike
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from safetensors import SafetensorError
 
+from callbacks.result import tell_result
+from callbacks.session import Session
 from mrp_lightning.errors import DataError, OptionError, SaveError
-from mrp_lightning.files import check_output_dir
-from mrp_lightning.loop.capture import Step, StepCapture, eager
-from mrp_lightning.loop.causal_lm import CausalLM
-from mrp_lightning.loop.contents import check_batch, checkpoint_root
-from mrp_lightning.loop.placement import blocks_on_cpu
+from mrp_lightning.loop.capture import eager
+from mrp_lightning.loop.contents import checkpoint_root, is_built_later
 from mrp_lightning.loop.predict_loop import prune_in_trainer
-from mrp_lightning.loop.saving import num_bytes, save_pruned, sources_of
+from mrp_lightning.loop.provenance import provenance
+from mrp_lightning.loop.saving import check_save_dir, save_pruned
 from mrp_lightning.loop.strategies import require_one_process
 from mrp_lightning.pruning.report import PruningReport
 from mrp_lightning.solver.recipe import Recipe
-from mrp_lightning.targets.blocks import find_blocks
 from mrp_lightning.targets.names import as_patterns
 from mrp_lightning.targets.plan import Plan, make_plan
 
 log = logging.getLogger(__name__)
+
+_RECIPE = ("method", "sparsity", "pattern", "block_size", "damping", "tolerance")
 
 
 class PruningCallback(Callback):
@@ -103,35 +100,33 @@ class PruningCallback(Callback):
         save_dir: str | PathLike[str] | None = None,
         overwrite: bool = False,
     ) -> None:
-        self.recipe = Recipe.of(
-            method=method,
-            sparsity=sparsity,
-            pattern=pattern,  # type: ignore[arg-type]
-            block_size=block_size,
-            damping=damping,
-            tolerance=tolerance,
-        )
         self.true_sequential = true_sequential
         self.targets, self.ignore, self.blocks = targets, ignore, blocks
         self.offload, self.skip_indivisible = offload, skip_indivisible
         self.save_dir, self.overwrite = save_dir, overwrite
         self.report: PruningReport | None = None
-        self._config = {
-            "method": method,
-            "sparsity": sparsity,
-            "pattern": pattern,
-            "block_size": block_size,
-            "damping": damping,
-            "tolerance": tolerance,
-            "targets": list(as_patterns(targets)) or None,
-            "ignore": list(as_patterns(ignore)) or None,
-            "blocks": list(as_patterns(blocks)) or None,
-            "true_sequential": true_sequential,
-            "offload": offload,
-            "skip_indivisible": skip_indivisible,
-        }
-        self._session: _Session | None = None
+        self._configure(
+            {
+                "method": method,
+                "sparsity": sparsity,
+                "pattern": pattern,
+                "block_size": block_size,
+                "damping": damping,
+                "tolerance": tolerance,
+                "targets": list(as_patterns(targets)) or None,
+                "ignore": list(as_patterns(ignore)) or None,
+                "blocks": list(as_patterns(blocks)) or None,
+                "true_sequential": true_sequential,
+                "offload": offload,
+                "skip_indivisible": skip_indivisible,
+            }
+        )
+        self._session: Session | None = None
         self._pruned: LightningModule | None = None
+
+    def _configure(self, config: dict[str, Any]) -> None:
+        self._config = config
+        self.recipe = Recipe.of(**{key: config[key] for key in _RECIPE})
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check everything that can be checked before the data is read."""
@@ -147,9 +142,7 @@ class PruningCallback(Callback):
         if self._is_unsaved_of(pl_module) and self.save_dir is not None:
             self.save(self.save_dir, overwrite=self.overwrite)
         if self._is_done:
-            log.warning(
-                "This %s has pruned already, so predict only predicts.", type(self).__name__
-            )
+            log.warning("This %s has pruned already; predict only predicts.", type(self).__name__)
             return
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         mine = [c for c in callbacks if isinstance(c, PruningCallback) and not c._is_done]
@@ -157,17 +150,17 @@ class PruningCallback(Callback):
             raise OptionError("A predict run takes one PruningCallback; run predict once for each.")
         require_one_process(trainer, type(self).__name__)
         if self.save_dir is not None and not _is_rehearsal(trainer):
-            self._check_save_dir(pl_module, self.save_dir)
-        if not _is_built_later(pl_module):
+            check_save_dir(self.save_dir, pl_module, overwrite=self.overwrite)
+        if not is_built_later(pl_module):
             self._make_plan(pl_module)
-        trainer.predict_loop.return_predictions = False
-        self._session = _Session()
+        self._session = Session()
         if self.offload:
             self._session.hold(pl_module, as_patterns(self.blocks))
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start to store batches."""
         if self._session is not None:
+            trainer.predict_loop.return_predictions = False
             self._session.capture(pl_module, self._make_plan(pl_module))
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -177,7 +170,7 @@ class PruningCallback(Callback):
         plan, steps = self._session.plan, self._session.steps
         self._end_session()
         config = {**self._config, "batches": len(steps), "precision": str(trainer.precision)}
-        self.report = PruningReport(config)
+        self.report = PruningReport(config, provenance=provenance(trainer, steps))
         with torch.inference_mode(False), torch.no_grad(), eager():
             prune_in_trainer(
                 trainer,
@@ -190,11 +183,10 @@ class PruningCallback(Callback):
                 offload=self.offload,
             )
             self._pruned = pl_module
-            self._note_pruned_before(self.report.totals)
             if self.save_dir is not None and not _is_rehearsal(trainer):
                 self.report.complete = False  # until it is saved
                 self.save(self.save_dir, overwrite=self.overwrite)
-        rank_zero_info(self._summary(self.report, rehearsal=_is_rehearsal(trainer)))
+        tell_result(self.report, self.recipe, self.save_dir, is_rehearsal=_is_rehearsal(trainer))
 
     def save(self, directory: str | PathLike[str], *, overwrite: bool = False) -> None:
         """Write the pruned model with its report, as `save_dir` asks for.
@@ -227,6 +219,33 @@ class PruningCallback(Callback):
                 "with this callback, which does not prune again."
             ) from error
 
+    @property
+    def state_key(self) -> str:
+        """By which Lightning finds the state of a callback with this recipe in a checkpoint."""
+        return self._generate_state_key(**{key: self._config[key] for key in _RECIPE})
+
+    def state_dict(self) -> dict[str, Any]:
+        """The arguments and the report, for a Lightning checkpoint of the model."""
+        report = None if self.report is None else self.report.to_dict()
+        return {"recipe": self._config, "report": report}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what was done to the model of a checkpoint; it is not pruned again.
+
+        Args:
+            state_dict: What `state_dict` gave. That of a callback that had not pruned all changes
+                nothing.
+
+        Raises:
+            FormatError: The report in it is damaged, or of a newer version of mrp-lightning.
+        """
+        stored = state_dict["report"]
+        report = stored and PruningReport.from_dict(stored, "the callback's state")
+        if report and report.complete:
+            self.report = report
+            self._configure(dict(state_dict["recipe"]))
+            self._end_session()
+
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
@@ -258,15 +277,6 @@ class PruningCallback(Callback):
             return False
         return checkpoint_root(pl_module)[1] is checkpoint_root(self._pruned)[1]
 
-    def _check_save_dir(self, pl_module: LightningModule, save_dir: str | PathLike[str]) -> None:
-        model = checkpoint_root(pl_module)[1]
-        check_output_dir(
-            save_dir,
-            overwrite=self.overwrite,
-            sources=sources_of(model),
-            num_bytes=num_bytes(model),
-        )
-
     @property
     def _is_done(self) -> bool:
         return self.report is not None and self.report.complete
@@ -281,79 +291,6 @@ class PruningCallback(Callback):
             skip_indivisible=self.skip_indivisible,
             prefix=checkpoint_root(pl_module)[0],
         )
-
-    def _summary(self, report: PruningReport, *, rehearsal: bool) -> str:
-        totals = report.totals
-        where = f"The model is in {self.save_dir}."
-        if rehearsal or self.save_dir is None:
-            reason = "`fast_dev_run`" if rehearsal else "no `save_dir`"
-            where = f"The model is pruned in memory only ({reason})."
-        return (
-            f"Pruned {totals['layers']} layers to {self.recipe.pattern} with {self.recipe.method} "
-            f"in {totals['seconds']:.1f} s, {totals['skipped']} left dense. Mean output error of a "
-            f"layer, relative to its output: {totals['relative_loss']:.4f}. {where}"
-        )
-
-    def _note_pruned_before(self, totals: dict[str, Any]) -> None:
-        if totals["already_pruned"]:
-            log.warning(
-                "%d of %d layers already had the pattern %s.",
-                totals["already_pruned"],
-                totals["layers"],
-                self.recipe.pattern,
-            )
-
-
-class _Session:
-    """One `predict` that will prune, from its `setup` until the batches are there.
-
-    It changes the module for that time, and `close` takes all changes back.
-    """
-
-    plan: Plan
-    steps: Sequence[Step] = ()
-
-    def __init__(self) -> None:
-        self._changes = ExitStack()
-
-    def close(self) -> None:
-        """Give the module back as it was."""
-        self._changes.close()
-
-    def hold(self, pl_module: LightningModule, patterns: Sequence[str]) -> None:
-        """Keep the blocks on the CPU when Lightning makes and moves the module."""
-
-        def blocks() -> list[torch.nn.Module]:
-            return [block.module for block in find_blocks(pl_module, patterns)]
-
-        self._changes.enter_context(blocks_on_cpu(pl_module, blocks))
-
-    def capture(self, pl_module: LightningModule, plan: Plan) -> None:
-        """Store the batches of the loop in place of running the model on them."""
-        self._changes.close()
-        stop_at = [block.module for block in plan.blocks] or [x.module for x in plan.outside]
-        capture = StepCapture(pl_module, stop_at, lambda batch: check_batch(pl_module, batch))
-        self._changes.callback(capture.remove)
-        self.plan, self.steps = plan, capture.steps
-
-
-class MRPCallback(PruningCallback):
-    """`PruningCallback` with the multiple removal method: mask S, exact compensation M.
-
-    Args:
-        method: As in `PruningCallback`.
-        **kwargs: The other arguments of `PruningCallback`.
-    """
-
-    def __init__(self, *, method: str = "SM", **kwargs: Any) -> None:
-        super().__init__(method=method, **kwargs)
-
-
-def _is_built_later(pl_module: LightningModule) -> bool:
-    """Whether the module may make its layers after the callbacks' `setup`."""
-    complete = CausalLM if isinstance(pl_module, CausalLM) else LightningModule
-    hooks = ("setup", "configure_model")
-    return any(is_overridden(hook, pl_module, parent=complete) for hook in hooks)
 
 
 def _is_rehearsal(trainer: Trainer) -> bool:

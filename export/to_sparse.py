@@ -1,4 +1,4 @@
-"""`python -m export.to_sparse CKPT`: pack a 2:4 checkpoint, prove it equal, measure its speed."""
+"""`python -m export.to_sparse CKPT`: pack a pruned checkpoint, prove it equal, time it."""
 
 import argparse
 import logging
@@ -14,12 +14,16 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from export.backends.apply import why_not_here
+from export.backends.torchao_format import load, why_not_storable
 from export.conversion.checkpoint import Checkpoint, open_checkpoint
+from export.conversion.layer_choice import LayerChoice
 from export.conversion.parity import check_parity
 from export.conversion.selection import choose_layers
 from export.conversion.tracking import Track, bars
-from export.conversion.writing import write_dense, write_packed
-from export.packed.huggingface import load
+from export.conversion.writing import write_dense, write_packed, write_torchao
+from export.model_card import write_card
+from export.packed.bitmask_format import BITMASK
+from export.packed.format import SPARSE24
 from export.report import NO_CUDA, ExportReport
 from export.speed.comparison import compare
 from export.speed.options import SpeedOptions, add_arguments
@@ -29,6 +33,7 @@ from mrp_lightning.files import check_output_dir, save_directory
 
 log = logging.getLogger(__name__)
 
+_FORMS = {"packed": SPARSE24, "torchao": SPARSE24, "bitmask": BITMASK}
 _USER_ERRORS = (
     errors.DataError,
     errors.FormatError,
@@ -69,7 +74,7 @@ def convert(options: argparse.Namespace) -> ExportReport:
     """Validate, pack, compare, measure and report.
 
     Raises:
-        PatternError: The checkpoint is not 2:4; see `choose_layers`.
+        PatternError: The checkpoint is not pruned so; see `choose_layers`.
         ParityError: The export is not equal to its source; it is not written.
         FormatError: See `open_checkpoint`.
         OptionError: Options contradict each other.
@@ -79,22 +84,40 @@ def convert(options: argparse.Namespace) -> ExportReport:
     measured = options.benchmark and device.type == "cuda"
     if measured and (reason := why_not_here(options.backend, device)):
         raise errors.OptionError(f"`--backend {options.backend}` cannot run here: {reason}.")
-    out = _output(options)
-    if not options.check_only:
-        check_output_dir(out, overwrite=options.overwrite, argument="--out")
+    if options.format == "torchao" and (reason := why_not_here("torchao", device)):
+        raise errors.OptionError(
+            f"`--format torchao` cannot be written here: {reason}. Run it where torchao runs, or "
+            "write `--format packed`, which is as small and needs no GPU."
+        )
+    if options.format is not None or options.out is not None:
+        _output(options)  # refused before anything is read
     source = open_checkpoint(options.checkpoint)
+    if options.format == "torchao" and not source.config:
+        raise errors.OptionError(
+            "`--format torchao` is for transformers models; pack a module of your own with "
+            "`--format packed`."
+        )
     with bars() as track:
         layers = choose_layers(
-            source, skip=options.skip, allow_partial=options.allow_partial, track=track
+            source,
+            form=_FORMS.get(options.format),
+            skip=options.skip,
+            allow_partial=options.allow_partial,
+            refuse=_why_not_torchao if options.format == "torchao" else lambda _: None,
+            track=track,
         )
+        options.format = options.format or layers[0].form.option
+        out = _output(options)
         report = ExportReport(str(options.checkpoint), options.format, layers, source.num_bytes)
         if options.check_only:
             _check(source, report, out, options, device, track)
         else:
             with save_directory(out, overwrite=options.overwrite, argument="--out") as staging:
-                _export(source, report, staging, options, track)
+                _export(source, report, staging, options, device, track)
                 _compare(source, report, staging, options, device, track)
                 _measure(report, staging, options, device)
+                if report.format != "dense":
+                    write_card(source, report, staging)
                 report.save(staging)
     report.print()
     if not options.check_only:
@@ -107,11 +130,17 @@ def _export(
     report: ExportReport,
     staging: Path,
     options: argparse.Namespace,
+    device: torch.device,
     track: Track,
 ) -> None:
-    write = {"packed": write_packed, "dense": write_dense}[options.format]
     layers = report.packed
-    for _ in track(write(source, staging, layers), len(layers), "writing layers"):
+    if options.format == "torchao":
+        written = write_torchao(source, staging, layers, device)
+    elif options.format == "dense":
+        written = write_dense(source, staging, layers)
+    else:
+        written = write_packed(source, staging, layers, layers[0].form)
+    for _ in track(written, len(layers), "writing layers"):
         pass
 
 
@@ -124,7 +153,7 @@ def _check(
     track: Track,
 ) -> None:
     """Compare with what was exported before, if that is there."""
-    if (out / "config.json").is_file():
+    if (out / "export_report.json").is_file():
         _compare(source, report, out, options, device, track)
     else:
         report.notes.append(f"checked only: {out} does not exist, and nothing was written")
@@ -144,7 +173,8 @@ def _compare(
     )
     report.parity.require()
     if report.parity.text is None:
-        report.notes.append("logits not compared: the model predicts no next token")
+        reason = "the model predicts no next token" if source.config else "the module is your own"
+        report.notes.append(f"logits not compared: {reason}")
 
 
 def _measure(
@@ -156,6 +186,10 @@ def _measure(
         report.notes.append(f"{NO_CUDA}{untried}")
     elif report.format == "dense":
         report.notes.append("speed not measured: the dense format runs as its source does")
+    elif report.format == "bitmask":
+        report.notes.append("speed not measured: no kernel for bitmasks runs on CUDA devices")
+    elif report.format == "torchao":
+        report.notes.append("speed not measured: `--format packed --backend torchao` measures it")
     elif not options.benchmark:
         report.notes.append("speed not measured: ask for it with --benchmark")
     else:
@@ -167,9 +201,16 @@ def _measure(
             report.notes.append(f"speed not measured: {type(error).__name__}: {error}")
 
 
+def _why_not_torchao(layer: LayerChoice) -> str | None:
+    if layer.transposed:
+        return "torchao packs nn.Linear, and this is a Conv1D"
+    return why_not_storable(layer.shape, layer.dtype)
+
+
 def _output(options: argparse.Namespace) -> Path:
     source = Path(options.checkpoint).expanduser().resolve()
-    suffix = {"packed": "sparse24", "dense": "dense"}[options.format]
+    form = _FORMS.get(options.format)
+    suffix = options.format if form is None or options.format == "torchao" else form.suffix
     name = source.name.removesuffix(".ckpt")
     out = options.out and Path(options.out).expanduser().resolve()
     out = out or source.with_name(f"{name}-{suffix}")
@@ -180,6 +221,8 @@ def _output(options: argparse.Namespace) -> Path:
     for place in (Path.cwd(), Path.home().resolve()):
         if out == place or out in place.parents:
             raise errors.OptionError(f"`--out` {out} would replace {place}. Name a new directory.")
+    if not options.check_only:
+        check_output_dir(out, overwrite=options.overwrite, argument="--out")
     return out
 
 
@@ -191,20 +234,26 @@ def _stop(*_: Any) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m export.to_sparse",
-        description="Pack a checkpoint that was pruned to 2:4, prove that it computes the same, "
+        description="Pack a checkpoint that was pruned, prove that it computes the same, "
         "and measure its speed.",
     )
     parser.add_argument(
         "checkpoint",
         metavar="CKPT",
-        help="a Hugging Face directory, or a Lightning .ckpt of mrp_lightning.CausalLM",
+        help="a Hugging Face directory, what pruning wrote of your own LightningModule, or a "
+        "Lightning .ckpt of mrp_lightning.CausalLM",
     )
-    parser.add_argument("--out", metavar="DIR", help="default: CKPT-sparse24 (or CKPT-dense)")
+    parser.add_argument(
+        "--out",
+        metavar="DIR",
+        help="default: CKPT-sparse24, or CKPT-FORMAT for the others",
+    )
     parser.add_argument(
         "--format",
-        choices=("packed", "dense"),
-        default="packed",
-        help="dense keeps the zeros, for software that knows no sparsity (default: packed)",
+        choices=("packed", "bitmask", "dense", "torchao"),
+        help="packed is for 2:4, bitmask for any pattern; dense keeps the zeros, for software that "
+        "knows no sparsity; torchao writes its own 2:4 tensors, on a CUDA device (default: packed "
+        "where the checkpoint is 2:4, else bitmask)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace what is in --out")
     parser.add_argument(
@@ -215,7 +264,9 @@ def _parser() -> argparse.ArgumentParser:
         help="layers that stay dense: name parts with wildcards, such as lm_head or layers.0",
     )
     parser.add_argument(
-        "--allow-partial", action="store_true", help="leave layers that are not 2:4 dense"
+        "--allow-partial",
+        action="store_true",
+        help="leave layers dense that were to be pruned and are not",
     )
     parser.add_argument(
         "--check-only",

@@ -3,6 +3,7 @@
 import logging
 import os
 import platform
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -82,6 +83,19 @@ def extra(name: str, what: str) -> Iterator[None]:
             f"{what} needs a package that is not installed ({error}): "
             f"pip install 'mrp-lightning[{name}]'"
         ) from error
+
+
+def command() -> str | None:
+    """The command line that started this process, `None` at a prompt and in a notebook.
+
+    The interpreter and what is installed beside it are called by their names alone.
+    """
+    first, *rest = sys.orig_argv[1:] or [""]
+    if first in ("", "-c", "-i") or "ipykernel_launcher" in rest:
+        return None
+    if Path(first).parent == Path(sys.executable).parent:
+        return shlex.join([Path(first).name, *rest])
+    return shlex.join(["python", first, *rest])
 
 
 def versions() -> dict[str, str]:

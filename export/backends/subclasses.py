@@ -1,6 +1,6 @@
 """Other people's 2:4 layers: torch's tensor subclass, and torchao's, by `sparsify_` and in fp8.
 
-They exist in memory only: their weights are tensor subclasses that safetensors does not write.
+Their weights are tensor subclasses, which safetensors does not write; see `torchao_format`.
 """
 
 import importlib.util
@@ -72,6 +72,8 @@ def _torch_convert(linear: nn.Linear) -> None:
 
 
 def _torchao_missing(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return f"torchao's 2:4 tensors are for CUDA devices, and this is {device.type!r}"
     if importlib.util.find_spec("torchao") is None:
         return "torchao is not installed (pip install 'torchao==0.18.*')"
     if importlib.util.find_spec("torchao.sparsity") is None:

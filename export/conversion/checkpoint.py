@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from export.backends.torchao_format import read
 from mrp_lightning.errors import FormatError
 from mrp_lightning.models.loading import missing_weights
 from mrp_lightning.models.skeleton import model_class
+from mrp_lightning.pruning import report as pruning_report
 
 _REPLACED = {"config.json", "export_report.json"}
 _WEIGHTS = {".safetensors", ".bin", ".ckpt", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf"}
@@ -46,7 +47,8 @@ class Checkpoint:
 
     Attributes:
         path: What the user named.
-        config: The content of its `config.json`.
+        config: The content of its `config.json`; empty for the weights of a user's own module, of
+            which only its `pruning_report.json` tells.
         shards: The files of weights.
         companions: All other files, relative to `path`: tokenizer, chat template, reports.
     """
@@ -112,8 +114,9 @@ class Checkpoint:
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Find the weights of a Hugging Face directory, or of a Lightning checkpoint of a `CausalLM`.
 
-    Of several forms safetensors are taken first. Nothing is unpickled but tensors and plain
-    containers.
+    A directory without a `config.json` is one of a user's own module, as pruning writes it:
+    `model.safetensors` and `pruning_report.json`. Of several forms safetensors are taken first.
+    Nothing is unpickled but tensors and plain containers.
 
     Raises:
         FileNotFoundError: Nothing of that kind is there.
@@ -122,12 +125,16 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     path = Path(path).expanduser()
     if path.suffix == ".ckpt" and path.is_file():
         return _lightning_checkpoint(path)
-    if not (path / "config.json").is_file():
+    if (path / "config.json").is_file():
+        config = _read_json(path / "config.json")
+    elif (path / "model.safetensors").is_file() and (path / pruning_report.NAME).is_file():
+        config = {}
+    else:
         raise FileNotFoundError(
-            f"`CKPT`: {path} is neither a Hugging Face directory with a config.json nor a "
-            "Lightning .ckpt file."
+            f"`CKPT`: {path} is neither a Hugging Face directory with a config.json, nor what "
+            "pruning writes of a module of your own (model.safetensors and "
+            f"{pruning_report.NAME}), nor a Lightning .ckpt file."
         )
-    config = _read_json(path / "config.json")
     shards = [_shard(file) for file in _weight_files(path)]
     return Checkpoint(path, config, shards, _companions(path))
 
@@ -154,8 +161,7 @@ def _weight_files(path: Path) -> list[Path]:
 def _shard(file: Path) -> Shard:
     num_bytes = file.stat().st_size
     if file.suffix != ".safetensors":
-        name = file.name.replace("pytorch_model", "model").removesuffix(".bin")
-        return Shard(f"{name}.safetensors", lambda: _load_pickle(file), {}, None, num_bytes)
+        return Shard(_safetensors_name(file.name), lambda: _load_pickle(file), {}, None, num_bytes)
     try:
         with safe_open(file, framework="pt") as opened:
             metadata, count = opened.metadata() or {}, len(opened.keys())
@@ -164,9 +170,18 @@ def _shard(file: Path) -> Shard:
     return Shard(file.name, lambda: load_file(file), metadata, count, num_bytes)
 
 
+def pickle_name(name: str) -> str:
+    """The name of the pickle, or index of pickles, in place of a safetensors file."""
+    return f"pytorch_{name}".replace(".safetensors", ".bin")
+
+
+def _safetensors_name(name: str) -> str:
+    return name.removeprefix("pytorch_").replace(".bin", ".safetensors")
+
+
 def _load_pickle(file: Path) -> dict[str, Any]:
     try:
-        return torch.load(file, map_location="cpu", weights_only=True)
+        return read(file)
     except Exception as error:  # damaged archives and refused classes come as many kinds
         raise FormatError(
             f"{file} cannot be read with torch.load(weights_only=True), and nothing else is tried, "

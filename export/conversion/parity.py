@@ -4,24 +4,28 @@ Three gates, in this order: the bits of the files, the operator against a more p
 the logits of the whole model on text.
 """
 
-from collections.abc import Sequence
+import copy
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.sparse import SparseSemiStructuredTensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from export.backends.torchao_format import load, restore
 from export.conversion.checkpoint import Checkpoint, open_checkpoint
-from export.conversion.selection import LayerChoice
+from export.conversion.layer_choice import LayerChoice
 from export.conversion.text_parity import TextParity, compare_text, text_failures, text_windows
 from export.conversion.tracking import Track, silently
 from export.kernels.operator import MAX_ERROR_RATIO
-from export.packed.format import different_bits, invalid_nibbles, positive_zeros, unpack
-from export.packed.huggingface import load
-from export.packed.layer import Sparse24Linear
+from export.packed.format import different_bits, positive_zeros
+from export.packed.huggingface import CONFIGS
+from export.packed.linear import PackedLinear
 from mrp_lightning.errors import ParityError
 
 _TOKENS = (1, 16)
@@ -108,17 +112,21 @@ def check_parity(
     parity.failures += _compare_bits(source, directory, layers, parity, track)
     if parity.failures:
         return parity
-    model = load(directory)
-    packed = {n: m for n, m in model.named_modules() if isinstance(m, Sparse24Linear)}
-    for name, layer in track(packed.items(), len(packed), "comparing products"):
-        error = operator_error(name, layer, device)
-        parity.operators.append(error)
-        if not error.passes:
-            parity.failures.append(
-                f"{name}: the operator's relative error is {error.packed:.2e}, more than "
-                f"{MAX_ERROR_RATIO} times the {error.dense:.2e} of the dense product"
-            )
-    if not parity.failures and type(model).__name__ in _causal_models():
+    model = load(directory) if source.config else None
+    packed = _packed_in(model) if model is not None else _packed_in_file(directory, layers)
+    parity.operators += [
+        operator_error(name, layer, device)
+        for name, layer in track(packed.items(), len(packed), "comparing products")
+    ]
+    if model is not None:
+        parity.operators += _torchao_errors(source, model, layers, track)
+    parity.failures += [
+        f"{error.name}: the operator's relative error is {error.packed:.2e}, more than "
+        f"{MAX_ERROR_RATIO} times the {error.dense:.2e} of the dense product"
+        for error in parity.operators
+        if not error.passes
+    ]
+    if not parity.failures and model is not None and type(model).__name__ in _causal_models():
         windows, origin = text_windows(source, model, text)
         parity.text = compare_text(
             source.load(), model, windows, origin=origin, device=device, track=track
@@ -151,47 +159,92 @@ def _compare_tensor(
 ) -> list[str]:
     if name not in stored:
         return [f"{name}: missing"]
-    found = stored[name]
+    found = restore(stored[name])
     if layer is not None:
         tensor = positive_zeros(layer.matrix(tensor))[0]
-        meta = stored.get(f"{name}_meta")
-        if meta is None:
+        form, columns = layer.form, tensor.shape[1]
+        places = stored.get(form.places_of(name))
+        if places is None:
             found = layer.matrix(found)
-        elif count := invalid_nibbles(meta):
-            return [f"{name}_meta: {count} nibbles that no 2:4 weight has"]
+        elif damage := form.damage(found, places, columns):
+            return [f"{form.places_of(name)}: {damage}"]
         else:
-            found = unpack(found, meta)
+            found = form.unpack(found, places, columns)
     if count := different_bits(found, tensor):
         return [f"{name}: {count} of {tensor.numel()} values have other bits"]
     return []
 
 
+def _packed_in(model: nn.Module) -> dict[str, PackedLinear]:
+    return {n: module for n, module in model.named_modules() if isinstance(module, PackedLinear)}
+
+
+def _packed_in_file(directory: Path, layers: Sequence[LayerChoice]) -> dict[str, PackedLinear]:
+    """The packed layers of a module that only its owner can build."""
+    tensors = dict(open_checkpoint(directory).tensors())
+    return {
+        layer.name: CONFIGS[layer.form.quant_method].layer.from_packed(
+            tensors[layer.tensor], tensors[layer.form.places_of(layer.tensor)], layer.shape[1]
+        )
+        for layer in layers
+        if layer.form.places_of(layer.tensor) in tensors
+    }
+
+
 def operator_error(
-    name: str, layer: Sparse24Linear, device: torch.device | str = "cpu"
+    name: str, layer: PackedLinear, device: torch.device | str = "cpu"
 ) -> OperatorError:
     """The packed and the dense product of random inputs against float32, or float64, products.
 
     Several numbers of tokens are tried, and the one at which the operator is worst counts.
     """
-    values = layer.weight.detach().to(device)
-    meta = layer.weight_meta.to(device)
-    counts = (*_TOKENS, _MANY_TOKENS) if values.is_cuda else _TOKENS
-    errors = [_product_error(name, values, meta, tokens) for tokens in counts]
+    moved = copy.deepcopy(layer).to(device)
+    moved.bias = None
+    return _product_error(name, moved, moved.dense_weight())
+
+
+def _torchao_errors(
+    source: Checkpoint, model: nn.Module, layers: Sequence[LayerChoice], track: Track
+) -> list[OperatorError]:
+    """The products of torchao's tensors, on the device where they are, against the source's."""
+    weights = {
+        name: module.weight
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "weight", None), SparseSemiStructuredTensor)
+    }
+    names = {layer.tensor: layer.name for layer in layers if layer.name in weights}
+    if not names:
+        return []
+    errors = []
+    for tensor_name, dense in track(source.tensors(), source.num_tensors, "comparing products"):
+        if (name := names.get(tensor_name)) is not None:
+            weight = weights[name]
+            multiply = functools.partial(F.linear, weight=weight)
+            errors.append(_product_error(name, multiply, dense.to(weight.device)))
+    return errors
+
+
+def _product_error(name: str, multiply: Callable[[Tensor], Tensor], dense: Tensor) -> OperatorError:
+    """The error of a product with a weight, at the number of tokens at which it is worst."""
+    counts = (*_TOKENS, _MANY_TOKENS) if dense.is_cuda else _TOKENS
+    errors = [_error_at(name, multiply, dense, tokens) for tokens in counts]
     return max(errors, key=lambda error: (not error.passes, error.packed / max(error.dense, 1e-30)))
 
 
-def _product_error(name: str, values: Tensor, meta: Tensor, tokens: int) -> OperatorError:
-    higher = torch.float32 if values.dtype.itemsize == 2 else torch.float64
-    dense = unpack(values, meta)
+@torch.no_grad()
+def _error_at(
+    name: str, multiply: Callable[[Tensor], Tensor], dense: Tensor, tokens: int
+) -> OperatorError:
+    higher = torch.float32 if dense.dtype.itemsize == 2 else torch.float64
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(tokens, dense.shape[1], generator=generator).to(values.device, values.dtype)
+    x = torch.randn(tokens, dense.shape[1], generator=generator).to(dense.device, dense.dtype)
     exact = (x.to(higher) @ dense.to(higher).T).double()
     scale = exact.norm().clamp_min(torch.finfo(torch.float32).tiny)
 
     def relative(y: Tensor) -> float:
         return float((y.double() - exact).norm() / scale)
 
-    found, expected = torch.ops.mrp_lightning.linear24(x, values, meta, None), F.linear(x, dense)
+    found, expected = multiply(x), F.linear(x, dense)
     return OperatorError(
         name, relative(found), relative(expected), not different_bits(found, expected)
     )

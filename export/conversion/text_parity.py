@@ -108,7 +108,6 @@ def compare_text(
         losses_after.append(F.nll_loss(q, targets, reduction="none").double())
         divergences.append(F.kl_div(q, p, log_target=True, reduction="none").sum(-1).double())
         differences.append(float((found.float() - expected.float()).abs().max()))
-    _move(after, "cpu")
     losses = torch.cat(losses_before)
     return TextParity(
         text=origin,

@@ -109,6 +109,8 @@ def _integers(tensor: Tensor) -> Tensor:
 
 
 BITMASK = PackedFormat(
+    option="bitmask",
+    suffix="bitmask",
     quant_method="mrp_bitmask",
     version=FORMAT_VERSION,
     places="weight_bits",

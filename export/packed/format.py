@@ -140,6 +140,8 @@ def _packed_bytes(shape: tuple[int, int], dtype: torch.dtype, kept: int) -> int:
 
 
 SPARSE24 = PackedFormat(
+    option="packed",
+    suffix="sparse24",
     quant_method="mrp_sparse24",
     version=FORMAT_VERSION,
     places="weight_meta",

@@ -155,8 +155,12 @@ class BitmaskConfig(PackedConfig):
     layer = BitmaskLinear
 
 
-for _format in (SPARSE24, BITMASK):
-    register_quantizer(_format.quant_method)(PackedQuantizer)
+CONFIGS: dict[str, type[PackedConfig]] = {
+    config.layer.FORMAT.quant_method: config for config in (Sparse24Config, BitmaskConfig)
+}
+"""By `quant_method`."""
+for _method in CONFIGS:
+    register_quantizer(_method)(PackedQuantizer)
 
 
 def pack_modules(

@@ -91,13 +91,20 @@ class PackedLinear(nn.Module):
             PatternError: Its weight has no form of this kind.
         """
         (dense,) = layers_of("", linear)
-        values, places = cls.FORMAT.pack(dense.weight)
-        sizes = {"num_kept": values.numel()} if cls.FORMAT.counted else {}
-        layer = cls.like(linear, "meta", **sizes)
-        layer.weight = frozen(values)
-        setattr(layer, cls.FORMAT.places, places)
+        layer = cls.from_packed(*cls.FORMAT.pack(dense.weight), dense.weight.shape[1])
         if isinstance(linear.bias, Tensor):
             layer.bias = frozen(linear.bias.detach())
+        return layer
+
+    @classmethod
+    def from_packed(cls, values: Tensor, places: Tensor, columns: int) -> Self:
+        """A layer without bias on the tensors that a weight of so many columns was packed into."""
+        options: dict[str, Any] = {"dtype": values.dtype, "device": "meta"}
+        if cls.FORMAT.counted:
+            options["num_kept"] = values.numel()
+        layer = cls(columns, len(places), bias=False, **options)
+        layer.weight = frozen(values)
+        setattr(layer, cls.FORMAT.places, places)
         return layer
 
     @property

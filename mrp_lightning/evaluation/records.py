@@ -9,6 +9,7 @@ from typing import Any
 
 from mrp_lightning.environment import versions
 from mrp_lightning.errors import FormatError
+from mrp_lightning.evaluation.card import add_perplexities
 from mrp_lightning.files import as_json, save_text
 
 FORMAT_VERSION = 1
@@ -57,6 +58,8 @@ def record(
 ) -> Path:
     """Add results to `evaluation.json`; those of other texts and tasks stay as they are.
 
+    Perplexities go into the card of a model that was pruned, too, where that is beside it.
+
     The file is replaced in one step: whoever reads it meanwhile sees the old or the new content.
 
     Args:
@@ -80,6 +83,7 @@ def record(
         versions={**found.versions, **versions()},
     )
     save_text(path, as_json({"format_version": FORMAT_VERSION, **asdict(content)}))
+    add_perplexities(path.parent, content.perplexity)
     return path
 
 

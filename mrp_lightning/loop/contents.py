@@ -3,11 +3,13 @@
 from typing import Any
 
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from mrp_lightning.calibration.padding import longest_input, token_ids
 from mrp_lightning.errors import DataError
+from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.trainer import ModuleRunner
 from mrp_lightning.models.positions import longest_sequence
 from mrp_lightning.targets.blocks import find_blocks, unwrap, without_wrappers
@@ -38,6 +40,13 @@ def checkpoint_root(module: LightningModule) -> tuple[str, nn.Module]:
     if isinstance(module, ModuleRunner):
         return "model.", unwrap(module.model)
     return "", module
+
+
+def is_built_later(module: LightningModule) -> bool:
+    """Whether the module may make its layers after the callbacks' `setup`."""
+    complete = CausalLM if isinstance(module, CausalLM) else LightningModule
+    hooks = ("setup", "configure_model")
+    return any(is_overridden(hook, module, parent=complete) for hook in hooks)
 
 
 def check_batch(module: LightningModule, batch: Any) -> None:

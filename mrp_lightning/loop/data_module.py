@@ -167,6 +167,11 @@ class TextDataModule(LightningDataModule):
         if self._published:
             locate(self._needed(stage), self.corpora_dir)
 
+    @property
+    def calibration_source(self) -> str:
+        """What the calibration windows are drawn from, by name; of files without their place."""
+        return self.calibration or self._own.train_name
+
     def predict_dataloader(self) -> DataLoader[Tensor]:
         """The calibration windows, in the order in which they were drawn."""
         return self._loader(self.calibration_windows())

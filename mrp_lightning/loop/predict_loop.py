@@ -13,6 +13,8 @@ from mrp_lightning.pruning.sequential import Progress, SequentialPruner
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.plan import Plan
 
+_LAYER_METRICS = ("loss", "relative_loss", "sparsity", "damping", "iterations", "gap", "seconds")
+
 
 def prune_in_trainer(
     trainer: Trainer,
@@ -45,11 +47,14 @@ def prune_in_trainer(
         # The strategy's, for its precision.
         return strategy.predict_step(*on_device.args, **on_device.kwargs)
 
+    for logger in trainer.loggers:
+        logger.log_hyperparams({"prune": report.config})
     log_line = block_log(trainer, len(plan.blocks) + bool(plan.outside))
 
     def finish_block(k: int, rows: list[LayerReport]) -> None:
         log_line(k + 1, _mean_loss(rows) if rows else None)
         _log_metrics(trainer, k, rows)
+        _log_layers(trainer, report.pruned, rows)
 
     with nested_progress(trainer, plan.num_layers) as show:
         SequentialPruner(
@@ -80,6 +85,17 @@ def _log_metrics(trainer: Trainer, k: int, rows: list[LayerReport]) -> None:
     }
     for logger in trainer.loggers:
         logger.log_metrics(metrics, step=k)
+        logger.save()
+
+
+def _log_layers(trainer: Trainer, pruned: list[LayerReport], rows: list[LayerReport]) -> None:
+    """Log what was found of each layer, with its place among the pruned layers as the step."""
+    for row in rows:
+        metrics = {f"prune_layer/{key}": getattr(row, key) for key in _LAYER_METRICS}
+        for logger in trainer.loggers:
+            known = {key: value for key, value in metrics.items() if value is not None}
+            logger.log_metrics(known, step=pruned.index(row))
+    for logger in trainer.loggers:
         logger.save()
 
 

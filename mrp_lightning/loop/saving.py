@@ -8,12 +8,22 @@ from safetensors.torch import save_model
 from torch import nn
 from transformers import PreTrainedModel
 
-from mrp_lightning.files import save_directory, visible_files
+from mrp_lightning.files import check_output_dir, save_directory, visible_files
 from mrp_lightning.loop.contents import checkpoint_root
 from mrp_lightning.models.loading import as_dtype
 from mrp_lightning.models.saving import save_pretrained
 from mrp_lightning.pruning.model_card import model_card
 from mrp_lightning.pruning.report import NAME, PruningReport
+
+
+def check_save_dir(
+    directory: str | PathLike[str], module: LightningModule, *, overwrite: bool
+) -> None:
+    """Refuse a directory into which `save_pruned` could not write; see `check_output_dir`."""
+    model = checkpoint_root(module)[1]
+    check_output_dir(
+        directory, overwrite=overwrite, sources=sources_of(model), num_bytes=num_bytes(model)
+    )
 
 
 def save_pruned(
@@ -45,6 +55,8 @@ def save_pruned(
             save_pretrained(model, staging, tokenizer=tokenizer, card=card)
         else:
             save_model(model, str(staging / "model.safetensors"))
+            card = model_card(report, type(model).__name__, library=None)
+            (staging / "README.md").write_text(card, encoding="utf-8")
         written = {file.relative_to(staging).as_posix() for file in visible_files(staging)}
         report.files = sorted(written | {NAME})
         report.save(staging)

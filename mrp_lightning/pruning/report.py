@@ -94,6 +94,10 @@ class PruningReport:
         versions: The versions of the libraries that pruned, by name.
         stored_totals: The `totals` of the file from which the report was read, `None` for a report
             that is being made.
+        provenance: The `command` that pruned, and what calibrated: the `data`, with its `source`,
+            `samples`, `sequence_length` and `seed`, as far as they are known.
+        model_weights: The number of all weights of the model, those in no layer too; `None` for a
+            report that an older version wrote.
         files: The names of all files that were written with the report, relative to its directory.
     """
 
@@ -104,6 +108,8 @@ class PruningReport:
     versions: dict[str, str] = field(default_factory=versions)
     stored_totals: dict[str, Any] | None = field(default=None, compare=False)
     files: list[str] = field(default_factory=list)
+    provenance: dict[str, Any] = field(default_factory=dict)
+    model_weights: int | None = None
 
     def skip(self, name: str, shape: tuple[int, ...], reason: str) -> None:
         """Add a layer that is left dense, and why."""
@@ -128,6 +134,7 @@ class PruningReport:
             return self.stored_totals
         weights = sum(row.shape[0] * row.shape[1] for row in self.pruned)
         zeros = sum((row.sparsity or 0) * row.shape[0] * row.shape[1] for row in self.pruned)
+        of_model = self.model_weights
         peaks = [row.peak_memory for row in self.pruned if row.peak_memory is not None]
         return {
             "complete": self.complete,
@@ -137,6 +144,7 @@ class PruningReport:
             "weights": weights,
             "removed": round(zeros),
             "sparsity": zeros / weights if weights else 0.0,
+            **({"model_weights": of_model, "share": weights / of_model} if of_model else {}),
             "relative_loss": self.relative_loss,
             "seconds": self.seconds,
             **({"peak_memory": max(peaks)} if peaks else {}),
@@ -150,6 +158,7 @@ class PruningReport:
             "totals": self.totals,
             "versions": self.versions,
             "config": self.config,
+            **({"provenance": self.provenance} if self.provenance else {}),
             **({"files": self.files} if self.files else {}),
         }
 
@@ -181,17 +190,31 @@ class PruningReport:
             raise FormatError(
                 f"{path} is not JSON ({error}). Delete it, or prune again."
             ) from error
+        return cls.from_dict(content, str(path))
+
+    @classmethod
+    def from_dict(cls, content: Any, source: str) -> "PruningReport":
+        """Read what `to_dict` gave, also in an older version.
+
+        Args:
+            content: The report as plain containers.
+            source: Where it comes from, for messages.
+
+        Raises:
+            FormatError: It is damaged, or of a newer version of mrp-lightning; all problems are
+                listed.
+        """
         version = content.get("format_version") if isinstance(content, dict) else None
         if version != FORMAT_VERSION:
             raise FormatError(
-                f"{path}: `format_version` is {version!r}, but this version of mrp-lightning reads "
-                f"{FORMAT_VERSION}. Use the version that wrote it, or prune again."
+                f"{source}: `format_version` is {version!r}, but this version of mrp-lightning "
+                f"reads {FORMAT_VERSION}. Use the version that wrote it, or prune again."
             )
         problems = list(_problems(content))
         if problems:
             listed = "\n".join(f"  {problem}" for problem in problems)
             raise FormatError(
-                f"{path} is no report of a pruning run. Delete it, or prune again.\n{listed}"
+                f"{source} is no report of a pruning run. Delete it, or prune again.\n{listed}"
             )
         totals = content["totals"]
         return cls(
@@ -202,6 +225,8 @@ class PruningReport:
             versions=content["versions"],
             stored_totals=totals,
             files=content.get("files", []),
+            provenance=content.get("provenance", {}),
+            model_weights=totals.get("model_weights"),
         )
 
 
@@ -229,6 +254,9 @@ def _problems(content: dict[str, Any]) -> Iterator[str]:
         make_pattern(config.get("sparsity"), config.get("pattern"))
     except PatternError as error:
         yield f"`config`: {error}"
+    if not isinstance(content.get("provenance", {}), dict):
+        yield f"`provenance` is {content['provenance']!r}, expected an object"
+    yield from _wrong_type("totals.model_weights", totals.get("model_weights"), int | None)
     yield from _wrong_type("config.method", config.get("method"), str)
     for key in _TOTALS:
         if key in totals:

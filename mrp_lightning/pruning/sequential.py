@@ -86,6 +86,7 @@ class SequentialPruner:
             HessianError: A layer's inputs give no usable Hessian.
         """
         start = time.perf_counter()
+        self.report.model_weights = sum(p.numel() for p in self.model.parameters())
         padding = Padding(self.model)
         blocks = [block.module for block in self.plan.blocks] if self.offload else []
         offload = Offload(blocks, self.device)

@@ -184,9 +184,13 @@ def _refuse_not_finite(layers: list[Layer]) -> None:
 def _no_layers(
     modules: dict[str, nn.Module], blocks: list[Block], wanted: Callable[[str], bool]
 ) -> Iterator[Skipped]:
-    """Find the weights of two and more dimensions, in the blocks if any, that no `Layer` shows."""
+    """Find the weights of two and more dimensions that no `Layer` shows.
+
+    Where there are blocks, outside them only recurrent modules count.
+    """
     for name, module in modules.items():
-        if blocks and not any(f"{name}.".startswith(f"{b.name}.") for b in blocks):
+        inside = not blocks or any(f"{name}.".startswith(f"{b.name}.") for b in blocks)
+        if not inside and not is_recurrent(module):
             continue
         reason = why_no_layer(module)
         if reason and wanted(name):

@@ -42,6 +42,16 @@ class OwnText:
         ]:
             raise FileNotFoundError("TextDataModule: no such file: " + ", ".join(missing))
 
+    @property
+    def train_name(self) -> str:
+        """What the split train is called where people read of it."""
+        if isinstance(self.dataset, dict):
+            return str(self.dataset.get("path", "a dataset"))
+        if self.dataset is not None:
+            return self.dataset if isinstance(self.dataset, str) else "a dataset"
+        names = ", ".join(path.name for path in self.train_files)
+        return names or "Python's standard library"
+
     def documents(self, split: Split) -> Sequence[str]:
         """The documents of one split.
 

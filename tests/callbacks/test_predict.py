@@ -1,5 +1,6 @@
 """The callbacks in Lightning's predict loop."""
 
+import csv
 import json
 import re
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import yaml
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
@@ -246,12 +248,20 @@ def test_metrics_go_to_the_loggers(llama, loader, quiet, tmp_path):
     trainer = Trainer(**quiet | {"logger": logger})
     callback = MRPCallback(pattern="2:4")
     trainer.predict(llama(), loader, callbacks=callback)
-    rows = (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text().splitlines()
-    header = rows[0].split(",")
-    values = [dict(zip(header, row.split(","), strict=True)) for row in rows[1:]]
-    assert [row["step"] for row in values] == ["0", "1"]
+    directory = tmp_path / "lightning_logs" / "version_0"
+    with (directory / "metrics.csv").open() as file:
+        values = list(csv.DictReader(file))
+    blocks = {row["step"]: row for row in values if row["prune/relative_loss"]}
+    assert list(blocks) == ["0", "1"]
     losses = [row.relative_loss for row in callback.report.layers[:7]]
-    assert float(values[0]["prune/relative_loss"]) == pytest.approx(sum(losses) / 7)
+    assert float(blocks["0"]["prune/relative_loss"]) == pytest.approx(sum(losses) / 7)
+    layers = {int(row["step"]): row for row in values if row["prune_layer/loss"]}
+    assert list(layers) == list(range(14))
+    for step, row in enumerate(callback.report.layers):
+        for key in ("loss", "relative_loss", "seconds", "sparsity", "iterations"):
+            assert float(layers[step][f"prune_layer/{key}"]) == pytest.approx(getattr(row, key))
+    recipe = yaml.safe_load((directory / "hparams.yaml").read_text())["prune"]
+    assert (recipe["method"], recipe["pattern"], recipe["block_size"]) == ("SM", "2:4", 128)
     assert float(trainer.callback_metrics["prune/sparsity"]) == 0.5
 
 
@@ -259,7 +269,8 @@ def test_the_report_has_its_fixed_form(llama, loader, quiet):
     callback = PruningCallback(method="wanda", sparsity=0.5, targets=["q_proj", "down_proj"])
     Trainer(**quiet).predict(llama(), loader, callbacks=callback)
     report = json.loads(json.dumps(callback.report.to_dict(), allow_nan=False))
-    assert list(report) == ["format_version", "layers", "totals", "versions", "config"]
+    fixed = ["format_version", "layers", "totals", "versions", "config"]
+    assert list(report) == [*fixed, "provenance"]
     assert report["format_version"] == 1
     assert len(report["layers"]) == 4
     for row in report["layers"]:

@@ -31,7 +31,7 @@ def test_the_saved_model_loads_with_equal_bits(dtype, llama, loader, quiet, tmp_
     report = json.loads((tmp_path / "sparse" / "pruning_report.json").read_text())
     assert report == callback.report.to_dict() | {"layers": report["layers"]}
     card = (tmp_path / "sparse" / "README.md").read_text()
-    assert "2:4" in card
+    assert "# dense, pruned to 2:4 sparsity" in card
     assert "layers pruned: 14" in card
     assert str(tmp_path) not in card
 

@@ -1,13 +1,17 @@
+import dataclasses
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.sparse import SparseSemiStructuredTensor, SparseSemiStructuredTensorCUTLASS
+from torch.sparse._semi_structured_conversions import sparse_semi_structured_to_dense_cutlass
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from export.backends.subclasses import SUBCLASSES
 from mrp_lightning.embedded import STDLIB_LLAMA
 from mrp_lightning.solver.patterns import SemiStructured
 from mrp_lightning.targets.layers import is_linear, layers_of
@@ -79,3 +83,28 @@ def llama(_llama: Path, tmp_path: Path) -> Path:
 def ids() -> Tensor:
     """Tokens (2, 16)."""
     return torch.randint(1, 2048, (2, 16), generator=torch.Generator().manual_seed(2))
+
+
+@pytest.fixture
+def torch_subclass_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """CUTLASS' layout is the one that torch can also write on a CPU; its products are ours."""
+    library = torch.library.Library("aten", "IMPL", "CPU")
+    dense = sparse_semi_structured_to_dense_cutlass
+    library.impl("_sparse_semi_structured_mm", lambda a, m, b, *, out_dtype=None: dense(a, m) @ b)
+    library.impl(
+        "_sparse_semi_structured_addmm",
+        lambda i, a, m, b, *, alpha=1, beta=1, out_dtype=None: (
+            beta * i[:, None] + alpha * (dense(a, m) @ b)
+        ),
+    )
+    monkeypatch.setattr(SparseSemiStructuredTensor, "_FORCE_CUTLASS", True)
+    monkeypatch.setattr(
+        SparseSemiStructuredTensorCUTLASS,
+        "_validate_device_dim_dtype_shape",
+        classmethod(lambda cls, tensor: None),
+    )
+    for name in ("torch", "torchao"):
+        available = dataclasses.replace(SUBCLASSES[name], missing=lambda device: None)
+        monkeypatch.setitem(SUBCLASSES, name, available)
+    yield
+    library._destroy()

@@ -111,10 +111,10 @@ def test_a_source_that_gives_nan_is_equal_to_an_export_that_gives_the_same(llama
 
 
 def test_the_worst_number_of_tokens_counts(monkeypatch):
-    def product_error(name, values, meta, tokens):
+    def error_at(name, multiply, dense, tokens):
         return parity.OperatorError(name, packed={1: 3e-3, 16: 1e-3}[tokens], dense=1e-3)
 
-    monkeypatch.setattr(parity, "_product_error", product_error)
+    monkeypatch.setattr(parity, "_error_at", error_at)
     layer = Sparse24Linear(8, 4, dtype=torch.bfloat16)
     assert operator_error("layer", layer).packed == 3e-3
 

@@ -3,44 +3,13 @@
 import pytest
 import torch
 from torch import nn
-from torch.sparse import SparseSemiStructuredTensor, SparseSemiStructuredTensorCUTLASS
+from torch.sparse import SparseSemiStructuredTensorCUTLASS
 
-from export.backends import apply as apply_module
 from export.backends.apply import apply
 from export.packed.layer import Sparse24Linear
 from export.speed.tuning import random_24
 
 CPU = torch.device("cpu")
-
-
-def _dense(packed, meta):
-    from torch.sparse._semi_structured_conversions import (
-        sparse_semi_structured_to_dense_cutlass,
-    )
-
-    return sparse_semi_structured_to_dense_cutlass(packed, meta)
-
-
-@pytest.fixture
-def torch_subclass_on_cpu(monkeypatch):
-    """CUTLASS' layout is the one that torch can also write on a CPU; its products are ours."""
-    library = torch.library.Library("aten", "IMPL", "CPU")
-    library.impl("_sparse_semi_structured_mm", lambda a, m, b, *, out_dtype=None: _dense(a, m) @ b)
-    library.impl(
-        "_sparse_semi_structured_addmm",
-        lambda i, a, m, b, *, alpha=1, beta=1, out_dtype=None: (
-            beta * i[:, None] + alpha * (_dense(a, m) @ b)
-        ),
-    )
-    monkeypatch.setattr(SparseSemiStructuredTensor, "_FORCE_CUTLASS", True)
-    monkeypatch.setattr(
-        SparseSemiStructuredTensorCUTLASS,
-        "_validate_device_dim_dtype_shape",
-        classmethod(lambda cls, tensor: None),
-    )
-    monkeypatch.setattr(apply_module, "why_not_here", lambda backend, device: None)
-    yield
-    library._destroy()
 
 
 def layer(rows, columns):

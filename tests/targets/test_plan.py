@@ -193,8 +193,13 @@ def test_matrices_of_a_block_that_no_layer_holds_are_listed():
     model = nn.Module()
     model.blocks = nn.ModuleList(Part() for _ in range(2))
     model.outside = nn.Parameter(torch.randn(8, 8))
+    model.rnn = nn.GRU(8, 8)
     inside = ("mixing", "cell.weight_ih", "cell.weight_hh")
     plan = make_plan(model, HALF)
-    assert [s.name for s in plan.skipped] == [f"blocks.{k}.{n}" for k in (0, 1) for n in inside]
-    plan = make_plan(model, HALF, ignore=["cell", "blocks.1"])
+    assert [s.name for s in plan.skipped] == [
+        *(f"blocks.{k}.{n}" for k in (0, 1) for n in inside),
+        "rnn.weight_ih_l0",
+        "rnn.weight_hh_l0",
+    ]
+    plan = make_plan(model, HALF, ignore=["cell", "blocks.1", "rnn"])
     assert [s.name for s in plan.skipped] == ["blocks.0.mixing"]

@@ -1,0 +1,46 @@
+"""What pruning changes in a module while Lightning's predict loop runs it."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import torch
+from lightning.pytorch import LightningModule
+
+from mrp_lightning.loop.capture import Step, StepCapture
+from mrp_lightning.loop.contents import check_batch
+from mrp_lightning.loop.placement import blocks_on_cpu
+from mrp_lightning.targets.blocks import find_blocks
+from mrp_lightning.targets.plan import Plan
+
+
+class Session:
+    """One `predict` that will prune, from its `setup` until the batches are there.
+
+    It changes the module for that time, and `close` takes all changes back.
+    """
+
+    plan: Plan
+    steps: Sequence[Step] = ()
+
+    def __init__(self) -> None:
+        self._changes = ExitStack()
+
+    def close(self) -> None:
+        """Give the module back as it was."""
+        self._changes.close()
+
+    def hold(self, pl_module: LightningModule, patterns: Sequence[str]) -> None:
+        """Keep the blocks on the CPU when Lightning makes and moves the module."""
+
+        def blocks() -> list[torch.nn.Module]:
+            return [block.module for block in find_blocks(pl_module, patterns)]
+
+        self._changes.enter_context(blocks_on_cpu(pl_module, blocks))
+
+    def capture(self, pl_module: LightningModule, plan: Plan) -> None:
+        """Store the batches of the loop in place of running the model on them."""
+        self._changes.close()
+        stop_at = [block.module for block in plan.blocks] or [x.module for x in plan.outside]
+        capture = StepCapture(pl_module, stop_at, lambda batch: check_batch(pl_module, batch))
+        self._changes.callback(capture.remove)
+        self.plan, self.steps = plan, capture.steps

@@ -1,0 +1,126 @@
+"""torchao's 2:4 tensors on disk, in the layout of CUTLASS, which no library or device changes.
+
+cuSPARSELt's layout, in which they run on most devices, depends on its version: it is made at load.
+The file is a pickle, since safetensors holds no tensor subclasses, and is read as tensors only.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.sparse import SparseSemiStructuredTensorCUTLASS as Stored
+from torch.sparse._semi_structured_conversions import sparse_semi_structured_to_dense_cutlass
+from transformers import AutoConfig, PreTrainedModel
+
+from export.backends.subclasses import SUBCLASSES
+from export.packed import huggingface
+from mrp_lightning.environment import device_named
+from mrp_lightning.errors import FormatError, OptionError
+from mrp_lightning.models.loading import missing_weights
+from mrp_lightning.models.skeleton import model_class
+
+QUANT_METHOD = "mrp_torchao24"
+FORMAT_VERSION = 1
+DTYPES = (torch.float16, torch.bfloat16)
+
+
+def why_not_storable(shape: tuple[int, int], dtype: torch.dtype) -> str | None:
+    """The reason why torchao has no tensor for a 2:4 weight, or `None`."""
+    if dtype not in DTYPES:
+        name = str(dtype).removeprefix("torch.")
+        return f"torchao's 2:4 tensors are float16 or bfloat16, not {name}"
+    rules = Stored._DTYPE_SHAPE_CONSTRAINTS[dtype]
+    (rows, columns), (row_tile, column_tile) = shape, rules[:2]
+    if rows % row_tile or columns % column_tile:
+        return f"{rows}×{columns} is not a multiple of torchao's {row_tile}×{column_tile}"
+    return None
+
+
+def store(weight: Tensor) -> Tensor:
+    """The tensor to write, on the CPU, of a 2:4 weight (rows, columns) on a CUDA device."""
+    made: Any = Stored.from_dense(weight.contiguous())
+    return Stored(
+        weight.shape,
+        packed=made.packed.cpu(),
+        meta=made.meta.cpu(),
+        packed_t=None,
+        meta_t=None,
+        compressed_swizzled_bitmask=None,
+    )
+
+
+def restore(tensor: Tensor) -> Tensor:
+    """The weight of a stored tensor, bit by bit; any other tensor as it is."""
+    if not isinstance(tensor, Stored):
+        return tensor
+    return sparse_semi_structured_to_dense_cutlass(tensor.packed, tensor.meta)
+
+
+def read(file: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """The tensors of a file, torchao's among them, on the CPU. No code of the file is run."""
+    with torch.serialization.safe_globals([Stored]):
+        return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def load(directory: str | os.PathLike[str], **options: Any) -> PreTrainedModel:
+    """A model, packed or dense, all of whose weights come from the directory.
+
+    Args:
+        directory: What `python -m export.to_sparse` wrote. Of `--format torchao` the model comes on
+            the CUDA device, with its layers in the form in which torchao runs them there.
+        **options: Options of `from_pretrained`, such as `dtype` and `device_map`.
+
+    Raises:
+        FileNotFoundError: There is no `config.json` in it.
+        FormatError: Tensors are missing, unexpected, damaged or of another shape.
+        OptionError: The directory is of `--format torchao`, and torchao cannot run here, or not in
+            this `dtype`.
+    """
+    directory = Path(directory)
+    if not (directory / "config.json").is_file():
+        return huggingface.load(directory, **options)  # which says so
+    content = json.loads((directory / "config.json").read_text("utf-8"))
+    settings = content.get("quantization_config") or {}
+    if settings.get("quant_method") != QUANT_METHOD:
+        return huggingface.load(directory, **options)
+    if settings.get("format_version") != FORMAT_VERSION:
+        raise FormatError(
+            f"{directory}: `quantization_config.format_version` is "
+            f"{settings.get('format_version')!r}, but this version of mrp-lightning reads "
+            f"{FORMAT_VERSION}. Export the pruned model again."
+        )
+    device = device_named(None)
+    if reason := SUBCLASSES["torchao"].missing(device):
+        raise OptionError(
+            f"{directory} holds torchao's 2:4 tensors, which cannot run here: {reason}. Load the "
+            "pruned model, or export it with `--format packed`, which runs everywhere."
+        )
+    return _on_torchao(_load_dense(directory, options).to(device), settings["modules"])
+
+
+def _load_dense(directory: Path, options: dict[str, Any]) -> nn.Module:
+    config = AutoConfig.from_pretrained(directory)
+    del config.quantization_config
+    state: dict[str, Tensor] = {}
+    for file in sorted(directory.glob("pytorch_model*.bin")):
+        state |= {name: restore(tensor) for name, tensor in read(file).items()}
+    model, loading = model_class(config).from_pretrained(
+        None, config=config, state_dict=state, output_loading_info=True, **options
+    )
+    if problem := missing_weights(directory, model, loading):
+        raise FormatError(problem)
+    return model
+
+
+def _on_torchao(model: Any, names: list[str]) -> Any:
+    """Convert layers in place, on the device where they are."""
+    layers = {name: model.get_submodule(name) for name in names}
+    reasons = {name: SUBCLASSES["torchao"].refuse(layer) for name, layer in layers.items()}
+    if refused := [f"  {name}: {reason}" for name, reason in reasons.items() if reason]:
+        raise OptionError("torchao cannot run these layers:\n" + "\n".join(refused))
+    for layer in layers.values():
+        SUBCLASSES["torchao"].convert(layer)
+    return model

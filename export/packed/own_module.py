@@ -1,0 +1,110 @@
+"""Packed weights in a module of the user's own, which transformers cannot build."""
+
+import json
+import logging
+import os
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from export.packed.huggingface import CONFIGS, PackedConfig, pack_modules
+from export.packed.linear import is_packable
+from mrp_lightning.errors import FormatError
+from mrp_lightning.targets.layers import is_conv1d
+
+log = logging.getLogger(__name__)
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def load_into(module: Module, directory: str | os.PathLike[str]) -> Module:
+    """Give a module the packed layers and all weights of an exported directory.
+
+    It is for what was pruned in a LightningModule of one's own. The layers are replaced in place,
+    and all else of the module stays as it is. Nothing is changed where the directory does not fit.
+
+    Args:
+        module: A module of the class that was pruned, with any weights, on any device.
+        directory: What `python -m export.to_sparse` wrote, packed or dense.
+
+    Returns:
+        The same module.
+
+    Raises:
+        FileNotFoundError: There is no `model.safetensors` in it.
+        FormatError: Tensors are missing, unexpected, damaged or of another shape; all are listed.
+    """
+    directory = Path(directory)
+    tensors = _tensors(directory / "model.safetensors", module.state_dict().keys())
+    packed = _packed(directory / "config.json")
+    if problems := list(_problems(module, packed, tensors)):
+        listed = "\n".join(f"  {problem}" for problem in problems)
+        raise FormatError(
+            f"{directory} does not fit {type(module).__name__}, of which nothing was changed. The "
+            f"module must be built as the one that was pruned:\n{listed}"
+        )
+    if packed is not None:
+        pack_modules(module, packed.layer, packed.sizes)
+    module.load_state_dict(tensors)
+    if packed is not None and _has_fast_path(module, packed.sizes):
+        log.warning(
+            "In evaluation torch's TransformerEncoderLayer multiplies with the dense weights of "
+            "its layers, which are packed now. Call torch.backends.mha.set_fastpath_enabled(False)."
+        )
+    return module
+
+
+def _has_fast_path(module: nn.Module, names: Iterable[str]) -> bool:
+    owners = (module.get_submodule(name.rpartition(".")[0]) for name in names)
+    return any(isinstance(owner, nn.TransformerEncoderLayer) for owner in owners)
+
+
+def _tensors(file: Path, known: Collection[str]) -> dict[str, Tensor]:
+    """All tensors of a file, those that were tied under each of their names."""
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} is not there: not the directory of an exported module.")
+    tensors = load_file(file)
+    with safe_open(file, framework="pt") as opened:
+        metadata = opened.metadata() or {}
+    tied = {name: tensors[kept] for name, kept in metadata.items() if kept in tensors}
+    return tensors | {name: tensor for name, tensor in tied.items() if name in known}
+
+
+def _packed(file: Path) -> PackedConfig | None:
+    if not file.is_file():
+        return None  # what the dense format writes
+    settings = json.loads(file.read_text("utf-8"))["quantization_config"]
+    return CONFIGS[settings["quant_method"]](**settings)
+
+
+def _problems(
+    module: nn.Module, packed: PackedConfig | None, tensors: dict[str, Tensor]
+) -> Iterator[str]:
+    """What of a file does not fit the module, before anything is changed."""
+    modules = dict(module.named_modules())
+    shapes = {name: tensor.shape for name, tensor in module.state_dict().items()}
+    for name, sizes in packed.sizes.items() if packed is not None else ():
+        if name not in modules or not is_packable(modules[name]):
+            yield f"{name}: the module has no linear layer of this name"
+            continue
+        layer = packed.layer.like(modules[name], "meta", **sizes)
+        shapes |= {f"{name}.{key}": tensor.shape for key, tensor in layer.state_dict().items()}
+        form, columns = layer.FORMAT, layer.in_features
+        if form.counted and is_conv1d(modules[name]) and columns == layer.out_features:
+            yield f"{name}: a square Conv1D, whose bits may be those of its transpose; `--skip` it"
+        values, places = (tensors.get(f"{name}.{key}") for key in ("weight", form.places))
+        stored = values is not None and places is not None
+        if stored and (damage := form.damage(values, places, columns)):
+            yield f"{name}.{form.places}: damaged, {damage}"
+    for name in sorted(shapes.keys() | tensors.keys()):
+        if name not in tensors:
+            yield f"{name}: missing from the file"
+        elif name not in shapes:
+            yield f"{name}: not in the module"
+        elif tensors[name].shape != shapes[name]:
+            found, expected = tuple(tensors[name].shape), tuple(shapes[name])
+            yield f"{name}: the shape is {found} in the file and {expected} in the module"

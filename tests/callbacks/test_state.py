@@ -1,0 +1,98 @@
+"""The callback's state in a Lightning checkpoint, and what its report knows of the run."""
+
+import lightning
+import pytest
+import torch
+
+from callbacks import MRPCallback
+from callbacks.pruning import PruningCallback
+from mrp_lightning import CausalLM, TextDataModule, Trainer
+from mrp_lightning.environment import command
+from mrp_lightning.errors import FormatError
+
+
+def trainer(callback, quiet):
+    return lightning.Trainer(callbacks=[callback], **quiet)
+
+
+def test_a_checkpoint_carries_report_and_recipe(llama, loader, quiet, tmp_path):
+    module, callback = CausalLM(llama()), MRPCallback(pattern="2:4", damping=0.02, targets="mlp")
+    pruning = trainer(callback, quiet)
+    pruning.predict(module, loader)
+    pruning.save_checkpoint(tmp_path / "pruned.ckpt")
+    torch.load(tmp_path / "pruned.ckpt", weights_only=True)
+
+    other, dense = MRPCallback(pattern="2:4", damping=0.02), CausalLM(llama())
+    logits = trainer(other, quiet).predict(dense, loader, ckpt_path=tmp_path / "pruned.ckpt")
+    assert other.report.to_dict() == callback.report.to_dict()
+    assert other.recipe == callback.recipe
+    assert other.state_dict() == callback.state_dict()
+    weights = module.model.state_dict()
+    assert all(torch.equal(t, weights[n]) for n, t in dense.model.state_dict().items())
+    with torch.no_grad():
+        assert torch.allclose(logits[0], module(next(iter(loader))), atol=1e-6)
+
+
+def test_a_callback_that_has_not_pruned_changes_nothing(llama, loader, quiet, tmp_path):
+    module = CausalLM(llama())
+    before = trainer(MRPCallback(pattern="1:4"), quiet)
+    before.strategy.connect(module)
+    before.save_checkpoint(tmp_path / "dense.ckpt")
+    callback = MRPCallback(pattern="2:4")
+    trainer(callback, quiet).predict(module, loader, ckpt_path=tmp_path / "dense.ckpt")
+    assert callback.report.totals["sparsity"] == 0.5
+
+
+def test_a_damaged_state_is_told():
+    callback = MRPCallback(pattern="2:4")
+    state = callback.state_dict() | {"report": {"format_version": 1}}
+    with pytest.raises(FormatError, match="the callback's state is no report"):
+        callback.load_state_dict(state)
+
+
+def test_the_report_says_where_it_comes_from(tiny_llama, loader, quiet, llama, tmp_path):
+    (tmp_path / "text.txt").write_text("import this\n" * 3000)
+    data = TextDataModule(str(tmp_path / "text.txt"), num_samples=3, sequence_length=24, seed=7)
+    callback = PruningCallback(method="magnitude", pattern="2:4")
+    Trainer(**quiet).predict(CausalLM(tiny_llama), datamodule=data, callbacks=callback)
+    found = callback.report.provenance
+    assert found["data"] == {
+        "source": "text.txt",
+        "samples": 3,
+        "sequence_length": 24,
+        "seed": 7,
+    }
+    assert found["command"] == command()
+    callback = PruningCallback(method="magnitude", pattern="2:4")
+    Trainer(**quiet).predict(CausalLM(llama()), loader, callbacks=callback)
+    found = callback.report.provenance["data"]
+    assert found == {"source": None, "samples": 8, "sequence_length": 16, "seed": None}
+
+
+@pytest.mark.parametrize(
+    ("started", "told"),
+    [
+        (["-m", "mrp_lightning", "predict", "a b"], "python -m mrp_lightning predict 'a b'"),
+        (["/env/bin/mrp-lightning", "predict"], "mrp-lightning predict"),
+        (["own.py"], "python own.py"),
+        (["-c", "import this"], None),
+        ([], None),
+        (["-m", "ipykernel_launcher", "-f", "x.json"], None),
+    ],
+)
+def test_commands_are_as_they_would_be_typed(started, told, monkeypatch):
+    monkeypatch.setattr("sys.executable", "/env/bin/python")
+    monkeypatch.setattr("sys.orig_argv", ["/env/bin/python3", *started])
+    assert command() == told
+
+
+def test_the_share_of_the_models_weights_is_told(llama, loader, quiet, caplog):
+    callback, model = MRPCallback(pattern="2:4", targets="mlp"), llama()
+    with caplog.at_level("INFO"):
+        Trainer(**quiet).predict(CausalLM(model), loader, callbacks=callback)
+    total = sum(p.numel() for p in model.parameters())
+    pruned = sum(p.numel() for n, p in model.named_parameters() if "mlp" in n)
+    totals = callback.report.totals
+    assert totals["model_weights"] == total
+    assert totals["share"] == pruned / total
+    assert f"{pruned / total:.0%} of the model's weights are in them" in caplog.text

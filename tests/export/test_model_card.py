@@ -1,0 +1,48 @@
+"""The card of an exported model."""
+
+import json
+
+import huggingface_hub
+import pytest
+
+from export.to_sparse import main
+from mrp_lightning.evaluation import records
+
+CARD = "---\nlicense: mit\ntags: [pruned]\n---\n\n# Tiny, pruned with mrp-lightning\n"
+SCORES = {"perplexity": 28.0, "loss": 1.0, "context": 128, "windows": 2, "tokens": 254}
+
+
+def test_it_is_the_pruned_models_with_how_to_load_it(llama, tmp_path, monkeypatch):
+    (llama / "README.md").write_text(CARD)
+    records.record(llama, perplexity={"c4": SCORES})
+    main([str(llama), "--out", str(tmp_path / "out")])
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert huggingface_hub.ModelCard(text).data.to_dict() == {"license": "mit", "tags": ["pruned"]}
+    assert text.startswith(CARD)
+    assert "| c4 | 28.000 | 128 | 254 |" in text
+    assert "14 layers take 0.5625 of their bytes" in text
+    assert "Its logits are equal to those of the pruned model" in text
+    assert "README.md" in json.loads((tmp_path / "out" / "export_report.json").read_text())["files"]
+    code = text.split("```python\n")[1].split("```")[0]
+    assert code.startswith("import export")
+    monkeypatch.chdir(tmp_path)
+    found: dict = {}
+    exec(code.replace("DIRECTORY", "out"), found)
+    assert type(found["model"]).__name__ == "LlamaForCausalLM"
+
+
+def test_a_model_without_a_card_gets_one(llama):
+    main([str(llama)])
+    text = (llama.with_name("llama-sparse24") / "README.md").read_text()
+    assert huggingface_hub.ModelCard(text).data.tags == ["pruned", "sparse"]
+    assert "import export" in text
+
+
+@pytest.mark.parametrize("has_card", [False, True])
+def test_the_dense_form_has_the_pruned_models(has_card, llama):
+    if has_card:
+        (llama / "README.md").write_text(CARD)
+    main([str(llama), "--format", "dense"])
+    file = llama.with_name("llama-dense") / "README.md"
+    assert file.exists() == has_card
+    assert not has_card or file.read_text() == CARD

@@ -1,0 +1,158 @@
+"""A user's own LightningModule: pruned, packed by the names in its report, and loaded again."""
+
+import copy
+import json
+
+import lightning
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers.pytorch_utils import Conv1D
+
+import export
+from callbacks import MRPCallback
+from export.to_sparse import main
+from mrp_lightning.errors import FormatError
+from mrp_lightning.pruning.report import LayerReport, PruningReport
+
+QUIET = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+class Block(nn.Module):
+    """A linear layer, a square `Conv1D`, which stores its transpose, and a convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.square = nn.Linear(16, 32), Conv1D(32, 32)
+        self.conv, self.down = nn.Conv2d(8, 8, 1), nn.Linear(32, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.square(torch.relu(self.up(x)))
+        y = y + self.conv(y.view(-1, 8, 2, 2)).flatten(1)
+        return x + self.down(torch.relu(y))
+
+
+class Own(lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head, self.tied = nn.Linear(16, 8), nn.Linear(16, 8)
+        self.tied.weight = self.head.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) + self.tied(x)
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self(batch)
+
+
+@pytest.fixture
+def pruned(tmp_path):
+    torch.manual_seed(0)
+    module = Own()
+    for conv1d in (block.square for block in module.blocks):
+        nn.init.normal_(conv1d.bias)
+    callback = MRPCallback(pattern="2:4", save_dir=tmp_path / "own")
+    trainer = lightning.Trainer(callbacks=[callback], **QUIET)
+    trainer.predict(module, DataLoader(torch.randn(64, 16), batch_size=16))
+    return module, tmp_path / "own"
+
+
+def test_it_is_packed_and_loaded_bit_by_bit(pruned, capsys):
+    module, directory = pruned
+    main([str(directory)])
+    assert "logits not compared: the module is your own" in capsys.readouterr().out
+    out = directory.with_name("own-sparse24")
+    report = json.loads((out / "export_report.json").read_text())
+    reasons = {row["name"]: row["dense_because"] for row in report["layers"]}
+    packed = [name for name, reason in reasons.items() if reason is None]
+    assert sorted(packed) == [f"blocks.{k}.{n}" for k in (0, 1) for n in ("down", "square", "up")]
+    assert reasons["blocks.0.conv"] == "its weight has 4 dimensions; the format packs matrices"
+    assert len(report["parity"]["operators"]) == 6
+    stored = load_file(out / "model.safetensors")
+    assert stored["blocks.0.up.weight"].shape == (32, 8)
+    other = export.load_into(Own(), out)
+    for name in packed:
+        layer = other.get_submodule(name)
+        assert isinstance(layer, export.Sparse24Linear)
+        expected = module.get_submodule(name).weight.detach()
+        expected = expected.T if name.endswith("square") else expected
+        assert torch.equal(layer.dense_weight().view(torch.int32), expected.view(torch.int32))
+    x = torch.randn(5, 16)
+    assert torch.allclose(other(x), module(x), rtol=1e-5, atol=1e-5)
+    main([str(directory), "--check-only"])
+
+
+def test_the_dense_format_loads_with_the_same_function(pruned):
+    module, directory = pruned
+    main([str(directory), "--format", "dense"])
+    out = directory.with_name("own-dense")
+    assert not (out / "config.json").exists()
+    other = export.load_into(Own(), out)
+    assert all(torch.equal(t, module.state_dict()[n]) for n, t in other.state_dict().items())
+
+
+def test_a_module_that_does_not_fit_is_left_as_it_is(pruned):
+    _, directory = pruned
+    main([str(directory)])
+    out = directory.with_name("own-sparse24")
+    other = Own()
+    other.blocks[1].down = nn.Identity()
+    other.extra, other.head = nn.Linear(2, 2), nn.Linear(16, 9)
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(FormatError) as error:
+        export.load_into(other, out)
+    for problem in (
+        "blocks.1.down: the module has no linear layer of this name",
+        "blocks.1.down.weight: not in the module",
+        "extra.weight: missing from the file",
+        "head.weight: the shape is (8, 16) in the file and (9, 16) in the module",
+    ):
+        assert problem in str(error.value)
+    assert other.state_dict().keys() == before.keys()
+    assert all(torch.equal(t, before[n]) for n, t in other.state_dict().items())
+    tensors = load_file(out / "model.safetensors")
+    tensors["blocks.0.up.weight_meta"][0, 0] = 0
+    save_file(tensors, out / "model.safetensors")
+    with pytest.raises(FormatError, match="blocks.0.up.weight_meta: damaged, 2 nibbles"):
+        export.load_into(Own(), out)
+
+
+def test_layers_of_the_report_must_be_2_of_4(pruned, capsys):
+    _, directory = pruned
+    tensors = load_file(directory / "model.safetensors")
+    tensors["blocks.0.up.weight"][0, :4] = 1.0
+    save_file(tensors, directory / "model.safetensors")
+    with pytest.raises(SystemExit):
+        main([str(directory), "--format", "packed"])
+    assert "not 2:4 in 1 of 8 layers" in capsys.readouterr().err
+    main([str(directory), "--format", "packed", "--skip", "blocks.0"])
+    report = json.loads((directory.with_name("own-sparse24") / "export_report.json").read_text())
+    assert report["totals"]["packed_layers"] == 3
+
+
+def test_the_fast_path_of_torchs_encoder_is_told(tmp_path, caplog, monkeypatch):
+    encoder = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True).eval()
+    kept = torch.tensor([1.0, 0.0, 0.0, 1.0]).repeat(8)
+    encoder.linear2.weight.data.mul_(kept)
+    save_file(encoder.state_dict(), tmp_path / "model.safetensors")
+    row = {"name": "linear2", "shape": [16, 32]}
+    report = PruningReport({"method": "SM", "pattern": "2:4"}, [LayerReport.from_dict(row)])
+    report.save(tmp_path)
+    main([str(tmp_path), "--out", f"{tmp_path}-packed"])
+    other = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True).eval()
+    export.load_into(other, f"{tmp_path}-packed")
+    assert "set_fastpath_enabled(False)" in caplog.text
+    monkeypatch.setattr(torch.backends.mha, "_is_fastpath_enabled", False)
+    with torch.no_grad():
+        x = torch.randn(2, 3, 16)
+        assert torch.allclose(other(x), encoder(x), rtol=1e-5, atol=1e-6)
