@@ -61,7 +61,9 @@ def refusal(args: list[str], capsys: pytest.CaptureFixture[str], status: int = 2
     return capsys.readouterr().err
 
 
-def test_a_checkpoint_of_no_pattern_becomes_bitmasks(packed, thin, ids, capsys):
+def test_a_checkpoint_of_no_pattern_becomes_bitmasks(thin, capsys):
+    main([str(thin)])
+    packed = thin.with_name("llama-bitmask")
     assert "14 bitmask layers" in capsys.readouterr().out
     report = json.loads((packed / "export_report.json").read_text())
     assert report["format"] == "bitmask"
@@ -135,7 +137,7 @@ def test_what_would_get_no_smaller_is_refused_with_the_reason(llama, capsys):
     tensors = load_file(llama / "model.safetensors")
     tensors["model.layers.0.mlp.up_proj.weight"][:, ::2] = 0.0
     save_file(tensors, llama / "model.safetensors", {"format": "pt"})
-    main([str(llama), "--allow-partial"])
+    main([str(llama), "--format", "bitmask", "--allow-partial"])
     report = json.loads((llama.with_name("llama-bitmask") / "export_report.json").read_text())
     assert report["totals"]["packed_layers"] == 5
 
