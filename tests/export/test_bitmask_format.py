@@ -129,11 +129,11 @@ def test_the_documented_example_holds():
     values, bits = pack(torch.tensor([row], dtype=torch.float16))
     text = DOCUMENT.read_text()
     assert str(row).replace(".0", "").replace("-", "−") in text
-    shown = [line for line in text.splitlines() if line.startswith("weight")]
+    shown = [line for line in text.splitlines() if line.startswith(("values", "bits"))]
     words = "  ".join(f"{word >> 8:02x} {word & 255:02x}" for word in bits_of16(values))
     assert any(words in line for line in shown)
     places = " ".join(f"{byte:02x}" for byte in bits.flatten().tolist())
-    assert any(line.startswith("weight_bits") and places in line for line in shown)
+    assert any(line.startswith("bits") and places in line for line in shown)
 
 
 def bits_of16(values: Tensor) -> list[int]:
