@@ -117,7 +117,8 @@ def _backward_bitmask(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     _refuse_training(ctx)
     grad_x = None
     if ctx.needs_input_grad[0]:
-        grad_x = grad @ bitmask_format.unpack(*ctx.saved_tensors, ctx.columns)
+        values, bits = ctx.saved_tensors
+        grad_x = grad @ bitmask_format.unpack(values, bits, ctx.columns)
     grad_bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[4] else None
     return grad_x, None, None, None, grad_bias
 

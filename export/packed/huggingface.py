@@ -184,7 +184,7 @@ def pack_modules(
             f"linear layers: {', '.join(unknown)}. The class must be the one that was exported."
         )
     for name, of_layer in sizes.items():
-        packed = layer.like(modules[name], **of_layer)
+        packed = layer.like(modules[name], None, **of_layer)
         model.set_submodule(name, packed.train(modules[name].training))
 
 

@@ -81,7 +81,7 @@ class PackedLinear(nn.Module):
         rows, columns = weight.shape
         has_bias = getattr(linear, "bias", None) is not None
         options: dict[str, Any] = {"dtype": weight.dtype, "device": device or weight.device}
-        return cls(columns, rows, bias=has_bias, **options, **sizes)
+        return cls(columns, rows, bias=has_bias, **(options | sizes))
 
     @classmethod
     def from_linear(cls, linear: nn.Module) -> Self:

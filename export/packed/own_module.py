@@ -3,7 +3,7 @@
 import json
 import logging
 import os
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from export.packed.huggingface import CONFIGS, PackedConfig, pack_modules
-from export.packed.linear import is_packable
+from export.packed.linear import PackedLinear, is_packable
 from mrp_lightning.errors import FormatError
 from mrp_lightning.targets.layers import is_conv1d
 
@@ -81,24 +81,32 @@ def _packed(file: Path) -> PackedConfig | None:
     return CONFIGS[settings["quant_method"]](**settings)
 
 
+def _layers(
+    packed: PackedConfig | None,
+) -> Iterator[tuple[type[PackedLinear], str, Mapping[str, int]]]:
+    if packed is not None:
+        yield from ((packed.layer, name, sizes) for name, sizes in packed.sizes.items())
+
+
 def _problems(
     module: nn.Module, packed: PackedConfig | None, tensors: dict[str, Tensor]
 ) -> Iterator[str]:
     """What of a file does not fit the module, before anything is changed."""
     modules = dict(module.named_modules())
     shapes = {name: tensor.shape for name, tensor in module.state_dict().items()}
-    for name, sizes in packed.sizes.items() if packed is not None else ():
+    for kind, name, sizes in _layers(packed):
         if name not in modules or not is_packable(modules[name]):
             yield f"{name}: the module has no linear layer of this name"
             continue
-        layer = packed.layer.like(modules[name], "meta", **sizes)
+        layer = kind.like(modules[name], "meta", **sizes)
         shapes |= {f"{name}.{key}": tensor.shape for key, tensor in layer.state_dict().items()}
         form, columns = layer.FORMAT, layer.in_features
         if form.counted and is_conv1d(modules[name]) and columns == layer.out_features:
             yield f"{name}: a square Conv1D, whose bits may be those of its transpose; `--skip` it"
         values, places = (tensors.get(f"{name}.{key}") for key in ("weight", form.places))
-        stored = values is not None and places is not None
-        if stored and (damage := form.damage(values, places, columns)):
+        if values is None or places is None:
+            continue  # missing, which is said below
+        if damage := form.damage(values, places, columns):
             yield f"{name}.{form.places}: damaged, {damage}"
     for name in sorted(shapes.keys() | tensors.keys()):
         if name not in tensors:
