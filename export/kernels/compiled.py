@@ -3,6 +3,7 @@
 import functools
 import logging
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -54,7 +55,7 @@ def _missing_tool() -> str | None:
 
     if not cpp_extension.is_ninja_available():
         return "ninja is not installed"
-    compiler = cpp_extension.get_cxx_compiler()
+    compiler, *_ = shlex.split(cpp_extension.get_cxx_compiler())
     return None if shutil.which(compiler) else f"there is no compiler {compiler!r}"
 
 

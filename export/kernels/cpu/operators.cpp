@@ -5,6 +5,7 @@
 #include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
+#include <c10/util/DimVector.h>
 #include <torch/library.h>
 
 namespace {
@@ -14,6 +15,7 @@ using Bias = std::optional<Tensor>;
 
 // Up to here rows are decoded for every four tokens; beyond, once, for a dense product.
 constexpr int64_t FEW_TOKENS = 8;
+constexpr int64_t FEW_TOKENS_PORTABLE = 2;
 // Weights that a thread should have for its own.
 constexpr int64_t GRAIN = 32768;
 
@@ -32,13 +34,13 @@ Tensor linear(
   TORCH_CHECK(
       !bias || (bias->numel() == rows && bias->scalar_type() == x.scalar_type()),
       "The bias must have a value for each of ", rows, " rows, in the dtype of the input.");
-  std::vector<int64_t> shape = x.sizes().vec();
+  c10::DimVector shape(x.sizes());
   shape.back() = rows;
-  int64_t count = 1;
+  int64_t count = 1;  // of tokens
   for (int64_t size : x.sizes().slice(0, x.dim() - 1)) {
     count *= size;
   }
-  const Tensor tokens = x.reshape({count, columns}).contiguous();
+  const Tensor tokens = x.contiguous();
   const Tensor stored = values.contiguous(), where = places.contiguous();
   const Tensor added = bias ? bias->contiguous() : Tensor();
   const int64_t grain = std::max<int64_t>(1, GRAIN / std::max<int64_t>(columns, 1));
@@ -49,8 +51,9 @@ Tensor linear(
         first, first + stored.numel(), where.const_data_ptr<uint8_t>(), where.size(1), columns,
         offsets};
     if constexpr (std::is_same_v<scalar_t, c10::BFloat16>) {
-      if (count <= FEW_TOKENS) {
-        result = at::empty({count, rows}, x.options());
+      const bool vector = mrp::has_avx512() && !portable;
+      if (count <= (vector ? FEW_TOKENS : FEW_TOKENS_PORTABLE)) {
+        result = at::empty(shape, x.options());
         scalar_t* y = result.mutable_data_ptr<scalar_t>();
         const scalar_t* input = tokens.const_data_ptr<scalar_t>();
         const scalar_t* shift = bias ? added.const_data_ptr<scalar_t>() : nullptr;
@@ -67,7 +70,7 @@ Tensor linear(
     });
     result = at::linear(tokens, dense, bias);
   });
-  return result.view(shape);
+  return result;
 }
 
 Tensor bitmask(
