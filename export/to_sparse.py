@@ -91,6 +91,8 @@ def convert(options: argparse.Namespace) -> ExportReport:
         )
     if options.format is not None or options.out is not None:
         _output(options)  # refused before anything is read
+    if device.index is not None:
+        torch.cuda.set_device(device)  # where `load` puts torchao's tensors
     source = open_checkpoint(options.checkpoint)
     if options.format == "torchao" and not source.config:
         raise errors.OptionError(

@@ -1,12 +1,14 @@
-"""The device of a command, and what a result was made with: machine, libraries, their versions."""
+"""What a command finds here: device, hub, libraries; and by what of it a result was made."""
 
 import logging
 import os
 import platform
 import shlex
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -48,6 +50,35 @@ def machine(device: torch.device) -> str:
     else:
         name = f"{_processor()}, {torch.get_num_threads()} of {os.cpu_count()} cores"
     return f"{name}; torch {torch.__version__}"
+
+
+_HUB_SECONDS = 3
+"""How long the hub has to answer."""
+_ANSWER_SECONDS = 60
+"""How long its answer, or its silence, counts."""
+
+
+def why_no_hub() -> str | None:
+    """Why the hub cannot be reached, `None` if it can be.
+
+    The libraries that load from it try each file for half a minute. Here it is asked once.
+    """
+    import huggingface_hub
+
+    if huggingface_hub.is_offline_mode():
+        return "HF_HUB_OFFLINE is set"
+    return _ask_hub(int(time.monotonic() / _ANSWER_SECONDS))
+
+
+@lru_cache(maxsize=1)
+def _ask_hub(period: int) -> str | None:  # noqa: ARG001  (an answer counts for a while)
+    from huggingface_hub import constants, get_session
+
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_HUB_SECONDS)
+    except Exception as error:  # of whichever library asks: no name, no route, no certificate
+        return f"{constants.ENDPOINT} cannot be reached: {error}"
+    return None
 
 
 def hush_torchao() -> None:

@@ -37,6 +37,10 @@ class SaveError(OSError):
     """A pruned model could not be written; it is still in memory, and can be saved elsewhere."""
 
 
+class OutOfMemoryError(RuntimeError):
+    """There was not enough memory to calibrate or to prune; the message says what to lower."""
+
+
 class OptionError(ValueError):
     """An option has a value that it cannot have."""
 

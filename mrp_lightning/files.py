@@ -15,7 +15,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from mrp_lightning.errors import OptionError
+from mrp_lightning.errors import FormatError, OptionError
 
 _PARTIAL = ".partial"
 _LOCK = ".lock"
@@ -248,6 +248,50 @@ def as_json(content: Any) -> str:
         TypeError: There is something else in it.
     """
     return json.dumps(_finite(content), indent=2, allow_nan=False) + "\n"
+
+
+def read_json(path: str | os.PathLike[str], remedy: str, version: int | None = None) -> Any:
+    """Read a JSON object.
+
+    Args:
+        path: The file.
+        remedy: What to do if it cannot be read, such as "prune again".
+        version: What its `format_version` has to be; `None` for a file that has none.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        FormatError: It is no JSON object, or of another version.
+    """
+    try:
+        content = json.loads(Path(path).read_text("utf-8"))
+    except ValueError as error:
+        raise FormatError(f"{path} is not JSON ({error}). Delete it, or {remedy}.") from error
+    if version is not None:
+        check_version(content, str(path), version, remedy)
+    if not isinstance(content, dict):
+        kind = type(content).__name__
+        raise FormatError(f"{path}: expected a JSON object, got a {kind}. Delete it, or {remedy}.")
+    return content
+
+
+def check_version(content: Any, source: str, version: int, remedy: str) -> None:
+    """Refuse what was written in another version of a format.
+
+    Args:
+        content: What was read.
+        source: Where it comes from, for the message.
+        version: What its `format_version` has to be.
+        remedy: What to do otherwise, such as "prune again".
+
+    Raises:
+        FormatError: It has another `format_version`, or none.
+    """
+    found = content.get("format_version") if isinstance(content, dict) else None
+    if found != version:
+        raise FormatError(
+            f"{source}: `format_version` is {found!r}, but this version of mrp-lightning reads "
+            f"{version}. Use the version that wrote it, or {remedy}."
+        )
 
 
 def _finite(content: Any) -> Any:

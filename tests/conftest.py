@@ -70,6 +70,18 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.fixture(scope="session")
+def tiny_gguf(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model and the tokenizer of `tiny_llama` as a GGUF file, alone in its directory."""
+    for package in ("gguf", "accelerate"):
+        pytest.importorskip(package, reason="needs the extra `gguf`")
+    from gguf_files import write
+
+    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    write(path, tiny_llama)
+    return path
+
+
 @pytest.fixture
 def build() -> Callable[[str], nn.Module]:
     """A tiny random model of a family, the same one on every call."""

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from mrp_lightning.calibration.digests import Digest, digest, relative_error
+from mrp_lightning.calibration.memory import is_out_of_memory
 from mrp_lightning.calibration.walks import Container, Inject, Rerun, Walk, hidden_input, hidden_of
 from mrp_lightning.errors import TargetError
 from mrp_lightning.targets.blocks import Block
@@ -197,6 +198,8 @@ def _self_test(
             ours = digest(hidden_of(output))
             walk.keep(0, output)
         except Exception as problem:  # whatever a stubbed model stumbles over
+            if is_out_of_memory(problem):
+                raise
             return f"{name}: {type(problem).__name__}: {problem}"
         error = relative_error(ours, real.outputs[k], real.inputs[k])
         if not error <= SELF_TEST_TOLERANCE:

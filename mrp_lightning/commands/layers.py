@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from mrp_lightning.models.gguf import located
 from mrp_lightning.models.loading import load_config
 from mrp_lightning.models.skeleton import build_without_weights
 from mrp_lightning.solver.patterns import SemiStructured, Unstructured, make_pattern
@@ -92,7 +93,8 @@ def main(args: Sequence[str] | None = None) -> None:
     if options.pattern is not None or options.sparsity is not None:
         pattern = make_pattern(options.sparsity, options.pattern)
     trust = options.trust_remote_code
-    config = load_config(options.model, revision=options.revision, trust_remote_code=trust)
+    source = located(options.model, options.gguf_file, options.revision)
+    config = load_config(source, revision=options.revision, trust_remote_code=trust)
     model = build_without_weights(config, trust_remote_code=trust)
     listing = list_layers(
         model,
@@ -194,11 +196,13 @@ def print_listing(listing: Listing) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
+        allow_abbrev=False,
         prog="python -m mrp_lightning layers",
         description="List what would be pruned and what would stay dense, and why. No weights are "
         "needed: of the model only the configuration is read.",
     )
-    parser.add_argument("--model", required=True, help="a model directory or a hub id")
+    parser.add_argument("--model", required=True, help="a model directory, hub id or GGUF file")
+    parser.add_argument("--gguf-file", metavar="NAME", help="the GGUF file in that directory")
     amount = parser.add_mutually_exclusive_group()
     amount.add_argument("--pattern", help="N:M, as for the callback")
     amount.add_argument("--sparsity", type=float, help="fraction of the weights, as there")

@@ -3,6 +3,7 @@
 import inspect
 import sys
 from collections.abc import Callable
+from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -24,6 +25,8 @@ _USER_ERRORS: tuple[Any, ...] = (
     PermissionError,
 )
 
+
+_OF_LIGHTNING = ("predict", "test", "validate", "fit")
 
 # Each is `main` of a module of this package, loaded when it is asked for.
 _COMMANDS = ("layers", "zeroshot", "report", "sweep")
@@ -51,12 +54,21 @@ def main(args: list[str] | None = None) -> None:
 
 
 def _command(name: str) -> Callable[[list[str]], None] | None:
-    """The command of that name, `None` for those of LightningCLI."""
+    """The command of that name, `None` for those of LightningCLI.
+
+    Raises:
+        OptionError: There is none.
+    """
     if name in _COMMANDS:
         return import_module(f"mrp_lightning.commands.{name}").main
     for plugin in entry_points(group=GROUP, name=name):
         return plugin.load()
-    return None
+    if name.startswith("-") or name in _OF_LIGHTNING:
+        return None
+    known = [*_OF_LIGHTNING, *_COMMANDS, *(plugin.name for plugin in entry_points(group=GROUP))]
+    near = get_close_matches(name, known, n=1)
+    meant = f"Did you mean `{near[0]}`?" if near else f"There are {', '.join(known)}."
+    raise errors.OptionError(f"there is no command `{name}`. {meant}")
 
 
 def _run_lightning(args: list[str] | None) -> None:

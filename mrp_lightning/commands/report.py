@@ -1,6 +1,7 @@
 """`python -m mrp_lightning report`: one HTML page about a run, or about all runs in a directory."""
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,27 +10,25 @@ from mrp_lightning.environment import extra
 from mrp_lightning.experiments.runs import find_runs
 
 
-def main(args: Sequence[str] | None = None) -> None:
+def main(args: Sequence[str]) -> None:
     """Write the page, and say where it is."""
     options = _parser().parse_args(args)
     out = options.out or options.run_dir / "report.html"
     runs = find_runs(options.run_dir)
     with extra("report", "`report`"):
-        import jinja2  # noqa: F401
-        import matplotlib  # noqa: F401
-    from mrp_lightning.experiments.page.page import make_page
-    from mrp_lightning.experiments.page.write import check_out, pictures_directory, write_page
-
-    check_out(out, overwrite=options.overwrite)
-    page = make_page(runs, options.run_dir.resolve().name, options.title)
-    write_page(page, out, overwrite=options.overwrite)
-    where = f", pictures in {pictures_directory(out)}" if page.pictures else ""
+        from mrp_lightning.experiments.page import page as pages
+    pages.check_out(out, overwrite=options.overwrite)
+    command = shlex.join(["python", "-m", "mrp_lightning", "report", *args])
+    page = pages.make_page(runs, options.run_dir.resolve().name, options.title, command=command)
+    pages.write_page(page, out, overwrite=options.overwrite)
+    where = f", pictures in {pages.pictures_directory(out)}" if page.pictures else ""
     num = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
     sys.stdout.write(f"{num}: {out}{where}\n")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
+        allow_abbrev=False,
         prog="python -m mrp_lightning report",
         description="Write one HTML page, which needs no other file, about the runs in a directory "
         "and beneath it: pruning_report.json, evaluation.json. The pictures are written as PNG "

@@ -5,7 +5,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from jsonargparse import ArgumentParser
 from rich.console import Console
 from rich.markdown import Markdown
 
@@ -20,11 +19,13 @@ from mrp_lightning.experiments.execute import (
     evaluate_again,
     execute,
     require_pruning,
+    why_no_model,
 )
 from mrp_lightning.experiments.runs import TRIAL, Run, read_run
 from mrp_lightning.experiments.summary import scores, summarize
 from mrp_lightning.experiments.sweep import Sweep
 from mrp_lightning.experiments.trials import Trial
+from mrp_lightning.loop.cli import ConciseParser
 
 _WHAT = str(Sweep.__doc__).partition("Args:")[0].strip()
 
@@ -39,7 +40,7 @@ def main(args: list[str]) -> None:
     sweep = read_sweep(args)
     if sweep.page:
         with extra("report", "`page`"):
-            import matplotlib  # noqa: F401
+            from mrp_lightning.experiments.document import write_document
     console = Console()
     failed = make_runs(sweep, console)
     runs = finished_runs(sweep, sweep.trials)
@@ -49,8 +50,6 @@ def main(args: list[str]) -> None:
         console.print(Markdown(tables.markdown(summary)))
         console.print(f"The tables are in {sweep.out}/results.md, results.csv and results.json.")
     if runs and sweep.page:
-        from mrp_lightning.experiments.document import write_document
-
         write_document(
             Path(sweep.page),
             list(runs.values()),
@@ -60,7 +59,10 @@ def main(args: list[str]) -> None:
         )
         console.print(f"The page is {sweep.page}.")
     if failed:
-        lines = "".join(f"\n  {trial.directory}: {error}" for trial, error in failed.items())
+        names: dict[str, list[str]] = {}
+        for trial, error in failed.items():
+            names.setdefault(error, []).append(str(trial.directory))
+        lines = "".join(f"\n  {', '.join(named)}: {error}" for error, named in names.items())
         sys.stderr.write(f"error: {len(failed)} runs failed, all others were made:{lines}\n")
         raise SystemExit(1)
 
@@ -71,7 +73,7 @@ def read_sweep(args: list[str]) -> Sweep:
     Raises:
         OptionError: A setting, a method or `only` is wrong.
     """
-    parser = ArgumentParser(prog="python -m mrp_lightning sweep", description=_WHAT)
+    parser = ConciseParser(prog="python -m mrp_lightning sweep", description=_WHAT)
     parser.add_argument("--config", action="config", help="YAML of a sweep; may be repeated.")
     parser.add_class_arguments(Sweep)
     parsed = parser.instantiate(parser.parse_args(args))
@@ -100,9 +102,10 @@ def make_runs(sweep: Sweep, console: Console) -> dict[Trial, str]:
     console.print(f"{len(sweep.selected)} runs, of which {len(waiting)} are to be made.")
     if incomplete:
         console.print(f"{len(incomplete)} more are to be evaluated on `zeroshot`.")
-    failed: dict[Trial, str] = {}
-    work = [*waiting, *incomplete]
+    failed = _without_model(sweep, waiting)
+    work = [trial for trial in [*waiting, *incomplete] if trial not in failed]
     for number, trial in enumerate(work, start=1):
+        console.print(f"[{number}/{len(work)}] {trial.directory} …", markup=False, soft_wrap=True)
         try:
             said = _make(trial, sweep, tasks)
         except Exception as error:
@@ -141,8 +144,7 @@ def _require_same_configurations(sweep: Sweep, finished: Mapping[Trial, Run]) ->
     differing: dict[str, list[str]] = {}
     for trial, run in finished.items():
         config = described(configure(trial, sweep))
-        if run.finished and run.finished.config != config:
-            found = difference(run.finished.config, config)
+        if run.finished and (found := difference(run.finished.config, config)):
             differing.setdefault(found, []).append(run.name)
     if differing:
         listed = "; and ".join(f"{what} ({', '.join(names)})" for what, names in differing.items())
@@ -150,6 +152,13 @@ def _require_same_configurations(sweep: Sweep, finished: Mapping[Trial, Run]) ->
             f"`out`: {sweep.out} holds runs with another configuration: {listed}. "
             "Name another directory, or delete these runs to repeat them."
         )
+
+
+def _without_model(sweep: Sweep, trials: Sequence[Trial]) -> dict[Trial, str]:
+    """The trials of models that cannot be had, and why."""
+    models = dict.fromkeys(trial.model for trial in trials)
+    reasons = {model: why_no_model(model, sweep) for model in models}
+    return {trial: reason for trial in trials if (reason := reasons[trial.model])}
 
 
 def _lacks(run: Run, tasks: Sequence[str]) -> bool:

@@ -25,6 +25,7 @@ from mrp_lightning.evaluation.records import (
 )
 from mrp_lightning.evaluation.zeroshot import PAPER_TASKS, evaluate, load_tasks, summarize
 from mrp_lightning.loop.causal_lm import CausalLM
+from mrp_lightning.models.gguf import located
 from mrp_lightning.models.loading import load_config
 
 
@@ -32,6 +33,7 @@ def main(args: Sequence[str] | None = None) -> None:
     """Evaluate, print a table, and write the results."""
     options = _parser().parse_args(args)
     device = device_named(options.device)
+    options.model = located(options.model, options.gguf_file, options.revision)
     if options.out is not None:
         _check_writable(options.out)
     if (Path(options.model).expanduser() / NAME).exists():
@@ -109,11 +111,13 @@ def _check_writable(path: Path) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
+        allow_abbrev=False,
         prog="python -m mrp_lightning zeroshot",
         description="Run tasks of lm-eval on a dense, pruned or packed checkpoint. The results are "
         "added to evaluation.json in its directory.",
     )
-    parser.add_argument("--model", required=True, help="a model directory or a hub id")
+    parser.add_argument("--model", required=True, help="a model directory, hub id or GGUF file")
+    parser.add_argument("--gguf-file", metavar="NAME", help="the GGUF file in that directory")
     parser.add_argument(
         "--tasks",
         type=_names,

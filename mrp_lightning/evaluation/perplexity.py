@@ -1,5 +1,6 @@
 """Exact perplexity: the likelihood of each token once, in float32 or better, in any batches."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -8,24 +9,31 @@ from torch.nn import functional as F
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
+from mrp_lightning.text.prefix import Windows
+
 _POSITIONS = 1024  # whose logits are in float32 at the same time
 
 
-def token_losses(logits: Tensor, ids: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def token_losses(
+    logits: Tensor, ids: Tensor, mask: Tensor | None, wanted: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Negative log-likelihood −log p(id_t | id_<t) of every token but the first of each window.
 
     Args:
         logits: (batch, length, vocabulary), of any floating precision; the softmax is in float32.
         ids: (batch, length).
         mask: (batch, length), 0 where there is padding on either side; `None` where there is none.
+        wanted: (batch, length), bool, false for more tokens that are not to be predicted.
 
     Returns:
         Losses (batch, length − 1), float32, nats, 0 for what is not predicted; and which tokens are
-        predicted: those that are no padding and follow a token that is none.
+        predicted: those that are wanted, no padding, and follow a token that is none.
     """
     predicted = torch.ones_like(ids[:, 1:], dtype=torch.bool)
     if mask is not None:
         predicted = (mask[:, 1:] != 0) & (mask[:, :-1] != 0)
+    if wanted is not None:
+        predicted = predicted & wanted[:, 1:]
     targets = ids[:, 1:].long().masked_fill(~predicted, -100)
     parts = [
         F.cross_entropy(some.float(), of_some, ignore_index=-100, reduction="none")
@@ -95,12 +103,16 @@ class Perplexities:
     """
 
     def __init__(self, loaders: Any = None, device: torch.device | None = None) -> None:
-        self.names = ["text"]
-        if isinstance(loaders, dict):
-            self.names = [str(name) for name in loaders]
-        elif isinstance(loaders, list | tuple) and len(loaders) != 1:
-            self.names = [str(index) for index in range(len(loaders))]
-        self._metrics = [(MeanLoss().to(device), Perplexity().to(device)) for _ in self.names]
+        named = {"text": loaders}
+        if isinstance(loaders, Mapping):
+            named = {str(name): loader for name, loader in loaders.items()}
+        elif isinstance(loaders, list | tuple) and len(loaders) == 1:
+            named = {"text": loaders[0]}
+        elif isinstance(loaders, list | tuple):
+            named = {str(index): loader for index, loader in enumerate(loaders)}
+        self.names = list(named)
+        self._data = [getattr(loader, "dataset", None) for loader in named.values()]
+        self._metrics = [(MeanLoss().to(device), Perplexity().to(device)) for _ in named]
 
     def logged(self, index: int) -> dict[str, MeanLoss]:
         """The metrics of one text by what they are logged as: `loss`, or `loss/c4` among others."""
@@ -109,6 +121,13 @@ class Perplexities:
         return {f"loss{suffix}": loss, f"perplexity{suffix}": perplexity}
 
     def figures(self) -> dict[str, dict[str, float | int]]:
-        """What was found so far, by text; texts without a batch are left out."""
-        metrics = zip(self.names, self._metrics, strict=True)
-        return {name: metric.figures() for name, (_, metric) in metrics if metric.update_called}
+        """What was found so far, by text; texts without a batch are left out.
+
+        Of `Windows` the `prefix` is named, too: how many tokens, not counted, stood before each.
+        """
+        found = {}
+        for name, (_, metric), data in zip(self.names, self._metrics, self._data, strict=True):
+            if metric.update_called:
+                known = {"prefix": data.prefix} if isinstance(data, Windows) else {}
+                found[name] = {**metric.figures(), **known}
+        return found

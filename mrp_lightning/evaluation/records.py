@@ -1,6 +1,5 @@
 """`evaluation.json`: what a model was found to be able to do, kept beside the model or its run."""
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -10,7 +9,7 @@ from typing import Any
 from mrp_lightning.environment import versions
 from mrp_lightning.errors import FormatError
 from mrp_lightning.evaluation.card import add_perplexities
-from mrp_lightning.files import as_json, save_text
+from mrp_lightning.files import as_json, read_json, save_text
 
 FORMAT_VERSION = 1
 NAME = "evaluation.json"
@@ -34,9 +33,12 @@ class Evaluation:
 
     Attributes:
         perplexity: By text: `perplexity`, `loss` (nats a token), `context` (tokens a window),
-            `windows`, `tokens` (that were predicted).
+            `windows`, `tokens` (that were predicted), and where it is known `prefix` (tokens such
+            as BOS that stood before the text in each window).
         zeroshot: By task: its metrics as fractions, each with its standard error under
             `<metric>_stderr`, then `samples` and `num_fewshot`.
+        continuations: By text: its first tokens, `prompt`, and the `continuation` that the model
+            writes, always with the most likely token.
         model: Where the model was loaded from.
         versions: Of the libraries; those of the last evaluation where several were recorded.
         format_version: Raised when a key changes its meaning.
@@ -44,6 +46,7 @@ class Evaluation:
 
     perplexity: dict[str, Scores] = field(default_factory=dict)
     zeroshot: dict[str, Scores] = field(default_factory=dict)
+    continuations: dict[str, Mapping[str, str]] = field(default_factory=dict)
     model: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
@@ -54,6 +57,7 @@ def record(
     *,
     perplexity: Mapping[str, Scores] | None = None,
     zeroshot: Mapping[str, Scores] | None = None,
+    continuations: Mapping[str, Mapping[str, str]] | None = None,
     model: str | None = None,
 ) -> Path:
     """Add results to `evaluation.json`; those of other texts and tasks stay as they are.
@@ -66,6 +70,7 @@ def record(
         directory: Where it lies; made if it does not exist.
         perplexity: By text, as in `Evaluation`.
         zeroshot: By task, as in `Evaluation`.
+        continuations: By text, as in `Evaluation`.
         model: As in `Evaluation`; `None` keeps what is recorded.
 
     Returns:
@@ -79,6 +84,10 @@ def record(
     content = Evaluation(
         perplexity={**found.perplexity, **(perplexity or {})},
         zeroshot={**found.zeroshot, **(zeroshot or {})},
+        continuations={
+            **found.continuations,
+            **{k: dict(v) for k, v in (continuations or {}).items()},
+        },
         model=model or found.model,
         versions={**found.versions, **versions()},
     )
@@ -95,19 +104,11 @@ def read(directory: str | os.PathLike[str]) -> Evaluation:
         FormatError: The file is damaged, or of a newer version of mrp-lightning.
     """
     path = Path(directory) / NAME
-    try:
-        content: Any = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise FormatError(
-            f"{path} is not JSON ({error}). Delete it and evaluate the model again."
-        ) from error
-    version = content.get("format_version") if isinstance(content, dict) else None
-    if version != FORMAT_VERSION:
-        raise FormatError(
-            f"{path}: `format_version` is {version!r}, but this version of mrp-lightning reads "
-            f"{FORMAT_VERSION}. Use the version that wrote it, or delete it and evaluate again."
-        )
-    kinds = {"perplexity": dict, "zeroshot": dict, "versions": dict, "model": str | None}
+    content = read_json(path, "evaluate the model again", FORMAT_VERSION)
+    kinds: dict[str, Any] = dict.fromkeys(
+        ("perplexity", "zeroshot", "continuations", "versions"), dict
+    )
+    kinds["model"] = str | None
     known = {key: content[key] for key in kinds if key in content}
     wrong = [key for key, value in known.items() if not isinstance(value, kinds[key])]
     if wrong:
@@ -116,11 +117,13 @@ def read(directory: str | os.PathLike[str]) -> Evaluation:
             f"{', '.join(type(known[key]).__name__ for key in wrong)}. "
             "Delete the file and evaluate the model again."
         )
-    for section in ("perplexity", "zeroshot"):
-        for name, scores in known.get(section, {}).items():
-            if not isinstance(scores, dict) or not all(map(_is_number, scores.values())):
+    held = {"perplexity": ("numbers", _is_number), "zeroshot": ("numbers", _is_number)}
+    held["continuations"] = ("texts", lambda value: isinstance(value, str))
+    for section, (what, is_right) in held.items():
+        for name, values in known.get(section, {}).items():
+            if not isinstance(values, dict) or not all(map(is_right, values.values())):
                 raise FormatError(
-                    f"{path}: expected numbers by name in `{section}.{name}`, got {scores!r}. "
+                    f"{path}: expected {what} by name in `{section}.{name}`, got {values!r}. "
                     "Delete the file and evaluate the model again."
                 )
     return Evaluation(**known)

@@ -13,15 +13,22 @@ from typing import Any
 from transformers.utils import logging as transformers_logging
 
 from mrp_lightning.environment import machine
-from mrp_lightning.errors import OptionError
+from mrp_lightning.errors import FormatError, OptionError
 from mrp_lightning.evaluation.records import Scores, record
 from mrp_lightning.evaluation.zeroshot import Tasks, evaluate, summarize
 from mrp_lightning.experiments.runs import FinishedTrial
 from mrp_lightning.experiments.sweep import Sweep
 from mrp_lightning.experiments.trials import Trial
+from mrp_lightning.loop import progress
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.cli import PruningCLI
 from mrp_lightning.loop.pruning_callback import callbacks_that_prune
+from mrp_lightning.loop.save_evaluation import SaveEvaluation
+from mrp_lightning.models.gguf import located
+from mrp_lightning.models.loading import load_config
+
+_BAR = "trainer.enable_progress_bar"
+"""An option without a say in the result."""
 
 
 class _Configured(PruningCLI):
@@ -37,7 +44,8 @@ class _Configured(PruningCLI):
 
 def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """What two configurations do not share, such as "`data.num_samples` was 4, is 5"."""
-    changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+    keys = [key for key in {**before, **now} if key != _BAR]
+    changed = [key for key in keys if before.get(key) != now.get(key)]
     return "; ".join(f"`{key}` was {before.get(key)}, is {now.get(key)}" for key in changed)
 
 
@@ -53,6 +61,25 @@ def require_pruning(sweep: Sweep) -> None:
                 "`base` has no callback that prunes. Add one to `trainer.callbacks`, as the last: "
                 "`- class_path: callbacks.MRPCallback`."
             )
+
+
+def why_no_model(model: str, sweep: Sweep) -> str | None:
+    """Why no run of a model of the sweep can be made, `None` if nothing speaks against it.
+
+    Only its configuration is read: a name that gives nothing is found before any run, and once.
+    """
+    options = configure(Trial(model), sweep).config.model
+    if "class_path" in options:
+        return "`class_path`: a sweep measures perplexity. Name a language model, `model.model`."
+    source = options.model
+    if not isinstance(source, str):
+        return None
+    try:
+        source = located(source, options.gguf_file, options.revision)
+        load_config(source, revision=options.revision, trust_remote_code=options.trust_remote_code)
+    except (FileNotFoundError, FormatError, OptionError) as error:
+        return str(error)
+    return None
 
 
 def configure(trial: Trial, sweep: Sweep) -> _Configured:
@@ -78,16 +105,17 @@ def execute(
         save_checkpoint: Whether the directory gets the pruned model, too.
     """
     config = described(cli)
+    cli.config[_BAR] = cli.config[_BAR] is not False and sys.stdout.isatty()
     gc.collect()  # a model and its trainer hold each other: the last run's would still be there
     with _quiet():
         cli.build()
         if trial.method is not None:
             _prune(cli, directory, save_checkpoint=save_checkpoint)
+        cli.trainer.callbacks.append(SaveEvaluation(directory))  # type: ignore[attr-defined]
         cli.trainer.test(cli.model, datamodule=cli.datamodule, verbose=False)
-        assert isinstance(cli.model, CausalLM)
         device = cli.trainer.strategy.root_device
         zeroshot = _zeroshot(cli, tasks) if tasks else None
-    record(directory, perplexity=cli.model.evaluation, zeroshot=zeroshot)
+    record(directory, zeroshot=zeroshot)
     FinishedTrial(trial, machine(device), config).save(directory)
 
 
@@ -102,7 +130,7 @@ def evaluate_again(trial: Trial, sweep: Sweep, directory: Path, tasks: Tasks) ->
     """
     options = sweep.models[trial.model].options | Trial(trial.model).options()
     if trial.method is not None:
-        options |= {"model.model": str(directory)}
+        options |= {"model.model": str(directory), "model.gguf_file": None}
     gc.collect()
     with _quiet():
         cli = _parse(sweep, options)
@@ -156,7 +184,7 @@ def _text(value: Any) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence what every run would say again: a sweep shows its own progress."""
+    """Silence what every run would say again, but for where it is."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     levels = [logger.level for logger in loggers]
     argv, bars = sys.argv, transformers_logging.is_progress_bar_enabled()
@@ -164,6 +192,7 @@ def _quiet() -> Iterator[None]:
     transformers_logging.disable_progress_bar()
     for logger in loggers:
         logger.setLevel(logging.WARNING)
+    progress.log.setLevel(logging.INFO)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*does not have many workers.*")
@@ -173,5 +202,6 @@ def _quiet() -> Iterator[None]:
         sys.argv = argv
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+        progress.log.setLevel(logging.NOTSET)
         if bars:
             transformers_logging.enable_progress_bar()

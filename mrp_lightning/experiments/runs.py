@@ -1,6 +1,5 @@
 """Finding runs on disk and reading what they say: the one reader that tables and pages share."""
 
-import json
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +11,7 @@ from mrp_lightning.errors import FormatError
 from mrp_lightning.evaluation import records
 from mrp_lightning.evaluation.records import Evaluation
 from mrp_lightning.experiments.trials import Trial
-from mrp_lightning.files import as_json, save_text
+from mrp_lightning.files import as_json, read_json, save_text
 from mrp_lightning.pruning import report
 from mrp_lightning.pruning.report import LayerReport, PruningReport
 
@@ -56,11 +55,8 @@ class FinishedTrial:
         Raises:
             FormatError: It is damaged, or of a newer version of mrp-lightning.
         """
-        content = _read_json(path)
-        version = content.get("format_version") if isinstance(content, dict) else None
+        content = read_json(path, "make the run again", _FORMAT_VERSION)
         try:
-            if version != _FORMAT_VERSION:
-                raise ValueError(f"`format_version` is {version!r}, expected {_FORMAT_VERSION}")
             trial = Trial.from_dict(content["run"])
             return cls(trial, str(content["machine"]), dict(content["config"]))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -156,6 +152,9 @@ def read_run(directory: Path, name: str) -> Run:
     names = (report.NAME, records.NAME)
     files = {n: (directory / n).read_bytes() for n in names if (directory / n).is_file()}
     trial = directory / TRIAL
+    exported = None
+    if (directory / EXPORT).is_file():
+        exported = str(read_json(directory / EXPORT, "export again").get("format"))
     weights = [file.stat().st_size for file in directory.glob("*.safetensors")]
     return Run(
         directory=directory,
@@ -163,7 +162,7 @@ def read_run(directory: Path, name: str) -> Run:
         report=PruningReport.load(directory / report.NAME) if report.NAME in files else None,
         evaluation=records.read(directory) if records.NAME in files else Evaluation(),
         finished=FinishedTrial.load(trial) if trial.is_file() else None,
-        exported=_exported(directory / EXPORT),
+        exported=exported,
         weight_bytes=sum(weights) or None,
         files=files,
     )
@@ -194,17 +193,3 @@ def _below(root: Path) -> Iterator[Path]:
 def _name(directory: Path, root: Path) -> str:
     relative = directory.relative_to(root).as_posix()
     return directory.resolve().name if relative == "." else relative
-
-
-def _exported(path: Path) -> str | None:
-    if not path.is_file():
-        return None
-    content = _read_json(path)
-    return str(content.get("format")) if isinstance(content, dict) else None
-
-
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise FormatError(f"{path} is not JSON ({error}). Delete it, or make it again.") from error

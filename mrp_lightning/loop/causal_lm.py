@@ -17,8 +17,10 @@ from transformers import (
 )
 
 from mrp_lightning.calibration.offload import Offload, held_on_cpu
+from mrp_lightning.errors import OptionError
 from mrp_lightning.evaluation.perplexity import Perplexities, token_losses
-from mrp_lightning.models.batch import split_batch
+from mrp_lightning.models.batch import split_batch, to_predict
+from mrp_lightning.models.gguf import located
 from mrp_lightning.models.loading import (
     as_dtype,
     load_model,
@@ -26,8 +28,12 @@ from mrp_lightning.models.loading import (
     make_config,
     tokenizer_beside,
 )
+from mrp_lightning.models.tokenizer_files import tokenizer_files, tokenizer_from_files
 from mrp_lightning.targets.blocks import find_blocks
 from mrp_lightning.targets.zeros import pruned_layers
+
+_TOKENIZER = "tokenizer_files"
+"""The key of a checkpoint under which the files of the tokenizer are, by name, as bytes."""
 
 
 class CausalLM(LightningModule):
@@ -35,20 +41,23 @@ class CausalLM(LightningModule):
 
     The loss is the mean negative log-likelihood of every token but the first of each window, and
     perplexity its exponential. With the non-overlapping windows of `TextDataModule` this is the
-    protocol of SparseGPT and Wanda. Padding is never predicted nor counted, logits of any precision
-    are turned into probabilities in float32, and the batch size changes nothing but rounding.
+    protocol of SparseGPT and Wanda. Padding, and a token whose label in a batch is −100, is never
+    predicted nor counted, logits of any precision are turned into probabilities in float32, and the
+    batch size changes nothing but rounding.
 
     `test` and `validate` take one text, and log `perplexity` and `loss`; or several texts as a
     dictionary of dataloaders, and log `perplexity/<name>` and `loss/<name>` of each.
 
     Args:
-        model: What the model comes from: a local directory, a hub id, a configuration (an object,
-            or its dictionary with a `model_type`) for a new model with random weights, or a loaded
-            Hugging Face model.
+        model: What the model comes from: a local directory, a hub id, a GGUF file (also the only
+            one of a directory without a `config.json`), which is dequantized to bfloat16, a
+            configuration (an object, or its dictionary with a `model_type`) for a new model with
+            random weights, or a loaded Hugging Face model.
         dtype: The precision to load the weights in, such as `float32` or `bfloat16`. `None` keeps
             the checkpoint's.
         revision: The branch, tag or commit on the hub.
         trust_remote_code: Whether code that comes with the checkpoint may run here.
+        gguf_file: The name of a GGUF file in the directory or hub repository `model`.
         tokenizer: A tokenizer, or the directory or hub id of one that is not beside the model.
         attn_implementation: The attention kernel of transformers, such as `sdpa` or `eager`.
         offload: Whether the blocks stay in CPU memory in `validate` and `test`, one at a time on
@@ -61,13 +70,17 @@ class CausalLM(LightningModule):
         model: The Hugging Face model.
         tokenizer: Its tokenizer, or `None` where there is none.
         evaluation: What the last `test` or `validate` found, by text: `perplexity`, `loss`, the
-            `context` (longest window), `windows` and `tokens` (that were predicted). A single text
-            without a name is called "text".
+            `context` (longest window), `windows`, `tokens` (that were predicted) and, of the
+            windows of `TextDataModule`, `prefix` (tokens such as BOS before the text in each). A
+            single text without a name is called "text".
 
     Raises:
         FileNotFoundError: `model` is neither a model directory nor a model that the hub gives.
         TargetError: The checkpoint is quantized, or lacks weights that the model needs.
-        FormatError: Files of the checkpoint are damaged, or hold more than tensors.
+        FormatError: Files of the checkpoint are damaged, or hold more than tensors; or transformers
+            cannot read the architecture of a GGUF file.
+        OptionError: The directory holds several GGUF files, and `gguf_file` names none of them.
+        DependencyError: The model is a GGUF file, and the extra `gguf` is not installed.
         TypeError: `model` or `tokenizer` is none of the above.
     """
 
@@ -78,6 +91,7 @@ class CausalLM(LightningModule):
         dtype: str | torch.dtype | None = None,
         revision: str | None = None,
         trust_remote_code: bool = False,
+        gguf_file: str | None = None,
         tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None = None,
         attn_implementation: str | None = None,
         offload: bool = False,
@@ -87,6 +101,10 @@ class CausalLM(LightningModule):
     ) -> None:
         super().__init__()
         source = os.fspath(model) if isinstance(model, str | os.PathLike) else None
+        if source is not None:
+            source = located(source, gguf_file, revision)
+        elif gguf_file is not None:
+            raise OptionError("`gguf_file` needs `model` to be the directory or hub id of it.")
         hub = {"revision": revision, "trust_remote_code": trust_remote_code}
         options = {"attn_implementation": attn_implementation} if attn_implementation else {}
         self.model: Any
@@ -148,7 +166,7 @@ class CausalLM(LightningModule):
 
     def _token_losses(self, batch: Any) -> tuple[Tensor, Tensor]:
         ids, mask = split_batch(batch)
-        return token_losses(self(ids, mask), ids, mask)
+        return token_losses(self(ids, mask), ids, mask, to_predict(batch))
 
     def setup(self, stage: str) -> None:
         """Train all of the model, which transformers loads in evaluation mode; or offload it."""
@@ -227,9 +245,11 @@ class CausalLM(LightningModule):
         """Fill `evaluation`, and say what was found with the context that it was found at."""
         self.evaluation = self._texts.figures()
         for name, found in self.evaluation.items():
+            bos = ", BOS before each" if found.get("prefix") else ", no BOS before each"
+            bos = bos if "prefix" in found else ""
             rank_zero_info(
                 f"{name}: perplexity {found['perplexity']:.3f} (context {found['context']}, "
-                f"{found['windows']} windows, {found['tokens']:,} predicted tokens)"
+                f"{found['windows']} windows{bos}, {found['tokens']:,} predicted tokens)"
             )
 
     def _evaluate(self, batch: Any, dataloader_idx: int) -> None:
@@ -263,9 +283,15 @@ class CausalLM(LightningModule):
         }
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Store the configuration, so that the model can be rebuilt without its first source."""
+        """Store configuration and tokenizer: the model can be rebuilt without its first source."""
         saved = dict(checkpoint.get("hyper_parameters", {}))
-        if isinstance(saved.get("model"), str):
-            saved["tokenizer"] = saved["tokenizer"] or (self.tokenizer and saved["model"])
         saved["model"] = self.model.config.to_dict()
+        if self.tokenizer is not None:
+            checkpoint[_TOKENIZER] = tokenizer_files(self.tokenizer)
+            saved["tokenizer"] = None
         checkpoint["hyper_parameters"] = saved
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take the tokenizer that the checkpoint holds."""
+        if _TOKENIZER in checkpoint:
+            self.tokenizer = tokenizer_from_files(checkpoint[_TOKENIZER])

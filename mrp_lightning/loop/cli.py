@@ -1,19 +1,26 @@
-"""LightningCLI for a `CausalLM` on a `TextDataModule`."""
+"""LightningCLI for a `CausalLM` on a `TextDataModule`, or for classes of the user's."""
 
+import os
 import sys
-from typing import NoReturn
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from mrp_lightning.errors import OptionError
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.data_module import TextDataModule
+from mrp_lightning.loop.places import mentions
 from mrp_lightning.loop.pruning_callback import callbacks_that_prune
+from mrp_lightning.loop.save_evaluation import SaveEvaluation
 from mrp_lightning.loop.trainer import Trainer
 from mrp_lightning.loop.typos import explain
+from mrp_lightning.pruning.report import NAME
 
 _GPUS = {"cuda", "mps"}
 """What Lightning takes for `gpu`."""
@@ -29,24 +36,49 @@ class SaveConfigToLog(SaveConfigCallback):
 
 
 class ConciseParser(LightningArgumentParser):
-    """Lightning's parser, which says what is wrong without the usage of all options."""
+    """Lightning's parser, which says what is wrong without the usage of all options.
+
+    Options are not abbreviated: what is short for one today may be short for two tomorrow.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, allow_abbrev=False, **kwargs)
+        self._given: Sequence[str] = ()
+
+    def parse_args(self, args: Sequence[str] | None = None, *more: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """Parse a command line, and remember it for messages."""
+        self._given = sys.argv[1:] if args is None else args
+        return super().parse_args(args, *more, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """End with the mistake and the nearest name, status 2."""
+        """End with the mistake, its place and the nearest name, status 2."""
         if not self.exit_on_error:  # a parser inside another one, which reports
             super().error(message, ex)
         parser = getattr(ex, "subcommand_parser", None) or self
-        sys.stderr.write(f"error: {explain(message, parser)}\n")
+        sys.stderr.write(f"error: {explain(message, parser, self._given)}\n")
         self.exit(2)
 
 
 class PruningCLI(LightningCLI):
-    """`fit`, `validate`, `test` and `predict` of a `CausalLM` on a `TextDataModule`."""
+    """`fit`, `validate`, `test` and `predict` of a `CausalLM` on a `TextDataModule`.
+
+    Where `model` or `data` has a `class_path`, it is any LightningModule or LightningDataModule. A
+    model of the user's without `data` brings its own dataloaders.
+
+    Args:
+        args: The command line; `None` is that of the process.
+        run: Whether the command is run, or only configured.
+    """
 
     def __init__(self, args: list[str] | None = None, *, run: bool = True) -> None:
+        given = sys.argv[1:] if args is None else args
+        model, data = _keys(given, "model"), _keys(given, "data")
+        own_model, own_data = "class_path" in model, "class_path" in data
+        of_text = not own_data and (not own_model or bool(data))
         super().__init__(
-            CausalLM,
-            TextDataModule,
+            LightningModule if own_model else CausalLM,
+            TextDataModule if of_text else None,
+            subclass_mode_model=own_model,
             trainer_class=Trainer,
             save_config_callback=SaveConfigToLog,
             save_config_kwargs={"overwrite": True},
@@ -86,6 +118,20 @@ class PruningCLI(LightningCLI):
                 f"({', '.join(sorted(there))}). Got {wanted}. Name another, or leave the key out."
             )
 
+    def before_test(self) -> None:
+        """Have what is found about a model that was pruned recorded beside it."""
+        callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
+        is_kept = any(isinstance(callback, SaveEvaluation) for callback in callbacks)
+        if is_kept or not isinstance(self.model, CausalLM):
+            return
+        source = self.model.model.name_or_path
+        if not source or not (Path(source) / NAME).is_file():
+            return
+        if os.access(source, os.W_OK):
+            callbacks.append(SaveEvaluation(source))
+        else:
+            rank_zero_warn(f"{source} is read-only: the perplexity will not be recorded there.")
+
     def before_predict(self) -> None:
         """Refuse to run a model over the data for nothing.
 
@@ -99,6 +145,15 @@ class PruningCLI(LightningCLI):
                 "--trainer.callbacks.save_dir=DIR`, or in YAML `trainer: {callbacks: [{class_path: "
                 'callbacks.MRPCallback, init_args: {pattern: "2:4", save_dir: DIR}}]}`.'
             )
+
+
+def _keys(args: Sequence[str], group: str) -> set[str]:
+    """The keys that a command line and its files set in a group of options."""
+    commands = LightningCLI.subcommands()
+    paths = {group, *(f"{command}.{group}" for command in commands)}
+    in_files = {mention.word for mention in mentions(args) if mention.path in paths}
+    options = (arg.partition("=")[0] for arg in args if arg.startswith(f"--{group}."))
+    return in_files | {option.split(".")[1] for option in options}
 
 
 def _is_there(accelerator: str) -> bool:

@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningDataModule
@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from mrp_lightning.errors import DataError, OptionError
 from mrp_lightning.models.loading import load_tokenizer
 from mrp_lightning.models.positions import longest_sequence
+from mrp_lightning.text.prefix import Windows, after, frame
 from mrp_lightning.text.published import (
     CALIBRATION,
     CORPORA,
@@ -54,6 +55,13 @@ class TextDataModule(LightningDataModule):
 
     Consecutive windows do not overlap, and the last partial one is dropped.
 
+    Most windows start in the middle of a text, where the BOS of its start is far away, and some
+    families cannot do without. So what the tokenizer puts before a text stands before each window
+    (`bos="window"`), except where a published protocol is followed. It counts to the
+    `sequence_length` that the model reads, but it is not predicted, nor is the first token after
+    it: a batch to train or to evaluate on is then no tensor but a mapping of `input_ids` and
+    `labels`, −100 for these. Where the tokenizer puts nothing before a text, `bos` changes nothing.
+
     Args:
         train_files: Text files (a document each) or .jsonl files (a document a line, under
             `text_column`), for `predict` and `fit`.
@@ -69,6 +77,9 @@ class TextDataModule(LightningDataModule):
         num_samples: Number of calibration windows.
         sequence_length: Tokens a window, which is the context that perplexity is measured at. By
             default 2048, or as many as the model can read where those are fewer.
+        bos: Whether what the tokenizer puts before a text, as a rule BOS, stands once at the start
+            of each text that is cut into windows (`text`, the default for the published texts, as
+            SparseGPT has it), or before every window (`window`, the default for all others).
         batch_size: Windows a batch.
         seed: Seed of the draws of calibration windows, and of the order in which `fit` reads.
         text_column: Key of the text in .jsonl files, and its column in datasets.
@@ -94,6 +105,7 @@ class TextDataModule(LightningDataModule):
         corpora_dir: str | None = None,
         num_samples: int = 128,
         sequence_length: int | None = None,
+        bos: Literal["text", "window"] | None = None,
         batch_size: int = 1,
         seed: int = 0,
         text_column: str = "text",
@@ -105,6 +117,8 @@ class TextDataModule(LightningDataModule):
             "sequence_length": sequence_length,
             "batch_size": batch_size,
         }
+        if bos not in (None, "text", "window"):
+            raise OptionError(f"`data.bos` must be text or window. Got {bos!r}.")
         if wrong := {name: n for name, n in counts.items() if n is not None and n < 1}:
             raise OptionError(f"TextDataModule: expected positive numbers. Got {wrong}.")
         self.calibration = calibration
@@ -112,6 +126,7 @@ class TextDataModule(LightningDataModule):
         check_names([calibration] if calibration else [], CALIBRATION, "calibration")
         check_names(self.evaluation, EVALUATION, "evaluation")
         self._published = bool(self.calibration or self.evaluation)
+        self.bos = bos or ("text" if self._published else "window")
         sources = [self._published, dataset is not None, bool(train_files or eval_files)]
         if sum(sources) > 1:
             raise OptionError(
@@ -172,30 +187,35 @@ class TextDataModule(LightningDataModule):
         """What the calibration windows are drawn from, by name; of files without their place."""
         return self.calibration or self._own.train_name
 
-    def predict_dataloader(self) -> DataLoader[Tensor]:
+    def predict_dataloader(self) -> DataLoader[Any]:
         """The calibration windows, in the order in which they were drawn."""
         return self._loader(self.calibration_windows())
 
-    def train_dataloader(self) -> DataLoader[Tensor]:
+    def train_dataloader(self) -> DataLoader[Any]:
         """All training windows, shuffled anew in every epoch."""
         documents = [document + _SEPARATOR for document in self.documents("train")]
         encoded = self.tokenizer(documents, add_special_tokens=False, verbose=False)["input_ids"]
         tokens = torch.tensor(list(chain.from_iterable(encoded)), dtype=torch.int32)
-        windows = consecutive_windows(tokens, self.sequence_length, "train")
-        return self._loader(windows, shuffle=True)
+        _, prefix = self._frame()
+        windows = self._cut(tokens, "train", prefix)
+        return self._loader(Windows(windows, len(prefix)), shuffle=True)
 
-    def val_dataloader(self) -> DataLoader[Tensor] | dict[str, DataLoader[Tensor]]:
+    def val_dataloader(self) -> DataLoader[Any] | dict[str, DataLoader[Any]]:
         """The windows of the validation split, or of each published text."""
         return self._evaluation_loaders("validation")
 
-    def test_dataloader(self) -> DataLoader[Tensor] | dict[str, DataLoader[Tensor]]:
+    def test_dataloader(self) -> DataLoader[Any] | dict[str, DataLoader[Any]]:
         """The windows of the test split, or of each published text."""
         return self._evaluation_loaders("test")
 
-    def _evaluation_loaders(self, split: Split) -> DataLoader[Tensor] | dict[str, Any]:
+    def _evaluation_loaders(self, split: Split) -> DataLoader[Any] | dict[str, Any]:
         if self._published:
-            return {name: self._loader(self.corpus_windows(name)) for name in self.evaluation}
-        return self._loader(self.evaluation_windows(split))
+            windows = {name: self.corpus_windows(name) for name in self.evaluation}
+        else:
+            windows = {split: self.evaluation_windows(split)}
+        _, prefix = self._frame()
+        loaders = {name: self._loader(Windows(ids, len(prefix))) for name, ids in windows.items()}
+        return loaders if self._published else loaders[split]
 
     def calibration_windows(self) -> Tensor:
         """Random windows of the calibration text (num_samples, sequence_length), int64.
@@ -203,17 +223,22 @@ class TextDataModule(LightningDataModule):
         Raises:
             DataError: The text is too short for a window.
         """
-        draws = Draws(count=self.num_samples, length=self.sequence_length, seed=self.seed)
+        tokenizer, prefix = self._frame()
+        length = self.sequence_length - len(prefix)
+        draws = Draws(count=self.num_samples, length=length, seed=self.seed)
+        return after(prefix, self._draw(tokenizer, draws))
+
+    def _draw(self, tokenizer: Any, draws: Draws) -> Tensor:
         if not self._published:
             documents = self.documents("train")
             return segments_across_documents(
-                documents, self.tokenizer, draws, "train", separator=_SEPARATOR
+                documents, tokenizer, draws, "train", separator=_SEPARATOR
             )
         ((corpus, part),) = self._needed("predict")
         documents = self._published_documents(corpus, part)
         if part.separator is None:
-            return segments_of_documents(documents, self.tokenizer, draws, corpus.name)
-        tokens = tokenize(self.tokenizer, part.separator.join(documents))
+            return segments_of_documents(documents, tokenizer, draws, corpus.name)
+        tokens = tokenize(tokenizer, part.separator.join(documents))
         return segments_of_text(tokens, draws, corpus.name)
 
     def evaluation_windows(self, split: Split) -> Tensor:
@@ -225,8 +250,7 @@ class TextDataModule(LightningDataModule):
         Raises:
             DataError: There is no such split, or it is too short for a window.
         """
-        tokens = tokenize(self.tokenizer, _SEPARATOR.join(self.documents(split)))
-        return consecutive_windows(tokens, self.sequence_length, split)
+        return self._consecutive(_SEPARATOR.join(self.documents(split)), split)
 
     def corpus_windows(self, name: str) -> Tensor:
         """The windows of a published text that perplexity is measured on.
@@ -248,8 +272,21 @@ class TextDataModule(LightningDataModule):
         assert part is not None
         assert part.separator is not None
         text = part.separator.join(self._published_documents(corpus, part))
-        windows = consecutive_windows(tokenize(self.tokenizer, text), self.sequence_length, name)
-        return windows[: part.windows]
+        return self._consecutive(text, name)[: part.windows]
+
+    def _consecutive(self, text: str, name: str) -> Tensor:
+        tokenizer, prefix = self._frame()
+        return self._cut(tokenize(tokenizer, text), name, prefix)
+
+    def _cut(self, tokens: Tensor, name: str, prefix: Tensor) -> Tensor:
+        length = self.sequence_length - len(prefix)
+        return after(prefix, consecutive_windows(tokens, length, name))
+
+    def _frame(self) -> tuple[Any, Tensor]:
+        """What tokenizes the text, and what then stands before every window of it (tokens,)."""
+        if self.bos == "text":
+            return self.tokenizer, torch.tensor([]).long()
+        return frame(self.tokenizer, self.sequence_length)
 
     def _needed(self, stage: str) -> list[tuple[Corpus, Part]]:
         """The published texts that a stage reads, and which part of each."""
@@ -283,11 +320,9 @@ class TextDataModule(LightningDataModule):
             raise DataError("TextDataModule: published texts have no splits, but their own parts.")
         return self._own.documents(split)
 
-    def _loader(self, windows: Tensor, shuffle: bool = False) -> DataLoader[Tensor]:
+    def _loader(self, windows: Any, shuffle: bool = False) -> DataLoader[Any]:
         order = torch.Generator().manual_seed(self.seed) if shuffle else None
-        # A tensor is a sequence of windows, though not by its type.
-        dataset: Any = windows
-        return DataLoader(dataset, batch_size=self.batch_size, shuffle=shuffle, generator=order)
+        return DataLoader(windows, batch_size=self.batch_size, shuffle=shuffle, generator=order)
 
 
 def _paths(files: Sequence[str] | str | None) -> tuple[Path, ...]:

@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from mrp_lightning.loop.capture import Step
-from mrp_lightning.loop.progress import block_log, nested_progress
+from mrp_lightning.loop.progress import PlainLog, Seldom, nested_progress
 from mrp_lightning.pruning.report import LayerReport, PruningReport
 from mrp_lightning.pruning.sequential import Progress, SequentialPruner
 from mrp_lightning.solver.recipe import Recipe
@@ -49,14 +49,23 @@ def prune_in_trainer(
 
     for logger in trainer.loggers:
         logger.log_hyperparams({"prune": report.config})
-    log_line = block_log(trainer, len(plan.blocks) + bool(plan.outside))
+    plain = PlainLog(trainer, len(plan.blocks) + bool(plan.outside))
 
     def finish_block(k: int, rows: list[LayerReport]) -> None:
-        log_line(k + 1, _mean_loss(rows) if rows else None)
+        plain.finish(k + 1, _mean_loss(rows) if rows else None)
         _log_metrics(trainer, k, rows)
         _log_layers(trainer, report.pruned, rows)
 
     with nested_progress(trainer, plan.num_layers) as show:
+        is_time, shown = Seldom(), -1
+
+        def follow(progress: Progress) -> None:
+            nonlocal shown
+            if progress.layers != shown or is_time():
+                shown, text = progress.layers, _describe(progress)
+                show(progress.layers, text)
+                plain.move(text)
+
         SequentialPruner(
             model=module,
             forward=forward,
@@ -68,7 +77,7 @@ def prune_in_trainer(
             true_sequential=true_sequential,
             device=device,
             offload=offload,
-            on_progress=lambda progress: show(progress.layers, _describe(progress)),
+            on_progress=follow,
             on_block=finish_block,
         ).prune()
     for name in ("sparsity", "relative_loss"):

@@ -1,5 +1,6 @@
 """Where a pruning is: a second line in the trainer's bar, and a log where nobody sees a bar."""
 
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -8,7 +9,12 @@ from contextlib import contextmanager
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+log = logging.getLogger("lightning.pytorch.pruning")
+"""Below Lightning's, which writes to the terminal."""
+
+_BAR_SECONDS = 0.1
+_LINE_SECONDS = 30
 
 
 @contextmanager
@@ -54,31 +60,60 @@ def nested_progress(trainer: Trainer, total: int) -> Iterator[Callable[[int, str
             line.close()
 
 
-def block_log(trainer: Trainer, blocks: int) -> Callable[[int, float | None], None]:
-    """Log a line for each finished block where nobody sees a bar, with an estimate of the rest.
+class PlainLog:
+    """Lines where nobody sees a bar: for each finished block, and where a block takes long.
 
     Args:
-        trainer: The trainer, whose bar may be switched off, or go to a file.
+        trainer: The trainer, whose bar may be switched off, or go to a file. The time is counted
+            from here.
         blocks: The number of blocks in all.
-
-    Returns:
-        A function that takes the number of finished blocks and the relative loss of the last one,
-        `None` if no layer of it is pruned. The time is counted from here.
     """
-    if _has_bar(trainer) and sys.stdout.isatty():
-        return lambda *_: None
-    start = time.monotonic()
 
-    def log(done: int, relative_loss: float | None) -> None:
-        seconds = time.monotonic() - start
-        parts = [f"block {done}/{blocks}"]
+    def __init__(self, trainer: Trainer, blocks: int) -> None:
+        self._silent = _has_bar(trainer) and sys.stdout.isatty()
+        self._blocks = blocks
+        self._start = self._last = time.monotonic()
+
+    def finish(self, done: int, relative_loss: float | None) -> None:
+        """Log a finished block, with an estimate of the rest.
+
+        Args:
+            done: The number of finished blocks.
+            relative_loss: That of the last one, `None` if no layer of it is pruned.
+        """
+        self._last = time.monotonic()
+        seconds = self._last - self._start
+        parts = [f"block {done}/{self._blocks}"]
         if relative_loss is not None:
             parts.append(f"relative loss {relative_loss:.3g}")
-        rest = seconds / done * (blocks - done)
-        left = f", about {_duration(rest)} left" if done < blocks else ""
-        rank_zero_info(" · ".join([*parts, _duration(seconds) + left]))
+        rest = seconds / done * (self._blocks - done)
+        left = f", about {_duration(rest)} left" if done < self._blocks else ""
+        self._say(" · ".join([*parts, _duration(seconds) + left]))
 
-    return log
+    def move(self, text: str) -> None:
+        """Log what is being done, if there was no line for half a minute."""
+        now = time.monotonic()
+        if now - self._last >= _LINE_SECONDS:
+            self._last = now
+            self._say(f"{text} · {_duration(now - self._start)}")
+
+    def _say(self, line: str) -> None:
+        if not self._silent:
+            log.info(line)
+
+
+class Seldom:
+    """True at most ten times a second: a bar that is drawn more often costs more than it shows."""
+
+    def __init__(self) -> None:
+        self._last = 0.0
+
+    def __call__(self) -> bool:
+        """Whether it is time again."""
+        now = time.monotonic()
+        due = now - self._last >= _BAR_SECONDS
+        self._last = now if due else self._last
+        return due
 
 
 def _has_bar(trainer: Trainer) -> bool:

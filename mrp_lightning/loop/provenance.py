@@ -20,8 +20,8 @@ def provenance(trainer: Trainer, steps: Sequence[Step]) -> dict[str, Any]:
 
     Returns:
         The `command`, `None` where there is none; and the calibration `data`: `samples` and
-        `sequence_length` (the longest) of token ids, `source` and `seed` of a `TextDataModule`,
-        each `None` where it is not known.
+        `sequence_length` (the longest) of token ids, `source`, `seed` and `bos` of a
+        `TextDataModule`, each `None` where it is not known.
     """
     ids = [found for step in steps if (found := token_ids(step.batch)) is not None]
     data: dict[str, Any] = {
@@ -29,8 +29,9 @@ def provenance(trainer: Trainer, steps: Sequence[Step]) -> dict[str, Any]:
         "samples": sum(map(len, ids)) or None,
         "sequence_length": max((batch.shape[1] for batch in ids), default=None),
         "seed": None,
+        "bos": None,
     }
     module: Any = trainer.datamodule  # type: ignore[attr-defined]
     if isinstance(module, TextDataModule):
-        data |= {"source": module.calibration_source, "seed": module.seed}
+        data |= {"source": module.calibration_source, "seed": module.seed, "bos": module.bos}
     return {"command": command(), "data": data}

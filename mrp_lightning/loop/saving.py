@@ -1,4 +1,4 @@
-"""Writing a LightningModule that was pruned."""
+"""Writing a LightningModule that was pruned, or trained."""
 
 from os import PathLike
 from pathlib import Path
@@ -8,10 +8,13 @@ from safetensors.torch import save_model
 from torch import nn
 from transformers import PreTrainedModel
 
+from mrp_lightning.environment import command
 from mrp_lightning.files import check_output_dir, save_directory, visible_files
+from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.contents import checkpoint_root
 from mrp_lightning.models.loading import as_dtype
 from mrp_lightning.models.saving import save_pretrained
+from mrp_lightning.pruning.kept import kept_report
 from mrp_lightning.pruning.model_card import model_card
 from mrp_lightning.pruning.report import NAME, PruningReport
 
@@ -57,15 +60,54 @@ def save_pruned(
             save_model(model, str(staging / "model.safetensors"))
             card = model_card(report, type(model).__name__, library=None)
             (staging / "README.md").write_text(card, encoding="utf-8")
-        written = {file.relative_to(staging).as_posix() for file in visible_files(staging)}
-        report.files = sorted(written | {NAME})
-        report.save(staging)
+        _save_report(report, staging)
+
+
+def save_trained(
+    module: CausalLM,
+    directory: str | PathLike[str],
+    *,
+    dtype: str | None,
+    overwrite: bool,
+    steps: int,
+) -> None:
+    """Write a model that was trained, as a Hugging Face directory that appears when it is whole.
+
+    If the model was loaded from a directory of a pruned one, and is still as sparse, the report
+    comes along: it says which layers are pruned.
+
+    Args:
+        module: The LightningModule that holds the model.
+        directory: The directory that is made.
+        dtype: The type of the stored floating weights; `None` keeps the model's.
+        overwrite: Whether a directory that is not empty may be replaced.
+        steps: How many optimizer steps it was trained for.
+
+    Raises:
+        FileExistsError: The directory may not be replaced; see `check_output_dir`.
+    """
+    model, tokenizer = module.model, module.tokenizer
+    report, card = kept_report(model, model.name_or_path), None
+    if report is not None:
+        report.provenance["trained"] = {"steps": steps, "command": command()}
+        card = model_card(report, report.config.get("base_model"))
+    with save_directory(directory, overwrite=overwrite, sources=sources_of(model)) as staging:
+        save_pretrained(model, staging, tokenizer=tokenizer, dtype=dtype, card=card)
+        if report is not None:
+            _save_report(report, staging)
+
+
+def _save_report(report: PruningReport, staging: Path) -> None:
+    """Write the report last, with the names of all files."""
+    written = {file.relative_to(staging).as_posix() for file in visible_files(staging)}
+    report.files = sorted(written | {NAME})
+    report.save(staging)
 
 
 def sources_of(model: nn.Module) -> list[str]:
-    """The local directory that a model was read from, if it was read from one."""
+    """The local directory or file that a model was read from, if it was read from one."""
     source = getattr(model, "name_or_path", None)
-    return [source] if isinstance(source, str) and source and Path(source).is_dir() else []
+    return [source] if isinstance(source, str) and source and Path(source).exists() else []
 
 
 def num_bytes(model: nn.Module) -> int:

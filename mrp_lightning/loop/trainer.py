@@ -1,7 +1,7 @@
 """Lightning's Trainer with callbacks for a single `predict`."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,6 +11,8 @@ from lightning.pytorch.trainer.connectors.callback_connector import (
     _validate_callbacks_list,
 )
 from torch import Tensor, nn
+
+from mrp_lightning.calibration.memory import explained_out_of_memory
 
 
 class Trainer(pl.Trainer):
@@ -63,6 +65,7 @@ class Trainer(pl.Trainer):
             TypeError: `callbacks` holds something else, or `model` or `datamodule` is of the
                 package `pytorch_lightning`.
             ValueError: `callbacks` holds a progress bar, and the trainer has one already.
+            OutOfMemoryError: There is not enough memory to prune.
         """
         for argument, value in {
             "model": getattr(model, "_orig_mod", model),
@@ -73,7 +76,7 @@ class Trainer(pl.Trainer):
                 raise TypeError(f"`{argument}`: expected one of `lightning`. {_got([value])}")
         if model is not None:
             model = as_lightning_module(model)
-        with self._borrow(callbacks):
+        with self._borrow(callbacks), self._explained_memory():
             return super().predict(
                 model,  # type: ignore[arg-type]
                 dataloaders,
@@ -82,6 +85,13 @@ class Trainer(pl.Trainer):
                 ckpt_path,
                 weights_only,
             )
+
+    def _explained_memory(self) -> AbstractContextManager[None]:
+        """Explain a lack of memory where a callback prunes, such as for the model as a whole."""
+        offloads = [c.offload for c in self.callbacks if hasattr(c, "offload")]
+        if not offloads:
+            return nullcontext()
+        return explained_out_of_memory(self.strategy.root_device, offload=any(offloads))
 
     @contextmanager
     def _borrow(self, callbacks: Callback | Sequence[Callback] | None) -> Iterator[None]:

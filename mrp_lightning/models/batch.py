@@ -36,3 +36,13 @@ def split_batch(batch: Any) -> tuple[Tensor, Tensor | None]:
             f"Got {type(batch).__name__} with token ids {got}."
         )
     return ids, mask
+
+
+def to_predict(batch: Any) -> Tensor | None:
+    """Which tokens of a batch are to be predicted by its `labels`: all but those with −100.
+
+    Returns:
+        A bool tensor (batch, length), or `None` where the batch is no mapping with labels.
+    """
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    return None if labels is None else labels != -100

@@ -13,15 +13,18 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GgufConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.utils import cached_file
 
+from mrp_lightning.environment import why_no_hub
 from mrp_lightning.errors import DataError, FormatError, OptionError, TargetError
 from mrp_lightning.models.damage import damaged_files
 from mrp_lightning.models.formats import register_format, why_not_readable
+from mrp_lightning.models.gguf import find_gguf, has_tokenizer, reading
 
 
 def make_config(values: dict[str, Any]) -> PreTrainedConfig:
@@ -45,19 +48,24 @@ def load_config(source: str, **hub: Any) -> PreTrainedConfig:
     """The configuration of a model. If it is quantized, its format is registered.
 
     Args:
-        source: Directory or hub id of the model.
+        source: Directory, hub id or GGUF file of the model.
         **hub: `revision` and `trust_remote_code`.
 
     Raises:
-        FileNotFoundError: `source` is neither.
+        FileNotFoundError: `source` is none of these.
         FormatError: transformers does not know the model, or may not run the code that comes with
-            it.
+            it; or the GGUF file is damaged.
+        OptionError: The directory holds several GGUF files and nothing else.
+        DependencyError: The extra that reads GGUF files is not installed.
     """
+    if file := find_gguf(source):
+        with reading(file) as place:
+            return AutoConfig.from_pretrained(**place)
     path = Path(source).expanduser()
     if path.exists() and not (path / "config.json").is_file():
         raise FileNotFoundError(
-            f"`model`: {source} holds no config.json. Expected a Hugging Face model directory; "
-            "a Lightning .ckpt is given as `ckpt_path`."
+            f"`model`: {source} holds no config.json. Expected a Hugging Face model directory, or "
+            "a .gguf file; a Lightning .ckpt is given as `ckpt_path`."
         )
     if not path.exists() and _is_path(source):
         raise FileNotFoundError(
@@ -66,11 +74,28 @@ def load_config(source: str, **hub: Any) -> PreTrainedConfig:
         )
     with _explain_missing_files(source):
         try:
-            config = AutoConfig.from_pretrained(str(path) if path.exists() else source, **hub)
+            config = AutoConfig.from_pretrained(**_place(source), **hub)
         except ValueError as error:
             raise FormatError(f"`model`: {source} cannot be loaded. {error}") from error
     register_format(config)
     return config
+
+
+def _place(source: str | os.PathLike[str]) -> dict[str, Any]:
+    """Where `from_pretrained` is to look: a directory, the hub, or its cache if it is away."""
+    path = Path(source).expanduser()
+    if path.exists():
+        return {"pretrained_model_name_or_path": str(path)}
+    return {
+        "pretrained_model_name_or_path": str(source),
+        "local_files_only": why_no_hub() is not None,
+    }
+
+
+def _cause(source: str | os.PathLike[str], error: OSError) -> str:
+    """Why a source gives nothing: transformers' reason, or that the hub is away."""
+    is_here = Path(source).expanduser().exists()
+    return str(error) if is_here else why_no_hub() or str(error)
 
 
 def _is_path(source: str) -> bool:
@@ -91,7 +116,7 @@ def _explain_missing_files(source: str) -> Iterator[None]:
     except OSError as error:
         raise FileNotFoundError(
             f"`model`: {source} is neither a complete local model directory nor a model that the "
-            f"hub gives. Check the name, or download it first. ({error})"
+            f"hub gives. Check the name, or download it first. ({_cause(source, error)})"
         ) from error
 
 
@@ -118,33 +143,54 @@ def load_model(source: str, dtype: torch.dtype | None, **options: Any) -> PreTra
     """A causal language model, every weight of it from the checkpoint.
 
     Args:
-        source: Directory or hub id of the model.
-        dtype: Precision to load the weights in; `None` keeps the checkpoint's.
+        source: Directory, hub id or GGUF file of the model.
+        dtype: Precision to load the weights in; `None` keeps the checkpoint's, which of a GGUF file
+            is bfloat16, whatever it is quantized to.
         **options: `revision`, `trust_remote_code` and `attn_implementation`.
 
     Raises:
-        FileNotFoundError: `source` is neither.
+        FileNotFoundError: `source` is none of these.
         TargetError: The checkpoint is quantized, or lacks weights that the model needs.
         FormatError: Files of the checkpoint are damaged, or hold more than tensors.
+        OptionError: The directory holds several GGUF files and nothing else.
+        DependencyError: The extra that reads GGUF files is not installed.
     """
+    if file := find_gguf(source):
+        return _load_gguf(file, dtype, **options)
     hub = {key: value for key, value in options.items() if key != "attn_implementation"}
     config = load_config(source, **hub)
     if reason := why_not_readable(config):
         raise TargetError(f"`model`: the checkpoint {source} is {reason}")
     published = config.dtype
-    path = Path(source).expanduser()
     with _explain_missing_files(source), _explain_damaged_files(source, hub.get("revision")):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            str(path) if path.exists() else source,
-            dtype=dtype or "auto",
-            output_loading_info=True,
-            **options,
+            **_place(source), dtype=dtype or "auto", output_loading_info=True, **options
         )
     model, loading = loaded
     if problem := missing_weights(source, model, loading):
         raise TargetError(f"`model`: {problem}")
     # A checkpoint loaded in another precision is still saved in its own (see saving.py).
     model.config.dtype = published or model.dtype
+    return model
+
+
+def _load_gguf(file: Path, dtype: torch.dtype | None, **options: Any) -> PreTrainedModel:
+    """The model of a GGUF file, dequantized: nothing of it tells that it was quantized."""
+    options = {key: value for key, value in options.items() if key == "attn_implementation"}
+    published = torch.bfloat16
+    with reading(file) as place:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            **place,
+            dtype=dtype or published,
+            quantization_config=GgufConfig(dequantize=True),
+            output_loading_info=True,
+            **options,
+        )
+    model, loading = loaded
+    if problem := missing_weights(file, model, loading):
+        raise TargetError(f"`model`: {problem}")
+    model.name_or_path = model.config.name_or_path = str(file)
+    model.config.dtype = published
     return model
 
 
@@ -168,15 +214,16 @@ def missing_weights(
 
 
 def load_tokenizer(source: str | os.PathLike[str] | PreTrainedTokenizerBase, **hub: Any) -> Any:
-    """The tokenizer of a directory or hub id.
+    """The tokenizer of a directory, hub id or GGUF file.
 
     Args:
-        source: Directory or hub id; a tokenizer is given back as it is.
+        source: Directory, hub id or GGUF file; a tokenizer is given back as it is.
         **hub: `revision` and `trust_remote_code`.
 
     Raises:
         FileNotFoundError: There is no tokenizer.
         DataError: There is one that cannot be loaded.
+        FormatError: The GGUF file is damaged, or transformers cannot read it.
         TypeError: `source` is none of the above.
     """
     if isinstance(source, PreTrainedTokenizerBase):
@@ -186,6 +233,17 @@ def load_tokenizer(source: str | os.PathLike[str] | PreTrainedTokenizerBase, **h
             "`tokenizer` must be a tokenizer of transformers, or the directory or hub id of one. "
             f"Got {type(source).__name__}."
         )
+    if file := find_gguf(str(source)):
+        try:
+            with reading(file) as place:
+                return AutoTokenizer.from_pretrained(**place)
+        except FormatError as error:
+            if has_tokenizer(file):
+                raise
+            raise FileNotFoundError(
+                f"`tokenizer`: {file} gives no tokenizer, it holds only weights. Name the "
+                "directory or hub id of one."
+            ) from error
     path = Path(source).expanduser()
     if not path.exists() and _is_path(str(source)):
         raise FileNotFoundError(
@@ -193,11 +251,11 @@ def load_tokenizer(source: str | os.PathLike[str] | PreTrainedTokenizerBase, **h
             "directory or hub id of one."
         )
     try:
-        return AutoTokenizer.from_pretrained(path if path.exists() else source, **hub)
+        return AutoTokenizer.from_pretrained(**_place(source), **hub)
     except OSError as error:
         raise FileNotFoundError(
             f"`tokenizer`: {source} gives no tokenizer. Name the directory or hub id of one. "
-            f"({error})"
+            f"({_cause(source, error)})"
         ) from error
     except ValueError as error:
         raise DataError(
@@ -210,14 +268,14 @@ def tokenizer_beside(source: str, **hub: Any) -> Any:
     """The tokenizer that a model comes with, or `None` where it comes without one.
 
     Args:
-        source: Directory or hub id of the model.
+        source: Directory, hub id or GGUF file of the model.
         **hub: `revision` and `trust_remote_code`.
 
     Raises:
         DataError: There is one that cannot be loaded.
     """
     path = Path(source).expanduser()
-    if path.is_dir():
+    if path.is_dir() and find_gguf(source) is None:
         return load_tokenizer(path, **hub) if any(path.glob("tokenizer*")) else None
     try:
         return load_tokenizer(source, **hub)

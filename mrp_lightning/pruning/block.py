@@ -139,7 +139,15 @@ class BlockPruner:
     def _prune_layer(
         self, layer: Layer, inputs: InputHessian, tokens: int, shared: float | None = None
     ) -> LayerReport:
-        row = prune_layer(layer, inputs, self.recipe, tokens, shared)
+        self.tell(layer.name)
+        row = prune_layer(
+            layer,
+            inputs,
+            self.recipe,
+            tokens,
+            shared,
+            tell=lambda where: self.tell(f"{layer.name}, {where}"),
+        )
         self.report.layers.append(row)
         log.info("%s: relative loss %.4g, %.1f s", row.name, row.relative_loss, row.seconds)
         self.tell(layer.name)

@@ -31,7 +31,9 @@ def model_card(
     name = base_model if is_on_hub else Path(base_model).name if base_model else None
     share = f", {totals['share']:.0%} of the model's weights" if "share" in totals else ""
     skipped = [row for row in report.layers if row.skipped is not None]
-    command = report.provenance.get("command")
+    trained = report.provenance.get("trained", {})
+    commands = [report.provenance.get("command"), trained.get("command")]
+    made_by = [command for command in commands if command]
     lines = [
         "---",
         *([f"base_model: {base_model}"] if is_on_hub else []),
@@ -41,8 +43,7 @@ def model_card(
         "",
         f"# {Path(name).name if name else 'Model'}, pruned to {kind} sparsity",
         "",
-        f"Pruned after training, without retraining, with mrp-lightning (method "
-        f"`{config['method']}`).",
+        _how(config["method"], trained),
         "",
         *([f"- base model: `{name}`"] if name else []),
         f"- layers pruned: {totals['layers']}{share}; left dense: {totals['skipped']}",
@@ -58,11 +59,21 @@ def model_card(
         *_recipe(config),
         "```",
         "",
-        *(["Made by:", "", "```", command, "```", ""] if command else []),
+        *(["Made by:", "", "```", *made_by, "```", ""] if made_by else []),
         *(["## Left dense", ""] if skipped else []),
         *(f"- `{row.name}`: {row.skipped}" for row in skipped),
     ]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _how(method: str, trained: dict[str, Any]) -> str:
+    if not trained:
+        return f"Pruned after training, without retraining, with mrp-lightning (method `{method}`)."
+    return (
+        f"Pruned with mrp-lightning (method `{method}`), then trained for {trained['steps']:,} "
+        "steps with the removed weights kept at zero. What is said of the layers' errors is from "
+        "before that training."
+    )
 
 
 def _calibration(data: dict[str, Any]) -> list[str]:

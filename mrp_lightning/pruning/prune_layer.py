@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +24,7 @@ def prune_layer(
     recipe: Recipe,
     tokens: int,
     shared: float | None = None,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> LayerReport:
     """Prune a layer in place, in one copy at the end.
 
@@ -33,6 +34,7 @@ def prune_layer(
         recipe: How it is pruned.
         tokens: Number of inputs that the Hessian was summed over.
         shared: The part of the Hessian, from 0 to 1, that is that of all experts.
+        tell: Called with where the solution is, in words.
 
     Returns:
         What was done.
@@ -45,7 +47,7 @@ def prune_layer(
     if already:
         log.info("%s already has the pattern %s", layer.name, recipe.pattern)
     with _measure(weight.device) as used:
-        solution = prune(weight, inputs, recipe)
+        solution = prune(weight, inputs, recipe, tell)
     energy = output_energy(weight, inputs.hessian)
     layer.write_(solution.weight)
     return LayerReport(

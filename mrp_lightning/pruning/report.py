@@ -1,6 +1,5 @@
 """What a run did to each layer, and the file that says so."""
 
-import json
 import logging
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
@@ -10,7 +9,7 @@ from typing import Any, get_args, get_type_hints
 
 from mrp_lightning.environment import versions
 from mrp_lightning.errors import FormatError, PatternError
-from mrp_lightning.files import as_json, save_text
+from mrp_lightning.files import as_json, check_version, read_json, save_text
 from mrp_lightning.solver.patterns import make_pattern
 
 log = logging.getLogger(__name__)
@@ -183,14 +182,7 @@ class PruningReport:
             FormatError: It is damaged, or of a newer version of mrp-lightning; all problems are
                 listed.
         """
-        path = Path(path)
-        try:
-            content = json.loads(path.read_text("utf-8"))
-        except ValueError as error:
-            raise FormatError(
-                f"{path} is not JSON ({error}). Delete it, or prune again."
-            ) from error
-        return cls.from_dict(content, str(path))
+        return cls.from_dict(read_json(path, "prune again", FORMAT_VERSION), str(path))
 
     @classmethod
     def from_dict(cls, content: Any, source: str) -> "PruningReport":
@@ -204,12 +196,7 @@ class PruningReport:
             FormatError: It is damaged, or of a newer version of mrp-lightning; all problems are
                 listed.
         """
-        version = content.get("format_version") if isinstance(content, dict) else None
-        if version != FORMAT_VERSION:
-            raise FormatError(
-                f"{source}: `format_version` is {version!r}, but this version of mrp-lightning "
-                f"reads {FORMAT_VERSION}. Use the version that wrote it, or prune again."
-            )
+        check_version(content, source, FORMAT_VERSION, "prune again")
         problems = list(_problems(content))
         if problems:
             listed = "\n".join(f"  {problem}" for problem in problems)

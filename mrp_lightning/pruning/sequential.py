@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from mrp_lightning.calibration.choice import choose_walk
+from mrp_lightning.calibration.memory import explained_out_of_memory
 from mrp_lightning.calibration.offload import CPU, Offload
 from mrp_lightning.calibration.padding import Padding
 from mrp_lightning.calibration.walks import Walk, WholeModel
@@ -84,6 +85,7 @@ class SequentialPruner:
         Raises:
             TargetError: The blocks have no order, or no layer could be pruned.
             HessianError: A layer's inputs give no usable Hessian.
+            OutOfMemoryError: There is not enough memory.
         """
         start = time.perf_counter()
         self.report.model_weights = sum(p.numel() for p in self.model.parameters())
@@ -91,7 +93,12 @@ class SequentialPruner:
         blocks = [block.module for block in self.plan.blocks] if self.offload else []
         offload = Offload(blocks, self.device)
         try:
-            with padding.watch(), offload.active(), torch.no_grad():
+            with (
+                explained_out_of_memory(self.device, offload=self.offload),
+                padding.watch(),
+                offload.active(),
+                torch.no_grad(),
+            ):
                 for left in self.plan.skipped:
                     self.report.skip(left.name, left.shape, left.reason)
                 self._prune_blocks(padding, offload)

@@ -53,6 +53,7 @@ class ColumnSweep:
                 swept[j + 1 : stop].addr_(moves[j, j + 1 : stop], removed[j - start], alpha=-1)
             # The columns beyond the panel wait for all of its removals at once.
             swept[stop:].addmm_(moves[start:stop, stop:].T, removed[: stop - start], alpha=-1)
+            problem.tell(f"columns {stop}/{columns}")
         return Compensated(swept.masked_fill_(pruned, 0).T, pruned.T)
 
 

@@ -8,7 +8,6 @@ The result is certified. Since (H_UU)⁻¹ ≼ (H⁻¹)_UU, the loss of x exceed
 """
 
 import math
-import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -21,18 +20,10 @@ from torch import Tensor
 from mrp_lightning.errors import HessianError, NumericalWarning, OptionError
 from mrp_lightning.solver.compensation import Compensated
 from mrp_lightning.solver.conjugate_gradients import ConjugateGradients, InverseOnKept
-from mrp_lightning.solver.damping import DampedHessian
+from mrp_lightning.solver.masked_rows import ELEMENTS, MaskedRows, relative
 from mrp_lightning.solver.masks import Chooser, Mask
 from mrp_lightning.solver.problem import Problem
 from mrp_lightning.solver.ranges import split_range
-
-_STALLS = 3
-"""Certificates in turn that may fail to halve the bound. Slow modes of the iteration hold it up for
-a while, rounding for ever."""
-_LIMIT = 500
-"""Most iterations of one solve."""
-_ELEMENTS = 2**26
-"""Elements of the temporaries of one solve; more rows than that are solved in turn."""
 
 _GAP_BETWEEN_BLOCKS = 3e-4
 """Relative distance to the optimum that the choice of the next block's weights needs."""
@@ -121,6 +112,7 @@ def _block_by_block(problem: Problem, choose: Chooser) -> tuple[Tensor, Tensor, 
             reduced[lead, lead],
             inverse[lead, lead],
         )
+        problem.tell(f"columns {stop}/{columns}")
     return pruned, x, gradient, iterations
 
 
@@ -157,19 +149,19 @@ def _solve(
     damped, label = problem.damped, problem.inputs.label
     iterations, bound, loss = 0, 0.0, 0.0
     for rows in _row_chunks(x):
-        system = _Rows(problem.weight[rows], x[rows], gradient[rows], pruned[rows], damped)
-        steps = system.solve(tolerance)
+        system = MaskedRows(problem.weight[rows], x[rows], gradient[rows], pruned[rows], damped)
+        steps = system.solve(tolerance, problem.tell)
         if damped.dtype != torch.float64 and not system.gap <= tolerance:
             # float32 has stalled; what it reached is a good start for float64.
             system = system.refined()
-            steps += system.solve(tolerance / 2)
+            steps += system.solve(tolerance / 2, problem.tell)
         if system.x.dtype != given:
             system.x.copy_(system.x.to(given))
             system.certify()
         x[rows] = system.x.to(x.dtype)
         iterations = max(iterations, steps)
         bound, loss = bound + system.bound, loss + system.loss
-    gap = _relative(bound, loss)
+    gap = relative(bound, loss)
     if not math.isfinite(gap):
         raise HessianError(
             f"{label}: the optimum came out as NaN or Inf. The weight and its Hessian are of sizes "
@@ -186,93 +178,10 @@ def _solve(
     return iterations, gap
 
 
-class _Rows:
-    """The masked system of some rows, solved until its own certificate holds.
-
-    Attributes:
-        x: The present solution, (rows, columns), improved in place.
-        bound: ½ Σ r (H⁻¹)_UU rᵀ over the rows, by which the damped loss of x exceeds the optimal
-            one at most; infinite before `certify`.
-        loss: The damped loss ½ Σ (w − x) H (w − x)ᵀ over the rows.
-    """
-
-    def __init__(
-        self, weight: Tensor, x: Tensor, gradient: Tensor, pruned: Tensor, damped: DampedHessian
-    ) -> None:
-        self.weight, self.x, self.gradient = weight, x, gradient
-        self.kept = (~pruned).to(x.dtype)
-        self.damped = damped
-        self.bound = math.inf
-        self.loss = float(((weight - x) * gradient).sum()) / 2
-
-    @property
-    def gap(self) -> float:
-        """The bound relative to the loss."""
-        return _relative(self.bound, self.loss)
-
-    def certify(self) -> None:
-        """Compute the gradient, the bound and the loss afresh, from x alone."""
-        change = self.weight - self.x
-        torch.mm(change, self.damped.matrix, out=self.gradient)
-        self.loss = float((change * self.gradient).sum()) / 2
-        # r H⁻¹ rᵀ = ‖r Uᵀ‖², which cannot come out negative.
-        energy = ((self.gradient * self.kept) @ self.damped.factor.T).square_().sum()
-        # The residual is itself rounded; a bound must allow for what that may hide.
-        hidden = change.square_().sum() * self.damped.residual_rounding
-        self.bound = float(energy + hidden) / 2
-
-    def refined(self) -> "_Rows":
-        """The same system in float64, from where this one is (or from the start, had it failed)."""
-        weight, x = self.weight.double(), self.x.double()
-        if not math.isfinite(self.loss):
-            x = weight * self.kept
-        system = _Rows(weight, x, torch.zeros_like(x), self.kept == 0, self.damped.double)
-        system.certify()
-        return system
-
-    def solve(self, tolerance: float) -> int:
-        """Iterate until the certified gap is within the tolerance or stalls.
-
-        The energies of the iteration tell when a certificate is worth its price. They are no bound
-        themselves, but proportional to one: about a third of it.
-
-        Returns:
-            The number of iterations.
-        """
-        descent = ConjugateGradients(
-            self.x, self.gradient, self.damped.matrix, self.damped.low_rank_model.on(self.kept)
-        )
-        target = tolerance * self.loss / 2
-        stalls = 0
-        while descent.iterations < _LIMIT:
-            energies = descent.energies()
-            energy = float(energies.sum())
-            if not energy > target:  # also where it is NaN
-                before = self.bound
-                self.certify()
-                stalls = 0 if self.bound <= before / 2 else stalls + 1
-                if not (self.gap > tolerance and stalls < _STALLS and energy > 0):
-                    return descent.iterations
-                # The bound must fall to tolerance · loss, so the energy by the same factor from
-                # where it is now; half of that leaves a margin.
-                target = energy * tolerance * self.loss / self.bound / 2
-                # Go on from the exact gradient, which the certificate has put in place.
-                energies = descent.energies()
-            descent.step(energies)
-        self.certify()
-        return descent.iterations
-
-
-def _relative(bound: float, loss: float) -> float:
-    """The bound relative to the loss; zero where the bound is zero, whatever the loss."""
-    # Not `bound > 0`: what is not a number must not pass for a gap of zero.
-    return 0.0 if bound == 0 else bound / max(loss, sys.float_info.min)
-
-
 def _row_chunks(weight: Tensor) -> Iterator[slice]:
     """Ranges of rows that are solved together, for a weight (rows, columns)."""
     rows, columns = weight.shape
-    for start, stop in split_range(0, rows, max(1, _ELEMENTS // columns)):
+    for start, stop in split_range(0, rows, max(1, ELEMENTS // columns)):
         yield slice(start, stop)
 
 

@@ -71,7 +71,7 @@ class Magnitude(Mask):
         """Rank |w|."""
         del inverse_blocks
         scores = problem.weight.abs().masked_fill_(problem.inputs.dead, -1)
-        return _chosen(problem.pattern.select(scores, 0))
+        return chosen(problem.pattern.select(scores, 0))
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Wanda(Mask):
         del inverse_blocks
         norms = problem.inputs.diagonal.to(problem.weight.dtype).sqrt()
         scores = (problem.weight.abs() * norms).masked_fill_(problem.inputs.dead, -1)
-        return _chosen(problem.pattern.select_in_rows(scores))
+        return chosen(problem.pattern.select_in_rows(scores))
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ class MultipleRemoval(Mask):
         return choose
 
 
-def _chosen(pruned: Tensor) -> Chooser:
+def chosen(pruned: Tensor) -> Chooser:
     """Answer for any columns from what was chosen at once, bool (rows, columns)."""
     return lambda current, start: pruned[:, start : start + current.shape[1]]
 

@@ -6,10 +6,11 @@ from mrp_lightning.errors import MethodError
 from mrp_lightning.solver.column_sweep import ColumnSweep
 from mrp_lightning.solver.compensation import Compensation, NoCompensation
 from mrp_lightning.solver.exact import ExactCompensation
+from mrp_lightning.solver.joint import Joint
 from mrp_lightning.solver.masks import Magnitude, Mask, MultipleRemoval, SingleRemoval, Wanda
 
 MASKS: dict[str, Mask] = {
-    mask.name: mask for mask in (Magnitude(), Wanda(), SingleRemoval(), MultipleRemoval())
+    mask.name: mask for mask in (Magnitude(), Wanda(), SingleRemoval(), MultipleRemoval(), Joint())
 }
 NAMED = {
     "magnitude": "magnitude+none",
@@ -19,6 +20,7 @@ NAMED = {
     "SM": "S+M",
     "MS": "M+S",
     "MM": "M+M",
+    "JM": "J+M",
 }
 
 

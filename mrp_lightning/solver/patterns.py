@@ -4,6 +4,7 @@ Selection is by rank, never by threshold, so the counts are exact; equal scores 
 order of their position (row by row).
 """
 
+import itertools
 import math
 import re
 from dataclasses import dataclass
@@ -125,14 +126,14 @@ class SemiStructured:
             bool (rows, width), True = removed.
         """
         del start
-        grouped = scores.unflatten(1, (scores.shape[1] // self.group, self.group))
-        ranks = torch.zeros_like(grouped, dtype=torch.int16)
-        # A score's rank is the number of scores before it; counting beats sorting for short groups.
-        for other in range(self.group):
-            rival = grouped[..., other : other + 1]
-            ranks[..., : other + 1] += rival < grouped[..., : other + 1]
-            ranks[..., other + 1 :] += rival <= grouped[..., other + 1 :]
-        return (ranks < self.removed).flatten(1)
+        members = scores.unflatten(1, (scores.shape[1] // self.group, self.group)).unbind(2)
+        # A score's rank is the number of those before it. Comparing beats sorting for short groups.
+        ranks = [torch.zeros_like(members[0], dtype=torch.int16) for _ in members]
+        for one, other in itertools.combinations(range(self.group), 2):
+            later_first = members[other] < members[one]
+            ranks[one] += later_first
+            ranks[other] += ~later_first
+        return (torch.stack(ranks, dim=2) < self.removed).flatten(1)
 
     def select_in_rows(self, scores: Tensor) -> Tensor:
         """The same as `select`: a group is part of one row. Returns bool (rows, columns)."""

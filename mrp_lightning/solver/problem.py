@@ -1,5 +1,6 @@
 """What masks and compensations are given: one layer to prune."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,7 @@ class Problem:
         pattern: How many weights go, and where.
         block_size: Number of columns that are chosen together, from 1 to all.
         damping: Fraction of the mean diagonal of H that is added to the diagonal, ≥ 0.
+        tell: Called with where the solution is, in words, while it takes long.
     """
 
     weight: Tensor
@@ -29,6 +31,7 @@ class Problem:
     pattern: Pattern
     block_size: int
     damping: float
+    tell: Callable[[str], None] = lambda _: None
 
     @property
     def damped(self) -> DampedHessian:

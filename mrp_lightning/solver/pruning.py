@@ -1,5 +1,6 @@
 """Prune one weight matrix."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -94,13 +95,19 @@ def prune_weight(
         return prune(weight, inputs, recipe)
 
 
-def prune(weight: Tensor, inputs: InputHessian, recipe: Recipe) -> Solution:
+def prune(
+    weight: Tensor,
+    inputs: InputHessian,
+    recipe: Recipe,
+    tell: Callable[[str], None] = lambda _: None,
+) -> Solution:
     """Prune a weight whose Hessian is checked already; see `prune_weight`.
 
     Args:
         weight: The dense weight, (rows, columns), floating point.
         inputs: The Hessian of the layer's inputs, shared by all layers that read them.
         recipe: How to prune.
+        tell: Called with where the solution is, in words, while it takes long.
 
     Raises:
         PatternError: The pattern does not fit the columns.
@@ -118,6 +125,7 @@ def prune(weight: Tensor, inputs: InputHessian, recipe: Recipe) -> Solution:
             pattern=recipe.pattern,
             block_size=recipe.columns_together(inputs.columns),
             damping=recipe.damping,
+            tell=tell,
         )
         result = recipe.method.compensation.apply(problem, recipe.method.mask)
         pruned = result.pruned.contiguous()

@@ -41,8 +41,8 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] = ()) -> list[Block]:
     if patterns:
         lists = [name for name, module in modules.items() if name and list(module.children())]
         exact = [n for n in lists if any(n == p or n.endswith(f".{p}") for p in patterns)]
-        wild = [n for n in lists if any(matches(n, p) for p in patterns)]
         require_matches("blocks", patterns, lists)
+        wild = [n for n in lists if any(matches(n, p) for p in patterns)]
         chosen = _outermost(exact or wild)
     else:
         chosen = _outermost([name for name, module in modules.items() if _is_block_list(module)])

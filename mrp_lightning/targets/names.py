@@ -1,18 +1,31 @@
 """Choosing modules by name."""
 
+import re
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from mrp_lightning.errors import TargetError
 
+_REGULAR = "re:"
 
-def matches(name: str, pattern: str) -> bool:
+
+def matches(name: str, pattern: str, prefix: str = "") -> bool:
     """Whether a pattern means this module, or one that holds it.
 
     A pattern is a run of whole name parts, with shell wildcards: `q_proj`, `layers.3`, `mlp` and
     `layers.*.mlp` all match `model.layers.3.mlp.q_proj` or a module in it; `proj` matches neither.
+    Behind `re:` it is a regular expression, as llm-compressor takes it: it is matched from the
+    start of the name, and means this module alone.
+
+    Args:
+        name: The full name of the module.
+        pattern: The pattern.
+        prefix: What names in the checkpoint do not begin with, and regular expressions do not see.
     """
+    if pattern.startswith(_REGULAR):
+        expression = pattern.removeprefix(_REGULAR)
+        return re.match(expression, name.removeprefix(prefix)) is not None
     return any(
         fnmatchcase(name, wider)
         for wider in (pattern, f"*.{pattern}", f"{pattern}.*", f"*.{pattern}.*")
@@ -26,13 +39,23 @@ def as_patterns(value: Sequence[str] | str | None) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(value)
 
 
-def require_matches(argument: str, patterns: Iterable[str], names: Sequence[str]) -> None:
+def require_matches(
+    argument: str, patterns: Iterable[str], names: Sequence[str], prefix: str = ""
+) -> None:
     """Refuse patterns that match no name.
 
     Raises:
-        TargetError: It lists every such pattern with the nearest names.
+        TargetError: It lists every such pattern with the nearest names, or all those that are no
+            regular expressions.
     """
-    unknown = [p for p in patterns if not any(matches(name, p) for name in names)]
+    patterns = list(patterns)
+    if malformed := {p: why for p in patterns if (why := _why_malformed(p))}:
+        listed = "; ".join(f"{pattern!r} ({why})" for pattern, why in malformed.items())
+        raise TargetError(
+            f"`{argument}` holds what Python does not read as a regular expression: {listed}. "
+            'Write one, such as "re:.*q_proj$", or a name with shell wildcards without `re:`.'
+        )
+    unknown = [p for p in patterns if not any(matches(name, p, prefix) for name in names)]
     if not unknown:
         return
     parts = sorted({part for name in names for part in name.split(".") if not part.isdigit()})
@@ -42,3 +65,12 @@ def require_matches(argument: str, patterns: Iterable[str], names: Sequence[str]
         near += get_close_matches(pattern.rsplit(".", 1)[-1], parts, n=3, cutoff=0.4)
         hints.append(f"{pattern!r} (nearest names: {', '.join(near) or ', '.join(parts[:12])})")
     raise TargetError(f"`{argument}` matched nothing in the model: {'; '.join(hints)}.")
+
+
+def _why_malformed(pattern: str) -> str | None:
+    if pattern.startswith(_REGULAR):
+        try:
+            re.compile(pattern.removeprefix(_REGULAR))
+        except re.error as error:
+            return str(error)
+    return None

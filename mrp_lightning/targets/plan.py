@@ -85,7 +85,8 @@ def make_plan(
         ignore: Name patterns of the layers to leave out.
         blocks: The names of the block lists, where they are not to be found by themselves.
         skip_indivisible: Whether layers are left out whose columns the pattern does not divide.
-        prefix: A prefix that is cut from the names that are reported.
+        prefix: A prefix that is cut from the names that are reported, and that regular expressions
+            do not see.
         allow_meta: Whether weights may be on the meta device. Such a plan can only be read.
 
     Raises:
@@ -101,17 +102,17 @@ def make_plan(
     inside = {b.name: [n for n in linear if f"{n}.".startswith(f"{b.name}.")] for b in found}
     in_blocks = [name for names in inside.values() for name in names]
 
-    require_matches("targets", chosen, linear or list(modules))
-    require_matches("ignore", ignored, [*modules, *linear])
+    require_matches("targets", chosen, linear or list(modules), prefix)
+    require_matches("ignore", ignored, [*modules, *linear], prefix)
     rest = [n for n in linear if n not in set(in_blocks)]
     outside = rest if not found and not chosen else []
     for pattern_ in chosen:
-        if not any(matches(name, pattern_) for name in in_blocks):
-            outside += [n for n in rest if matches(n, pattern_) and n not in outside]
+        if not any(matches(name, pattern_, prefix) for name in in_blocks):
+            outside += [n for n in rest if matches(n, pattern_, prefix) and n not in outside]
 
     def wanted(name: str) -> bool:
-        taken = not chosen or name in outside or any(matches(name, p) for p in chosen)
-        return taken and not any(matches(name, p) for p in ignored)
+        taken = not chosen or name in outside or any(matches(name, p, prefix) for p in chosen)
+        return taken and not any(matches(name, p, prefix) for p in ignored)
 
     names = [n for n in (*in_blocks, *outside) if wanted(n)]
     routers = [] if chosen else list(_routers(modules, layers, names))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from mrp_lightning.environment import extra
+from mrp_lightning.environment import extra, why_no_hub
 from mrp_lightning.errors import DataError, OptionError
 
 
@@ -181,7 +181,11 @@ def _cached(corpus: Corpus, file: str) -> Path:
     from huggingface_hub import hf_hub_download
 
     repository, revision = corpus.repository, corpus.revision
-    return Path(hf_hub_download(repository, file, repo_type="dataset", revision=revision))
+    away = why_no_hub() is not None
+    found = hf_hub_download(
+        repository, file, repo_type="dataset", revision=revision, local_files_only=away
+    )
+    return Path(found)
 
 
 def _copied(directory: Path, corpus: Corpus, file: str) -> Path:
@@ -209,5 +213,5 @@ def _missing(
     return FileNotFoundError(
         f"The hub did not give the files of {names}. Download them where there is a network: "
         f"{download}. Copies elsewhere (`--local-dir DIR/OWNER/NAME`) are found with "
-        f"`data.corpora_dir: DIR`. ({reason})"
+        f"`data.corpora_dir: DIR`. ({why_no_hub() or reason})"
     )

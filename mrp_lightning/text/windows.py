@@ -76,7 +76,7 @@ def segments_of_text(tokens: Tensor, draws: Draws, name: str) -> Tensor:
     if len(tokens) <= draws.length:
         raise DataError(
             f"TextDataModule: the {name} text has only {len(tokens)} tokens, and random windows "
-            f"need more than `data.sequence_length` {draws.length}. Give shorter windows."
+            f"need more than {draws.length}. Give shorter windows (`data.sequence_length`)."
         )
     draw = random.Random(draws.seed)
     starts = [draw.randint(0, len(tokens) - draws.length - 1) for _ in range(draws.count)]
@@ -177,5 +177,5 @@ def segments_across_documents(
 def _too_short(name: str, num_tokens: int, length: int) -> DataError:
     return DataError(
         f"TextDataModule: the {name} text has only {num_tokens} tokens, less than one window "
-        f"of `data.sequence_length` {length}. Give more text or shorter windows."
+        f"of {length}. Give more text, or shorter windows (`data.sequence_length`)."
     )

@@ -1,6 +1,7 @@
 """What `test` finds is kept in evaluation.json, beside what is there."""
 
 import pytest
+import torch
 from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader
 
@@ -44,3 +45,21 @@ def test_what_cannot_be_recorded_is_refused_before_the_work(llama, quiet, window
     with pytest.raises(FormatError, match="is not JSON"):
         trainer.test(lm, DataLoader(windows), verbose=False)
     assert lm.evaluation == {}
+
+
+def test_what_a_model_writes_is_its_greedy_continuation(tiny_llama, quiet, tmp_path):
+    lm = CausalLM(str(tiny_llama))
+    ids = lm.tokenizer("import os\nimport sys\n\ndef main(argv):\n" * 9)["input_ids"][:72]
+    window = torch.tensor(ids)
+    loaders = {"code": DataLoader([window]), "short": DataLoader([window[:20]])}
+    Trainer(**quiet, callbacks=SaveEvaluation(tmp_path)).test(lm, loaders, verbose=False)
+    found = records.read(tmp_path).continuations
+    for text, start in {"code": 32, "short": 10}.items():
+        length = len(loaders[text].dataset[0])
+        every = lm.model.generate(window[None, :start], max_length=length, do_sample=False)[0]
+        prompt, whole = lm.tokenizer.batch_decode([window[:start], every])
+        assert found[text] == {"prompt": prompt, "continuation": whole.removeprefix(prompt)}
+        assert found[text]["continuation"]
+    lm.tokenizer = None
+    Trainer(**quiet, callbacks=SaveEvaluation(tmp_path / "b")).test(lm, loaders, verbose=False)
+    assert records.read(tmp_path / "b").continuations == {}

@@ -1,5 +1,6 @@
 """Training a pruned model: the zeros stay, exactly, whatever trains the rest."""
 
+import json
 import warnings
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from callbacks import KeepSparsity, MRPCallback
+from callbacks import KeepSparsity, MRPCallback, SaveModel
 from mrp_lightning import CausalLM, Trainer
 from mrp_lightning.errors import StrategyError, TargetError
 
@@ -129,6 +130,36 @@ def test_it_leaves_nothing_behind(pruned, loader):
     assert sum(keep.removed.values()) == sum(int(z.sum()) for z in zeros(pruned).values())
     assert keep._hooks == []
     assert keep._pruned == []
+
+
+def tuned(tiny_llama, loader, directory, callbacks, **pruning):
+    """Prune, save, load, train, save; the directory of the trained model."""
+    prune = MRPCallback(pattern="2:4", save_dir=directory / "pruned", **pruning)
+    Trainer(**QUIET).predict(CausalLM(tiny_llama), loader, callbacks=[prune])
+    model = CausalLM(str(directory / "pruned"), dtype="float32", learning_rate=1e-2)
+    save = SaveModel(str(directory / "tuned"), dtype="bfloat16")
+    lightning.Trainer(max_steps=3, callbacks=[*callbacks, save], **QUIET).fit(model, loader)
+    return directory / "tuned"
+
+
+def test_what_was_trained_can_be_packed(tiny_llama, loader, tmp_path):
+    from export.to_sparse import main
+
+    out = tuned(tiny_llama, loader, tmp_path, [KeepSparsity()], ignore="down_proj")
+    main([str(out)])  # without the report, down_proj would have to be 2:4
+    report = json.loads((tmp_path / "tuned-sparse24" / "export_report.json").read_text())
+    assert report["totals"]["packed_layers"] == 12
+    report = json.loads((out / "pruning_report.json").read_text())
+    assert report["provenance"]["trained"]["steps"] == 3
+    assert set(report["files"]) == {file.name for file in out.iterdir()}
+    assert "then trained for 3 steps" in (out / "README.md").read_text()
+
+
+@pytest.mark.filterwarnings("ignore:.*Add `callbacks.KeepSparsity`")
+def test_the_report_does_not_outlive_the_zeros(tiny_llama, loader, tmp_path):
+    out = tuned(tiny_llama, loader, tmp_path, [])
+    assert (out / "model.safetensors").is_file()
+    assert not (out / "pruning_report.json").exists()
 
 
 def test_a_dense_model_has_nothing_to_keep(tiny_llama, loader):

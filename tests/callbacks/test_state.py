@@ -61,12 +61,13 @@ def test_the_report_says_where_it_comes_from(tiny_llama, loader, quiet, llama, t
         "samples": 3,
         "sequence_length": 24,
         "seed": 7,
+        "bos": "window",
     }
     assert found["command"] == command()
     callback = PruningCallback(method="magnitude", pattern="2:4")
     Trainer(**quiet).predict(CausalLM(llama()), loader, callbacks=callback)
     found = callback.report.provenance["data"]
-    assert found == {"source": None, "samples": 8, "sequence_length": 16, "seed": None}
+    assert found == {"source": None, "samples": 8, "sequence_length": 16, "seed": None, "bos": None}
 
 
 @pytest.mark.parametrize(

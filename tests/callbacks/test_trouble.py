@@ -15,6 +15,7 @@ from mrp_lightning.errors import (
     DataError,
     HessianError,
     MethodError,
+    OutOfMemoryError,
     PatternError,
     StrategyError,
     TargetError,
@@ -262,7 +263,7 @@ def test_an_interrupted_run_leaves_whole_layers(error, llama, loader, quiet, tmp
     callback = MRPCallback(pattern="2:4", save_dir=tmp_path / "out")
     handler = signal.getsignal(signal.SIGINT)
     try:
-        with pytest.raises(SystemExit if error is KeyboardInterrupt else error):
+        with pytest.raises(SystemExit if error is KeyboardInterrupt else OutOfMemoryError):
             Trainer(**quiet).predict(model, loader, callbacks=[callback])
     finally:
         signal.signal(signal.SIGINT, handler)  # Lightning switches Ctrl-C off
@@ -284,6 +285,45 @@ def test_an_interrupted_run_leaves_whole_layers(error, llama, loader, quiet, tmp
     assert callback.report.complete
     assert callback.report.totals["already_pruned"] == 5
     assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def too_large(*_):
+    torch.empty(2**50)  # a petabyte
+
+
+def python_has_none(*_):
+    raise MemoryError
+
+
+def gpu_has_none(*_):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+@pytest.mark.parametrize("fail", [too_large, python_has_none, gpu_has_none])
+@pytest.mark.parametrize("calls", [0, 1, 5])  # whole forward, trial of one block, its walk
+def test_out_of_memory_says_what_to_lower(fail, calls, llama, loader, quiet, own):
+    module, seen = own(llama()), []
+
+    def count(*_):
+        seen.append(1)
+        if len(seen) > calls:
+            fail()
+
+    module.net.model.layers[0].mlp.register_forward_hook(count)
+    message = r"on cpu\. Lower `data\.batch_size` or `data\.sequence_length`"
+    with pytest.raises(OutOfMemoryError, match=message) as caught:
+        Trainer(**quiet).predict(module, loader, callbacks=[MRPCallback(pattern="2:4")])
+    assert isinstance(caught.value.__cause__, RuntimeError | MemoryError)
+    assert caught.traceback[-1].name == "explained_out_of_memory"
+
+
+def test_a_model_too_large_for_its_device(llama, loader, quiet, monkeypatch):
+    module = CausalLM(llama())
+    monkeypatch.setattr(module, "to", gpu_has_none)
+    with pytest.raises(OutOfMemoryError, match=r"on cpu.*\(CUDA out of memory"):
+        Trainer(**quiet).predict(module, loader, callbacks=[MRPCallback(pattern="2:4")])
+    with pytest.raises(torch.OutOfMemoryError):
+        Trainer(**quiet).predict(module, loader)
 
 
 def test_a_model_that_fails_in_the_loop_gets_its_predict_step_back(llama, loader, quiet, own):

@@ -1,8 +1,11 @@
 """Every YAML file is read by the real command line, with a tiny model in place of the named one."""
 
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from callbacks import MRPCallback, SaveModel
 from mrp_lightning.loop.cli import PruningCLI
@@ -48,7 +51,9 @@ def test_a_model_and_a_pattern_make_a_run(model, pattern, tiny_llama, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "family", [path for path in TRAIN if path.stem != "text"], ids=lambda path: path.stem
+    "family",
+    [path for path in TRAIN if path.stem not in ("text", "finetune")],
+    ids=lambda path: path.stem,
 )
 def test_training_a_family(family, tiny_llama, tmp_path):
     made = cli(
@@ -65,3 +70,26 @@ def test_training_a_family(family, tiny_llama, tmp_path):
 def test_data(path, tiny_llama):
     made = cli("--data", path, "--model.model", tiny_llama)
     assert (made.datamodule.num_samples, made.datamodule.sequence_length) == (128, 2048)
+
+
+def test_fine_tuning_keeps_the_zeros(tiny_llama, tmp_path):
+    pruned, tuned = tmp_path / "pruned", tmp_path / "tuned"
+    shutil.copytree(tiny_llama, pruned)
+    tensors = load_file(pruned / "model.safetensors")
+    zeros = {}
+    for name, tensor in tensors.items():
+        if "proj" in name:
+            tensor.view(-1, 4)[:, :2] = 0
+            zeros[name] = tensor == 0
+    save_file(tensors, pruned / "model.safetensors", {"format": "pt"})
+    (tmp_path / "text.txt").write_text("import this\n" * 4000)
+    made = cli(
+        *("--config", CONFIGS / "train" / "finetune.yaml", "--model.model", pruned),
+        *("--data.train_files", tmp_path / "text.txt", "--data.sequence_length", 64),
+        *("--trainer.max_steps", 3, "--model.warmup_steps", 1),
+        *("--trainer.callbacks.init_args.save_dir", tuned),
+    )
+    made.trainer.fit(made.model, made.datamodule)
+    after = load_file(tuned / "model.safetensors")
+    assert all(torch.equal(after[name] == 0, kept) for name, kept in zeros.items())
+    assert not any(torch.equal(after[name], tensors[name].bfloat16()) for name in zeros)

@@ -1,6 +1,7 @@
 """The command line as a user starts it."""
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -56,9 +57,8 @@ def test_the_papers_data_from_local_copies(tiny_llama, corpora_dir, tmp_path, ca
     pattern = f"--config={CONFIGS / 'patterns' / '2of4.yaml'}"
     save = f"--trainer.callbacks.init_args.save_dir={out}"
     main(["predict", *options, pattern, f"--model.model={tiny_llama}", save])
-    keep = ["--trainer.callbacks=callbacks.SaveEvaluation", f"--trainer.callbacks.save_dir={out}"]
     with caplog.at_level("INFO"):
-        main(["test", *options, *keep, f"--model.model={out}"])
+        main(["test", *options, f"--model.model={out}"])
     assert re.search(r"c4: perplexity \d+\.\d{3} \(context 16, 256 windows, 3,840 ", caplog.text)
     found = records.read(out).perplexity
     assert sorted(found) == ["c4", "ptb", "wikitext2"]
@@ -118,3 +118,44 @@ def test_the_module_and_the_console_script_start(tmp_path):
         )
         assert shown.returncode == 0, shown.stderr
         assert "--data.num_samples" in shown.stdout
+
+
+def test_the_dense_and_the_pruned_perplexity_meet_on_the_page(tiny_llama, tmp_path, capsys):
+    pytest.importorskip("matplotlib", reason="the page needs the extra `report`")
+    text = tmp_path / "text.txt"
+    text.write_text(Path(__file__).read_text())
+    options = [f"--data.train_files={text}", f"--data.eval_files={text}", "--data.num_samples=4"]
+    options += ["--data.sequence_length=32", "--data.batch_size=4", *TINY]
+    runs = tmp_path / "runs"
+    prune = ["--trainer.callbacks=callbacks.MRPCallback", "--trainer.callbacks.pattern=2:4"]
+    prune.append(f"--trainer.callbacks.save_dir={runs / 'pruned'}")
+    main(["predict", *options, *prune, f"--model.model={tiny_llama}"])
+    before = sorted(tiny_llama.iterdir())
+    main(["test", *options, f"--model.model={tiny_llama}"])
+    assert sorted(tiny_llama.iterdir()) == before  # the user's own directory
+    main(["test", *options, f"--model.model={runs / 'pruned'}"])
+
+    # A dense run of another model lies nearer by its name, and is not the base.
+    records.record(runs / "dense", perplexity={"text": {"perplexity": 3.0}}, model="someone/other")
+    keep = ["--trainer.callbacks=callbacks.SaveEvaluation"]
+    keep.append(f"--trainer.callbacks.save_dir={runs / 'base'}")
+    main(["test", *options, *keep, f"--model.model={tiny_llama}"])
+    main(["report", str(runs / "pruned")])
+    page = (runs / "pruned" / "report.html").read_text()
+    dense, pruned = (
+        records.read(runs / name).perplexity["text"]["perplexity"] for name in ("base", "pruned")
+    )
+    assert f"{dense:,.0f} → {pruned:,.0f}" in page
+
+
+def test_a_record_that_cannot_be_written_is_no_reason_to_fail(
+    tiny_llama, tmp_path, monkeypatch, caplog
+):
+    (tmp_path / "text.txt").write_text(Path(__file__).read_text())
+    copy = shutil.copytree(tiny_llama, tmp_path / "pruned")
+    (copy / "pruning_report.json").write_text("{}")
+    monkeypatch.setattr("os.access", lambda *_: False)
+    options = [f"--data.eval_files={tmp_path / 'text.txt'}", "--data.sequence_length=32", *TINY]
+    with pytest.warns(UserWarning, match="is read-only: the perplexity will not be recorded"):
+        main(["test", *options, f"--model.model={copy}"])
+    assert not (copy / records.NAME).exists()

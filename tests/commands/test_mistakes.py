@@ -1,6 +1,7 @@
 """What the command line says of a mistake: one line with the cause and the next step, status 2."""
 
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -98,6 +99,93 @@ def test_a_name_that_does_not_exist_on_the_command_line(option, meant, arguments
     line = said([*arguments, callback, option], capsys)
     assert meant in line
     assert len(line) < 300
+
+
+@pytest.mark.parametrize(
+    ("lines", "number", "meant"),
+    [
+        (["data:", "  seed: 1", "  num_sample: 3"], 3, "`data.num_samples`"),
+        (["", "dta:", "  num_samples: 3"], 2, "`data.num_samples`"),
+        (["data:", "  # how many", "  num_samples: many"], 3, "many"),
+        (
+            [
+                "data: {seed: 1}",
+                "trainer:",
+                "  callbacks:",
+                "  - class_path: callbacks.MRPCallback",
+                "    init_args:",
+                "      sparsity: 0.5",
+                "      patern: '2:4'",
+            ],
+            7,
+            "`pattern`",
+        ),
+        (
+            ["trainer:", "  callbacks:", "  - class_path: callbacks.MRPCalback"],
+            3,
+            "`callbacks.MRPCallback`",
+        ),
+        (["data:", "  seed: [1", "  num_samples: 2"], 3, "no YAML"),
+    ],
+)
+def test_the_file_and_the_line_of_a_mistake(lines, number, meant, arguments, tmp_path, capsys):
+    config, other = tmp_path / "run.yaml", tmp_path / "other.yaml"
+    config.write_text("\n".join(lines) + "\n")
+    other.write_text("data: {num_samples: 3}\n")
+    files = [f"--config={other}", "--config", str(config)]
+    line = said([arguments[0], *files, *arguments[1:]], capsys)
+    assert line.startswith(f"error: {config}, line {number}: ")
+    assert meant in line
+
+
+def test_the_line_in_the_file_of_a_group(arguments, tmp_path, capsys):
+    data = tmp_path / "data.yaml"
+    data.write_text("seed: 1\nnum_sample: 3\n")
+    assert f"{data}, line 2: " in said([*arguments, f"--data={data}"], capsys)
+
+
+@pytest.mark.parametrize(
+    ("options", "meant"),
+    [
+        (["--model.mod=there"], "`model.model`"),
+        (["--data.num=3"], "`data.num_samples`"),
+        (["--conf", "run.yaml"], "`config`"),
+    ],
+)
+def test_options_are_not_abbreviated(options, meant, arguments, capsys):
+    line = said([*arguments, *options], capsys)
+    assert "there is no option" in line
+    assert meant in line
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (
+            ["models: {tiny: {options: {}}}", "seed: 3"],
+            "line 2: there is no option `seed`.*`seeds`",
+        ),
+        (["models: {tiny: {optons: {}}}"], "required: options.*line 1, has `optons`"),
+        (["modls: {tiny: {options: {}}}"], "required: models.*line 1, has `modls`"),
+    ],
+)
+def test_a_mistake_in_a_sweep_is_a_line(lines, message, tmp_path, capsys):
+    config = tmp_path / "sweep.yaml"
+    config.write_text("\n".join([*lines, "base: []", "out: out", "runs: {'2:4': [SM]}"]))
+    assert re.search(message, said(["sweep", f"--config={config}"], capsys))
+    assert "`config`" in said(["sweep", f"--conf={config}"], capsys)
+
+
+@pytest.mark.parametrize("command", ["layers", "zeroshot", "report"])
+def test_other_commands_take_no_abbreviations(command, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([command, "--hel"])
+    assert stop.value.code == 2
+
+
+@pytest.mark.parametrize(("wrong", "meant"), [("predct", "`predict`"), ("layer", "`layers`")])
+def test_a_command_that_does_not_exist(wrong, meant, capsys):
+    assert meant in said([wrong, "--config=x.yaml"], capsys)
 
 
 def test_a_value_of_the_wrong_type_is_named(arguments, capsys):

@@ -74,3 +74,12 @@ def test_a_file_of_one_section_is_read(tmp_path):
     assert read(tmp_path) == Evaluation(zeroshot={"piqa": {"acc": 0.5}})
     with pytest.raises(FileNotFoundError):
         read(tmp_path / "absent")
+
+
+def test_what_a_model_wrote_is_kept_by_text(tmp_path):
+    record(tmp_path, continuations={"c4": {"prompt": "a", "continuation": "b"}})
+    path = record(tmp_path, continuations={"ptb": {"prompt": "c", "continuation": "d"}})
+    assert read(tmp_path).continuations["c4"] == {"prompt": "a", "continuation": "b"}
+    path.write_text(path.read_text().replace('"d"', "3"))
+    with pytest.raises(FormatError, match=r"expected texts by name in `continuations.ptb`"):
+        read(tmp_path)

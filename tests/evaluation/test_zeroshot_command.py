@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,14 +14,9 @@ from mrp_lightning.commands.main import main
 from mrp_lightning.embedded import STDLIB_LLAMA
 from mrp_lightning.evaluation.records import read, record
 
-# As docs/zeroshot.md has it: a packed directory needs its format registered in the process.
-OWN_COMMAND = {
-    "pruned": ["-m", "lm_eval"],
-    "packed": [
-        "-c",
-        "import export; from lm_eval.__main__ import cli_evaluate; cli_evaluate()",
-    ],
-}
+PAGE = (Path(__file__).parents[2] / "docs" / "zeroshot.md").read_text().replace("\\\n", "")
+OWN_COMMAND = {"pruned": "lm_eval --model hf .*", "packed": "python -c .*"}
+"""A packed directory needs its format registered in the process."""
 TEST = ["--trainer.accelerator=cpu", "--trainer.logger=false", "--data.sequence_length=256"]
 
 
@@ -76,20 +73,12 @@ def test_lm_evals_own_command_gives_the_same(kind, checkpoint, own, task_directo
     model, out = checkpoint(kind), tmp_path / "own"
     tasks = "continuation,last_word"
     zeroshot(model, own, f"--tasks={tasks}", "--batch-size=4")
-    options = {
-        "--model": "hf",
-        "--model_args": f"pretrained={model}",
-        "--tasks": tasks,
-        "--include_path": str(task_directory),
-        "--batch_size": "4",
-        "--device": "cpu",
-        "--output_path": str(out),
-    }
-    command = [
-        sys.executable,
-        *OWN_COMMAND[kind],
-        *(word for pair in options.items() for word in pair),
-    ]
+    (shown,) = re.findall(f"^{OWN_COMMAND[kind]}$", PAGE, flags=re.M)
+    shown = re.sub(r"pretrained=\S+", f"pretrained={model}", shown).replace("piqa", tasks)
+    program, *words = shlex.split(shown)
+    command = [sys.executable, *(["-m", "lm_eval"] if program == "lm_eval" else []), *words]
+    command += ["--include_path", str(task_directory), "--batch_size", "4", "--device", "cpu"]
+    command += ["--output_path", str(out)]
     root = str(Path(__file__).parents[2])
     done = subprocess.run(
         command,
@@ -218,3 +207,12 @@ def test_a_model_of_the_hub_has_no_place_to_record(checkpoint, own, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "Not recorded: some/model is no local directory" in done.stdout
     assert not list(tmp_path.rglob("evaluation.json"))
+
+
+def test_a_gguf_file_is_evaluated_and_its_directory_left_alone(tiny_gguf, own, tmp_path, capsys):
+    out = tmp_path / "all.json"
+    named = [f"--gguf-file={tiny_gguf.name}", own, "--tasks=continuation", "--limit=2"]
+    zeroshot(tiny_gguf.parent, *named, f"--out={out}")
+    assert json.loads(out.read_text())["n-samples"]["continuation"]["effective"] == 2
+    assert list(tiny_gguf.parent.iterdir()) == [tiny_gguf]
+    assert "Not recorded" not in capsys.readouterr().out

@@ -99,6 +99,20 @@ def test_a_sweep_keeps_every_value_and_is_not_repeated(here, tiny_llama, capsys)
     assert all(path.stat().st_mtime_ns == time for path, time in before.items())
 
 
+def test_a_sweep_says_where_its_runs_are(here, capsys, caplog):
+    caplog.set_level("INFO")
+    sweep("--only=tiny/50-SM-*-seed0")
+    lines = [message for message in caplog.messages if message.startswith("block ")]
+    assert [line.split(" · ")[0] for line in lines] == ["block 1/2", "block 2/2"]
+    assert "left" in lines[0]
+    assert "[2/2] tiny/50-SM-s128-seed0 …" in capsys.readouterr().out
+    base = yaml.safe_load(Path("base.yaml").read_text())
+    del base["trainer"]["enable_progress_bar"]  # has no say in the result
+    Path("base.yaml").write_text(yaml.safe_dump(base))
+    sweep("--only=tiny/50-SM-*-seed0")
+    assert "of which 0 are to be made" in capsys.readouterr().out
+
+
 def test_two_sweeps_at_once_share_the_runs(here, monkeypatch):
     made = []
     execute = sweep_command.execute
@@ -146,6 +160,34 @@ def test_a_run_that_fails_costs_no_other(here, capsys):
     assert Path("out/tiny/2of4-SM-s128-damping=0.01-seed0/run.json").exists()
     assert not Path("out/tiny/2of4-SM-s128-damping=-1-seed0/run.json").exists()
     assert "0.01" in Path("out/results.md").read_text()
+
+
+def test_a_model_that_cannot_be_had_is_said_once(here, capsys, monkeypatch):
+    made = []
+    monkeypatch.setattr(sweep_command, "execute", lambda trial, *_, **__: made.append(trial))
+    content = yaml.safe_load(Path("sweep.yaml").read_text())
+    for name in ("someone/something", "./absent"):
+        content["models"][name] = {"options": {"model.model": name}}
+    Path("sweep.yaml").write_text(yaml.safe_dump(content))
+    with pytest.raises(SystemExit) as stop:
+        sweep("--only=*/2of4-SM-*")
+    assert stop.value.code == 1
+    said = capsys.readouterr().err
+    assert said.count("`model`: there is no directory ./absent") == 1
+    assert said.count("someone/something is neither a complete local") == 1
+    assert {trial.model for trial in made} == {"tiny"}
+
+
+def test_a_sweep_takes_language_models(here, capsys):
+    base = yaml.safe_load(Path("base.yaml").read_text())
+    base["model"] = {"class_path": "lightning.pytorch.demos.boring_classes.BoringModel"}
+    Path("base.yaml").write_text(yaml.safe_dump(base))
+    content = yaml.safe_load(Path("sweep.yaml").read_text())
+    content["models"]["tiny"]["options"] = {"trainer.max_epochs": 1}
+    Path("sweep.yaml").write_text(yaml.safe_dump(content))
+    with pytest.raises(SystemExit):
+        sweep()
+    assert "`class_path`: a sweep measures perplexity" in capsys.readouterr().err
 
 
 def test_ablations_are_drawn(here):
@@ -214,6 +256,20 @@ def test_zero_shot_tasks_are_part_of_a_run(here, calls):
         found = evaluation["zeroshot"]["calls"]
         assert found["samples"] == 6
         assert float(rows[method, "accuracy/calls"]["mean"]) == pytest.approx(100 * found["acc"])
+
+
+def test_the_models_may_be_gguf_files(here, tiny_gguf, calls):
+    """The pruned model is not looked for by the name of the file that it came from."""
+    for name in ("a.gguf", "b.gguf"):
+        shutil.copy(tiny_gguf, here / name)
+    options = [
+        f"--models.tiny.options={json.dumps({'model.model': '.', 'model.gguf_file': 'a.gguf'})}",
+        "--only=tiny/2of4-SM-*-seed0",
+        "--save_checkpoints=true",
+    ]
+    sweep(*options)
+    sweep(*options, *calls)
+    assert {method for method, measure in measured() if measure == "accuracy/calls"} == {"", "SM"}
 
 
 def test_tasks_are_added_to_finished_runs_whose_models_were_kept(here, calls, capsys):

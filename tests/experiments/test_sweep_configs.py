@@ -38,8 +38,18 @@ def test_results_are_of_all_methods_families_and_sparsities():
     assert len(sweep.seeds) >= 3
 
 
+def test_the_real_model_may_be_pruned_on_wikitext2_too():
+    texts = [f"--config={CONFIGS}/sweeps/{name}.yaml" for name in ("real", "real_wikitext2")]
+    alone, both = read_sweep(texts[:1]), read_sweep(texts)
+    assert both.trials[: len(alone.trials)] == alone.trials
+    assert len(both.trials) == 2 * len(alone.trials)
+    options = described(configure(both.trials[-1], both))
+    assert options["data.train_files"] == ["runs/wikitext2/valid.txt"]
+    assert options["data.eval_files"] == ["runs/wikitext2/test.txt"]
+
+
 def test_there_are_sweeps():
-    assert {path.stem for path in SWEEPS} == {"ablations", "quickstart", "results"}
+    assert {path.stem for path in SWEEPS} == {"ablations", "quickstart", "real", "results"}
 
 
 def test_yaml_reads_an_unquoted_pattern_as_a_number(tmp_path, tiny_llama):

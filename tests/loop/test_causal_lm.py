@@ -1,6 +1,7 @@
 """Perplexity is the model's own, models come from everywhere, checkpoints can be rebuilt."""
 
 import math
+import shutil
 
 import pytest
 import torch
@@ -186,7 +187,27 @@ def test_a_loaded_tokenizer_is_taken_as_it_is(tiny_llama, tmp_path):
     trainer = Trainer(**QUIET)
     trainer.strategy.connect(lm)
     trainer.save_checkpoint(tmp_path / "lm.ckpt")
-    assert len(CausalLM.load_from_checkpoint(tmp_path / "lm.ckpt").tokenizer) == 2048
+    rebuilt = CausalLM.load_from_checkpoint(tmp_path / "lm.ckpt").tokenizer
+    assert rebuilt("<mine>").input_ids == tokenizer("<mine>").input_ids == [2048]
+
+
+def test_a_checkpoint_holds_its_tokenizer(tiny_llama, tmp_path, monkeypatch):
+    source = tmp_path / "source"
+    shutil.copytree(tiny_llama, source)
+    trainer, file = Trainer(**QUIET), tmp_path / "lm.ckpt"
+    lm = CausalLM(source, tokenizer=source)
+    lm.tokenizer.chat_template = "{{ messages }}"
+    trainer.strategy.connect(lm)
+    trainer.save_checkpoint(file)
+    shutil.rmtree(source)
+    monkeypatch.chdir(tmp_path)
+    text = "def f(x):\n    return x"
+    rebuilt = CausalLM.load_from_checkpoint(file, weights_only=True)
+    assert rebuilt.tokenizer(text).input_ids == lm.tokenizer(text).input_ids
+    assert rebuilt.tokenizer.chat_template == "{{ messages }}"
+    other = CausalLM(AutoConfig.from_pretrained(tiny_llama).to_dict() | {"_name_or_path": ""})
+    Trainer(**QUIET).test(other, padded_batches(4), ckpt_path=str(file), verbose=False)
+    assert other.tokenizer(text).input_ids == lm.tokenizer(text).input_ids
 
 
 def test_a_checkpoint_that_lacks_weights_is_refused(tiny_llama, tmp_path):

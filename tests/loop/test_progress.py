@@ -50,12 +50,50 @@ def test_the_rest_is_estimated_from_the_blocks_so_far(caplog, monkeypatch):
     caplog.set_level("INFO")
     clock = iter([100.0, 141.0, 1300.0, 100.0 + 3 * 3600])
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
-    log = progress.block_log(SimpleNamespace(progress_bar_callback=None), 30)
-    log(3, 0.0123)
-    log(15, None)
-    log(30, 0.5)
+    log = progress.PlainLog(SimpleNamespace(progress_bar_callback=None), 30)
+    log.finish(3, 0.0123)
+    log.finish(15, None)
+    log.finish(30, 0.5)
     assert logged(caplog) == [
         "block 3/30 · relative loss 0.0123 · 41 s, about 6 min left",
         "block 15/30 · 20 min, about 20 min left",
         "block 30/30 · relative loss 0.5 · 3.0 h",
     ]
+
+
+def test_a_long_block_is_a_line_every_half_minute(caplog, monkeypatch):
+    caplog.set_level("INFO")
+    clock = iter([0.0, 29.0, 31.0, 40.0, 60.9, 61.0, 80.0, 109.0, 110.0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    log = progress.PlainLog(SimpleNamespace(progress_bar_callback=None), 3)
+    for k in range(5):
+        log.move(f"block 1/3 · step {k}")
+    log.finish(1, None)
+    for k in range(2):
+        log.move(f"block 2/3 · step {k}")
+    assert logged(caplog) == [
+        "block 1/3 · step 1 · 31 s",
+        "block 1/3 · step 4 · 61 s",
+        "block 1/3 · 80 s, about 3 min left",
+        "block 2/3 · step 1 · 2 min",
+    ]
+
+
+def test_the_bar_says_where_a_solve_is(build, batches, monkeypatch):
+    seen: list[str] = []
+    monkeypatch.setattr(progress.PlainLog, "move", lambda _, text: seen.append(text))
+    monkeypatch.setattr(progress, "_BAR_SECONDS", 0)
+    callback = MRPCallback(pattern="2:4", block_size=16, targets="layers.1.mlp.down_proj")
+    loader = DataLoader(batches, batch_size=None)
+    Trainer(enable_progress_bar=False, **TRAINER).predict(
+        build("llama"), loader, callbacks=callback
+    )
+    (row,) = callback.report.pruned
+    solving = [text.split(", ")[1].split(" · ")[0] for text in seen if "down_proj, " in text]
+    columns = [text for text in solving if text.startswith("columns ")]
+    assert columns == [f"columns {k}/{row.shape[1]}" for k in range(16, row.shape[1], 16)]
+    iterations = [text for text in solving if text.startswith("iteration ")]
+    assert iterations == [f"iteration {k + 1}" for k in range(len(iterations))]
+    assert 0 < len(iterations) <= row.iterations
+    first = next(k for k, text in enumerate(seen) if "down_proj" in text)
+    assert "down_proj ·" in seen[first] or seen[first].endswith("down_proj")  # before it is solved

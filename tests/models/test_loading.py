@@ -5,12 +5,16 @@ import os
 import pickle
 import re
 import shutil
+import socketserver
+import threading
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from mrp_lightning import environment
 from mrp_lightning.errors import DataError, FormatError, TargetError
 from mrp_lightning.models.formats import why_not_readable
 from mrp_lightning.models.loading import (
@@ -19,6 +23,7 @@ from mrp_lightning.models.loading import (
     load_tokenizer,
     tokenizer_beside,
 )
+from mrp_lightning.text import published
 
 
 def test_the_tokenizer_beside_a_model(tiny_llama):
@@ -82,6 +87,47 @@ def test_the_hub_is_asked_for_what_can_be_an_id(no_hub, tmp_path, monkeypatch):
         for load in (load_config, load_tokenizer):
             with pytest.raises(HubError):
                 load(source)
+
+
+@pytest.fixture
+def mute_hub(monkeypatch):
+    """A hub that hangs up on every request, and what it was asked."""
+    asked: list[str] = []
+
+    class Mute(socketserver.StreamRequestHandler):
+        def handle(self):
+            asked.append(self.rfile.readline().decode().strip())
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Mute) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_address[1]}"
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", address)
+        environment._ask_hub.cache_clear()
+        yield asked
+        environment._ask_hub.cache_clear()
+        server.shutdown()
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once(mute_hub):
+    for load in (load_config, load_tokenizer, load_config):
+        with pytest.raises(FileNotFoundError, match=r"http://127\.0\.0\.1:\d+ cannot be reached"):
+            load("someone/something")
+    assert tokenizer_beside("someone/something") is None
+    with pytest.raises(FileNotFoundError, match="cannot be reached"):
+        published.locate([(published.CORPORA["ptb"], published.CORPORA["ptb"].evaluation)], None)
+    assert [line.split()[:2] for line in mute_hub] == [["HEAD", "/"]]
+
+
+def test_what_lies_in_the_cache_needs_no_hub(mute_hub, tiny_llama, tmp_path, monkeypatch):
+    cached = tmp_path / "models--someone--something"
+    shutil.copytree(tiny_llama, cached / "snapshots" / "abc")
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert load_model("someone/something", None).config.hidden_size == 32
+    assert tokenizer_beside("someone/something") is not None
+    assert len(mute_hub) == 1
 
 
 def test_a_model_that_transformers_does_not_know_is_named(tmp_path):

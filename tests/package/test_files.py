@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from mrp_lightning.errors import OptionError
-from mrp_lightning.files import as_json, check_output_dir, save_directory, save_text
+from mrp_lightning.errors import FormatError, OptionError
+from mrp_lightning.files import as_json, check_output_dir, read_json, save_directory, save_text
 
 
 def test_a_directory_appears_only_when_it_is_whole(tmp_path):
@@ -306,3 +306,26 @@ def test_what_a_killed_process_left_is_removed_and_that_of_a_live_one_is_not(tmp
     with save_directory(tmp_path / "other"):
         pass
     assert left.exists()  # it belongs to another name
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"{", "is not JSON"),
+        (b"\xff", "is not JSON"),
+        (b"[1]", "expected a JSON object, got a list"),
+    ],
+)
+def test_json_that_cannot_be_read_is_named(tmp_path, content, said):
+    (tmp_path / "a.json").write_bytes(content)
+    with pytest.raises(FormatError, match=said) as error:
+        read_json(tmp_path / "a.json", "make it again")
+    assert str(tmp_path / "a.json") in str(error.value)
+    assert str(error.value).endswith("Delete it, or make it again.")
+
+
+def test_json_of_another_version_is_refused(tmp_path):
+    (tmp_path / "a.json").write_text('{"format_version": 2}')
+    assert read_json(tmp_path / "a.json", "make it again", 2) == {"format_version": 2}
+    with pytest.raises(FormatError, match=r"`format_version` is 2, but .* reads 1\. Use the"):
+        read_json(tmp_path / "a.json", "make it again", 1)

@@ -1,5 +1,6 @@
 """What the README shows runs, with a tiny model and text in place of the named ones."""
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -59,7 +60,13 @@ def test_commands_run(tiny_llama, here):
             main([*arguments, *tiny, *tiny_model])
         else:
             main([*arguments, *tiny])
-    assert (here / "runs" / "opt-125m-2of4" / "model.safetensors").is_file()
+    pruned = here / "runs" / "opt-125m-2of4"
+    assert (pruned / "model.safetensors").is_file()
+    pytest.importorskip("matplotlib", reason="the page needs the extra `report`")
+    (line,) = re.findall(r"^python -m mrp_lightning report .*$", README, flags=re.M)
+    main(shlex.split(line)[3:])
+    (found,) = json.loads((pruned / "evaluation.json").read_text())["perplexity"].values()
+    assert f">{found['perplexity']:,.0f}<" in (pruned / "report.html").read_text()
 
 
 def test_the_layers_command_runs(tiny_llama, capsys):

@@ -11,7 +11,7 @@ from mrp_lightning import prune_weight
 from mrp_lightning.errors import NumericalWarning
 from mrp_lightning.solver.conjugate_gradients import LowRankModel
 
-ENDING_IN_M = ["magnitude+M", "wanda+M", "SM", "MM"]
+ENDING_IN_M = ["magnitude+M", "wanda+M", "SM", "MM", "JM"]
 PATTERNS = [{"pattern": "2:4"}, {"pattern": "1:4"}, {"pattern": "4:8"}]
 SPARSITIES = [{"sparsity": 0.5}, {"sparsity": 0.83}, {"sparsity": 0.07}]
 
@@ -168,7 +168,7 @@ def test_many_rows_are_solved_in_chunks(problem, truth, monkeypatch):
     for arguments in ({"pattern": "2:4"}, {"sparsity": 0.6}):
         whole = prune_weight(weight, hessian, block_size=16, **arguments)
         with monkeypatch.context() as patch:
-            patch.setattr("mrp_lightning.solver.exact._ELEMENTS", 7 * 64)
+            patch.setattr("mrp_lightning.solver.exact.ELEMENTS", 7 * 64)
             patch.setattr("mrp_lightning.solver.masks._ELEMENTS", 1)
             chunks = prune_weight(weight, hessian, block_size=16, **arguments)
         assert (chunks.pruned != whole.pruned).float().mean() < 0.01
@@ -191,6 +191,48 @@ def test_a_float32_solve_that_fails_is_redone_in_float64(problem, truth, monkeyp
     solution = prune_weight(weight, hessian, pattern="2:4")
     assert solution.gap <= 1e-6
     assert true_gap(truth, solution, weight, truth.damped(hessian)) <= 1e-6
+
+
+def test_what_rounding_hides_from_float32_is_not_sought_there():
+    # Fewer tokens than columns and a steep spectrum: the loss is so small beside the weights that
+    # the residual's rounding alone exceeds the tolerance, however long float32 goes on.
+    generator = torch.Generator().manual_seed(0)
+    columns = 256
+    rotation = torch.linalg.qr(torch.randn(columns, columns, generator=generator)).Q
+    spectrum = torch.arange(1.0, columns + 1) ** -1.5
+    channels = torch.exp(0.5 * torch.randn(columns, generator=generator))
+    inputs = (torch.randn(128, columns, generator=generator) * spectrum) @ rotation * channels
+    weight = torch.randn(64, columns, generator=generator)
+    solution = prune_weight(weight, 2 * inputs.T @ inputs / 128, pattern="2:4")
+    assert solution.gap <= 1e-6
+    assert solution.iterations < 60
+
+
+@pytest.mark.parametrize("arguments", [{"pattern": "2:4"}, {"sparsity": 0.6}, {"sparsity": 0.97}])
+@pytest.mark.parametrize("both", [False, True])
+def test_slow_iterations_end_in_another_preconditioner_or_a_direct_solve(
+    problem, truth, monkeypatch, arguments, both
+):
+    weight, inputs = problem(rows=16, columns=96)
+    hessian = truth.hessian_of(inputs).float()
+    generator = torch.Generator().manual_seed(0)
+
+    def useless(model, kept):
+        poor = torch.exp(6 * torch.randn(kept.shape[1], generator=generator)).to(kept.dtype)
+        return lambda gradient, z, work: torch.mul(gradient, kept * poor, out=z)
+
+    monkeypatch.setattr(LowRankModel, "on", useless)
+    if both:
+        monkeypatch.setattr(
+            "mrp_lightning.solver.masked_rows.InverseOnKept",
+            lambda inverse, kept: useless(None, kept),
+        )
+    solution = prune_weight(weight, hessian, block_size=None, **arguments)
+    assert solution.gap <= 1e-6
+    assert solution.iterations <= 200
+    gap = true_gap(truth, solution, weight, truth.damped(hessian))
+    assert gap <= 1e-6
+    assert solution.gap >= gap - 1e-8
 
 
 @given(

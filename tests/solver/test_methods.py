@@ -12,7 +12,7 @@ from mrp_lightning.solver.patterns import SemiStructured, Unstructured
 from mrp_lightning.solver.pruning import prune
 from mrp_lightning.solver.recipe import Recipe
 
-PAIRS = [f"{m}+{c}" for m in ("magnitude", "wanda", "S", "M") for c in ("none", "S", "M")]
+PAIRS = [f"{m}+{c}" for m in ("magnitude", "wanda", "S", "M", "J") for c in ("none", "S", "M")]
 
 
 def test_names_are_pairs():
@@ -44,7 +44,7 @@ def test_the_mask_m_tries_at_most_100_combinations():
         parse_method("MM").mask.check(SemiStructured(5, 10))
 
 
-@pytest.mark.parametrize("name", ["magnitude", "wanda", "wanda+M", "magnitude+S"])
+@pytest.mark.parametrize("name", ["magnitude", "wanda", "wanda+M", "magnitude+S", "JM"])
 def test_blocks_mean_nothing_to_masks_of_a_whole_layer(problem, truth, name):
     weight, inputs = problem()
     hessian = truth.hessian_of(inputs)

@@ -17,8 +17,8 @@ from mrp_lightning.solver.input_hessian import InputHessian
 from mrp_lightning.solver.pruning import prune
 from mrp_lightning.solver.recipe import Recipe
 
-NAMED = ["magnitude", "wanda", "SS", "SM", "MS", "MM"]
-PAIRS = [f"{m}+{c}" for m in ("magnitude", "wanda", "S", "M") for c in ("none", "S", "M")]
+NAMED = ["magnitude", "wanda", "SS", "SM", "MS", "MM", "JM"]
+PAIRS = [f"{m}+{c}" for m in ("magnitude", "wanda", "S", "M", "J") for c in ("none", "S", "M")]
 
 
 def is_negative_zero(values):
@@ -77,7 +77,7 @@ def test_counts_are_exact_and_inputs_untouched(
         assert (solution.pruned.reshape(rows, -1, group).sum(2) == group - kept).all()
     elif method.startswith("wanda"):
         assert (solution.pruned.sum(1) == int(sparsity * columns + 0.5)).all()
-    elif method.startswith("magnitude"):
+    elif method.startswith(("magnitude", "J")):
         assert solution.pruned.sum() == int(sparsity * rows * columns + 0.5)
     else:
         for stop in [*range(0, columns, block or columns), columns]:

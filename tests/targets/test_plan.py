@@ -41,6 +41,22 @@ def test_a_pattern_is_a_run_of_whole_parts(pattern, matched):
 
 
 @pytest.mark.parametrize(
+    ("pattern", "matched"),
+    [
+        (r"re:.*q_proj$", True),
+        (r"re:model\.layers\.\d\.", True),
+        (r"re:.*\.(q|k)_proj", True),
+        (r"re:q_proj", False),  # from the start, as llm-compressor matches
+        (r"re:.*attn$", False),  # the module that holds it is another name
+        (r"re:(?!model\.layers\.1).*q_proj", False),
+    ],
+)
+def test_a_regular_expression_is_for_the_name_in_the_checkpoint(pattern, matched):
+    assert matches("model.layers.1.attn.q_proj", pattern) is matched
+    assert matches("net.model.layers.1.attn.q_proj", pattern, "net.") is matched
+
+
+@pytest.mark.parametrize(
     ("family", "lists"),
     [
         ("llama", {"model.layers": 3}),
@@ -97,6 +113,28 @@ def test_targets_and_ignore(build):
     assert chosen == [
         f"model.layers.{k}.mlp.{name}" for k in (0, 2) for name in ("gate_proj", "down_proj")
     ]
+
+
+def test_regular_expressions_among_plain_names(build):
+    chosen = names(
+        make_plan(build("llama"), HALF, targets=["re:.*[qk]_proj$", "up_proj"], ignore="re:.*1.*k_")
+    )
+    assert chosen == [
+        f"model.layers.{k}.{name}"
+        for k in range(3)
+        for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.up_proj")
+        if (k, name) != (1, "self_attn.k_proj")
+    ]
+    with pytest.raises(TargetError, match=r"`ignore` matched nothing.*'re:q_proj'"):
+        make_plan(build("llama"), HALF, ignore=["re:q_proj"])
+
+
+@pytest.mark.parametrize("argument", ["targets", "ignore", "blocks"])
+def test_what_is_no_regular_expression(argument, build):
+    wrong = {argument: ["re:*.q_proj", "q_proj", "re:(k_proj"]}
+    message = rf"`{argument}`.*'re:\*\.q_proj' \(nothing to repeat.*'re:\(k_proj' \(missing \)"
+    with pytest.raises(TargetError, match=message):
+        make_plan(build("llama"), HALF, **wrong)
 
 
 def test_a_head_tied_to_the_embedding_is_left_alone(build):

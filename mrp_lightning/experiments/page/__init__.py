@@ -1,1 +1,1 @@
-"""The HTML page about runs: `models` → `layer_values`, `scores` → `pictures`, `parts` → `page`."""
+"""The HTML page about runs: `models` → `layers`, `scores` → `pictures`, `parts` → `page`."""

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from mrp_lightning.experiments import numbers
 from mrp_lightning.experiments.numbers import Write
+from mrp_lightning.experiments.page.layers import place
 from mrp_lightning.experiments.page.models import Model
 from mrp_lightning.experiments.page.parts import Column, Fold, Part, Row, Table
 from mrp_lightning.experiments.runs import Run
@@ -13,13 +14,20 @@ LAYER_ROWS = 2000
 """Layers that a page lists at most; a page of fewer runs lists them."""
 
 
-def dense_layers(dense: Mapping[tuple[str, str], Mapping[str, Sequence[str]]]) -> Part:
-    """The layers that were left dense, and why."""
+def dense_layers(model: Model) -> Part | None:
+    """The layers that were left dense, by kind and reason."""
+    found: dict[tuple[str, str], list[tuple[str, Run]]] = {}
+    for run in (run for variant in model.originals for run in variant.runs):
+        for layer in run.layers:
+            if layer.skipped is not None:
+                block, kind = place(layer.name)
+                where = f"{block.stack}.*.{kind}" if block.stack else kind
+                found.setdefault((where, layer.skipped), []).append((layer.name, run))
+    if not found:
+        return None
     rows = [
-        Row(
-            where, [reason, str(len(found)), str(len({r for runs in found.values() for r in runs}))]
-        )
-        for (where, reason), found in dense.items()
+        Row(where, [reason, *(str(len(set(column))) for column in zip(*layers, strict=True))])
+        for (where, reason), layers in found.items()
     ]
     columns = [Column("layers", numeric=False), Column("why", numeric=False)]
     columns += [Column("number"), Column("in runs")]

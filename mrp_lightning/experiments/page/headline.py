@@ -1,17 +1,16 @@
 """The few values at the head of a model: what it costs to be sparse."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from math import isfinite
 from statistics import fmean
+from typing import NamedTuple
 
 from mrp_lightning.experiments import numbers
-from mrp_lightning.experiments.page import scores
 from mrp_lightning.experiments.page.models import Model, Variant, by_setting
+from mrp_lightning.experiments.page.scores import RELATIVE_LOSS, SECONDS, Score, perplexities
 
 
-@dataclass(frozen=True)
-class Value:
+class Value(NamedTuple):
     """One value, what it is, and what it is measured on."""
 
     label: str
@@ -26,7 +25,8 @@ def title(model: Model) -> str:
     if len(model.originals) == 1:
         (variant,) = model.originals
         return f"{model.name}, {variant.setting} by {variant.label}"
-    settings = _listed([*by_setting(model.variants)])
+    *most, last = by_setting(model.variants)
+    settings = f"{', '.join(most)} and {last}" if most else last
     names = list(dict.fromkeys(variant.method_name for variant in model.originals))
     how = names[0] if len(names) == 1 else f"{len(names)} methods"
     return f"{model.name}, {settings} by {how}"
@@ -34,42 +34,38 @@ def title(model: Model) -> str:
 
 def headline(model: Model) -> list[Value]:
     """Of one variant every value, of several the best of each setting."""
+    texts = perplexities(model)
     if not model.variants:
-        return [
-            Value(
-                f"Perplexity, {text}",
-                scores.perplexities(model.before, text).text(numbers.perplexity),
-                scores.windows(model, text),
-            )
-            for text in scores.texts(model)
-        ]
+        return [Value(f"Perplexity, {s.name}", s.text(model.before), s.detail) for s in texts]
     if len(model.originals) == 1:
-        return [*_of_one(model, model.originals[0])]
+        return [*_of_one(model, model.originals[0], texts)]
     found = []
     for setting, variants in by_setting(model.originals).items():
-        text = next((t for t in scores.texts(model) if _finite(variants, t)), None)
+        measured = {
+            text: [v for v in variants if text.of(v.runs).is_finite]  # in all runs
+            for text in texts
+        }
+        text = next((text for text in texts if measured[text]), None)
         if text is not None:
-            best = min(
-                _finite(variants, text), key=lambda v: scores.perplexities(v.runs, text).mean
-            )
-            found.append(_perplexity(model, best, text, f"{setting}, perplexity on {text}"))
+            best = min(measured[text], key=lambda v: text.of(v.runs).mean)
+            found.append(_perplexity(model, best, text, f"{setting}, perplexity on {text.name}"))
         else:
-            losses = {variant: scores.relative_losses(variant.runs) for variant in variants}
+            losses = {variant: RELATIVE_LOSS.of(variant.runs) for variant in variants}
             best = min(losses, key=lambda v: losses[v].mean if losses[v] else 0.0)
-            loss = losses[best].text(numbers.relative_loss)
-            found.append(Value(f"{setting}, relative layer loss", loss, f"lowest: {best.label}"))
+            loss, label = RELATIVE_LOSS.text(best.runs), f"{setting}, relative layer loss"
+            found.append(Value(label, loss, f"lowest: {best.label}"))
     return found
 
 
-def _of_one(model: Model, variant: Variant) -> Iterator[Value]:
-    for text in scores.texts(model):
-        if scores.perplexities(variant.runs, text):
-            yield _perplexity(model, variant, text, f"Perplexity on {text}")
+def _of_one(model: Model, variant: Variant, texts: Sequence[Score]) -> Iterator[Value]:
+    for text in texts:
+        if text.of(variant.runs):
+            yield _perplexity(model, variant, text, f"Perplexity on {text.name}")
     report = variant.runs[0].report
     assert report is not None  # a variant is pruned
     totals = report.totals
-    losses = scores.relative_losses(variant.runs).text(numbers.relative_loss)
-    yield Value("Relative layer loss", losses, f"mean over {totals['layers']} layers")
+    loss = RELATIVE_LOSS.text(variant.runs)
+    yield Value("Relative layer loss", loss, f"mean over {totals['layers']} layers")
     removed = f"of {numbers.count(totals['weights'])} in the pruned layers"
     if totals["skipped"]:
         removed += f"; {totals['skipped']} left dense"
@@ -81,29 +77,17 @@ def _of_one(model: Model, variant: Variant) -> Iterator[Value]:
             label = f"Weight files, {exported}" if exported else "Weight files"
             kept = "" if exported else "with the removed weights as zeros"
             yield Value(label, numbers.memory(fmean(sizes)), kept)
-    seconds = scores.seconds(variant.runs).mean
-    yield Value("Time to prune", numbers.duration(seconds), "with calibration")
+    yield Value(
+        "Time to prune", numbers.duration(SECONDS.of(variant.runs).mean), "with calibration"
+    )
 
 
-def _perplexity(model: Model, variant: Variant, text: str, label: str) -> Value:
-    after = scores.perplexities(variant.runs, text)
-    value = numbers.perplexity(after.mean)
-    before = scores.perplexities(model.before, text).finite
+def _perplexity(model: Model, variant: Variant, text: Score, label: str) -> Value:
+    after, before = text.of(variant.runs), text.of(model.before).finite
+    value = text.write(after.mean)
     detail = [variant.label] if len(model.originals) > 1 else []
     if before:
-        value = f"{numbers.perplexity(before[0])} → {value}"
+        value = f"{text.write(before[0])} → {value}"
         detail += [numbers.change(before[0], after.mean)] if isfinite(after.mean) else []
     detail += [f"mean of {len(after)} runs"] if len(after) > 1 else []
-    detail.append(scores.windows(model, text))
-    return Value(label, value, ", ".join(detail))
-
-
-def _finite(variants: Sequence[Variant], text: str) -> list[Variant]:
-    """Those with a perplexity that is finite in all runs."""
-    return [v for v in variants if scores.perplexities(v.runs, text).is_finite]
-
-
-def _listed(names: Sequence[str]) -> str:
-    if len(names) < 2:
-        return "".join(names)
-    return f"{', '.join(names[:-1])} and {names[-1]}"
+    return Value(label, value, ", ".join([*detail, text.detail]))

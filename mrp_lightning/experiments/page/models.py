@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mrp_lightning.experiments.methods import canonical_method, method_label, method_rank
-from mrp_lightning.experiments.page.places import Block, in_order, place
+from mrp_lightning.experiments.page.layers import Block, in_order, place
 from mrp_lightning.experiments.runs import Run
 from mrp_lightning.pruning.report import NAME, LayerReport
 from mrp_lightning.solver.patterns import Pattern, SemiStructured, make_pattern
@@ -137,7 +137,11 @@ def find_models(runs: Sequence[Run]) -> list[Model]:
     none, models are told apart by their directories.
     """
     dense = [run for run in runs if run.report is None]
-    nearest = {run: _nearest(run, dense) for run in runs if run.report is not None}
+    nearest = {
+        run: _nearest(run, [candidate for candidate in dense if _may_be_base(candidate, run)])
+        for run in runs
+        if run.report is not None
+    }
     groups: list[list[Run]] = []
     for run, near in nearest.items():
         same = (g for g in groups if nearest[g[0]] == near and _agree(run, g))
@@ -178,6 +182,15 @@ def _nearest(run: Run, dense: Sequence[Run]) -> tuple[Run, ...]:
     return ()
 
 
+def _may_be_base(dense: Run, run: Run) -> bool:
+    """Whether a run may be of this dense model, by what both say that they were loaded from."""
+    sources = [dense.evaluation.model, run.config.get("base_model")]
+    if None in sources or sources[0] == sources[1]:
+        return True
+    paths = [Path(str(source)) for source in sources]
+    return all(path.exists() for path in paths) and paths[0].samefile(paths[1])
+
+
 def _agree(run: Run, group: Sequence[Run]) -> bool:
     """Runs may have pruned different layers of one model, but not layers of different shapes."""
     mine = {layer.name: layer.shape for layer in run.layers}
@@ -216,15 +229,10 @@ def _variants(runs: Sequence[Run]) -> list[Variant]:
         key
         for key in keys
         if len({_plain(group[0].config.get(key)) for group in found}) > 1
-        and not _follows_from_others(key)
+        and key != "walk"  # what the run found out, and was not told
     ]
     variants = [Variant(g, {key: g[0].config.get(key) for key in varied}) for g in found]
     return sorted(variants, key=_order)
-
-
-def _follows_from_others(key: str) -> bool:
-    """What the run found out, and was not told."""
-    return key == "walk"
 
 
 def _order(variant: Variant) -> tuple[Any, ...]:

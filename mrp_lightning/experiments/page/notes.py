@@ -1,11 +1,10 @@
-"""What a reader has to know before trusting the numbers, and what was left dense."""
+"""What a reader has to know before trusting the numbers."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from mrp_lightning.experiments.numbers import scientific
 from mrp_lightning.experiments.page.models import Model
-from mrp_lightning.experiments.page.places import place
 from mrp_lightning.experiments.runs import Run
 from mrp_lightning.pruning.report import LayerReport
 
@@ -33,20 +32,6 @@ def notes(model: Model) -> list[Note]:
     return [*doubts, *_of_texts(model), *(Note(text, runs) for text, runs in found.items())]
 
 
-def left_dense(model: Model) -> dict[tuple[str, str], dict[str, list[str]]]:
-    """Layers that were left dense: by kind and reason, the names, and the runs of each."""
-    found: dict[tuple[str, str], dict[str, list[str]]] = {}
-    for variant in model.originals:
-        for run in variant.runs:
-            for layer in run.layers:
-                if layer.skipped is not None:
-                    block, kind = place(layer.name)
-                    where = f"{block.stack}.*.{kind}" if block.stack else kind
-                    names = found.setdefault((where, layer.skipped), {})
-                    names.setdefault(layer.name, []).append(run.name)
-    return found
-
-
 def _of_the_run(run: Run) -> Iterator[str]:
     if run.report is None:
         return
@@ -61,44 +46,57 @@ def _of_the_run(run: Run) -> Iterator[str]:
 
 
 def _of_layers(run: Run) -> Iterator[str]:
+    """What is said of the layers that have a problem, with the worst of them."""
     tolerance = run.config.get("tolerance")
     if isinstance(tolerance, int | float):
-        above = [x for x in run.pruned if (x.gap or 0) > tolerance]
-        if above:
-            worst = max(above, key=lambda x: x.gap or 0)
-            gap = scientific(worst.gap or 0)
-            yield (
-                f"{_layers(above)} may be further from the optimal loss than the tolerance of "
-                f"{scientific(tolerance, 0)}: {worst.name} by at most {gap}, "
-                "relative to it."
-            )
-    raised = [x for x in run.pruned if x.raised_damping]
-    if raised:
-        worst = max(raised, key=lambda x: x.raised_damping or 0)
-        yield (
-            f"{_layers(raised)} needed more damping than was asked for: {worst.name} "
-            f"{worst.raised_damping:g}. More calibration tokens would help."
+        found = [x for x in run.pruned if (x.gap or 0) > tolerance]
+        yield from _worst(
+            found,
+            lambda x: x.gap or 0,
+            f"may be further from the optimal loss than the tolerance of "
+            f"{scientific(tolerance, 0)}",
+            lambda x: f"by at most {scientific(x.gap or 0)}, relative to it.",
         )
-    dead = [x for x in run.pruned if x.dead_inputs]
-    if dead:
-        worst = max(dead, key=_dead_share)
-        yield (
-            f"{_layers(dead)} had input features that were always 0: {worst.name} "
-            f"{worst.dead_inputs:,} of {worst.shape[1]:,}."
-        )
+    yield from _worst(
+        [x for x in run.pruned if x.raised_damping],
+        lambda x: x.raised_damping or 0,
+        "needed more damping than was asked for",
+        lambda x: f"{x.raised_damping:g}. More calibration tokens would help.",
+    )
+    yield from _worst(
+        [x for x in run.pruned if x.dead_inputs],
+        lambda x: (x.dead_inputs or 0) / x.shape[1],
+        "had input features that were always 0",
+        lambda x: f"{x.dead_inputs:,} of {x.shape[1]:,}.",
+    )
     helped = [x for x in run.pruned if x.shared_hessian]
     if helped:
         yield (
             f"{len(helped)} experts saw fewer tokens than they have input features; the Hessian of "
             "all experts' tokens made up for it. More calibration data would help them."
         )
-    few = [x for x in run.pruned if _saw_few(x) and not x.shared_hessian]
-    if few:
-        worst = min(few, key=lambda x: (x.tokens or 0) / x.shape[1])
-        yield (
-            f"{_layers(few)} saw fewer tokens than they have input features: {worst.name} "
-            f"{worst.tokens:,} for {worst.shape[1]:,}. More calibration data would help."
-        )
+    yield from _worst(
+        [
+            x
+            for x in run.pruned
+            if x.tokens is not None and x.tokens < x.shape[1] and not x.shared_hessian
+        ],
+        lambda x: -(x.tokens or 0) / x.shape[1],
+        "saw fewer tokens than they have input features",
+        lambda x: f"{x.tokens:,} for {x.shape[1]:,}. More calibration data would help.",
+    )
+
+
+def _worst(
+    layers: Sequence[LayerReport],
+    badness: Callable[[LayerReport], float],
+    problem: str,
+    amount: Callable[[LayerReport], str],
+) -> Iterator[str]:
+    if layers:
+        worst = max(layers, key=badness)
+        number = "1 layer" if len(layers) == 1 else f"{len(layers)} layers"
+        yield f"{number} {problem}: {worst.name} {amount(worst)}"
 
 
 def _of_texts(model: Model) -> Iterator[Note]:
@@ -118,15 +116,3 @@ def _of_texts(model: Model) -> Iterator[Note]:
                 f"Perplexity on {text} was not measured on the same windows: {'; '.join(parts)}.",
                 [],
             )
-
-
-def _layers(layers: Sequence[LayerReport]) -> str:
-    return "1 layer" if len(layers) == 1 else f"{len(layers)} layers"
-
-
-def _dead_share(layer: LayerReport) -> float:
-    return (layer.dead_inputs or 0) / layer.shape[1]
-
-
-def _saw_few(layer: LayerReport) -> bool:
-    return layer.tokens is not None and layer.tokens < layer.shape[1]

@@ -4,27 +4,28 @@ import base64
 import io
 import itertools
 import re
+import shutil
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
+from pathlib import Path
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
 from mrp_lightning.environment import __version__
 from mrp_lightning.experiments import numbers
-from mrp_lightning.experiments.methods import method_rank
 from mrp_lightning.experiments.page import headline
 from mrp_lightning.experiments.page.details import dense_layers, settings
-from mrp_lightning.experiments.page.layer_parts import layer_loss, sparsity, time_and_memory
+from mrp_lightning.experiments.page.drawing import Picture, color_of
+from mrp_lightning.experiments.page.layer_parts import LayerParts
 from mrp_lightning.experiments.page.models import Model, find_models
-from mrp_lightning.experiments.page.notes import Note, left_dense, notes
+from mrp_lightning.experiments.page.notes import Note, notes
 from mrp_lightning.experiments.page.parts import Part
-from mrp_lightning.experiments.page.results import results, zero_shot
-from mrp_lightning.experiments.page.scores import task_metrics, texts
-from mrp_lightning.experiments.page.style import DARK, LIGHT, Picture
+from mrp_lightning.experiments.page.results import continuations, results, zero_shot
 from mrp_lightning.experiments.runs import Run
+from mrp_lightning.files import check_output_dir, save_directory, save_text
 
 GENERATOR = "mrp-lightning report"
 """Marks a page as one that may be written again."""
@@ -55,13 +56,16 @@ class Page:
     pictures: Mapping[str, Picture]
 
 
-def make_page(runs: Sequence[Run], name: str, title: str | None = None) -> Page:
+def make_page(
+    runs: Sequence[Run], name: str, title: str | None = None, *, command: str = ""
+) -> Page:
     """The page about runs.
 
     Args:
         runs: At least one run.
         name: What the runs are called together.
         title: The heading; made from what was found if not given.
+        command: The command line that makes the page again.
     """
     models = find_models(runs)
     ids = _unique([model.name for model in models])
@@ -95,8 +99,7 @@ def make_page(runs: Sequence[Run], name: str, title: str | None = None) -> Page:
             models=sections,
             generator=GENERATOR,
             version=__version__,
-            light=LIGHT,
-            dark=DARK,
+            command=command,
             css=_read("style.css"),
             raw=raw,
             raw_name=f"{_slug(name)}.zip",
@@ -107,16 +110,55 @@ def make_page(runs: Sequence[Run], name: str, title: str | None = None) -> Page:
     return Page(html, dict(zip(names, (picture for _, picture in pictures), strict=True)))
 
 
+def check_out(out: Path, *, overwrite: bool = False) -> None:
+    """Refuse to replace what this command did not write.
+
+    Raises:
+        FileExistsError: `out` is a directory, or a file that is no report; or its pictures would
+            replace a directory with other files.
+    """
+    if out.is_dir():
+        raise FileExistsError(f"`--out`: expected a file, but {out} is a directory.")
+    check_output_dir(pictures_directory(out), overwrite=True, argument="--out", ours=["*.png"])
+    if overwrite or not out.exists():
+        return
+    if GENERATOR not in out.read_bytes()[:2000].decode("utf-8", "replace"):
+        raise FileExistsError(
+            f"`--out`: {out} exists and is no report. Name another file, or allow it to be "
+            "replaced with --overwrite."
+        )
+
+
+def pictures_directory(out: Path) -> Path:
+    """Where the PNG files of a page are."""
+    return out.with_name(f"{out.stem}-figures")
+
+
+def write_page(page: Page, out: Path, *, overwrite: bool = False) -> None:
+    """Write a page and, beside it, its pictures as PNG files.
+
+    Raises:
+        FileExistsError: See `check_out`.
+    """
+    check_out(out, overwrite=overwrite)
+    pictures = pictures_directory(out)
+    if page.pictures:
+        with save_directory(pictures, overwrite=True, argument="--out", ours=["*.png"]) as staging:
+            for name, picture in page.pictures.items():
+                (staging / f"{name}.png").write_bytes(picture.png)
+    elif pictures.exists():
+        shutil.rmtree(pictures)
+    save_text(out, page.html)
+
+
 def _parts(model: Model) -> list[Part]:
     """All parts that have something to show."""
-    found = [results(model)] if model.variants or texts(model) else []
-    if task_metrics(model):
-        found.append(zero_shot(model))
+    measured = model.variants or any(run.evaluation.perplexity for run in model.runs)
+    found = [results(model) if measured else None, zero_shot(model), continuations(model)]
     if model.variants:
-        found += [layer_loss(model), sparsity(model), time_and_memory(model)]
-    if dense := left_dense(model):
-        found.append(dense_layers(dense))
-    return [*found, settings(model)]
+        found += LayerParts(model).parts()
+    found += [dense_layers(model), settings(model)]
+    return [part for part in found if part]
 
 
 def _subtitle(runs: Sequence[Run], models: Sequence[Model]) -> str:
@@ -162,7 +204,7 @@ def _environment() -> Environment:
         loader=FunctionLoader(_read), autoescape=True, undefined=StrictUndefined
     )
     environment.filters["breakable"] = _breakable
-    environment.filters["series"] = lambda method: method_rank(method) % len(LIGHT.series)
+    environment.filters["color"] = color_of
     environment.filters["base64"] = lambda content: base64.b64encode(content).decode()
     return environment
 

@@ -1,35 +1,25 @@
 """What a page is made of: tables and pictures, in parts."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from mrp_lightning.experiments.page.style import Picture
+from mrp_lightning.experiments.page.drawing import Picture
 
 
-@dataclass(frozen=True)
-class Column:
-    """A column.
-
-    Attributes:
-        label: The header.
-        detail: What stands below the header.
-        numeric: Whether the column is set flush right.
-    """
+class Column(NamedTuple):
+    """A column: its header, what stands below that, and whether it holds numbers or prose."""
 
     label: str
     detail: str = ""
     numeric: bool = True
+    prose: bool = False
 
 
-@dataclass(frozen=True)
-class Row:
-    """A row.
+class Row(NamedTuple):
+    """A row: its header, and a text for each column but the first.
 
-    Attributes:
-        head: The header.
-        cells: One text for each column but the first.
-        method: The canonical method that the row is of; it decides the colour.
-        best: The indices of the cells that are the best of their group.
+    `method` is the canonical method that the row is of, which decides the colour, and `best` holds
+    the indices of the cells that are the best of their group.
     """
 
     head: str
@@ -38,23 +28,15 @@ class Row:
     best: Sequence[int] = ()
 
 
-@dataclass(frozen=True)
-class Table:
-    """A table with rows in groups.
-
-    Attributes:
-        caption: What it shows.
-        columns: The first is that of the row headers.
-        groups: Rows by what is said of them all; `""` for nothing.
-    """
+class Table(NamedTuple):
+    """A table: the first column is that of the headers of rows, which stand in named groups."""
 
     caption: str
     columns: Sequence[Column]
     groups: Mapping[str, Sequence[Row]]
 
 
-@dataclass(frozen=True)
-class Fold:
+class Fold(NamedTuple):
     """What is shown on request."""
 
     summary: str
@@ -62,17 +44,8 @@ class Fold:
     pictures: Sequence[Picture] = ()
 
 
-@dataclass(frozen=True)
-class Part:
-    """A part of the page.
-
-    Attributes:
-        title: The heading.
-        text: What has to be known to read it.
-        tables: The tables, which stand before the pictures.
-        pictures: Groups of pictures; those of one group stand side by side.
-        folds: What is shown on request, at the end.
-    """
+class Part(NamedTuple):
+    """A part of the page: what has to be known, tables, groups of pictures, and folds."""
 
     title: str
     text: str = ""

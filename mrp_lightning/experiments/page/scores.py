@@ -1,117 +1,133 @@
-"""What the runs of a model found, as the page shows it: one `Average` over runs for each score."""
+"""What runs were measured to have: perplexities, layer loss, seconds, zero-shot metrics."""
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 
-from mrp_lightning.evaluation.records import accuracy, mean_accuracy, metrics, standard_error
+from mrp_lightning.evaluation.records import (
+    BY_LENGTH,
+    accuracy,
+    mean_accuracy,
+    metrics,
+    standard_error,
+)
 from mrp_lightning.experiments import numbers
+from mrp_lightning.experiments.numbers import Write
 from mrp_lightning.experiments.page.models import Model
 from mrp_lightning.experiments.runs import Run
 from mrp_lightning.experiments.summary import Average
 
 
-class Metric(NamedTuple):
-    """A number that a zero-shot task gives."""
+@dataclass(frozen=True)
+class Score:
+    """A number that runs may have.
 
-    task: str
+    Attributes:
+        name: What it is of: a text, a task.
+        detail: How it was measured.
+        write: How it is written.
+        get: The number of a run, `None` where it was not finite; a KeyError where it is missing.
+        get_error: Its standard error in one run, of the same form.
+        fraction: What it is called in full, if it is a metric that is shown in percent.
+    """
+
     name: str
+    detail: str
+    write: Write
+    get: Callable[[Run], float | None]
+    get_error: Callable[[Run], float | None] | None = None
+    fraction: str | None = None
 
-    @property
-    def label(self) -> str:
-        """Both names."""
-        return f"{self.task} {self.name}"
+    def of(self, runs: Iterable[Run]) -> Average:
+        """The numbers of the runs that have one."""
+        found = []
+        for run in runs:
+            with suppress(KeyError):
+                found.append(self.get(run))
+        return Average.of(found)
 
-    @property
-    def is_fraction(self) -> bool:
-        """Whether it is shown in percent."""
-        return self.name.startswith(("acc", "exact_match", "f1"))
-
-
-def texts(model: Model) -> list[str]:
-    """The texts that perplexity was measured on, in the order of the files."""
-    return list(dict.fromkeys(t for run in model.runs for t in run.evaluation.perplexity))
-
-
-def perplexities(runs: Iterable[Run], text: str) -> Average:
-    """The perplexities of the runs in which it was measured."""
-    found = (run.evaluation.perplexity.get(text) for run in runs)
-    return Average.of(values.get("perplexity") for values in found if values is not None)
-
-
-def relative_losses(runs: Iterable[Run]) -> Average:
-    """The relative layer losses of the runs that pruned a layer."""
-    found = (run.report.relative_loss for run in runs if run.report)
-    return Average(loss for loss in found if loss is not None)
+    def text(self, runs: Sequence[Run]) -> str:
+        """The mean over runs, and how sure it is."""
+        values = self.of(runs)
+        text = values.text(self.write)
+        if values.is_finite and len(values) == 1:
+            error = None
+            if self.get_error is not None:
+                (error,) = (self.get_error(run) for run in runs if self.of([run]))
+            text += "" if error is None else f" ± {self.write(error)}"
+        return text
 
 
-def seconds(runs: Iterable[Run]) -> Average:
-    """The seconds of the runs that pruned."""
-    return Average(run.report.seconds for run in runs if run.report)
+def perplexities(model: Model) -> list[Score]:
+    """The perplexity of each text, in the order of the files."""
+    texts = dict.fromkeys(text for run in model.runs for text in run.evaluation.perplexity)
+    return [_perplexity(model, text) for text in texts]
 
 
-def windows(model: Model, text: str) -> str:
-    """The context length, which is part of every perplexity, and how much text it is of."""
-    found = [run.evaluation.perplexity.get(text) for run in model.runs]
-    lengths = [
-        " or ".join(sorted({str(values.get(key)) for values in found if values is not None}))
-        for key in ("context", "windows")
-    ]
-    return f"context {lengths[0]}, {lengths[1]} windows"
-
-
-def task_metrics(model: Model) -> list[Metric]:
-    """All metrics that were measured, in the order of the files."""
-    return list(
-        dict.fromkeys(
-            Metric(task, name)
-            for run in model.runs
-            for task, values in run.evaluation.zeroshot.items()
-            for name in metrics(values)
-        )
+def _perplexity(model: Model, text: str) -> Score:
+    found = [run.evaluation.perplexity.get(text, {}) for run in model.runs]
+    context, windows = (_several(str(x[key]) for x in found if key in x) for key in _SIZES)
+    detail = f"context {context}, {windows} windows"
+    return Score(
+        text, detail, numbers.perplexity, lambda run: run.evaluation.perplexity[text]["perplexity"]
     )
 
 
-def metric_values(runs: Iterable[Run], metric: Metric) -> Average:
-    """The values of the runs in which the metric was measured."""
-    found = (run.evaluation.zeroshot.get(metric.task, {}) for run in runs)
-    return Average.of(values[metric.name] for values in found if metric.name in values)
+def _relative_loss(run: Run) -> float:
+    if run.report is None or run.report.relative_loss is None:
+        raise KeyError
+    return run.report.relative_loss
 
 
-def metric_text(runs: Sequence[Run], metric: Metric) -> str:
-    """The mean over runs, and how sure it is."""
-    write = numbers.percent_points if metric.is_fraction else numbers.perplexity
-    values = metric_values(runs, metric)
-    text = values.text(write)
-    if values.is_finite and len(values) == 1:
-        (run,) = (run for run in runs if metric_values([run], metric))
-        error = standard_error(run.evaluation.zeroshot[metric.task], metric.name)
-        text += "" if error is None else f" ± {write(error)}"
-    return text
+def _seconds(run: Run) -> float:
+    if run.report is None:
+        raise KeyError
+    return run.report.seconds
 
 
-def mean_accuracies(runs: Iterable[Run]) -> Average:
-    """The means over the tasks of a run, for the runs in which tasks were measured."""
-    found = (run.evaluation.zeroshot for run in runs)
-    return Average.of(mean_accuracy(zeroshot) for zeroshot in found if zeroshot)
+_SIZES = ("context", "windows")
+RELATIVE_LOSS = Score("relative layer loss", "", numbers.relative_loss, _relative_loss)
+SECONDS = Score("seconds", "", numbers.seconds, _seconds)
 
 
-def has_mean_accuracy(model: Model) -> bool:
-    """Whether there is more than one task to take it over, the same in all runs."""
+def zero_shot_scores(model: Model) -> list[Score]:
+    """All metrics of all tasks, and the mean accuracy where it is of the same tasks in all runs."""
     measured = [run.evaluation.zeroshot for run in model.runs if run.evaluation.zeroshot]
-    tasks = [{t for t, values in x.items() if accuracy(t, values) is not None} for x in measured]
-    return bool(tasks) and len(tasks[0]) > 1 and all(found == tasks[0] for found in tasks)
+    found = [(task, name) for tasks in measured for task in tasks for name in metrics(tasks[task])]
+    scores = [_metric(model, task, name) for task, name in dict.fromkeys(found)]
+    averaged = [{t for t, x in tasks.items() if accuracy(t, x) is not None} for tasks in measured]
+    if averaged and len(averaged[0]) > 1 and all(tasks == averaged[0] for tasks in averaged):
+        detail = f"acc in %; acc_norm of {' and '.join(sorted(BY_LENGTH))}"
+        scores.append(Score("mean", detail, numbers.percent_points, _mean_accuracy))
+    return scores
 
 
-def metric_detail(model: Model, metric: Metric) -> str:
-    """The metric's name and unit, and how many samples and examples it was measured with."""
-    found = [run.evaluation.zeroshot.get(metric.task) for run in model.runs]
-    sizes = {
-        key: sorted({str(values[key]) for values in found if values and key in values})
+def _metric(model: Model, task: str, name: str) -> Score:
+    found = [run.evaluation.zeroshot.get(task, {}) for run in model.runs]
+    samples, shots = (
+        _several(str(values[key]) for values in found if key in values)
         for key in ("samples", "num_fewshot")
-    }
-    detail = f"{metric.name} in %" if metric.is_fraction else metric.name
-    if sizes["samples"]:
-        detail += f", {' or '.join(sizes['samples'])} samples"
-    if sizes["num_fewshot"] not in ([], ["0"]):
-        detail += f", {' or '.join(sizes['num_fewshot'])} examples"
-    return detail
+    )
+
+    is_fraction = name.startswith(("acc", "exact_match", "f1"))
+    detail = f"{name} in %" if is_fraction else name
+    detail += f", {samples} samples" if samples else ""
+    detail += f", {shots} examples" if shots not in ("", "0") else ""
+    return Score(
+        task,
+        detail,
+        numbers.percent_points if is_fraction else numbers.perplexity,
+        lambda run: run.evaluation.zeroshot[task][name],
+        lambda run: standard_error(run.evaluation.zeroshot[task], name),
+        f"{task} {name}" if is_fraction else None,
+    )
+
+
+def _mean_accuracy(run: Run) -> float | None:
+    if not run.evaluation.zeroshot:
+        raise KeyError
+    return mean_accuracy(run.evaluation.zeroshot)
+
+
+def _several(values: Iterable[str]) -> str:
+    return " or ".join(sorted(set(values)))

@@ -29,8 +29,7 @@ class Table:
 @dataclass
 class Picture:
     alt: str
-    light: str
-    dark: str
+    svg: str
 
 
 def _svg(url: str | None) -> str:
@@ -49,7 +48,6 @@ class HtmlPage(HTMLParser):
         self.styles: list[str] = []
         self.ids: list[str] = []
         self.pictures: list[Picture] = []
-        self._dark: list[str] = []
         self.tags: list[str] = []
         self.attributes: set[str] = set()
         self.text = ""
@@ -66,11 +64,8 @@ class HtmlPage(HTMLParser):
         self.links += [found[key] or "" for key in LINKS if key in found]
         self.styles += [found["style"] or ""] if "style" in found else []
         self.ids += [found["id"] or ""] if "id" in found else []
-        if tag == "source":
-            assert found["media"] == "(prefers-color-scheme: dark)"
-            self._dark.append(_svg(found["srcset"]))
         if tag == "img":
-            self.pictures.append(Picture(found["alt"] or "", _svg(found["src"]), self._dark.pop()))
+            self.pictures.append(Picture(found["alt"] or "", _svg(found["src"])))
         if tag == "table":
             self.tables.append(Table())
         if tag == "tr":

@@ -112,7 +112,7 @@ def test_a_directory_of_others_is_not_replaced(tmp_path, save_run):
     notes = tmp_path / "report-figures" / "notes.txt"
     notes.parent.mkdir()
     notes.write_text("mine")
-    with pytest.raises(FileExistsError, match=r"report-figures .* holds notes.txt"):
+    with pytest.raises(FileExistsError, match=r"report-figures holds what .*: notes.txt"):
         main([str(tmp_path)])
     assert notes.read_text() == "mine"
 

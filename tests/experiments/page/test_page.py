@@ -4,20 +4,27 @@ import base64
 import io
 import json
 import re
+import shlex
 import statistics
 import zipfile
+from importlib import resources
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 pytest.importorskip("matplotlib")
 
+import numpy as np
 from html_page import HtmlPage
+from matplotlib.colors import to_hex, to_rgb
 from PIL import Image
 
 from mrp_lightning.commands.report import main
 from mrp_lightning.evaluation.records import record
-from mrp_lightning.experiments.page.style import DARK, LIGHT
+from mrp_lightning.experiments.page.drawing import INK, MUTED, PAPER, RULE, SERIES, color_of
+from mrp_lightning.experiments.page.weights import MAGNITUDES, count_magnitudes
 from mrp_lightning.pruning.report import LayerReport
 
 EVIL = "<img src=x onerror=alert(1)>&\"'$x_{1}$"
@@ -165,20 +172,49 @@ def test_the_page_needs_no_other_file_and_no_script(sweep):
     assert all(url.startswith("#") and url[1:] in page.ids for url in urls)
     assert not {"script", "iframe", "object", "svg"} & set(page.tags)
     assert "@import" not in "".join(page.styles)
-    drawn = "".join(picture.light + picture.dark for picture in page.pictures)
+    drawn = "".join(picture.svg for picture in page.pictures)
     assert not re.findall(r"<script|<image|\bon\w+=|href=\"[^#]", drawn)
 
 
-def test_pictures_follow_the_colours_of_the_page(sweep):
+def test_pictures_have_the_colours_of_the_page(sweep):
     page = HtmlPage(sweep / "report.html")
-    light = "".join(picture.light for picture in page.pictures)
-    dark = "".join(picture.dark for picture in page.pictures)
-    for palette, drawn, other in ((LIGHT, light, dark), (DARK, dark, light)):
-        assert f"--paper:{palette.paper}" in page.source
-        used = [palette.paper, palette.ink, palette.muted, palette.rule, palette.series[4]]
-        for color in [*used, *palette.heat]:
-            assert color in drawn
-            assert color not in other
+    drawn = "".join(picture.svg for picture in page.pictures)
+    style = "".join(page.styles)
+    for role, color in {"ink": INK, "muted": MUTED, "rule": RULE}.items():
+        assert f"--{role}: {color}" in style  # of light paper
+        assert color in drawn
+    assert f"--paper: {PAPER}" in style
+    assert f"background:{color_of('SM')}" in style
+    assert color_of("SM") in drawn
+
+
+def turned_round(color: str) -> str:
+    """What the filter `invert(1) hue-rotate(180deg)` makes of a colour."""
+    inverted = 1 - np.array(to_rgb(color))
+    turn = [[-0.574, 1.43, 0.144], [0.426, 0.43, 0.144], [0.426, 1.43, -0.856]]
+    return to_hex(np.clip(turn @ inverted, 0, 1))
+
+
+def contrast(one: str, other: str) -> float:
+    """As WCAG 2 has it."""
+
+    def luminance(color: str) -> float:
+        rgb = np.array(to_rgb(color))
+        linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+        return float(linear @ [0.2126, 0.7152, 0.0722])
+
+    low, high = sorted([luminance(one), luminance(other)])
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_pictures_are_readable_on_both_papers(dark):
+    paper = "#15181b" if dark else PAPER
+    style = resources.files("mrp_lightning.experiments.page").joinpath("style.css")
+    assert f"--paper: {paper}" in style.read_text()
+    for colors, least in {(INK, MUTED): 4.5, SERIES: 3}.items():
+        for color in colors:
+            assert contrast(turned_round(color) if dark else color, paper) > least, color
 
 
 def test_tables_have_headers_and_pictures_a_text(sweep):
@@ -253,8 +289,8 @@ def test_skipped_layers_are_shown_with_their_reason(tmp_path, save_run, layer):
 def test_many_blocks_stay_a_short_page(tmp_path, save_run):
     save_run(tmp_path, blocks=100)
     page = page_of(tmp_path)
-    assert len(page.pictures) == 5
-    assert sum(len(picture.light) for picture in page.pictures) < 300_000
+    assert len(page.pictures) == 7
+    assert sum(len(picture.svg) for picture in page.pictures) < 360_000
 
 
 def test_encoder_and_decoder_stand_side_by_side(tmp_path, save_run, layer):
@@ -262,7 +298,7 @@ def test_encoder_and_decoder_stand_side_by_side(tmp_path, save_run, layer):
     rows = [layer(f"{stack}.{i}.fc1") for stack in stacks for i in range(2)]
     rows.append(layer("lm_head"))
     save_run(tmp_path, layers=rows)
-    drawn = "".join(picture.light for picture in page_of(tmp_path).pictures)
+    drawn = "".join(picture.svg for picture in page_of(tmp_path).pictures)
     for name in (">encoder<", ">decoder<", ">other<"):
         assert name in drawn
 
@@ -279,3 +315,95 @@ def test_a_dense_model_alone_has_a_page(tmp_path, save_perplexity):
     save_perplexity(tmp_path, "facebook/opt-125m", wikitext2=27.65)
     page = page_of(tmp_path)
     assert page.table("Perplexity").row("dense")[0] == "27.650"
+
+
+def test_methods_with_the_same_values_are_both_seen(tmp_path, save_run, layer):
+    rows = [layer(f"model.layers.{i}.up", gap=i * 1e-7 + 1e-8) for i in range(4)]
+    for method in ("SM", "MM"):
+        save_run(tmp_path / method, method=method, layers=rows)
+    page_of(tmp_path)
+    for name in ("loss-by-block", "loss-by-kind", "gap-by-block", "damping-by-block"):
+        with Image.open(tmp_path / "report-figures" / f"{name}-2of4.png") as image:
+            pixels = np.asarray(image.convert("RGB"), dtype=int)
+        drawn = pixels[int(0.2 * len(pixels)) :]  # below the legend
+        for method in ("SM", "MM"):
+            away = np.abs(drawn - 255 * np.array(to_rgb(color_of(method)))).max(-1)
+            assert (away < 12).sum() > 100, (name, method)
+
+
+def test_a_flat_map_is_a_sentence(tmp_path, save_run, layer):
+    save_run(tmp_path / "2of4")
+    page = page_of(tmp_path)
+    assert "SM at 2:4: every pruned layer lost 50%." in page.text
+    assert not [p for p in page.pictures if p.alt.startswith("Fraction of the weights")]
+    rows = [layer(f"model.layers.{i}.up", sparsity=0.5 + i / 10, damping=0.0) for i in range(3)]
+    save_run(tmp_path / "2of4", layers=rows)
+    page = page_of(tmp_path)
+    (alt,) = (p.alt for p in page.pictures if p.alt.startswith("Fraction"))
+    assert alt.endswith("From 50% (model.layers.0.up) to 70% (model.layers.2.up).")
+    assert "added to the diagonal of the Hessian, 2:4 by SM: 0 everywhere." in page.text
+
+
+def test_the_sizes_of_kept_and_dense_weights_are_drawn(tmp_path, save_run):
+    base = tmp_path.parent / "base"
+    report = save_run(tmp_path, base_model=str(base))
+    dense = {f"{row.name}.weight": torch.full(row.shape, 0.01) for row in report.layers}
+    base.mkdir()
+    save_file(dense, base / "model.safetensors")
+    kept = {name: torch.zeros_like(weight) for name, weight in dense.items()}
+    for weight in kept.values():
+        weight[:, ::2] = 0.2
+    first, *others = sorted(kept)
+    save_file({first: kept[first]}, tmp_path / "model-1.safetensors")
+    save_file({name: kept[name] for name in others}, tmp_path / "model-2.safetensors")
+    alts = [picture.alt for picture in page_of(tmp_path).pictures]
+    (alt,) = (alt for alt in alts if alt.startswith("Sizes of the kept weights at 2:4."))
+    assert "Dense: the median of |w| is about 0.011. SM: 0.22." in alt
+    (tmp_path / "model-2.safetensors").unlink()
+    assert "Kept weights" not in page_of(tmp_path).text
+
+
+def test_magnitudes_are_counted_without_zeros(tmp_path):
+    weights = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)).half()
+    weights[:, ::2] = 0
+    save_file({"a.weight": weights, "norm.weight": torch.ones(5)}, tmp_path / "model.safetensors")
+    expected, _ = np.histogram(weights[weights != 0].abs().double().numpy(), MAGNITUDES)
+    np.testing.assert_array_equal(count_magnitudes(tmp_path, {"a"}), expected)
+    assert count_magnitudes(tmp_path, {"a", "b"}) is None
+
+
+def test_damping_gap_and_iterations_are_shown_by_layer(tmp_path, save_run, layer):
+    rows = [layer(f"m.layers.{i}.up", gap=(i + 1) * 1e-7, iterations=10 * i + 5) for i in range(3)]
+    save_run(tmp_path / "one", layers=rows)
+    alts = "\n".join(picture.alt for picture in page_of(tmp_path / "one").pictures)
+    assert "From 1e−07 (m.layers.0.up) to 3e−07 (m.layers.2.up)." in alts
+    assert "From 5 (m.layers.0.up) to 25 (m.layers.2.up)." in alts
+    save_run(
+        tmp_path / "magnitude",
+        method="magnitude",
+        layers=[
+            layer(f"m.layers.{i}.up", gap=None, iterations=None, damping=None) for i in range(3)
+        ],
+    )
+    assert "Damping" not in page_of(tmp_path / "magnitude").text
+
+
+def test_the_command_that_makes_the_page_again_is_on_it(tmp_path, save_run):
+    run = tmp_path / "my run"
+    save_run(run)
+    text = page_of(run, "--title", "It's").text
+    (command,) = re.findall(r"to make it again: (.*)", text)
+    assert shlex.split(command) == [
+        *("python", "-m", "mrp_lightning", "report", str(run), "--title", "It's"),
+    ]
+
+
+def test_what_the_models_write_is_shown(tmp_path, save_run):
+    save_run(tmp_path / "sm")
+    assert "What the models write" not in page_of(tmp_path).text
+    for name, text in {"dense": " world\nagain", "sm": f" word {EVIL}"}.items():
+        record(tmp_path / name, continuations={"c4": {"prompt": "Hello", "continuation": text}})
+    table = page_of(tmp_path).table("On c4")
+    assert table.row("prompt") == ["Hello"]
+    assert table.row("dense") == [" world\nagain"]
+    assert table.row("SM", "2:4") == [f" word {EVIL}"]

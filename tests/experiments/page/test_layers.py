@@ -1,6 +1,6 @@
 import pytest
 
-from mrp_lightning.experiments.page.places import OUTSIDE, Block, in_order, place, short_kinds
+from mrp_lightning.experiments.page.layers import OUTSIDE, Block, in_order, place, short_kinds
 
 
 @pytest.mark.parametrize(

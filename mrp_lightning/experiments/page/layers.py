@@ -1,7 +1,11 @@
-"""Where in a model a layer stands, read from its name."""
+"""The layers of runs as one table, and where in a model each layer stands, read from its name."""
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import pandas as pd
+
+from mrp_lightning.experiments.runs import Run
 
 
 class Block(NamedTuple):
@@ -9,6 +13,9 @@ class Block(NamedTuple):
 
     stack: str
     number: int | None
+
+    def __str__(self) -> str:
+        return "(none)" if self.number is None else f"{self.stack}.{self.number}"
 
 
 OUTSIDE = Block("", None)
@@ -54,3 +61,22 @@ def short_kinds(kinds: Sequence[str]) -> dict[str, str]:
             (end for end in endings if not any(f".{o}".endswith(f".{end}") for o in others)), kind
         )
     return short
+
+
+def layer_table(runs: Sequence[Run], blocks: Sequence[Block]) -> pd.DataFrame:
+    """A row for each layer of each run.
+
+    Returns:
+        The attributes of `LayerReport`; `run`, the index of the run; `block`, the index of the
+        layer's block; and `kind`.
+    """
+    index = {block: i for i, block in enumerate(blocks)}
+
+    def rows() -> Iterator[dict[str, Any]]:
+        for number, run in enumerate(runs):
+            for layer in run.layers:
+                at = place(layer.name)
+                where = {"run": number, "block": index[at.block], "kind": at.kind}
+                yield vars(layer) | where
+
+    return pd.DataFrame(list(rows()))

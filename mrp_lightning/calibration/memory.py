@@ -1,0 +1,49 @@
+"""Out of memory, as torch and Python say it, and what to lower."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from mrp_lightning.errors import OutOfMemoryError
+
+_WORDS = ("DefaultCPUAllocator", "out of memory", "ALLOC_FAILED")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that there is no memory left, on the CPU or on an accelerator."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError | OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in _WORDS)
+
+
+@contextmanager
+def explained_out_of_memory(device: torch.device, *, offload: bool) -> Iterator[None]:
+    """Say of an error inside that is one of memory what to lower.
+
+    Args:
+        device: The device on which the model runs.
+        offload: Whether blocks and activations stay on the CPU already.
+
+    Raises:
+        OutOfMemoryError: There was not enough memory.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, OutOfMemoryError) or not is_out_of_memory(error):
+            raise
+        lower = "Lower `data.batch_size` or `data.sequence_length` (those of your own dataloader)"
+        if device.type == "cpu":
+            step = f"{lower}, calibrate on fewer samples, or load the model with `dtype: bfloat16`."
+        elif offload:
+            step = f"{lower}; `offload` is on already."
+        else:
+            step = (
+                "Set `offload: true` of the pruning callback, which keeps all blocks but one and "
+                f"the activations in CPU memory. {lower}, if that is not enough."
+            )
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise OutOfMemoryError(
+            f"Not enough memory to prune on {device}. {step} ({reason})"
+        ) from error

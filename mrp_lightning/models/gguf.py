@@ -1,0 +1,129 @@
+"""GGUF, llama.cpp's file format: configuration, tokenizer and quantized weights in one file.
+
+transformers reads such a file and dequantizes it. Here are the ways to name one, and what is said
+where it cannot be read.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers.utils import cached_file
+
+from mrp_lightning.environment import extra
+from mrp_lightning.errors import DependencyError, FormatError, OptionError
+
+_SUFFIX = ".gguf"
+
+
+def located(source: str, gguf_file: str | None, revision: str | None = None) -> str:
+    """The source of a model, be it a GGUF file that is named beside its directory or hub id.
+
+    Args:
+        source: A directory or a hub id; of the hub the file is fetched, or found in its cache.
+        gguf_file: The name of the file there; `None` where the model is no such file, or `source`
+            says it all.
+        revision: The branch, tag or commit on the hub.
+
+    Returns:
+        The path of the file; without `gguf_file` the source as it is.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+    """
+    if gguf_file is None:
+        return source
+    directory = Path(source).expanduser()
+    if directory.exists():
+        if (directory / gguf_file).is_file():
+            return str(directory / gguf_file)
+        there = ", ".join(_beside(directory)) or "none"
+        raise FileNotFoundError(
+            f"`gguf_file`: {source} has no file {gguf_file}. Name one of its .gguf files: {there}."
+        )
+    try:
+        return str(cached_file(source, gguf_file, revision=revision))
+    except OSError as error:
+        raise FileNotFoundError(
+            f"`gguf_file`: {source} is no directory, and the hub gives no {gguf_file} of that name."
+            f" ({error})"
+        ) from error
+
+
+def find_gguf(source: str) -> Path | None:
+    """The GGUF file that a model comes from; `None` where it comes from something else.
+
+    Args:
+        source: Path of the file; a directory without a `config.json` that holds exactly one; or any
+            other source of a model.
+
+    Raises:
+        FileNotFoundError: `source` is a name of such a file, but there is none.
+        OptionError: The directory holds several.
+    """
+    path = Path(source).expanduser()
+    if path.suffix == _SUFFIX and not path.is_dir():
+        if not path.is_file():
+            raise FileNotFoundError(f"`model`: there is no file {source}. Give one that exists.")
+        return path
+    if not path.is_dir() or (path / "config.json").is_file():
+        return None
+    found = _beside(path)
+    if len(found) > 1:
+        raise OptionError(
+            f"`model`: {source} holds {len(found)} GGUF files: {', '.join(found)}. Name one of "
+            f"them with `gguf_file`, or give its path: {path / found[0]}."
+        )
+    return path / found[0] if found else None
+
+
+def _beside(directory: Path) -> list[str]:
+    return sorted(file.name for file in directory.glob(f"*{_SUFFIX}"))
+
+
+@contextmanager
+def reading(file: Path) -> Iterator[dict[str, Any]]:
+    """What `from_pretrained` of transformers takes for a GGUF file; what it raises is explained.
+
+    Raises:
+        DependencyError: The packages that it takes are not installed.
+        FormatError: The file is damaged, or transformers cannot read its architecture.
+    """
+    with extra("gguf", f"Reading {file.name}"):
+        import accelerate  # noqa: F401
+        import gguf  # noqa: F401
+    # A path that is not absolute is looked for in the working directory, too.
+    path = file.absolute()
+    try:
+        yield {"pretrained_model_name_or_path": str(path.parent), "gguf_file": str(path)}
+    except DependencyError:
+        raise
+    except Exception as error:  # whatever the readers stumble over in a file that is cut off
+        raise FormatError(f"`model`: {file} {_why_not_read(file, error)}") from error
+
+
+def has_tokenizer(file: Path) -> bool:
+    """Whether a GGUF file holds a tokenizer beside the weights."""
+    with reading(file):
+        from gguf import GGUFReader
+
+        return "tokenizer.ggml.tokens" in GGUFReader(file).fields
+
+
+def _why_not_read(file: Path, error: Exception) -> str:
+    from gguf import GGUFReader
+
+    try:
+        field = GGUFReader(file).fields["general.architecture"]
+    except Exception as damage:
+        return (
+            f"is damaged: its {file.stat().st_size:,} bytes are no whole GGUF file ({damage}). "
+            "Fetch it again."
+        )
+    return (
+        f"cannot be read by transformers {transformers.__version__} as the architecture "
+        f"{field.contents()!r} ({type(error).__name__}: {error}). Give the directory or hub id of "
+        "the model that the file was made from."
+    )

@@ -1,0 +1,97 @@
+"""What a tokenizer puts before a text, as a rule BOS, before every window."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from mrp_lightning.errors import DataError
+from mrp_lightning.text.windows import tokenize
+
+IGNORED = -100
+"""The label of a token that is not to be predicted, as everywhere in torch and transformers."""
+
+
+def prefix_of(tokenizer: Any) -> Tensor:
+    """What a tokenizer puts before a text, as a rule BOS (tokens,), int64; many put nothing.
+
+    It is found by tokenizing: attributes such as `add_bos_token` do not always tell the truth.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer.
+
+    Raises:
+        DataError: With special tokens the tokenizer cuts a text otherwise than without.
+    """
+    bare = tokenize(tokenizer, "a", special_tokens=False).tolist()
+    whole = tokenize(tokenizer, "a").tolist()
+    for start in range(len(whole) - len(bare) + 1):
+        if whole[start : start + len(bare)] == bare:
+            return torch.tensor(whole[:start], dtype=torch.int64)
+    raise DataError(
+        f"`data.bos: window` needs to know what the tokenizer puts before a text, but it makes "
+        f"{whole} of 'a', and {bare} without special tokens. Use `data.bos: text`."
+    )
+
+
+def frame(tokenizer: Any, length: int) -> tuple[Any, Tensor]:
+    """What tokenizes the text of windows before which the prefix stands, and that prefix.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer.
+        length: Tokens a window, the prefix among them.
+
+    Returns:
+        A tokenizer that puts nothing around a text, whatever it is asked for, and the prefix
+        (tokens,), int64. Where there is no prefix, the tokenizer itself.
+
+    Raises:
+        DataError: Nothing of a window would be left for the text.
+    """
+    prefix = prefix_of(tokenizer)
+    if not len(prefix):
+        return tokenizer, prefix
+    if len(prefix) >= length:
+        raise DataError(
+            f"`data.sequence_length` is {length}, and {len(prefix)} of these are what the "
+            "tokenizer puts before a text. Give longer windows, or `bos: text`."
+        )
+
+    def bare(text: str, *, add_special_tokens: bool, verbose: bool) -> Any:  # noqa: ARG001
+        return tokenizer(text, add_special_tokens=False, verbose=verbose)
+
+    return bare, prefix
+
+
+def after(prefix: Tensor, windows: Tensor) -> Tensor:
+    """Each of the windows (count, length) after the prefix (tokens,)."""
+    return torch.cat([prefix.expand(len(windows), -1), windows], dim=1)
+
+
+class Windows(Dataset[Any]):
+    """Windows to train and evaluate on, which say how much of each is a prefix.
+
+    An item is the token ids (length,), int64. With a prefix it is a mapping of `input_ids` and
+    `labels`, both of that form, where a label of −100 says that the token is not to be predicted:
+    neither those of the prefix nor the first of the text. So the same tokens are predicted as
+    without a prefix, though not always from the same ones.
+
+    Args:
+        ids: Token ids (count, length), int64, the prefix among them.
+        prefix: The number of tokens before the text in every window.
+    """
+
+    def __init__(self, ids: Tensor, prefix: int = 0) -> None:
+        self.ids, self.prefix = ids, prefix
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> Any:
+        ids = self.ids[index]
+        if not self.prefix:
+            return ids
+        labels = ids.clone()
+        labels[: self.prefix + 1] = IGNORED
+        return {"input_ids": ids, "labels": labels}

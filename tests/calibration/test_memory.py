@@ -1,0 +1,33 @@
+"""What is said of a lack of memory."""
+
+import pytest
+import torch
+
+from mrp_lightning.calibration.memory import explained_out_of_memory
+from mrp_lightning.errors import OutOfMemoryError
+
+
+@pytest.mark.parametrize(
+    ("device", "offload", "message"),
+    [
+        ("cuda", False, r"on cuda. Set `offload: true`.* Lower `data\.batch_size` or"),
+        ("cuda", True, r"on cuda. Lower `data\.batch_size` or .*`offload` is on already"),
+        ("cpu", False, r"on cpu. Lower `data\.batch_size` or .*`dtype: bfloat16`"),
+    ],
+)
+def test_the_next_step_is_one_that_helps(device, offload, message):
+    with (
+        pytest.raises(OutOfMemoryError, match=message),
+        explained_out_of_memory(torch.device(device), offload=offload),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shapes differ"), ValueError("out of memory")])
+def test_other_errors_are_as_they_were(error):
+    with (
+        pytest.raises(type(error)) as caught,
+        explained_out_of_memory(torch.device("cpu"), offload=False),
+    ):
+        raise error
+    assert caught.value is error

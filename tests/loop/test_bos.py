@@ -1,0 +1,163 @@
+"""What the tokenizer puts before a text stands before every window, and counts for nothing."""
+
+import json
+
+import pytest
+import torch
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
+
+from callbacks import MRPCallback, SaveEvaluation
+from mrp_lightning import CausalLM, TextDataModule, Trainer
+from mrp_lightning.embedded import STDLIB_LLAMA
+from mrp_lightning.errors import DataError, OptionError
+
+TEXT = "\n".join(f"value_{i} = compute({i}) + {i * 7}" for i in range(120))
+QUIET = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+def tokenizer_with(template: str):
+    """The embedded tokenizer, with <|endoftext|> where the template has [E]."""
+    tokenizer = AutoTokenizer.from_pretrained(STDLIB_LLAMA)
+    pieces = template.replace("[E]", "<|endoftext|>")
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=pieces, special_tokens=[("<|endoftext|>", 0)]
+    )
+    return tokenizer
+
+
+@pytest.fixture
+def text(tmp_path) -> str:
+    (tmp_path / "text.txt").write_text(TEXT)
+    return str(tmp_path / "text.txt")
+
+
+@pytest.fixture
+def data(text):
+    def make(template: str, **options) -> TextDataModule:
+        defaults = {"num_samples": 20, "sequence_length": 16}
+        made = TextDataModule(
+            text, text, tokenizer=tokenizer_with(template), **{**defaults, **options}
+        )
+        made.setup("test")
+        return made
+
+    return make
+
+
+@pytest.mark.parametrize(("template", "prefix"), [("[E] $A", [0]), ("[E] [E] $A [E]", [0, 0])])
+def test_it_stands_before_every_window(data, template, prefix):
+    made, size = data(template), 16 - len(prefix)
+    bare = tokenizer_with(template)(TEXT, add_special_tokens=False).input_ids
+    evaluated = made.evaluation_windows("test").tolist()
+    assert len(evaluated) == len(bare) // size
+    for number, window in enumerate(evaluated):
+        assert window == prefix + bare[number * size : (number + 1) * size]
+    endless = "".join(f" {token}" for token in made.tokenizer(TEXT + "\n\n" + TEXT).input_ids)
+    for window in made.calibration_windows().tolist():
+        assert window[: len(prefix)] == prefix
+        assert len(window) == 16
+        assert 0 not in window[len(prefix) :]
+        if "\n\n" not in made.tokenizer.decode(window):
+            assert "".join(f" {token}" for token in window[len(prefix) :]) in endless
+    (batch,) = list(data(template, batch_size=1000).train_dataloader())
+    assert (batch["input_ids"][:, : len(prefix)] == 0).all()
+    assert batch["input_ids"].shape[1] == 16
+
+
+@pytest.mark.parametrize("template", ["$A", "$A [E]"])
+def test_without_one_both_ways_are_the_same(data, template):
+    window, text = (data(template, bos=bos) for bos in ("window", "text"))
+    assert window.bos == data(template).bos
+    assert torch.equal(window.calibration_windows(), text.calibration_windows())
+    assert torch.equal(window.evaluation_windows("test"), text.evaluation_windows("test"))
+    assert all(isinstance(batch, torch.Tensor) for batch in window.test_dataloader())
+
+
+def test_text_puts_it_once_before_the_text(data):
+    evaluated = data("[E] $A", bos="text").evaluation_windows("test")
+    assert evaluated[0, 0] == 0
+    assert (evaluated == 0).sum() == 1
+
+
+@pytest.mark.parametrize("length", [8, 16])
+def test_it_is_not_counted_in_perplexity(data, tiny_llama, length, tmp_path, caplog):
+    lm = CausalLM(tiny_llama)
+    made = data("[E] [E] $A", sequence_length=length, batch_size=3)
+    save = SaveEvaluation(str(tmp_path / "run"))
+    with caplog.at_level("INFO"):
+        Trainer(**QUIET, callbacks=save).test(lm, datamodule=made, verbose=False)
+    losses = []
+    for window in made.evaluation_windows("test"):
+        logits = lm.model(window[None]).logits[0].double()
+        for position in range(3, length):  # from 0 and 1 nothing is predicted, nor token 2
+            losses.append(-logits[position - 1].log_softmax(-1)[window[position]])
+    found = lm.evaluation["text"]
+    assert found["loss"] == pytest.approx(float(torch.stack(losses).mean()), rel=1e-6)
+    assert found["tokens"] == len(losses)
+    assert (found["context"], found["prefix"]) == (length, 2)
+    recorded = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    assert recorded["perplexity"]["text"]["prefix"] == 2
+    said = f"{found['windows']} windows, BOS before each, {len(losses):,} predicted tokens)"
+    assert said in caplog.text
+
+    batch = next(iter(made.test_dataloader()))
+    loss, count = lm.loss(batch)
+    assert count == 3 * (length - 3)
+    assert float(loss) == pytest.approx(float(torch.stack(losses[:count]).mean()), rel=1e-5)
+
+
+def test_that_there_is_none_is_said_too(data, tiny_llama, caplog):
+    lm = CausalLM(tiny_llama)
+    with caplog.at_level("INFO"):
+        Trainer(**QUIET).test(lm, datamodule=data("$A"), verbose=False)
+        assert lm.evaluation["text"]["prefix"] == 0
+        assert "windows, no BOS before each, " in caplog.text
+        caplog.clear()
+        Trainer(**QUIET).test(lm, data("$A").evaluation_windows("test")[:, None], verbose=False)
+    assert "prefix" not in lm.evaluation["text"]
+    assert "BOS" not in caplog.text
+
+
+def test_a_pruning_keeps_how_it_was_calibrated(data, tiny_llama, tmp_path):
+    for template, bos in (("[E] $A", None), ("$A", "text")):
+        callback = MRPCallback(pattern="2:4", save_dir=tmp_path / str(bos))
+        made = data(template, bos=bos, num_samples=2)
+        Trainer(**QUIET).predict(CausalLM(tiny_llama), datamodule=made, callbacks=[callback])
+        report = json.loads((tmp_path / str(bos) / "pruning_report.json").read_text())
+        assert report["provenance"]["data"]["bos"] == (bos or "window")
+
+
+def test_the_default_is_the_papers_protocol_for_the_papers_texts(text):
+    assert TextDataModule(calibration="c4").bos == "text"
+    assert TextDataModule(calibration="c4", bos="window").bos == "window"
+    assert TextDataModule(evaluation=["ptb"]).bos == "text"
+    assert TextDataModule(text).bos == TextDataModule().bos == "window"
+    with pytest.raises(OptionError, match=r"`data\.bos` must be text or window. Got 'none'"):
+        TextDataModule(bos="none")
+
+
+def test_windows_that_hold_nothing_else_are_refused(data):
+    for windows in (data("[E] [E] $A", sequence_length=2), data("[E] $A", sequence_length=1)):
+        with pytest.raises(DataError, match=r"`data\.sequence_length` is \d, and \d of these"):
+            windows.calibration_windows()
+
+
+def test_published_texts_may_have_it_too(corpora_dir):
+    options = {"calibration": "c4", "num_samples": 4, "sequence_length": 12}
+    windows = {}
+    for bos in ("text", "window"):
+        made = TextDataModule(
+            **options, bos=bos, corpora_dir=str(corpora_dir), tokenizer=tokenizer_with("[E] $A")
+        )
+        made.setup("predict")
+        windows[bos] = made.calibration_windows()
+        assert windows[bos].shape == (4, 12)
+    assert (windows["window"][:, 0] == 0).all()
+    assert (windows["window"][:, 1:] != 0).all()
+    assert (windows["text"][:, 0] != 0).any()

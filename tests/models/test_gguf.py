@@ -1,0 +1,167 @@
+"""GGUF files, against the same tensors and tokenizer as a Hugging Face directory."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from callbacks import MRPCallback
+from mrp_lightning import CausalLM, TextDataModule, Trainer
+from mrp_lightning.commands.main import main
+from mrp_lightning.errors import DependencyError, FormatError, OptionError
+from mrp_lightning.models.loading import load_config, load_tokenizer
+
+pytest.importorskip("gguf", reason="needs the extra `gguf`")
+pytest.importorskip("accelerate", reason="needs the extra `gguf`")
+
+from gguf_files import write
+
+TEXT = "def compute(value):\n    return value + 1\n"
+
+
+@pytest.fixture
+def several(tiny_gguf, tmp_path) -> Path:
+    for name in ("a.gguf", "b.gguf"):
+        shutil.copy(tiny_gguf, tmp_path / name)
+    return tmp_path
+
+
+def test_a_file_is_the_model_that_it_was_made_from(tiny_gguf, tiny_llama, several):
+    expected = AutoModelForCausalLM.from_pretrained(tiny_llama)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
+    ids = torch.tensor([tokenizer(TEXT).input_ids])
+    shutil.copy(tiny_llama / "config.json", several)  # named beside it, the file is read
+    for source in ((tiny_gguf,), (tiny_gguf.parent,), (several, "b.gguf")):
+        loaded = CausalLM(str(source[0]), dtype="float32", gguf_file=(*source, None)[1])
+        assert torch.equal(loaded(ids), expected(ids).logits)
+        assert loaded.tokenizer(TEXT).input_ids == tokenizer(TEXT).input_ids
+    default = CausalLM(tiny_gguf)
+    assert default.model.dtype is torch.bfloat16
+    for name, tensor in default.model.state_dict().items():
+        assert torch.equal(tensor, expected.state_dict()[name].bfloat16()), name
+
+
+def test_a_pruned_file_is_an_ordinary_directory(tiny_gguf, tmp_path):
+    out = tmp_path / "pruned"
+    module = CausalLM(tiny_gguf, dtype="float32")
+    data = TextDataModule(num_samples=2, sequence_length=32)
+    callback = MRPCallback(pattern="2:4", save_dir=out)
+    trainer = Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False
+    )
+    trainer.predict(module, datamodule=data, callbacks=[callback])
+    config = json.loads((out / "config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+    assert "quantization_config" not in config
+    loaded = AutoModelForCausalLM.from_pretrained(out)
+    assert loaded.dtype is torch.bfloat16
+    for name, tensor in loaded.state_dict().items():
+        assert torch.equal(tensor, module.model.state_dict()[name].bfloat16()), name
+    assert float((loaded.model.layers[1].mlp.up_proj.weight == 0).float().mean()) == 0.5
+    assert AutoTokenizer.from_pretrained(out)(TEXT) == module.tokenizer(TEXT)
+
+
+def test_pruning_does_not_replace_the_directory_of_the_file(tiny_gguf, tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    shutil.copy(tiny_gguf, source)
+    module = CausalLM(source)
+    callback = MRPCallback(pattern="2:4", save_dir=source, overwrite=True)
+    with pytest.raises(FileExistsError, match="save_dir"):
+        Trainer(accelerator="cpu", logger=False).predict(
+            module, datamodule=TextDataModule(num_samples=1), callbacks=[callback]
+        )
+    assert [path.name for path in source.iterdir()] == ["tiny.gguf"]
+
+
+def test_a_lightning_checkpoint_does_not_need_the_file(tiny_gguf, tmp_path):
+    module = CausalLM(tiny_gguf.parent, gguf_file=tiny_gguf.name)
+    checkpoint = {"hyper_parameters": dict(module.hparams)}
+    module.on_save_checkpoint(checkpoint)
+    again = CausalLM(**checkpoint["hyper_parameters"])
+    again.on_load_checkpoint(checkpoint)
+    assert again.model.config.hidden_size == module.model.config.hidden_size
+    assert again.tokenizer(TEXT).input_ids == module.tokenizer(TEXT).input_ids
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["by gguf_file", "by its path"])
+def test_layers_reads_a_file(named, tiny_gguf, several, capsys):
+    source = [f"--model={several}", "--gguf-file=a.gguf"] if named else [f"--model={tiny_gguf}"]
+    main(["layers", "--json", "--pattern=2:4", *source])
+    listing = json.loads(capsys.readouterr().out)
+    assert listing["totals"]["layers"] == 14
+    assert listing["model_class"] == "LlamaForCausalLM"
+    assert listing["quantization"] is None
+
+
+def test_the_command_line_takes_a_file_of_a_directory(several, tmp_path, capsys):
+    pytest.importorskip("jsonargparse", reason="the command line needs the extra `cli`")
+    main(
+        [
+            "test",
+            f"--model.model={several}",
+            "--model.gguf_file=a.gguf",
+            "--trainer.accelerator=cpu",
+            "--trainer.logger=false",
+            "--trainer.limit_test_batches=1",
+            "--data.sequence_length=32",
+        ]
+    )
+    assert "perplexity" in capsys.readouterr().out
+
+
+def test_files_that_are_not_there_are_named(tiny_gguf, several, tmp_path):
+    with pytest.raises(OptionError, match=r"2 GGUF files: a\.gguf, b\.gguf.*`gguf_file`"):
+        CausalLM(several)
+    with pytest.raises(FileNotFoundError, match=r"no file c\.gguf.*: a\.gguf, b\.gguf"):
+        CausalLM(several, gguf_file="c.gguf")
+    with pytest.raises(FileNotFoundError, match=r"there is no file .*absent\.gguf"):
+        CausalLM(tmp_path / "absent.gguf")
+    with pytest.raises(FileNotFoundError, match=r"the hub gives no x\.gguf of that name"):
+        CausalLM("someone/something", gguf_file="x.gguf")
+    with pytest.raises(OptionError, match="`gguf_file` needs `model`"):
+        CausalLM({"model_type": "llama"}, gguf_file="x.gguf")
+
+
+@pytest.mark.parametrize("size", [0, 3, 40, 2000, 0.3, 0.9])
+def test_a_damaged_file_is_named(size, tiny_gguf, tmp_path):
+    content = tiny_gguf.read_bytes()
+    cut = content[: size if isinstance(size, int) else int(size * len(content))]
+    damaged = tmp_path / "cut.gguf"
+    damaged.write_bytes(cut)
+    message = rf"`model`: .*cut\.gguf is damaged: its {len(cut):,} bytes are no whole GGUF file"
+    with pytest.raises(FormatError, match=message):
+        CausalLM(damaged)
+    with pytest.raises(FormatError, match=message):
+        load_tokenizer(damaged)
+
+
+def test_another_format_under_that_name_is_named(tiny_llama, tmp_path):
+    shutil.copy(tiny_llama / "model.safetensors", tmp_path / "x.gguf")
+    with pytest.raises(FormatError, match=r"x\.gguf is damaged"):
+        load_config(str(tmp_path / "x.gguf"))
+
+
+def test_an_unknown_architecture_is_named(tiny_llama, tmp_path):
+    write(tmp_path / "new.gguf", tiny_llama, architecture="nova")
+    with pytest.raises(FormatError, match=r"transformers [\d.]+ as the architecture 'nova'"):
+        load_config(str(tmp_path / "new.gguf"))
+
+
+def test_a_file_may_hold_no_tokenizer(tiny_llama, tmp_path):
+    write(tmp_path / "bare.gguf", tiny_llama, with_tokenizer=False)
+    assert CausalLM(tmp_path / "bare.gguf").tokenizer is None
+    with pytest.raises(FileNotFoundError, match=r"`tokenizer`: .*bare\.gguf gives no tokenizer"):
+        load_tokenizer(tmp_path / "bare.gguf")
+
+
+@pytest.mark.parametrize("package", ["gguf", "accelerate"])
+def test_the_extra_is_named(package, tiny_gguf, tiny_llama, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(DependencyError, match=r"tiny\.gguf needs .*mrp-lightning\[gguf\]"):
+        CausalLM(tiny_gguf)
+    assert CausalLM(tiny_llama).tokenizer is not None

@@ -1,0 +1,132 @@
+"""Every block of code in docs/ that a reader would run is run by a test, or is listed here."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from mrp_lightning.commands.main import main
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+COMMANDS = ("python ", "pip ", "hf ", "lm_eval ", "make ", "mrp-lightning ")
+
+HOURS = "it takes hours; its code and its configuration are tested in tests/experiments"
+HUB = "it downloads from the hub"
+GPU = "it takes minutes and is for a GPU; tests/export/test_benchmark.py runs the command"
+CUDA = (
+    "what it reads is written on a CUDA device; tests/export/test_torchao_format.py does so there"
+)
+OWN = "the module is the reader's own; tests/export/test_own_module.py loads into one"
+SOLVER = "it measures speed, in minutes, against a checkout of SparseGPT"
+NOT_RUN = {
+    ("ablations.md", "python -m mrp_lightning sweep"): HOURS,
+    ("results.md", "python -m mrp_lightning sweep"): HOURS,
+    ("data.md", "hf download Salesforce/wikitext"): HUB,
+    ("format.md", "module = export.load_into"): OWN,
+    ("format.md", "import torch\nfrom torch.sparse"): CUDA,
+    ("benchmarks/export.md", "python -m pytest tests/export"): GPU,
+    ("benchmarks/export.md", "python -m export.benchmark --shape"): GPU,
+    ("benchmarks/export.md", "python benchmarks/kernel_code.py"): GPU,
+    ("benchmarks/solver.md", "python benchmarks/solver.py"): SOLVER,
+}
+"""Page and beginning of the blocks that no test runs, and why."""
+
+RUN = {
+    ("data.md", "data:"): "tests/package/test_docs.py",
+    ("data.md", "python -m mrp_lightning test"): "tests/package/test_docs.py",
+    ("encoders.md", "import torch"): "tests/families/test_encoder_example.py",
+    ("finetuning.md", "python -m mrp_lightning predict"): "tests/package/test_finetuning_page.py",
+    ("finetuning.md", "python -m mrp_lightning test"): "tests/package/test_finetuning_page.py",
+    ("finetuning.md", "python -m export.to_sparse"): "tests/package/test_finetuning_page.py",
+    ("finetuning.md", "from callbacks import"): "tests/package/test_finetuning_page.py",
+    ("format.md", "import export"): "tests/package/test_docs.py",
+    ("format.md", "import numpy"): "tests/export/test_format.py",
+    ("models.md", "python benchmarks/models.py"): "tests/families/test_models_page.py",
+    ("zeroshot.md", "pip install 'mrp-lightning"): "tests/evaluation/test_zeroshot_page.py",
+    ("zeroshot.md", "task: my_lambada"): "tests/evaluation/test_zeroshot_page.py",
+    ("zeroshot.md", "lm_eval --model hf"): "tests/evaluation/test_zeroshot_command.py",
+    ("zeroshot.md", 'python -c "import export;'): "tests/evaluation/test_zeroshot_command.py",
+    ("zeroshot.md", "from mrp_lightning import"): "tests/evaluation/test_zeroshot_page.py",
+}
+"""Page and beginning of the other blocks, and the test that reads them from the page."""
+
+
+def blocks(page: str) -> list[str]:
+    """The blocks of a page that a reader would run: Python, YAML and commands."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", (DOCS / page).read_text(), flags=re.M | re.S)
+    return [text for kind, text in found if kind in ("python", "yaml") or text.startswith(COMMANDS)]
+
+
+def block(page: str, beginning: str) -> str:
+    (found,) = (text for text in blocks(page) if text.startswith(beginning))
+    return found
+
+
+def test_every_block_is_run_or_listed():
+    pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")} - {"api.md"}
+    listed = {**RUN, **NOT_RUN}
+    unlisted = [
+        (page, text.splitlines()[0])
+        for page in sorted(pages)
+        for text in blocks(page)
+        if not any(page == name and text.startswith(start) for name, start in listed)
+    ]
+    assert not unlisted, "run these blocks in a test and enter them in RUN"
+    gone = [key for key in listed if not any(text.startswith(key[1]) for text in blocks(key[0]))]
+    assert not gone
+    for (page, _), test in RUN.items():
+        assert Path(page).name in (ROOT / test).read_text(), (page, test)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+TINY = ["--data.sequence_length=16", "--data.batch_size=8", "--trainer.limit_test_batches=1"]
+TINY += ["--trainer.accelerator=cpu", "--trainer.logger=false"]
+
+
+def test_the_papers_data_are_those_of_the_configuration(tiny_llama, corpora_dir, here, caplog):
+    text = block("data.md", "data:")
+    paper = yaml.safe_load((ROOT / "configs/data/paper.yaml").read_text())
+    assert yaml.safe_load(text)["data"] == paper
+    Path("data.yaml").write_text(text)
+    options = [f"--data.corpora_dir={corpora_dir}", f"--model.model={tiny_llama}", *TINY]
+    with caplog.at_level("INFO"):
+        main(["test", "--config=data.yaml", *options])
+    assert "wikitext2: perplexity" in caplog.text
+
+
+def test_data_from_local_copies(tiny_llama, corpora_dir, here, caplog):
+    Path("corpora").symlink_to(corpora_dir)
+    command = block("data.md", "python -m mrp_lightning test")
+    command = command.replace("configs/", f"{ROOT}/configs/")
+    with caplog.at_level("INFO"):
+        main([*shlex.split(command)[3:], f"--model.model={tiny_llama}", *TINY])
+    assert "c4: perplexity" in caplog.text
+
+
+def test_a_packed_directory_is_read_as_format_md_says(tiny_llama, here):
+    from transformers import AutoModelForCausalLM
+
+    from export.to_sparse import main as to_sparse
+    from mrp_lightning.solver.patterns import SemiStructured
+    from mrp_lightning.targets.layers import is_linear
+
+    pruned = AutoModelForCausalLM.from_pretrained(tiny_llama)
+    with torch.no_grad():
+        for name, module in pruned.named_modules():
+            if is_linear(module) and name != "lm_head":
+                module.weight[SemiStructured(2, 4).select(module.weight.abs(), 0)] = 0
+    pruned.to(torch.float16).save_pretrained("pruned")
+    to_sparse(["pruned", "--out", "runs/quickstart-sparse24"])
+    names: dict = {}
+    exec(block("format.md", "import export"), names)
+    weights = names["model"].state_dict()
+    assert all(torch.equal(weights[k], v) for k, v in pruned.state_dict().items())
