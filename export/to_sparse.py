@@ -141,7 +141,7 @@ def _export(
     elif options.format == "dense":
         written = write_dense(source, staging, layers)
     else:
-        written = write_packed(source, staging, layers, layers[0].form)
+        written = write_packed(source, staging, layers)
     for _ in track(written, len(layers), "writing layers"):
         pass
 

@@ -13,24 +13,23 @@ from export.backends import torchao_format
 from export.conversion.checkpoint import Checkpoint, pickle_name
 from export.conversion.layer_choice import LayerChoice
 from export.packed.format import positive_zeros
-from export.packed.formats import PackedFormat
 from mrp_lightning.files import as_json, save_text
 
 
 def write_packed(
-    source: Checkpoint, directory: Path, layers: Sequence[LayerChoice], form: PackedFormat
+    source: Checkpoint, directory: Path, layers: Sequence[LayerChoice]
 ) -> Iterator[str]:
     """Write the checkpoint with some weights packed, one shard after the other.
 
     Args:
         source: The pruned checkpoint.
         directory: An existing empty directory.
-        layers: The layers to pack.
-        form: The format.
+        layers: The layers to pack, at least one, all in the same format.
 
     Yields:
         The name of each layer that was packed.
     """
+    form = layers[0].form
 
     def convert(layer: LayerChoice, tensor: Tensor) -> dict[str, Tensor]:
         values, places = form.pack(layer.matrix(tensor))
