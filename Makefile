@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: quickstart test real lint results api embedded-model clean
+.PHONY: quickstart test real lint results api embedded-model sanitize clean
 
 quickstart: .venv/installed
 	rm -rf runs/quickstart
@@ -50,6 +50,16 @@ runs/models/%/config.json: configs/train/text.yaml configs/train/%.yaml | .venv/
 # Writes docs/api.md from the docstrings.
 api: .venv/installed
 	$(BIN)/python docs/api.py
+
+# Runs the compiled CPU kernels under the address and undefined sanitizers.
+sanitize: .venv/installed
+	mkdir -p build
+	$(CXX) -std=c++20 -O1 -g -Wall -Wextra -Wno-maybe-uninitialized -Wno-uninitialized \
+		-fsanitize=address,undefined -fno-sanitize-recover=all \
+		-I export/kernels/cpu \
+		-isystem $$($(BIN)/python -c "import torch.utils.cpp_extension as e; print(e.include_paths()[0])") \
+		tests/export/rows_sanitized.cpp -o build/rows_sanitized
+	build/rows_sanitized
 
 # Trains the tokenizer and the model in mrp_lightning/embedded/stdlib-llama; about an hour on 2 cores.
 embedded-model: .venv/installed

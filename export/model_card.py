@@ -13,6 +13,11 @@ _FORMS = {
         "`weight` holds the kept values and `weight_meta` their places. Transformers loads them, "
         "and any other loader refuses them, until mrp-lightning's `export` is imported.",
     ),
+    "bitmask": (
+        "Packed as bitmasks",
+        "`weight` holds the kept values and `weight_bits` their places. Transformers loads them, "
+        "and any other loader refuses them, until mrp-lightning's `export` is imported.",
+    ),
     "torchao": (
         "torchao's 2:4 tensors",
         "They run on a CUDA device, with torchao 0.18.",

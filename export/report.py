@@ -9,8 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from export.conversion.layer_choice import LayerChoice
 from export.conversion.parity import Parity
-from export.conversion.selection import LayerChoice
 from export.speed.tables import SpeedReport, alike, tables
 from mrp_lightning.environment import versions
 from mrp_lightning.files import as_json, save_text, visible_files
@@ -26,7 +26,7 @@ class ExportReport:
 
     Attributes:
         source: The pruned checkpoint, as the user named it.
-        format: `packed`, `dense` or `torchao`.
+        format: `packed`, `bitmask`, `dense` or `torchao`.
         layers: Every linear layer of the model.
         source_bytes: Bytes of the weight files read.
         exported_bytes: Bytes of the weight files written; `None` where nothing was written.
@@ -52,7 +52,7 @@ class ExportReport:
 
     @property
     def packed(self) -> list[LayerChoice]:
-        """Layers that are 2:4 and were, or could be, packed."""
+        """Layers that were, or could be, packed."""
         return [layer for layer in self.layers if layer.reason is None]
 
     @property
@@ -91,6 +91,7 @@ class ExportReport:
                     "dtype": str(layer.dtype).removeprefix("torch."),
                     "dense_bytes": layer.dense_bytes,
                     "packed_bytes": layer.packed_bytes,
+                    "kept": layer.kept,
                     "broken_groups": layer.broken_groups,
                     "negative_zeros": layer.negative_zeros,
                     "not_finite": layer.not_finite,
@@ -131,7 +132,8 @@ def _sizes(report: ExportReport) -> Table:
     for column in ("with zeros", "packed", "ratio"):
         table.add_column(column, justify="right")
     dense, packed = totals["packed_layers_dense_bytes"], totals["packed_layers_packed_bytes"]
-    name = f"{totals['packed_layers']} 2:4 layers"
+    kind = "bitmask" if report.format == "bitmask" else "2:4"
+    name = f"{totals['packed_layers']} {kind} layers"
     table.add_row(name, _mebibytes(dense), _mebibytes(packed), f"{packed / dense:.4f}")
     if report.exported_bytes is not None and report.format != "dense":
         before, after = report.source_bytes, report.exported_bytes

@@ -1,4 +1,4 @@
-"""`python -m export.to_sparse CKPT`: pack a 2:4 checkpoint, prove it equal, measure its speed."""
+"""`python -m export.to_sparse CKPT`: pack a pruned checkpoint, prove it equal, time it."""
 
 import argparse
 import logging
@@ -16,11 +16,14 @@ from transformers.utils import logging as transformers_logging
 from export.backends.apply import why_not_here
 from export.backends.torchao_format import load, why_not_storable
 from export.conversion.checkpoint import Checkpoint, open_checkpoint
+from export.conversion.layer_choice import LayerChoice
 from export.conversion.parity import check_parity
-from export.conversion.selection import LayerChoice, choose_layers
+from export.conversion.selection import choose_layers
 from export.conversion.tracking import Track, bars
 from export.conversion.writing import write_dense, write_packed, write_torchao
 from export.model_card import write_card
+from export.packed.bitmask_format import BITMASK
+from export.packed.format import SPARSE24
 from export.report import NO_CUDA, ExportReport
 from export.speed.comparison import compare
 from export.speed.options import SpeedOptions, add_arguments
@@ -30,6 +33,7 @@ from mrp_lightning.files import check_output_dir, save_directory
 
 log = logging.getLogger(__name__)
 
+_FORMS = {"packed": SPARSE24, "torchao": SPARSE24, "bitmask": BITMASK}
 _USER_ERRORS = (
     errors.DataError,
     errors.FormatError,
@@ -70,7 +74,7 @@ def convert(options: argparse.Namespace) -> ExportReport:
     """Validate, pack, compare, measure and report.
 
     Raises:
-        PatternError: The checkpoint is not 2:4; see `choose_layers`.
+        PatternError: The checkpoint is not pruned so; see `choose_layers`.
         ParityError: The export is not equal to its source; it is not written.
         FormatError: See `open_checkpoint`.
         OptionError: Options contradict each other.
@@ -85,11 +89,10 @@ def convert(options: argparse.Namespace) -> ExportReport:
             f"`--format torchao` cannot be written here: {reason}. Run it where torchao runs, or "
             "write `--format packed`, which is as small and needs no GPU."
         )
+    if options.format is not None or options.out is not None:
+        _output(options)  # refused before anything is read
     if device.index is not None:
         torch.cuda.set_device(device)  # where `load` puts torchao's tensors
-    out = _output(options)
-    if not options.check_only:
-        check_output_dir(out, overwrite=options.overwrite, argument="--out")
     source = open_checkpoint(options.checkpoint)
     if options.format == "torchao" and not source.config:
         raise errors.OptionError(
@@ -99,11 +102,14 @@ def convert(options: argparse.Namespace) -> ExportReport:
     with bars() as track:
         layers = choose_layers(
             source,
+            form=_FORMS.get(options.format),
             skip=options.skip,
             allow_partial=options.allow_partial,
             refuse=_why_not_torchao if options.format == "torchao" else lambda _: None,
             track=track,
         )
+        options.format = options.format or layers[0].form.option
+        out = _output(options)
         report = ExportReport(str(options.checkpoint), options.format, layers, source.num_bytes)
         if options.check_only:
             _check(source, report, out, options, device, track)
@@ -132,9 +138,10 @@ def _export(
     layers = report.packed
     if options.format == "torchao":
         written = write_torchao(source, staging, layers, device)
+    elif options.format == "dense":
+        written = write_dense(source, staging, layers)
     else:
-        write = {"packed": write_packed, "dense": write_dense}[options.format]
-        written = write(source, staging, layers)
+        written = write_packed(source, staging, layers)
     for _ in track(written, len(layers), "writing layers"):
         pass
 
@@ -181,6 +188,8 @@ def _measure(
         report.notes.append(f"{NO_CUDA}{untried}")
     elif report.format == "dense":
         report.notes.append("speed not measured: the dense format runs as its source does")
+    elif report.format == "bitmask":
+        report.notes.append("speed not measured: no kernel for bitmasks runs on CUDA devices")
     elif report.format == "torchao":
         report.notes.append("speed not measured: `--format packed --backend torchao` measures it")
     elif not options.benchmark:
@@ -202,7 +211,8 @@ def _why_not_torchao(layer: LayerChoice) -> str | None:
 
 def _output(options: argparse.Namespace) -> Path:
     source = Path(options.checkpoint).expanduser().resolve()
-    suffix = {"packed": "sparse24"}.get(options.format, options.format)
+    form = _FORMS.get(options.format)
+    suffix = options.format if form is None or options.format == "torchao" else form.suffix
     name = source.name.removesuffix(".ckpt")
     out = options.out and Path(options.out).expanduser().resolve()
     out = out or source.with_name(f"{name}-{suffix}")
@@ -213,6 +223,8 @@ def _output(options: argparse.Namespace) -> Path:
     for place in (Path.cwd(), Path.home().resolve()):
         if out == place or out in place.parents:
             raise errors.OptionError(f"`--out` {out} would replace {place}. Name a new directory.")
+    if not options.check_only:
+        check_output_dir(out, overwrite=options.overwrite, argument="--out")
     return out
 
 
@@ -224,7 +236,7 @@ def _stop(*_: Any) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m export.to_sparse",
-        description="Pack a checkpoint that was pruned to 2:4, prove that it computes the same, "
+        description="Pack a checkpoint that was pruned, prove that it computes the same, "
         "and measure its speed.",
     )
     parser.add_argument(
@@ -234,14 +246,16 @@ def _parser() -> argparse.ArgumentParser:
         "Lightning .ckpt of mrp_lightning.CausalLM",
     )
     parser.add_argument(
-        "--out", metavar="DIR", help="default: CKPT-sparse24 (or CKPT-dense, CKPT-torchao)"
+        "--out",
+        metavar="DIR",
+        help="default: CKPT-sparse24, or CKPT-FORMAT for the others",
     )
     parser.add_argument(
         "--format",
-        choices=("packed", "dense", "torchao"),
-        default="packed",
-        help="dense keeps the zeros, for software that knows no sparsity; torchao writes its own "
-        "2:4 tensors, on a CUDA device (default: packed)",
+        choices=("packed", "bitmask", "dense", "torchao"),
+        help="packed is for 2:4, bitmask for any pattern; dense keeps the zeros, for software that "
+        "knows no sparsity; torchao writes its own 2:4 tensors, on a CUDA device (default: packed "
+        "where the checkpoint is 2:4, else bitmask)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace what is in --out")
     parser.add_argument(
@@ -252,7 +266,9 @@ def _parser() -> argparse.ArgumentParser:
         help="layers that stay dense: name parts with wildcards, such as lm_head or layers.0",
     )
     parser.add_argument(
-        "--allow-partial", action="store_true", help="leave layers that are not 2:4 dense"
+        "--allow-partial",
+        action="store_true",
+        help="leave layers dense that were to be pruned and are not",
     )
     parser.add_argument(
         "--check-only",

@@ -4,6 +4,7 @@ Three gates, in this order: the bits of the files, the operator against a more p
 the logits of the whole model on text.
 """
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -18,12 +19,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from export.backends.torchao_format import load, restore
 from export.conversion.checkpoint import Checkpoint, open_checkpoint
-from export.conversion.selection import LayerChoice
+from export.conversion.layer_choice import LayerChoice
 from export.conversion.text_parity import TextParity, compare_text, text_failures, text_windows
 from export.conversion.tracking import Track, silently
-from export.packed.format import different_bits, invalid_nibbles, positive_zeros, unpack
-from export.packed.layer import Sparse24Linear
-from export.packed.operator import MAX_ERROR_RATIO
+from export.kernels.operator import MAX_ERROR_RATIO
+from export.packed.format import different_bits, positive_zeros
+from export.packed.huggingface import CONFIGS
+from export.packed.linear import PackedLinear
 from mrp_lightning.errors import ParityError
 
 _TOKENS = (1, 16)
@@ -160,48 +162,45 @@ def _compare_tensor(
     found = restore(stored[name])
     if layer is not None:
         tensor = positive_zeros(layer.matrix(tensor))[0]
-        meta = stored.get(f"{name}_meta")
-        if meta is None:
+        form, columns = layer.form, tensor.shape[1]
+        places = stored.get(form.places_of(name))
+        if places is None:
             found = layer.matrix(found)
-        elif count := invalid_nibbles(meta):
-            return [f"{name}_meta: {count} nibbles that no 2:4 weight has"]
+        elif damage := form.damage(found, places, columns):
+            return [f"{form.places_of(name)}: {damage}"]
         else:
-            found = unpack(found, meta)
+            found = form.unpack(found, places, columns)
     if count := different_bits(found, tensor):
         return [f"{name}: {count} of {tensor.numel()} values have other bits"]
     return []
 
 
-def _packed_in(model: nn.Module) -> dict[str, Sparse24Linear]:
-    return {n: module for n, module in model.named_modules() if isinstance(module, Sparse24Linear)}
+def _packed_in(model: nn.Module) -> dict[str, PackedLinear]:
+    return {n: module for n, module in model.named_modules() if isinstance(module, PackedLinear)}
 
 
-def _packed_in_file(directory: Path, layers: Sequence[LayerChoice]) -> dict[str, Sparse24Linear]:
+def _packed_in_file(directory: Path, layers: Sequence[LayerChoice]) -> dict[str, PackedLinear]:
     """The packed layers of a module that only its owner can build."""
     tensors = dict(open_checkpoint(directory).tensors())
     return {
-        layer.name: Sparse24Linear.from_packed(
-            tensors[layer.tensor], tensors[f"{layer.tensor}_meta"]
+        layer.name: CONFIGS[layer.form.quant_method].layer.from_packed(
+            tensors[layer.tensor], tensors[layer.form.places_of(layer.tensor)], layer.shape[1]
         )
         for layer in layers
-        if f"{layer.tensor}_meta" in tensors
+        if layer.form.places_of(layer.tensor) in tensors
     }
 
 
 def operator_error(
-    name: str, layer: Sparse24Linear, device: torch.device | str = "cpu"
+    name: str, layer: PackedLinear, device: torch.device | str = "cpu"
 ) -> OperatorError:
     """The packed and the dense product of random inputs against float32, or float64, products.
 
     Several numbers of tokens are tried, and the one at which the operator is worst counts.
     """
-    values = layer.weight.detach().to(device)
-    meta = layer.weight_meta.to(device)
-
-    def multiply(x: Tensor) -> Tensor:
-        return torch.ops.mrp_lightning.linear24(x, values, meta, None)
-
-    return _product_error(name, multiply, unpack(values, meta))
+    moved = copy.deepcopy(layer).to(device)
+    moved.bias = None
+    return _product_error(name, moved, moved.dense_weight())
 
 
 def _torchao_errors(

@@ -1,9 +1,8 @@
 """Which layers of a checkpoint are packed, and why the others stay dense."""
 
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,11 +10,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from export.conversion.checkpoint import Checkpoint
+from export.conversion.layer_choice import LayerChoice, form_of, judge, refuse_misfits
 from export.conversion.model_names import ParameterNames, is_read_directly
 from export.conversion.tracking import Track, silently
-from export.packed.format import GROUP, broken_groups, positive_zeros, why_not_packable
-from export.packed.layer import is_packable
-from mrp_lightning.errors import FormatError, PatternError
+from export.packed.bitmask_format import BITMASK, count_kept
+from export.packed.format import broken_groups, positive_zeros
+from export.packed.formats import PackedFormat
+from export.packed.linear import is_packable
+from mrp_lightning.errors import FormatError
 from mrp_lightning.models.skeleton import build_without_weights
 from mrp_lightning.pruning.report import NAME, PruningReport
 from mrp_lightning.solver.patterns import Unstructured
@@ -26,68 +28,28 @@ from mrp_lightning.targets.plan import make_plan
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
-@dataclass(frozen=True)
-class LayerChoice:
-    """One linear layer of the checkpoint.
-
-    Attributes:
-        name: Name of the module in the model.
-        tensor: Name of its weight in the files; empty where no tensor there is its weight.
-        shape: Shape of the weight, (rows, columns).
-        dtype: Dtype of the stored weight.
-        transposed: Whether the file holds (columns, rows), as for `Conv1D`.
-        broken_groups: Number of groups of four columns with more than two non-zeros.
-        negative_zeros: Number of −0.0 in the weight.
-        not_finite: Number of NaN and ±inf in the weight.
-        reason: The reason why it stays dense; `None` for a layer that is packed.
-    """
-
-    name: str
-    tensor: str
-    shape: tuple[int, int]
-    dtype: torch.dtype
-    transposed: bool = False
-    broken_groups: int = 0
-    negative_zeros: int = 0
-    not_finite: int = 0
-    reason: str | None = None
-
-    @property
-    def dense_bytes(self) -> int:
-        """Bytes of the weight with its zeros."""
-        return self.shape[0] * self.shape[1] * self.dtype.itemsize
-
-    @property
-    def packed_bytes(self) -> int:
-        """Bytes of the packed weight and its meta, or of the dense weight where it stays so."""
-        if self.reason is not None:
-            return self.dense_bytes
-        return self.dense_bytes // 2 + self.shape[0] * self.shape[1] // 8
-
-    def matrix(self, tensor: Tensor) -> Tensor:
-        """The weight (rows, columns) of the tensor in the file."""
-        return tensor.T.contiguous() if self.transposed else tensor
-
-
 def choose_layers(
     checkpoint: Checkpoint,
     *,
+    form: PackedFormat | None = None,
     skip: Sequence[str] = (),
     allow_partial: bool = False,
     refuse: Callable[[LayerChoice], str | None] = lambda _: None,
     track: Track = silently,
 ) -> list[LayerChoice]:
-    """Look at every linear layer, and refuse a checkpoint that is not 2:4 where it should be.
+    """Look at every linear layer, and refuse a checkpoint that is not pruned where it should be.
 
-    It should be 2:4 in the layers that its `pruning_report.json` lists as pruned; without a report,
-    in all that a run with the default targets would prune. Other layers are packed where they
-    happen to be 2:4, but for a user's own module, of which only the report tells what its layers
-    are. Pruned layers without a packed form (experts, convolutions) are listed.
+    It should be 2:4, or for bitmasks have enough zeros to get smaller, in the layers that its
+    `pruning_report.json` lists as pruned; without a report, in all that a run with the default
+    targets would prune. Other layers are packed where they happen to be so, but for a user's own
+    module, of which only the report tells what its layers are. Pruned layers without a packed form
+    (experts, convolutions) are listed.
 
     Args:
         checkpoint: The pruned checkpoint.
+        form: The format to pack in; `None` lets the pattern decide: 2:4, or else bitmasks.
         skip: Name patterns (see `names.matches`) of layers that stay dense.
-        allow_partial: Leave layers dense that should be 2:4 and are not.
+        allow_partial: Leave layers dense that should be pruned so and are not.
         refuse: Gives the reason why the format that will be written has no form for a layer.
         track: Shows the progress over the tensors.
 
@@ -106,8 +68,10 @@ def choose_layers(
         choices, expected = _choose_by_model(checkpoint, skip, track)
     else:
         choices, expected = _choose_by_report(checkpoint, skip, track)
+    form = form or form_of(choices, expected, allow_partial)
+    choices = [judge(choice, form, choice.name in expected) for choice in choices]
     choices = [replace(layer, reason=layer.reason or refuse(layer)) for layer in choices]
-    _refuse(checkpoint, choices, expected, allow_partial)
+    refuse_misfits(checkpoint, choices, expected, allow_partial)
     return choices
 
 
@@ -123,14 +87,16 @@ def _choose_by_model(
     names = ParameterNames(model)
 
     choices, converted = [], set()
-    for tensor_name, tensor in track(checkpoint.tensors(), checkpoint.num_tensors, "checking 2:4"):
+    for tensor_name, tensor in track(
+        checkpoint.tensors(), checkpoint.num_tensors, "counting zeros"
+    ):
         parameter, is_converted = names.of(tensor_name)
         name, _, kind = parameter.rpartition(".")
         if is_converted:
             converted.add(parameter)
         elif kind == "weight" and name in modules:
             choice = LayerChoice(name, tensor_name, (0, 0), tensor.dtype, is_conv1d(modules[name]))
-            choices.append(_look(choice, tensor, reasons.get(name), name in expected))
+            choices.append(_look(choice, tensor, reasons.get(name)))
     seen = {choice.name for choice in choices}
     return [*choices, *_without_tensor(model, expected - seen, converted)], expected
 
@@ -144,7 +110,9 @@ def _choose_by_report(
     # safetensors stores tied tensors once, and notes under which other names they are known.
     tied = {name for shard in checkpoint.shards for pair in shard.metadata.items() for name in pair}
     choices = {}
-    for tensor_name, tensor in track(checkpoint.tensors(), checkpoint.num_tensors, "checking 2:4"):
+    for tensor_name, tensor in track(
+        checkpoint.tensors(), checkpoint.num_tensors, "counting zeros"
+    ):
         name, _, kind = tensor_name.rpartition(".")
         if kind != "weight" or name not in shapes:
             continue
@@ -153,12 +121,12 @@ def _choose_by_report(
         if any(matches(name, pattern) for pattern in skip):
             reason = "left out by `--skip`"
         if tensor.ndim != 2:
-            reason = reason or why_not_packable(tensor.shape)
+            reason = reason or BITMASK.why_not(tensor.shape)
             choice = LayerChoice(name, tensor_name, (rows, columns), tensor.dtype, reason=reason)
         else:
             transposed = _is_transposed(tensor, (rows, columns))
             choice = LayerChoice(name, tensor_name, (0, 0), tensor.dtype, transposed)
-            choice = _look(choice, tensor, reason, expected=True)
+            choice = _look(choice, tensor, reason)
         choices[name] = choice
     for name in sorted(shapes.keys() - choices.keys()):
         rows, columns = shapes[name]
@@ -174,27 +142,21 @@ def _is_transposed(tensor: Tensor, shape: tuple[int, int]) -> bool:
     return bool(broken_groups(tensor)) and not broken_groups(tensor.T)
 
 
-def _look(choice: LayerChoice, tensor: Tensor, reason: str | None, expected: bool) -> LayerChoice:
+def _look(choice: LayerChoice, tensor: Tensor, reason: str | None) -> LayerChoice:
     """Fill in what the weight itself says; `reason` is what is known without it."""
     weight = choice.matrix(tensor)
-    reason = reason or why_not_packable(weight.shape)
     if reason is None and weight.dtype not in _DTYPES:
         reason = f"its weight is {weight.dtype}"
     rows, columns = weight.shape
     choice = replace(choice, shape=(rows, columns), reason=reason)
     if reason is not None:
         return choice
-    broken = broken_groups(weight)
-    if broken:
-        groups = weight.numel() // GROUP
-        reason = f"not 2:4: {broken} of {groups} groups have more than two non-zeros"
-        reason += "" if expected else "; it was not to be pruned"
     return replace(
         choice,
-        broken_groups=broken,
+        kept=count_kept(weight),
+        broken_groups=broken_groups(weight),
         negative_zeros=positive_zeros(weight)[1],
         not_finite=int((~weight.isfinite()).sum()),
-        reason=reason,
     )
 
 
@@ -215,35 +177,6 @@ def _without_tensor(
             reason = "the files hold no weight of its own for it"
         rows, columns = layer.weight.shape
         yield LayerChoice(name, "", (rows, columns), layer.weight.dtype, reason=reason)
-
-
-def _refuse(
-    checkpoint: Checkpoint, choices: list[LayerChoice], expected: set[str], allow_partial: bool
-) -> None:
-    offending = [c for c in choices if c.broken_groups and c.name in expected]
-    if offending and not allow_partial:
-        raise PatternError(
-            f"{checkpoint.path} is not 2:4 in {len(offending)} of {len(expected)} layers. Prune it "
-            'with `pattern: "2:4"`, leave these out with `--skip`, or pack what fits with '
-            f"`--allow-partial`:\n{_by_kind(offending)}"
-        )
-    if all(choice.reason is not None for choice in choices):
-        raise PatternError(
-            f"{checkpoint.path} has no layer that can be packed:\n{_by_kind(choices)}"
-        )
-
-
-def _by_kind(choices: Sequence[LayerChoice]) -> str:
-    """A line for each kind of layer and reason: layers that differ in numbers only are one."""
-    kinds: dict[tuple[str, str], list[LayerChoice]] = {}
-    for choice in choices:
-        name, reason = (re.sub(r"\b\d+\b", "*", s) for s in (choice.name, choice.reason or ""))
-        kinds.setdefault((name, reason), []).append(choice)
-    lines = []
-    for (name, _), (first, *more) in kinds.items():
-        many = f"{name} ({1 + len(more)} layers), such as " if more else ""
-        lines.append(f"  {many}{first.name}: {first.reason}")
-    return "\n".join(lines)
 
 
 def _expected(checkpoint: Checkpoint, model: nn.Module) -> set[str]:

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from export.backends import torchao_format
 from export.conversion.checkpoint import Checkpoint, pickle_name
-from export.conversion.selection import LayerChoice
-from export.packed.format import FORMAT_VERSION, pack, positive_zeros
-from export.packed.huggingface import QUANT_METHOD
+from export.conversion.layer_choice import LayerChoice
+from export.packed.format import positive_zeros
 from mrp_lightning.files import as_json, save_text
 
 
@@ -25,17 +24,24 @@ def write_packed(
     Args:
         source: The pruned checkpoint.
         directory: An existing empty directory.
-        layers: The layers to pack.
+        layers: The layers to pack, at least one, all in the same format.
 
     Yields:
         The name of each layer that was packed.
     """
+    form = layers[0].form
 
     def convert(layer: LayerChoice, tensor: Tensor) -> dict[str, Tensor]:
-        values, meta = pack(layer.matrix(tensor))
-        return {layer.tensor: values, f"{layer.tensor}_meta": meta}
+        values, places = form.pack(layer.matrix(tensor))
+        return {layer.tensor: values, form.places_of(layer.tensor): places}
 
-    settings = {"quant_method": QUANT_METHOD, "format_version": FORMAT_VERSION}
+    names = [layer.name for layer in layers]
+    modules = {layer.name: layer.kept for layer in layers} if form.counted else names
+    settings = {
+        "quant_method": form.quant_method,
+        "format_version": form.version,
+        "modules": modules,
+    }
     yield from _write(source, directory, layers, convert, settings)
 
 
@@ -51,6 +57,7 @@ def write_torchao(
     settings = {
         "quant_method": torchao_format.QUANT_METHOD,
         "format_version": torchao_format.FORMAT_VERSION,
+        "modules": [layer.name for layer in layers],
     }
     yield from _write(source, directory, layers, convert, settings, in_pickles=True)
 
@@ -102,7 +109,7 @@ def _write(
         _write_json(directory / (pickle_name(name) if in_pickles else name), index)
     config = dict(source.config)
     if settings is not None:
-        config["quantization_config"] = settings | {"modules": [layer.name for layer in layers]}
+        config["quantization_config"] = settings
     if config:
         _write_json(directory / "config.json", config)
     for companion in source.companions:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from export.kernels.candidates import KERNELS, Call, PackedWeight, usable
+from export.kernels.operator import linear24
 from export.kernels.table import Table, cache_path, environment
-from export.packed.operator import linear24
 from mrp_lightning.errors import DataError
 
 FEW_TOKENS = 64

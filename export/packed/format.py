@@ -6,6 +6,7 @@
 import torch
 from torch import Tensor
 
+from export.packed.formats import PackedFormat
 from mrp_lightning.errors import PatternError
 
 FORMAT_VERSION = 1
@@ -46,7 +47,7 @@ def positive_zeros(weight: Tensor) -> tuple[Tensor, int]:
     return torch.where(negative, torch.zeros_like(weight), weight), int(negative.sum())
 
 
-def why_not_packable(shape: torch.Size | tuple[int, ...]) -> str | None:
+def why_not_packable(shape: tuple[int, ...]) -> str | None:
     """The reason why a weight of this shape has no packed form, or `None`."""
     if len(shape) != 2:
         return f"its weight has {len(shape)} dimensions; the format packs matrices"
@@ -119,3 +120,35 @@ def different_bits(first: Tensor, second: Tensor) -> int:
     view = integer[first.element_size()]
     a, b = first.contiguous(), second.contiguous()
     return int((a.view(view) != b.view(view)).sum()) if a.numel() else 0
+
+
+def _damage(values: Tensor, meta: Tensor, columns: int) -> str | None:
+    del values, columns
+    count = invalid_nibbles(meta)
+    return f"{count} of {2 * meta.numel()} nibbles are of no 2:4 weight" if count else None
+
+
+def _unpack(values: Tensor, meta: Tensor, columns: int) -> Tensor:
+    del columns
+    return unpack(values, meta)
+
+
+def _packed_bytes(shape: tuple[int, int], dtype: torch.dtype, kept: int) -> int:
+    del kept  # zeros take the place of what a group keeps less
+    rows, columns = shape
+    return rows * (columns // 2 * dtype.itemsize + columns // COLUMNS_MULTIPLE)
+
+
+SPARSE24 = PackedFormat(
+    option="packed",
+    suffix="sparse24",
+    quant_method="mrp_sparse24",
+    version=FORMAT_VERSION,
+    places="weight_meta",
+    counted=False,
+    pack=pack,
+    unpack=_unpack,
+    damage=_damage,
+    why_not=why_not_packable,
+    num_bytes=_packed_bytes,
+)

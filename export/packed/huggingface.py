@@ -1,14 +1,14 @@
-"""The quantizer plug-in with which `from_pretrained` reads packed directories.
+"""The quantizer plug-ins with which `from_pretrained` reads packed directories.
 
-It is registered when `export` is imported: transformers finds no plug-ins by itself. The packed
+They are registered when `export` is imported: transformers finds no plug-ins by itself. The packed
 tensor is called `weight`, so that loading without it fails with a size mismatch; under any other
 name transformers would put random weights in its place.
 """
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -20,21 +20,22 @@ from transformers.quantizers import (
 )
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from export.packed.format import FORMAT_VERSION, invalid_nibbles
-from export.packed.layer import Sparse24Linear, is_packable
+from export.packed.bitmask_format import BITMASK
+from export.packed.bitmask_layer import BitmaskLinear
+from export.packed.format import SPARSE24
+from export.packed.layer import Sparse24Linear
+from export.packed.linear import PackedLinear, is_packable
 from mrp_lightning.errors import FormatError, OptionError
 from mrp_lightning.models.loading import as_dtype
 from mrp_lightning.models.skeleton import model_class
 
-QUANT_METHOD = "mrp_sparse24"
 
-
-@register_quantization_config(QUANT_METHOD)
-class Sparse24Config(QuantizationConfigMixin):
+class PackedConfig(QuantizationConfigMixin):
     """`quantization_config` in the `config.json` of a packed directory.
 
     Args:
-        modules: Names of the layers that are packed.
+        modules: Names of the layers that are packed, with the number of kept values of each where
+            its shape does not say it.
         format_version: Version of the format, see `docs/format.md`.
         quant_method: The name of the format.
 
@@ -42,68 +43,81 @@ class Sparse24Config(QuantizationConfigMixin):
         FormatError: The directory was written in another version of the format.
     """
 
+    layer: ClassVar[type[PackedLinear]]
+
     def __init__(
         self,
-        modules: Sequence[str] = (),
-        format_version: int = FORMAT_VERSION,
-        quant_method: str = QUANT_METHOD,
+        modules: Sequence[str] | Mapping[str, int] = (),
+        format_version: int | None = None,
+        quant_method: str | None = None,
     ) -> None:
-        if format_version != FORMAT_VERSION:
+        readable = self.layer.FORMAT.version
+        if format_version not in (None, readable):
             raise FormatError(
                 f"`quantization_config.format_version` is {format_version!r}, but this version of "
-                f"mrp-lightning reads {FORMAT_VERSION}. Install the version that wrote it, or "
+                f"mrp-lightning reads {readable}. Install the version that wrote it, or "
                 "export the pruned model again."
             )
-        self.quant_method: Any = quant_method
-        self.format_version = format_version
-        self.modules = list(modules)
+        self.quant_method: Any = quant_method or self.layer.FORMAT.quant_method
+        self.format_version = readable
+        self.modules = dict(modules) if isinstance(modules, Mapping) else list(modules)
+
+    @property
+    def sizes(self) -> dict[str, Mapping[str, int]]:
+        """By name of a layer, what its class must know beyond its shape."""
+        if isinstance(self.modules, dict):
+            return {name: {"num_kept": count} for name, count in self.modules.items()}
+        return {name: {} for name in self.modules}
 
 
-@register_quantizer(QUANT_METHOD)
-class Sparse24Quantizer(HfQuantizer):
-    """Put `Sparse24Linear` where the configuration says, before the weights are read."""
+class PackedQuantizer(HfQuantizer):
+    """Put packed layers where the configuration says, before the weights are read."""
 
-    quantization_config: Sparse24Config
+    quantization_config: PackedConfig
     requires_calibration = True  # weights that are not packed cannot be packed while loading
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, **_: Any
     ) -> PreTrainedModel:
-        pack_modules(model, self.quantization_config.modules)
+        pack_modules(model, self.quantization_config.layer, self.quantization_config.sizes)
         return model
 
     def _process_model_after_weight_loading(
         self, model: PreTrainedModel, **_: Any
     ) -> PreTrainedModel:
-        layers = {name: model.get_submodule(name) for name in self.quantization_config.modules}
         damaged = []
-        for name, layer in layers.items():
-            assert isinstance(layer, Sparse24Linear)
+        for name, layer in self._layers(model):
             layer.weight.requires_grad_(False)
-            offloaded = layer.weight_meta.device.type == "meta"
-            if not offloaded and (count := invalid_nibbles(layer.weight_meta)):
-                damaged.append(f"{name}.weight_meta ({count} of {2 * layer.weight_meta.numel()})")
+            layer.derive()
+            offloaded = layer.weight.is_meta or layer.places.is_meta
+            if not offloaded and (damage := layer.damage()):
+                damaged.append(f"{name}.{layer.FORMAT.places} ({damage})")
         if damaged:
             raise FormatError(
-                "The checkpoint is damaged or incomplete: these tensors hold nibbles that no 2:4 "
-                f"weight has: {', '.join(damaged)}. Export the pruned model again."
+                f"The checkpoint is damaged or incomplete: {', '.join(damaged)}. Export the pruned "
+                "model again."
             )
         return model
+
+    def _layers(self, model: nn.Module) -> Iterator[tuple[str, PackedLinear]]:
+        for name in self.quantization_config.sizes:
+            layer = model.get_submodule(name)
+            assert isinstance(layer, PackedLinear)
+            yield name, layer
 
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> Any:
         """Put back the layers that the model's class has, with the zeros stored."""
         dtype = as_dtype(dtype)  # a configuration that was saved holds a name
-        names = self.quantization_config.modules
-        if any(model.get_submodule(name).weight.device.type == "meta" for name in names):
+        layers = dict(self._layers(model))
+        if any(layer.weight.is_meta for layer in layers.values()):
             raise OptionError(
                 "Weights that are offloaded cannot be made dense: load the model without disk "
                 "offload (`device_map`, `offload_folder`), then dequantize it."
             )
         with torch.device("meta"):
             original = type(model)(model.config)
-        for name in names:
-            packed, dense = model.get_submodule(name), original.get_submodule(name)
-            assert isinstance(packed, Sparse24Linear)
+        for name, packed in layers.items():
+            dense = original.get_submodule(name)
             weight = packed.dense_weight().to(dtype)
             stored = weight if isinstance(dense, nn.Linear) else weight.T.contiguous()  # Conv1D
             dense.weight = nn.Parameter(stored)
@@ -127,23 +141,51 @@ class Sparse24Quantizer(HfQuantizer):
         return True
 
 
-def pack_modules(model: nn.Module, names: Iterable[str]) -> None:
+@register_quantization_config(SPARSE24.quant_method)
+class Sparse24Config(PackedConfig):
+    """`quantization_config` of 2:4 weights: `modules` is a list of names."""
+
+    layer = Sparse24Linear
+
+
+@register_quantization_config(BITMASK.quant_method)
+class BitmaskConfig(PackedConfig):
+    """`quantization_config` of bitmasks: `modules` maps names to numbers of kept values."""
+
+    layer = BitmaskLinear
+
+
+CONFIGS: dict[str, type[PackedConfig]] = {
+    config.layer.FORMAT.quant_method: config for config in (Sparse24Config, BitmaskConfig)
+}
+"""By `quant_method`."""
+for _method in CONFIGS:
+    register_quantizer(_method)(PackedQuantizer)
+
+
+def pack_modules(
+    model: nn.Module, layer: type[PackedLinear], sizes: Mapping[str, Mapping[str, int]]
+) -> None:
     """Replace linear layers by uninitialised packed ones of their shape.
+
+    Args:
+        model: The model, with or without weights.
+        layer: The class of the packed layers.
+        sizes: By name of a layer, what the class must know beyond its shape.
 
     Raises:
         FormatError: Layers of these names do not exist or are not linear.
     """
     modules = dict(model.named_modules())
-    names = list(names)
-    unknown = [name for name in names if name not in modules or not is_packable(modules[name])]
+    unknown = [name for name in sizes if name not in modules or not is_packable(modules[name])]
     if unknown:
         raise FormatError(
             f"`quantization_config.modules` names what {type(model).__name__} does not have as "
             f"linear layers: {', '.join(unknown)}. The class must be the one that was exported."
         )
-    for name in names:
-        layer = Sparse24Linear.like(modules[name])
-        model.set_submodule(name, layer.train(modules[name].training))
+    for name, of_layer in sizes.items():
+        packed = layer.like(modules[name], None, **of_layer)
+        model.set_submodule(name, packed.train(modules[name].training))
 
 
 def load(directory: str | os.PathLike[str], **options: Any) -> PreTrainedModel:

@@ -3,7 +3,7 @@
 import json
 import logging
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -11,10 +11,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from export.packed.format import invalid_nibbles
-from export.packed.huggingface import Sparse24Config, pack_modules
-from export.packed.layer import Sparse24Linear, is_packable
+from export.packed.huggingface import CONFIGS, PackedConfig, pack_modules
+from export.packed.linear import PackedLinear, is_packable
 from mrp_lightning.errors import FormatError
+from mrp_lightning.targets.layers import is_conv1d
 
 log = logging.getLogger(__name__)
 
@@ -40,16 +40,17 @@ def load_into(module: Module, directory: str | os.PathLike[str]) -> Module:
     """
     directory = Path(directory)
     tensors = _tensors(directory / "model.safetensors", module.state_dict().keys())
-    names = _packed_names(directory / "config.json")
-    if problems := list(_problems(module, names, tensors)):
+    packed = _packed(directory / "config.json")
+    if problems := list(_problems(module, packed, tensors)):
         listed = "\n".join(f"  {problem}" for problem in problems)
         raise FormatError(
             f"{directory} does not fit {type(module).__name__}, of which nothing was changed. The "
             f"module must be built as the one that was pruned:\n{listed}"
         )
-    pack_modules(module, names)
+    if packed is not None:
+        pack_modules(module, packed.layer, packed.sizes)
     module.load_state_dict(tensors)
-    if _has_fast_path(module, names):
+    if packed is not None and _has_fast_path(module, packed.sizes):
         log.warning(
             "In evaluation torch's TransformerEncoderLayer multiplies with the dense weights of "
             "its layers, which are packed now. Call torch.backends.mha.set_fastpath_enabled(False)."
@@ -57,7 +58,7 @@ def load_into(module: Module, directory: str | os.PathLike[str]) -> Module:
     return module
 
 
-def _has_fast_path(module: nn.Module, names: list[str]) -> bool:
+def _has_fast_path(module: nn.Module, names: Iterable[str]) -> bool:
     owners = (module.get_submodule(name.rpartition(".")[0]) for name in names)
     return any(isinstance(owner, nn.TransformerEncoderLayer) for owner in owners)
 
@@ -73,26 +74,40 @@ def _tensors(file: Path, known: Collection[str]) -> dict[str, Tensor]:
     return tensors | {name: tensor for name, tensor in tied.items() if name in known}
 
 
-def _packed_names(file: Path) -> list[str]:
+def _packed(file: Path) -> PackedConfig | None:
     if not file.is_file():
-        return []  # what the dense format writes
+        return None  # what the dense format writes
     settings = json.loads(file.read_text("utf-8"))["quantization_config"]
-    return Sparse24Config(**settings).modules
+    return CONFIGS[settings["quant_method"]](**settings)
 
 
-def _problems(module: nn.Module, names: list[str], tensors: dict[str, Tensor]) -> Iterator[str]:
+def _layers(
+    packed: PackedConfig | None,
+) -> Iterator[tuple[type[PackedLinear], str, Mapping[str, int]]]:
+    if packed is not None:
+        yield from ((packed.layer, name, sizes) for name, sizes in packed.sizes.items())
+
+
+def _problems(
+    module: nn.Module, packed: PackedConfig | None, tensors: dict[str, Tensor]
+) -> Iterator[str]:
     """What of a file does not fit the module, before anything is changed."""
     modules = dict(module.named_modules())
     shapes = {name: tensor.shape for name, tensor in module.state_dict().items()}
-    for name in names:
+    for kind, name, sizes in _layers(packed):
         if name not in modules or not is_packable(modules[name]):
             yield f"{name}: the module has no linear layer of this name"
             continue
-        layer = Sparse24Linear.like(modules[name], "meta")
+        layer = kind.like(modules[name], "meta", **sizes)
         shapes |= {f"{name}.{key}": tensor.shape for key, tensor in layer.state_dict().items()}
-        meta = tensors.get(f"{name}.weight_meta")
-        if meta is not None and (count := invalid_nibbles(meta)):
-            yield f"{name}.weight_meta: damaged, {count} nibbles that no 2:4 weight has"
+        form, columns = layer.FORMAT, layer.in_features
+        if form.counted and is_conv1d(modules[name]) and columns == layer.out_features:
+            yield f"{name}: a square Conv1D, whose bits may be those of its transpose; `--skip` it"
+        values, places = (tensors.get(f"{name}.{key}") for key in ("weight", form.places))
+        if values is None or places is None:
+            continue  # missing, which is said below
+        if damage := form.damage(values, places, columns):
+            yield f"{name}.{form.places}: damaged, {damage}"
     for name in sorted(shapes.keys() | tensors.keys()):
         if name not in tensors:
             yield f"{name}: missing from the file"

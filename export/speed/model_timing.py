@@ -70,7 +70,7 @@ class Decoder:
         new_tokens: int,
         forward: Callable[..., Any] | None = None,
     ) -> None:
-        self.forward = forward or model
+        self.forward = model if forward is None else forward
         length = prompt.shape[1]
         places = length + new_tokens + SPARE
         self.cache = StaticCache(config=model.config, max_cache_len=places)

@@ -22,9 +22,9 @@ from export.kernels.candidates import (
     compress,
     why_not_compressible,
 )
+from export.kernels.operator import MAX_ERROR_RATIO
 from export.kernels.table import STORED_DENSE, Failure, Measurement
 from export.packed.format import GROUP, pack
-from export.packed.operator import MAX_ERROR_RATIO
 from export.speed.timing import copies, graphed, take_turns
 
 log = logging.getLogger(__name__)

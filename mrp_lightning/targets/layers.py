@@ -251,7 +251,7 @@ _DENSE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 def packed_weights(module: nn.Module) -> list[str]:
     """Integer tensors that packed layers keep in place of a weight, or to read theirs by."""
-    names = ("qweight", "weight_packed", "weight_quantized", "weight_meta")
+    names = ("qweight", "weight_packed", "weight_quantized", "weight_meta", "weight_bits")
     return [name for name in (*module._parameters, *module._buffers) if name in names]
 
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import export
+from export.packed.format import SPARSE24, pack
 from export.to_sparse import main
 
 ROOT = Path(__file__).parents[2]
@@ -121,7 +122,7 @@ def test_a_lightning_checkpoint_is_read(llama, ids, tmp_path):
 def test_layers_that_break_the_pattern_are_refused_by_name(llama, capsys):
     set_group(llama, "model.layers.0.mlp.up_proj", [1.0, 2.0, 3.0, 0.0])
     set_group(llama, "model.layers.1.self_attn.q_proj", [1.0, 2.0, 3.0, 4.0], group=2)
-    shown = refusal([str(llama)], capsys)
+    shown = refusal([str(llama), "--format", "packed"], capsys)
     assert "not 2:4 in 2 of 14 layers" in shown
     assert "model.layers.0.mlp.up_proj: not 2:4: 1 of 512 groups" in shown
     assert "model.layers.1.self_attn.q_proj" in shown
@@ -132,7 +133,7 @@ def test_layers_that_break_the_pattern_are_refused_by_name(llama, capsys):
     assert report["totals"]["packed_layers"] == 12
     assert "not 2:4: 1 of 512" in str(report["layers"])
     skip = ["--skip", "up_proj", "layers.1.self_attn.q_proj", "--overwrite"]
-    main([str(llama), *skip])
+    main([str(llama), "--format", "packed", *skip])
     report = json.loads((llama.with_name("llama-sparse24") / "export_report.json").read_text())
     assert report["totals"]["packed_layers"] == 11
 
@@ -144,7 +145,7 @@ def test_many_offending_layers_are_counted_by_kind(llama, capsys):
             tensor[0, :4] = 1.0
     tensors["model.layers.1.mlp.up_proj.weight"][:3, :4] = 1.0
     save_file(tensors, llama / "model.safetensors", {"format": "pt"})
-    first, *kinds = refusal([str(llama)], capsys).splitlines()
+    first, *kinds = refusal([str(llama), "--format", "packed"], capsys).splitlines()
     assert "not 2:4 in 14 of 14 layers" in first
     assert len(kinds) == 7
     (up,) = [line for line in kinds if "up_proj" in line]
@@ -162,7 +163,9 @@ def test_the_pruning_report_says_what_must_be_2_of_4(llama, capsys):
     assert "it was not to be pruned" in " ".join(capsys.readouterr().out.split())
     rows[0]["skipped"] = None
     (llama / "pruning_report.json").write_text(json.dumps({"layers": rows}))
-    assert "not 2:4 in 1 of 1 layers" in refusal([str(llama), "--overwrite"], capsys)
+    assert "not 2:4 in 1 of 1 layers" in refusal(
+        [str(llama), "--format", "packed", "--overwrite"], capsys
+    )
 
 
 def test_columns_that_are_no_multiple_of_8_stay_dense(pruned, ids, tmp_path):
@@ -206,16 +209,12 @@ def test_one_wrong_nibble_in_the_file_fails_the_gate(damage, llama, capsys):
 
 
 def test_a_failed_gate_leaves_nothing(llama, capsys, monkeypatch):
-    import export.conversion.writing
-
-    pack = export.conversion.writing.pack
-
     def wrong(weight):
         values, meta = pack(weight)
         values[0, 0] += 1
         return values, meta
 
-    monkeypatch.setattr(export.conversion.writing, "pack", wrong)
+    monkeypatch.setitem(vars(SPARSE24), "pack", wrong)
     shown = refusal([str(llama)], capsys, status=1)
     assert shown.count("values have other bits") == 14
     assert [path.name for path in llama.parent.iterdir()] == ["llama"]

@@ -1,0 +1,259 @@
+"""Decoding on a CPU: packed weights of any sparsity against dense ones, in layers and whole models.
+
+    python benchmarks/cpu.py --threads 1 2 --model SMOLLM2_DIR --out docs/benchmarks/cpu.md
+
+Speed does not depend on what weights mean: they are random, and so are the places of the zeros.
+Dense is the fastest of eager and compiled code in bfloat16 and float32; packed is the fastest of
+eager and compiled code in bfloat16. A layer's copies are more than any cache holds and are read in
+turn. A step of decoding is one token after a prompt, at batch 1.
+"""
+
+import argparse
+import copy
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from export import BitmaskLinear, Sparse24Linear
+from export.kernels import compiled
+from export.packed.linear import PackedLinear
+from export.speed.model_timing import Decoder
+from export.speed.twins import storage_bytes
+from mrp_lightning.environment import machine
+
+LAYERS = ("576x576", "1536x576", "2048x2048", "5632x2048", "4096x4096", "11008x4096", "4096x11008")
+LLAMA = {"model_type": "llama", "hidden_size": 2048, "num_attention_heads": 32}
+MODELS: dict[str, dict[str, Any]] = {
+    "TinyLlama-1.1B": LLAMA
+    | {"vocab_size": 32000, "intermediate_size": 5632, "num_hidden_layers": 22}
+    | {"num_key_value_heads": 4},
+    "LLaMA-3.2-1B": LLAMA
+    | {"vocab_size": 128256, "intermediate_size": 8192, "num_hidden_layers": 16}
+    | {"num_key_value_heads": 8, "tie_word_embeddings": True},
+}
+SPARSITIES = {"50%": 0.5, "2:4": None, "70%": 0.7, "80%": 0.8}
+PROMPT = 128
+"""Tokens before those that are decoded."""
+
+
+class Copies(nn.Module):
+    """As many copies of a layer as no cache holds, one product each."""
+
+    def __init__(self, layer: nn.Module, num_bytes: int) -> None:
+        super().__init__()
+        count = max(2, -(-num_bytes // storage_bytes(layer)))
+        self.layers = nn.ModuleList(copy.deepcopy(layer) for _ in range(count))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        """Multiply with one copy after the other."""
+        return [layer(x) for layer in self.layers]
+
+
+def pruned(rows: int, columns: int, sparsity: float | None) -> Tensor:
+    """Random weights in bfloat16, `None`: 2:4."""
+    weight = torch.randn(rows, columns)
+    if sparsity is None:
+        weight = weight.view(rows, -1, 4)
+        weight[..., 2:] = 0.0
+        places = torch.rand(rows, columns // 4, 4).argsort(-1)
+        return weight.gather(-1, places).view(rows, columns).bfloat16()
+    return (weight * (torch.rand(rows, columns) >= sparsity)).bfloat16()
+
+
+def packed(linear: nn.Linear, name: str) -> PackedLinear:
+    """The layer with weights of a key of `SPARSITIES`, packed."""
+    with torch.no_grad():
+        weight = pruned(linear.out_features, linear.in_features, SPARSITIES[name])
+        linear.weight.copy_(weight * linear.in_features**-0.5)
+    kind = Sparse24Linear if name == "2:4" else BitmaskLinear
+    return kind.from_linear(linear)
+
+
+def median_seconds(call: Callable[[], object], repeats: int) -> float:
+    """Time of a call that was made once before."""
+    call()
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
+def ways(module: nn.Module, compile_too: bool) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """The module as it is, and compiled for weights that stay as they are."""
+    yield "eager", module
+    if compile_too:
+        torch._dynamo.reset()
+        yield "compiled", torch.compile(module, options={"freezing": True})
+
+
+def bandwidth() -> float:
+    """Bytes a second at which these threads read memory: the best of some sums."""
+    words = torch.ones(2**28, dtype=torch.float32)  # 1 GiB
+    return words.nbytes / min(median_seconds(words.sum, 3) for _ in range(3))
+
+
+def time_layer(shape: str, options: argparse.Namespace, peak: float) -> Iterator[list[str]]:
+    """Rows of the table: one for dense, one for each sparsity."""
+    rows, columns = map(int, shape.split("x"))
+    linear = nn.Linear(columns, rows, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+    sides: dict[str, list[nn.Module]] = {
+        "dense": [linear, copy.deepcopy(linear).float()],
+        **{name: [packed(copy.deepcopy(linear), name)] for name in SPARSITIES},
+    }
+    dense = 0.0
+    for name, layers in sides.items():
+        found = []
+        for layer in layers:
+            copies = Copies(layer, options.cold_mib * 2**20)
+            x = torch.randn(1, columns, dtype=layer.weight.dtype)
+            for way, run in ways(copies, options.compile):
+                seconds = median_seconds(lambda run=run, x=x: run(x), options.repeats)
+                seconds /= len(copies.layers)
+                dtype = str(layer.weight.dtype).removeprefix("torch.")
+                found.append((seconds, f"{way}, {dtype}", storage_bytes(layer)))
+            del copies, run
+            gc.collect()
+        seconds, way, num_bytes = min(found)
+        dense = dense or seconds
+        yield [
+            shape,
+            name,
+            way,
+            f"{seconds * 1e6:.0f}",
+            f"{num_bytes / 2**20:.2f}",
+            f"{num_bytes / seconds / peak:.0%}",
+            f"{dense / seconds:.2f}",
+        ]
+
+
+def model_of(name: str) -> Any:
+    """A key of `MODELS` with random weights, or what a directory holds, in bfloat16."""
+    if name in MODELS:
+        settings = dict(MODELS[name])
+        config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    return AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16).eval()
+
+
+def pack_blocks(model: Any, sparsity: str) -> None:
+    """Pack all linear layers but the head, one by one, in place."""
+    head = model.get_output_embeddings()
+    linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
+    for name, linear in linears.items():
+        model.set_submodule(name, packed(linear, sparsity))
+
+
+def time_model(name: str, options: argparse.Namespace, peak: float) -> Iterator[list[str]]:
+    """Rows of the table: one for dense, one for each sparsity. One model at a time is in memory."""
+    dense = 0.0
+    for side in ("dense", *SPARSITIES):
+        found = []
+        for dtype in (torch.bfloat16, torch.float32) if side == "dense" else (torch.bfloat16,):
+            model = model_of(name)
+            if side != "dense":
+                pack_blocks(model, side)
+            model.to(dtype)
+            prompt = torch.randint(model.config.vocab_size, (1, PROMPT))
+            with torch.inference_mode():
+                first = median_seconds(lambda m=model, p=prompt: m(p, logits_to_keep=1), 3)
+                for way, run in ways(model, options.compile):
+                    step = decode_seconds(model, run, prompt, options)
+                    kind = f"{way}, {str(dtype).removeprefix('torch.')}"
+                    found.append((step, kind, first, storage_bytes(model)))
+            del model, run
+            gc.collect()
+        step, kind, first, num_bytes = min(found)
+        dense = dense or step
+        yield [
+            Path(name).name,
+            side,
+            kind,
+            f"{1 / step:.1f}",
+            f"{first:.2f}",
+            f"{num_bytes / 2**20:.0f}",
+            f"{num_bytes / step / peak:.0%}",
+            f"{dense / step:.2f}",
+        ]
+
+
+def decode_seconds(
+    model: Any, run: Callable[..., Any], prompt: Tensor, options: argparse.Namespace
+) -> float:
+    """Seconds a token."""
+    decoder = Decoder(model, prompt, options.new_tokens, run)
+
+    def some() -> None:
+        decoder.rewind()
+        for _ in range(options.new_tokens):
+            decoder.step()
+
+    return median_seconds(some, options.repeats) / options.new_tokens
+
+
+def table(title: str, header: Sequence[str], rows: Iterator[list[str]], write: Any) -> None:
+    """Write a table row by row, as they come."""
+    write(f"\n### {title}\n\n| {' | '.join(header)} |\n|{'---|' * len(header)}\n")
+    for row in rows:
+        write(f"| {' | '.join(row)} |\n")
+
+
+def main() -> None:
+    """Run the command line."""
+    options = _parser().parse_args()
+    if not compiled.load():
+        raise SystemExit("The kernels for packed weights are missing; the warning above says why.")
+    page = options.out and options.out.open("w", encoding="utf-8")
+
+    def write(text: str) -> None:
+        for file in filter(None, (sys.stdout, page)):
+            file.write(text)
+            file.flush()
+
+    description = (__doc__ or "").split("\n\n")[-1]
+    command = " ".join(["python benchmarks/cpu.py", *sys.argv[1:]])
+    write(f"# Packed weights on a CPU\n\n{description}\n```\n{command}\n```\n\n")
+    write(f"Machine: {machine(torch.device('cpu'))}.\n")
+    names = [*options.models, *options.model]
+    for threads in options.threads:
+        torch.set_num_threads(threads)
+        peak = bandwidth()
+        write(f"\n## Threads: {threads}\n\nMemory is read at {peak / 1e9:.1f} GB/s.\n")
+        header = ("rows×columns", "weights", "way", "µs", "MiB", "of the bandwidth", "× dense")
+        with torch.inference_mode():
+            for shape in options.layers:
+                table(shape, header, time_layer(shape, options, peak), write)
+        header = ("model", "weights", "way", "tokens/s", "s to the first", "MiB", *header[-2:])
+        for name in names:
+            table(Path(name).name, header, time_model(name, options, peak), write)
+    if page:
+        page.close()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--layers", nargs="*", default=LAYERS, metavar="ROWSxCOLUMNS")
+    parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--model", nargs="*", default=[], metavar="DIR", help="further models")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--new-tokens", type=int, default=32, help="steps of decoding a repeat")
+    parser.add_argument("--cold-mib", type=int, default=1024, help="MiB of copies of a layer")
+    parser.add_argument("--no-compile", dest="compile", action="store_false")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the tables there, too")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

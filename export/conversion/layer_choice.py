@@ -1,0 +1,129 @@
+"""What is known of a layer of a checkpoint, and whether its zeros are worth a packed form."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from export.conversion.checkpoint import Checkpoint
+from export.packed.bitmask_format import BITMASK
+from export.packed.format import GROUP, SPARSE24
+from export.packed.formats import PackedFormat
+from mrp_lightning.errors import PatternError
+
+
+@dataclass(frozen=True)
+class LayerChoice:
+    """One linear layer of the checkpoint.
+
+    Attributes:
+        name: Name of the module in the model.
+        tensor: Name of its weight in the files; empty where no tensor there is its weight.
+        shape: Shape of the weight, (rows, columns).
+        dtype: Dtype of the stored weight.
+        transposed: Whether the file holds (columns, rows), as for `Conv1D`.
+        form: The format that it is packed in.
+        kept: Number of weights that are not zero.
+        broken_groups: Number of groups of four columns with more than two non-zeros.
+        negative_zeros: Number of −0.0 in the weight.
+        not_finite: Number of NaN and ±inf in the weight.
+        misfit: Whether it stays dense because of its zeros: they break the pattern or are too few.
+        reason: The reason why it stays dense; `None` for a layer that is packed.
+    """
+
+    name: str
+    tensor: str
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    transposed: bool = False
+    form: PackedFormat = SPARSE24
+    kept: int = 0
+    broken_groups: int = 0
+    negative_zeros: int = 0
+    not_finite: int = 0
+    misfit: bool = False
+    reason: str | None = None
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of the weight with its zeros."""
+        return self.shape[0] * self.shape[1] * self.dtype.itemsize
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of both packed tensors, or of the dense weight where it stays so."""
+        if self.reason is not None:
+            return self.dense_bytes
+        return self.form.num_bytes(self.shape, self.dtype, self.kept)
+
+    def matrix(self, tensor: Tensor) -> Tensor:
+        """The weight (rows, columns) of the tensor in the file."""
+        return tensor.T.contiguous() if self.transposed else tensor
+
+
+def form_of(
+    choices: Sequence[LayerChoice], expected: set[str], allow_partial: bool
+) -> PackedFormat:
+    """The format that the pattern asks for: 2:4 where all is 2:4, or what may be partial."""
+    asked = [choice for choice in choices if choice.name in expected and choice.reason is None]
+    fits = [not choice.broken_groups for choice in asked]
+    return SPARSE24 if all(fits) or (allow_partial and any(fits)) else BITMASK
+
+
+def judge(choice: LayerChoice, form: PackedFormat, expected: bool) -> LayerChoice:
+    """Say what keeps a layer from being packed in this format, if anything does."""
+    choice = replace(choice, form=form)
+    if choice.reason is None and (reason := form.why_not(choice.shape)):
+        return replace(choice, reason=reason)
+    if choice.reason is not None:
+        return choice
+    size = choice.shape[0] * choice.shape[1]
+    if form is SPARSE24 and choice.broken_groups:
+        reason = f"not 2:4: {choice.broken_groups} of {size // GROUP} groups have more than two "
+        reason += "non-zeros"
+    elif choice.packed_bytes >= choice.dense_bytes:
+        reason = f"it would get no smaller: {choice.kept / max(size, 1):.0%} of it is not zero"
+    else:
+        return choice
+    reason += "" if expected else "; it was not to be pruned"
+    return replace(choice, misfit=True, reason=reason)
+
+
+def refuse_misfits(
+    checkpoint: Checkpoint, choices: list[LayerChoice], expected: set[str], allow_partial: bool
+) -> None:
+    """Refuse a checkpoint of which layers that should be pruned are not, or none can be packed.
+
+    Raises:
+        PatternError: All such layers are listed.
+    """
+    offending = [choice for choice in choices if choice.misfit and choice.name in expected]
+    if offending and not allow_partial:
+        many = f"{len(offending)} of {len(expected)} layers"
+        if offending[0].form is SPARSE24:
+            problem = f'is not 2:4 in {many}. Prune it with `pattern: "2:4"`'
+        else:
+            problem = f"has too few zeros in {many}. Prune it"
+        raise PatternError(
+            f"{checkpoint.path} {problem}, leave these out with `--skip`, or pack what fits with "
+            f"`--allow-partial`:\n{_by_kind(offending)}"
+        )
+    if all(choice.reason is not None for choice in choices):
+        raise PatternError(
+            f"{checkpoint.path} has no layer that can be packed:\n{_by_kind(choices)}"
+        )
+
+
+def _by_kind(choices: Sequence[LayerChoice]) -> str:
+    """A line for each kind of layer and reason: layers that differ in numbers only are one."""
+    kinds: dict[tuple[str, str], list[LayerChoice]] = {}
+    for choice in choices:
+        name, reason = (re.sub(r"\b\d+\b", "*", s) for s in (choice.name, choice.reason or ""))
+        kinds.setdefault((name, reason), []).append(choice)
+    lines = []
+    for (name, _), (first, *more) in kinds.items():
+        many = f"{name} ({1 + len(more)} layers), such as " if more else ""
+        lines.append(f"  {many}{first.name}: {first.reason}")
+    return "\n".join(lines)

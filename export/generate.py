@@ -1,0 +1,143 @@
+"""`python -m export.generate DIR --prompt TEXT`: stream what a model writes, and tell its speed."""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, TextStreamer
+from transformers.utils import logging as transformers_logging
+
+from export.backends.torchao_format import load
+from export.speed.twins import storage_bytes
+from mrp_lightning import errors
+from mrp_lightning.environment import device_named, machine
+
+_USER_ERRORS = (errors.DataError, errors.FormatError, errors.OptionError, OSError)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast a model wrote.
+
+    Attributes:
+        tokens: Number of tokens that it wrote.
+        first: Seconds until the first of them.
+        rate: Tokens a second after the first; 0 where there was but one.
+        num_bytes: Bytes that its weights take in memory.
+    """
+
+    tokens: int
+    first: float
+    rate: float
+    num_bytes: int
+
+
+class TimedStreamer(TextStreamer):
+    """Print tokens as they come, and note when they came."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__(tokenizer, skip_special_tokens=True)
+        self.times: list[float] = []  # of the prompt, then of each token
+
+    def put(self, value: Tensor) -> None:
+        """Take the prompt, then the tokens one by one."""
+        self.times.append(time.perf_counter())
+        super().put(value)
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the command line. Status 2: a mistake of the user's."""
+    options = _parser().parse_args(args)
+    transformers_logging.disable_progress_bar()
+    try:
+        device = device_named(options.device)
+        print(f"On {machine(device)}\n")
+        speeds = {}
+        for directory in filter(None, (options.compare, options.directory)):
+            print(f"--- {directory}")
+            speeds[directory] = write(directory, options.prompt, options.max_new_tokens, device)
+            print(_line(speeds[directory]) + "\n")
+    except _USER_ERRORS as error:
+        sys.stderr.write(f"error: {error}\n")
+        raise SystemExit(2) from error
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    if options.compare and speeds[options.compare].rate:
+        before, after = speeds[options.compare], speeds[options.directory]
+        print(
+            f"{after.rate / before.rate:.2f} times the tokens a second, "
+            f"{after.num_bytes / before.num_bytes:.2f} of the memory"
+        )
+
+
+def write(
+    directory: str | os.PathLike[str], prompt: str, max_new_tokens: int, device: torch.device
+) -> Speed:
+    """Let a model go on with a text, likeliest token after likeliest token, and print it.
+
+    Args:
+        directory: A model, dense or packed, with its tokenizer.
+        prompt: The beginning of the text.
+        max_new_tokens: Where to stop, if the model does not stop by itself.
+        device: Where it runs.
+
+    Raises:
+        FileNotFoundError: The directory holds no model.
+        FormatError: See `export.load`.
+        DataError: There is no tokenizer in it, or the prompt is empty.
+    """
+    model: Any = load(Path(directory), dtype="auto").eval()
+    model.to(device)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+    except (OSError, ValueError) as error:
+        raise errors.DataError(
+            f"{directory} holds no tokenizer that can be loaded: {str(error).splitlines()[0]}"
+        ) from error
+    tokens = tokenizer(prompt, return_tensors="pt").to(device)
+    if not tokens["input_ids"].numel():
+        raise errors.DataError("`--prompt` is empty; give the beginning of a text.")
+    tokens = {key: tokens[key] for key in ("input_ids", "attention_mask")}
+    streamer = TimedStreamer(tokenizer)
+    with torch.inference_mode():
+        model.generate(**tokens, max_new_tokens=2, do_sample=False)  # compiles, and warms up
+        begin = time.perf_counter()
+        model.generate(**tokens, max_new_tokens=max_new_tokens, do_sample=False, streamer=streamer)
+    _, *times = streamer.times
+    spent = times[-1] - times[0]
+    return Speed(
+        tokens=len(times),
+        first=times[0] - begin,
+        rate=(len(times) - 1) / spent if spent else 0.0,
+        num_bytes=storage_bytes(model),
+    )
+
+
+def _line(speed: Speed) -> str:
+    return (
+        f"[{speed.tokens} tokens: the first after {speed.first:.2f} s, then {speed.rate:.1f} a "
+        f"second; {speed.num_bytes / 2**20:,.0f} MiB of weights]"
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m export.generate", description=__doc__)
+    parser.add_argument("directory", metavar="DIR", help="a packed (or dense) model")
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="how the text begins")
+    parser.add_argument(
+        "--compare", metavar="DENSE_DIR", help="a model that writes the same first, to compare with"
+    )
+    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default: 128")
+    parser.add_argument("--device", help="default: cuda if present")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

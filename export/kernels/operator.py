@@ -1,0 +1,135 @@
+"""The operators of packed layers: `torch.ops.mrp_lightning.linear24` and `linear_bitmask`.
+
+They are opaque to `torch.compile` and `torch.export`. Which kernel runs is decided inside them,
+where the number of tokens is known, so that a new number costs no recompilation and every CUDA
+graph captures its own choice: on CUDA devices by `dispatch`. What is here takes the calls of all
+other devices: it unpacks the weight and multiplies as a dense one. On a CPU it does so only until
+the compiled kernels are there, which register themselves for it and take all calls from then on.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from export.kernels import compiled
+from export.packed import bitmask_format
+from export.packed.format import unpack
+
+MAX_ERROR_RATIO = 1.5
+"""Largest error of a kernel, as a multiple of the error of the dense product in the same dtype."""
+
+
+@torch.library.custom_op("mrp_lightning::linear24", mutates_args=())
+def linear24(
+    x: Tensor,
+    weight: Tensor,
+    meta: Tensor,
+    bias: Tensor | None,
+    compressed: Tensor | None = None,
+) -> Tensor:
+    """Compute x Wᵀ + bias with W = unpack(weight, meta).
+
+    Args:
+        x: Input (..., columns), in the dtype of `weight`.
+        weight: Kept values (rows, columns / 2).
+        meta: Columns of the kept values, uint8 (rows, columns / 8).
+        bias: Added to each output, (rows,).
+        compressed: The same W in cuSPARSELt's layout, for kernels that can use it.
+
+    Returns:
+        The product (..., rows), contiguous.
+    """
+    if x.device.type == "cpu" and compiled.load():
+        return torch.ops.mrp_lightning.linear24(x, weight, meta, bias, compressed)
+    return F.linear(x, unpack(weight, meta), bias)
+
+
+@linear24.register_fake
+def _fake24(
+    x: Tensor,
+    weight: Tensor,
+    meta: Tensor,
+    bias: Tensor | None,
+    compressed: Tensor | None = None,
+) -> Tensor:
+    del meta, bias, compressed
+    torch._check(x.shape[-1] == 2 * weight.shape[1], lambda: "x must have the weight's columns")
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+@torch.library.custom_op("mrp_lightning::linear_bitmask", mutates_args=())
+def linear_bitmask(
+    x: Tensor, values: Tensor, bits: Tensor, offsets: Tensor, bias: Tensor | None
+) -> Tensor:
+    """Compute x Wᵀ + bias with W = unpack(values, bits, columns).
+
+    Args:
+        x: Input (..., columns), in the dtype of `values`.
+        values: Kept values, row after row in the order of their columns.
+        bits: Where they were, uint8 (rows, ceil(columns / 8)), lowest bit first.
+        offsets: Where the values of each row begin, int64 (rows,); the end of the last may follow.
+        bias: Added to each output, (rows,).
+
+    Returns:
+        The product (..., rows), contiguous.
+    """
+    if x.device.type == "cpu" and compiled.load():
+        return torch.ops.mrp_lightning.linear_bitmask(x, values, bits, offsets, bias)
+    return F.linear(x, bitmask_format.unpack(values, bits, x.shape[-1]), bias)
+
+
+@linear_bitmask.register_fake
+def _fake_bitmask(
+    x: Tensor, values: Tensor, bits: Tensor, offsets: Tensor, bias: Tensor | None
+) -> Tensor:
+    del values, offsets, bias
+    torch._check(
+        bitmask_format.bytes_of(x.shape[-1]) == bits.shape[1],
+        lambda: "x must have the weight's columns",
+    )
+    return x.new_empty(*x.shape[:-1], bits.shape[0])
+
+
+def _save24(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    del output
+    _, *weight, _, _ = inputs
+    ctx.save_for_backward(*weight)
+
+
+def _backward24(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Gradients of the input and the bias, for prompts, adapters and attributions."""
+    _refuse_training(ctx)
+    grad_x = grad @ unpack(*ctx.saved_tensors) if ctx.needs_input_grad[0] else None
+    grad_bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[3] else None
+    return grad_x, None, None, grad_bias, None
+
+
+def _save_bitmask(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    del output
+    x, values, bits, _, _ = inputs
+    ctx.columns = x.shape[-1]
+    ctx.save_for_backward(values, bits)
+
+
+def _backward_bitmask(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    _refuse_training(ctx)
+    grad_x = None
+    if ctx.needs_input_grad[0]:
+        values, bits = ctx.saved_tensors
+        grad_x = grad @ bitmask_format.unpack(values, bits, ctx.columns)
+    grad_bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[4] else None
+    return grad_x, None, None, None, grad_bias
+
+
+def _refuse_training(ctx: Any) -> None:
+    if ctx.needs_input_grad[1]:
+        raise NotImplementedError(
+            "A packed weight cannot be trained: call `model.dequantize()` first, or freeze it "
+            "with `weight.requires_grad_(False)`."
+        )
+
+
+linear24.register_autograd(_backward24, setup_context=_save24)
+linear_bitmask.register_autograd(_backward_bitmask, setup_context=_save_bitmask)

@@ -1,0 +1,123 @@
+"""The bitmask format: one bit a weight, and the weights that are not zero, whatever their pattern.
+
+`docs/format.md` describes it byte by byte. Nothing here knows files, layers or devices.
+"""
+
+import torch
+from torch import Tensor
+
+from export.packed.formats import PackedFormat
+from mrp_lightning.errors import PatternError
+
+FORMAT_VERSION = 1
+BYTE = 8
+"""Columns that share a byte of `bits`; the first of them is the lowest bit."""
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def why_not_packable(shape: tuple[int, ...]) -> str | None:
+    """The reason why a weight of this shape has no bitmask form, or `None`."""
+    if len(shape) != 2:
+        return f"its weight has {len(shape)} dimensions; the format packs matrices"
+    return None
+
+
+def packed_bytes(shape: tuple[int, int], dtype: torch.dtype, kept: int) -> int:
+    """Bytes of `values` and `bits` for a weight of this shape of which `kept` are not zero."""
+    return kept * dtype.itemsize + shape[0] * bytes_of(shape[1])
+
+
+def bytes_of(columns: int) -> int:
+    """Bytes that the bits of a row take."""
+    return -(-columns // BYTE)
+
+
+def count_kept(weight: Tensor) -> int:
+    """Number of weights that would be kept."""
+    return int(_kept(weight).sum())
+
+
+def pack(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Keep what is not zero. −0.0 is not kept; NaN is, with all its bits.
+
+    Args:
+        weight: A weight (rows, columns) of a floating dtype.
+
+    Returns:
+        The kept values, row after row in the order of their columns, 1-D in the weight's dtype; and
+        bits, uint8 (rows, ceil(columns / 8)), which say where they were.
+
+    Raises:
+        PatternError: It is no matrix.
+    """
+    if reason := why_not_packable(weight.shape):
+        raise PatternError(f"This weight cannot be packed: {reason}.")
+    kept = _kept(weight)
+    octets = torch.nn.functional.pad(kept, (0, -weight.shape[1] % BYTE)).unflatten(1, (-1, BYTE))
+    places = torch.tensor([1 << bit for bit in range(BYTE)], device=weight.device)
+    bits = (octets * places).sum(dim=2).to(torch.uint8)
+    return _integers(weight)[kept].view(weight.dtype), bits
+
+
+def unpack(values: Tensor, bits: Tensor, columns: int) -> Tensor:
+    """The weight (rows, columns) that was packed, bit by bit.
+
+    Args:
+        values: The kept values.
+        bits: Where they were, uint8 (rows, ceil(columns / 8)).
+        columns: Columns of the weight.
+    """
+    shifts = torch.arange(BYTE, dtype=torch.uint8, device=bits.device)
+    kept = (bits[:, :, None] >> shifts & 1).flatten(1)[:, :columns].bool()
+    integers = _integers(values)
+    weight = integers.new_zeros(kept.shape).masked_scatter_(kept, integers)
+    return weight.view(values.dtype)
+
+
+def row_offsets(bits: Tensor) -> Tensor:
+    """The place in `values` at which each row begins, int64 (rows,)."""
+    counts = _counts(bits)
+    return counts.cumsum(0) - counts
+
+
+def damage(values: Tensor, bits: Tensor, columns: int) -> str | None:
+    """What shows that these tensors were not packed together, or `None`."""
+    marked = int(_counts(bits).sum())
+    if marked != values.numel():
+        return f"{marked} weights are marked as kept, and there are {values.numel()} values"
+    unused = columns % BYTE
+    if unused and bool((bits[:, -1] >> unused).any()):
+        return f"bits are set beyond its {columns} columns"
+    return None
+
+
+def _counts(bits: Tensor) -> Tensor:
+    """Kept weights of each row."""
+    set_bits = torch.tensor([byte.bit_count() for byte in range(256)], device=bits.device)
+    return set_bits[bits.long()].sum(dim=1)
+
+
+def _kept(weight: Tensor) -> Tensor:
+    """Where any bit but the sign is set: so neither NaN nor a denormal depends on the processor."""
+    integers = _integers(weight)
+    return integers & torch.iinfo(integers.dtype).max != 0
+
+
+def _integers(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(_INTEGERS[tensor.element_size()])
+
+
+BITMASK = PackedFormat(
+    option="bitmask",
+    suffix="bitmask",
+    quant_method="mrp_bitmask",
+    version=FORMAT_VERSION,
+    places="weight_bits",
+    counted=True,
+    pack=pack,
+    unpack=unpack,
+    damage=damage,
+    why_not=why_not_packable,
+    num_bytes=packed_bytes,
+)

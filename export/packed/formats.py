@@ -1,0 +1,43 @@
+"""What a packed format is: names for the files, and functions that turn a weight into it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class PackedFormat:
+    """A form of weights with zeros, in two tensors: the kept values, and where they were.
+
+    Attributes:
+        option: Its name for `--format`.
+        suffix: What the name of a directory in this format ends with.
+        quant_method: Its name in `quantization_config`.
+        version: The version of it that is written and read.
+        places: Name of the second tensor of a layer; the first is called `weight`.
+        counted: Whether a layer must be told how many values are kept, as its shape does not say.
+        pack: Gives both tensors of a weight (rows, columns).
+        unpack: `unpack(values, places, columns)` gives the weight again, bit by bit.
+        damage: `damage(values, places, columns)` says why these were never packed, or `None`.
+        why_not: The reason why no weight of a shape has this form, or `None`.
+        num_bytes: `num_bytes(shape, dtype, kept)` gives the size, in bytes, of both tensors of a
+            weight of which so many are not zero.
+    """
+
+    option: str
+    suffix: str
+    quant_method: str
+    version: int
+    places: str
+    counted: bool
+    pack: Callable[[Tensor], tuple[Tensor, Tensor]]
+    unpack: Callable[[Tensor, Tensor, int], Tensor]
+    damage: Callable[[Tensor, Tensor, int], str | None]
+    why_not: Callable[[tuple[int, ...]], str | None]
+    num_bytes: Callable[[tuple[int, int], torch.dtype, int], int]
+
+    def places_of(self, weight: str) -> str:
+        """The name in the files of the second tensor, beside that of the first."""
+        return weight + self.places.removeprefix("weight")

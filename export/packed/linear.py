@@ -1,0 +1,138 @@
+"""What linear layers with a packed weight have in common."""
+
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from export.packed.formats import PackedFormat
+from mrp_lightning.targets.layers import is_conv1d, layers_of
+
+
+def is_packable(module: nn.Module) -> bool:
+    """Whether this is a linear layer with one matrix: no convolution, no stacked experts."""
+    return isinstance(module, nn.Linear) or is_conv1d(module)
+
+
+def frozen(tensor: Tensor) -> nn.Parameter:
+    """A parameter that is not trained."""
+    return nn.Parameter(tensor, requires_grad=False)
+
+
+class PackedLinear(nn.Module):
+    """y = x Wᵀ + b with W packed as `docs/format.md` says.
+
+    It holds plain tensors, so that state dicts, safetensors, `deepcopy`, `torch.compile` and
+    `torch.export` treat it as any other module.
+
+    Args:
+        in_features: Columns of W.
+        out_features: Rows of W.
+        weight: The kept values, on the device and in the dtype of the layer.
+        places: Where they were.
+        bias: Whether there is a b, which is not initialised.
+    """
+
+    FORMAT: ClassVar[PackedFormat]
+    """What the stored tensors are."""
+    DERIVED: ClassVar[str]
+    """Name of what is computed from the stored tensors, and is no part of the state dict."""
+
+    def __init__(
+        self, in_features: int, out_features: int, weight: Tensor, places: Tensor, bias: bool
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.register_buffer(self.FORMAT.places, places)
+        self.weight = frozen(weight)
+        self.bias = frozen(weight.new_empty(out_features)) if bias else None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == self.DERIVED:
+            # A non-persistent buffer stays out of state dicts. While there is none it must not be
+            # registered as such: accelerate moves every one of them, `None` too.
+            self.register_buffer(name, value, persistent=value is None)
+            return
+        super().__setattr__(name, value)
+        if name in ("weight", self.FORMAT.places):
+            self.derive()
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self.derive()
+
+    def derive(self) -> None:
+        """Renew or forget what was computed from the stored tensors, because they changed."""
+        raise NotImplementedError
+
+    @classmethod
+    def like(
+        cls, linear: nn.Module, device: torch.device | str | None = None, **sizes: int
+    ) -> Self:
+        """An uninitialised layer of the shape of an `nn.Linear` or of transformers' `Conv1D`.
+
+        Args:
+            linear: The dense layer, with or without data.
+            device: Where the tensors are made; `None` is where the dense weight is.
+            **sizes: What the class must know beyond the shape: `num_kept`, or nothing.
+        """
+        (dense,) = layers_of("", linear)
+        weight = dense.weight
+        rows, columns = weight.shape
+        has_bias = getattr(linear, "bias", None) is not None
+        options: dict[str, Any] = {"dtype": weight.dtype, "device": device or weight.device}
+        return cls(columns, rows, bias=has_bias, **(options | sizes))
+
+    @classmethod
+    def from_linear(cls, linear: nn.Module) -> Self:
+        """Pack a pruned `nn.Linear`, or transformers' `Conv1D`.
+
+        Raises:
+            PatternError: Its weight has no form of this kind.
+        """
+        (dense,) = layers_of("", linear)
+        layer = cls.from_packed(*cls.FORMAT.pack(dense.weight), dense.weight.shape[1])
+        if isinstance(linear.bias, Tensor):
+            layer.bias = frozen(linear.bias.detach())
+        return layer
+
+    @classmethod
+    def from_packed(cls, values: Tensor, places: Tensor, columns: int) -> Self:
+        """A layer without bias on the tensors that a weight of so many columns was packed into."""
+        options: dict[str, Any] = {"dtype": values.dtype, "device": "meta"}
+        if cls.FORMAT.counted:
+            options["num_kept"] = values.numel()
+        layer = cls(columns, len(places), bias=False, **options)
+        layer.weight = frozen(values)
+        setattr(layer, cls.FORMAT.places, places)
+        return layer
+
+    @property
+    def places(self) -> Tensor:
+        """Where the kept values were."""
+        return self.get_buffer(self.FORMAT.places)
+
+    def dense_weight(self) -> Tensor:
+        """W (out_features, in_features), with its zeros."""
+        return self.FORMAT.unpack(self.weight.detach(), self.places, self.in_features)
+
+    def damage(self) -> str | None:
+        """What shows that the stored tensors were not packed together, or `None`."""
+        return self.FORMAT.damage(self.weight, self.places, self.in_features)
+
+    def to_linear(self) -> nn.Linear:
+        """The same layer with its zeros stored."""
+        linear = nn.Linear(
+            self.in_features, self.out_features, self.bias is not None, device="meta"
+        )
+        linear.weight = nn.Parameter(self.dense_weight())
+        if self.bias is not None:
+            linear.bias = nn.Parameter(self.bias.detach())
+        return linear
+
+    def extra_repr(self) -> str:
+        """Shape, as `nn.Linear` shows it."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}"
+        )

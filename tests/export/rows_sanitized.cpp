@@ -1,0 +1,152 @@
+// `make sanitize` runs the kernels of packed rows under the address and undefined sanitizers, with
+// every buffer as large as its content and not a byte more, and compares with a plain loop.
+#include "rows.h"
+
+#include <cmath>
+#include <cstdio>
+#include <memory>
+#include <random>
+
+namespace {
+
+using mrp::BFloat16;
+template <typename T>
+using Buffer = std::unique_ptr<T[]>;  // a red zone follows each
+
+int failures = 0;
+
+void expect(bool holds, const char* what, int64_t rows, int64_t columns, int64_t tokens) {
+  if (!holds) {
+    failures++;
+    std::printf("%s: rows %ld, columns %ld, tokens %ld\n", what, long(rows), long(columns), long(tokens));
+  }
+}
+
+template <typename T>
+Buffer<T> exactly(const std::vector<T>& content) {
+  Buffer<T> buffer(new T[content.size()]);
+  std::copy(content.begin(), content.end(), buffer.get());
+  return buffer;
+}
+
+// A weight with its two forms of places; nibbles ask for two of every four columns.
+struct Problem {
+  std::vector<float> dense;
+  std::vector<BFloat16> values;
+  std::vector<uint8_t> places;
+  std::vector<int64_t> offsets;
+  int64_t row_bytes;
+};
+
+Problem draw(int64_t rows, int64_t columns, double kept, bool nibbles, std::mt19937& random) {
+  std::uniform_real_distribution<double> uniform;
+  std::normal_distribution<float> normal;
+  Problem problem{std::vector<float>(rows * columns), {}, {}, {}, nibbles ? columns / 8 : (columns + 7) / 8};
+  problem.places.assign(rows * problem.row_bytes, 0);
+  for (int64_t r = 0; r < rows; r++) {
+    problem.offsets.push_back(problem.values.size());
+    int first = 0, second = 1;
+    for (int64_t c = 0; c < columns; c++) {
+      uint8_t* row = problem.places.data() + r * problem.row_bytes;
+      bool is_kept = uniform(random) < kept;
+      if (nibbles) {
+        if (c % 4 == 0) {
+          first = random() % 3;
+          second = first + 1 + random() % (3 - first);
+          row[c / 8] |= (first | second << 2) << (c % 8 ? 4 : 0);
+        }
+        is_kept = c % 4 == first || c % 4 == second;
+      } else if (is_kept) {
+        row[c / 8] |= 1 << c % 8;
+      }
+      if (is_kept) {
+        problem.values.push_back(normal(random));
+        problem.dense[r * columns + c] = problem.values.back();
+      }
+    }
+  }
+  return problem;
+}
+
+template <typename Decode>
+void run(const Problem& problem, int64_t rows, int64_t columns, int64_t tokens, std::mt19937& random) {
+  constexpr bool nibbles = std::is_same_v<Decode, mrp::Nibbles>;
+  std::normal_distribution<float> normal;
+  std::vector<BFloat16> input(tokens * columns), shift(rows);
+  for (auto* drawn : {&input, &shift}) {
+    for (auto& value : *drawn) {
+      value = normal(random);
+    }
+  }
+  const auto values = exactly(problem.values);
+  const auto places = exactly(problem.places);
+  const auto offsets = exactly(problem.offsets);
+  const auto x = exactly(input), bias = exactly(shift);
+  mrp::Packed<BFloat16> weight{
+      values.get(), values.get() + problem.values.size(), places.get(), problem.row_bytes, columns,
+      nibbles ? nullptr : offsets.get()};
+  for (bool portable : {true, false}) {
+    Buffer<BFloat16> y(new BFloat16[tokens * rows]), dense(new BFloat16[rows * columns]);
+    mrp::multiply<Decode>(weight, x.get(), tokens, bias.get(), y.get(), rows, 0, rows, portable);
+    mrp::decode<Decode>(weight, dense.get(), 0, rows, portable);
+    for (int64_t i = 0; i < rows * columns; i++) {
+      expect(float(dense[i]) == problem.dense[i], "decoded", rows, columns, tokens);
+    }
+    for (int64_t t = 0; t < tokens; t++) {
+      for (int64_t r = 0; r < rows; r++) {
+        double exact = float(shift[r]), size = 1;
+        for (int64_t c = 0; c < columns; c++) {
+          const double product = double(float(input[t * columns + c])) * problem.dense[r * columns + c];
+          exact += product;
+          size += std::abs(product);
+        }
+        const double error = std::abs(float(y[t * rows + r]) - exact);
+        expect(error <= std::abs(exact) / 128 + size * 1e-6, "multiplied", rows, columns, tokens);
+      }
+    }
+    if (!problem.values.empty()) {  // one value less than the bits say
+      const std::vector<BFloat16> fewer(problem.values.begin(), problem.values.end() - 1);
+      const auto shortened = exactly(fewer);
+      mrp::Packed<BFloat16> damaged = weight;
+      damaged.values = shortened.get();
+      damaged.end = shortened.get() + fewer.size();
+      int thrown = 0;
+      try {
+        mrp::multiply<Decode>(damaged, x.get(), tokens, nullptr, y.get(), rows, 0, rows, portable);
+      } catch (const std::runtime_error&) {
+        thrown++;
+      }
+      try {
+        mrp::decode<Decode>(damaged, dense.get(), 0, rows, portable);
+      } catch (const std::runtime_error&) {
+        thrown++;
+      }
+      expect(thrown == 2, "refused", rows, columns, tokens);
+    }
+  }
+}
+
+}  // namespace
+
+int main() {
+  std::mt19937 random(0);
+  int64_t runs = 0;
+  for (int64_t columns : {1, 7, 8, 9, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 160, 192, 255, 264, 520, 1000}) {
+    for (int64_t rows : {1, 2, 5}) {
+      for (int64_t tokens : {1, 2, 3, 4, 5, 7, 8}) {
+        for (double kept : {0.0, 0.1, 0.5, 0.9, 1.0}) {
+          run<mrp::Bits>(draw(rows, columns, kept, false, random), rows, columns, tokens, random);
+          runs++;
+        }
+        if (columns % 8 == 0) {
+          run<mrp::Nibbles>(draw(rows, columns, 0.5, true, random), rows, columns, tokens, random);
+          runs++;
+        }
+      }
+    }
+  }
+  std::printf(
+      "%ld weights, portable and %s: %d failures\n", long(runs),
+      mrp::has_avx512() ? "AVX-512" : "portable again, for want of AVX-512", failures);
+  return failures ? 1 : 0;
+}

@@ -1,0 +1,192 @@
+"""The compiled CPU kernels, with and without AVX-512, against float64."""
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from export.kernels import compiled
+from export.packed import bitmask_format, format
+
+from .conftest import keep_two_of_four
+
+ROOT = Path(__file__).parents[2]
+COLUMNS = [1, 8, 31, 32, 33, 64, 100, 127, 128, 129, 136, 160, 250, 384, 1000]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _kernels() -> None:
+    if not compiled.load():
+        pytest.skip("needs the extra `cpu` and a C++ compiler")
+
+
+@pytest.fixture(params=[True, False], ids=["portable", "vector"])
+def portable(request: pytest.FixtureRequest) -> bool:
+    return request.param
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_exact(found: Tensor, weight: Tensor, x: Tensor, bias: Tensor | None) -> None:
+    """Rounding of the result and of the sums, and nothing else."""
+    exact = torch.nn.functional.linear(
+        x.double(), weight.double(), None if bias is None else bias.double()
+    )
+    size = x.double().abs() @ weight.double().abs().T
+    sums = 4 * torch.finfo(torch.float32).eps * size
+    bound = torch.finfo(x.dtype).eps * exact.abs() + sums + 1e-30
+    assert found.dtype == x.dtype
+    assert bool(((found.double() - exact).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("kept", [0.0, 0.1, 0.5, 1.0])
+def test_any_pattern_of_any_width(kept, dtype, portable):
+    for number, columns in enumerate(COLUMNS):
+        tokens, rows = (1, 2, 3, 5, 8, 9)[number % 6], (1, 7, 40)[number % 3]
+        weight = random(rows, columns, seed=number)
+        weight = torch.where(random(rows, columns).abs().argsort(1) < kept * columns, weight, 0.0)
+        weight[rows // 2] = 0.0
+        weight = weight.to(dtype)
+        values, bits = bitmask_format.pack(weight)
+        offsets = bitmask_format.row_offsets(bits)
+        x = random(tokens, columns, seed=1).to(dtype)
+        bias = random(rows).to(dtype) if number % 2 else None
+        found = torch.ops.mrp_lightning_cpu.linear_bitmask(x, values, bits, offsets, bias, portable)
+        assert_exact(found, weight, x, bias)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_nibbles_are_read_as_bits(dtype, portable):
+    for number, columns in enumerate((8, 16, 32, 40, 64, 72, 128, 136, 512, 1000)):
+        tokens, rows = (1, 2, 3, 5, 8, 9)[number % 6], (1, 7, 40)[number % 3]
+        weight = keep_two_of_four(random(rows, columns)).to(dtype)
+        weight[rows // 2, : columns // 2] = 0.0
+        values, meta = format.pack(weight)
+        x = random(tokens, columns, seed=1).to(dtype)
+        bias = random(rows).to(dtype) if number % 2 else None
+        found = torch.ops.mrp_lightning_cpu.linear24(x, values, meta, bias, portable)
+        assert_exact(found, weight, x, bias)
+
+
+def test_many_tokens_are_a_dense_product_bit_by_bit(portable):
+    weight = keep_two_of_four(random(24, 136)).bfloat16()
+    x = random(17, 136, seed=1).bfloat16()
+    values, bits = bitmask_format.pack(weight)
+    offsets = bitmask_format.row_offsets(bits)
+    expected = torch.nn.functional.linear(x, weight)
+    multiply = torch.ops.mrp_lightning_cpu
+    found = multiply.linear_bitmask(x, values, bits, offsets, None, portable)
+    assert torch.equal(found, expected)
+    assert torch.equal(multiply.linear24(x, *format.pack(weight), None, portable), expected)
+
+
+def test_what_is_not_finite_spreads_as_in_a_dense_product(portable):
+    weight = torch.zeros(3, 40)
+    weight[0, 3], weight[1, 35] = float("inf"), float("nan")
+    x = torch.ones(2, 40)
+    x[1, 39] = float("inf")  # times a weight that was removed
+    values, bits = bitmask_format.pack(weight.bfloat16())
+    offsets = bitmask_format.row_offsets(bits)
+    found = torch.ops.mrp_lightning_cpu.linear_bitmask(
+        x.bfloat16(), values, bits, offsets, None, portable
+    )
+    assert str(found.tolist()) == "[[inf, nan, 0.0], [nan, nan, nan]]"
+
+
+@pytest.mark.parametrize("tokens", [1, 20])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_nothing_past_the_values_is_read_whatever_the_bits_say(dtype, tokens, portable):
+    values, bits = bitmask_format.pack(torch.ones(2, 300, dtype=dtype))
+    offsets = bitmask_format.row_offsets(bits)
+    x = torch.ones(tokens, 300, dtype=dtype)
+
+    def multiply(values: Tensor, offsets: Tensor) -> Tensor:
+        return torch.ops.mrp_lightning_cpu.linear_bitmask(x, values, bits, offsets, None, portable)
+
+    assert multiply(values, offsets).unique().tolist() == [300.0]
+    with pytest.raises(RuntimeError, match="marks more values as kept than it has"):
+        multiply(values[:-1], offsets)
+    for wrong in (-1, 601):
+        with pytest.raises(RuntimeError, match="offsets of a packed weight do not fit"):
+            multiply(values, torch.tensor([0, wrong]))
+
+
+def test_operands_that_do_not_fit_are_refused():
+    values, bits = bitmask_format.pack(torch.ones(2, 20))
+    offsets, x = bitmask_format.row_offsets(bits), torch.ones(1, 20)
+    multiply = torch.ops.mrp_lightning.linear_bitmask
+    assert multiply(x, values, bits, offsets, None).tolist() == [[20.0, 20.0]]
+    for arguments, said in [
+        ((x.half(), values, bits, offsets, None), "cast one of them"),
+        ((torch.ones(1, 25), values, bits, offsets, None), "25 columns of the input"),
+        ((x, values, bits, offsets[:1], None), "int64 for each of 2 rows"),
+        ((x, values, bits.char(), offsets, None), "uint8"),
+        ((x, values, bits, offsets, torch.ones(3)), "bias must have a value for each of 2 rows"),
+    ]:
+        with pytest.raises(RuntimeError, match=said):
+            multiply(*arguments)
+
+
+def test_threads_share_the_rows():
+    weight = keep_two_of_four(random(600, 512)).bfloat16()
+    x = random(1, 512, seed=1).bfloat16()
+    values, bits = bitmask_format.pack(weight)
+    arguments = x, values, bits, bitmask_format.row_offsets(bits), None
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = torch.ops.mrp_lightning.linear_bitmask(*arguments)
+        torch.set_num_threads(3)
+        assert torch.equal(torch.ops.mrp_lightning.linear_bitmask(*arguments), alone)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("environment", "reason"),
+    [({"CXX": "no-such-compiler"}, "there is no compiler 'no-such-compiler'"), ({}, "error: ")],
+)
+def test_without_a_compiler_weights_are_unpacked_and_one_warning_says_why(
+    environment, reason, tmp_path
+):
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / "operators.cpp").write_text("this is no C++\n")
+    code = (
+        "import torch, export, pathlib, logging; logging.basicConfig();"
+        "from export.kernels import compiled;"
+        f"compiled.SOURCES = pathlib.Path({str(tmp_path / 'cpu')!r});"
+        "linear = torch.nn.Linear(40, 8).requires_grad_(False);"
+        "layers = [export.BitmaskLinear.from_linear(linear) for _ in range(2)];"
+        "x = torch.ones(3, 40);"
+        "assert all(torch.equal(layer(x), linear(x)) for layer in layers)"
+    )
+    settings = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path), **environment}
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=settings)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.count("are unpacked for every product") == 1
+    assert reason in ended.stderr
+
+
+def test_a_lock_that_a_killed_process_left_does_not_stop_the_build(tmp_path, monkeypatch, caplog):
+    from torch.utils import cpp_extension
+
+    def build(*_: object, build_directory: str, **__: object) -> None:
+        assert not (Path(build_directory) / "lock").exists()
+
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(cpp_extension, "load", build)
+    place = tmp_path / f"{compiled.NAME}-{torch.__version__}"
+    place.mkdir()
+    (place / "lock").touch()
+    with caplog.at_level(logging.WARNING):
+        assert compiled._build() is None
+    assert "Compiling the kernels" in caplog.text

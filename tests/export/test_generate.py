@@ -1,0 +1,50 @@
+"""`python -m export.generate`, on the embedded model."""
+
+import re
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from export.generate import main
+from export.to_sparse import main as to_sparse
+from mrp_lightning.embedded import STDLIB_LLAMA
+
+PROMPT = "import os\n\ndef "
+
+
+def test_what_the_model_writes_is_streamed_with_its_speed(capsys):
+    main([str(STDLIB_LLAMA), "--prompt", PROMPT, "--max-new-tokens", "12", "--device", "cpu"])
+    shown = capsys.readouterr().out
+    tokenizer = AutoTokenizer.from_pretrained(STDLIB_LLAMA)
+    model = AutoModelForCausalLM.from_pretrained(STDLIB_LLAMA)
+    tokens = model.generate(
+        **tokenizer(PROMPT, return_tensors="pt"), max_new_tokens=12, do_sample=False
+    )
+    assert tokenizer.decode(tokens[0], skip_special_tokens=True) in shown
+    assert re.search(r"\[12 tokens: the first after [\d.]+ s, then [\d.]+ a second; \d+ MiB", shown)
+
+
+def test_a_packed_model_is_compared_with_its_source(llama, capsys):
+    to_sparse([str(llama)])
+    packed = llama.with_name("llama-sparse24")
+    capsys.readouterr()
+    arguments = ["--prompt", PROMPT, "--max-new-tokens", "4", "--device", "cpu"]
+    main([str(packed), "--compare", str(llama), *arguments])
+    shown = capsys.readouterr().out
+    assert shown.index(f"--- {llama}\n") < shown.index(f"--- {packed}\n")
+    assert re.search(r"[\d.]+ times the tokens a second, 0\.\d+ of the memory", shown)
+
+
+def test_mistakes_are_one_line(llama, tmp_path, capsys):
+    def refused(*args: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            main([*args, "--device", "cpu"])
+        assert ended.value.code == 2
+        return capsys.readouterr().err
+
+    assert "holds no config.json" in refused(str(tmp_path), "--prompt", "a")
+    for file in llama.glob("tokenizer*"):
+        file.unlink()
+    assert "no tokenizer" in refused(str(llama), "--prompt", "a")
+    assert torch.is_inference_mode_enabled() is False
