@@ -44,8 +44,8 @@ class PruningCallback(Callback):
 
     Args:
         method: magnitude, wanda, SS (the same as sparsegpt), SM, MS, MM, or a pair
-            MASK+COMPENSATION, with MASK magnitude, wanda, S or M, and COMPENSATION none, S or M.
-            Case matters.
+            MASK+COMPENSATION, with MASK magnitude, wanda, S, M or J, and COMPENSATION none, S or
+            M. Case matters.
         sparsity: The fraction of the weights to remove, in (0, 1). Exactly one of `sparsity` and
             `pattern` is given.
         pattern: "N:M" keeps N of every M consecutive input features. Quoted in YAML, which reads

@@ -59,7 +59,8 @@ def test_the_papers_data_from_local_copies(tiny_llama, corpora_dir, tmp_path, ca
     main(["predict", *options, pattern, f"--model.model={tiny_llama}", save])
     with caplog.at_level("INFO"):
         main(["test", *options, f"--model.model={out}"])
-    assert re.search(r"c4: perplexity \d+\.\d{3} \(context 16, 256 windows, 3,840 ", caplog.text)
+    found_text = r"c4: perplexity \d+\.\d{3} \(context 16, 256 windows, no BOS .*, 3,840 predicted"
+    assert re.search(found_text, caplog.text)
     found = records.read(out).perplexity
     assert sorted(found) == ["c4", "ptb", "wikitext2"]
     assert found["c4"]["windows"] == 256

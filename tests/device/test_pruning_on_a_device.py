@@ -1,5 +1,7 @@
 """Nothing is left behind on the CPU, or on the device: every run equals that of the CPU."""
 
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -127,13 +129,26 @@ def test_the_walk_stays_on_its_device(second, family):
 TUNED = BlockTuning(epochs=1, learning_rate=1e-4)
 
 
+@pytest.fixture(scope="module")
+def fresh():
+    """A process of its own: autograd knows no device that comes after its first backward."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        yield pool
+
+
+def compare_what_goes_beyond_single_layers(family):
+    with second_device.second_device() as device:
+        choice = {"sparsity": 0.6, "extensions": Extensions(1.0, "dlp", TUNED)}
+        expected = pruned(family, CPU, offload=False, **choice)
+        for offload in (False, True):
+            found = pruned(family, device, offload=offload, **choice)
+            torch.testing.assert_close(found, expected, rtol=0, atol=2e-3)
+
+
 @pytest.mark.parametrize("family", ["llama", "mixtral", "t5"])
-def test_what_goes_beyond_single_layers_stays_on_the_device(second, family):
-    choice = {"sparsity": 0.6, "extensions": Extensions(1.0, "dlp", TUNED)}
-    expected = pruned(family, CPU, offload=False, **choice)
-    for offload in (False, True):
-        found = pruned(family, second, offload=offload, **choice)
-        torch.testing.assert_close(found, expected, rtol=0, atol=2e-3)
+@pytest.mark.usefixtures("second")
+def test_what_goes_beyond_single_layers_stays_on_the_device(fresh, family):
+    fresh.submit(compare_what_goes_beyond_single_layers, family).result()
 
 
 def windows() -> DataLoader:

@@ -27,6 +27,7 @@ NOT_RUN = {
     ("results.md", "python -m mrp_lightning sweep"): HOURS,
     ("data.md", "hf download Salesforce/wikitext"): HUB,
     ("format.md", "module = export.load_into"): OWN,
+    ("methods.md", "python -m mrp_lightning sweep"): HOURS,
     ("format.md", "import torch\nfrom torch.sparse"): CUDA,
     ("benchmarks/export.md", "python -m pytest tests/export"): GPU,
     ("benchmarks/export.md", "python -m export.benchmark --shape"): GPU,
@@ -45,6 +46,7 @@ RUN = {
     ("finetuning.md", "from callbacks import"): "tests/package/test_finetuning_page.py",
     ("format.md", "import export"): "tests/package/test_docs.py",
     ("format.md", "import numpy"): "tests/export/test_format.py",
+    ("methods.md", "from callbacks import"): "tests/package/test_docs.py",
     ("models.md", "python benchmarks/models.py"): "tests/families/test_models_page.py",
     ("zeroshot.md", "pip install 'mrp-lightning"): "tests/evaluation/test_zeroshot_page.py",
     ("zeroshot.md", "task: my_lambada"): "tests/evaluation/test_zeroshot_page.py",
@@ -130,3 +132,8 @@ def test_a_packed_directory_is_read_as_format_md_says(tiny_llama, here):
     exec(block("format.md", "import export"), names)
     weights = names["model"].state_dict()
     assert all(torch.equal(weights[k], v) for k, v in pruned.state_dict().items())
+
+
+def test_the_parts_of_a_method_are_arguments_of_the_callback():
+    names: dict = {}
+    exec(block("methods.md", "from callbacks import"), names)
