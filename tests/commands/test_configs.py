@@ -16,6 +16,12 @@ MODELS = sorted((CONFIGS / "models").glob("*.yaml"))
 PATTERNS = sorted((CONFIGS / "patterns").glob("*.yaml"))
 DATA = sorted((CONFIGS / "data").glob("*.yaml"))
 TRAIN = sorted((CONFIGS / "train").glob("*.yaml"))
+RECIPES = {
+    "paper": {"method": "SM"},
+    "joint": {"method": "JM"},
+    "best": {"method": "JM", "target": "dense", "tuning": True},
+}
+"""What docs/methods.md says that each of `configs/recipes/` is in Python."""
 
 
 def cli(*args: str | Path) -> PruningCLI:
@@ -25,7 +31,8 @@ def cli(*args: str | Path) -> PruningCLI:
 def test_every_file_is_covered_here():
     elsewhere = {"paper", "sweeps"}  # tests/experiments/sweep reads them
     found = [path for path in CONFIGS.rglob("*.yaml") if path.parent.name not in elsewhere]
-    assert sorted([*MODELS, *PATTERNS, *DATA, *TRAIN]) == sorted(found)
+    recipes = [CONFIGS / "recipes" / f"{name}.yaml" for name in RECIPES]
+    assert sorted([*MODELS, *PATTERNS, *DATA, *TRAIN, *recipes]) == sorted(found)
     assert {path.stem for path in MODELS} >= {
         "opt-125m",
         "llama-2-7b",
@@ -48,6 +55,17 @@ def test_a_model_and_a_pattern_make_a_run(model, pattern, tiny_llama, tmp_path):
     assert made.datamodule.calibration == ("lambada" if "mamba" in model.stem else "c4")
     assert made.datamodule.evaluation == ["wikitext2", "ptb", "c4"]
     assert made.trainer.limit_test_batches == 1.0, "all windows, no more and no fewer"
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_the_callback_that_the_docs_show(name, tiny_llama):
+    made = cli(
+        *("--config", CONFIGS / "recipes" / f"{name}.yaml", "--model.model", tiny_llama),
+        "--trainer.callbacks.init_args.pattern=2:4",
+    )
+    (pruning,) = [c for c in made.trainer.callbacks if isinstance(c, MRPCallback)]
+    assert pruning.state_key == MRPCallback(pattern="2:4", **RECIPES[name]).state_key
+    assert f"{name}.yaml" in (ROOT / "docs" / "methods.md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ RUN = {
     ("format.md", "import export"): "tests/package/test_docs.py",
     ("format.md", "import numpy"): "tests/export/test_format.py",
     ("methods.md", "from callbacks import"): "tests/package/test_docs.py",
+    ("methods.md", "python -m mrp_lightning predict"): "tests/package/test_docs.py",
     ("models.md", "python benchmarks/models.py"): "tests/families/test_models_page.py",
     ("zeroshot.md", "pip install 'mrp-lightning"): "tests/evaluation/test_zeroshot_page.py",
     ("zeroshot.md", "task: my_lambada"): "tests/evaluation/test_zeroshot_page.py",
@@ -132,6 +133,14 @@ def test_a_packed_directory_is_read_as_format_md_says(tiny_llama, here):
     exec(block("format.md", "import export"), names)
     weights = names["model"].state_dict()
     assert all(torch.equal(weights[k], v) for k, v in pruned.state_dict().items())
+
+
+def test_a_recipe_prunes(tiny_llama, corpora_dir, here):
+    command = block("methods.md", "python -m mrp_lightning predict").replace("\\\n", " ")
+    command = command.replace("configs/", f"{ROOT}/configs/")
+    data = [f"--data.corpora_dir={corpora_dir}", "--data.num_samples=8"]
+    main([*shlex.split(command)[3:], f"--model.model={tiny_llama}", *data, *TINY])
+    assert Path("runs/opt-125m-best/pruning_report.json").is_file()
 
 
 def test_the_parts_of_a_method_are_arguments_of_the_callback():
