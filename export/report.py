@@ -13,7 +13,8 @@ from export.conversion.layer_choice import LayerChoice
 from export.conversion.parity import Parity
 from export.speed.tables import SpeedReport, alike, tables
 from mrp_lightning.environment import versions
-from mrp_lightning.files import as_json, save_text, visible_files
+from mrp_lightning.files import save_text, visible_files
+from mrp_lightning.json_files import as_json
 
 FORMAT_VERSION = 1
 NAME = "export_report.json"

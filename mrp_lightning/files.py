@@ -2,20 +2,18 @@
 
 import glob
 import json
-import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, Timeout
 
-from mrp_lightning.errors import FormatError, OptionError
+from mrp_lightning.errors import OptionError
 
 _PARTIAL = ".partial"
 _LOCK = ".lock"
@@ -235,71 +233,6 @@ def save_text(path: str | os.PathLike[str], text: str) -> None:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
-
-
-def as_json(content: Any) -> str:
-    """The text of a JSON file, indented, with a newline at its end.
-
-    Args:
-        content: Mappings, lists and tuples of strings, numbers, bools and `None`. Numbers that are
-            not finite, which JSON lacks, become null.
-
-    Raises:
-        TypeError: There is something else in it.
-    """
-    return json.dumps(_finite(content), indent=2, allow_nan=False) + "\n"
-
-
-def read_json(path: str | os.PathLike[str], remedy: str, version: int | None = None) -> Any:
-    """Read a JSON object.
-
-    Args:
-        path: The file.
-        remedy: What to do if it cannot be read, such as "prune again".
-        version: What its `format_version` has to be; `None` for a file that has none.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        FormatError: It is no JSON object, or of another version.
-    """
-    try:
-        content = json.loads(Path(path).read_text("utf-8"))
-    except ValueError as error:
-        raise FormatError(f"{path} is not JSON ({error}). Delete it, or {remedy}.") from error
-    if version is not None:
-        check_version(content, str(path), version, remedy)
-    if not isinstance(content, dict):
-        kind = type(content).__name__
-        raise FormatError(f"{path}: expected a JSON object, got a {kind}. Delete it, or {remedy}.")
-    return content
-
-
-def check_version(content: Any, source: str, version: int, remedy: str) -> None:
-    """Refuse what was written in another version of a format.
-
-    Args:
-        content: What was read.
-        source: Where it comes from, for the message.
-        version: What its `format_version` has to be.
-        remedy: What to do otherwise, such as "prune again".
-
-    Raises:
-        FormatError: It has another `format_version`, or none.
-    """
-    found = content.get("format_version") if isinstance(content, dict) else None
-    if found != version:
-        raise FormatError(
-            f"{source}: `format_version` is {found!r}, but this version of mrp-lightning reads "
-            f"{version}. Use the version that wrote it, or {remedy}."
-        )
-
-
-def _finite(content: Any) -> Any:
-    if isinstance(content, Mapping):
-        return {key: _finite(value) for key, value in content.items()}
-    if isinstance(content, list | tuple):
-        return [_finite(value) for value in content]
-    return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
 def _make_readable(directory: Path) -> None:

@@ -13,7 +13,8 @@ from export.backends import torchao_format
 from export.conversion.checkpoint import Checkpoint, pickle_name
 from export.conversion.layer_choice import LayerChoice
 from export.packed.format import positive_zeros
-from mrp_lightning.files import as_json, save_text
+from mrp_lightning.files import save_text
+from mrp_lightning.json_files import as_json
 
 
 def write_packed(

@@ -8,7 +8,8 @@ from typing import Any
 
 from export.kernels.table import STORED_DENSE, Failure, Measurement
 from export.speed.model_timing import ModelTime
-from mrp_lightning.files import as_json, save_text
+from mrp_lightning.files import save_text
+from mrp_lightning.json_files import as_json
 
 VALUE_BYTES = 2
 """Bytes of a float16 or bfloat16 value."""

@@ -9,7 +9,8 @@ from typing import Any
 from mrp_lightning.environment import versions
 from mrp_lightning.errors import FormatError
 from mrp_lightning.evaluation.card import add_perplexities
-from mrp_lightning.files import as_json, read_json, save_text
+from mrp_lightning.files import save_text
+from mrp_lightning.json_files import as_json, read_json
 
 FORMAT_VERSION = 1
 NAME = "evaluation.json"

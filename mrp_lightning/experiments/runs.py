@@ -11,9 +11,11 @@ from mrp_lightning.errors import FormatError
 from mrp_lightning.evaluation import records
 from mrp_lightning.evaluation.records import Evaluation
 from mrp_lightning.experiments.trials import Trial
-from mrp_lightning.files import as_json, read_json, save_text
+from mrp_lightning.files import save_text
+from mrp_lightning.json_files import as_json, read_json
 from mrp_lightning.pruning import report
-from mrp_lightning.pruning.report import LayerReport, PruningReport
+from mrp_lightning.pruning.report import PruningReport
+from mrp_lightning.pruning.rows import LayerReport
 
 log = logging.getLogger(__name__)
 

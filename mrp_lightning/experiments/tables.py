@@ -13,7 +13,8 @@ from mrp_lightning.experiments.numbers import number
 from mrp_lightning.experiments.paper import CONTEXT, reported
 from mrp_lightning.experiments.summary import Average, Measure, Summary
 from mrp_lightning.experiments.trials import Trial
-from mrp_lightning.files import as_json, save_text
+from mrp_lightning.files import save_text
+from mrp_lightning.json_files import as_json
 
 
 def write(summary: Summary, directory: Path) -> None:

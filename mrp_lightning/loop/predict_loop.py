@@ -10,7 +10,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from mrp_lightning.loop.capture import Step
 from mrp_lightning.loop.progress import PlainLog, Seldom, nested_progress
 from mrp_lightning.pruning.extensions import Extensions
-from mrp_lightning.pruning.report import LayerReport, PruningReport
+from mrp_lightning.pruning.report import PruningReport
+from mrp_lightning.pruning.rows import LayerReport
 from mrp_lightning.pruning.sequential import Progress, SequentialPruner
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.plan import Plan

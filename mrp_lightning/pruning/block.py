@@ -12,7 +12,8 @@ from mrp_lightning.calibration.hessians import Calibration, InputGroup, InputsDi
 from mrp_lightning.calibration.padding import Padding
 from mrp_lightning.calibration.walks import Walk
 from mrp_lightning.pruning.prune_layer import Aim, prune_layer
-from mrp_lightning.pruning.report import LayerReport, PruningReport
+from mrp_lightning.pruning.report import PruningReport
+from mrp_lightning.pruning.rows import LayerReport
 from mrp_lightning.solver.hessian import HessianAccumulator
 from mrp_lightning.solver.input_hessian import InputHessian
 from mrp_lightning.solver.patterns import Pattern

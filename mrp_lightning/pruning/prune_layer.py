@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mrp_lightning.pruning.report import LayerReport
+from mrp_lightning.pruning.rows import LayerReport
 from mrp_lightning.solver.input_hessian import InputHessian
 from mrp_lightning.solver.loss import output_energy
 from mrp_lightning.solver.pruning import prune

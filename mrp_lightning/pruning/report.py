@@ -1,130 +1,22 @@
 """What a run did to each layer, and the file that says so."""
 
 import logging
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 from mrp_lightning.environment import versions
-from mrp_lightning.errors import FormatError, PatternError
-from mrp_lightning.files import as_json, check_version, read_json, save_text
-from mrp_lightning.solver.patterns import make_pattern
+from mrp_lightning.errors import FormatError
+from mrp_lightning.files import save_text
+from mrp_lightning.json_files import as_json, check_version, read_json
+from mrp_lightning.pruning.report_problems import problems_in
+from mrp_lightning.pruning.rows import BlockReport, LayerReport
 
 log = logging.getLogger(__name__)
 
 NAME = "pruning_report.json"
 FORMAT_VERSION = 1
-
-
-_LEFT_OUT = (
-    "already_pruned",
-    "shared_hessian",
-    "raised_damping",
-    "peak_memory",
-    "target_loss",
-    "own_target",
-)
-"""What a row says only where there is something to say."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerReport:
-    """What was done to one layer. The measures of a layer that was left dense are `None`.
-
-    Attributes:
-        name: The name of the layer in the checkpoint.
-        shape: The shape of the weight, (rows, columns).
-        method: The mask and the compensation, such as `SM`.
-        sparsity: The fraction of the weights that are removed, between 0 and 1.
-        loss: The mean over the calibration tokens of ‖(w + δ)x − wx‖², summed over all rows.
-        relative_loss: `loss` divided by the mean over the tokens of ‖wx‖².
-        damping: The λ that was added to the diagonal of the Hessian.
-        iterations: The number of iterations of the exact compensation.
-        gap: The certified distance to the optimal loss, relative to that loss.
-        seconds: The time that pruning the layer took. The first of the layers that share an input
-            pays for preparing the Hessian.
-        tokens: The number of calibration tokens that the layer saw.
-        dead_inputs: The number of input features that were 0 in every token.
-        skipped: The reason why the layer was left dense, `None` if it is pruned.
-        already_pruned: Whether the weight had the pattern before it was pruned.
-        shared_hessian: The share of all experts' Hessian, between 0 and 1, in the Hessian by which
-            an expert was pruned. It is above 0 where the expert saw too few tokens, and `loss` is
-            then measured by that mixture. It is `None` for layers that are not experts.
-        raised_damping: The fraction of the Hessian's mean diagonal that was added, where more was
-            needed than was asked for. It is `None` where what was asked for was enough.
-        peak_memory: The most memory, in bytes, that was allocated on the GPU while the layer was
-            pruned. It is `None` on other devices.
-        target_loss: The same as `loss`, against the weight that stands for the dense model's
-            outputs. It is `None` where the layer's own outputs are the target.
-        own_target: Why the layer's own outputs are its target, in a run with `target="dense"`.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    method: str | None = None
-    sparsity: float | None = None
-    loss: float | None = None
-    relative_loss: float | None = None
-    damping: float | None = None
-    iterations: int | None = None
-    gap: float | None = None
-    seconds: float | None = None
-    tokens: int | None = None
-    dead_inputs: int | None = None
-    skipped: str | None = None
-    already_pruned: bool = False
-    shared_hessian: float | None = None
-    raised_damping: float | None = None
-    peak_memory: int | None = None
-    target_loss: float | None = None
-    own_target: str | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """The layer's row of `pruning_report.json`."""
-        row = asdict(self) | {"shape": list(self.shape)}
-        for key in _LEFT_OUT:
-            if row[key] is None or row[key] is False:
-                del row[key]
-        return row
-
-    @classmethod
-    def from_dict(cls, row: dict[str, Any]) -> "LayerReport":
-        """Read a row of `pruning_report.json`. What an older version did not write is `None`."""
-        known = {f.name: row[f.name] for f in fields(cls) if f.name in row}
-        return cls(**known | {"shape": tuple(row["shape"])})
-
-
-@dataclass(frozen=True, kw_only=True)
-class BlockReport:
-    """What was done to a block as a whole. What was not asked for is `None`.
-
-    Attributes:
-        name: The name of the block in the model.
-        sparsity: The fraction of its weights that was to be removed, between 0 and 1.
-        error_before: ‖y − y_d‖² / ‖y_d‖² over the held-out windows before tuning, for the outputs y
-            of the block, and y_d of the block in the dense model.
-        error_after: The same after tuning; never more.
-        epoch: The epoch whose weights were kept, 0 for those before tuning.
-        seconds: The time that tuning took.
-    """
-
-    name: str
-    sparsity: float | None = None
-    error_before: float | None = None
-    error_after: float | None = None
-    epoch: int | None = None
-    seconds: float | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """The block's row of `pruning_report.json`."""
-        return {key: value for key, value in asdict(self).items() if value is not None}
-
-    @classmethod
-    def from_dict(cls, row: dict[str, Any]) -> "BlockReport":
-        """Read a row of `pruning_report.json`."""
-        return cls(**{f.name: row[f.name] for f in fields(cls) if f.name in row})
 
 
 @dataclass
@@ -247,7 +139,7 @@ class PruningReport:
                 listed.
         """
         check_version(content, source, FORMAT_VERSION, "prune again")
-        problems = list(_problems(content))
+        problems = list(problems_in(content))
         if problems:
             listed = "\n".join(f"  {problem}" for problem in problems)
             raise FormatError(
@@ -266,75 +158,3 @@ class PruningReport:
             provenance=content.get("provenance", {}),
             model_weights=totals.get("model_weights"),
         )
-
-
-_SECTIONS = {"layers": list, "totals": dict, "versions": dict, "config": dict}
-_TOTALS = ("layers", "skipped", "weights", "removed", "sparsity", "relative_loss", "seconds")
-_JSON_NAMES = {
-    bool: "true or false",
-    int: "an integer",
-    float: "a number",
-    str: "a string",
-    type(None): "null",
-}
-
-
-def _problems(content: dict[str, Any]) -> Iterator[str]:
-    """What in a `pruning_report.json` is not as this version writes it."""
-    wrong = [key for key, kind in _SECTIONS.items() if not isinstance(content.get(key), kind)]
-    yield from (f"`{key}` is missing or no {_SECTIONS[key].__name__}" for key in wrong)
-    if wrong:
-        return
-    config, totals, files = content["config"], content["totals"], content.get("files", [])
-    if not isinstance(files, list) or not all(isinstance(name, str) for name in files):
-        yield f"`files` is {files!r}, expected a list of names"
-    try:
-        make_pattern(config.get("sparsity"), config.get("pattern"))
-    except PatternError as error:
-        yield f"`config`: {error}"
-    if not isinstance(content.get("provenance", {}), dict):
-        yield f"`provenance` is {content['provenance']!r}, expected an object"
-    yield from _wrong_type("totals.model_weights", totals.get("model_weights"), int | None)
-    yield from _wrong_type("config.method", config.get("method"), str)
-    for key in _TOTALS:
-        if key in totals:
-            yield from _wrong_type(f"totals.{key}", totals[key], float | None)
-        else:
-            yield f"`totals.{key}` is missing"
-    yield from _wrong_type("totals.complete", totals.get("complete", False), bool)
-    for library, version in content["versions"].items():
-        yield from _wrong_type(f"versions.{library}", version, str)
-    for i, row in enumerate(content["layers"]):
-        yield from (f"`layers[{i}]`: {problem}" for problem in _layer_problems(row))
-    blocks = content.get("blocks", [])
-    for i, row in enumerate(blocks if isinstance(blocks, list) else [blocks]):
-        yield from (f"`blocks[{i}]`: {problem}" for problem in _row_problems(row, BlockReport))
-
-
-def _row_problems(row: Any, kind: type) -> Iterator[str]:
-    if not isinstance(row, dict):
-        yield f"expected an object, got {row!r}"
-        return
-    for key, value in get_type_hints(kind).items():
-        if key != "shape":
-            yield from _wrong_type(key, row.get(key, getattr(kind, key, None)), value)
-
-
-def _layer_problems(row: Any) -> Iterator[str]:
-    yield from _row_problems(row, LayerReport)
-    if not isinstance(row, dict):
-        return
-    shape = row.get("shape")
-    sizes = shape if isinstance(shape, list) else []
-    positive = all(type(size) is int and size > 0 for size in sizes)
-    if not positive or len(sizes) < (1 if row.get("skipped") else 2):
-        yield f"`shape` is {shape!r}, expected a list of positive integers, the rows first"
-
-
-def _wrong_type(key: str, value: Any, kind: Any) -> Iterator[str]:
-    kinds = get_args(kind) or (kind,)
-    # In JSON 1 and 1.0 are one number, but a bool, which Python counts among the integers, is none.
-    allowed = (*kinds, int) if float in kinds else kinds
-    if not (bool in kinds if isinstance(value, bool) else isinstance(value, allowed)):
-        expected = " or ".join(_JSON_NAMES[kind] for kind in kinds)
-        yield f"`{key}` is {value!r}, expected {expected}"

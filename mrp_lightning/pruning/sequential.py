@@ -19,7 +19,8 @@ from mrp_lightning.errors import TargetError
 from mrp_lightning.pruning.allocation import allocate, measure_blocks, patterns_of_layers
 from mrp_lightning.pruning.block import BlockPruner
 from mrp_lightning.pruning.extensions import Extensions
-from mrp_lightning.pruning.report import BlockReport, LayerReport, PruningReport
+from mrp_lightning.pruning.report import PruningReport
+from mrp_lightning.pruning.rows import BlockReport, LayerReport
 from mrp_lightning.pruning.tuning import BlockTuner
 from mrp_lightning.solver.patterns import Pattern, Unstructured
 from mrp_lightning.solver.recipe import Recipe

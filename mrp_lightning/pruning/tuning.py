@@ -17,7 +17,7 @@ from mrp_lightning.calibration.padding import Padding
 from mrp_lightning.calibration.walks import Walk, hidden_of
 from mrp_lightning.errors import DataError, OptionError, TargetError
 from mrp_lightning.pruning.kept_weights import KeptWeights, only_these_train
-from mrp_lightning.pruning.report import BlockReport
+from mrp_lightning.pruning.rows import BlockReport
 from mrp_lightning.targets.layers import Layer
 
 _TIMED_STEPS = 3

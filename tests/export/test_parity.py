@@ -17,7 +17,7 @@ from export.conversion.writing import write_packed
 from export.packed.format import different_bits
 from export.packed.layer import Sparse24Linear
 from mrp_lightning.errors import DataError, ParityError
-from mrp_lightning.files import as_json
+from mrp_lightning.json_files import as_json
 
 
 @pytest.fixture

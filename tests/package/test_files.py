@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from mrp_lightning.errors import FormatError, OptionError
-from mrp_lightning.files import as_json, check_output_dir, read_json, save_directory, save_text
+from mrp_lightning.files import check_output_dir, save_directory, save_text
+from mrp_lightning.json_files import as_json, read_json
 
 
 def test_a_directory_appears_only_when_it_is_whole(tmp_path):

@@ -2,7 +2,8 @@ import pytest
 import yaml
 
 from mrp_lightning.pruning.model_card import model_card
-from mrp_lightning.pruning.report import LayerReport, PruningReport
+from mrp_lightning.pruning.report import PruningReport
+from mrp_lightning.pruning.rows import LayerReport
 
 DATA = {"source": "c4", "samples": 128, "sequence_length": 2048, "seed": 3}
 

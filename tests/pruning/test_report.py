@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mrp_lightning.errors import FormatError
-from mrp_lightning.pruning.report import BlockReport, LayerReport, PruningReport
+from mrp_lightning.pruning.report import PruningReport
+from mrp_lightning.pruning.rows import BlockReport, LayerReport
 
 numbers = st.none() | st.floats(0, 1e30)
 counts = st.none() | st.integers(0, 2**53)

@@ -25,7 +25,7 @@ from mrp_lightning.commands.report import main
 from mrp_lightning.evaluation.records import record
 from mrp_lightning.experiments.page.drawing import INK, MUTED, PAPER, RULE, SERIES, color_of
 from mrp_lightning.experiments.page.weights import MAGNITUDES, count_magnitudes
-from mrp_lightning.pruning.report import LayerReport
+from mrp_lightning.pruning.rows import LayerReport
 
 EVIL = "<img src=x onerror=alert(1)>&\"'$x_{1}$"
 

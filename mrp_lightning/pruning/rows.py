@@ -1,0 +1,112 @@
+"""What was done to a layer, and to a block: the rows of a report."""
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+_LEFT_OUT = (
+    "already_pruned",
+    "shared_hessian",
+    "raised_damping",
+    "peak_memory",
+    "target_loss",
+    "own_target",
+)
+"""What a row says only where there is something to say."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerReport:
+    """What was done to one layer. The measures of a layer that was left dense are `None`.
+
+    Attributes:
+        name: The name of the layer in the checkpoint.
+        shape: The shape of the weight, (rows, columns).
+        method: The mask and the compensation, such as `SM`.
+        sparsity: The fraction of the weights that are removed, between 0 and 1.
+        loss: The mean over the calibration tokens of ‖(w + δ)x − wx‖², summed over all rows.
+        relative_loss: `loss` divided by the mean over the tokens of ‖wx‖².
+        damping: The λ that was added to the diagonal of the Hessian.
+        iterations: The number of iterations of the exact compensation.
+        gap: The certified distance to the optimal loss, relative to that loss.
+        seconds: The time that pruning the layer took. The first of the layers that share an input
+            pays for preparing the Hessian.
+        tokens: The number of calibration tokens that the layer saw.
+        dead_inputs: The number of input features that were 0 in every token.
+        skipped: The reason why the layer was left dense, `None` if it is pruned.
+        already_pruned: Whether the weight had the pattern before it was pruned.
+        shared_hessian: The share of all experts' Hessian, between 0 and 1, in the Hessian by which
+            an expert was pruned. It is above 0 where the expert saw too few tokens, and `loss` is
+            then measured by that mixture. It is `None` for layers that are not experts.
+        raised_damping: The fraction of the Hessian's mean diagonal that was added, where more was
+            needed than was asked for. It is `None` where what was asked for was enough.
+        peak_memory: The most memory, in bytes, that was allocated on the GPU while the layer was
+            pruned. It is `None` on other devices.
+        target_loss: The same as `loss`, against the weight that stands for the dense model's
+            outputs. It is `None` where the layer's own outputs are the target.
+        own_target: Why the layer's own outputs are its target, in a run with `target="dense"`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    method: str | None = None
+    sparsity: float | None = None
+    loss: float | None = None
+    relative_loss: float | None = None
+    damping: float | None = None
+    iterations: int | None = None
+    gap: float | None = None
+    seconds: float | None = None
+    tokens: int | None = None
+    dead_inputs: int | None = None
+    skipped: str | None = None
+    already_pruned: bool = False
+    shared_hessian: float | None = None
+    raised_damping: float | None = None
+    peak_memory: int | None = None
+    target_loss: float | None = None
+    own_target: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The layer's row of `pruning_report.json`."""
+        row = asdict(self) | {"shape": list(self.shape)}
+        for key in _LEFT_OUT:
+            if row[key] is None or row[key] is False:
+                del row[key]
+        return row
+
+    @classmethod
+    def from_dict(cls, row: dict[str, Any]) -> "LayerReport":
+        """Read a row of `pruning_report.json`. What an older version did not write is `None`."""
+        known = {f.name: row[f.name] for f in fields(cls) if f.name in row}
+        return cls(**known | {"shape": tuple(row["shape"])})
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockReport:
+    """What was done to a block as a whole. What was not asked for is `None`.
+
+    Attributes:
+        name: The name of the block in the model.
+        sparsity: The fraction of its weights that was to be removed, between 0 and 1.
+        error_before: ‖y − y_d‖² / ‖y_d‖² over the held-out windows before tuning, for the outputs y
+            of the block, and y_d of the block in the dense model.
+        error_after: The same after tuning; never more.
+        epoch: The epoch whose weights were kept, 0 for those before tuning.
+        seconds: The time that tuning took.
+    """
+
+    name: str
+    sparsity: float | None = None
+    error_before: float | None = None
+    error_after: float | None = None
+    epoch: int | None = None
+    seconds: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The block's row of `pruning_report.json`."""
+        return {key: value for key, value in asdict(self).items() if value is not None}
+
+    @classmethod
+    def from_dict(cls, row: dict[str, Any]) -> "BlockReport":
+        """Read a row of `pruning_report.json`."""
+        return cls(**{f.name: row[f.name] for f in fields(cls) if f.name in row})
