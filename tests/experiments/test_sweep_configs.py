@@ -50,7 +50,7 @@ def test_the_real_model_may_be_pruned_on_wikitext2_too():
 
 def test_there_are_sweeps():
     stems = {path.stem for path in SWEEPS}
-    assert stems == {"ablations", "quickstart", "real", "results", "target"}
+    assert stems == {"ablations", "frontier", "quickstart", "real", "results", "target"}
 
 
 def test_yaml_reads_an_unquoted_pattern_as_a_number(tmp_path, tiny_llama):

@@ -15,6 +15,7 @@ DOCS = ROOT / "docs"
 COMMANDS = ("python ", "pip ", "hf ", "lm_eval ", "make ", "mrp-lightning ")
 
 HOURS = "it takes hours; its code and its configuration are tested in tests/experiments"
+REAL = "DIR is the reader's own model; tests/commands/test_main.py runs these commands"
 HUB = "it downloads from the hub"
 GPU = "it takes minutes and is for a GPU; tests/export/test_benchmark.py runs the command"
 CUDA = (
@@ -24,6 +25,9 @@ OWN = "the module is the reader's own; tests/export/test_own_module.py loads int
 SOLVER = "it measures speed, in minutes, against a checkout of SparseGPT"
 NOT_RUN = {
     ("ablations.md", "python -m mrp_lightning sweep"): HOURS,
+    ("frontier.md", "python -m mrp_lightning sweep"): HOURS,
+    ("real-model.md", "python -m mrp_lightning sweep"): HOURS,
+    ("real-model.md", "python -m mrp_lightning predict"): REAL,
     ("results.md", "python -m mrp_lightning sweep"): HOURS,
     ("data.md", "hf download Salesforce/wikitext"): HUB,
     ("format.md", "module = export.load_into"): OWN,

@@ -92,11 +92,13 @@ def test_the_yaml_is_a_run(tiny_llama, here):
 
 
 def test_the_files_to_read_exist():
-    section = README.split("## Reading the code")[1]
-    named = re.findall(r"`([\w/]+\.py)`", section)
-    assert len(named) > 4
-    for name in named:
-        assert (ROOT / name).is_file(), name
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    rows = re.findall(r"^\| `(\w+)/` \|.*\|(.*)\|$", text, flags=re.M)
+    named = [(folder, name) for folder, cell in rows for name in re.findall(r"`(\w+\.py)`", cell)]
+    assert len(named) > 15
+    for folder, name in named:
+        found = [ROOT / package / folder / name for package in ("mrp_lightning", "export")]
+        assert any(path.is_file() for path in found), (folder, name)
 
 
 def test_the_readme_is_short():
