@@ -35,8 +35,8 @@ class Joint(Mask):
     """The mask of an approximate optimum over masks and weights together, of the whole layer.
 
     A step costs one product (rows, columns)·(columns, columns), and three steps one inverse
-    (columns, columns); 24 to 75 steps are usual. Beside what the compensation needs there is memory
-    for seven tensors of the weight's size and three of the Hessian's, in float32.
+    (columns, columns); some tens of steps are usual. Beside what the compensation needs there is
+    memory for seven tensors of the weight's size and three of the Hessian's, in float32.
     """
 
     name: ClassVar[str] = "J"

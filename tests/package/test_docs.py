@@ -15,7 +15,6 @@ DOCS = ROOT / "docs"
 COMMANDS = ("python ", "pip ", "hf ", "lm_eval ", "make ", "mrp-lightning ")
 
 HOURS = "it takes hours; its code and its configuration are tested in tests/experiments"
-REAL = "DIR is the reader's own model; tests/commands/test_main.py runs these commands"
 HUB = "it downloads from the hub"
 GPU = "it takes minutes and is for a GPU; tests/export/test_benchmark.py runs the command"
 CUDA = (
@@ -27,7 +26,6 @@ NOT_RUN = {
     ("ablations.md", "python -m mrp_lightning sweep"): HOURS,
     ("frontier.md", "python -m mrp_lightning sweep"): HOURS,
     ("real-model.md", "python -m mrp_lightning sweep"): HOURS,
-    ("real-model.md", "python -m mrp_lightning predict"): REAL,
     ("results.md", "python -m mrp_lightning sweep"): HOURS,
     ("data.md", "hf download Salesforce/wikitext"): HUB,
     ("format.md", "module = export.load_into"): OWN,
@@ -53,6 +51,7 @@ RUN = {
     ("methods.md", "from callbacks import"): "tests/package/test_docs.py",
     ("methods.md", "python -m mrp_lightning predict"): "tests/package/test_docs.py",
     ("models.md", "python benchmarks/models.py"): "tests/families/test_models_page.py",
+    ("real-model.md", "python -m mrp_lightning predict"): "tests/package/test_docs.py",
     ("zeroshot.md", "pip install 'mrp-lightning"): "tests/evaluation/test_zeroshot_page.py",
     ("zeroshot.md", "task: my_lambada"): "tests/evaluation/test_zeroshot_page.py",
     ("zeroshot.md", "lm_eval --model hf"): "tests/evaluation/test_zeroshot_command.py",
@@ -137,6 +136,21 @@ def test_a_packed_directory_is_read_as_format_md_says(tiny_llama, here):
     exec(block("format.md", "import export"), names)
     weights = names["model"].state_dict()
     assert all(torch.equal(weights[k], v) for k, v in pruned.state_dict().items())
+
+
+def test_three_commands_for_any_directory(tiny_llama, here):
+    from transformers import AutoModelForCausalLM
+
+    from export.to_sparse import main as to_sparse
+
+    Path("DIR").symlink_to(tiny_llama)
+    commands = block("real-model.md", "python -m mrp_lightning predict").replace("\\\n", " ")
+    predict, test, pack = (shlex.split(line)[3:] for line in commands.splitlines())
+    main([*predict, "--data.num_samples=4", "--model.dtype=bfloat16", *TINY])
+    main([*test, *TINY])
+    to_sparse(pack)
+    packed = AutoModelForCausalLM.from_pretrained("DIR-2of4-sparse24")
+    assert packed.config.quantization_config.quant_method == "mrp_sparse24"
 
 
 def test_a_recipe_prunes(tiny_llama, corpora_dir, here):
