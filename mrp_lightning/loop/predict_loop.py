@@ -9,6 +9,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from mrp_lightning.loop.capture import Step
 from mrp_lightning.loop.progress import PlainLog, Seldom, nested_progress
+from mrp_lightning.processes import Processes
 from mrp_lightning.pruning.extensions import Extensions
 from mrp_lightning.pruning.report import PruningReport
 from mrp_lightning.pruning.rows import LayerReport
@@ -27,6 +28,7 @@ def prune_in_trainer(
     recipe: Recipe,
     report: PruningReport,
     extensions: Extensions,
+    processes: Processes,
     *,
     true_sequential: bool,
     offload: bool,
@@ -36,11 +38,12 @@ def prune_in_trainer(
     Args:
         trainer: At the end of its predict loop, with the module on its device.
         module: The LightningModule to prune.
-        steps: The calibration batches, with all that `predict_step` takes.
+        steps: The calibration batches of this process, with all that `predict_step` takes.
         plan: The blocks and layers to prune.
         recipe: How layers are pruned.
         report: The report, which is filled while layers are pruned.
         extensions: What is done beside pruning each layer by itself.
+        processes: The processes of the trainer, each with its steps.
         true_sequential: Whether the layers of a block are pruned one after another.
         offload: Whether blocks and activations stay on the CPU until they are needed.
     """
@@ -83,6 +86,7 @@ def prune_in_trainer(
             device=device,
             offload=offload,
             extensions=extensions,
+            processes=processes,
             say=rank_zero_info,
             on_progress=follow,
             on_block=finish_block,

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from mrp_lightning.calibration.offload import CPU, Offload
 from mrp_lightning.calibration.padding import Padding
 from mrp_lightning.calibration.walks import Walk, WholeModel
 from mrp_lightning.errors import TargetError
+from mrp_lightning.processes import ALONE, Processes
 from mrp_lightning.pruning.allocation import allocate, measure_blocks, patterns_of_layers
 from mrp_lightning.pruning.block import BlockPruner
 from mrp_lightning.pruning.extensions import Extensions
@@ -56,7 +57,7 @@ class SequentialPruner:
     Args:
         model: The module whose forward `forward` runs.
         forward: Runs that forward on one batch.
-        batches: The calibration batches: anything that `forward` takes.
+        batches: The calibration batches of this process: anything that `forward` takes.
         plan: The blocks and layers to prune.
         recipe: How layers are pruned.
         report: The report, which is filled while layers are pruned.
@@ -66,6 +67,8 @@ class SequentialPruner:
         device: The device on which the model runs.
         offload: Whether blocks and stored activations stay on the CPU until they are needed.
         extensions: What is done beside pruning each layer by itself.
+        processes: The processes that prune the model together. All of them prune it, each with
+            batches of its own, and end with the same weights.
         on_progress: Called often, for a progress bar.
         say: Called, seldom, with what a user should be told.
         on_block: Called with the number of each block (from 0) and the layers pruned in it.
@@ -82,6 +85,7 @@ class SequentialPruner:
     device: torch.device = CPU
     offload: bool = False
     extensions: Extensions = field(default_factory=Extensions)
+    processes: Processes = ALONE
     say: Callable[[str], None] = log.info
     on_progress: Callable[[Progress], None] = lambda *_: None
     on_block: Callable[[int, list[LayerReport]], None] = lambda *_: None
@@ -117,7 +121,7 @@ class SequentialPruner:
             if not self.report.pruned:
                 reasons = "\n".join(f"  {row.name}: {row.skipped}" for row in self.report.layers)
                 raise TargetError(f"Pruned nothing. Every layer was left out:\n{reasons}")
-            _warn_of_unmatched(padding)
+            _warn_of_unmatched(self.processes.all(padding.unmatched))
             self.report.complete = True
         finally:
             self.report.seconds = time.perf_counter() - start
@@ -128,7 +132,13 @@ class SequentialPruner:
             self._refuse_what_needs_blocks()
             return
         layers, store = self.plan.layers, CPU if self.offload else None
-        walk = choose_walk(self._forward_with(padding), self.batches, self.plan.blocks, store=store)
+        walk = choose_walk(
+            self._forward_with(padding),
+            self.batches,
+            self.plan.blocks,
+            store=store,
+            processes=self.processes,
+        )
         self.report.config["walk"] = walk.name
         dense, tuning = None, self.extensions.tuning
         if self.extensions.target_weight or tuning:
@@ -172,7 +182,9 @@ class SequentialPruner:
         tuning = self.extensions.tuning
         if tuning is None or dense is None:
             return None
-        tuner = BlockTuner(self.model, walk, dense, padding, tuning, say=self.say)
+        tuner = BlockTuner(
+            self.model, walk, dense, padding, tuning, say=self.say, processes=self.processes
+        )
         with offload.pinned(walk.blocks[0].module):
             tuner.check(self.plan.layers)
         return tuner
@@ -184,7 +196,9 @@ class SequentialPruner:
         if self.extensions.allocation == "uniform":
             return {}, {}
         tell = self._teller(0)
-        measures = measure_blocks(walk.twin(), self.plan.layers, padding, offload.pinned, tell)
+        measures = measure_blocks(
+            walk.twin(), self.plan.layers, padding, offload.pinned, tell, self.processes
+        )
         if not measures:
             return {}, {}
         sparsities = allocate(self.recipe.pattern.sparsity, measures)
@@ -230,6 +244,7 @@ class SequentialPruner:
             dense=dense,
             target_weight=self.extensions.target_weight,
             patterns=patterns or {},
+            processes=self.processes,
         )
 
     def _teller(self, step: int) -> Callable[[str], None]:
@@ -242,14 +257,14 @@ class SequentialPruner:
         return tell
 
 
-def _warn_of_unmatched(padding: Padding) -> None:
-    if padding.unmatched:
+def _warn_of_unmatched(found: Iterable[Mapping[str, tuple[Any, Any]]]) -> None:
+    unmatched = {name: shapes for each in found for name, shapes in each.items()}
+    if unmatched:
         log.warning(
             "Some batches have padding, and the inputs of these layers do not match the "
             "attention mask around them, so all of their rows counted. If rows of theirs are "
             "padding (experts, and not an image tower), calibrate without padding:\n%s",
             "\n".join(
-                f"  {name}: input {shape}, mask {mask}"
-                for name, (shape, mask) in padding.unmatched.items()
+                f"  {name}: input {shape}, mask {mask}" for name, (shape, mask) in unmatched.items()
             ),
         )

@@ -161,7 +161,10 @@ def _solve(
         x[rows] = system.x.to(x.dtype)
         iterations = max(iterations, steps)
         bound, loss = bound + system.bound, loss + system.loss
-    gap = relative(bound, loss)
+    steps_taken, bounds, losses = zip(
+        *problem.processes.numbers(iterations, bound, loss), strict=True
+    )
+    iterations, gap = int(max(steps_taken)), relative(math.fsum(bounds), math.fsum(losses))
     if not math.isfinite(gap):
         raise HessianError(
             f"{label}: the optimum came out as NaN or Inf. The weight and its Hessian are of sizes "
