@@ -209,31 +209,31 @@ class PruningCallback(Callback):
             config["processes"] = processes.size
         if base_model := getattr(checkpoint_root(pl_module)[1], "name_or_path", None):
             config["base_model"] = base_model
-        with (
-            torch.inference_mode(False),
-            torch.no_grad(),
-            eager(),
-            one_voice(processes),
-            all_or_none(processes),
-        ):
-            warn_of_repeats(steps, processes)
-            self.report = PruningReport(config, provenance=provenance(trainer, steps, processes))
-            prune_in_trainer(
-                trainer,
-                pl_module,
-                steps,
-                plan,
-                self.recipe,
-                self.report,
-                self.extensions,
-                processes,
-                true_sequential=self.true_sequential,
-                offload=self.offload,
-            )
+        with torch.inference_mode(False), torch.no_grad(), eager(), one_voice(processes):
+            with all_or_none(processes):
+                warn_of_repeats(steps, processes)
+                self.report = PruningReport(
+                    config, provenance=provenance(trainer, steps, processes)
+                )
+                prune_in_trainer(
+                    trainer,
+                    pl_module,
+                    steps,
+                    plan,
+                    self.recipe,
+                    self.report,
+                    self.extensions,
+                    processes,
+                    true_sequential=self.true_sequential,
+                    offload=self.offload,
+                )
             self._pruned = pl_module
             if self.save_dir is not None and not _is_rehearsal(trainer):
                 self.report.complete = False  # until it is saved
-                self.save(self.save_dir, overwrite=self.overwrite)
+                try:
+                    self.save(self.save_dir, overwrite=self.overwrite)
+                finally:
+                    trainer.strategy.barrier("saved")
             tell_result(
                 self.report, self.recipe, self.save_dir, is_rehearsal=_is_rehearsal(trainer)
             )

@@ -54,16 +54,12 @@ class Processes:
         padded = mine.new_zeros(most, *mine.shape[1:], device=self.device)
         padded[: len(mine)] = mine
         # As bytes: no backend exchanges all dtypes.
-        sent = padded.view(len(padded), -1).view(torch.uint8)
-        received = sent.new_empty(self.size * most, sent.shape[1])
-        with self._explained():
-            distributed.all_gather_into_tensor(received, sent)
-        shares = received.view(mine.dtype).view(self.size, most, *mine.shape[1:])
+        shares = self._gather(padded.view(most, -1).view(torch.uint8))
         parts = [
-            share[: self._start(rank + 1, rows) - self._start(rank, rows)]
+            share.view(mine.dtype)[: self._start(rank + 1, rows) - self._start(rank, rows)]
             for rank, share in enumerate(shares)
         ]
-        return torch.cat(parts).to(mine.device)
+        return torch.cat(parts).view(rows, *mine.shape[1:]).to(mine.device)
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """Add the tensors of all processes up, in place; contiguous, and on `device`."""
@@ -84,10 +80,7 @@ class Processes:
         if self.size == 1:
             return [list(mine)]
         sent = torch.tensor(mine, dtype=torch.float64, device=self.device)
-        received = sent.new_empty(self.size, len(mine))
-        with self._explained():
-            distributed.all_gather_into_tensor(received.view(-1), sent)
-        return received.tolist()
+        return [found.tolist() for found in self._gather(sent)]
 
     def all(self, mine: Any) -> list[Any]:
         """What each process calls this with, by process: plain containers of strings, numbers."""
@@ -96,6 +89,12 @@ class Processes:
         received: list[Any] = [None] * self.size
         with self._explained():
             distributed.all_gather_object(received, mine)
+        return received
+
+    def _gather(self, mine: Tensor) -> list[Tensor]:
+        received = [torch.empty_like(mine) for _ in range(self.size)]
+        with self._explained():
+            distributed.all_gather(received, mine)
         return received
 
     def _start(self, rank: int, rows: int) -> int:

@@ -33,8 +33,8 @@ def require_whole_models(trainer: Trainer, caller: str) -> None:
     else:
         problem = "is none that it knows"
     raise StrategyError(
-        f"{caller} needs the whole model in each process. Strategy {_name_of(trainer)!r} {problem}. "
-        "Use strategy='ddp', in which several processes share the work, or "
+        f"{caller} needs the whole model in each process. Strategy {_name_of(trainer)!r} "
+        f"{problem}. Use strategy='ddp', in which several processes share the work, or "
         "Trainer(devices=1, strategy='auto'); for a model larger than the device, `offload: true`."
     )
 

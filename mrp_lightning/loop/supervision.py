@@ -2,7 +2,6 @@
 
 import logging
 import os
-import sys
 import threading
 import time
 import warnings
@@ -14,6 +13,8 @@ from torch.distributed import PrefixStore, distributed_c10d
 
 from mrp_lightning.errors import NumericalWarning
 from mrp_lightning.processes import Processes
+
+log = logging.getLogger(__name__)
 
 _SECONDS = 5.0
 """Between two beats of a process, and between two looks at those of the others."""
@@ -98,10 +99,10 @@ def _watch(processes: Processes, store: Any, left: threading.Event) -> None:
 def _end(left: threading.Event, processes: Processes, reason: str) -> None:
     if left.wait(_SECONDS):
         return  # the main thread has found out, and says more
-    print(
-        f"Process {processes.rank} of {processes.size} ends: {reason}. Mend that, and run all of "
-        "them again.",
-        file=sys.stderr,
-        flush=True,
+    log.error(
+        "Process %d of %d ends: %s. Mend that, and run all of them again.",
+        processes.rank,
+        processes.size,
+        reason,
     )
     os._exit(1)
