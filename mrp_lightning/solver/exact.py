@@ -73,8 +73,8 @@ class ExactCompensation:
             before = 0
         else:
             pruned, x, gradient, before = _block_by_block(problem, choose)
-        iterations, gap = _solve(problem, x, gradient, pruned, self.tolerance, given)
-        return Compensated(x.to(given), pruned, before + iterations, gap)
+        iterations, gap = _solve(problem, x, gradient, pruned, self.tolerance, given, before)
+        return Compensated(x.to(given), pruned, iterations, gap)
 
 
 def _block_by_block(problem: Problem, choose: Chooser) -> tuple[Tensor, Tensor, Tensor, int]:
@@ -141,10 +141,12 @@ def _solve(
     pruned: Tensor,
     tolerance: float,
     given: torch.dtype,
+    before: int,
 ) -> tuple[int, float]:
     """Bring x to the optimum in place: iterations and the certified relative gap.
 
-    The gap is that of x rounded to the `given` dtype.
+    The gap is that of x rounded to the `given` dtype, over the rows of all processes; the
+    iterations include those `before`, and are the most that any process took.
     """
     damped, label = problem.damped, problem.inputs.label
     iterations, bound, loss = 0, 0.0, 0.0
@@ -162,7 +164,7 @@ def _solve(
         iterations = max(iterations, steps)
         bound, loss = bound + system.bound, loss + system.loss
     steps_taken, bounds, losses = zip(
-        *problem.processes.numbers(iterations, bound, loss), strict=True
+        *problem.processes.numbers(before + iterations, bound, loss), strict=True
     )
     iterations, gap = int(max(steps_taken)), relative(math.fsum(bounds), math.fsum(losses))
     if not math.isfinite(gap):
