@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from mrp_lightning import prune_weight
 from mrp_lightning.processes import ALONE, Processes
 from mrp_lightning.pruning.extensions import Extensions
+from mrp_lightning.pruning.journal import Journal
 from mrp_lightning.pruning.report import PruningReport
 from mrp_lightning.pruning.sequential import SequentialPruner
 from mrp_lightning.solver.recipe import Recipe
@@ -39,6 +40,7 @@ def prune_model(
     say: Callable[[str], None] = lambda _: None,
     forward: Callable[[Any], Any] | None = None,
     processes: Processes = ALONE,
+    journal: Journal | None = None,
     **choices: Any,
 ) -> PruningReport:
     recipe = Recipe.of(sparsity=sparsity, pattern=pattern, method=method, tolerance=tolerance)
@@ -55,6 +57,7 @@ def prune_model(
         extensions=Extensions(**beyond or {}),
         say=say,
         processes=processes,
+        journal=journal,
     ).prune()
     return report
 

@@ -11,9 +11,11 @@ from mrp_lightning.loop.capture import Step
 from mrp_lightning.loop.progress import PlainLog, Seldom, nested_progress
 from mrp_lightning.processes import Processes
 from mrp_lightning.pruning.extensions import Extensions
+from mrp_lightning.pruning.journal import Journal
 from mrp_lightning.pruning.report import PruningReport
 from mrp_lightning.pruning.rows import LayerReport
 from mrp_lightning.pruning.sequential import Progress, SequentialPruner
+from mrp_lightning.pruning.shared_journal import SharedJournal
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.plan import Plan
 
@@ -32,6 +34,7 @@ def prune_in_trainer(
     *,
     true_sequential: bool,
     offload: bool,
+    journal: Journal | SharedJournal | None = None,
 ) -> None:
     """Prune the trainer's module in place; progress and metrics go to its bar and loggers.
 
@@ -46,6 +49,7 @@ def prune_in_trainer(
         processes: The processes of the trainer, each with its steps.
         true_sequential: Whether the layers of a block are pruned one after another.
         offload: Whether blocks and activations stay on the CPU until they are needed.
+        journal: Keeps what is done to each block, and knows what is done already.
     """
     strategy = trainer.strategy
     device = strategy.root_device
@@ -59,8 +63,8 @@ def prune_in_trainer(
         logger.log_hyperparams({"prune": report.config})
     plain = PlainLog(trainer, len(plan.blocks) + bool(plan.outside))
 
-    def finish_block(k: int, rows: list[LayerReport]) -> None:
-        plain.finish(k + 1, _mean_loss(rows) if rows else None)
+    def finish_block(k: int, rows: list[LayerReport], resumed: bool) -> None:
+        plain.finish(k + 1, _mean_loss(rows) if rows else None, resumed=resumed)
         _log_metrics(trainer, k, rows)
         _log_layers(trainer, report.pruned, rows)
 
@@ -87,6 +91,7 @@ def prune_in_trainer(
             offload=offload,
             extensions=extensions,
             processes=processes,
+            journal=journal,
             say=rank_zero_info,
             on_progress=follow,
             on_block=finish_block,

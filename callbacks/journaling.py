@@ -1,0 +1,66 @@
+"""The journal of a pruning in a trainer."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from os import PathLike
+
+from lightning.pytorch import LightningModule, Trainer
+
+from mrp_lightning.loop.capture import Step
+from mrp_lightning.loop.fingerprint import fingerprint
+from mrp_lightning.processes import Processes
+from mrp_lightning.pruning.journal import Journal, journal_path
+from mrp_lightning.pruning.report import PruningReport
+from mrp_lightning.pruning.shared_journal import SharedJournal
+from mrp_lightning.targets.plan import Plan
+
+
+def open_journal(
+    beside: str | PathLike[str] | None,
+    trainer: Trainer,
+    module: LightningModule,
+    steps: Sequence[Step],
+    plan: Plan,
+    report: PruningReport,
+    processes: Processes,
+    *,
+    resume: bool,
+) -> AbstractContextManager[Journal | SharedJournal | None]:
+    """Start the journal of a run, or go on with it.
+
+    Args:
+        beside: The directory beside which it lies; `None` for a run without one.
+        trainer: The trainer that prunes.
+        module: Its module, which is still dense.
+        steps: The calibration batches of this process.
+        plan: What will be pruned.
+        report: The report of the run, with nothing done yet.
+        processes: The processes that make the run; the first one keeps the journal.
+        resume: Whether to go on with a journal that is there.
+
+    Raises:
+        JournalError: The journal that is there is of another run, damaged, or in use.
+        SaveError: It cannot be written.
+    """
+    if beside is None:
+        return nullcontext()
+    about = {
+        "config": report.config,
+        "provenance": report.provenance,
+        "versions": report.versions,
+        "blocks": sum(1 for layers in plan.layers.values() if layers) + bool(plan.outside),
+        "layers": plan.num_layers,
+    }
+    settings = {key: value for key, value in report.config.items() if key != "base_model"}
+    found = fingerprint(trainer, module, steps, settings, processes)
+    journal = None
+    if processes.rank == 0:
+        journal = Journal.open(beside, found, resume=resume, about=about)
+    return journal if processes.size == 1 else SharedJournal(journal, processes)
+
+
+def journal_bytes(beside: str | PathLike[str], module: LightningModule) -> int:
+    """How much more of a disk the journal may take: the weights, less what it holds already."""
+    there = sum(file.stat().st_size for file in journal_path(beside).glob("*.safetensors"))
+    weights = sum(p.numel() * p.element_size() for p in module.parameters())
+    return max(0, weights - there)
