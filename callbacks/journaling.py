@@ -53,9 +53,9 @@ def open_journal(
     }
     settings = {key: value for key, value in report.config.items() if key != "base_model"}
     found = fingerprint(trainer, module, steps, settings, processes)
-    journal = None
-    if processes.rank == 0:
-        journal = Journal.open(beside, found, resume=resume, about=about)
+    if processes.rank:
+        return SharedJournal(None, processes)
+    journal = Journal.open(beside, found, resume=resume, about=about)
     return journal if processes.size == 1 else SharedJournal(journal, processes)
 
 

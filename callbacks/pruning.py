@@ -298,7 +298,7 @@ class PruningCallback(Callback):
             )
         before, self.report.complete = self.report.complete, True  # as the file is to say
         try:
-            if rank_zero_only.rank == 0:
+            if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
                 save_pruned(self._pruned, directory, self.report, overwrite=overwrite)
         except BaseException as error:
             self.report.complete = before
@@ -356,8 +356,9 @@ class PruningCallback(Callback):
             return
         self._end_session()
         raise DataError(
-            f"{type(self).__name__} pruned nothing: the predict dataloader gave no batch. "
-            "Give it calibration data, and check `limit_predict_batches`."
+            f"{type(self).__name__} pruned nothing: the predict dataloader gave process "
+            f"{trainer.global_rank} of {trainer.world_size} no batch. Give it calibration data, at "
+            "least a window for each process, and check `limit_predict_batches`."
         )
 
     def _beside(self, trainer: Trainer) -> str | PathLike[str] | None:

@@ -72,7 +72,7 @@ class Processes:
         """Take over the tensor of process 0, in place; contiguous, and on `device`."""
         if self.size > 1:
             with self._explained():
-                distributed.broadcast(tensor.view(-1).view(torch.uint8), 0)
+                distributed.broadcast(tensor.detach().view(-1).view(torch.uint8), 0)
         return tensor
 
     def numbers(self, *mine: float) -> list[list[float]]:
