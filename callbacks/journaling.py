@@ -1,18 +1,20 @@
 """The journal of a pruning in a trainer."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from os import PathLike
 
 from lightning.pytorch import LightningModule, Trainer
 
 from mrp_lightning.loop.capture import Step
 from mrp_lightning.loop.fingerprint import fingerprint
+from mrp_lightning.loop.progress import log
 from mrp_lightning.pruning.journal import Journal, journal_path
 from mrp_lightning.pruning.report import PruningReport
 from mrp_lightning.targets.plan import Plan
 
 
+@contextmanager
 def open_journal(
     beside: str | PathLike[str] | None,
     trainer: Trainer,
@@ -22,8 +24,8 @@ def open_journal(
     report: PruningReport,
     *,
     resume: bool,
-) -> AbstractContextManager[Journal | None]:
-    """Start the journal of a run, or go on with it.
+) -> Iterator[Journal | None]:
+    """Start the journal of a run, or go on with it; say how far it came if the run fails.
 
     Args:
         beside: The directory beside which it lies; `None` for a run without one.
@@ -34,12 +36,16 @@ def open_journal(
         report: The report of the run, with nothing done yet.
         resume: Whether to go on with a journal that is there.
 
+    Yields:
+        The journal, `None` without one.
+
     Raises:
         JournalError: The journal that is there is of another run, damaged, or in use.
         SaveError: It cannot be written.
     """
     if beside is None:
-        return nullcontext()
+        yield None
+        return
     about = {
         "config": report.config,
         "provenance": report.provenance,
@@ -49,7 +55,18 @@ def open_journal(
     }
     settings = {key: value for key, value in report.config.items() if key != "base_model"}
     found = fingerprint(trainer, module, steps, settings)
-    return Journal.open(beside, found, resume=resume, about=about)
+    with Journal.open(beside, found, resume=resume, about=about) as journal:
+        try:
+            yield journal
+        except BaseException:
+            log.warning(
+                "%d of %d blocks are pruned, and kept in %s. Start the same run again: it goes on "
+                "there.",
+                len(journal.manifest.shards),
+                about["blocks"],
+                journal.path,
+            )
+            raise
 
 
 def journal_bytes(beside: str | PathLike[str], module: LightningModule) -> int:
