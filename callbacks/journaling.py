@@ -9,7 +9,8 @@ from lightning.pytorch import LightningModule, Trainer
 from mrp_lightning.loop.capture import Step
 from mrp_lightning.loop.fingerprint import fingerprint
 from mrp_lightning.loop.progress import log
-from mrp_lightning.pruning.journal import Journal, journal_path
+from mrp_lightning.loop.saving import check_save_dir
+from mrp_lightning.pruning.journal import Journal, journal_path, require_free
 from mrp_lightning.pruning.report import PruningReport
 from mrp_lightning.targets.plan import Plan
 
@@ -50,6 +51,7 @@ def open_journal(
         "config": report.config,
         "provenance": report.provenance,
         "versions": report.versions,
+        "model_weights": sum(p.numel() for p in module.parameters()),
         "blocks": sum(1 for layers in plan.layers.values() if layers) + bool(plan.outside),
         "layers": plan.num_layers,
     }
@@ -69,7 +71,37 @@ def open_journal(
             raise
 
 
-def journal_bytes(beside: str | PathLike[str], module: LightningModule) -> int:
+def check_places(
+    save_dir: str | PathLike[str] | None,
+    journal_beside: str | PathLike[str] | None,
+    module: LightningModule,
+    *,
+    overwrite: bool,
+) -> None:
+    """Refuse places in which the model and the journal cannot be written, before any work.
+
+    Args:
+        save_dir: The directory of the pruned model, `None` if it is not saved.
+        journal_beside: The directory beside which the journal lies, if that is not `save_dir`.
+        module: The module that will be pruned.
+        overwrite: Whether `save_dir` may be replaced.
+
+    Raises:
+        FileExistsError: `save_dir` may not be replaced; see `check_output_dir`.
+        PermissionError: It cannot be made.
+        OptionError: The disk has not enough room for both.
+        JournalError: A live process holds the journal.
+    """
+    beside = journal_beside or save_dir
+    if beside is None:
+        return
+    if save_dir is not None:
+        room = _room(beside, module)
+        check_save_dir(save_dir, module, overwrite=overwrite, journal_bytes=room)
+    require_free(beside)
+
+
+def _room(beside: str | PathLike[str], module: LightningModule) -> int:
     """How much more of a disk the journal may take: the weights, less what it holds already."""
     there = sum(file.stat().st_size for file in journal_path(beside).glob("*.safetensors"))
     weights = sum(p.numel() * p.element_size() for p in module.parameters())

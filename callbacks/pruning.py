@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from safetensors import SafetensorError
 
-from callbacks.journaling import journal_bytes, open_journal
+from callbacks.journaling import check_places, open_journal
 from callbacks.result import tell_result
 from callbacks.session import Session
 from mrp_lightning.errors import DataError, OptionError, SaveError
@@ -18,11 +18,11 @@ from mrp_lightning.loop.capture import eager
 from mrp_lightning.loop.contents import checkpoint_root, is_built_later
 from mrp_lightning.loop.predict_loop import prune_in_trainer
 from mrp_lightning.loop.provenance import provenance
-from mrp_lightning.loop.saving import check_save_dir, save_pruned
+from mrp_lightning.loop.saving import save_pruned
 from mrp_lightning.loop.signals import Interrupted, interruptible
 from mrp_lightning.loop.strategies import require_one_process
 from mrp_lightning.pruning.extensions import Extensions
-from mrp_lightning.pruning.journal import Journal, require_free
+from mrp_lightning.pruning.journal import Journal
 from mrp_lightning.pruning.report import PruningReport
 from mrp_lightning.pruning.tuning import BlockTuning
 from mrp_lightning.solver.recipe import Recipe
@@ -185,15 +185,8 @@ class PruningCallback(Callback):
         if len(mine) > 1:
             raise OptionError("A predict run takes one PruningCallback; run predict once for each.")
         require_one_process(trainer, type(self).__name__)
-        if self.save_dir is not None and not _is_rehearsal(trainer):
-            check_save_dir(
-                self.save_dir,
-                pl_module,
-                overwrite=self.overwrite,
-                journal_bytes=journal_bytes(self.journal_beside or self.save_dir, pl_module),
-            )
-        if beside := self._beside(trainer):
-            require_free(beside)
+        if not _is_rehearsal(trainer):
+            check_places(self.save_dir, self.journal_beside, pl_module, overwrite=self.overwrite)
         if not is_built_later(pl_module):
             self._make_plan(pl_module)
         self._session = Session()
