@@ -11,20 +11,22 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from safetensors import SafetensorError
 
-from callbacks.journaling import journal_bytes, open_journal
+from callbacks.journaling import check_places, open_journal
 from callbacks.result import tell_result
 from callbacks.session import Session
 from mrp_lightning.errors import DataError, OptionError, SaveError
+from mrp_lightning.loop import progress
 from mrp_lightning.loop.capture import eager
 from mrp_lightning.loop.contents import checkpoint_root, is_built_later
 from mrp_lightning.loop.predict_loop import prune_in_trainer
 from mrp_lightning.loop.provenance import provenance
 from mrp_lightning.loop.repeats import warn_of_repeats
-from mrp_lightning.loop.saving import check_save_dir, save_pruned
+from mrp_lightning.loop.saving import save_pruned
+from mrp_lightning.loop.signals import Interrupted, interruptible
 from mrp_lightning.loop.strategies import processes_of, require_whole_models
 from mrp_lightning.loop.supervision import all_or_none, one_voice
 from mrp_lightning.pruning.extensions import Extensions
-from mrp_lightning.pruning.journal import Journal, require_free
+from mrp_lightning.pruning.journal import Journal
 from mrp_lightning.pruning.report import PruningReport
 from mrp_lightning.pruning.shared_journal import SharedJournal
 from mrp_lightning.pruning.tuning import BlockTuning
@@ -193,15 +195,8 @@ class PruningCallback(Callback):
         if len(mine) > 1:
             raise OptionError("A predict run takes one PruningCallback; run predict once for each.")
         require_whole_models(trainer, type(self).__name__)
-        if self.save_dir is not None and _writes(trainer):
-            check_save_dir(
-                self.save_dir,
-                pl_module,
-                overwrite=self.overwrite,
-                journal_bytes=journal_bytes(self.journal_beside or self.save_dir, pl_module),
-            )
-        if trainer.is_global_zero and (beside := self._beside(trainer)):
-            require_free(beside)
+        if trainer.is_global_zero and not _is_rehearsal(trainer):
+            check_places(self.save_dir, self.journal_beside, pl_module, overwrite=self.overwrite)
         if not is_built_later(pl_module):
             self._make_plan(pl_module)
         self._session = Session()
@@ -223,6 +218,7 @@ class PruningCallback(Callback):
         batches = int(sum(count for (count,) in processes.numbers(len(steps))))
         if not batches:
             return
+        stopping = interruptible(self._session.signals, at_once=True)
         self._end_session()
         config = {**self._config, "batches": batches, "precision": str(trainer.precision)}
         if processes.size > 1:
@@ -230,6 +226,7 @@ class PruningCallback(Callback):
         if base_model := getattr(checkpoint_root(pl_module)[1], "name_or_path", None):
             config["base_model"] = base_model
         with (
+            stopping,
             torch.inference_mode(False),
             torch.no_grad(),
             eager(),
@@ -344,6 +341,8 @@ class PruningCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """Leave nothing behind; Lightning does not call `teardown` after an exception."""
+        if isinstance(exception, Interrupted):
+            progress.log.warning("Stopped by %s.", exception.signal.name)
         self._end_session()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -390,10 +389,6 @@ class PruningCallback(Callback):
             skip_indivisible=self.skip_indivisible,
             prefix=checkpoint_root(pl_module)[0],
         )
-
-
-def _writes(trainer: Trainer) -> bool:
-    return trainer.is_global_zero and not _is_rehearsal(trainer)
 
 
 def _is_rehearsal(trainer: Trainer) -> bool:

@@ -1,7 +1,6 @@
 """The journal of several processes: the first one keeps it, and tells the others what it holds."""
 
 from dataclasses import replace
-from types import TracebackType
 
 import torch
 
@@ -66,17 +65,3 @@ class SharedJournal:
         """Delete it, when all is done and saved."""
         if self._journal is not None:
             self._journal.remove()
-
-    def __enter__(self) -> "SharedJournal":
-        """Hold it in this context."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Let go of it."""
-        if self._journal is not None:
-            self._journal.close()
