@@ -354,10 +354,11 @@ class PruningCallback(Callback):
         if self._session is None:
             return
         self._end_session()
+        size = trainer.world_size
+        where = "" if size == 1 else f" to process {trainer.global_rank} of {size}"
         raise DataError(
-            f"{type(self).__name__} pruned nothing: the predict dataloader gave process "
-            f"{trainer.global_rank} of {trainer.world_size} no batch. Give it calibration data, at "
-            "least a window for each process, and check `limit_predict_batches`."
+            f"{type(self).__name__} pruned nothing: the predict dataloader gave no batch{where}. "
+            "Give it calibration data, and check `limit_predict_batches`."
         )
 
     def _beside(self, trainer: Trainer) -> str | PathLike[str] | None:

@@ -25,6 +25,7 @@ CUDA = (
 )
 OWN = "the module is the reader's own; tests/export/test_own_module.py loads into one"
 SOLVER = "it measures speed, in minutes, against a checkout of SparseGPT"
+PROCESSES = "it starts processes; tests/callbacks/test_processes.py starts some like them"
 NOT_RUN = {
     ("ablations.md", "python -m mrp_lightning sweep"): HOURS,
     ("frontier.md", "python -m mrp_lightning sweep"): HOURS,
@@ -34,6 +35,8 @@ NOT_RUN = {
     ("format.md", "module = export.load_into"): OWN,
     ("methods.md", "python -m mrp_lightning sweep"): HOURS,
     ("format.md", "import torch\nfrom torch.sparse"): CUDA,
+    ("processes.md", "import lightning"): PROCESSES,
+    ("processes.md", "python -m mrp_lightning predict"): PROCESSES,
     ("benchmarks/export.md", "python -m pytest tests/export"): GPU,
     ("benchmarks/export.md", "python -m export.benchmark --shape"): GPU,
     ("benchmarks/export.md", "python benchmarks/kernel_code.py"): GPU,
