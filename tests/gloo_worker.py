@@ -49,7 +49,7 @@ def main() -> None:
         "gloo", init_method=f"file://{directory}/group", rank=rank, world_size=size
     )
     processes = Processes(rank, size)
-    supervision._SECONDS = 0.2
+    supervision._SECONDS = supervision._GRACE = 0.2
     with supervision.all_or_none(processes):
         exchange(processes)
         solve(processes)

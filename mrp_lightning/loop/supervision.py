@@ -6,7 +6,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from torch.distributed import PrefixStore, distributed_c10d
@@ -16,9 +16,11 @@ from mrp_lightning.processes import Processes
 
 log = logging.getLogger(__name__)
 
-_SECONDS = 5.0
+_SECONDS = 2.0
 """Between two beats of a process, and between two looks at those of the others."""
-_MISSED = 6
+_GRACE = 6.0
+"""Seconds in which a process may end by itself before it is ended."""
+_MISSED = 15
 """Beats in turn after which a process is taken for dead."""
 _FAILED = "failed: "
 
@@ -65,7 +67,10 @@ def all_or_none(processes: Processes) -> Iterator[None]:
     except BaseException as error:
         left.set()
         watch.join()
-        store.set(str(processes.rank), f"{_FAILED}{type(error).__name__}: {error}")
+        with suppress(RuntimeError):  # the others may be gone
+            store.set(str(processes.rank), f"{_FAILED}{type(error).__name__}: {error}")
+            if processes.rank == 0:
+                time.sleep(1.5 * _SECONDS)  # the store ends with this process
         raise
     else:
         processes.numbers(0.0)  # all are through
@@ -84,7 +89,8 @@ def _watch(processes: Processes, store: Any, left: threading.Event) -> None:
             store.set(str(processes.rank), str(beat))
             said = {n: store.get(str(n)).decode() for n in others if store.check([str(n)])}
         except RuntimeError as error:
-            return _end(left, processes, f"the process that keeps the group has ended ({error})")
+            why = str(error).partition("\n")[0]
+            return _end(left, processes, f"the process that keeps the group has ended ({why})")
         for rank in others:
             now = said.get(rank, "")
             missed[rank] = 0 if now != seen[rank] else missed[rank] + 1
@@ -97,7 +103,7 @@ def _watch(processes: Processes, store: Any, left: threading.Event) -> None:
 
 
 def _end(left: threading.Event, processes: Processes, reason: str) -> None:
-    if left.wait(_SECONDS):
+    if left.wait(_GRACE):
         return  # the main thread has found out, and says more
     log.error(
         "Process %d of %d ends: %s. Mend that, and run all of them again.",
