@@ -1,5 +1,6 @@
-"""Out of memory, as torch and Python say it, and what to lower."""
+"""How much memory there was need of; out of memory, as torch and Python say it."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,6 +16,16 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError | torch.OutOfMemoryError | OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(word in str(error) for word in _WORDS)
+
+
+def peak_rss() -> int | None:
+    """The most memory, in bytes, that this process has held so far; `None` on Windows."""
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 @contextmanager

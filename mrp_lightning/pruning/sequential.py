@@ -11,7 +11,7 @@ from torch import nn
 
 from mrp_lightning.calibration.choice import choose_walk
 from mrp_lightning.calibration.dense import DenseStream
-from mrp_lightning.calibration.memory import explained_out_of_memory
+from mrp_lightning.calibration.memory import explained_out_of_memory, peak_rss
 from mrp_lightning.calibration.offload import CPU, Offload
 from mrp_lightning.calibration.padding import Padding
 from mrp_lightning.calibration.walks import Walk, WholeModel
@@ -98,7 +98,7 @@ class SequentialPruner:
             HessianError: A layer's inputs give no usable Hessian.
             OutOfMemoryError: There is not enough memory.
         """
-        start = time.perf_counter()
+        start, cpu_start, peak_before = time.perf_counter(), time.process_time(), peak_rss()
         self.report.model_weights = sum(p.numel() for p in self.model.parameters())
         padding = Padding(self.model)
         blocks = [block.module for block in self.plan.blocks] if self.offload else []
@@ -121,6 +121,9 @@ class SequentialPruner:
             self.report.complete = True
         finally:
             self.report.seconds = time.perf_counter() - start
+            self.report.cpu_seconds = time.process_time() - cpu_start
+            peak = peak_rss()
+            self.report.peak_rss = peak if peak != peak_before else None
 
     def _prune_blocks(self, padding: Padding, offload: Offload) -> None:
         """Walk the blocks up to the last one that has layers to prune."""
