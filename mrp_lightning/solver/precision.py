@@ -37,6 +37,22 @@ def full_float32(device: torch.device) -> Iterator[None]:
             _set(setting, precision)
 
 
+@contextmanager
+def bfloat16_factors() -> Iterator[None]:
+    """Let a CPU multiply float32 numbers that are all bfloat16 numbers, too, as such.
+
+    Their products are exact in float32, in which they are summed: nothing is lost, and processors
+    with units for it take a third of the time.
+    """
+    setting = ("mkldnn", "matmul")
+    before = _own(setting)
+    try:
+        _set(setting, "bf16")
+        yield
+    finally:
+        _set(setting, before)
+
+
 def _own(setting: Setting) -> str:
     """What a setting itself is set to, "none" if it inherits.
 
