@@ -16,8 +16,14 @@ from mrp_lightning.calibration.offload import CPU, Offload
 from mrp_lightning.calibration.padding import Padding
 from mrp_lightning.calibration.walks import Walk, WholeModel
 from mrp_lightning.errors import TargetError
-from mrp_lightning.pruning.allocation import allocate, measure_blocks, patterns_of_layers
+from mrp_lightning.pruning.allocation import (
+    allocate,
+    allocate_by_loss,
+    measure_blocks,
+    patterns_of_layers,
+)
 from mrp_lightning.pruning.block import BlockPruner
+from mrp_lightning.pruning.dry_run import losses_of_blocks
 from mrp_lightning.pruning.extensions import Extensions
 from mrp_lightning.pruning.report import PruningReport
 from mrp_lightning.pruning.rows import BlockReport, LayerReport
@@ -186,11 +192,14 @@ class SequentialPruner:
         """The sparsities of blocks, and the patterns of layers, that are not the recipe's."""
         if self.extensions.allocation == "uniform":
             return {}, {}
-        tell = self._teller(0)
-        measures = measure_blocks(walk.twin(), self.plan.layers, padding, offload.pinned, tell)
+        given = walk.twin(), self.plan.layers, padding, offload.pinned, self._teller(0)
+        if self.extensions.allocation == "loss":
+            measures, rule = losses_of_blocks(*given, self.recipe), allocate_by_loss
+        else:
+            measures, rule = measure_blocks(*given), allocate
         if not measures:
             return {}, {}
-        sparsities = allocate(self.recipe.pattern.sparsity, measures)
+        sparsities = rule(self.recipe.pattern.sparsity, measures)
         return sparsities, patterns_of_layers(sparsities, measures)
 
     def _prune_outside(self, padding: Padding) -> None:
