@@ -12,7 +12,7 @@ from typing import Any
 import transformers
 from transformers.utils import cached_file
 
-from mrp_lightning.environment import extra
+from mrp_lightning.environment import extra, why_no_hub
 from mrp_lightning.errors import DependencyError, FormatError, OptionError
 
 _SUFFIX = ".gguf"
@@ -44,11 +44,12 @@ def located(source: str, gguf_file: str | None, revision: str | None = None) -> 
             f"`gguf_file`: {source} has no file {gguf_file}. Name one of its .gguf files: {there}."
         )
     try:
-        return str(cached_file(source, gguf_file, revision=revision))
+        away = why_no_hub() is not None
+        return str(cached_file(source, gguf_file, revision=revision, local_files_only=away))
     except OSError as error:
         raise FileNotFoundError(
             f"`gguf_file`: {source} is no directory, and the hub gives no {gguf_file} of that name."
-            f" ({error})"
+            f" ({why_no_hub() or error})"
         ) from error
 
 
