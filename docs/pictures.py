@@ -13,6 +13,7 @@ import torch
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from callbacks import MRPCallback
 from mrp_lightning import CausalLM, HessianAccumulator, TextDataModule, Trainer, prune_weight
@@ -63,7 +64,7 @@ def prune(windows: Tensor, recipe: Mapping[str, Any]) -> nn.Module:
     """The embedded model, pruned by a recipe."""
     model = CausalLM(str(STDLIB_LLAMA))
     trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
-    batches = list(windows.split(8))
+    batches = DataLoader(windows, batch_size=8)
     trainer.predict(model, batches, callbacks=[MRPCallback(sparsity=SPARSITY, **recipe)])
     return model.model
 
