@@ -1,4 +1,4 @@
-"""How much memory there was need of; out of memory, as torch and Python say it."""
+"""Out of memory, as torch and Python say it, and what to lower; and how much was in use."""
 
 import sys
 from collections.abc import Iterator
@@ -58,3 +58,11 @@ def explained_out_of_memory(device: torch.device, *, offload: bool) -> Iterator[
         raise OutOfMemoryError(
             f"Not enough memory to prune on {device}. {step} ({reason})"
         ) from error
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """The most bytes in use so far: those of torch on a GPU, else those of the process in memory.
+
+    On a GPU it is since torch's count was last reset, which pruning a layer does.
+    """
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_rss()

@@ -42,6 +42,8 @@ class PruningReport:
             report that an older version wrote.
         files: The names of all files that were written with the report, relative to its directory.
         blocks: The blocks, in their order, where something was done to them as a whole.
+        resumed_blocks: How many blocks came from the journal of an interrupted run, the layers
+            outside the blocks as one; `seconds` counts that run, too.
     """
 
     config: dict[str, Any]
@@ -56,6 +58,7 @@ class PruningReport:
     blocks: list[BlockReport] = field(default_factory=list)
     provenance: dict[str, Any] = field(default_factory=dict)
     model_weights: int | None = None
+    resumed_blocks: int = 0
 
     def skip(self, name: str, shape: tuple[int, ...], reason: str) -> None:
         """Add a layer that is left dense, and why."""
@@ -65,7 +68,11 @@ class PruningReport:
     @property
     def pruned(self) -> list[LayerReport]:
         """The layers that are pruned."""
-        return [row for row in self.layers if row.skipped is None]
+        return self.pruned_since(0)
+
+    def pruned_since(self, first: int) -> list[LayerReport]:
+        """The pruned layers but the first rows of the report."""
+        return [row for row in self.layers[first:] if row.skipped is None]
 
     @property
     def relative_loss(self) -> float | None:
@@ -96,6 +103,7 @@ class PruningReport:
             "seconds": self.seconds,
             **{key: value for key, value in spent.items() if value is not None},
             **({"peak_memory": max(peaks)} if peaks else {}),
+            **({"resumed_blocks": self.resumed_blocks} if self.resumed_blocks else {}),
         }
 
     def to_dict(self) -> dict[str, Any]:
@@ -167,4 +175,5 @@ class PruningReport:
             blocks=[BlockReport.from_dict(row) for row in content.get("blocks", [])],
             provenance=content.get("provenance", {}),
             model_weights=totals.get("model_weights"),
+            resumed_blocks=totals.get("resumed_blocks", 0),
         )

@@ -36,6 +36,7 @@ def problems_in(content: dict[str, Any]) -> Iterator[str]:
     for key in ("model_weights", "peak_rss"):
         yield from _wrong_type(f"totals.{key}", totals.get(key), int | None)
     yield from _wrong_type("totals.cpu_seconds", totals.get("cpu_seconds"), float | None)
+    yield from _wrong_type("totals.resumed_blocks", totals.get("resumed_blocks", 0), int)
     yield from _wrong_type("config.method", config.get("method"), str)
     for key in _TOTALS:
         if key in totals:
