@@ -1,5 +1,6 @@
-"""Out of memory, as torch and Python say it, and what to lower."""
+"""Out of memory, as torch and Python say it, and what to lower; and how much was in use."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,6 +16,16 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError | torch.OutOfMemoryError | OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(word in str(error) for word in _WORDS)
+
+
+def peak_rss() -> int | None:
+    """The most memory, in bytes, that this process has held so far; `None` on Windows."""
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 @contextmanager
@@ -47,3 +58,11 @@ def explained_out_of_memory(device: torch.device, *, offload: bool) -> Iterator[
         raise OutOfMemoryError(
             f"Not enough memory to prune on {device}. {step} ({reason})"
         ) from error
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """The most bytes in use so far: those of torch on a GPU, else those of the process in memory.
+
+    On a GPU it is since torch's count was last reset, which pruning a layer does.
+    """
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_rss()
