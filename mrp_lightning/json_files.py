@@ -36,8 +36,10 @@ def read_json(path: str | os.PathLike[str], remedy: str, version: int | None = N
         FormatError: It is no JSON object, or of another version.
     """
     try:
-        content = json.loads(Path(path).read_text("utf-8"))
-    except ValueError as error:
+        content = json.loads(Path(path).read_text("utf-8"), parse_constant=_no_number)
+        # Half of a surrogate pair can be escaped in JSON, but not be written into any file.
+        json.dumps(content, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
         raise FormatError(f"{path} is not JSON ({error}). Delete it, or {remedy}.") from error
     if version is not None:
         check_version(content, str(path), version, remedy)
@@ -65,6 +67,10 @@ def check_version(content: Any, source: str, version: int, remedy: str) -> None:
             f"{source}: `format_version` is {found!r}, but this version of mrp-lightning reads "
             f"{version}. Use the version that wrote it, or {remedy}."
         )
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is no number of JSON")
 
 
 def _finite(content: Any) -> Any:

@@ -2,7 +2,7 @@
 
 import os
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Self
 
 import torch
 from lightning.pytorch import LightningModule
@@ -150,6 +150,23 @@ class CausalLM(LightningModule):
                 "weight_decay": weight_decay,
                 "warmup_steps": warmup_steps,
             }
+        )
+
+    @classmethod
+    def load_from_checkpoint(  # type: ignore[override]  # (Lightning's is no plain classmethod)
+        cls, checkpoint_path: Any, *args: Any, weights_only: bool | None = True, **kwargs: Any
+    ) -> Self:
+        """Load a Lightning checkpoint; see `lightning.pytorch.LightningModule`.
+
+        Args:
+            checkpoint_path: A file, its path, or a URL.
+            *args: As Lightning's.
+            weights_only: Whether only tensors and plain containers are taken from it: what else it
+                holds can run code.
+            **kwargs: As Lightning's.
+        """
+        return super().load_from_checkpoint(
+            checkpoint_path, *args, weights_only=weights_only, **kwargs
         )
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:

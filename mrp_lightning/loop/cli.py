@@ -1,6 +1,7 @@
 """LightningCLI for a `CausalLM` on a `TextDataModule`, or for classes of the user's."""
 
 import os
+import pickle
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from mrp_lightning.errors import OptionError
+from mrp_lightning.errors import FormatError, OptionError
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.data_module import TextDataModule
 from mrp_lightning.loop.places import mentions
@@ -20,6 +21,7 @@ from mrp_lightning.loop.pruning_callback import callbacks_that_prune
 from mrp_lightning.loop.save_evaluation import SaveEvaluation
 from mrp_lightning.loop.trainer import Trainer
 from mrp_lightning.loop.typos import explain
+from mrp_lightning.models.damage import why_no_pickle
 from mrp_lightning.pruning.report import NAME
 
 _GPUS = {"cuda", "mps"}
@@ -100,6 +102,19 @@ class PruningCLI(LightningCLI):
         commands = LightningCLI.subcommands()
         commands["predict"] = commands["predict"] | {"callbacks"}
         return commands
+
+    def _parse_ckpt_path(self) -> None:
+        """Read the checkpoint's hyperparameters, or say why they cannot be.
+
+        Raises:
+            FormatError: It is no checkpoint, damaged, or holds more than may be unpickled.
+        """
+        try:
+            super()._parse_ckpt_path()
+        except (EOFError, RuntimeError, AttributeError, pickle.UnpicklingError) as error:
+            file = Path(str(self._get(self.config, "ckpt_path")))
+            reason = why_no_pickle(file) or f"it is no checkpoint of Lightning ({error})"
+            raise FormatError(f"`ckpt_path`: {file} cannot be read: {reason}.") from error
 
     def before_instantiate_classes(self) -> None:
         """Refuse an accelerator that is not there, before a model is loaded.

@@ -33,7 +33,7 @@ def mentions(args: Sequence[str]) -> Iterator[Mention]:
         except (OSError, UnicodeDecodeError, yaml.YAMLError):
             continue
         if root is not None:
-            yield from _walk(root, [group] if group else [], file)
+            yield from _walk(root, [group] if group else [], file, set())
 
 
 def place_of(args: Sequence[str], word: str, within: str = "") -> str | None:
@@ -77,14 +77,18 @@ def _files(args: Sequence[str]) -> Iterator[tuple[str, Path]]:
                 yield ("" if group == "config" else group), file
 
 
-def _walk(node: yaml.Node, path: list[str], file: Path) -> Iterator[Mention]:
+def _walk(node: yaml.Node, path: list[str], file: Path, seen: set[int]) -> Iterator[Mention]:
+    """What stands in a node and below; what has several names by aliases, under the first one."""
+    if id(node) in seen:
+        return
+    seen.add(id(node))
     if isinstance(node, yaml.ScalarNode):
         yield Mention(".".join(path), node.value, f"{file}, line {node.start_mark.line + 1}")
     elif isinstance(node, yaml.SequenceNode):
         for item in node.value:
-            yield from _walk(item, path, file)
+            yield from _walk(item, path, file, seen)
     elif isinstance(node, yaml.MappingNode):
         for key, value in node.value:
-            yield from _walk(key, path, file)
+            yield from _walk(key, path, file, seen)
             below = [] if key.value == "init_args" else [str(key.value)]
-            yield from _walk(value, path + below, file)
+            yield from _walk(value, path + below, file, seen)

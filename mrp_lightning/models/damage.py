@@ -23,7 +23,7 @@ def damaged_files(directory: Path) -> dict[str, str]:
     """
     reasons = {}
     for file in sorted((*directory.glob("*.safetensors"), *directory.glob("pytorch_model*.bin"))):
-        reason = _why_no_safetensors(file) if file.suffix == ".safetensors" else _why_no_bin(file)
+        reason = _why_no_safetensors(file) if file.suffix == ".safetensors" else why_no_pickle(file)
         if reason is not None:
             reasons[file.name] = reason
     return reasons
@@ -38,7 +38,11 @@ def _why_no_safetensors(file: Path) -> str | None:
         return f"its {size:,} bytes are no whole safetensors file ({error})"
 
 
-def _why_no_bin(file: Path) -> str | None:
+def why_no_pickle(file: Path) -> str | None:
+    """The reason why a file is no pickle of tensors and plain containers, or `None`.
+
+    Nothing that the file names is run.
+    """
     try:
         torch.load(file, weights_only=True, mmap=zipfile.is_zipfile(file), map_location="cpu")
     except pickle.UnpicklingError as error:

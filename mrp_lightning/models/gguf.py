@@ -6,6 +6,7 @@ where it cannot be read.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -97,11 +98,31 @@ def reading(file: Path) -> Iterator[dict[str, Any]]:
     # A path that is not absolute is looked for in the working directory, too.
     path = file.absolute()
     try:
+        _check_lengths(path, path.stat().st_mtime_ns)
         yield {"pretrained_model_name_or_path": str(path.parent), "gguf_file": str(path)}
     except DependencyError:
         raise
     except Exception as error:  # whatever the readers stumble over in a file that is cut off
         raise FormatError(f"`model`: {file} {_why_not_read(file, error)}") from error
+
+
+@lru_cache(maxsize=1)
+def _check_lengths(file: Path, changed: int) -> None:  # noqa: ARG001  (a new file is read again)
+    """Refuse a file that ends before its header does.
+
+    The package `gguf` reads on behind the end of a file, value after value, as often as the header
+    says: for ever, if it says a number that is large enough.
+    """
+    from gguf import GGUFReader
+
+    class Bounded(GGUFReader):
+        def _get(self, offset: int, dtype: Any, count: int = 1, *order: Any, **more: Any) -> Any:
+            found = super()._get(offset, dtype, count, *order, **more)
+            if len(found) < count:
+                raise ValueError(f"it ends at {offset:,}, where {int(count):,} values are to be")
+            return found
+
+    Bounded(file)
 
 
 def has_tokenizer(file: Path) -> bool:
