@@ -98,7 +98,7 @@ def write(
     model.to(device)
     try:
         tokenizer = load_tokenizer(directory)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, errors.DataError) as error:
         raise errors.DataError(
             f"{directory} holds no tokenizer that can be loaded: {str(error).splitlines()[0]}"
         ) from error

@@ -20,6 +20,7 @@ from mrp_lightning.calibration.offload import Offload, held_on_cpu
 from mrp_lightning.errors import OptionError
 from mrp_lightning.evaluation.perplexity import Perplexities, token_losses
 from mrp_lightning.models.batch import split_batch, to_predict
+from mrp_lightning.models.damage import explained_checkpoint
 from mrp_lightning.models.gguf import located
 from mrp_lightning.models.loading import (
     as_dtype,
@@ -164,10 +165,14 @@ class CausalLM(LightningModule):
             weights_only: Whether only tensors and plain containers are taken from it: what else it
                 holds can run code.
             **kwargs: As Lightning's.
+
+        Raises:
+            FormatError: It is no such checkpoint, damaged, or holds what may not be unpickled.
         """
-        return super().load_from_checkpoint(
-            checkpoint_path, *args, weights_only=weights_only, **kwargs
-        )
+        with explained_checkpoint(checkpoint_path):
+            return super().load_from_checkpoint(
+                checkpoint_path, *args, weights_only=weights_only, **kwargs
+            )
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Compute the logits (batch, length, vocabulary)."""

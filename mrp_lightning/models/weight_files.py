@@ -40,8 +40,6 @@ def _in_index(index: Path) -> list[Path]:
     names = sorted(set(weight_map.values()))
     if not names:
         raise FormatError(f"{index} names no files: its `weight_map` is empty.")
-    if not isinstance(content.get("metadata"), dict):
-        raise FormatError(f"{index}: expected an object as `metadata`. Fetch it again.")
     if outside := [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]:
         raise FormatError(
             f"{index} names files outside of its directory, which are not read: "
@@ -50,4 +48,6 @@ def _in_index(index: Path) -> list[Path]:
         )
     if missing := [name for name in names if not (index.parent / name).is_file()]:
         raise FormatError(f"{index} names files that are not there: {', '.join(missing)}.")
+    if not isinstance(content.get("metadata"), dict):
+        raise FormatError(f"{index}: expected an object as `metadata`. Fetch it again.")
     return [index.parent / name for name in names]
