@@ -3,6 +3,7 @@
 import gc
 import json
 import logging
+import re
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch.cli import instantiate_class
 from transformers.utils import logging as transformers_logging
 
 from mrp_lightning.environment import machine
@@ -26,9 +28,11 @@ from mrp_lightning.loop.pruning_callback import callbacks_that_prune
 from mrp_lightning.loop.save_evaluation import SaveEvaluation
 from mrp_lightning.models.gguf import located
 from mrp_lightning.models.loading import load_config
+from mrp_lightning.pruning.journal import remove_journal
 
 _BAR = "trainer.enable_progress_bar"
-"""An option without a say in the result."""
+_RESUME = re.compile(r"trainer\.callbacks\.\d+\.init_args\.resume")
+"""Options without a say in the result."""
 
 
 class _Configured(PruningCLI):
@@ -44,16 +48,17 @@ class _Configured(PruningCLI):
 
 def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """What two configurations do not share, such as "`data.num_samples` was 4, is 5"."""
-    keys = [key for key in {**before, **now} if key != _BAR]
+    keys = [key for key in {**before, **now} if key != _BAR and not _RESUME.fullmatch(key)]
     changed = [key for key in keys if before.get(key) != now.get(key)]
     return "; ".join(f"`{key}` was {before.get(key)}, is {now.get(key)}" for key in changed)
 
 
 def require_pruning(sweep: Sweep) -> None:
-    """Refuse a configuration with nothing in it that prunes.
+    """Refuse a configuration with nothing in it that prunes, and arguments that it does not take.
 
     Raises:
-        OptionError: There is no callback.
+        OptionError: There is no callback, or an argument is out of range.
+        MethodError: A method does not go with another argument.
     """
     for model in dict.fromkeys(trial.model for trial in sweep.selected if trial.method):
         if not _parse(sweep, sweep.models[model].options).config.trainer.callbacks:
@@ -61,6 +66,10 @@ def require_pruning(sweep: Sweep) -> None:
                 "`base` has no callback that prunes. Add one to `trainer.callbacks`, as the last: "
                 "`- class_path: callbacks.MRPCallback`."
             )
+    recipes = {(t.recipe, t.setting): t for t in sweep.selected if t.recipe}
+    for trial in recipes.values():
+        callback = configure(trial, sweep).config.trainer.callbacks[-1]
+        instantiate_class((), callback.as_dict())
 
 
 def why_no_model(model: str, sweep: Sweep) -> str | None:
@@ -84,7 +93,7 @@ def why_no_model(model: str, sweep: Sweep) -> str | None:
 
 def configure(trial: Trial, sweep: Sweep) -> _Configured:
     """The command line of a trial, parsed."""
-    return _parse(sweep, sweep.models[trial.model].options | trial.options())
+    return _parse(sweep, sweep.options(trial))
 
 
 def execute(
@@ -96,6 +105,8 @@ def execute(
     save_checkpoint: bool = False,
 ) -> None:
     """Prune and evaluate one model, and write what was found into a directory.
+
+    It keeps a journal beside the directory until all is written, and goes on with one.
 
     Args:
         trial: Which way to prune which model.
@@ -117,6 +128,7 @@ def execute(
         zeroshot = _zeroshot(cli, tasks) if tasks else None
     record(directory, zeroshot=zeroshot)
     FinishedTrial(trial, machine(device), config).save(directory)
+    remove_journal(directory)
 
 
 def evaluate_again(trial: Trial, sweep: Sweep, directory: Path, tasks: Tasks) -> None:
@@ -128,7 +140,7 @@ def evaluate_again(trial: Trial, sweep: Sweep, directory: Path, tasks: Tasks) ->
         directory: The directory of its run.
         tasks: Tasks of lm-eval.
     """
-    options = sweep.models[trial.model].options | Trial(trial.model).options()
+    options = sweep.options(Trial(trial.model))
     if trial.method is not None:
         options |= {"model.model": str(directory), "model.gguf_file": None}
     gc.collect()
@@ -147,6 +159,7 @@ def described(cli: _Configured) -> dict[str, Any]:
 def _prune(cli: _Configured, directory: Path, *, save_checkpoint: bool) -> None:
     (callback,) = callbacks_that_prune(cli.trainer)
     callback.save_dir, callback.overwrite = directory if save_checkpoint else None, True
+    callback.journal_beside = directory
     cli.trainer.predict(cli.model, datamodule=cli.datamodule)
     directory.mkdir(parents=True, exist_ok=True)
     assert callback.report is not None

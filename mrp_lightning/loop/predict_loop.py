@@ -1,5 +1,6 @@
 """The walk over a model in the trainer that holds it."""
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,9 +8,11 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from mrp_lightning.calibration.memory import peak_memory
 from mrp_lightning.loop.capture import Step
 from mrp_lightning.loop.progress import PlainLog, Seldom, nested_progress
 from mrp_lightning.pruning.extensions import Extensions
+from mrp_lightning.pruning.journal import Journal
 from mrp_lightning.pruning.report import PruningReport
 from mrp_lightning.pruning.rows import LayerReport
 from mrp_lightning.pruning.sequential import Progress, SequentialPruner
@@ -30,6 +33,7 @@ def prune_in_trainer(
     *,
     true_sequential: bool,
     offload: bool,
+    journal: Journal | None = None,
 ) -> None:
     """Prune the trainer's module in place; progress and metrics go to its bar and loggers.
 
@@ -43,6 +47,7 @@ def prune_in_trainer(
         extensions: What is done beside pruning each layer by itself.
         true_sequential: Whether the layers of a block are pruned one after another.
         offload: Whether blocks and activations stay on the CPU until they are needed.
+        journal: Keeps what is done to each block, and knows what is done already.
     """
     strategy = trainer.strategy
     device = strategy.root_device
@@ -56,9 +61,13 @@ def prune_in_trainer(
         logger.log_hyperparams({"prune": report.config})
     plain = PlainLog(trainer, len(plan.blocks) + bool(plan.outside))
 
-    def finish_block(k: int, rows: list[LayerReport]) -> None:
-        plain.finish(k + 1, _mean_loss(rows) if rows else None)
-        _log_metrics(trainer, k, rows)
+    last = time.monotonic()
+
+    def finish_block(k: int, rows: list[LayerReport], resumed: bool) -> None:
+        nonlocal last
+        seconds, last = time.monotonic() - last, time.monotonic()
+        plain.finish(k + 1, _mean_loss(rows) if rows else None, resumed=resumed)
+        _log_metrics(trainer, k, rows, {} if resumed else _cost(device, rows, seconds))
         _log_layers(trainer, report.pruned, rows)
 
     with nested_progress(trainer, plan.num_layers) as show:
@@ -67,7 +76,7 @@ def prune_in_trainer(
         def follow(progress: Progress) -> None:
             nonlocal shown
             if progress.layers != shown or is_time():
-                shown, text = progress.layers, _describe(progress)
+                shown, text = progress.layers, _describe(progress) + plain.left
                 show(progress.layers, text)
                 plain.move(text)
 
@@ -83,6 +92,7 @@ def prune_in_trainer(
             device=device,
             offload=offload,
             extensions=extensions,
+            journal=journal,
             say=rank_zero_info,
             on_progress=follow,
             on_block=finish_block,
@@ -91,13 +101,23 @@ def prune_in_trainer(
         trainer.callback_metrics[f"prune/{name}"] = torch.tensor(report.totals[name])
 
 
-def _log_metrics(trainer: Trainer, k: int, rows: list[LayerReport]) -> None:
+def _cost(device: torch.device, rows: list[LayerReport], seconds: float) -> dict[str, float]:
+    """What a block took: all its seconds, and the most memory of the process or the GPU so far."""
+    peaks = [row.peak_memory for row in rows if row.peak_memory is not None]
+    return {
+        "prune/block_seconds": seconds,
+        "prune/peak_memory": max([*peaks, peak_memory(device)]),
+    }
+
+
+def _log_metrics(trainer: Trainer, k: int, rows: list[LayerReport], cost: dict[str, float]) -> None:
     if not rows:
         return
     metrics = {
         "prune/relative_loss": _mean_loss(rows),
         "prune/sparsity": sum(row.sparsity or 0.0 for row in rows) / len(rows),
         "prune/seconds": sum(row.seconds or 0.0 for row in rows),
+        **cost,
     }
     for logger in trainer.loggers:
         logger.log_metrics(metrics, step=k)
