@@ -9,7 +9,6 @@ The result is certified. Since (H_UU)⁻¹ ≼ (H⁻¹)_UU, the loss of x exceed
 
 import math
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import ClassVar
@@ -20,10 +19,10 @@ from torch import Tensor
 from mrp_lightning.errors import HessianError, NumericalWarning, OptionError
 from mrp_lightning.solver.compensation import Compensated
 from mrp_lightning.solver.conjugate_gradients import ConjugateGradients, InverseOnKept
-from mrp_lightning.solver.masked_rows import ELEMENTS, MaskedRows, relative
+from mrp_lightning.solver.masked_rows import MaskedRows, relative
 from mrp_lightning.solver.masks import Chooser, Mask
 from mrp_lightning.solver.problem import Problem
-from mrp_lightning.solver.ranges import split_range
+from mrp_lightning.solver.ranges import by_rows, split_range
 
 _GAP_BETWEEN_BLOCKS = 3e-4
 """Relative distance to the optimum that the choice of the next block's weights needs."""
@@ -120,8 +119,8 @@ def _approach(
     weight: Tensor, x: Tensor, gradient: Tensor, pruned: Tensor, matrix: Tensor, inverse: Tensor
 ) -> int:
     """Bring x near the optimum in place, near enough to choose the next block's weights."""
-    most = 0
-    for rows in _row_chunks(weight):
+
+    def approach(rows: slice) -> int:
         kept = (~pruned[rows]).to(weight.dtype)
         target = _GAP_BETWEEN_BLOCKS * float(((weight[rows] - x[rows]) * gradient[rows]).sum())
         descent = ConjugateGradients(x[rows], gradient[rows], matrix, InverseOnKept(inverse, kept))
@@ -130,8 +129,9 @@ def _approach(
             if float(energies.sum()) <= target:
                 break
             descent.step(energies)
-        most = max(most, descent.iterations)
-    return most
+        return descent.iterations
+
+    return max(by_rows(approach, *weight.shape), default=0)
 
 
 def _solve(
@@ -147,8 +147,8 @@ def _solve(
     The gap is that of x rounded to the `given` dtype.
     """
     damped, label = problem.damped, problem.inputs.label
-    iterations, bound, loss = 0, 0.0, 0.0
-    for rows in _row_chunks(x):
+
+    def solve(rows: slice) -> tuple[int, float, float]:
         system = MaskedRows(problem.weight[rows], x[rows], gradient[rows], pruned[rows], damped)
         steps = system.solve(tolerance, problem.tell)
         if damped.dtype != torch.float64 and not system.gap <= tolerance:
@@ -159,9 +159,10 @@ def _solve(
             system.x.copy_(system.x.to(given))
             system.certify()
         x[rows] = system.x.to(x.dtype)
-        iterations = max(iterations, steps)
-        bound, loss = bound + system.bound, loss + system.loss
-    gap = relative(bound, loss)
+        return steps, system.bound, system.loss
+
+    found = by_rows(solve, *x.shape)
+    gap = relative(sum(bound for _, bound, _ in found), sum(loss for _, _, loss in found))
     if not math.isfinite(gap):
         raise HessianError(
             f"{label}: the optimum came out as NaN or Inf. The weight and its Hessian are of sizes "
@@ -175,14 +176,7 @@ def _solve(
             NumericalWarning,
             stacklevel=2,
         )
-    return iterations, gap
-
-
-def _row_chunks(weight: Tensor) -> Iterator[slice]:
-    """Ranges of rows that are solved together, for a weight (rows, columns)."""
-    rows, columns = weight.shape
-    for start, stop in split_range(0, rows, max(1, ELEMENTS // columns)):
-        yield slice(start, stop)
+    return max((steps for steps, _, _ in found), default=0), gap
 
 
 def _last_columns_of_inverse(factor: Tensor, width: int) -> Tensor:
