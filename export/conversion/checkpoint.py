@@ -187,9 +187,8 @@ def _lightning_checkpoint(file: Path) -> Checkpoint:
     saved = saved if isinstance(saved, dict) else {}
     state, settings = saved.get("state_dict"), saved.get("hyper_parameters")
     config = settings.get("model") if isinstance(settings, dict) else None
-    is_right = isinstance(state, dict) and all(
-        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in state.items()
-    )
+    state = state if isinstance(state, dict) else {"": None}
+    is_right = all(isinstance(k, str) and isinstance(v, Tensor) for k, v in state.items())
     if not is_right or not isinstance(config, dict) or "model_type" not in config:
         raise FormatError(
             f"{file} is no checkpoint of mrp_lightning.CausalLM: expected `state_dict` and, in "

@@ -260,7 +260,7 @@ def load(directory: str | os.PathLike[str], **options: Any) -> PreTrainedModel:
     trust = bool(options.get("trust_remote_code"))
     config = load_config(str(directory), trust_remote_code=trust)
     if not trust:
-        check_files(directory, build_without_weights(config))
+        check_files(Path(directory), build_without_weights(config))
     with explained_damage(str(directory), None):
         model, loading = model_class(config).from_pretrained(
             directory, output_loading_info=True, ignore_mismatched_sizes=True, **options

@@ -154,14 +154,22 @@ class CausalLM(LightningModule):
         )
 
     @classmethod
-    def load_from_checkpoint(  # type: ignore[override]  # (Lightning's is no plain classmethod)
-        cls, checkpoint_path: Any, *args: Any, weights_only: bool | None = True, **kwargs: Any
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: Any,
+        map_location: Any = None,
+        hparams_file: Any = None,
+        strict: bool | None = None,
+        weights_only: bool | None = True,
+        **kwargs: Any,
     ) -> Self:
         """Load a Lightning checkpoint; see `lightning.pytorch.LightningModule`.
 
         Args:
             checkpoint_path: A file, its path, or a URL.
-            *args: As Lightning's.
+            map_location: As Lightning's.
+            hparams_file: As Lightning's.
+            strict: As Lightning's.
             weights_only: Whether only tensors and plain containers are taken from it: what else it
                 holds can run code.
             **kwargs: As Lightning's.
@@ -171,7 +179,7 @@ class CausalLM(LightningModule):
         """
         with explained_checkpoint(checkpoint_path):
             return super().load_from_checkpoint(
-                checkpoint_path, *args, weights_only=weights_only, **kwargs
+                checkpoint_path, map_location, hparams_file, strict, weights_only, **kwargs
             )
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
