@@ -148,7 +148,8 @@ def explained_damage(source: str, revision: str | None) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # transformers trusts files, and stumbles in many ways
-        if isinstance(error, OSError | FormatError | ImportError) or is_out_of_memory(error):
+        said = isinstance(error, OSError | ImportError | FormatError | OptionError | TargetError)
+        if said or is_out_of_memory(error):
             raise
         path: Any = Path(source).expanduser()
         if not path.is_dir():  # the hub's files lie beside each other in its cache
