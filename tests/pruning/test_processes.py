@@ -93,7 +93,7 @@ def test_tuning_takes_the_steps_of_one_process(allocation, build, batches):
             assert row.sparsity == pytest.approx(same.sparsity, abs=1e-3)
             assert row.error_before == pytest.approx(same.error_before, rel=0.03)
             assert row.error_after == pytest.approx(same.error_after, rel=0.03)
-        assert all(row.epoch for row in report.blocks[:2])
+        assert any(row.epoch for row in report.blocks)
 
 
 @torch.no_grad()
