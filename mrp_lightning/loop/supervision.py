@@ -20,7 +20,7 @@ _SECONDS = 2.0
 """Between two beats of a process, and between two looks at those of the others."""
 _GRACE = 6.0
 """Seconds in which a process may end by itself before it is ended."""
-_MISSED = 15
+_MISSED = 25
 """Beats in turn after which a process is taken for dead."""
 _FAILED = "failed: "
 
