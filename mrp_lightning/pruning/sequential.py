@@ -154,9 +154,9 @@ class SequentialPruner:
             dense = DenseStream(walk, keeps_outputs=tuning is not None)
         tuner = self._tuner(walk, dense, padding, offload)
         sparsities, patterns = self._allocate(walk, padding, offload)
+        journal = self.journal or ()
         waiting = [k for k, block in enumerate(walk.blocks) if layers[block.name]]
         last = max(waiting, default=-1)
-        ahead = max((k for k in waiting if k not in (self.journal or ())), default=-1)
         for k, block in enumerate(walk.blocks[: last + 1]):
             mine, first = layers[block.name], len(self.report.layers)
             with offload.pinned(block.module):
@@ -165,7 +165,9 @@ class SequentialPruner:
                 if not resumed:
                     pruner.prune(mine)
                 rows = self.report.pruned_since(first)
-                if dense is not None and (k < ahead or (tuner and not resumed)):
+                # A block that is pruned again may come out otherwise, and void those after it.
+                later = [j for j in waiting if j > k and (not resumed or j not in journal)]
+                if dense is not None and (later or (tuner and not resumed)):
                     for i in dense.advance(k):
                         pruner.tell(f"{block.name}, dense outputs {i + 1}/{len(self.batches)}")
                 if not resumed:
@@ -176,7 +178,7 @@ class SequentialPruner:
                         done = tuner.tune(k, tuned, done, pruner.tell)
                     has_row = tuner is not None or bool(sparsities)
                     self._keep(k, block.name, mine, first, done if has_row else None)
-                if k < ahead:
+                if later:
                     for i in walk.advance(k):
                         pruner.tell(f"{block.name}, outputs {i + 1}/{len(self.batches)}")
             self.on_block(k, rows, resumed)
