@@ -117,7 +117,9 @@ class SequentialPruner:
             SaveError: The journal cannot be written.
         """
         start, cpu_start, peak_before = time.perf_counter(), time.process_time(), peak_rss()
-        before = 0.0 if self.journal is None else self.journal.manifest.seconds
+        if self.journal is not None:
+            start -= self.journal.manifest.seconds
+            cpu_start -= self.journal.manifest.cpu_seconds
         self.report.model_weights = sum(p.numel() for p in self.model.parameters())
         padding = Padding(self.model)
         blocks = [block.module for block in self.plan.blocks] if self.offload else []
@@ -139,9 +141,8 @@ class SequentialPruner:
             _warn_of_unmatched(self.processes.all(padding.unmatched))
             self.report.complete = True
         finally:
-            self.report.seconds = before + time.perf_counter() - start
-            if not before:  # the journal does not know what the first part took
-                self.report.cpu_seconds = time.process_time() - cpu_start
+            self.report.seconds = time.perf_counter() - start
+            self.report.cpu_seconds = time.process_time() - cpu_start
             peak = peak_rss()
             self.report.peak_rss = peak if peak != peak_before else None
 
