@@ -27,6 +27,8 @@ OWN = "the module is the reader's own; tests/export/test_own_module.py loads int
 SOLVER = "it measures speed, in minutes, against a checkout of SparseGPT"
 ON_GPU = "it is for a GPU; tests/package/test_measuring.py runs what starts its parts"
 WHOLE = "it measures speed, in minutes; tests/package/test_measuring.py runs it on a tiny model"
+PROCESSES = "it starts processes; tests/callbacks/test_processes.py starts some like them"
+PICTURES = "it prunes the embedded model four times, in minutes"
 NOT_RUN = {
     ("ablations.md", "python -m mrp_lightning sweep"): HOURS,
     ("frontier.md", "python -m mrp_lightning sweep"): HOURS,
@@ -35,7 +37,10 @@ NOT_RUN = {
     ("data.md", "hf download Salesforce/wikitext"): HUB,
     ("format.md", "module = export.load_into"): OWN,
     ("methods.md", "python -m mrp_lightning sweep"): HOURS,
+    ("methods.md", "python docs/pictures.py"): PICTURES,
     ("format.md", "import torch\nfrom torch.sparse"): CUDA,
+    ("processes.md", "import lightning"): PROCESSES,
+    ("processes.md", "python -m mrp_lightning predict"): PROCESSES,
     ("benchmarks/export.md", "python -m pytest tests/export"): GPU,
     ("benchmarks/export.md", "python -m export.benchmark --shape"): GPU,
     ("benchmarks/export.md", "python benchmarks/kernel_code.py"): GPU,
