@@ -117,7 +117,9 @@ class SequentialPruner:
             SaveError: The journal cannot be written.
         """
         start, cpu_start, peak_before = time.perf_counter(), time.process_time(), peak_rss()
-        before = 0.0 if self.journal is None else self.journal.manifest.seconds
+        if self.journal is not None:
+            start -= self.journal.manifest.seconds
+            cpu_start -= self.journal.manifest.cpu_seconds
         self.report.model_weights = sum(p.numel() for p in self.model.parameters())
         padding = Padding(self.model)
         blocks = [block.module for block in self.plan.blocks] if self.offload else []
@@ -139,9 +141,8 @@ class SequentialPruner:
             _warn_of_unmatched(self.processes.all(padding.unmatched))
             self.report.complete = True
         finally:
-            self.report.seconds = before + time.perf_counter() - start
-            if not before:  # the journal does not know what the first part took
-                self.report.cpu_seconds = time.process_time() - cpu_start
+            self.report.seconds = time.perf_counter() - start
+            self.report.cpu_seconds = time.process_time() - cpu_start
             peak = peak_rss()
             self.report.peak_rss = peak if peak != peak_before else None
 
@@ -164,9 +165,9 @@ class SequentialPruner:
             dense = DenseStream(walk, keeps_outputs=tuning is not None)
         tuner = self._tuner(walk, dense, padding, offload)
         sparsities, patterns = self._allocate(walk, padding, offload)
+        journal = self.journal or ()
         waiting = [k for k, block in enumerate(walk.blocks) if layers[block.name]]
         last = max(waiting, default=-1)
-        ahead = max((k for k in waiting if k not in (self.journal or ())), default=-1)
         for k, block in enumerate(walk.blocks[: last + 1]):
             mine, first = layers[block.name], len(self.report.layers)
             with offload.pinned(block.module):
@@ -175,7 +176,9 @@ class SequentialPruner:
                 if not resumed:
                     pruner.prune(mine)
                 rows = self.report.pruned_since(first)
-                if dense is not None and (k < ahead or (tuner and not resumed)):
+                # A block that is pruned again may come out otherwise, and void those after it.
+                later = [j for j in waiting if j > k and (not resumed or j not in journal)]
+                if dense is not None and (later or (tuner and not resumed)):
                     for i in dense.advance(k):
                         pruner.tell(f"{block.name}, dense outputs {i + 1}/{len(self.batches)}")
                 if not resumed:
@@ -186,7 +189,7 @@ class SequentialPruner:
                         done = tuner.tune(k, tuned, done, pruner.tell)
                     has_row = tuner is not None or bool(sparsities)
                     self._keep(k, block.name, mine, first, done if has_row else None)
-                if k < ahead:
+                if later:
                     for i in walk.advance(k):
                         pruner.tell(f"{block.name}, outputs {i + 1}/{len(self.batches)}")
             self.on_block(k, rows, resumed)
