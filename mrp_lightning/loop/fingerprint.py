@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from mrp_lightning.environment import versions
 from mrp_lightning.loop.capture import Step
 from mrp_lightning.loop.contents import checkpoint_root
+from mrp_lightning.processes import Processes
 from mrp_lightning.pruning.manifest import Fingerprint, digest
 
 _WITHOUT_A_SAY = ("offload",)
@@ -24,7 +25,11 @@ _LIBRARIES = ("mrp_lightning", "torch", "transformers", "cuda")
 
 
 def fingerprint(
-    trainer: Trainer, module: LightningModule, steps: Sequence[Step], config: Mapping[str, Any]
+    trainer: Trainer,
+    module: LightningModule,
+    steps: Sequence[Step],
+    config: Mapping[str, Any],
+    processes: Processes,
 ) -> Fingerprint:
     """Say what decides the result: settings, weights, calibration data, libraries, device.
 
@@ -33,12 +38,13 @@ def fingerprint(
     Args:
         trainer: The trainer that prunes.
         module: Its module, which is still dense.
-        steps: The calibration batches.
+        steps: The calibration batches of this process.
         config: The arguments of the pruning.
+        processes: The processes that share the calibration batches; all call this.
     """
     model = checkpoint_root(module)[1]
     settings = {name: value for name, value in config.items() if name not in _WITHOUT_A_SAY}
-    here = versions()
+    here, data = versions(), processes.all(digest(_leaves(list(steps))))
     return {
         **settings,
         "precision": str(trainer.precision),
@@ -46,7 +52,7 @@ def fingerprint(
         "model": type(model).__name__,
         "configuration of the model": _configuration(model),
         "weights of the model": digest(chain(module.named_parameters(), module.named_buffers())),
-        "calibration data": digest(_leaves(list(steps))),
+        "calibration data": data[0] if len(data) == 1 else digest((x, _NOTHING) for x in data),
         **{f"version of {name}": here[name] for name in _LIBRARIES if name in here},
     }
 

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from mrp_lightning.calibration.offload import CPU, Offload
 from mrp_lightning.calibration.padding import Padding
 from mrp_lightning.calibration.walks import Walk, WholeModel
 from mrp_lightning.errors import TargetError
+from mrp_lightning.processes import ALONE, Processes
 from mrp_lightning.pruning.allocation import (
     allocate,
     allocate_by_loss,
@@ -28,6 +29,7 @@ from mrp_lightning.pruning.extensions import Extensions
 from mrp_lightning.pruning.journal import BlockRecord, Journal
 from mrp_lightning.pruning.report import PruningReport
 from mrp_lightning.pruning.rows import BlockReport, LayerReport
+from mrp_lightning.pruning.shared_journal import SharedJournal
 from mrp_lightning.pruning.tuning import BlockTuner
 from mrp_lightning.solver.patterns import Pattern, Unstructured
 from mrp_lightning.solver.recipe import Recipe
@@ -64,7 +66,7 @@ class SequentialPruner:
     Args:
         model: The module whose forward `forward` runs.
         forward: Runs that forward on one batch.
-        batches: The calibration batches: anything that `forward` takes.
+        batches: The calibration batches of this process: anything that `forward` takes.
         plan: The blocks and layers to prune.
         recipe: How layers are pruned.
         report: The report, which is filled while layers are pruned.
@@ -74,6 +76,8 @@ class SequentialPruner:
         device: The device on which the model runs.
         offload: Whether blocks and stored activations stay on the CPU until they are needed.
         extensions: What is done beside pruning each layer by itself.
+        processes: The processes that prune the model together. All of them prune it, each with
+            batches of its own, and end with the same weights.
         journal: Keeps what is done to each block; what it holds is not done again, and the result
             has the same bits.
         on_progress: Called often, for a progress bar.
@@ -93,7 +97,8 @@ class SequentialPruner:
     device: torch.device = CPU
     offload: bool = False
     extensions: Extensions = field(default_factory=Extensions)
-    journal: Journal | None = None
+    processes: Processes = ALONE
+    journal: Journal | SharedJournal | None = None
     say: Callable[[str], None] = log.info
     on_progress: Callable[[Progress], None] = lambda *_: None
     on_block: Callable[[int, list[LayerReport], bool], None] = lambda *_: None
@@ -112,7 +117,9 @@ class SequentialPruner:
             SaveError: The journal cannot be written.
         """
         start, cpu_start, peak_before = time.perf_counter(), time.process_time(), peak_rss()
-        before = 0.0 if self.journal is None else self.journal.manifest.seconds
+        if self.journal is not None:
+            start -= self.journal.manifest.seconds
+            cpu_start -= self.journal.manifest.cpu_seconds
         self.report.model_weights = sum(p.numel() for p in self.model.parameters())
         padding = Padding(self.model)
         blocks = [block.module for block in self.plan.blocks] if self.offload else []
@@ -131,12 +138,11 @@ class SequentialPruner:
             if not self.report.pruned:
                 reasons = "\n".join(f"  {row.name}: {row.skipped}" for row in self.report.layers)
                 raise TargetError(f"Pruned nothing. Every layer was left out:\n{reasons}")
-            _warn_of_unmatched(padding)
+            _warn_of_unmatched(self.processes.all(padding.unmatched))
             self.report.complete = True
         finally:
-            self.report.seconds = before + time.perf_counter() - start
-            if not before:  # the journal does not know what the first part took
-                self.report.cpu_seconds = time.process_time() - cpu_start
+            self.report.seconds = time.perf_counter() - start
+            self.report.cpu_seconds = time.process_time() - cpu_start
             peak = peak_rss()
             self.report.peak_rss = peak if peak != peak_before else None
 
@@ -146,7 +152,13 @@ class SequentialPruner:
             self._refuse_what_needs_blocks()
             return
         layers, store = self.plan.layers, CPU if self.offload else None
-        walk = choose_walk(self._forward_with(padding), self.batches, self.plan.blocks, store=store)
+        walk = choose_walk(
+            self._forward_with(padding),
+            self.batches,
+            self.plan.blocks,
+            store=store,
+            processes=self.processes,
+        )
         self.report.config["walk"] = walk.name
         dense, tuning = None, self.extensions.tuning
         if self.extensions.target_weight or tuning:
@@ -217,7 +229,9 @@ class SequentialPruner:
         tuning = self.extensions.tuning
         if tuning is None or dense is None:
             return None
-        tuner = BlockTuner(self.model, walk, dense, padding, tuning, say=self.say)
+        tuner = BlockTuner(
+            self.model, walk, dense, padding, tuning, say=self.say, processes=self.processes
+        )
         with offload.pinned(walk.blocks[0].module):
             tuner.check(self.plan.layers)
         return tuner
@@ -234,9 +248,10 @@ class SequentialPruner:
             return known["blocks"], patterns
         given = walk.twin(), self.plan.layers, padding, offload.pinned, self._teller(0)
         if self.extensions.allocation == "loss":
-            measures, rule = losses_of_blocks(*given, self.recipe), allocate_by_loss
+            measures = losses_of_blocks(*given, self.recipe, self.processes)
+            rule = allocate_by_loss
         else:
-            measures, rule = measure_blocks(*given), allocate
+            measures, rule = measure_blocks(*given, self.processes), allocate
         if not measures:
             return {}, {}
         sparsities = rule(self.recipe.pattern.sparsity, measures)
@@ -289,6 +304,7 @@ class SequentialPruner:
             dense=dense,
             target_weight=self.extensions.target_weight,
             patterns=patterns or {},
+            processes=self.processes,
         )
 
     def _teller(self, step: int) -> Callable[[str], None]:
@@ -301,14 +317,14 @@ class SequentialPruner:
         return tell
 
 
-def _warn_of_unmatched(padding: Padding) -> None:
-    if padding.unmatched:
+def _warn_of_unmatched(found: Iterable[Mapping[str, tuple[Any, Any]]]) -> None:
+    unmatched = {name: shapes for each in found for name, shapes in each.items()}
+    if unmatched:
         log.warning(
             "Some batches have padding, and the inputs of these layers do not match the "
             "attention mask around them, so all of their rows counted. If rows of theirs are "
             "padding (experts, and not an image tower), calibrate without padding:\n%s",
             "\n".join(
-                f"  {name}: input {shape}, mask {mask}"
-                for name, (shape, mask) in padding.unmatched.items()
+                f"  {name}: input {shape}, mask {mask}" for name, (shape, mask) in unmatched.items()
             ),
         )

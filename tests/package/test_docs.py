@@ -26,6 +26,7 @@ CUDA = (
 OWN = "the module is the reader's own; tests/export/test_own_module.py loads into one"
 SOLVER = "it measures speed, in minutes, against a checkout of SparseGPT"
 KILLS = "it takes minutes; tests/faults kills runs at chosen places"
+PROCESSES = "it starts processes; tests/callbacks/test_processes.py starts some like them"
 PICTURES = "it prunes the embedded model four times, in minutes"
 NOT_RUN = {
     ("ablations.md", "python -m mrp_lightning sweep"): HOURS,
@@ -38,6 +39,8 @@ NOT_RUN = {
     ("methods.md", "python docs/pictures.py"): PICTURES,
     ("format.md", "import torch\nfrom torch.sparse"): CUDA,
     ("reliability.md", "python benchmarks/kill.py"): KILLS,
+    ("processes.md", "import lightning"): PROCESSES,
+    ("processes.md", "python -m mrp_lightning predict"): PROCESSES,
     ("benchmarks/export.md", "python -m pytest tests/export"): GPU,
     ("benchmarks/export.md", "python -m export.benchmark --shape"): GPU,
     ("benchmarks/export.md", "python benchmarks/kernel_code.py"): GPU,
