@@ -55,7 +55,7 @@ def main() -> None:
             if not out.exists():
                 _check(_start(out).wait() == 0, "the run did not come through")
             _check(_weights(out) == expected, "the result has other bits")
-    print(f"{_where()}; {options.kills} kills of {runs} runs.\n")
+    print(f"{_where()}; {options.kills} kills of {runs} runs of the embedded model.\n")
     print("| when it was killed | kills | started again |\n| --- | --- | --- |")
     for state, count in sorted(Counter(rows).items()):
         end = "nothing to do" if state == "result there" else "same bits"
@@ -98,7 +98,7 @@ def _state(out: Path, expected: dict[str, str]) -> str:
     if not manifest.exists():
         return "before any block: no journal yet"
     blocks = len(json.loads(manifest.read_text())["shards"])
-    return f"{blocks} blocks in the journal"
+    return f"{blocks} {'block' if blocks == 1 else 'blocks'} in the journal"
 
 
 def _weights(directory: Path) -> dict[str, str]:

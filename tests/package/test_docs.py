@@ -27,6 +27,7 @@ OWN = "the module is the reader's own; tests/export/test_own_module.py loads int
 SOLVER = "it measures speed, in minutes, against a checkout of SparseGPT"
 ON_GPU = "it is for a GPU; tests/package/test_measuring.py runs what starts its parts"
 WHOLE = "it measures speed, in minutes; tests/package/test_measuring.py runs it on a tiny model"
+KILLS = "it takes minutes; tests/faults kills runs at chosen places"
 PROCESSES = "it starts processes; tests/callbacks/test_processes.py starts some like them"
 PICTURES = "it prunes the embedded model four times, in minutes"
 NOT_RUN = {
@@ -39,6 +40,7 @@ NOT_RUN = {
     ("methods.md", "python -m mrp_lightning sweep"): HOURS,
     ("methods.md", "python docs/pictures.py"): PICTURES,
     ("format.md", "import torch\nfrom torch.sparse"): CUDA,
+    ("reliability.md", "python benchmarks/kill.py"): KILLS,
     ("processes.md", "import lightning"): PROCESSES,
     ("processes.md", "python -m mrp_lightning predict"): PROCESSES,
     ("benchmarks/export.md", "python -m pytest tests/export"): GPU,
