@@ -9,6 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from safetensors import SafetensorError
 
+from callbacks.journaling import journal_bytes, open_journal
 from callbacks.result import tell_result
 from callbacks.session import Session
 from mrp_lightning.errors import DataError, OptionError, SaveError
@@ -19,6 +20,7 @@ from mrp_lightning.loop.provenance import provenance
 from mrp_lightning.loop.saving import check_save_dir, save_pruned
 from mrp_lightning.loop.strategies import require_one_process
 from mrp_lightning.pruning.extensions import Extensions
+from mrp_lightning.pruning.journal import Journal, require_free
 from mrp_lightning.pruning.report import PruningReport
 from mrp_lightning.pruning.tuning import BlockTuning
 from mrp_lightning.solver.recipe import Recipe
@@ -85,8 +87,12 @@ class PruningCallback(Callback):
             `fast_dev_run`.
         overwrite: Whether `save_dir` may be replaced, if all that it holds was written by this
             package.
+        resume: Whether an interrupted run goes on at its first block that is not pruned yet, by the
+            journal that it left beside `save_dir`; `False` starts afresh. See docs/reliability.md.
 
     Attributes:
+        journal_beside: The directory beside which the journal lies, in place of `save_dir`. Whoever
+            sets it removes the journal (`remove_journal`), which outlives the run.
         report: What was done to each layer, `None` before the first run. After an exception it
             lists the layers that are pruned, and all others are untouched. `report.complete` is
             true once all are pruned and `save_dir`, if there is one, is written.
@@ -118,11 +124,13 @@ class PruningCallback(Callback):
         skip_indivisible: bool = False,
         save_dir: str | PathLike[str] | None = None,
         overwrite: bool = False,
+        resume: bool = True,
     ) -> None:
         self.true_sequential = true_sequential
         self.targets, self.ignore, self.blocks = targets, ignore, blocks
         self.offload, self.skip_indivisible = offload, skip_indivisible
-        self.save_dir, self.overwrite = save_dir, overwrite
+        self.save_dir, self.overwrite, self.resume = save_dir, overwrite, resume
+        self.journal_beside: str | PathLike[str] | None = None
         self.report: PruningReport | None = None
         self._configure(
             {
@@ -146,6 +154,7 @@ class PruningCallback(Callback):
         )
         self._session: Session | None = None
         self._pruned: LightningModule | None = None
+        self._journal: Journal | None = None  # of what is pruned, until that is saved
 
     def _configure(self, config: dict[str, Any]) -> None:
         self.recipe = Recipe.of(**{key: config[key] for key in _RECIPE})
@@ -175,7 +184,14 @@ class PruningCallback(Callback):
             raise OptionError("A predict run takes one PruningCallback; run predict once for each.")
         require_one_process(trainer, type(self).__name__)
         if self.save_dir is not None and not _is_rehearsal(trainer):
-            check_save_dir(self.save_dir, pl_module, overwrite=self.overwrite)
+            check_save_dir(
+                self.save_dir,
+                pl_module,
+                overwrite=self.overwrite,
+                journal_bytes=journal_bytes(self.journal_beside or self.save_dir, pl_module),
+            )
+        if beside := self._beside(trainer):
+            require_free(beside)
         if not is_built_later(pl_module):
             self._make_plan(pl_module)
         self._session = Session()
@@ -198,7 +214,10 @@ class PruningCallback(Callback):
         if base_model := getattr(checkpoint_root(pl_module)[1], "name_or_path", None):
             config["base_model"] = base_model
         self.report = PruningReport(config, provenance=provenance(trainer, steps))
-        with torch.inference_mode(False), torch.no_grad(), eager():
+        opened = open_journal(
+            self._beside(trainer), trainer, pl_module, steps, plan, self.report, resume=self.resume
+        )
+        with torch.inference_mode(False), torch.no_grad(), eager(), opened as journal:
             prune_in_trainer(
                 trainer,
                 pl_module,
@@ -209,8 +228,10 @@ class PruningCallback(Callback):
                 self.extensions,
                 true_sequential=self.true_sequential,
                 offload=self.offload,
+                journal=journal,
             )
             self._pruned = pl_module
+            self._journal = journal if self.journal_beside is None else None
             if self.save_dir is not None and not _is_rehearsal(trainer):
                 self.report.complete = False  # until it is saved
                 self.save(self.save_dir, overwrite=self.overwrite)
@@ -246,6 +267,9 @@ class PruningCallback(Callback):
                 "in memory: `callback.save(directory)` writes it, and so does another `predict` "
                 "with this callback, which does not prune again."
             ) from error
+        if self._journal is not None:
+            self._journal.remove()
+            self._journal = None
 
     @property
     def state_key(self) -> str:
@@ -293,6 +317,10 @@ class PruningCallback(Callback):
             f"{type(self).__name__} pruned nothing: the predict dataloader gave no batch. "
             "Give it calibration data, and check `limit_predict_batches`."
         )
+
+    def _beside(self, trainer: Trainer) -> str | PathLike[str] | None:
+        """The directory beside which the journal lies; `None` where nothing is kept."""
+        return None if _is_rehearsal(trainer) else self.journal_beside or self.save_dir
 
     def _end_session(self) -> None:
         if self._session is not None:

@@ -37,6 +37,10 @@ class SaveError(OSError):
     """A pruned model could not be written; it is still in memory, and can be saved elsewhere."""
 
 
+class JournalError(ValueError):
+    """The journal of an unfinished run is of another run, damaged, or in use by a live process."""
+
+
 class OutOfMemoryError(RuntimeError):
     """There was not enough memory to calibrate or to prune; the message says what to lower."""
 

@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 
 from mrp_lightning.errors import OptionError
 
-_PARTIAL = ".partial"
+_STAGING = ".staging"
 _LOCK = ".lock"
 
 
@@ -179,7 +179,7 @@ def save_directory(
     path = Path(path).resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(path)
-    staging = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=_PARTIAL, dir=path.parent))
+    staging = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=_STAGING, dir=path.parent))
     lock = FileLock(staging / _LOCK)
     lock.acquire()
     try:
@@ -204,7 +204,7 @@ def visible_files(directory: Path) -> Iterator[Path]:
 
 def _remove_abandoned(path: Path) -> None:
     """Remove what killed processes left half-written for this directory."""
-    for staging in path.parent.glob(f".{glob.escape(path.name)}.*{_PARTIAL}"):
+    for staging in path.parent.glob(f".{glob.escape(path.name)}.*{_STAGING}"):
         lock = FileLock(staging / _LOCK)
         with suppress(Timeout, OSError):
             lock.acquire(timeout=0)  # a process that is alive holds it
@@ -233,6 +233,25 @@ def save_text(path: str | os.PathLike[str], text: str) -> None:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def move_durably(partial: Path, path: Path) -> None:
+    """Rename a file that is whole to `path`, so that it also survives that the machine goes down.
+
+    Raises:
+        OSError: It cannot be written through to the disk, or renamed.
+    """
+    _flush(partial)
+    partial.replace(path)
+    _flush(path.parent)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _make_readable(directory: Path) -> None:

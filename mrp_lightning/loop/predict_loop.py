@@ -10,6 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from mrp_lightning.loop.capture import Step
 from mrp_lightning.loop.progress import PlainLog, Seldom, nested_progress
 from mrp_lightning.pruning.extensions import Extensions
+from mrp_lightning.pruning.journal import Journal
 from mrp_lightning.pruning.report import PruningReport
 from mrp_lightning.pruning.rows import LayerReport
 from mrp_lightning.pruning.sequential import Progress, SequentialPruner
@@ -30,6 +31,7 @@ def prune_in_trainer(
     *,
     true_sequential: bool,
     offload: bool,
+    journal: Journal | None = None,
 ) -> None:
     """Prune the trainer's module in place; progress and metrics go to its bar and loggers.
 
@@ -43,6 +45,7 @@ def prune_in_trainer(
         extensions: What is done beside pruning each layer by itself.
         true_sequential: Whether the layers of a block are pruned one after another.
         offload: Whether blocks and activations stay on the CPU until they are needed.
+        journal: Keeps what is done to each block, and knows what is done already.
     """
     strategy = trainer.strategy
     device = strategy.root_device
@@ -56,8 +59,8 @@ def prune_in_trainer(
         logger.log_hyperparams({"prune": report.config})
     plain = PlainLog(trainer, len(plan.blocks) + bool(plan.outside))
 
-    def finish_block(k: int, rows: list[LayerReport]) -> None:
-        plain.finish(k + 1, _mean_loss(rows) if rows else None)
+    def finish_block(k: int, rows: list[LayerReport], resumed: bool) -> None:
+        plain.finish(k + 1, _mean_loss(rows) if rows else None, resumed=resumed)
         _log_metrics(trainer, k, rows)
         _log_layers(trainer, report.pruned, rows)
 
@@ -83,6 +86,7 @@ def prune_in_trainer(
             device=device,
             offload=offload,
             extensions=extensions,
+            journal=journal,
             say=rank_zero_info,
             on_progress=follow,
             on_block=finish_block,

@@ -73,20 +73,26 @@ class PlainLog:
         self._silent = _has_bar(trainer) and sys.stdout.isatty()
         self._blocks = blocks
         self._start = self._last = time.monotonic()
+        self._resumed = 0
 
-    def finish(self, done: int, relative_loss: float | None) -> None:
+    def finish(self, done: int, relative_loss: float | None, *, resumed: bool = False) -> None:
         """Log a finished block, with an estimate of the rest.
 
         Args:
             done: The number of finished blocks.
             relative_loss: That of the last one, `None` if no layer of it is pruned.
+            resumed: Whether it was finished by an interrupted run before this one.
         """
         self._last = time.monotonic()
+        self._resumed += resumed
         seconds = self._last - self._start
         parts = [f"block {done}/{self._blocks}"]
         if relative_loss is not None:
             parts.append(f"relative loss {relative_loss:.3g}")
-        rest = seconds / done * (self._blocks - done)
+        if resumed:
+            self._say(" · ".join([*parts, "from the journal"]))
+            return
+        rest = seconds / (done - self._resumed) * (self._blocks - done)
         left = f", about {_duration(rest)} left" if done < self._blocks else ""
         self._say(" · ".join([*parts, _duration(seconds) + left]))
 

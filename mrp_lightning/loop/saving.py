@@ -20,12 +20,19 @@ from mrp_lightning.pruning.report import NAME, PruningReport
 
 
 def check_save_dir(
-    directory: str | PathLike[str], module: LightningModule, *, overwrite: bool
+    directory: str | PathLike[str],
+    module: LightningModule,
+    *,
+    overwrite: bool,
+    journal_bytes: int = 0,
 ) -> None:
     """Refuse a directory into which `save_pruned` could not write; see `check_output_dir`."""
     model = checkpoint_root(module)[1]
     check_output_dir(
-        directory, overwrite=overwrite, sources=sources_of(model), num_bytes=num_bytes(model)
+        directory,
+        overwrite=overwrite,
+        sources=sources_of(model),
+        num_bytes=num_bytes(model) + journal_bytes,
     )
 
 

@@ -38,6 +38,8 @@ class PruningReport:
             report that an older version wrote.
         files: The names of all files that were written with the report, relative to its directory.
         blocks: The blocks, in their order, where something was done to them as a whole.
+        resumed_blocks: How many blocks came from the journal of an interrupted run, the layers
+            outside the blocks as one; `seconds` counts that run, too.
     """
 
     config: dict[str, Any]
@@ -50,6 +52,7 @@ class PruningReport:
     blocks: list[BlockReport] = field(default_factory=list)
     provenance: dict[str, Any] = field(default_factory=dict)
     model_weights: int | None = None
+    resumed_blocks: int = 0
 
     def skip(self, name: str, shape: tuple[int, ...], reason: str) -> None:
         """Add a layer that is left dense, and why."""
@@ -59,7 +62,11 @@ class PruningReport:
     @property
     def pruned(self) -> list[LayerReport]:
         """The layers that are pruned."""
-        return [row for row in self.layers if row.skipped is None]
+        return self.pruned_since(0)
+
+    def pruned_since(self, first: int) -> list[LayerReport]:
+        """The pruned layers but the first rows of the report."""
+        return [row for row in self.layers[first:] if row.skipped is None]
 
     @property
     def relative_loss(self) -> float | None:
@@ -88,6 +95,7 @@ class PruningReport:
             "relative_loss": self.relative_loss,
             "seconds": self.seconds,
             **({"peak_memory": max(peaks)} if peaks else {}),
+            **({"resumed_blocks": self.resumed_blocks} if self.resumed_blocks else {}),
         }
 
     def to_dict(self) -> dict[str, Any]:
@@ -157,4 +165,5 @@ class PruningReport:
             blocks=[BlockReport.from_dict(row) for row in content.get("blocks", [])],
             provenance=content.get("provenance", {}),
             model_weights=totals.get("model_weights"),
+            resumed_blocks=totals.get("resumed_blocks", 0),
         )

@@ -34,6 +34,7 @@ def problems_in(content: dict[str, Any]) -> Iterator[str]:
     if not isinstance(content.get("provenance", {}), dict):
         yield f"`provenance` is {content['provenance']!r}, expected an object"
     yield from _wrong_type("totals.model_weights", totals.get("model_weights"), int | None)
+    yield from _wrong_type("totals.resumed_blocks", totals.get("resumed_blocks", 0), int)
     yield from _wrong_type("config.method", config.get("method"), str)
     for key in _TOTALS:
         if key in totals:

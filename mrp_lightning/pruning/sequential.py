@@ -19,12 +19,14 @@ from mrp_lightning.errors import TargetError
 from mrp_lightning.pruning.allocation import allocate, measure_blocks, patterns_of_layers
 from mrp_lightning.pruning.block import BlockPruner
 from mrp_lightning.pruning.extensions import Extensions
+from mrp_lightning.pruning.journal import BlockRecord, Journal
 from mrp_lightning.pruning.report import PruningReport
 from mrp_lightning.pruning.rows import BlockReport, LayerReport
 from mrp_lightning.pruning.tuning import BlockTuner
 from mrp_lightning.solver.patterns import Pattern, Unstructured
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.blocks import Block
+from mrp_lightning.targets.layers import Layer
 from mrp_lightning.targets.plan import Plan
 
 log = logging.getLogger(__name__)
@@ -66,9 +68,12 @@ class SequentialPruner:
         device: The device on which the model runs.
         offload: Whether blocks and stored activations stay on the CPU until they are needed.
         extensions: What is done beside pruning each layer by itself.
+        journal: Keeps what is done to each block; what it holds is not done again, and the result
+            has the same bits.
         on_progress: Called often, for a progress bar.
         say: Called, seldom, with what a user should be told.
-        on_block: Called with the number of each block (from 0) and the layers pruned in it.
+        on_block: Called with the number of each block (from 0), the layers pruned in it, and
+            whether the journal held them.
     """
 
     model: nn.Module
@@ -82,9 +87,10 @@ class SequentialPruner:
     device: torch.device = CPU
     offload: bool = False
     extensions: Extensions = field(default_factory=Extensions)
+    journal: Journal | None = None
     say: Callable[[str], None] = log.info
     on_progress: Callable[[Progress], None] = lambda *_: None
-    on_block: Callable[[int, list[LayerReport]], None] = lambda *_: None
+    on_block: Callable[[int, list[LayerReport], bool], None] = lambda *_: None
 
     def prune(self) -> None:
         """Walk the model.
@@ -97,8 +103,10 @@ class SequentialPruner:
                 where `allocation` or `tuning` need them.
             HessianError: A layer's inputs give no usable Hessian.
             OutOfMemoryError: There is not enough memory.
+            SaveError: The journal cannot be written.
         """
         start = time.perf_counter()
+        before = 0.0 if self.journal is None else self.journal.manifest.seconds
         self.report.model_weights = sum(p.numel() for p in self.model.parameters())
         padding = Padding(self.model)
         blocks = [block.module for block in self.plan.blocks] if self.offload else []
@@ -120,7 +128,7 @@ class SequentialPruner:
             _warn_of_unmatched(padding)
             self.report.complete = True
         finally:
-            self.report.seconds = time.perf_counter() - start
+            self.report.seconds = before + time.perf_counter() - start
 
     def _prune_blocks(self, padding: Padding, offload: Offload) -> None:
         """Walk the blocks up to the last one that has layers to prune."""
@@ -135,25 +143,52 @@ class SequentialPruner:
             dense = DenseStream(walk, keeps_outputs=tuning is not None)
         tuner = self._tuner(walk, dense, padding, offload)
         sparsities, patterns = self._allocate(walk, padding, offload)
-        last = max((k for k, block in enumerate(walk.blocks) if layers[block.name]), default=-1)
+        waiting = [k for k, block in enumerate(walk.blocks) if layers[block.name]]
+        last = max(waiting, default=-1)
+        ahead = max((k for k in waiting if k not in (self.journal or ())), default=-1)
         for k, block in enumerate(walk.blocks[: last + 1]):
+            mine, first = layers[block.name], len(self.report.layers)
             with offload.pinned(block.module):
                 pruner = self._block_pruner(walk, k, k, padding, dense, patterns)
-                rows = pruner.prune(layers[block.name])
-                if dense is not None and (tuner or k < last):
+                resumed = self._restore(k, mine, dense)
+                if not resumed:
+                    pruner.prune(mine)
+                rows = self.report.pruned_since(first)
+                if dense is not None and (k < ahead or (tuner and not resumed)):
                     for i in dense.advance(k):
                         pruner.tell(f"{block.name}, dense outputs {i + 1}/{len(self.batches)}")
-                done = BlockReport(name=block.name, sparsity=sparsities.get(block.name))
-                if tuner is not None:
-                    pruned = {row.name for row in rows}
-                    tuned = [layer for layer in layers[block.name] if layer.name in pruned]
-                    done = tuner.tune(k, tuned, done, pruner.tell)
-                if tuner is not None or sparsities:
-                    self.report.blocks.append(done)
-                if k < last:
+                if not resumed:
+                    done = BlockReport(name=block.name, sparsity=sparsities.get(block.name))
+                    if tuner is not None:
+                        pruned = {row.name for row in rows}
+                        tuned = [layer for layer in mine if layer.name in pruned]
+                        done = tuner.tune(k, tuned, done, pruner.tell)
+                    has_row = tuner is not None or bool(sparsities)
+                    self._keep(k, block.name, mine, first, done if has_row else None)
+                if k < ahead:
                     for i in walk.advance(k):
                         pruner.tell(f"{block.name}, outputs {i + 1}/{len(self.batches)}")
-            self.on_block(k, rows)
+            self.on_block(k, rows, resumed)
+
+    def _restore(self, step: int, layers: list[Layer], dense: DenseStream | None) -> bool:
+        """Take what was done in a step from the journal, if it is there."""
+        record = None if self.journal is None else self.journal.read(step)
+        if record is None:
+            return False
+        record.restore(layers, lambda layer: dense.remember(layer) if dense is not None else None)
+        self.report.layers += record.rows
+        self.report.blocks += [] if record.block is None else [record.block]
+        self.report.resumed_blocks += 1
+        return True
+
+    def _keep(
+        self, step: int, name: str, layers: list[Layer], first: int, block: BlockReport | None
+    ) -> None:
+        """Enter what was done in a step into the report and the journal."""
+        self.report.blocks += [] if block is None else [block]
+        if self.journal is not None and layers:
+            rows = self.report.layers[first:]
+            self.journal.write(step, BlockRecord.of(name, layers, rows, block))
 
     def _refuse_what_needs_blocks(self) -> None:
         """A model without blocks is pruned in one dense pass."""
@@ -183,12 +218,20 @@ class SequentialPruner:
         """The sparsities of blocks, and the patterns of layers, that are not the recipe's."""
         if self.extensions.allocation == "uniform":
             return {}, {}
+        known = None if self.journal is None else self.journal.manifest.allocation
+        if known:
+            patterns = {name: Unstructured(share) for name, share in known["layers"].items()}
+            return known["blocks"], patterns
         tell = self._teller(0)
         measures = measure_blocks(walk.twin(), self.plan.layers, padding, offload.pinned, tell)
         if not measures:
             return {}, {}
         sparsities = allocate(self.recipe.pattern.sparsity, measures)
-        return sparsities, patterns_of_layers(sparsities, measures)
+        patterns = patterns_of_layers(sparsities, measures)
+        if self.journal is not None:
+            shares = {name: pattern.sparsity for name, pattern in patterns.items()}
+            self.journal.allocate({"blocks": sparsities, "layers": shares})
+        return sparsities, patterns
 
     def _prune_outside(self, padding: Padding) -> None:
         """Prune the layers outside the blocks, in one pass over the whole model."""
@@ -197,9 +240,12 @@ class SequentialPruner:
         block = Block("", self.model, "")
         walk = WholeModel(self._forward_with(padding), self.batches, [block])
         self.report.config.setdefault("walk", walk.name)
-        step = len(self.plan.blocks)
-        pruner = self._block_pruner(walk, 0, step, padding)
-        self.on_block(step, pruner.prune(self.plan.outside))
+        step, first = len(self.plan.blocks), len(self.report.layers)
+        resumed = self._restore(step, self.plan.outside, None)
+        if not resumed:
+            self._block_pruner(walk, 0, step, padding).prune(self.plan.outside)
+            self._keep(step, "", self.plan.outside, first, None)
+        self.on_block(step, self.report.pruned_since(first), resumed)
 
     def _forward_with(self, padding: Padding) -> Callable[[Any], Any]:
         """The forward, of which the padding knows each batch before it runs."""

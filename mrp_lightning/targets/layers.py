@@ -64,6 +64,11 @@ class Layer(ABC):
         return self.name
 
     @property
+    def parameter_name(self) -> str:
+        """The name of the parameter in which the weight is stored, as in the checkpoint."""
+        return f"{self.owner}.weight"
+
+    @property
     def key(self) -> Hashable:
         """What tells weights apart: layers that are tied have the same key."""
         return id(self.parameter)
@@ -159,6 +164,11 @@ class Expert(Layer):
     def owner(self) -> str:
         """The name of the module that holds the stack."""
         return self.name.rsplit(".", 2)[0]
+
+    @property
+    def parameter_name(self) -> str:
+        """The name of the stack."""
+        return f"{self.owner}.{self.stack}"
 
     @property
     def key(self) -> Hashable:

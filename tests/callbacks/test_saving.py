@@ -102,7 +102,7 @@ def test_a_failed_save_leaves_nothing(llama, loader, quiet, tmp_path, monkeypatc
     callback = MRPCallback(pattern="2:4", save_dir=tmp_path / "out")
     with pytest.raises(OSError, match="No space"):
         Trainer(**quiet).predict(llama(), loader, callbacks=[callback])
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [tmp_path / ".out.partial"]
 
 
 def fail_to_save(monkeypatch, error: Exception) -> None:
@@ -123,7 +123,7 @@ def test_a_pruned_model_is_not_lost_where_saving_fails(
         with pytest.raises(SaveError, match=r"No space left.*`callback.save\(directory\)` writes"):
             Trainer(**quiet).predict(module, loader, callbacks=[callback])
     assert not callback.report.complete
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [tmp_path / ".out.partial"]
     pruned = module.model.model.layers[0].mlp.up_proj.weight.clone()
     seconds = [row.seconds for row in callback.report.layers]
     if again == "save":
@@ -132,6 +132,7 @@ def test_a_pruned_model_is_not_lost_where_saving_fails(
         Trainer(**quiet).predict(module, loader, callbacks=[callback])
     assert callback.report.complete
     assert [row.seconds for row in callback.report.layers] == seconds  # not pruned again
+    assert list(tmp_path.iterdir()) == [out]  # and no journal
     loaded = AutoModelForCausalLM.from_pretrained(out)
     assert torch.equal(loaded.model.layers[0].mlp.up_proj.weight, pruned)
     assert json.loads((out / "pruning_report.json").read_text())["totals"]["complete"]

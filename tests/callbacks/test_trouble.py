@@ -14,6 +14,7 @@ from mrp_lightning import CausalLM, Trainer
 from mrp_lightning.errors import (
     DataError,
     HessianError,
+    JournalError,
     MethodError,
     OutOfMemoryError,
     PatternError,
@@ -277,10 +278,13 @@ def test_an_interrupted_run_leaves_whole_layers(error, llama, loader, quiet, tmp
         if isinstance(module, nn.Linear):
             untouched = torch.equal(module.weight, dense.get_submodule(name).weight)
             assert untouched is (name not in done)
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [tmp_path / ".out.partial"]
 
-    # The next run starts over.
+    # This model is not the dense one any more.
     monkeypatch.setattr(prune_layer, "prune", original)
+    with pytest.raises(JournalError, match="`weights of the model` differ"):
+        Trainer(**quiet).predict(model, loader, callbacks=[callback])
+    callback.resume = False
     Trainer(**quiet).predict(model, loader, callbacks=[callback])
     assert callback.report.complete
     assert callback.report.totals["already_pruned"] == 5

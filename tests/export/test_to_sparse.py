@@ -245,7 +245,7 @@ def test_a_run_that_is_ended_leaves_nothing(sent, status, said, llama):
     command = [sys.executable, "-c", code]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     for _ in range(3000):
-        if any(path.name == "config.json" for path in llama.parent.glob(".*.partial/*")):
+        if any(path.name == "config.json" for path in llama.parent.glob(".*.staging/*")):
             break
         time.sleep(0.1)
     time.sleep(1)

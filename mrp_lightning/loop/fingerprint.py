@@ -1,0 +1,64 @@
+"""What decides the result of a pruning in a trainer, so that another run can go on with it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+
+from mrp_lightning.environment import versions
+from mrp_lightning.loop.capture import Step
+from mrp_lightning.loop.contents import checkpoint_root
+from mrp_lightning.pruning.manifest import Fingerprint, digest
+
+_WITHOUT_A_SAY = ("offload",)
+"""Arguments that change where something is computed, and not what."""
+_NOTHING = torch.empty(0)
+_LIBRARIES = ("mrp_lightning", "torch", "transformers", "cuda")
+
+
+def fingerprint(
+    trainer: Trainer, module: LightningModule, steps: Sequence[Step], config: Mapping[str, Any]
+) -> Fingerprint:
+    """Say what decides the result: settings, weights, calibration data, libraries, device.
+
+    All tensors of the module are read once, at about 1 GB/s.
+
+    Args:
+        trainer: The trainer that prunes.
+        module: Its module, which is still dense.
+        steps: The calibration batches.
+        config: The arguments of the pruning.
+    """
+    model = checkpoint_root(module)[1]
+    settings = {name: value for name, value in config.items() if name not in _WITHOUT_A_SAY}
+    here = versions()
+    return {
+        **settings,
+        "precision": str(trainer.precision),
+        "device": trainer.strategy.root_device.type,
+        "model": type(model).__name__,
+        "weights of the model": digest(chain(module.named_parameters(), module.named_buffers())),
+        "calibration data": digest(_leaves(list(steps))),
+        **{f"version of {name}": here[name] for name in _LIBRARIES if name in here},
+    }
+
+
+def _leaves(data: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """All tensors of a collection, by their place; the name of anything else says what it is."""
+    if isinstance(data, Tensor):
+        yield path, data
+    elif isinstance(data, Mapping):
+        for key, value in data.items():
+            yield from _leaves(value, f"{path}.{key}")
+    elif isinstance(data, list | tuple):
+        for index, value in enumerate(data):
+            yield from _leaves(value, f"{path}.{index}")
+    elif is_dataclass(data) and not isinstance(data, type):
+        yield from _leaves(vars(data), path)
+    else:
+        plain = isinstance(data, str | int | float | None)
+        yield f"{path} = {data!r}" if plain else f"{path} = {type(data).__name__}", _NOTHING
