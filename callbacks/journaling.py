@@ -7,9 +7,13 @@ from os import PathLike
 from lightning.pytorch import LightningModule, Trainer
 
 from mrp_lightning.loop.capture import Step
+from mrp_lightning.loop.contents import checkpoint_root
 from mrp_lightning.loop.fingerprint import fingerprint
+from mrp_lightning.loop.streaming import streamed_blocks
+from mrp_lightning.models.saving import stored_dtype
 from mrp_lightning.pruning.journal import Journal, journal_path
 from mrp_lightning.pruning.report import PruningReport
+from mrp_lightning.pruning.streamed_journal import StreamedJournal
 from mrp_lightning.targets.plan import Plan
 
 
@@ -49,11 +53,22 @@ def open_journal(
     }
     settings = {key: value for key, value in report.config.items() if key != "base_model"}
     found = fingerprint(trainer, module, steps, settings)
-    return Journal.open(beside, found, resume=resume, about=about)
+    streamed = streamed_blocks(module)
+    if streamed is None:
+        return Journal.open(beside, found, resume=resume, about=about)
+    journal = StreamedJournal.open(beside, found, resume=resume, about=about)
+    journal.streamed = streamed
+    return journal
 
 
 def journal_bytes(beside: str | PathLike[str], module: LightningModule) -> int:
-    """How much more of a disk the journal may take: the weights, less what it holds already."""
+    """How much more of a disk the journal may take: the weights, less what it holds already.
+
+    That of a streamed model takes nothing more where its shards become files of the checkpoint.
+    """
+    model = checkpoint_root(module)[1]
+    if streamed_blocks(module) is not None and model.dtype == stored_dtype(model):
+        return 0
     there = sum(file.stat().st_size for file in journal_path(beside).glob("*.safetensors"))
     weights = sum(p.numel() * p.element_size() for p in module.parameters())
     return max(0, weights - there)

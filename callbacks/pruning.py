@@ -19,6 +19,7 @@ from mrp_lightning.loop.predict_loop import prune_in_trainer
 from mrp_lightning.loop.provenance import provenance
 from mrp_lightning.loop.saving import check_save_dir, save_pruned
 from mrp_lightning.loop.strategies import require_one_process
+from mrp_lightning.loop.streaming import check_streamed_plan, start_streamed, streamed_blocks
 from mrp_lightning.pruning.extensions import Extensions
 from mrp_lightning.pruning.journal import Journal, require_free
 from mrp_lightning.pruning.report import PruningReport
@@ -183,6 +184,7 @@ class PruningCallback(Callback):
         if len(mine) > 1:
             raise OptionError("A predict run takes one PruningCallback; run predict once for each.")
         require_one_process(trainer, type(self).__name__)
+        start_streamed(pl_module, is_kept=self._beside(trainer) is not None)
         if self.save_dir is not None and not _is_rehearsal(trainer):
             check_save_dir(
                 self.save_dir,
@@ -338,7 +340,7 @@ class PruningCallback(Callback):
         return self.report is not None and self.report.complete
 
     def _make_plan(self, pl_module: LightningModule) -> Plan:
-        return make_plan(
+        plan = make_plan(
             pl_module,
             self.recipe.pattern,
             targets=self.targets,
@@ -346,7 +348,10 @@ class PruningCallback(Callback):
             blocks=self.blocks,
             skip_indivisible=self.skip_indivisible,
             prefix=checkpoint_root(pl_module)[0],
+            allow_meta=streamed_blocks(pl_module) is not None,
         )
+        check_streamed_plan(pl_module, plan)
+        return plan
 
 
 def _is_rehearsal(trainer: Trainer) -> bool:

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from mrp_lightning.calibration.forwards import replaced_forward
 
 CPU = torch.device("cpu")
+
+Pinned = Callable[[nn.Module], AbstractContextManager[None]]
+"""Keeps a block where it runs, over many forwards."""
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from torch import Tensor
 from mrp_lightning.environment import versions
 from mrp_lightning.loop.capture import Step
 from mrp_lightning.loop.contents import checkpoint_root
+from mrp_lightning.loop.streaming import streamed_blocks
 from mrp_lightning.pruning.manifest import Fingerprint, digest
 
 _WITHOUT_A_SAY = ("offload",)
@@ -35,13 +36,15 @@ def fingerprint(
     """
     model = checkpoint_root(module)[1]
     settings = {name: value for name, value in config.items() if name not in _WITHOUT_A_SAY}
-    here = versions()
+    here, streamed = versions(), streamed_blocks(module)
+    held = chain(module.named_parameters(), module.named_buffers())
     return {
         **settings,
         "precision": str(trainer.precision),
         "device": trainer.strategy.root_device.type,
         "model": type(model).__name__,
-        "weights of the model": digest(chain(module.named_parameters(), module.named_buffers())),
+        "streaming": streamed is not None,
+        "weights of the model": digest(held if streamed is None else streamed.named_tensors()),
         "calibration data": digest(_leaves(list(steps))),
         **{f"version of {name}": here[name] for name in _LIBRARIES if name in here},
     }

@@ -67,7 +67,8 @@ class StreamedBlocks:
             )
         _refuse_tied(model, list(blocks))
         # By block: which tensors, by their names in the checkpoint, are in which file.
-        self._places = self._find(files)
+        self._source = self._find(files)
+        self._places = dict(self._source)
 
     def load_rest(self) -> Any:
         """Load what is in no block.
@@ -110,6 +111,11 @@ class StreamedBlocks:
         state = self.blocks[name].state_dict(prefix=f"{name}.")
         return revert_weight_conversion(self._model, state)
 
+    def take(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Let a block hold what `tensors` gave; the block is pinned."""
+        self._convert(name, tensors)
+        self.blocks[name].to(self._device)
+
     def read_from(self, name: str, file: str | PathLike[str]) -> None:
         """From now on, read a block from a shard, to which its `tensors` were written."""
         self.shards[name] = Path(file)
@@ -120,7 +126,20 @@ class StreamedBlocks:
         """From now on, read blocks from the files of a checkpoint, which are to stay."""
         for name, file in files.items():
             self.read_from(name, file)
+        self._source = dict(self._places)
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Read all blocks from the checkpoint again, as before there were shards."""
+        self._places = dict(self._source)
         self.shards.clear()
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """All that the model holds, by name; of its blocks, one at a time is in memory."""
+        yield from self.rest.items()
+        for name, block in self.blocks.items():
+            with self.pinned(block):
+                yield from block.state_dict(prefix=f"{name}.").items()
 
     @property
     def rest(self) -> dict[str, Tensor]:
@@ -152,8 +171,13 @@ class StreamedBlocks:
         return places
 
     def _read(self, name: str) -> None:
+        with _opened(self._places[name]) as stored:
+            self._convert(name, dict(stored))
+
+    def _convert(self, name: str, stored: Mapping[str, Any]) -> None:
+        """Let transformers make parameters of what a checkpoint holds."""
         # Inference mode would make tensors of which no gradient could be taken later.
-        with torch.inference_mode(False), torch.no_grad(), _opened(self._places[name]) as stored:
+        with torch.inference_mode(False), torch.no_grad(), _without_bars():
             found, _ = convert_and_load_state_dict_in_model(
                 self._model, dict(stored), self._loading
             )
@@ -180,16 +204,24 @@ def _opened(files: Mapping[Path, list[str]]) -> Iterator[Iterator[tuple[str, Any
     """Tensors of files by name, none of which is read yet.
 
     They are read, and not mapped, since what is mapped to be written counts as the process's own
-    memory, all of the file (`ulimit -d`). transformers shows no bar meanwhile.
+    memory, all of the file (`ulimit -d`).
     """
     with ExitStack() as stack:
-        before = transformers_logging.set_tqdm_hook(lambda _, args, __: args[0])
-        stack.callback(transformers_logging.set_tqdm_hook, before)
         opened = {
             file: stack.enter_context(safe_open(file, framework="pt", backend="pread"))
             for file in files
         }
         yield ((key, opened[file].get_slice(key)) for file, keys in files.items() for key in keys)
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Let transformers show no bar, as it does for a whole checkpoint."""
+    before = transformers_logging.set_tqdm_hook(lambda _, args, __: args[0])
+    try:
+        yield
+    finally:
+        transformers_logging.set_tqdm_hook(before)
 
 
 def _drop(block: nn.Module) -> None:

@@ -28,9 +28,7 @@ def in_memory(model) -> set[str]:
     return {name for name, tensor in model.named_parameters() if not tensor.is_meta}
 
 
-@pytest.mark.parametrize(
-    "family", ["opt", "mixtral", "qwen3_moe", "gpt_neox", "gpt2", "gemma3_text", "bloom"]
-)
+@pytest.mark.parametrize("family", ["opt", "mixtral", "gpt_neox", "gpt2", "gemma3_text"])
 def test_it_is_the_model_in_memory(family, build, tmp_path):
     build(family).save_pretrained(tmp_path, max_shard_size="20KB")  # a block is in several files
     expected = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
