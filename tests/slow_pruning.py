@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from mrp_lightning import prune_weight
 from mrp_lightning.pruning.extensions import Extensions
+from mrp_lightning.pruning.journal import Journal
 from mrp_lightning.pruning.report import PruningReport
 from mrp_lightning.pruning.sequential import SequentialPruner
 from mrp_lightning.solver.recipe import Recipe
@@ -37,6 +38,7 @@ def prune_model(
     offload: bool = False,
     say: Callable[[str], None] = lambda _: None,
     forward: Callable[[Any], Any] | None = None,
+    journal: Journal | None = None,
     **choices: Any,
 ) -> PruningReport:
     recipe = Recipe.of(sparsity=sparsity, pattern=pattern, method=method, tolerance=tolerance)
@@ -52,6 +54,7 @@ def prune_model(
         offload=offload,
         extensions=Extensions(**beyond or {}),
         say=say,
+        journal=journal,
     ).prune()
     return report
 

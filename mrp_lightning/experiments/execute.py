@@ -3,6 +3,7 @@
 import gc
 import json
 import logging
+import re
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
@@ -26,9 +27,11 @@ from mrp_lightning.loop.pruning_callback import callbacks_that_prune
 from mrp_lightning.loop.save_evaluation import SaveEvaluation
 from mrp_lightning.models.gguf import located
 from mrp_lightning.models.loading import load_config
+from mrp_lightning.pruning.journal import remove_journal
 
 _BAR = "trainer.enable_progress_bar"
-"""An option without a say in the result."""
+_RESUME = re.compile(r"trainer\.callbacks\.\d+\.init_args\.resume")
+"""Options without a say in the result."""
 
 
 class _Configured(PruningCLI):
@@ -44,7 +47,7 @@ class _Configured(PruningCLI):
 
 def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """What two configurations do not share, such as "`data.num_samples` was 4, is 5"."""
-    keys = [key for key in {**before, **now} if key != _BAR]
+    keys = [key for key in {**before, **now} if key != _BAR and not _RESUME.fullmatch(key)]
     changed = [key for key in keys if before.get(key) != now.get(key)]
     return "; ".join(f"`{key}` was {before.get(key)}, is {now.get(key)}" for key in changed)
 
@@ -97,6 +100,8 @@ def execute(
 ) -> None:
     """Prune and evaluate one model, and write what was found into a directory.
 
+    It keeps a journal beside the directory until all is written, and goes on with one.
+
     Args:
         trial: Which way to prune which model.
         cli: Its configuration; see `configure`.
@@ -117,6 +122,7 @@ def execute(
         zeroshot = _zeroshot(cli, tasks) if tasks else None
     record(directory, zeroshot=zeroshot)
     FinishedTrial(trial, machine(device), config).save(directory)
+    remove_journal(directory)
 
 
 def evaluate_again(trial: Trial, sweep: Sweep, directory: Path, tasks: Tasks) -> None:
@@ -147,6 +153,7 @@ def described(cli: _Configured) -> dict[str, Any]:
 def _prune(cli: _Configured, directory: Path, *, save_checkpoint: bool) -> None:
     (callback,) = callbacks_that_prune(cli.trainer)
     callback.save_dir, callback.overwrite = directory if save_checkpoint else None, True
+    callback.journal_beside = directory
     cli.trainer.predict(cli.model, datamodule=cli.datamodule)
     directory.mkdir(parents=True, exist_ok=True)
     assert callback.report is not None

@@ -16,11 +16,14 @@ class Pruning(Protocol):
         report: What was done to each layer, `None` before the first run.
         save_dir: The directory for the pruned model, `None` if it is not saved.
         overwrite: Whether `save_dir` may be replaced.
+        journal_beside: The directory beside which the journal lies, in place of `save_dir`. Whoever
+            sets it removes the journal.
     """
 
     report: PruningReport | None
     save_dir: str | PathLike[str] | None
     overwrite: bool
+    journal_beside: str | PathLike[str] | None
 
 
 def callbacks_that_prune(trainer: Trainer) -> list[Pruning]:

@@ -1,15 +1,22 @@
 """An interrupted run goes on where it was, and ends with the bits of an uninterrupted one."""
 
 import json
+import shutil
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from callbacks import MRPCallback
 from mrp_lightning import CausalLM, Trainer
+from mrp_lightning.errors import JournalError, OptionError
+from mrp_lightning.loop.saving import num_bytes
 from mrp_lightning.pruning.journal import Journal, journal_path
+from mrp_lightning.pruning.manifest import Manifest
 from mrp_lightning.pruning.tuning import BlockTuning
 
 
@@ -84,3 +91,79 @@ def test_an_interrupted_run_ends_with_the_same_bits(survives, arguments, prune, 
     assert rows(callback.report.layers) == rows(reference.report.layers)
     assert rows(callback.report.blocks) == rows(reference.report.blocks)
     assert "resumed_blocks" not in reference.report.totals
+
+
+def test_what_differs_is_named(prune, llama, loader, quiet, tmp_path):
+    prune(2, method="SS", damping=0.02)
+    other = llama(num_hidden_layers=4)
+    with torch.no_grad():
+        other.model.layers[3].mlp.up_proj.weight[0, 0] += 1
+    with pytest.raises(JournalError) as caught:
+        prune(module=other, method="SM", damping=0.02)
+    message = str(caught.value)
+    assert '`method` was "SS", is "SM"' in message
+    assert "`weights of the model` differ" in message
+    assert "`resume: false`" in message
+    assert not {"damping", "calibration data", "sparsity"} & set(message.split("`"))
+
+    callback = MRPCallback(sparsity=0.5, method="SS", damping=0.02, save_dir=tmp_path / "out")
+    fewer = DataLoader(loader.dataset[:6], batch_size=2)
+    with pytest.raises(JournalError, match=r"differs:(?s:.*)`calibration data` differ"):
+        Trainer(**quiet).predict(CausalLM(llama(num_hidden_layers=4)), fewer, callbacks=[callback])
+
+    _, callback = prune(resume=False)
+    assert callback.report.complete
+    assert callback.report.resumed_blocks == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_where_and_how_long_does_not_matter(prune, tmp_path):
+    prune(2, offload=False)
+    manifest = Manifest.load(journal_path(tmp_path / "out"))
+    _, callback = prune(offload=True, overwrite=True)
+    assert callback.report.resumed_blocks == 2
+    assert callback.report.seconds > manifest.seconds
+
+
+def test_a_second_process_is_refused(prune, llama, loader, quiet, tmp_path):
+    prune(1)
+    code = (
+        "import sys; from filelock import FileLock; lock = FileLock(sys.argv[1]); lock.acquire();"
+        "print('held', flush=True); sys.stdin.read()"
+    )
+    lock = str(journal_path(tmp_path / "out") / ".lock")
+    with subprocess.Popen(
+        [sys.executable, "-c", code, lock],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as other:
+        assert other.stdout.readline() == b"held\n"
+        ran = []
+        model = llama(num_hidden_layers=4)
+        model.register_forward_pre_hook(lambda *_: ran.append(1))
+        with pytest.raises(JournalError, match="Another process is making this run"):
+            prune(module=model)
+        assert not ran  # before any work
+        other.stdin.close()
+    _, callback = prune()
+    assert callback.report.resumed_blocks == 1
+
+
+def test_without_a_directory_there_is_no_journal(prune, llama, loader, quiet, tmp_path):
+    prune(save_dir=None)
+    callback = MRPCallback(sparsity=0.5, save_dir=tmp_path / "out")
+    Trainer(fast_dev_run=True, **quiet).predict(llama(), loader, callbacks=[callback])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_room_for_the_journal_is_asked_for(prune, llama, tmp_path, monkeypatch):
+    model = llama(num_hidden_layers=4)
+    usage = shutil.disk_usage(tmp_path)
+    need = num_bytes(model) + sum(p.nbytes for p in model.parameters())
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=need - 1))
+    with pytest.raises(OptionError, match="GB left"):
+        prune()
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=need))
+    prune(2)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=need - 8000))
+    prune()  # half of the journal is there

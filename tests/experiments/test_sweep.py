@@ -128,6 +128,36 @@ def test_two_sweeps_at_once_share_the_runs(here, monkeypatch):
     assert len(made) == len(set(made)) == 1 + 2
 
 
+def test_an_interrupted_run_goes_on_at_its_block(here, monkeypatch):
+    from mrp_lightning.pruning.journal import Journal
+
+    write = Journal.write
+
+    class Killed(BaseException):
+        pass
+
+    def write_and_die(self, step, record):
+        write(self, step, record)
+        raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(Journal, "write", write_and_die)
+        sweep("--only=tiny/50-SM-*-seed0")
+    assert Path("out/tiny/.50-SM-s128-seed0.partial").is_dir()
+    sweep("--only=tiny/50-SM-*-seed0")
+    report = json.loads(Path("out/tiny/50-SM-s128-seed0/pruning_report.json").read_text())
+    assert report["totals"]["resumed_blocks"] == 1
+    assert len(report["layers"]) == 14
+    assert sorted(path.name for path in Path("out/tiny").iterdir()) == ["50-SM-s128-seed0", "dense"]
+
+    # A run that was made before there was this option is the same.
+    finished = Path("out/tiny/50-SM-s128-seed0/run.json")
+    told = json.loads(finished.read_text())
+    assert told["config"].pop("trainer.callbacks.0.init_args.resume") is True
+    finished.write_text(json.dumps(told))
+    sweep("--only=tiny/50-SM-*-seed0")
+
+
 def test_another_configuration_is_not_mixed_in(here, capsys):
     sweep("--only=tiny/50-SM-*")
     text = Path("base.yaml").read_text().replace("num_samples: 4", "num_samples: 5")
