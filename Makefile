@@ -26,7 +26,7 @@ real: runs/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 	$(BIN)/python -m mrp_lightning sweep --config configs/sweeps/real.yaml \
 		$(if $(WIKITEXT2),--config configs/sweeps/real_wikitext2.yaml)
 	$(BIN)/python -m mrp_lightning report runs/real
-	$(BIN)/python -m export.to_sparse runs/real/SmolLM2-stdlib/2of4-SM-s128-seed0 \
+	$(BIN)/python -m export.to_sparse runs/real/SmolLM2-stdlib/2of4-best-seed0 \
 		--out runs/real-sparse24 --overwrite
 
 runs/smollm2/%.gguf: configs/real-model.txt | .venv/installed

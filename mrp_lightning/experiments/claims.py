@@ -53,7 +53,7 @@ class Gain(NamedTuple):
 def findings(summary: Summary) -> list[Finding]:
     """Every claim in every case that the runs can decide."""
     texts = dict.fromkeys(m for found in summary.values() for m in found if m.is_perplexity)
-    pruned = [trial for trial in summary if trial.method and not trial.changed]
+    pruned = [trial for trial in summary if trial.method and not (trial.changed or trial.recipe)]
     found: list[Finding] = []
     for text in texts:
         gains = {}  # of SM over SparseGPT
@@ -134,7 +134,7 @@ def _ablations(summary: Summary, text: Measure) -> Iterator[Finding]:
         ordered = sorted(line.items(), reverse=not more_is_better)  # from the worst by the claim
         yield Finding(
             claim,
-            f"{_where(trial, text)}, {trial.method}",
+            f"{_where(trial, text)}, {trial.recipe or trial.method}",
             all(a[1] >= b[1] for a, b in itertools.pairwise(ordered)),
             "perplexity at " + ", ".join(f"{value:g}: {perplexity(x)}" for value, x in ordered),
         )

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch.cli import instantiate_class
 from transformers.utils import logging as transformers_logging
 
 from mrp_lightning.environment import machine
@@ -53,10 +54,11 @@ def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def require_pruning(sweep: Sweep) -> None:
-    """Refuse a configuration with nothing in it that prunes.
+    """Refuse a configuration with nothing in it that prunes, and arguments that it does not take.
 
     Raises:
-        OptionError: There is no callback.
+        OptionError: There is no callback, or an argument is out of range.
+        MethodError: A method does not go with another argument.
     """
     for model in dict.fromkeys(trial.model for trial in sweep.selected if trial.method):
         if not _parse(sweep, sweep.models[model].options).config.trainer.callbacks:
@@ -64,6 +66,10 @@ def require_pruning(sweep: Sweep) -> None:
                 "`base` has no callback that prunes. Add one to `trainer.callbacks`, as the last: "
                 "`- class_path: callbacks.MRPCallback`."
             )
+    recipes = {(t.recipe, t.setting): t for t in sweep.selected if t.recipe}
+    for trial in recipes.values():
+        callback = configure(trial, sweep).config.trainer.callbacks[-1]
+        instantiate_class((), callback.as_dict())
 
 
 def why_no_model(model: str, sweep: Sweep) -> str | None:
@@ -87,7 +93,7 @@ def why_no_model(model: str, sweep: Sweep) -> str | None:
 
 def configure(trial: Trial, sweep: Sweep) -> _Configured:
     """The command line of a trial, parsed."""
-    return _parse(sweep, sweep.models[trial.model].options | trial.options())
+    return _parse(sweep, sweep.options(trial))
 
 
 def execute(
@@ -134,7 +140,7 @@ def evaluate_again(trial: Trial, sweep: Sweep, directory: Path, tasks: Tasks) ->
         directory: The directory of its run.
         tasks: Tasks of lm-eval.
     """
-    options = sweep.models[trial.model].options | Trial(trial.model).options()
+    options = sweep.options(Trial(trial.model))
     if trial.method is not None:
         options |= {"model.model": str(directory), "model.gguf_file": None}
     gc.collect()

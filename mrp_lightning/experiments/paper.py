@@ -59,7 +59,7 @@ def reported(trial: Trial, metric: str) -> float | None:
         trial: What was run, with the paper's name of the model.
         metric: `perplexity/<text>` or `accuracy/<task>`.
     """
-    if trial.changed:
+    if trial.changed or trial.recipe:
         return None
     wanted = (trial.model, trial.setting, trial.method or "", metric)
     found = [v for v in paper_values() if (v.model, v.setting, v.method, v.metric) == wanted]

@@ -7,7 +7,6 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from mrp_lightning.experiments.methods import method_label
 from mrp_lightning.experiments.page.drawing import PAPER, STYLE, looks_of_methods
 from mrp_lightning.experiments.summary import Average, Measure, Summary
 from mrp_lightning.experiments.trials import Change, Trial
@@ -42,17 +41,18 @@ def write(summary: Summary, directory: Path) -> list[Path]:
 def _draw(axes: Axes, summary: Summary, measure: Measure) -> None:
     changes = list(dict.fromkeys(trial.changed for trial in summary if trial.changed))
     place = _places(axes, changes)
-    methods = list(dict.fromkeys(trial.method for trial in summary if trial.method))
-    for method, look in zip(methods, looks_of_methods(methods), strict=True):
+    methods = {trial.label: trial.method for trial in summary if trial.method}
+    looks = looks_of_methods(list(methods.values()))
+    for label, look in zip(methods, looks, strict=True):
         line = sorted(
             (place[trial.changed], Average(found[measure].values()))
             for trial, found in summary.items()
-            if trial.method == method and trial.changed
+            if trial.label == label and trial.changed
         )
         values, averages = zip(*line, strict=True)
         errors = [found.deviation or 0.0 for found in averages]
         means = [found.mean for found in averages]
-        axes.errorbar(values, means, errors, capsize=3, label=method_label(method), **look.line)
+        axes.errorbar(values, means, errors, capsize=3, label=label, **look.line)
     axes.set(xlabel=changes[0].option, ylabel=str(measure))
     axes.legend()
 

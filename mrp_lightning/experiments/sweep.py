@@ -1,14 +1,23 @@
 """A sweep: all the trials that compare models, settings, methods and options."""
 
+import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
 from jsonargparse.typing import Path_fr
 
-from mrp_lightning.errors import OptionError
-from mrp_lightning.experiments.trials import Change, Trial, has_blocks, parse_setting, sees_inputs
+from mrp_lightning.errors import MethodError, OptionError
+from mrp_lightning.experiments.trials import (
+    CALLBACK,
+    Change,
+    Trial,
+    has_blocks,
+    parse_setting,
+    sees_inputs,
+)
 from mrp_lightning.solver.methods import parse_method
 
 
@@ -40,7 +49,11 @@ class Sweep:
         base: Configurations that all trials share, as `predict --config` takes them; the last of
             `trainer.callbacks` prunes.
         models: By the name that tables show.
-        runs: The methods at each setting: a percentage ("50%") or a pattern ("2:4"), quoted.
+        runs: The methods and recipes at each setting: a percentage ("50%") or a pattern ("2:4"),
+            quoted.
+        recipes: By the name that `runs` and tables use, what the callback that prunes is given:
+            `method`, and any of its other arguments but the setting, such as
+            `{method: JM, target: dense, tuning: {epochs: 15}}`.
         out: Directory of the runs and their tables.
         seeds: Calibration sets: every trial is repeated with each.
         vary: Ablations: the values of one option at a time, by its dotted key, such as
@@ -63,6 +76,7 @@ class Sweep:
     models: dict[str, ModelTrials]
     runs: dict[str, list[str]]
     out: str
+    recipes: dict[str, dict[str, Any]] = field(default_factory=dict)
     seeds: list[int] = field(default_factory=lambda: [0])
     vary: dict[str, list[Any]] = field(default_factory=dict)
     only: list[str] | str = field(default_factory=list)
@@ -74,11 +88,13 @@ class Sweep:
     description: str = ""
 
     def __post_init__(self) -> None:
+        if problems := list(self._recipe_problems()):
+            raise OptionError("\n".join(problems))
         for runs in [self.runs, *(model.runs or {} for model in self.models.values())]:
-            for setting, methods in runs.items():
+            for setting, names in runs.items():
                 pattern = parse_setting(setting)
-                for method in methods:
-                    parse_method(method).mask.check(pattern)
+                for name in names:
+                    parse_method(self._method_of(name)).mask.check(pattern)
         if not self.seeds:
             raise OptionError("`seeds` is empty; expected at least one, such as [0].")
         self.only = [self.only] if isinstance(self.only, str) else self.only
@@ -87,11 +103,12 @@ class Sweep:
                 f"`only` {self.only} matches no run. There are, for instance: "
                 + ", ".join(str(trial.directory) for trial in self.trials[:5])
             )
-        names = Counter(trial.directory for trial in self.trials)
-        if shared := [str(name) for name, number in names.items() if number > 1]:
+        directories = Counter(trial.directory for trial in self.trials)
+        if shared := [str(name) for name, number in directories.items() if number > 1]:
             raise OptionError(
-                "`vary` has options that end alike, so that several trials would be called "
-                f"{', '.join(shared)}. Vary them in sweeps of their own, each with its `out`."
+                "`vary` has options that end alike, or `recipes` a name like that of another run, "
+                f"so that several trials would be called {', '.join(shared)}. Rename the recipe; "
+                "vary the options in sweeps of their own, each with its `out`."
             )
 
     @property
@@ -101,9 +118,9 @@ class Sweep:
         for model, of_model in self.models.items():
             trials.append(Trial(model))
             own = self.runs if of_model.runs is None else of_model.runs
-            for setting, methods in own.items():
-                for method in methods:
-                    trials += self._repeat(model, setting, method)
+            for setting, names in own.items():
+                for name in names:
+                    trials += self._repeat(model, setting, name)
         return list(dict.fromkeys(trials))
 
     @property
@@ -119,16 +136,57 @@ class Sweep:
         named |= {Trial(trial.model) for trial in named}
         return [trial for trial in self.trials if trial in named]
 
-    def _repeat(self, model: str, setting: str, method: str) -> list[Trial]:
-        """A method at one setting: each block size, seed and ablation in which it differs."""
+    def options(self, trial: Trial) -> dict[str, Any]:
+        """What a trial changes of the configuration `base`, by dotted key."""
+        recipe = self.recipes[trial.recipe] if trial.recipe else {}
+        given = {f"{CALLBACK}.{key}": value for key, value in recipe.items()}
+        return self.models[trial.model].options | given | trial.options()
+
+    def _recipe_problems(self) -> Iterator[str]:
+        for name, recipe in self.recipes.items():
+            key = f"`recipes.{name}`"
+            if not re.fullmatch(r"[\w.+-]+", name):
+                yield f"{key} names directories; expected letters, digits and . + - _ alone."
+            if _is_method(name):
+                yield f"{key} is the name of a method. Choose another."
+            if not isinstance(recipe.get("method"), str):
+                yield f"{key} names no `method`; expected one, such as `method: SM`."
+            for setting in {"sparsity", "pattern"} & recipe.keys():
+                yield f"{key} has `{setting}`, and `runs` gives the settings. Leave it out."
+
+    def _method_of(self, name: str) -> str:
+        """The method of a recipe, or the one of this name."""
+        if name in self.recipes:
+            return str(self.recipes[name]["method"])
+        if self.recipes and not _is_method(name):
+            raise MethodError(
+                f"`runs`: {name!r} is neither one of `recipes` ({', '.join(self.recipes)}) nor a "
+                "method."
+            )
+        return name
+
+    def _repeat(self, model: str, setting: str, name: str) -> list[Trial]:
+        """A method or recipe at a setting: each block size, seed and ablation where it differs."""
+        method = self._method_of(name)
+        recipe = self.recipes.get(name)
         sizes = self.models[model].block_sizes if has_blocks(method) else [None]
-        seeds = self.seeds if sees_inputs(method) else [None]
+        if recipe and "block_size" in recipe:
+            sizes = [recipe["block_size"]]
+        seeds = self.seeds if recipe or sees_inputs(method) else [None]
         changes: list[Change | None] = [
             Change(key, value) for key, values in self.vary.items() for value in values
         ] or [None]
         return [
-            Trial(model, setting, method, size, seed, changed)
+            Trial(model, setting, method, size, seed, changed, name if recipe else None)
             for size in sizes
             for changed in changes
             for seed in seeds
         ]
+
+
+def _is_method(name: str) -> bool:
+    try:
+        parse_method(name)
+    except MethodError:
+        return False
+    return True

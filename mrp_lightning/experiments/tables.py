@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from mrp_lightning.environment import versions
-from mrp_lightning.experiments.methods import method_label
 from mrp_lightning.experiments.numbers import number
 from mrp_lightning.experiments.paper import CONTEXT, reported
 from mrp_lightning.experiments.summary import Average, Measure, Summary
@@ -41,7 +40,7 @@ def rows(summary: Summary) -> list[dict[str, Any]]:
                 {
                     "model": trial.model,
                     "setting": trial.setting,
-                    "method": trial.method or "",
+                    "method": trial.recipe or trial.method or "",
                     "block_size": trial.columns,
                     "changed": str(trial.changed or ""),
                     "measure": measure.name,
@@ -83,7 +82,7 @@ def _model_table(summary: Summary) -> str:
     lines = []
     for trial, found in summary.items():
         change = trial.changed
-        line = [trial.setting, method_label(trial.method), *([trial.columns] if has_sizes else [])]
+        line = [trial.setting, trial.label, *([trial.columns] if has_sizes else [])]
         line += [change.value_text if change and change.key == key else "" for key in changes]
         for measure in measures:
             line += [_text(found, measure)]

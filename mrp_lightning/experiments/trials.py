@@ -8,11 +8,12 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from mrp_lightning.errors import OptionError
-from mrp_lightning.experiments.methods import canonical_method
+from mrp_lightning.experiments.methods import canonical_method, method_label
 from mrp_lightning.solver.methods import parse_method
 from mrp_lightning.solver.patterns import Pattern, make_pattern
 
-_CALLBACK = "trainer.callbacks.init_args"  # of the last callback, which prunes
+CALLBACK = "trainer.callbacks.init_args"
+"""The key of the arguments of the last callback, which prunes."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Trial:
-    """The dense model, or one method at one sparsity with one calibration set.
+    """The dense model, or one method or recipe at one sparsity with one calibration set.
 
     Attributes:
         model: The name of the model in the sweep.
@@ -73,6 +74,8 @@ class Trial:
         block_size: Columns a block; `None` for all columns, and where it means nothing.
         seed: The seed of the calibration set; `None` where it means nothing.
         changed: The option that an ablation changes.
+        recipe: The name that the sweep gives to the method with more options; `None` for a method
+            alone.
     """
 
     model: str
@@ -81,6 +84,7 @@ class Trial:
     block_size: int | None = None
     seed: int | None = None
     changed: Change | None = None
+    recipe: str | None = None
 
     def __post_init__(self) -> None:
         if self.method is not None:
@@ -91,12 +95,17 @@ class Trial:
         """Where its run lies in the sweep's directory, such as `opt/2of4-SM-s128-seed0`."""
         if self.method is None:
             return PurePosixPath(self.model, "dense")
-        parts = [self.setting_name, self.method]
+        parts = [self.setting_name, self.recipe or self.method]
         if has_blocks(self.method):
             parts.append("sall" if self.block_size is None else f"s{self.block_size}")
         parts += [self.changed.name] if self.changed else []
         parts += [] if self.seed is None else [f"seed{self.seed}"]
         return PurePosixPath(self.model, "-".join(parts))
+
+    @property
+    def label(self) -> str:
+        """What was done, for a reader: the recipe, or what the field calls the method."""
+        return self.recipe or method_label(self.method)
 
     @property
     def setting_name(self) -> str:
@@ -111,17 +120,17 @@ class Trial:
         return "all" if self.block_size is None else str(self.block_size)
 
     def options(self) -> dict[str, Any]:
-        """What the trial changes of the configuration, by dotted key."""
+        """What the trial changes of the configuration, by dotted key, but for its recipe."""
         if self.method is None:
             return {"trainer.callbacks": None}
         percent = self.setting.endswith("%")
         options = {
-            f"{_CALLBACK}.pattern": None if percent else self.setting,
-            f"{_CALLBACK}.sparsity": float(self.setting[:-1]) / 100 if percent else None,
-            f"{_CALLBACK}.method": self.method,
+            f"{CALLBACK}.pattern": None if percent else self.setting,
+            f"{CALLBACK}.sparsity": float(self.setting[:-1]) / 100 if percent else None,
+            f"{CALLBACK}.method": self.method,
         }
         if has_blocks(self.method):
-            options[f"{_CALLBACK}.block_size"] = self.block_size
+            options[f"{CALLBACK}.block_size"] = self.block_size
         if self.seed is not None:
             options["data.seed"] = self.seed
         return options | ({self.changed.key: self.changed.value} if self.changed else {})

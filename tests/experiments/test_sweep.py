@@ -14,6 +14,7 @@ pytest.importorskip("jsonargparse", reason="the command line needs the extra `cl
 from mrp_lightning import CausalLM, TextDataModule, Trainer
 from mrp_lightning.commands import sweep as sweep_command
 from mrp_lightning.commands.main import main
+from mrp_lightning.experiments.runs import find_runs
 
 BASE = {
     "data": {"num_samples": 4, "sequence_length": 32, "batch_size": 2},
@@ -111,6 +112,61 @@ def test_a_sweep_says_where_its_runs_are(here, capsys, caplog):
     Path("base.yaml").write_text(yaml.safe_dump(base))
     sweep("--only=tiny/50-SM-*-seed0")
     assert "of which 0 are to be made" in capsys.readouterr().out
+
+
+RECIPES = """
+recipes:
+  tuned: {method: JM, target: dense, tuning: {epochs: 1, batch_size: 2}, tuning.held_out: 0.5}
+  SM+dense: {method: SM, target: dense}
+runs: {"2:4": [SM, tuned, SM+dense]}
+seeds: [0]
+"""
+
+
+def test_recipes_are_rows_of_the_tables(here):
+    for package in ("matplotlib", "pandas"):
+        pytest.importorskip(package, reason="the page needs the extra `report`")
+    from mrp_lightning.experiments.page import models
+
+    Path("recipes.yaml").write_text(RECIPES)
+    sweep("--config=recipes.yaml", "--page=docs/page.md")
+    report = json.loads(Path("out/tiny/2of4-tuned-seed0/pruning_report.json").read_text())
+    assert report["config"]["method"] == "JM"
+    assert report["config"]["tuning"] == {
+        "epochs": 1,
+        "batch_size": 2,
+        "held_out": 0.5,
+        "learning_rate": 5e-4,
+    }
+    lines = Path("docs/page.md").read_text().splitlines()
+    cells = [line.split(" | ")[:2] for line in lines if line.startswith("| 2:4")]
+    assert [name for _, name in cells] == ["SM", "tuned", "SM+dense"]
+    with Path("out/results.csv").open() as file:
+        assert {row["method"] for row in csv.DictReader(file)} == {"", "SM", "tuned", "SM+dense"}
+    (model,) = models.find_models(find_runs(Path("out")))
+    assert [variant.label for variant in model.variants] == ["SM", "SM+dense", "tuned"]
+
+    # The same runs are found again; a recipe that is now another one is not mixed in.
+    sweep("--config=recipes.yaml")
+    Path("recipes.yaml").write_text(RECIPES.replace("epochs: 1", "epochs: 2"))
+    with pytest.raises(SystemExit):
+        sweep("--config=recipes.yaml")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("held_out: 0.5", "held_out: 1.5"), "`tuning.held_out`"),
+        (("target: dense}", "allocation: dlp}"), "allocation: dlp"),
+        (("target: dense}", "traget: dense}"), "`target`"),
+    ],
+)
+def test_a_recipe_that_cannot_be_is_refused_before_any_run(here, capsys, change, message):
+    Path("recipes.yaml").write_text(RECIPES.replace(*change))
+    with pytest.raises(SystemExit):
+        sweep("--config=recipes.yaml")
+    assert message in capsys.readouterr().err
+    assert not Path("out").exists()
 
 
 def test_two_sweeps_at_once_share_the_runs(here, monkeypatch):

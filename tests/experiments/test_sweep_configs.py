@@ -1,5 +1,6 @@
 """configs/sweeps: each is a sweep whose runs the command line takes."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ from mrp_lightning.experiments.execute import configure, described
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SWEEPS = sorted(
-    p for p in (CONFIGS / "sweeps").glob("*.yaml") if "runs" in yaml.safe_load(p.read_text())
+    p
+    for p in (CONFIGS / "sweeps").glob("*.yaml")
+    if {"base", "runs"} <= yaml.safe_load(p.read_text()).keys()
 )
 
 
@@ -46,6 +49,17 @@ def test_the_real_model_may_be_pruned_on_wikitext2_too():
     options = described(configure(both.trials[-1], both))
     assert options["data.train_files"] == ["runs/wikitext2/valid.txt"]
     assert options["data.eval_files"] == ["runs/wikitext2/test.txt"]
+
+
+def test_the_page_of_the_real_model_has_the_runs_of_make_real_and_more():
+    names = ("real", "real_wikitext2", "real_page")
+    texts = [f"--config={CONFIGS}/sweeps/{name}.yaml" for name in names]
+    made, page = read_sweep(texts[:2]), read_sweep(texts)
+    assert set(made.selected) <= set(page.selected)
+    seeds = Counter((t.model, t.setting, t.label) for t in page.selected)
+    for setting in ("2:4", "50%", "70%"):
+        for method in ("SparseGPT", "SM"):
+            assert seeds["SmolLM2-WikiText2", setting, method] == 3
 
 
 def test_there_are_sweeps():

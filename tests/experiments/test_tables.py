@@ -77,6 +77,18 @@ def test_runs_that_were_evaluated_on_different_tasks_share_a_table(tmp_path):
     }
 
 
+def test_a_recipe_is_none_of_the_papers_methods():
+    of_method, of_recipe = (
+        Trial("OPT-125M", "2:4", "SM", 128, recipe=name) for name in (None, "longer")
+    )
+    table = markdown(summary({of_method: [52.5], of_recipe: [51.0]}))
+    of_one, of_other = table.splitlines()[-2:]
+    assert "SM" in of_one
+    assert of_other == "| 2:4 | longer | 51.000 |  |  |"
+    sparsegpt = Trial("OPT-125M", "2:4", "SS", 128)
+    assert findings(summary({of_recipe: [51.0], sparsegpt: [60.0]})) == []
+
+
 def test_the_papers_value_stands_beside_ours(tmp_path):
     table = summary({Trial("OPT-125M", "2:4", "SM", 128): [52.5]})
     text = markdown(table)

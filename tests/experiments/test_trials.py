@@ -83,9 +83,81 @@ def test_only_names_trials_and_brings_the_dense_model():
     ]
 
 
+BEST = {"method": "JM", "target": "dense", "tuning": {"epochs": 2}, "tuning.batch_size": 4}
+
+
+def test_a_recipe_may_stand_where_a_method_may():
+    trials = sweep(recipes={"best": BEST}, runs={"2:4": ["SM", "best"]}).trials
+    of_a = [trial for trial in trials if trial.model == "a" and trial.method == "JM"]
+    assert [str(trial.directory) for trial in of_a] == ["a/2of4-best-seed0", "a/2of4-best-seed1"]
+    assert [trial.label for trial in trials[:2]] == ["", "SM"]
+    assert {trial.label for trial in of_a} == {"best"}
+    assert len({trial.directory for trial in trials}) == len(trials)
+
+
+def test_a_recipe_is_what_the_callback_is_given():
+    init = "trainer.callbacks.init_args"
+    of = sweep(recipes={"best": BEST}, runs={"70%": ["best"]})
+    assert of.options(of.trials[1]) == {
+        "model.model": "dir/a",
+        f"{init}.method": "JM",
+        f"{init}.target": "dense",
+        f"{init}.tuning": {"epochs": 2},
+        f"{init}.tuning.batch_size": 4,
+        f"{init}.pattern": None,
+        f"{init}.sparsity": 0.7,
+        "data.seed": 0,
+    }
+
+
+def test_the_block_size_of_a_recipe_is_its_own():
+    recipes = {"small": {"method": "SM", "block_size": 32}, "any": {"method": "SM"}}
+    names = [str(t.directory) for t in sweep(recipes=recipes, runs={"2:4": [*recipes]}).trials]
+    assert [name for name in names if name.startswith("a/") and name.endswith("seed0")] == [
+        "a/2of4-small-s32-seed0",
+        "a/2of4-any-s128-seed0",
+        "a/2of4-any-sall-seed0",
+    ]
+
+
+def test_a_recipe_without_inputs_of_its_method_may_see_them_elsewhere():
+    recipes = {"tuned": {"method": "magnitude", "tuning": True}}
+    trials = sweep(recipes=recipes, runs={"2:4": ["tuned"]}).trials
+    assert [trial.seed for trial in trials if trial.model == "b"] == [None, 0, 1]
+
+
+def test_a_trial_comes_back_from_its_file():
+    for trial in sweep(recipes={"best": BEST}, runs={"2:4": ["SM", "best"]}).trials:
+        assert Trial.from_dict(json.loads(json.dumps(trial.to_dict()))) == trial
+    old = {"model": "a", "setting": "2:4", "method": "SM", "block_size": 128, "seed": 1}
+    assert Trial.from_dict({**old, "changed": None}) == Trial("a", "2:4", "SM", 128, 1)
+
+
+def test_every_mistake_in_recipes_is_listed():
+    recipes = {
+        "SM": BEST,
+        "S+M": BEST,
+        "a/b": BEST,
+        "none": {"target": "dense"},
+        "half": {"method": "SM", "sparsity": 0.5},
+    }
+    with pytest.raises(OptionError) as caught:
+        sweep(recipes=recipes)
+    message = str(caught.value)
+    assert message.count("is the name of a method") == 2
+    for line in (
+        "`recipes.a/b` names directories",
+        "`recipes.none` names no `method`",
+        "has `sparsity`",
+    ):
+        assert line in message
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
+        ({"recipes": {"best": BEST}, "runs": {"2:4": ["bset"]}}, MethodError, "'bset'.*best"),
+        ({"recipes": {"mm": {"method": "MM"}}, "runs": {"50%": ["mm"]}}, MethodError, "N:M"),
         ({"runs": {124: ["SM"]}}, OptionError, "in quotes"),
         ({"runs": {"half": ["SM"]}}, OptionError, "percentage"),
         ({"runs": {"2:4": ["sm"]}}, MethodError, "sparsegpt"),

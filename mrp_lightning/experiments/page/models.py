@@ -5,7 +5,7 @@ Incomplete runs are variants of their own: means over other layers are not compa
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -53,12 +53,12 @@ class Variant:
 
     @property
     def method_name(self) -> str:
-        """What the method is called in the field."""
-        return method_label(self.method)
+        """The recipe, or what the method is called in the field."""
+        return recipe_of(self.runs[0]) or method_label(self.method)
 
     @property
     def label(self) -> str:
-        """Method, and what else tells it from variants with the same setting."""
+        """Recipe or method, and what else tells it from variants with the same setting."""
         more = [f"{key} {_plain(value)}" for key, value in self.varied.items()]
         run = self.runs[0]
         more += [run.exported] if run.exported else []
@@ -121,6 +121,11 @@ class Model:
             yield from run.pruned
         for run in runs:
             yield from run.layers
+
+
+def recipe_of(run: Run) -> str | None:
+    """What the sweep that made a run calls its method and options; `None` for a method alone."""
+    return run.finished.trial.recipe if run.finished else None
 
 
 def by_setting(variants: Iterable[Variant]) -> dict[str, list[Variant]]:
@@ -219,21 +224,28 @@ def _dense_name(run: Run) -> str:
 
 
 def _variants(runs: Sequence[Run]) -> list[Variant]:
-    groups: dict[str, list[Run]] = {}
+    groups: dict[str | None, dict[str, list[Run]]] = {}
     for run in runs:
-        key = json.dumps([run.complete, run.exported, run.config], sort_keys=True)
-        groups.setdefault(key, []).append(run)
-    found = list(groups.values())
+        recipe = recipe_of(run)
+        key = json.dumps([recipe, run.complete, run.exported, run.config], sort_keys=True)
+        groups.setdefault(recipe, {}).setdefault(key, []).append(run)
+    variants = [
+        variant for of_recipe in groups.values() for variant in _told_apart(of_recipe.values())
+    ]
+    return sorted(variants, key=_order)
+
+
+def _told_apart(groups: Collection[list[Run]]) -> list[Variant]:
+    """Variants of one recipe, or of none, by what differs in their configurations."""
     apart = {"method", "pattern", "sparsity"}
-    keys = dict.fromkeys(key for group in found for key in group[0].config if key not in apart)
+    keys = dict.fromkeys(key for group in groups for key in group[0].config if key not in apart)
     varied = [
         key
         for key in keys
-        if len({_plain(group[0].config.get(key)) for group in found}) > 1
+        if len({_plain(group[0].config.get(key)) for group in groups}) > 1
         and key != "walk"  # what the run found out, and was not told
     ]
-    variants = [Variant(g, {key: g[0].config.get(key) for key in varied}) for g in found]
-    return sorted(variants, key=_order)
+    return [Variant(g, {key: g[0].config.get(key) for key in varied}) for g in groups]
 
 
 def _order(variant: Variant) -> tuple[Any, ...]:
