@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from os import PathLike
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
@@ -66,7 +67,7 @@ def journal_bytes(beside: str | PathLike[str], module: LightningModule) -> int:
 
     That of a streamed model takes nothing more where its shards become files of the checkpoint.
     """
-    model = checkpoint_root(module)[1]
+    model: Any = checkpoint_root(module)[1]
     if streamed_blocks(module) is not None and model.dtype == stored_dtype(model):
         return 0
     there = sum(file.stat().st_size for file in journal_path(beside).glob("*.safetensors"))
