@@ -1,7 +1,7 @@
 """The journal of a pruning in a trainer."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from os import PathLike
 from typing import Any
 
@@ -10,14 +10,17 @@ from lightning.pytorch import LightningModule, Trainer
 from mrp_lightning.loop.capture import Step
 from mrp_lightning.loop.contents import checkpoint_root
 from mrp_lightning.loop.fingerprint import fingerprint
+from mrp_lightning.loop.progress import log
+from mrp_lightning.loop.saving import check_save_dir
 from mrp_lightning.loop.streaming import streamed_blocks
 from mrp_lightning.models.saving import stored_dtype
-from mrp_lightning.pruning.journal import Journal, journal_path
+from mrp_lightning.pruning.journal import Journal, journal_path, require_free
 from mrp_lightning.pruning.report import PruningReport
 from mrp_lightning.pruning.streamed_journal import StreamedJournal
 from mrp_lightning.targets.plan import Plan
 
 
+@contextmanager
 def open_journal(
     beside: str | PathLike[str] | None,
     trainer: Trainer,
@@ -27,8 +30,8 @@ def open_journal(
     report: PruningReport,
     *,
     resume: bool,
-) -> AbstractContextManager[Journal | None]:
-    """Start the journal of a run, or go on with it.
+) -> Iterator[Journal | None]:
+    """Start the journal of a run, or go on with it; say how far it came if the run fails.
 
     Args:
         beside: The directory beside which it lies; `None` for a run without one.
@@ -39,30 +42,78 @@ def open_journal(
         report: The report of the run, with nothing done yet.
         resume: Whether to go on with a journal that is there.
 
+    Yields:
+        The journal, `None` without one.
+
     Raises:
         JournalError: The journal that is there is of another run, damaged, or in use.
         SaveError: It cannot be written.
     """
     if beside is None:
-        return nullcontext()
+        yield None
+        return
     about = {
         "config": report.config,
         "provenance": report.provenance,
         "versions": report.versions,
+        "model_weights": sum(p.numel() for p in module.parameters()),
         "blocks": sum(1 for layers in plan.layers.values() if layers) + bool(plan.outside),
         "layers": plan.num_layers,
     }
     settings = {key: value for key, value in report.config.items() if key != "base_model"}
     found = fingerprint(trainer, module, steps, settings)
     streamed = streamed_blocks(module)
+    journal: Journal
     if streamed is None:
-        return Journal.open(beside, found, resume=resume, about=about)
-    journal = StreamedJournal.open(beside, found, resume=resume, about=about)
-    journal.streamed = streamed
-    return journal
+        journal = Journal.open(beside, found, resume=resume, about=about)
+    else:
+        journal = StreamedJournal.open(beside, found, resume=resume, about=about)
+        journal.streamed = streamed
+    with journal:
+        try:
+            yield journal
+        except BaseException:
+            log.warning(
+                "%d of %d blocks are pruned, and kept in %s. Start the same run again: it goes on "
+                "there.",
+                len(journal.manifest.shards),
+                about["blocks"],
+                journal.path,
+            )
+            raise
 
 
-def journal_bytes(beside: str | PathLike[str], module: LightningModule) -> int:
+def check_places(
+    save_dir: str | PathLike[str] | None,
+    journal_beside: str | PathLike[str] | None,
+    module: LightningModule,
+    *,
+    overwrite: bool,
+) -> None:
+    """Refuse places in which the model and the journal cannot be written, before any work.
+
+    Args:
+        save_dir: The directory of the pruned model, `None` if it is not saved.
+        journal_beside: The directory beside which the journal lies, if that is not `save_dir`.
+        module: The module that will be pruned.
+        overwrite: Whether `save_dir` may be replaced.
+
+    Raises:
+        FileExistsError: `save_dir` may not be replaced; see `check_output_dir`.
+        PermissionError: It cannot be made.
+        OptionError: The disk has not enough room for both.
+        JournalError: A live process holds the journal.
+    """
+    beside = journal_beside or save_dir
+    if beside is None:
+        return
+    if save_dir is not None:
+        room = _room(beside, module)
+        check_save_dir(save_dir, module, overwrite=overwrite, journal_bytes=room)
+    require_free(beside)
+
+
+def _room(beside: str | PathLike[str], module: LightningModule) -> int:
     """How much more of a disk the journal may take: the weights, less what it holds already.
 
     That of a streamed model takes nothing more where its shards become files of the checkpoint.

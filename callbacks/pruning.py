@@ -9,19 +9,21 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from safetensors import SafetensorError
 
-from callbacks.journaling import journal_bytes, open_journal
+from callbacks.journaling import check_places, open_journal
 from callbacks.result import tell_result
 from callbacks.session import Session
 from mrp_lightning.errors import DataError, OptionError, SaveError
+from mrp_lightning.loop import progress
 from mrp_lightning.loop.capture import eager
 from mrp_lightning.loop.contents import checkpoint_root, is_built_later
 from mrp_lightning.loop.predict_loop import prune_in_trainer
 from mrp_lightning.loop.provenance import provenance
-from mrp_lightning.loop.saving import check_save_dir, save_pruned
+from mrp_lightning.loop.saving import save_pruned
+from mrp_lightning.loop.signals import Interrupted, interruptible
 from mrp_lightning.loop.strategies import require_one_process
 from mrp_lightning.loop.streaming import check_streamed_plan, start_streamed, streamed_blocks
 from mrp_lightning.pruning.extensions import Extensions
-from mrp_lightning.pruning.journal import Journal, require_free
+from mrp_lightning.pruning.journal import Journal
 from mrp_lightning.pruning.report import PruningReport
 from mrp_lightning.pruning.tuning import BlockTuning
 from mrp_lightning.solver.recipe import Recipe
@@ -185,15 +187,8 @@ class PruningCallback(Callback):
             raise OptionError("A predict run takes one PruningCallback; run predict once for each.")
         require_one_process(trainer, type(self).__name__)
         start_streamed(pl_module, is_kept=self._beside(trainer) is not None)
-        if self.save_dir is not None and not _is_rehearsal(trainer):
-            check_save_dir(
-                self.save_dir,
-                pl_module,
-                overwrite=self.overwrite,
-                journal_bytes=journal_bytes(self.journal_beside or self.save_dir, pl_module),
-            )
-        if beside := self._beside(trainer):
-            require_free(beside)
+        if not _is_rehearsal(trainer):
+            check_places(self.save_dir, self.journal_beside, pl_module, overwrite=self.overwrite)
         if not is_built_later(pl_module):
             self._make_plan(pl_module)
         self._session = Session()
@@ -211,6 +206,7 @@ class PruningCallback(Callback):
         if self._session is None or not self._session.steps:
             return
         plan, steps = self._session.plan, self._session.steps
+        stopping = interruptible(self._session.signals, at_once=True)
         self._end_session()
         config = {**self._config, "batches": len(steps), "precision": str(trainer.precision)}
         if base_model := getattr(checkpoint_root(pl_module)[1], "name_or_path", None):
@@ -219,7 +215,7 @@ class PruningCallback(Callback):
         opened = open_journal(
             self._beside(trainer), trainer, pl_module, steps, plan, self.report, resume=self.resume
         )
-        with torch.inference_mode(False), torch.no_grad(), eager(), opened as journal:
+        with stopping, torch.inference_mode(False), torch.no_grad(), eager(), opened as journal:
             prune_in_trainer(
                 trainer,
                 pl_module,
@@ -304,6 +300,8 @@ class PruningCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """Leave nothing behind; Lightning does not call `teardown` after an exception."""
+        if isinstance(exception, Interrupted):
+            progress.log.warning("Stopped by %s.", exception.signal.name)
         self._end_session()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

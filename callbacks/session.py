@@ -9,6 +9,7 @@ from lightning.pytorch import LightningModule
 from mrp_lightning.loop.capture import Step, StepCapture
 from mrp_lightning.loop.contents import check_batch
 from mrp_lightning.loop.placement import blocks_on_cpu
+from mrp_lightning.loop.signals import interruptible, unclaimed_signals
 from mrp_lightning.targets.blocks import find_blocks
 from mrp_lightning.targets.plan import Plan
 
@@ -17,6 +18,9 @@ class Session:
     """One `predict` that will prune, from its `setup` until the batches are there.
 
     It changes the module for that time, and `close` takes all changes back.
+
+    Attributes:
+        signals: The signals that the program leaves to us; Lightning takes SIGTERM later.
     """
 
     plan: Plan
@@ -24,6 +28,7 @@ class Session:
 
     def __init__(self) -> None:
         self._changes = ExitStack()
+        self.signals = unclaimed_signals()
 
     def close(self) -> None:
         """Give the module back as it was."""
@@ -43,4 +48,5 @@ class Session:
         stop_at = [block.module for block in plan.blocks] or [x.module for x in plan.outside]
         capture = StepCapture(pl_module, stop_at, lambda batch: check_batch(pl_module, batch))
         self._changes.callback(capture.remove)
+        self._changes.enter_context(interruptible(self.signals))
         self.plan, self.steps = plan, capture.steps

@@ -1,5 +1,6 @@
-"""Out of memory, as torch and Python say it, and what to lower."""
+"""Out of memory, as torch and Python say it, and what to lower; and how much was in use."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -47,3 +48,16 @@ def explained_out_of_memory(device: torch.device, *, offload: bool) -> Iterator[
         raise OutOfMemoryError(
             f"Not enough memory to prune on {device}. {step} ({reason})"
         ) from error
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes in use so far: those of torch on a GPU, else those of the process in memory.
+
+    On a GPU it is since torch's count was last reset, which pruning a layer does.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource  # not on Windows
+
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return used if sys.platform == "darwin" else used * 1024

@@ -1,6 +1,7 @@
 """The command line: LightningCLI (`predict` prunes, `test` gives perplexity), and what it lacks."""
 
 import inspect
+import signal
 import sys
 from collections.abc import Callable
 from difflib import get_close_matches
@@ -36,7 +37,10 @@ GROUP = "mrp_lightning.commands"
 
 
 def main(args: list[str] | None = None) -> None:
-    """Run the command line; a mistake of the user's ends it with one line and status 2."""
+    """Run the command line; a mistake of the user's ends it with one line and status 2.
+
+    SIGTERM ends it with status 143, also where Lightning would say 0.
+    """
     given = sys.argv[1:] if args is None else args
     try:
         _require_own_packages()
@@ -45,6 +49,10 @@ def main(args: list[str] | None = None) -> None:
             command(given[1:])
         else:
             _run_lightning(args)
+    except SystemExit as end:
+        if end.code is None and type(end).__name__ == "SIGTERMException":  # of Lightning's loops
+            raise SystemExit(128 + signal.SIGTERM) from end
+        raise
     except Exception as error:
         message = _user_error(error)
         if message is None:

@@ -13,8 +13,9 @@ from mrp_lightning.experiments.runs import find_runs
 def main(args: Sequence[str]) -> None:
     """Write the page, and say where it is."""
     options = _parser().parse_args(args)
-    out = options.out or options.run_dir / "report.html"
     runs = find_runs(options.run_dir)
+    directory = runs[0].directory if runs[0].unfinished else options.run_dir
+    out = options.out or directory / "report.html"
     with extra("report", "`report`"):
         from mrp_lightning.experiments.page import page as pages
     pages.check_out(out, overwrite=options.overwrite)
@@ -34,7 +35,12 @@ def _parser() -> argparse.ArgumentParser:
         "and beneath it: pruning_report.json, evaluation.json. The pictures are written as PNG "
         "files beside it.",
     )
-    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="a run, or many")
+    parser.add_argument(
+        "run_dir",
+        metavar="RUN_DIR",
+        type=Path,
+        help="a run, or many; an unfinished one by where it will be",
+    )
     parser.add_argument("--out", type=Path, help="the page (default: RUN_DIR/report.html)")
     parser.add_argument("--title", help="its heading")
     parser.add_argument(

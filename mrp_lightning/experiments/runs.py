@@ -16,6 +16,7 @@ from mrp_lightning.json_files import as_json, read_json
 from mrp_lightning.pruning import report
 from mrp_lightning.pruning.report import PruningReport
 from mrp_lightning.pruning.rows import LayerReport
+from mrp_lightning.pruning.unfinished import find_journal, unfinished_report
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +82,7 @@ class Run:
         exported: What `export_report.json` calls the format of the weights, if there is one.
         weight_bytes: Size of the safetensors files in bytes; `None` where there are none.
         files: The files that the page keeps as raw data, by name.
+        unfinished: How far a run is that has left a journal, `None` for all others.
     """
 
     directory: Path
@@ -91,6 +93,7 @@ class Run:
     exported: str | None = None
     weight_bytes: int | None = None
     files: Mapping[str, bytes] = field(default_factory=dict)
+    unfinished: str | None = None
 
     @property
     def layers(self) -> Sequence[LayerReport]:
@@ -126,12 +129,16 @@ class Run:
 def find_runs(root: Path) -> list[Run]:
     """The runs in a directory and beneath it, by name; hidden directories are passed over.
 
+    A journal, or the directory that an unfinished run will write, is that run alone.
+
     If all of them are pruned, the dense runs beside `root` are returned too.
 
     Raises:
         FileNotFoundError: There are none.
         FormatError: A file of a run is damaged, or of a newer version of mrp-lightning.
     """
+    if (journal := find_journal(root)) is not None:
+        return [_unfinished(journal)]
     if not root.is_dir():
         raise FileNotFoundError(f"`RUN_DIR`: {root} is no directory.")
     runs = [read_run(directory, _name(directory, root)) for directory in sorted(_below(root))]
@@ -167,6 +174,18 @@ def read_run(directory: Path, name: str) -> Run:
         exported=exported,
         weight_bytes=sum(weights) or None,
         files=files,
+    )
+
+
+def _unfinished(journal: Path) -> Run:
+    found, progress = unfinished_report(journal)
+    return Run(
+        directory=journal,
+        name=journal.resolve().name.removeprefix(".").removesuffix(".partial"),
+        report=found,
+        evaluation=Evaluation(),
+        files={report.NAME: as_json(found.to_dict()).encode()},
+        unfinished=progress,
     )
 
 

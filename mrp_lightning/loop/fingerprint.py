@@ -1,5 +1,6 @@
 """What decides the result of a pruning in a trainer, so that another run can go on with it."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from itertools import chain
@@ -7,7 +8,8 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from mrp_lightning.environment import versions
 from mrp_lightning.loop.capture import Step
@@ -17,6 +19,7 @@ from mrp_lightning.pruning.manifest import Fingerprint, digest
 
 _WITHOUT_A_SAY = ("offload",)
 """Arguments that change where something is computed, and not what."""
+_OF_NO_FORWARD = ("_name_or_path", "transformers_version")
 _NOTHING = torch.empty(0)
 _LIBRARIES = ("mrp_lightning", "torch", "transformers", "cuda")
 
@@ -43,11 +46,21 @@ def fingerprint(
         "precision": str(trainer.precision),
         "device": trainer.strategy.root_device.type,
         "model": type(model).__name__,
+        "configuration of the model": _configuration(model),
         "streaming": streamed is not None,
         "weights of the model": digest(held if streamed is None else streamed.named_tensors()),
         "calibration data": digest(_leaves(list(steps))),
         **{f"version of {name}": here[name] for name in _LIBRARIES if name in here},
     }
+
+
+def _configuration(model: nn.Module) -> str | None:
+    """The digest of what a Hugging Face model computes with its weights; `None` of any other."""
+    if not isinstance(model, PreTrainedModel):
+        return None
+    config = {k: v for k, v in model.config.to_dict().items() if k not in _OF_NO_FORWARD}
+    config["attention"] = model.config._attn_implementation
+    return digest([(json.dumps(config, sort_keys=True, default=str), _NOTHING)])
 
 
 def _leaves(data: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:

@@ -1,5 +1,6 @@
 """The walk over a model in the trainer that holds it."""
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,6 +8,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from mrp_lightning.calibration.memory import peak_memory
 from mrp_lightning.loop.capture import Step
 from mrp_lightning.loop.progress import PlainLog, Seldom, nested_progress
 from mrp_lightning.loop.streaming import streamed_blocks
@@ -60,9 +62,13 @@ def prune_in_trainer(
         logger.log_hyperparams({"prune": report.config})
     plain = PlainLog(trainer, len(plan.blocks) + bool(plan.outside))
 
+    last = time.monotonic()
+
     def finish_block(k: int, rows: list[LayerReport], resumed: bool) -> None:
+        nonlocal last
+        seconds, last = time.monotonic() - last, time.monotonic()
         plain.finish(k + 1, _mean_loss(rows) if rows else None, resumed=resumed)
-        _log_metrics(trainer, k, rows)
+        _log_metrics(trainer, k, rows, {} if resumed else _cost(device, rows, seconds))
         _log_layers(trainer, report.pruned, rows)
 
     with nested_progress(trainer, plan.num_layers) as show:
@@ -71,7 +77,7 @@ def prune_in_trainer(
         def follow(progress: Progress) -> None:
             nonlocal shown
             if progress.layers != shown or is_time():
-                shown, text = progress.layers, _describe(progress)
+                shown, text = progress.layers, _describe(progress) + plain.left
                 show(progress.layers, text)
                 plain.move(text)
 
@@ -97,13 +103,23 @@ def prune_in_trainer(
         trainer.callback_metrics[f"prune/{name}"] = torch.tensor(report.totals[name])
 
 
-def _log_metrics(trainer: Trainer, k: int, rows: list[LayerReport]) -> None:
+def _cost(device: torch.device, rows: list[LayerReport], seconds: float) -> dict[str, float]:
+    """What a block took: all its seconds, and the most memory of the process or the GPU so far."""
+    peaks = [row.peak_memory for row in rows if row.peak_memory is not None]
+    return {
+        "prune/block_seconds": seconds,
+        "prune/peak_memory": max([*peaks, peak_memory(device)]),
+    }
+
+
+def _log_metrics(trainer: Trainer, k: int, rows: list[LayerReport], cost: dict[str, float]) -> None:
     if not rows:
         return
     metrics = {
         "prune/relative_loss": _mean_loss(rows),
         "prune/sparsity": sum(row.sparsity or 0.0 for row in rows) / len(rows),
         "prune/seconds": sum(row.seconds or 0.0 for row in rows),
+        **cost,
     }
     for logger in trainer.loggers:
         logger.log_metrics(metrics, step=k)

@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import RichProgressBar
@@ -73,7 +74,7 @@ class PlainLog:
         self._silent = _has_bar(trainer) and sys.stdout.isatty()
         self._blocks = blocks
         self._start = self._last = time.monotonic()
-        self._resumed = 0
+        self._pace = _Pace(blocks, self._start)
 
     def finish(self, done: int, relative_loss: float | None, *, resumed: bool = False) -> None:
         """Log a finished block, with an estimate of the rest.
@@ -84,17 +85,20 @@ class PlainLog:
             resumed: Whether it was finished by an interrupted run before this one.
         """
         self._last = time.monotonic()
-        self._resumed += resumed
-        seconds = self._last - self._start
+        self._pace.finish(done, self._last, resumed=resumed)
         parts = [f"block {done}/{self._blocks}"]
         if relative_loss is not None:
             parts.append(f"relative loss {relative_loss:.3g}")
-        if resumed:
-            self._say(" · ".join([*parts, "from the journal"]))
-            return
-        rest = seconds / (done - self._resumed) * (self._blocks - done)
-        left = f", about {_duration(rest)} left" if done < self._blocks else ""
-        self._say(" · ".join([*parts, _duration(seconds) + left]))
+        rest = self._pace.rest(self._last)
+        left = f", about {_duration(rest)} left" if rest is not None else ""
+        parts.append("from the journal" if resumed else _duration(self._last - self._start) + left)
+        self._say(" · ".join(parts))
+
+    @property
+    def left(self) -> str:
+        """How long it will take yet, empty until a block is finished."""
+        rest = self._pace.rest(time.monotonic())
+        return "" if rest is None else f" · about {_duration(rest)} left"
 
     def move(self, text: str) -> None:
         """Log what is being done, if there was no line for half a minute."""
@@ -106,6 +110,40 @@ class PlainLog:
     def _say(self, line: str) -> None:
         if not self._silent:
             log.info(line)
+
+
+@dataclass
+class _Pace:
+    """How long blocks take, those apart that came from a journal.
+
+    Attributes:
+        blocks: The number of blocks in all.
+        since: When the first block was started that this run prunes itself.
+        done: The number of finished blocks.
+        resumed: How many of them came from a journal.
+        last: When the last one was finished.
+    """
+
+    blocks: int
+    since: float
+    done: int = 0
+    resumed: int = 0
+    last: float = 0.0
+
+    def finish(self, done: int, now: float, *, resumed: bool) -> None:
+        """Count finished blocks."""
+        self.resumed += (done - self.done) * resumed
+        self.done, self.last = done, now
+        if self.done == self.resumed:
+            self.since = now
+
+    def rest(self, now: float) -> float | None:
+        """How many seconds it takes yet if all blocks are alike, `None` where that is not known."""
+        made = self.done - self.resumed
+        if not made or self.done >= self.blocks:
+            return None
+        rest = (self.last - self.since) / made * (self.blocks - self.done)
+        return max(0.0, rest - (now - self.last))
 
 
 class Seldom:

@@ -291,6 +291,7 @@ def remove_journal(beside: str | PathLike[str]) -> None:
 def _remove(path: Path, lock: FileLock) -> None:
     with suppress(Timeout, OSError):
         lock.acquire(timeout=0)
+        (path / NAME).unlink(missing_ok=True)  # first: shards without it are nothing
         shutil.rmtree(path, ignore_errors=True)
         lock.release(force=True)
 

@@ -268,6 +268,9 @@ def test_metrics_go_to_the_loggers(llama, loader, quiet, tmp_path):
     assert list(blocks) == ["0", "1"]
     losses = [row.relative_loss for row in callback.report.layers[:7]]
     assert float(blocks["0"]["prune/relative_loss"]) == pytest.approx(sum(losses) / 7)
+    for row in blocks.values():
+        assert float(row["prune/block_seconds"]) > float(row["prune/seconds"]) > 0
+        assert 10**8 < float(row["prune/peak_memory"]) < 10**11  # torch alone takes the first
     layers = {int(row["step"]): row for row in values if row["prune_layer/loss"]}
     assert list(layers) == list(range(14))
     for step, row in enumerate(callback.report.layers):

@@ -1,7 +1,9 @@
 """The command line as a user starts it."""
 
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -160,3 +162,15 @@ def test_a_record_that_cannot_be_written_is_no_reason_to_fail(
     with pytest.warns(UserWarning, match="is read-only: the perplexity will not be recorded"):
         main(["test", *options, f"--model.model={copy}"])
     assert not (copy / records.NAME).exists()
+
+
+def test_a_test_that_sigterm_ends_has_not_succeeded(tiny_llama, text, monkeypatch):
+    from mrp_lightning import CausalLM
+
+    def step(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(CausalLM, "test_step", step)
+    with pytest.raises(SystemExit) as ended:
+        main(arguments("test", tiny_llama, text))
+    assert ended.value.code == 143

@@ -61,6 +61,40 @@ def test_the_rest_is_estimated_from_the_blocks_so_far(caplog, monkeypatch):
     ]
 
 
+def test_blocks_from_a_journal_do_not_count_for_the_estimate(caplog, monkeypatch):
+    caplog.set_level("INFO")
+    clock = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    log = progress.PlainLog(SimpleNamespace(progress_bar_callback=None), 10)
+    seen = [log.left]
+    for done, now in ((1, 1.0), (2, 2.0), (3, 12.0), (4, 22.0)):
+        clock[0] = now
+        log.finish(done, None, resumed=done < 3)
+        seen.append(log.left)
+    clock[0] = 27.0
+    seen.append(log.left)
+    assert logged(caplog) == [
+        "block 1/10 · from the journal",
+        "block 2/10 · from the journal",
+        "block 3/10 · 12 s, about 70 s left",
+        "block 4/10 · 22 s, about 60 s left",
+    ]
+    assert seen[:3] == ["", "", ""]
+    assert seen[3:] == [f" · about {n} s left" for n in (70, 60, 55)]
+
+
+def test_the_bar_says_how_long_it_takes_yet(build, batches, monkeypatch):
+    seen: list[str] = []
+    monkeypatch.setattr(progress.PlainLog, "move", lambda _, text: seen.append(text))
+    monkeypatch.setattr(progress, "_BAR_SECONDS", 0)
+    loader = DataLoader(batches, batch_size=None)
+    trainer = Trainer(enable_progress_bar=False, **TRAINER)
+    trainer.predict(build("llama"), loader, callbacks=MRPCallback(pattern="2:4", method="SS"))
+    assert [text.endswith(" left") for text in seen] == [
+        not text.startswith("block 1/") for text in seen
+    ]
+
+
 def test_a_long_block_is_a_line_every_half_minute(caplog, monkeypatch):
     caplog.set_level("INFO")
     clock = iter([0.0, 29.0, 31.0, 40.0, 60.9, 61.0, 80.0, 109.0, 110.0])

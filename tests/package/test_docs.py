@@ -1,7 +1,10 @@
 """Every block of code in docs/ that a reader would run is run by a test, or is listed here."""
 
+import json
+import os
 import re
 import shlex
+import signal
 from pathlib import Path
 
 import pytest
@@ -52,6 +55,8 @@ RUN = {
     ("methods.md", "python -m mrp_lightning predict"): "tests/package/test_docs.py",
     ("models.md", "python benchmarks/models.py"): "tests/families/test_models_page.py",
     ("real-model.md", "python -m mrp_lightning predict"): "tests/package/test_docs.py",
+    ("reliability.md", "python -m mrp_lightning predict"): "tests/package/test_docs.py",
+    ("reliability.md", "python -m mrp_lightning report"): "tests/package/test_docs.py",
     ("zeroshot.md", "pip install 'mrp-lightning"): "tests/evaluation/test_zeroshot_page.py",
     ("zeroshot.md", "task: my_lambada"): "tests/evaluation/test_zeroshot_page.py",
     ("zeroshot.md", "lm_eval --model hf"): "tests/evaluation/test_zeroshot_command.py",
@@ -164,3 +169,33 @@ def test_a_recipe_prunes(tiny_llama, corpora_dir, here):
 def test_the_parts_of_a_method_are_arguments_of_the_callback():
     names: dict = {}
     exec(block("methods.md", "from callbacks import"), names)
+
+
+def test_an_interrupted_run_is_watched_and_goes_on(tiny_llama, here, monkeypatch):
+    from mrp_lightning.pruning.journal import Journal
+
+    pytest.importorskip("matplotlib", reason="needs the extra `report`")
+    page = "reliability.md"
+    predict, report = (
+        shlex.split(block(page, f"python -m mrp_lightning {command}").replace("\\\n", " "))[3:]
+        for command in ("predict", "report")
+    )
+    predict += ["--data.num_samples=4", f"--model.model={tiny_llama}", *TINY]
+    write, run = Journal.write, Path("runs/opt-125m-2of4")
+
+    def write_and_stop(self, step, record):
+        write(self, step, record)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
+        patch.setattr(Journal, "write", write_and_stop)
+        main(predict)
+    assert ended.value.code == 143
+    main(report)
+    journal = Path("runs/.opt-125m-2of4.partial")
+    assert "Unfinished: 1 of 2 blocks" in (journal / "report.html").read_text()
+    told = re.findall(r"^\| `([\w.-]+)`", (DOCS / page).read_text(), flags=re.M)
+    assert set(told) <= {file.name for file in journal.iterdir()}
+    main(predict)
+    assert json.loads((run / "pruning_report.json").read_text())["totals"]["resumed_blocks"] == 1
+    assert [path.name for path in run.parent.iterdir()] == [run.name]

@@ -35,7 +35,9 @@ def notes(model: Model) -> list[Note]:
 def _of_the_run(run: Run) -> Iterator[str]:
     if run.report is None:
         return
-    if not run.complete:
+    if run.unfinished:
+        yield f"Unfinished: {run.unfinished}."
+    elif not run.complete:
         yield (
             f"Incomplete: the run ended after {len(run.pruned)} pruned layers. "
             "All others were left as they were."

@@ -11,6 +11,7 @@ pytest.importorskip("matplotlib")
 from mrp_lightning.commands.main import main as command_line
 from mrp_lightning.commands.report import main
 from mrp_lightning.errors import FormatError
+from mrp_lightning.pruning.journal import BlockRecord, Journal
 
 
 def test_the_command_line_knows_it(tmp_path, save_run, capsys):
@@ -31,6 +32,32 @@ def test_hidden_directories_are_passed_over(tmp_path, save_run):
     save_run(tmp_path / ".run.partial")
     with pytest.raises(FileNotFoundError, match="no pruning_report"):
         main([str(tmp_path)])
+
+
+@pytest.mark.parametrize("asked", ["run", ".run.partial"])
+def test_an_unfinished_run_is_shown_as_such(asked, tmp_path, layer, capsys):
+    rows = [layer(f"model.layers.{k}.mlp.up_proj") for k in range(2)]
+    about = {
+        "config": {"method": "SM", "pattern": "2:4", "sparsity": None},
+        "provenance": {},
+        "versions": {"torch": "2.10"},
+        "model_weights": 1000,
+        "blocks": 5,
+    }
+    with Journal.open(tmp_path / "run", {"method": "SM"}, about=about) as journal:
+        for step, row in enumerate(rows):
+            journal.write(step, BlockRecord(f"model.layers.{step}", [row]))
+        main([str(tmp_path / asked)])  # also while it goes on
+    assert capsys.readouterr().out.startswith("1 run: ")
+    assert not (tmp_path / "run").exists()
+    page = (tmp_path / ".run.partial" / "report.html").read_text()
+    assert "Unfinished: 2 of 5 blocks are pruned so far." in page
+    assert all(row.name in page for row in rows)
+    with Journal.open(tmp_path / "run", {"method": "SM"}, about=about) as journal:
+        assert 1 in journal
+        journal.remove()
+    with pytest.raises(FileNotFoundError, match="is no directory"):
+        main([str(tmp_path / asked)])
 
 
 @pytest.mark.parametrize(

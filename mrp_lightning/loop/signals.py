@@ -1,0 +1,109 @@
+"""SIGTERM and Ctrl-C while a model is pruned: the run ends in seconds, and can go on."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from mrp_lightning.loop.progress import log
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
+_PATIENCE = 8.0
+"""Seconds that one operation of torch may take before SIGTERM ends the process at once."""
+
+
+class Interrupted(SystemExit):
+    """A signal ended the pruning. The exit status is 128 and its number, as shells have it.
+
+    Args:
+        number: The number of the signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
+        self.signal = signal.Signals(number)
+
+
+def unclaimed_signals() -> list[signal.Signals]:
+    """Which of SIGTERM and SIGINT still do what Python lets them do.
+
+    One for which the program has a handler of its own, or that it ignores, is none of ours. Nor is
+    any outside the main thread, where Python runs no handlers.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return []
+    return [number for number in _SIGNALS if signal.getsignal(number) in _DEFAULTS]
+
+
+@contextmanager
+def interruptible(signals: Sequence[signal.Signals], *, at_once: bool = False) -> Iterator[None]:
+    """Raise `Interrupted` in this context when one of the signals comes; later ones are ignored.
+
+    Python runs its handlers between two operations of torch. Most take less than a second.
+
+    Args:
+        signals: The signals, of which `unclaimed_signals` knew before a trainer took them.
+        at_once: Whether SIGTERM ends the process, with the same status, where an operation takes
+            many seconds longer.
+
+    Raises:
+        Interrupted: One came.
+    """
+    received: list[int] = []
+
+    def stop(number: int, _: Any) -> None:
+        if not received:
+            received.append(number)
+            raise Interrupted(number)
+
+    before = {number: signal.signal(number, stop) for number in signals}
+    try:
+        with _watched(at_once and signal.SIGTERM in signals):
+            yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _watched(wanted: bool) -> Iterator[None]:
+    """End the process in a thread if SIGTERM came, and this context is not left in time."""
+    if not wanted or _is_watched():
+        yield
+        return
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    left = threading.Event()
+    watch = threading.Thread(target=_end_in_time, args=(reading, left), daemon=True)
+    watch.start()
+    try:
+        yield
+    finally:
+        left.set()
+        signal.set_wakeup_fd(-1)
+        os.close(writing)
+        watch.join()
+        os.close(reading)
+
+
+def _is_watched() -> bool:
+    """Whether the program itself is told of signals as they come, as an event loop is."""
+    told = signal.set_wakeup_fd(-1)
+    if told != -1:
+        signal.set_wakeup_fd(told)
+    return told != -1
+
+
+def _end_in_time(reading: int, left: threading.Event) -> None:
+    """Wait for the byte that Python writes for each signal, its number, at the moment it comes."""
+    while came := os.read(reading, 1):
+        if came[0] == signal.SIGTERM and not left.wait(_PATIENCE):
+            log.warning(
+                "Stopped by SIGTERM in a long operation. What the journal has, it keeps: start the "
+                "same run again, and it goes on there."
+            )
+            os._exit(128 + signal.SIGTERM)
