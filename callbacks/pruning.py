@@ -186,7 +186,8 @@ class PruningCallback(Callback):
         if len(mine) > 1:
             raise OptionError("A predict run takes one PruningCallback; run predict once for each.")
         require_one_process(trainer, type(self).__name__)
-        start_streamed(pl_module, is_kept=self._beside(trainer) is not None)
+        is_kept = self._beside(trainer) is not None
+        start_streamed(pl_module, processes=trainer.world_size, is_kept=is_kept)
         if not _is_rehearsal(trainer):
             check_places(self.save_dir, self.journal_beside, pl_module, overwrite=self.overwrite)
         if not is_built_later(pl_module):

@@ -18,6 +18,16 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(word in str(error) for word in _WORDS)
 
 
+def peak_rss() -> int | None:
+    """The most memory, in bytes, that this process has held so far; `None` on Windows."""
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
 @contextmanager
 def explained_out_of_memory(device: torch.device, *, offload: bool) -> Iterator[None]:
     """Say of an error inside that is one of memory what to lower.
@@ -50,14 +60,9 @@ def explained_out_of_memory(device: torch.device, *, offload: bool) -> Iterator[
         ) from error
 
 
-def peak_memory(device: torch.device) -> int:
+def peak_memory(device: torch.device) -> int | None:
     """The most bytes in use so far: those of torch on a GPU, else those of the process in memory.
 
     On a GPU it is since torch's count was last reset, which pruning a layer does.
     """
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    import resource  # not on Windows
-
-    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return used if sys.platform == "darwin" else used * 1024
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_rss()

@@ -56,6 +56,7 @@ def main(args: list[str]) -> None:
             title=sweep.title,
             description=sweep.description,
             command=shlex.join(["python", "-m", "mrp_lightning", "sweep", *args]),
+            continuations=sweep.continuations,
         )
         console.print(f"The page is {sweep.page}.")
     if failed:

@@ -62,7 +62,7 @@ class Measure(NamedTuple):
 
     Attributes:
         name: `perplexity/<text>`, `accuracy/<task>`, `relative loss` (the mean over layers of
-            ‖δx‖² / ‖wx‖²) or `seconds` of the pruning.
+            ‖δx‖² / ‖wx‖²), `seconds` of the pruning, or its `CPU seconds`.
         context: Tokens a window, of the perplexity of a text; `None` for all others.
     """
 
@@ -82,7 +82,8 @@ class Measure(NamedTuple):
     @property
     def write(self) -> Write:
         """How its scores are written."""
-        named = {"relative loss": numbers.relative_loss, "seconds": numbers.seconds}
+        named = {"relative loss": numbers.relative_loss}
+        named |= dict.fromkeys(("seconds", "CPU seconds"), numbers.seconds)
         if self.name.startswith("accuracy/"):
             return lambda value: numbers.percent_points(None if value is None else value / 100)
         return named.get(self.name, numbers.perplexity)
@@ -102,6 +103,8 @@ def scores(run: Run) -> dict[Measure, float]:
     if run.report is not None:
         found[Measure("relative loss")] = run.report.relative_loss
         found[Measure("seconds")] = run.report.seconds
+        if run.report.cpu_seconds is not None:
+            found[Measure("CPU seconds")] = run.report.cpu_seconds
     return {measure: math.inf if x is None else float(x) for measure, x in found.items()}
 
 

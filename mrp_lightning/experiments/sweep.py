@@ -64,6 +64,8 @@ class Sweep:
         include_path: Directory with YAML files of more tasks.
         save_checkpoints: Whether to keep the pruned models, each with the results of its run.
         page: A Markdown file to write: claims, tables and pictures.
+        continuations: Whether the page shows what the models write after the first words of each
+            text.
         title: Of the page.
         description: Of the page: what is run, and why.
 
@@ -84,6 +86,7 @@ class Sweep:
     include_path: str | None = None
     save_checkpoints: bool = False
     page: str | None = None
+    continuations: bool = False
     title: str = "Results"
     description: str = ""
 

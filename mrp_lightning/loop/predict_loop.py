@@ -105,11 +105,9 @@ def prune_in_trainer(
 
 def _cost(device: torch.device, rows: list[LayerReport], seconds: float) -> dict[str, float]:
     """What a block took: all its seconds, and the most memory of the process or the GPU so far."""
-    peaks = [row.peak_memory for row in rows if row.peak_memory is not None]
-    return {
-        "prune/block_seconds": seconds,
-        "prune/peak_memory": max([*peaks, peak_memory(device)]),
-    }
+    peaks = [*(row.peak_memory for row in rows), peak_memory(device)]
+    known = [peak for peak in peaks if peak is not None]
+    return {"prune/block_seconds": seconds, **({"prune/peak_memory": max(known)} if known else {})}
 
 
 def _log_metrics(trainer: Trainer, k: int, rows: list[LayerReport], cost: dict[str, float]) -> None:

@@ -2,7 +2,7 @@
 
 from lightning.pytorch import LightningModule
 
-from mrp_lightning.errors import OptionError, TargetError
+from mrp_lightning.errors import OptionError, StrategyError, TargetError
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.models.streamed_blocks import StreamedBlocks
 from mrp_lightning.targets.plan import Plan
@@ -13,15 +13,17 @@ def streamed_blocks(module: LightningModule) -> StreamedBlocks | None:
     return module.streamed if isinstance(module, CausalLM) else None
 
 
-def start_streamed(module: LightningModule, *, is_kept: bool) -> None:
+def start_streamed(module: LightningModule, *, processes: int, is_kept: bool) -> None:
     """Let a streamed model be dense, whatever an interrupted run has pruned in its journal.
 
     Args:
         module: The module to prune; to one in memory nothing is done.
+        processes: How many processes prune it.
         is_kept: Whether the run keeps a journal.
 
     Raises:
         OptionError: It does not, and nothing would be left of what is pruned.
+        StrategyError: There are several processes.
     """
     streamed = streamed_blocks(module)
     if streamed is None:
@@ -30,6 +32,11 @@ def start_streamed(module: LightningModule, *, is_kept: bool) -> None:
         raise OptionError(
             "`streaming` keeps each block in a file once it is pruned: the callback needs "
             "`save_dir`, and the trainer no `fast_dev_run`."
+        )
+    if processes > 1:
+        raise StrategyError(
+            f"`streaming` prunes in one process, which writes the blocks that it reads again. Got "
+            f"{processes}. Use Trainer(devices=1), or load the model without `streaming`."
         )
     streamed.start_over()
 

@@ -27,6 +27,10 @@ class PruningReport:
         config: The arguments of the run.
         layers: The layers, both those that are pruned and those that were left dense.
         seconds: The wall-clock time of the walk.
+        cpu_seconds: The CPU time of the walk in all threads of this process, `None` where it is not
+            known.
+        peak_rss: The most memory of this machine, in bytes, that the process held during the walk.
+            `None` where that is not known: where the process had held more before, and on Windows.
         complete: Whether all was done that was asked for. If it was not, `layers` says which layers
             are pruned, and all others are untouched.
         versions: The versions of the libraries that pruned, by name.
@@ -45,6 +49,8 @@ class PruningReport:
     config: dict[str, Any]
     layers: list[LayerReport] = field(default_factory=list)
     seconds: float = 0.0
+    cpu_seconds: float | None = None
+    peak_rss: int | None = None
     complete: bool = False
     versions: dict[str, str] = field(default_factory=versions)
     stored_totals: dict[str, Any] | None = field(default=None, compare=False)
@@ -82,6 +88,7 @@ class PruningReport:
         weights = sum(row.shape[0] * row.shape[1] for row in self.pruned)
         zeros = sum((row.sparsity or 0) * row.shape[0] * row.shape[1] for row in self.pruned)
         of_model = self.model_weights
+        spent = {"cpu_seconds": self.cpu_seconds, "peak_rss": self.peak_rss}
         peaks = [row.peak_memory for row in self.pruned if row.peak_memory is not None]
         return {
             "complete": self.complete,
@@ -94,6 +101,7 @@ class PruningReport:
             **({"model_weights": of_model, "share": weights / of_model} if of_model else {}),
             "relative_loss": self.relative_loss,
             "seconds": self.seconds,
+            **{key: value for key, value in spent.items() if value is not None},
             **({"peak_memory": max(peaks)} if peaks else {}),
             **({"resumed_blocks": self.resumed_blocks} if self.resumed_blocks else {}),
         }
@@ -158,6 +166,8 @@ class PruningReport:
             config=content["config"],
             layers=[LayerReport.from_dict(row) for row in content["layers"]],
             seconds=totals["seconds"] or 0.0,
+            cpu_seconds=totals.get("cpu_seconds"),
+            peak_rss=totals.get("peak_rss"),
             complete=totals.get("complete", False),
             versions=content["versions"],
             stored_totals=totals,

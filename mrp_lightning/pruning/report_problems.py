@@ -33,7 +33,9 @@ def problems_in(content: dict[str, Any]) -> Iterator[str]:
         yield f"`config`: {error}"
     if not isinstance(content.get("provenance", {}), dict):
         yield f"`provenance` is {content['provenance']!r}, expected an object"
-    yield from _wrong_type("totals.model_weights", totals.get("model_weights"), int | None)
+    for key in ("model_weights", "peak_rss"):
+        yield from _wrong_type(f"totals.{key}", totals.get(key), int | None)
+    yield from _wrong_type("totals.cpu_seconds", totals.get("cpu_seconds"), float | None)
     yield from _wrong_type("totals.resumed_blocks", totals.get("resumed_blocks", 0), int)
     yield from _wrong_type("config.method", config.get("method"), str)
     for key in _TOTALS:

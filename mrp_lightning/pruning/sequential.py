@@ -11,7 +11,7 @@ from torch import nn
 
 from mrp_lightning.calibration.choice import choose_walk
 from mrp_lightning.calibration.dense import DenseStream
-from mrp_lightning.calibration.memory import explained_out_of_memory
+from mrp_lightning.calibration.memory import explained_out_of_memory, peak_rss
 from mrp_lightning.calibration.offload import CPU, Offload, Pinned
 from mrp_lightning.calibration.padding import Padding
 from mrp_lightning.calibration.walks import Rerun, Walk, WholeModel
@@ -111,7 +111,7 @@ class SequentialPruner:
             OutOfMemoryError: There is not enough memory.
             SaveError: The journal cannot be written.
         """
-        start = time.perf_counter()
+        start, cpu_start, peak_before = time.perf_counter(), time.process_time(), peak_rss()
         before = 0.0 if self.journal is None else self.journal.manifest.seconds
         self.report.model_weights = sum(p.numel() for p in self.model.parameters())
         padding = Padding(self.model)
@@ -135,6 +135,10 @@ class SequentialPruner:
             self.report.complete = True
         finally:
             self.report.seconds = before + time.perf_counter() - start
+            if not before:  # the journal does not know what the first part took
+                self.report.cpu_seconds = time.process_time() - cpu_start
+            peak = peak_rss()
+            self.report.peak_rss = peak if peak != peak_before else None
 
     def _prune_blocks(self, padding: Padding, pinned: Pinned) -> None:
         """Walk the blocks up to the last one that has layers to prune."""

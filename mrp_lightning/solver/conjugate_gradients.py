@@ -11,9 +11,31 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+Product = Callable[[Tensor, Tensor], None]
+"""Called with (left, out), both (rows, columns): sets out to left times a symmetric matrix."""
+
 Preconditioner = Callable[[Tensor, Tensor, Tensor], None]
 """Called with (gradient, z, work), all (rows, columns): sets z on U from the gradient on U, and to
 zero elsewhere. What `work` holds is lost."""
+
+
+def full_product(matrix: Tensor) -> Product:
+    """The product with a matrix, in its precision."""
+
+    def times(left: Tensor, out: Tensor) -> None:
+        torch.mm(left, matrix, out=out)
+
+    return times
+
+
+def rounded_product(matrix: Tensor) -> Product:
+    """The product with a matrix, factors and result rounded to bfloat16: off by 1 in 500 or so."""
+    narrow = matrix.bfloat16()
+
+    def times(left: Tensor, out: Tensor) -> None:
+        out.copy_(left.bfloat16() @ narrow)
+
+    return times
 
 
 @dataclass(frozen=True)
@@ -23,17 +45,18 @@ class InverseOnKept:
     Good where little is removed. As (H_UU)⁻¹ ≼ (H⁻¹)_UU, ½ r z bounds the distance to the optimum.
 
     Attributes:
-        inverse: H⁻¹, (columns, columns).
+        times_inverse: The product with H⁻¹.
         kept: The kept set U, (rows, columns), of zeros and ones.
     """
 
-    inverse: Tensor
+    times_inverse: Product
     kept: Tensor
 
     def __call__(self, gradient: Tensor, z: Tensor, work: Tensor) -> None:
         """Set z (rows, columns)."""
         torch.mul(gradient, self.kept, out=work)
-        torch.mm(work, self.inverse, out=z).mul_(self.kept)
+        self.times_inverse(work, z)
+        z.mul_(self.kept)
 
 
 @dataclass(frozen=True)
@@ -134,7 +157,7 @@ class ConjugateGradients:
         gradient: (w − x)H, (rows, columns); it vanishes on U at the optimum. It is updated in
             place along with x, and whoever computes it afresh from x may overwrite it between two
             steps.
-        matrix: H, (columns, columns).
+        times_matrix: The product with H.
         precondition: Sets z to approximately (H_UU)⁻¹ times the gradient on U.
 
     Attributes:
@@ -142,10 +165,10 @@ class ConjugateGradients:
     """
 
     def __init__(
-        self, x: Tensor, gradient: Tensor, matrix: Tensor, precondition: Preconditioner
+        self, x: Tensor, gradient: Tensor, times_matrix: Product, precondition: Preconditioner
     ) -> None:
         self.iterations = 0
-        self._x, self._gradient, self._matrix = x, gradient, matrix
+        self._x, self._gradient, self._times_matrix = x, gradient, times_matrix
         self._precondition = precondition
         # All large tensors are made once: fresh memory costs a CPU more than the arithmetic.
         self._z, self._image = torch.empty_like(x), torch.empty_like(x)
@@ -162,7 +185,7 @@ class ConjugateGradients:
         if self._before is not None:
             self._direction.mul_(_quotient(energies, self._before).unsqueeze(1))
         self._direction.add_(self._z)
-        torch.mm(self._direction, self._matrix, out=self._image)
+        self._times_matrix(self._direction, self._image)
         curvature = torch.mul(self._direction, self._image, out=self._z).sum(1)
         length = _quotient(energies, curvature).unsqueeze(1)
         self._x.addcmul_(self._direction, length)

@@ -19,13 +19,20 @@ from torch import Tensor
 
 from mrp_lightning.errors import HessianError, NumericalWarning, OptionError
 from mrp_lightning.solver.compensation import Compensated
-from mrp_lightning.solver.conjugate_gradients import ConjugateGradients, InverseOnKept
+from mrp_lightning.solver.conjugate_gradients import (
+    ConjugateGradients,
+    InverseOnKept,
+    Product,
+    full_product,
+    rounded_product,
+)
 from mrp_lightning.solver.masked_rows import ELEMENTS, MaskedRows, relative
 from mrp_lightning.solver.masks import Chooser, Mask
+from mrp_lightning.solver.precision import has_bfloat16_units
 from mrp_lightning.solver.problem import Problem
 from mrp_lightning.solver.ranges import split_range
 
-_GAP_BETWEEN_BLOCKS = 3e-4
+_GAP_BETWEEN_BLOCKS = 3e-3
 """Relative distance to the optimum that the choice of the next block's weights needs."""
 _LIMIT_BETWEEN_BLOCKS = 20
 """Most iterations after one block, before the next one is chosen."""
@@ -119,19 +126,50 @@ def _block_by_block(problem: Problem, choose: Chooser) -> tuple[Tensor, Tensor, 
 def _approach(
     weight: Tensor, x: Tensor, gradient: Tensor, pruned: Tensor, matrix: Tensor, inverse: Tensor
 ) -> int:
-    """Bring x near the optimum in place, near enough to choose the next block's weights."""
+    """Bring x near the optimum in place, near enough to choose the next block's weights.
+
+    Rounded products are good enough for that where they are fast, unless the matrix is so
+    ill-conditioned that they lead away from the optimum.
+    """
+    rounds = matrix.dtype == torch.float32 and has_bfloat16_units(matrix.device)
+    product = rounded_product if rounds else full_product
+    times = product(matrix), product(inverse)
     most = 0
     for rows in _row_chunks(weight):
+        dense, near, slope = weight[rows], x[rows], gradient[rows]
         kept = (~pruned[rows]).to(weight.dtype)
-        target = _GAP_BETWEEN_BLOCKS * float(((weight[rows] - x[rows]) * gradient[rows]).sum())
-        descent = ConjugateGradients(x[rows], gradient[rows], matrix, InverseOnKept(inverse, kept))
-        while descent.iterations < _LIMIT_BETWEEN_BLOCKS:
-            energies = descent.energies()
-            if float(energies.sum()) <= target:
-                break
-            descent.step(energies)
-        most = max(most, descent.iterations)
+        start = near.clone(), slope.clone()
+        loss = float(((dense - near) * slope).sum())
+        target = _GAP_BETWEEN_BLOCKS * loss
+        steps = _descend(near, slope, kept, *times, target)
+        if rounds and steps:
+            torch.mm(dense - near, matrix, out=slope)
+            if not float(((dense - near) * slope).sum()) < loss:
+                near.copy_(start[0])
+                slope.copy_(start[1])
+                full = full_product(matrix), full_product(inverse)
+                steps += _descend(near, slope, kept, *full, target)
+        most = max(most, steps)
     return most
+
+
+def _descend(
+    x: Tensor,
+    gradient: Tensor,
+    kept: Tensor,
+    times_matrix: Product,
+    times_inverse: Product,
+    target: float,
+) -> int:
+    """Iterate until the energy is at the target: the number of iterations."""
+    precondition = InverseOnKept(times_inverse, kept)
+    descent = ConjugateGradients(x, gradient, times_matrix, precondition)
+    while descent.iterations < _LIMIT_BETWEEN_BLOCKS:
+        energies = descent.energies()
+        if float(energies.sum()) <= target:
+            break
+        descent.step(energies)
+    return descent.iterations
 
 
 def _solve(

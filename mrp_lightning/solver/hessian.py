@@ -1,10 +1,16 @@
 """The Hessian of a layer's output error, summed up over calibration batches."""
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 
 from mrp_lightning.errors import HessianError, OptionError
-from mrp_lightning.solver.precision import full_float32
+from mrp_lightning.solver.precision import bfloat16_factors, full_float32
+from mrp_lightning.solver.ranges import split_range
+
+_PANEL = 512
+"""Columns whose products are summed up together, with themselves and those before them."""
 
 
 class HessianAccumulator:
@@ -30,7 +36,7 @@ class HessianAccumulator:
         self.columns = columns
         self.name = name
         self.num_tokens = 0
-        self._sum: Tensor | None = None
+        self._sum: Tensor | None = None  # without the panels above the diagonal
 
     def update(self, x: Tensor) -> None:
         """Add a batch of inputs.
@@ -59,11 +65,15 @@ class HessianAccumulator:
                 self._sum = torch.zeros(
                     self.columns, self.columns, dtype=torch.float32, device=x.device
                 )
-            if narrow:
-                # Products of 16-bit numbers are exact in float32, in which they are summed.
-                self._sum.add_(torch.mm(tokens.T, tokens, out_dtype=torch.float32), alpha=2)
-            else:
-                self._sum.addmm_(tokens.T, tokens, alpha=2)
+            # Products of 16-bit numbers are exact in float32, in which they are summed.
+            with bfloat16_factors() if x.dtype == torch.bfloat16 else nullcontext():
+                for start, stop in split_range(0, self.columns, _PANEL):
+                    left, right = tokens[:, start:stop].T, tokens[:, :stop]
+                    part = self._sum[start:stop, :stop]
+                    if narrow:
+                        part.add_(torch.mm(left, right, out_dtype=torch.float32), alpha=2)
+                    else:
+                        part.addmm_(left, right, alpha=2)
             self.num_tokens += tokens.shape[0]
 
     def merge(self, other: "HessianAccumulator") -> None:
@@ -97,7 +107,10 @@ class HessianAccumulator:
                 "(or all padding), or the layer does not take part in the forward pass."
             )
         with torch.inference_mode(False), torch.no_grad():
-            return self._sum / self.num_tokens
+            hessian = self._sum / self.num_tokens
+            for start, stop in split_range(0, self.columns, _PANEL):
+                hessian[start:stop, stop:] = hessian[stop:, start:stop].T
+            return hessian
 
     @property
     def _label(self) -> str:
@@ -105,6 +118,8 @@ class HessianAccumulator:
 
     def _check_finite(self, tokens: Tensor) -> None:
         # Sums of squares show every NaN and Inf at the cost of reading the batch once.
+        if bool(torch.linalg.vector_norm(tokens, dtype=torch.float32).square().isfinite()):
+            return
         energy = torch.linalg.vector_norm(tokens, dim=0, dtype=torch.float32).square()
         bad = int((~energy.isfinite()).sum())
         if bad:

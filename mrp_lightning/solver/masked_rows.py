@@ -11,6 +11,7 @@ from mrp_lightning.solver.conjugate_gradients import (
     ConjugateGradients,
     InverseOnKept,
     Preconditioner,
+    full_product,
 )
 from mrp_lightning.solver.damping import DampedHessian
 from mrp_lightning.solver.ranges import split_range
@@ -90,7 +91,7 @@ class MaskedRows:
         patience = max(_WINDOW, float(self.kept.sum(1).max()) ** 3 / self.x.shape[1] ** 2)
         for precondition, limit in (
             (lambda: self.damped.low_rank_model.on(self.kept), min(_LONG, patience)),
-            (lambda: InverseOnKept(self.damped.inverse, self.kept), patience / 2),
+            (lambda: InverseOnKept(full_product(self.damped.inverse), self.kept), patience / 2),
         ):
             iterations += self._descend(precondition(), tolerance, limit, tell)
             if self.gap <= tolerance or self._rounding_hides(tolerance):
@@ -119,7 +120,8 @@ class MaskedRows:
         Returns:
             The number of iterations.
         """
-        descent = ConjugateGradients(self.x, self.gradient, self.damped.matrix, precondition)
+        times_matrix = full_product(self.damped.matrix)
+        descent = ConjugateGradients(self.x, self.gradient, times_matrix, precondition)
         target = tolerance * self.loss / 2
         stalls, mark = 0, math.inf
         while descent.iterations < _LIMIT:

@@ -1,4 +1,4 @@
-"""Full float32 in matrix products, whatever shortcuts the user allows elsewhere."""
+"""The precision of matrix products: float32 in full, bfloat16 where nothing is lost by it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,6 +35,29 @@ def full_float32(device: torch.device) -> Iterator[None]:
     finally:
         for setting, precision in before.items():
             _set(setting, precision)
+
+
+def has_bfloat16_units(device: torch.device) -> bool:
+    """Whether a device multiplies bfloat16 numbers several times as fast as float32 numbers."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.cpu._is_amx_tile_supported()
+
+
+@contextmanager
+def bfloat16_factors() -> Iterator[None]:
+    """Let a CPU multiply float32 numbers that are all bfloat16 numbers, too, as such.
+
+    Their products are exact in float32, in which they are summed: nothing is lost, and processors
+    with units for it take a third of the time.
+    """
+    setting = ("mkldnn", "matmul")
+    before = _own(setting)
+    try:
+        _set(setting, "bf16")
+        yield
+    finally:
+        _set(setting, before)
 
 
 def _own(setting: Setting) -> str:

@@ -1,9 +1,12 @@
-"""What is said of a lack of memory."""
+"""How much memory there was need of, and what is said of a lack of it."""
+
+import re
+from pathlib import Path
 
 import pytest
 import torch
 
-from mrp_lightning.calibration.memory import explained_out_of_memory
+from mrp_lightning.calibration.memory import explained_out_of_memory, peak_rss
 from mrp_lightning.errors import OutOfMemoryError
 
 
@@ -31,3 +34,12 @@ def test_other_errors_are_as_they_were(error):
     ):
         raise error
     assert caught.value is error
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
+def test_the_peak_is_that_of_the_kernel():
+    def of_the_kernel() -> int:
+        status = Path("/proc/self/status").read_text()
+        return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", status)[1])
+
+    assert peak_rss() == pytest.approx(of_the_kernel(), rel=0.05)  # it counts in batches of pages

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from callbacks import MRPCallback
 from mrp_lightning import CausalLM, Trainer
-from mrp_lightning.errors import OptionError, TargetError
+from mrp_lightning.errors import OptionError, StrategyError, TargetError
+from mrp_lightning.loop.streaming import start_streamed
 from mrp_lightning.pruning.journal import Journal
 from mrp_lightning.pruning.tuning import BlockTuning
 
 TUNING = BlockTuning(epochs=1, learning_rate=1e-3, batch_size=2)
 NAN = "model.layers.1.mlp.up_proj.weight"
-SEEN = {"seconds", "base_model", "command", "files", "resumed_blocks"}
+SEEN = {"seconds", "base_model", "command", "files", "resumed_blocks", "cpu_seconds", "peak_rss"}
 
 
 class Killed(BaseException):
@@ -194,3 +195,10 @@ def test_weights_that_are_not_finite_are_refused(source, prune, tmp_path):
     save_file(weights, file, {"format": "pt"})
     with pytest.raises(TargetError, match=NAN.removesuffix(".weight") + ": 1"):
         prune(model, "out", lm={"streaming": True})
+
+
+def test_several_processes_are_refused(source, tmp_path):
+    module = CausalLM(source("llama"), streaming=True)
+    with pytest.raises(StrategyError, match=r"Got 2. Use Trainer\(devices=1\)"):
+        start_streamed(module, processes=2, is_kept=True)
+    start_streamed(CausalLM(module.hparams["model"]), processes=2, is_kept=False)  # in memory

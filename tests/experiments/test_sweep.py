@@ -2,7 +2,9 @@
 
 import csv
 import json
+import re
 import shutil
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ pytest.importorskip("jsonargparse", reason="the command line needs the extra `cl
 from mrp_lightning import CausalLM, TextDataModule, Trainer
 from mrp_lightning.commands import sweep as sweep_command
 from mrp_lightning.commands.main import main
+from mrp_lightning.experiments import numbers
 from mrp_lightning.experiments.runs import find_runs
 
 BASE = {
@@ -88,6 +91,8 @@ def test_a_sweep_keeps_every_value_and_is_not_repeated(here, tiny_llama, capsys)
     assert "SM is better than SparseGPT" in page
     assert "perplexity @32" in page
     assert "--page=docs/page.md" in page
+    drawn = Path("docs/page/tiny-perplexity.svg").read_text()
+    assert all(f">{name}</text>" in drawn for name in ("SparseGPT", "SM", "dense", "50%", "2:4"))
 
     # Again: nothing is made. One run lost: that one is made.
     (lost,) = Path("out/tiny").glob("50-SM-s128-seed0")
@@ -129,7 +134,7 @@ def test_recipes_are_rows_of_the_tables(here):
     from mrp_lightning.experiments.page import models
 
     Path("recipes.yaml").write_text(RECIPES)
-    sweep("--config=recipes.yaml", "--page=docs/page.md")
+    sweep("--config=recipes.yaml", "--page=docs/page.md", "--continuations=true")
     report = json.loads(Path("out/tiny/2of4-tuned-seed0/pruning_report.json").read_text())
     assert report["config"]["method"] == "JM"
     assert report["config"]["tuning"] == {
@@ -141,6 +146,18 @@ def test_recipes_are_rows_of_the_tables(here):
     lines = Path("docs/page.md").read_text().splitlines()
     cells = [line.split(" | ")[:2] for line in lines if line.startswith("| 2:4")]
     assert [name for _, name in cells] == ["SM", "tuned", "SM+dense"]
+    page = "\n".join(lines)
+    for block in report["blocks"]:
+        before, after = map(numbers.relative_loss, (block["error_before"], block["error_after"]))
+        assert f"| {block['name']} | {before} → {after} |" in page
+    recorded = json.loads(Path("out/tiny/2of4-tuned-seed0/evaluation.json").read_text())
+    said = recorded["continuations"]["text"]["continuation"].strip("\n")
+    assert "2:4 tuned:\n" + textwrap.indent(said, "    ") in page
+    assert "Windows of tiny have no BOS before them." in page
+    pictures = re.findall(r"!\[.*\]\((.*)\)", page)
+    assert pictures == ["page/tiny-loss-by-block.svg"]
+    drawn = Path("docs", pictures[0]).read_text()
+    assert all(f">{text}</text>" in drawn for text in ("SM", "tuned", "SM+dense", "tiny, 2:4"))
     with Path("out/results.csv").open() as file:
         assert {row["method"] for row in csv.DictReader(file)} == {"", "SM", "tuned", "SM+dense"}
     (model,) = models.find_models(find_runs(Path("out")))

@@ -31,6 +31,8 @@ reports = st.builds(
     config=config,
     layers=st.lists(rows, max_size=4),
     seconds=st.floats(0, 1e9),
+    cpu_seconds=st.none() | st.floats(0, 1e9),
+    peak_rss=counts,
     complete=st.booleans(),
     versions=st.dictionaries(st.text(), st.text()),
     blocks=st.lists(
@@ -92,7 +94,7 @@ def test_an_older_report_is_read_as_it_is_stored(tmp_path):
 def test_all_problems_of_a_damaged_report_are_listed(tmp_path):
     content = stored(loss="big", tokens=True, iterations=1.5, skipped=3, already_pruned=None)
     content["layers"] += [7, {"shape": [3]}, {"name": "a", "shape": [0, 2]}]
-    content["totals"] |= {"seconds": "long", "complete": 1}
+    content["totals"] |= {"seconds": "long", "complete": 1, "cpu_seconds": "long"}
     del content["totals"]["weights"]
     content["blocks"] = [{"name": "blocks.0", "epoch": "last"}, 3]
     content["config"] = {"pattern": "2"}
@@ -106,6 +108,7 @@ def test_all_problems_of_a_damaged_report_are_listed(tmp_path):
         "`config.method` is None, expected a string",
         "`totals.weights` is missing",
         "`totals.seconds` is 'long', expected a number or null",
+        "`totals.cpu_seconds` is 'long', expected a number or null",
         "`totals.complete` is 1, expected true or false",
         "`versions.cuda` is 12.8, expected a string",
         "`layers[0]`: `loss` is 'big', expected a number or null",
@@ -121,7 +124,7 @@ def test_all_problems_of_a_damaged_report_are_listed(tmp_path):
         "`blocks[1]`: expected an object, got 3",
     ):
         assert problem in message
-    assert len(message.splitlines()) == 1 + 17
+    assert len(message.splitlines()) == 1 + 18
 
 
 @pytest.mark.parametrize("text", ["{", "\udcff", "[]", '{"format_version": 2}'])

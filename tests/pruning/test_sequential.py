@@ -1,5 +1,7 @@
 """The pruned model against a slow rewrite: full forwards, all inputs kept, one layer at a time."""
 
+import time
+
 import pytest
 import torch
 from slow_pruning import (
@@ -137,6 +139,30 @@ def test_offload_gives_the_same_bits_and_leaves_no_hook(family, build, batches):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(("peaks", "known"), [([5, 7], 7), ([5, 5], None), ([None, None], None)])
+@torch.no_grad()
+def test_what_it_took_is_that_of_the_walk(build, batches, monkeypatch, peaks, known):
+    monkeypatch.setattr("mrp_lightning.pruning.sequential.peak_rss", lambda: peaks.pop(0))
+    model = build("llama")
+    forward, burnt = model.forward, []
+
+    def slow_forward(*args, **kwargs):
+        if not burnt:
+            burnt.append(True)
+            end = time.process_time() + 0.2
+            while time.process_time() < end:
+                pass
+            time.sleep(0.2)
+        return forward(*args, **kwargs)
+
+    model.forward = slow_forward
+    before = time.process_time()
+    report = prune_model(model, batches, method="magnitude")
+    assert 0.2 <= report.cpu_seconds <= time.process_time() - before
+    assert report.peak_rss == known
+    assert report.totals["cpu_seconds"] == report.cpu_seconds
+
+
 def test_layers_that_no_forward_calls_are_reported():
     model = nn.Sequential(nn.Linear(8, 8))
     model[0].register_module("unused", nn.Linear(8, 8))

@@ -208,6 +208,45 @@ def test_what_rounding_hides_from_float32_is_not_sought_there():
     assert solution.iterations < 60
 
 
+def units(monkeypatch, are_there):
+    """Whether the device multiplies bfloat16 numbers fast; these tests run on any processor."""
+    for module in ("exact",):
+        name = f"mrp_lightning.solver.{module}.has_bfloat16_units"
+        monkeypatch.setattr(name, lambda device: are_there)
+
+
+@pytest.mark.parametrize("arguments", [{"pattern": "2:4"}, {"sparsity": 0.6}])
+def test_products_between_blocks_may_be_rounded(problem, truth, monkeypatch, arguments):
+    weight, inputs = problem(rows=32, columns=128)
+    hessian = truth.hessian_of(inputs).float()
+    losses = []
+    for are_there in (False, True):
+        units(monkeypatch, are_there)
+        solution = prune_weight(weight, hessian, block_size=16, **arguments)
+        assert solution.gap <= 1e-6
+        losses.append(solution.loss)
+    assert losses[0] != losses[1]
+    assert losses[1] == pytest.approx(losses[0], rel=5e-3)
+
+
+def test_rounded_products_that_lead_astray_are_not_followed(problem, truth, monkeypatch):
+    weight, inputs = problem(rows=16, columns=64)
+    hessian = truth.hessian_of(inputs).float()
+    units(monkeypatch, False)
+    expected = prune_weight(weight, hessian, block_size=16, pattern="2:4")
+
+    def wrong(matrix):
+        opposed = matrix.flip(0)
+        return lambda left, out: torch.mm(left, opposed @ opposed.T, out=out)
+
+    units(monkeypatch, True)
+    monkeypatch.setattr("mrp_lightning.solver.exact.rounded_product", wrong)
+    solution = prune_weight(weight, hessian, block_size=16, pattern="2:4")
+    assert torch.equal(solution.pruned, expected.pruned)
+    assert torch.equal(solution.weight, expected.weight)
+    assert solution.iterations > expected.iterations
+
+
 @pytest.mark.parametrize("arguments", [{"pattern": "2:4"}, {"sparsity": 0.6}, {"sparsity": 0.97}])
 @pytest.mark.parametrize("both", [False, True])
 def test_slow_iterations_end_in_another_preconditioner_or_a_direct_solve(

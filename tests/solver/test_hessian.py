@@ -30,6 +30,18 @@ def test_any_floating_dtype_is_summed_in_float32(problem, truth, dtype, device):
     torch.testing.assert_close(hessian.double().cpu(), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_wide_inputs_are_summed_as_exactly(truth, dtype):
+    torch.manual_seed(0)
+    inputs = torch.randn(700, 1100).to(dtype)
+    accumulator = HessianAccumulator(1100)
+    accumulator.update(inputs[:400])
+    accumulator.update(inputs[400:])
+    error = accumulator.hessian().double() - truth.hessian_of(inputs)
+    # Sums of 700 products in float32; factors rounded to bfloat16 are off by more than 1e-3.
+    assert error.abs().max() < 3e-6
+
+
 def test_merging_equals_seeing_both(problem):
     _, inputs = problem()
     whole, first, second = (HessianAccumulator(64) for _ in range(3))

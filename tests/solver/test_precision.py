@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mrp_lightning.solver.precision import full_float32
+from mrp_lightning.solver.precision import bfloat16_factors, full_float32
 
 SETTINGS = [
     ("generic", "all"),
@@ -100,7 +100,7 @@ def test_settings_work_on_as_if_nothing_had_been(before):
             expected = in_force()
             reset()
             apply(before)
-            with full_float32(CPU):
+            with full_float32(CPU), bfloat16_factors():
                 pass
             change(precision)
             assert in_force() == expected

@@ -64,13 +64,13 @@ def run_table(model: Model) -> Table:
     columns = [
         *(Column("directory", numeric=False), Column("what", numeric=False)),
         *(Column("layers pruned"), Column("left dense"), Column("weights removed")),
-        *(Column("relative layer loss"), Column("seconds"), Column("weight files")),
-        Column("complete", numeric=False),
+        *(Column("relative layer loss"), Column("seconds"), Column("CPU seconds")),
+        *(Column("peak memory"), Column("weight files"), Column("complete", numeric=False)),
     ]
     rows = []
     if model.dense:
         size = numbers.memory(model.dense.weight_bytes)
-        rows.append(Row(model.dense.name, ["dense", "", "", "", "", "", size, ""]))
+        rows.append(Row(model.dense.name, ["dense", *[""] * 7, size, ""]))
     for variant in model.variants:
         for run in variant.runs:
             assert run.report is not None  # a variant is pruned
@@ -82,6 +82,8 @@ def run_table(model: Model) -> Table:
                 f"{numbers.count(totals['removed'])} of {numbers.count(totals['weights'])}",
                 numbers.relative_loss(run.report.relative_loss),
                 numbers.seconds(run.report.seconds),
+                numbers.seconds(run.report.cpu_seconds),
+                numbers.memory(run.report.peak_rss),
                 numbers.memory(run.weight_bytes),
                 "yes" if run.complete else "no",
             ]
@@ -106,6 +108,7 @@ def layer_table(run: Run) -> Table:
         ("sparsity", "sparsity", numbers.percent),
         ("relative_loss", "relative loss", numbers.relative_loss),
         ("loss", "loss", numbers.number),
+        ("target_loss", "target loss", numbers.number),
         ("damping", "λ", numbers.number),
         ("iterations", "iterations", numbers.count),
         ("gap", "gap", numbers.number),

@@ -71,6 +71,9 @@ def _of_layers(run: Run) -> Iterator[str]:
         "had input features that were always 0",
         lambda x: f"{x.dead_inputs:,} of {x.shape[1]:,}.",
     )
+    for reason in dict.fromkeys(x.own_target for x in run.pruned if x.own_target):
+        number = sum(x.own_target == reason for x in run.pruned)
+        yield f"{number} of {len(run.pruned)} layers kept their own target: {reason}."
     helped = [x for x in run.pruned if x.shared_hessian]
     if helped:
         yield (

@@ -17,6 +17,7 @@ from markupsafe import Markup
 from mrp_lightning.environment import __version__
 from mrp_lightning.experiments import numbers
 from mrp_lightning.experiments.page import headline
+from mrp_lightning.experiments.page.blocks import block_part
 from mrp_lightning.experiments.page.details import dense_layers, settings
 from mrp_lightning.experiments.page.drawing import Picture, color_of
 from mrp_lightning.experiments.page.layer_parts import LayerParts
@@ -156,7 +157,7 @@ def _parts(model: Model) -> list[Part]:
     measured = model.variants or any(run.evaluation.perplexity for run in model.runs)
     found = [results(model) if measured else None, zero_shot(model), continuations(model)]
     if model.variants:
-        found += LayerParts(model).parts()
+        found += [block_part(model), *LayerParts(model).parts()]
     found += [dense_layers(model), settings(model)]
     return [part for part in found if part]
 

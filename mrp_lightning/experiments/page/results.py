@@ -6,6 +6,7 @@ from mrp_lightning.experiments.page.models import Model, Variant, by_setting
 from mrp_lightning.experiments.page.parts import Column, Part, Row, Table
 from mrp_lightning.experiments.page.pictures import Picture, beside_dense, over_names
 from mrp_lightning.experiments.page.scores import (
+    CPU_SECONDS,
     RELATIVE_LOSS,
     SECONDS,
     Score,
@@ -42,10 +43,11 @@ def results(model: Model) -> Part:
     many = any(len(variant.runs) > 1 for variant in model.variants)
     spread = " Mean ± standard deviation where there are several runs." if many else ""
     what = "Perplexity, relative layer loss" if texts else "Relative layer loss"
+    times = [SECONDS, *([CPU_SECONDS] if CPU_SECONDS.of(model.runs) else [])]
     table = _table(
         f"{what} and seconds of the run.{spread}",
         model,
-        [*texts, RELATIVE_LOSS, SECONDS],
+        [*texts, RELATIVE_LOSS, *times],
         lower_is_better=[*texts, RELATIVE_LOSS],
         count_runs=True,
     )

@@ -66,8 +66,9 @@ def perplexities(model: Model) -> list[Score]:
 
 def _perplexity(model: Model, text: str) -> Score:
     found = [run.evaluation.perplexity.get(text, {}) for run in model.runs]
-    context, windows = (_several(str(x[key]) for x in found if key in x) for key in _SIZES)
+    context, windows, prefix = (_several(str(x[key]) for x in found if key in x) for key in _SIZES)
     detail = f"context {context}, {windows} windows"
+    detail += f", prefix {prefix}" if prefix else ""
     return Score(
         text, detail, numbers.perplexity, lambda run: run.evaluation.perplexity[text]["perplexity"]
     )
@@ -85,9 +86,16 @@ def _seconds(run: Run) -> float:
     return run.report.seconds
 
 
-_SIZES = ("context", "windows")
+def _cpu_seconds(run: Run) -> float:
+    if run.report is None or run.report.cpu_seconds is None:
+        raise KeyError
+    return run.report.cpu_seconds
+
+
+_SIZES = ("context", "windows", "prefix")
 RELATIVE_LOSS = Score("relative layer loss", "", numbers.relative_loss, _relative_loss)
 SECONDS = Score("seconds", "", numbers.seconds, _seconds)
+CPU_SECONDS = Score("CPU seconds", "of all threads", numbers.seconds, _cpu_seconds)
 
 
 def zero_shot_scores(model: Model) -> list[Score]:

@@ -7,6 +7,7 @@ import re
 import shlex
 import statistics
 import zipfile
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from mrp_lightning.commands.report import main
 from mrp_lightning.evaluation.records import record
 from mrp_lightning.experiments.page.drawing import INK, MUTED, PAPER, RULE, SERIES, color_of
 from mrp_lightning.experiments.page.weights import MAGNITUDES, count_magnitudes
-from mrp_lightning.pruning.rows import LayerReport
+from mrp_lightning.pruning.rows import BlockReport, LayerReport
 
 EVIL = "<img src=x onerror=alert(1)>&\"'$x_{1}$"
 
@@ -386,6 +387,35 @@ def test_damping_gap_and_iterations_are_shown_by_layer(tmp_path, save_run, layer
         ],
     )
     assert "Damping" not in page_of(tmp_path / "magnitude").text
+
+
+def test_what_was_done_to_blocks_is_listed(tmp_path, save_run):
+    report = save_run(tmp_path, target="dense")
+    report.blocks = [
+        BlockReport(
+            name=f"model.layers.{i}",
+            sparsity=0.6 + i / 10,
+            error_before=0.02 * (i + 1),
+            error_after=0.01 * (i + 1),
+            epoch=i,
+            seconds=3.25,
+        )
+        for i in range(3)
+    ]
+    report.layers[1] = replace(report.layers[1], target_loss=0.125)
+    report.layers[2] = replace(report.layers[2], own_target="rows do not pair")
+    report.cpu_seconds, report.peak_rss = 123.4, 3 * 2**30
+    report.save(tmp_path)
+    page = page_of(tmp_path)
+    table = page.table("Blocks of")
+    assert table.rows[0] == ["block", "sparsity", "error before", "error after", "epoch", "seconds"]
+    assert table.row("model.layers.2") == ["80%", "0.0600", "0.0300", "2", "3.2"]
+    assert "1 of 9 layers kept their own target: rows do not pair." in page.text
+    layers = page.table("Layers of")
+    assert layers.row(report.layers[1].name)[layers.rows[0].index("target loss") - 1] == "0.125"
+    assert {"123.4", "3.00 GiB"} <= set(page.table("Runs").rows[1])
+    (picture,) = (p.alt for p in page.pictures if "after tuning" in p.alt)
+    assert "from 0.0100 in block model.layers.0 to 0.0300 in block model.layers.2" in picture
 
 
 def test_the_command_that_makes_the_page_again_is_on_it(tmp_path, save_run):

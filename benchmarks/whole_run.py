@@ -1,0 +1,349 @@
+r"""Where the time of a whole pruning run goes, part by part, beside the original codes.
+
+    python benchmarks/whole_run.py --model runs/smollm2 --text valid.txt --perplexity test.txt \
+        --sparsegpt SPARSEGPT
+    python benchmarks/whole_run.py --shape llama2-7b --samples 128 --length 2048 --device cuda
+
+Every method prunes the same model to 2:4, calibrated on the same windows of tokens, in a process of
+its own. On a CPU it is CPU time that is counted, on a GPU elapsed time. Peak memory is that of the
+process (on a GPU: of what torch has allocated) from when the model is loaded, with the model in it.
+"""
+
+import argparse
+import functools
+import logging
+import multiprocessing
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import originals
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from export.speed.random_models import SHAPES
+from mrp_lightning.environment import machine
+from mrp_lightning.evaluation.perplexity import Perplexity, token_losses
+from mrp_lightning.models.loading import load_model, load_tokenizer
+from mrp_lightning.pruning import prune_layer, sequential
+from mrp_lightning.pruning.report import PruningReport
+from mrp_lightning.solver import column_sweep, damping, exact, hessian, input_hessian, pruning
+from mrp_lightning.solver.loss import output_energy
+from mrp_lightning.solver.methods import MASKS
+from mrp_lightning.solver.recipe import Recipe
+from mrp_lightning.targets.plan import make_plan
+from mrp_lightning.text.standard_library import standard_library
+from mrp_lightning.text.windows import Draws, consecutive_windows, segments_of_text, tokenize
+
+WALK = "walk finding"
+PARTS: dict[str, list[tuple[Any, str]]] = {
+    "forwards": [],
+    WALK: [(sequential, "choose_walk")],
+    "Hessians": [
+        (hessian.HessianAccumulator, "update"),
+        (hessian.HessianAccumulator, "hessian"),
+        (input_hessian.InputHessian, "__init__"),
+    ],
+    "factorisation": [
+        (damping.DampedHessian, "__init__"),
+        (damping.DampedHessian.__dict__["inverse"], "func"),
+    ],
+    "mask": [(type(mask), "bind") for mask in MASKS.values()],
+    "sweep": [(column_sweep.ColumnSweep, "apply")],
+    "between blocks": [(exact, "_block_by_block")],
+    "final solve": [(exact, "_solve")],
+    "losses": [(pruning, "output_energy"), (prune_layer, "output_energy")],
+}
+"""What a run spends its time on: functions that are counted without the parts that they call."""
+ORIGINALS = {
+    "original SparseGPT": (originals.sparsegpt, "sparsegpt"),
+    "original ALPS": (originals.alps, "alps"),
+}
+"""Their code, and the option that says where it is."""
+COLUMNS = ("layers", *PARTS, "rest")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all methods have in common.
+
+    Attributes:
+        options: The command line.
+        windows: Calibration windows (windows, length).
+        test: Windows of the text that perplexity is measured on.
+    """
+
+    options: argparse.Namespace
+    windows: Tensor
+    test: Tensor | None
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was measured of one method.
+
+    Attributes:
+        seconds: By part.
+        peak: MiB.
+        relative_loss: Mean over the layers of ‖δx‖² / ‖wx‖².
+        perplexity: On the test text.
+    """
+
+    seconds: dict[str, float]
+    peak: float
+    relative_loss: float
+    perplexity: float | None
+
+    @property
+    def total(self) -> float:
+        """Seconds of the whole run."""
+        return sum(self.seconds.values())
+
+
+class Stopwatch:
+    """Shares out the time among parts. What runs within a part is not counted in it again."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.seconds: Counter[str] = Counter()
+        self._clock, self._since = clock, clock()
+        self._parts = ["rest"]
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Count what runs in this context. The forwards by which a walk is found are part of it."""
+        self._parts.append(WALK if WALK in self._parts else name)
+        self._turn(-2)
+        try:
+            yield
+        finally:
+            self._turn(-1)
+            self._parts.pop()
+
+    def counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, counted as a part of this name; a function that it returns, too."""
+
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            with self.part(name):
+                result = function(*args, **kwargs)
+            return self.counted(name, result) if name == "mask" and callable(result) else result
+
+        return wrapper
+
+    def count_parts(self) -> None:
+        """Count all of `PARTS`, from now on in this process."""
+        for name, places in PARTS.items():
+            for owner, attribute in places:
+                setattr(owner, attribute, self.counted(name, getattr(owner, attribute)))
+
+    def _turn(self, part: int) -> None:
+        now = self._clock()
+        self.seconds[self._parts[part]] += now - self._since
+        self._since = now
+
+
+def load(options: argparse.Namespace) -> Any:
+    """The model, cut after some blocks if that is asked for."""
+    device, dtype = options.device, getattr(torch, options.dtype)
+    if options.shape:
+        values = dict(SHAPES[options.shape])
+        if options.blocks:
+            values["num_hidden_layers"] = options.blocks
+        config = AutoConfig.for_model(values.pop("model_type"), **values)
+        torch.manual_seed(0)
+        with torch.device(device):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    model: Any = load_model(str(options.model), dtype).to(device)
+    if options.blocks:
+        first = make_plan(model, Recipe.of(method="SM", pattern="2:4").pattern).blocks[0].name
+        name = first.rpartition(".")[0]
+        blocks = model.get_submodule(name)
+        model.set_submodule(name, nn.ModuleList(list(blocks)[: options.blocks]))
+        model.config.num_hidden_layers = options.blocks
+    return model
+
+
+@torch.no_grad()
+def run(method: str, job: Job) -> Result:
+    """Prune by one method, in this process."""
+    options, device = job.options, job.options.device
+    torch.set_num_threads(options.threads)
+    logging.disable(logging.INFO)
+    transformers_logging.disable_progress_bar()
+    model = load(options)
+    windows = list(job.windows.to(device).split(1))
+    _forget_peak(device)
+    watch = Stopwatch(_clock(device))
+    losses: list[float] = []
+    if method in ORIGINALS:
+
+        def seen(layer: nn.Linear, weight: Tensor, matrix: Tensor) -> None:
+            weight = weight.float()
+            lost = output_energy(layer.weight.float() - weight, matrix)
+            losses.append(lost / output_energy(weight, matrix))
+
+        of, repository = ORIGINALS[method]
+        original = of(getattr(options, repository))
+        plan = make_plan(model, Recipe.of(method="SM", pattern="2:4").pattern)
+        originals.prune_model(original, model, windows, plan, watch.part, seen)
+    else:
+        watch.count_parts()
+        losses += _prune(model, windows, Recipe.of(method=method, pattern="2:4"), watch)
+    with watch.part("end"):
+        pass
+    seconds = {part: watch.seconds[part] for part in COLUMNS}
+    peak = _peak(device)
+    found = None if job.test is None else perplexity(model, job.test)
+    return Result(seconds, peak, sum(losses) / len(losses), found)
+
+
+def _prune(
+    model: Any, windows: Sequence[Tensor], recipe: Recipe, watch: Stopwatch
+) -> Iterator[float]:
+    report = PruningReport({})
+    sequential.SequentialPruner(
+        model=model,
+        forward=watch.counted("forwards", lambda ids: model(input_ids=ids, use_cache=False)),
+        batches=windows,
+        plan=make_plan(model, recipe.pattern),
+        recipe=recipe,
+        report=report,
+        device=model.device,
+    ).prune()
+    return (row.relative_loss for row in report.pruned if row.relative_loss is not None)
+
+
+def perplexity(model: Any, windows: Tensor) -> float:
+    """The perplexity of the model on windows of tokens."""
+    metric = Perplexity()
+    for ids in windows.to(model.device).split(1):
+        losses, predicted = token_losses(model(input_ids=ids, use_cache=False).logits, ids, None)
+        metric.update(losses.cpu(), predicted.cpu())
+    return float(metric.compute())
+
+
+def _clock(device: torch.device) -> Callable[[], float]:
+    if device.type == "cpu":
+        return time.process_time
+
+    def clock() -> float:
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    return clock
+
+
+def _forget_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def _peak(device: torch.device) -> float:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    status = Path("/proc/self/status").read_text()
+    return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) / 2**10
+
+
+def make_job(options: argparse.Namespace) -> Job:
+    """Tokenize the texts, and draw the windows."""
+    draws = Draws(count=options.samples, length=options.length, seed=0)
+    if options.shape:
+        generator = torch.Generator().manual_seed(0)
+        vocabulary = SHAPES[options.shape]["vocab_size"]
+        size = (options.samples, options.length)
+        return Job(options, torch.randint(vocabulary, size, generator=generator), None)
+    tokenizer = load_tokenizer(str(options.model))
+    read = (path.read_text(encoding="utf-8") for path in options.text)
+    text = "\n".join(read if options.text else standard_library("train"))
+    windows = segments_of_text(tokenize(tokenizer, text), draws, "calibration")
+    test = None
+    if options.perplexity:
+        tokens = tokenize(tokenizer, options.perplexity.read_text(encoding="utf-8"))
+        test = consecutive_windows(tokens, options.length, "test")[: options.windows]
+    return Job(options, windows, test)
+
+
+def in_a_process(method: str, job: Job) -> Result:
+    """Run one method in a fresh process, so that its peak memory is its own."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max_workers=1, mp_context=spawn) as pool:
+        return pool.submit(run, method, job).result()
+
+
+def main() -> None:
+    """Print the table, row by row as they come."""
+    options = _parser().parse_args()
+    start = time.process_time()
+    job = make_job(options)
+    tokenizing = time.process_time() - start
+    unit = "CPU s" if options.device.type == "cpu" else "s"
+    name = options.shape or options.model.name
+    blocks = f", its first {options.blocks} blocks" if options.blocks else ""
+    print(f"`python {' '.join(sys.argv)}`\n")
+    print(f"{machine(options.device)}, {options.threads} threads; {name}{blocks}, {options.dtype};")
+    print(f"{options.samples} windows of {options.length} tokens (tokenizing: {tokenizing:.1f} s);")
+    print(f"2:4, blocks of {originals.BLOCK_SIZE} columns, damping {originals.DAMPING}.\n")
+    header = (
+        "method",
+        f"all {unit}",
+        "× original",
+        *COLUMNS,
+        "peak MiB",
+        "rel. loss",
+        "perplexity",
+    )
+    print(f"| {' | '.join(header)} |\n|{'---|' * len(header)}", flush=True)
+    base = None
+    theirs = [m for m, (_, option) in ORIGINALS.items() if getattr(options, option)]
+    for method in [*theirs, *options.methods]:
+        result = in_a_process(method, job)
+        base = base or (result.total if theirs else None)
+        cells = [
+            method,
+            f"{result.total:.1f}",
+            f"{result.total / base:.2f}" if base else "",
+            *(f"{s:.1f}" if s else "" for s in result.seconds.values()),
+            f"{result.peak:.0f}",
+            f"{result.relative_loss:.4f}",
+            f"{result.perplexity:.2f}" if result.perplexity else "",
+        ]
+        print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, default=Path("runs/smollm2"), metavar="DIR")
+    parser.add_argument("--shape", choices=SHAPES, help="random weights and tokens, no --model")
+    parser.add_argument("--methods", nargs="*", default=["SS", "SM", "JM"])
+    parser.add_argument("--sparsegpt", type=Path, help="a checkout of IST-DASLab/sparsegpt")
+    parser.add_argument("--alps", type=Path, help="a checkout of mazumder-lab/ALPS")
+    parser.add_argument("--blocks", type=int, help="only the first blocks of the model")
+    parser.add_argument("--samples", type=int, default=64, help="calibration windows")
+    parser.add_argument("--length", type=int, default=512, help="tokens a window")
+    parser.add_argument(
+        "--text", type=Path, nargs="*", default=[], help="calibration (default: Python's library)"
+    )
+    parser.add_argument("--perplexity", type=Path, metavar="FILE", help="a text to measure it on")
+    parser.add_argument("--windows", type=int, default=160, help="most windows of that text")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
+    parser.add_argument("--threads", type=int, default=1)
+    return parser
+
+
+if __name__ == "__main__":
+    main()
