@@ -5,9 +5,9 @@
 It writes a random LLaMA-shaped checkpoint, never holding more of it than one file, and prunes it
 three times, each in a process of its own: in memory and streamed under the limit (`ulimit -d`,
 which counts all memory that is the process's own, and mapped files only if they may be written),
-and in memory without. It compares every bit of the two results. What larger models take follows
-from a formula, whose constants for the solver are measured on small layers; for the streamed run it
-stands beside what was taken. The directory is removed at the end.
+and in memory without. They run side by side, and every bit of the two results is compared. What
+larger models take follows from a formula, whose constants for the solver are measured on small
+layers; for the streamed run it stands beside what was taken. The directory is removed at the end.
 """
 
 import argparse
@@ -19,8 +19,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -198,7 +200,7 @@ def prune(directory: str, out: str, method: str, streaming: str, tokens: str) ->
     generator = torch.Generator().manual_seed(0)
     data = torch.randint(0, VOCABULARY, (windows, length), generator=generator)
 
-    def run(model: object, save_dir: str | None, windows: Tensor, **options: Any) -> None:
+    def run(model: Any, save_dir: str | None, windows: Tensor, **options: Any) -> None:
         callback = PruningCallback(method=method, pattern="2:4", save_dir=save_dir)
         trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
         loader = DataLoader(windows, batch_size=1)
@@ -231,20 +233,14 @@ def child(*args: object, limit: float | None = None) -> dict[str, int] | str:
     Returns:
         What it printed last, or the error that ended it.
     """
-
-    def set_limit() -> None:
-        if limit is not None:
-            resource.setrlimit(resource.RLIMIT_DATA, (int(limit * GB),) * 2)
-
-    command = [sys.executable, __file__, "--child", *map(str, args)]
+    bytes_ = resource.RLIM_INFINITY if limit is None else int(limit * GB)
+    command = [sys.executable, __file__, "--child", str(bytes_), *map(str, args)]
     here = str(Path(__file__).parents[1])
     environment = os.environ | {"PYTHONPATH": here, "HF_HUB_OFFLINE": "1"}
-    ended = subprocess.run(
-        command, capture_output=True, text=True, preexec_fn=set_limit, env=environment, check=False
-    )
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if ended.returncode:
         print(ended.stderr, file=sys.stderr)
-        return ended.stderr.strip().splitlines()[-1].partition(":")[0].rpartition(".")[2]
+        return ended.stderr.strip().splitlines()[-1].partition(" from ")[0]
     found: dict[str, int] = json.loads(ended.stdout.strip().splitlines()[-1])
     return found
 
@@ -297,37 +293,48 @@ def main() -> None:
     shape = replace(shape, blocks=int(blocks))
     print(f"`python {' '.join(sys.argv)}`\n")
 
-    source, outs = args.directory / "source", {}
+    source, outs = args.directory / "source", dict[bool, Path]()
+    taken: Any = None
     write_checkpoint(source, shape)
     try:
+        runs = [(False, args.limit), (True, args.limit), (False, None)]
+        with ThreadPoolExecutor() as pool:
+            started = []
+            for streaming, limit in runs:
+                out = outs[streaming] = args.directory / f"{streaming}-{limit}"
+                prune_it = partial(child, "prune", source, out, args.method, streaming, args.tokens)
+                started.append(pool.submit(prune_it, limit=limit))
+            fitted = {name: pool.submit(solver_constants, name) for name in (args.method, "SM")}
         print("| blocks are | limit | peak of own memory | result |")
         print("| --- | --- | --- | --- |")
-        taken: Any = None
-        for streaming, limit in ((False, args.limit), (True, args.limit), (False, None)):
-            out = args.directory / f"{streaming}-{limit}"
-            found = child("prune", source, out, args.method, streaming, args.tokens, limit=limit)
+        for (streaming, limit), run in zip(runs, started, strict=True):
+            found = run.result()
             bounds = "none" if limit is None else f"{limit:g} GB"
             where = "streamed" if streaming else "in memory"
             if isinstance(found, str):
-                print(f"| {where} | {bounds} | | {found} |", flush=True)
+                print(f"| {where} | {bounds} | | {found} |")
                 continue
-            outs[streaming] = out
             taken = found if streaming else taken
             result = f"pruned, {shape.model_bytes / GB:.2f} GB"
-            print(f"| {where} | {bounds} | {found['peak'] / GB:.2f} GB | {result} |", flush=True)
+            print(f"| {where} | {bounds} | {found['peak'] / GB:.2f} GB | {result} |")
         count, differ = differences(*outs.values())
         print(f"\nOf {count} tensors of the two results, {len(differ)} differ in any bit.\n")
-        print_formula(args.method, shape, taken)
+        constants = {name: future.result() for name, future in fitted.items()}
+        print_formula(args.method, shape, taken, constants)
     finally:
         shutil.rmtree(args.directory)
 
 
-def print_formula(method: str, measured: Shape, taken: dict[str, int]) -> None:
+def print_formula(
+    method: str,
+    measured: Shape,
+    taken: dict[str, int],
+    constants: dict[str, tuple[float, float]],
+) -> None:
     """What the formula gives for the run, beside what it took, and for larger models with SM."""
     libraries = taken["libraries"]
     rows: list[tuple[str, str, Shape]] = [("this run", method, measured)]
     rows += [(name, "SM", shape) for name, shape in MODELS.items()]
-    constants = {name: solver_constants(name) for name in {method, "SM"}}
     for name, (weights, squares) in constants.items():
         print(f"{name}: {weights:.1f} numbers a weight, {squares:.1f} a number of the Hessian.")
     names = list(parts(measured, constants[method]))
@@ -345,6 +352,8 @@ def print_formula(method: str, measured: Shape, taken: dict[str, int]) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:
-        {"prune": prune, "solve": solve}[sys.argv[2]](*sys.argv[3:])
+        resource.setrlimit(resource.RLIMIT_DATA, (int(sys.argv[2]),) * 2)
+        work: Any = {"prune": prune, "solve": solve}[sys.argv[3]]
+        work(*sys.argv[4:])
     else:
         main()
