@@ -43,16 +43,17 @@ def prune(loader, quiet, tmp_path):
     def run(
         model: Path, out: str, survives: int | None = None, lm: Any = None, **arguments: Any
     ) -> tuple[CausalLM, MRPCallback]:
+        trainer = quiet | arguments.pop("trainer", {})
         module = CausalLM(model, **lm or {})
         options = {"sparsity": 0.5, "save_dir": tmp_path / out} | arguments
         callback = MRPCallback(**options)
         with pytest.MonkeyPatch.context() as patch:
             if survives is None:
-                Trainer(**quiet).predict(module, loader, callbacks=[callback])
+                Trainer(**trainer).predict(module, loader, callbacks=[callback])
                 return module, callback
             patch.setattr(Journal, "write", dies_after(survives))
             with pytest.raises(Killed):
-                Trainer(**quiet).predict(module, loader, callbacks=[callback])
+                Trainer(**trainer).predict(module, loader, callbacks=[callback])
         return module, callback
 
     return run
@@ -143,6 +144,14 @@ def test_it_is_stored_in_the_dtype_of_its_source(source, prune, tmp_path, loader
         for lm in (module, CausalLM(tmp_path / "whole", dtype="float32"))
     ]
     assert found[0] == found[1]  # it is read from the directory that was written
+
+
+def test_the_trainers_precision_is_that_of_each_block(source, prune, tmp_path):
+    model = source("llama")
+    for out, lm in (("whole", {}), ("streamed", {"streaming": True})):
+        module, _ = prune(model, out, lm=lm, trainer={"precision": "bf16-true"})
+    assert module.model.dtype == torch.bfloat16
+    assert_same_checkpoints(tmp_path / "streamed", tmp_path / "whole")
 
 
 def test_a_failed_save_can_be_tried_again(source, prune, tmp_path, monkeypatch):

@@ -182,3 +182,13 @@ def test_nothing_is_left_of_the_way_in_which_it_is_loaded(tiny_llama):
     assert before is None
     assert shown
     assert in_memory(model) == {name for name, _ in model.named_parameters()}
+
+
+def test_blocks_run_where_the_model_is(tiny_llama, second):
+    model, streamed = load(tiny_llama)
+    expected = model(IDS).logits
+    model.to(second)
+    torch.testing.assert_close(model(IDS.to(second)).logits.cpu(), expected)
+    with streamed.pinned(block := streamed.blocks["model.layers.0"]):
+        assert {tensor.device.type for tensor in block.state_dict().values()} == {second.type}
+    assert all(tensor.is_meta for tensor in block.parameters())
