@@ -228,7 +228,7 @@ def _drop(block: nn.Module) -> None:
     """Leave only shapes and dtypes of what a checkpoint holds of a block."""
     for name, tensor in block.state_dict(keep_vars=True).items():
         module, _, key = name.rpartition(".")
-        empty = torch.empty_like(tensor, device="meta")
+        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         if isinstance(tensor, nn.Parameter):
             empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
         setattr(block.get_submodule(module), key, empty)
