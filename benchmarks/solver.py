@@ -11,8 +11,6 @@ columns, and `steep` ones have, besides, a spectrum that falls so fast that floa
 """
 
 import argparse
-import contextlib
-import io
 import os
 import statistics
 import sys
@@ -20,15 +18,16 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
+import originals
 import torch
+from originals import DAMPING, prune_matrix
 from torch import Tensor
 
 from mrp_lightning.environment import machine
+from mrp_lightning.errors import NumericalWarning
 from mrp_lightning.solver.pruning import Solution, prune_weight
 
-DAMPING = 0.01
 BASE = "SparseGPT column sweep (128)"
 CONTESTANTS = {
     BASE: ("SS", 128),
@@ -94,38 +93,6 @@ def cholesky_by_row(weight: Tensor, hessian: Tensor, pruned: Tensor) -> Tensor:
     return result.to(weight.dtype)
 
 
-def original_sparsegpt(repository: Path, weight: Tensor, hessian: Tensor) -> Tensor:
-    """The column sweep of the original repository, which must be on disk."""
-    if str(repository) not in sys.path:
-        sys.path.insert(0, str(repository))
-    from sparsegpt import SparseGPT  # type: ignore[import-not-found]
-
-    linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device=weight.device)
-    linear.weight.data = weight.clone()
-    pruner = SparseGPT(linear)
-    pruner.H = hessian.clone()
-    if not weight.is_cuda:
-        torch.cuda.synchronize = lambda *_: None  # it takes a GPU for granted
-    with contextlib.redirect_stdout(io.StringIO()):
-        pruner.fasterprune(0, prunen=2, prunem=4, blocksize=128, percdamp=DAMPING)
-    return linear.weight.data
-
-
-def original_alps(repository: Path, weight: Tensor, hessian: Tensor) -> Tensor:
-    """The mask and weights of the original repository's ALPS, which must be on disk."""
-    source = (repository / "alps.py").read_text()
-    if not weight.is_cuda:  # it takes a GPU for granted
-        source = source.replace("'cuda:0'", "'cpu'").replace("torch.cuda.synchronize()", "pass")
-    names: dict[str, Any] = {}
-    exec(compile(source, repository / "alps.py", "exec"), names)
-    linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device=weight.device)
-    linear.weight.data = weight.clone()
-    pruner = names["ALPS_prune"](linear, 1, 1)
-    pruner.XtX = hessian.clone()
-    pruner.ALPS_admm(0.5, 2, 4)
-    return linear.weight.data
-
-
 def loss_of(result: Tensor, weight: Tensor, hessian: Tensor) -> float:
     """½·tr(δ H δᵀ) in float64."""
     change = result.double() - weight.double()
@@ -156,11 +123,11 @@ def measure(
     if not args.skip_cholesky:
         runs["per-row Cholesky of SM (all)"] = lambda: cholesky_by_row(weight, hessian, pruned)
     if args.sparsegpt:
-        runs["original SparseGPT code"] = lambda: original_sparsegpt(
-            args.sparsegpt, weight, hessian
-        )
+        sparsegpt = originals.sparsegpt(args.sparsegpt)
+        runs["original SparseGPT code"] = lambda: prune_matrix(sparsegpt, weight, hessian)
     if args.alps:
-        runs["original ALPS code"] = lambda: original_alps(args.alps, weight, hessian)
+        alps = originals.alps(args.alps)
+        runs["original ALPS code"] = lambda: prune_matrix(alps, weight, hessian)
 
     clock = time.process_time if args.cpu_time else time.perf_counter
     times: dict[str, list[float]] = {name: [] for name in runs}
@@ -212,7 +179,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
-    warnings.simplefilter("error")
+    warnings.simplefilter("error", NumericalWarning)
 
     unit = "CPU s" if args.cpu_time else "s"
     print(f"`python {' '.join(sys.argv)}`\n")

@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, TextStreamer
+from transformers import TextStreamer
 from transformers.utils import logging as transformers_logging
 
 from export.backends.torchao_format import load
 from export.speed.twins import storage_bytes
 from mrp_lightning import errors
 from mrp_lightning.environment import device_named, machine
+from mrp_lightning.models.loading import load_tokenizer
 
 _USER_ERRORS = (errors.DataError, errors.FormatError, errors.OptionError, OSError)
 
@@ -96,8 +97,8 @@ def write(
     model: Any = load(Path(directory), dtype="auto").eval()
     model.to(device)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory)
-    except (OSError, ValueError) as error:
+        tokenizer = load_tokenizer(directory)
+    except (FileNotFoundError, errors.DataError) as error:
         raise errors.DataError(
             f"{directory} holds no tokenizer that can be loaded: {str(error).splitlines()[0]}"
         ) from error

@@ -6,6 +6,7 @@ from export.conversion.checkpoint import Checkpoint
 from export.report import ExportReport
 from mrp_lightning.environment import command
 from mrp_lightning.evaluation import card, records
+from mrp_lightning.models.skeleton import model_class
 
 _FORMS = {
     "packed": (
@@ -68,7 +69,8 @@ def _loading(source: Checkpoint, form: str) -> list[str]:
         return ["import export", "", 'module = export.load_into(MyModule(), "DIRECTORY")']
     if form == "torchao":
         return ["import export", "", 'model = export.load("DIRECTORY")']
-    architecture = (source.config.get("architectures") or ["AutoModelForCausalLM"])[0]
+    # What the checkpoint calls its class is made code here, for others to run.
+    architecture = model_class(source.pretrained_config()).__name__
     return [
         "import export  # of mrp-lightning: teaches transformers the format",
         f"from transformers import {architecture}",

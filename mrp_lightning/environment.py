@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from mrp_lightning.errors import DependencyError, OptionError
+from mrp_lightning.errors import DependencyError, OptionError, OutOfMemoryError
 
 __version__ = "0.1.0"
 
@@ -79,6 +79,16 @@ def _ask_hub(period: int) -> str | None:  # noqa: ARG001  (an answer counts for 
     except Exception as error:  # of whichever library asks: no name, no route, no certificate
         return f"{constants.ENDPOINT} cannot be reached: {error}"
     return None
+
+
+_NO_MEMORY = ("DefaultCPUAllocator", "out of memory", "ALLOC_FAILED")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that there is no memory left, on the CPU or on an accelerator."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError | OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in _NO_MEMORY)
 
 
 def hush_torchao() -> None:

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,15 @@ def read_json(path: str | os.PathLike[str], remedy: str, version: int | None = N
         FormatError: It is no JSON object, or of another version.
     """
     try:
-        content = json.loads(Path(path).read_text("utf-8"))
-    except ValueError as error:
+        content = json.loads(
+            Path(path).read_text("utf-8"),
+            parse_int=lambda digits: _within_floats(int(digits)),
+            parse_float=lambda digits: _within_floats(float(digits)),
+            parse_constant=lambda name: _within_floats(float(name)),
+        )
+        # Half of a surrogate pair can be escaped in JSON, but not be written into any file.
+        json.dumps(content, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
         raise FormatError(f"{path} is not JSON ({error}). Delete it, or {remedy}.") from error
     if version is not None:
         check_version(content, str(path), version, remedy)
@@ -65,6 +73,13 @@ def check_version(content: Any, source: str, version: int, remedy: str) -> None:
             f"{source}: `format_version` is {found!r}, but this version of mrp-lightning reads "
             f"{version}. Use the version that wrote it, or {remedy}."
         )
+
+
+def _within_floats(number: int | float) -> int | float:
+    """A number with which can be reckoned: neither NaN nor beyond the range of floats."""
+    if not abs(number) <= sys.float_info.max:
+        raise ValueError("a number in it is NaN, or beyond the range of floats")
+    return number
 
 
 def _finite(content: Any) -> Any:

@@ -1,5 +1,6 @@
 import os
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 # The tests must not reach for a hub, nor may a progress bar of a library fill the log.
@@ -8,7 +9,6 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 import pytest
 import torch
-from hypothesis import settings
 from torch import Tensor, nn
 
 pytest_plugins = ["local_corpora"]
@@ -17,10 +17,13 @@ if not torch.cuda.is_available():
     # Triton decides when it is first imported, and transformers imports it by way of torchao.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Where nobody looks at a failure at once, the same examples are tried every time.
-settings.register_profile("repeatable", derandomize=True)
-if "CI" in os.environ:
-    settings.load_profile("repeatable")
+if find_spec("hypothesis"):  # `make gpu` runs tests without it
+    from hypothesis import settings
+
+    # Where nobody looks at a failure at once, the same examples are tried every time.
+    settings.register_profile("repeatable", derandomize=True)
+    if "CI" in os.environ:
+        settings.load_profile("repeatable")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -4,7 +4,6 @@ cuSPARSELt's layout, in which they run on most devices, depends on its version: 
 The file is a pickle, since safetensors holds no tensor subclasses, and is read as tensors only.
 """
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.sparse import SparseSemiStructuredTensorCUTLASS as Stored
 from torch.sparse._semi_structured_conversions import sparse_semi_structured_to_dense_cutlass
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from export.backends.subclasses import SUBCLASSES
 from export.packed import huggingface
 from mrp_lightning.environment import device_named
 from mrp_lightning.errors import FormatError, OptionError
-from mrp_lightning.models.loading import missing_weights
-from mrp_lightning.models.skeleton import model_class
+from mrp_lightning.json_files import read_json
+from mrp_lightning.models.loading import load_config, missing_weights
+from mrp_lightning.models.plausible import check_files, check_values
+from mrp_lightning.models.skeleton import build_without_weights, model_class
 
 QUANT_METHOD = "mrp_torchao24"
 FORMAT_VERSION = 1
@@ -82,7 +83,8 @@ def load(directory: str | os.PathLike[str], **options: Any) -> PreTrainedModel:
     directory = Path(directory)
     if not (directory / "config.json").is_file():
         return huggingface.load(directory, **options)  # which says so
-    content = json.loads((directory / "config.json").read_text("utf-8"))
+    content = read_json(directory / "config.json", "export the pruned model again")
+    check_values(content, directory)
     settings = content.get("quantization_config") or {}
     if settings.get("quant_method") != QUANT_METHOD:
         return huggingface.load(directory, **options)
@@ -102,8 +104,9 @@ def load(directory: str | os.PathLike[str], **options: Any) -> PreTrainedModel:
 
 
 def _load_dense(directory: Path, options: dict[str, Any]) -> nn.Module:
-    config = AutoConfig.from_pretrained(directory)
+    config = load_config(str(directory))
     del config.quantization_config
+    check_files(directory, build_without_weights(config))
     state: dict[str, Tensor] = {}
     for file in sorted(directory.glob("pytorch_model*.bin")):
         state |= {name: restore(tensor) for name, tensor in read(file).items()}

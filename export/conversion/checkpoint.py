@@ -1,6 +1,5 @@
 """A checkpoint on disk, read shard by shard."""
 
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,8 +13,11 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from export.backends.torchao_format import read
 from mrp_lightning.errors import FormatError
+from mrp_lightning.json_files import read_json
 from mrp_lightning.models.loading import missing_weights
-from mrp_lightning.models.skeleton import model_class
+from mrp_lightning.models.plausible import check_size, check_values
+from mrp_lightning.models.skeleton import build_without_weights, model_class
+from mrp_lightning.models.weight_files import weight_files
 from mrp_lightning.pruning import report as pruning_report
 
 _REPLACED = {"config.json", "export_report.json"}
@@ -82,23 +84,25 @@ class Checkpoint:
         """
         try:
             if self.path.is_dir():
-                return AutoConfig.from_pretrained(self.path)
+                return AutoConfig.from_pretrained(self.path, trust_remote_code=False)
             return AutoConfig.for_model(**self.config)
-        except ValueError as error:
+        except Exception as error:  # each configuration checks its values in its own way
             raise FormatError(
                 f"{self.path}: transformers does not know this configuration (`model_type` "
                 f"{self.config.get('model_type')!r}), and code of the checkpoint is never run: "
-                f"{str(error).splitlines()[0]}"
+                f"{next(iter(str(error).splitlines()), type(error).__name__)}"
             ) from error
 
     def load(self) -> PreTrainedModel:
         """The model, dense, in the precision that it is stored in.
 
         Raises:
-            FormatError: Weights of the model are missing from the checkpoint.
+            FormatError: Weights of the model are missing from the checkpoint, or do not fit it.
         """
         config = self.pretrained_config()
+        check_size(build_without_weights(config), self.num_bytes, self.path)
         options: dict[str, Any] = {"dtype": "auto", "output_loading_info": True}
+        options["ignore_mismatched_sizes"] = True  # told by `missing_weights`, with their names
         if self.path.is_dir():
             model, loading = model_class(config).from_pretrained(self.path, **options)
         else:
@@ -120,13 +124,15 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
     Raises:
         FileNotFoundError: Nothing of that kind is there.
-        FormatError: The files are damaged, incomplete, or hold something else.
+        FormatError: The files are damaged, incomplete, absurd, or hold something else; or links in
+            the directory lead out of it.
     """
     path = Path(path).expanduser()
     if path.suffix == ".ckpt" and path.is_file():
         return _lightning_checkpoint(path)
     if (path / "config.json").is_file():
-        config = _read_json(path / "config.json")
+        config = read_json(path / "config.json", "fetch it again")
+        check_values(config, path)
     elif (path / "model.safetensors").is_file() and (path / pruning_report.NAME).is_file():
         config = {}
     else:
@@ -135,27 +141,13 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
             "pruning writes of a module of your own (model.safetensors and "
             f"{pruning_report.NAME}), nor a Lightning .ckpt file."
         )
-    shards = [_shard(file) for file in _weight_files(path)]
-    return Checkpoint(path, config, shards, _companions(path))
-
-
-def _weight_files(path: Path) -> list[Path]:
-    """The files that transformers would read, in its order of preference."""
-    for name in ("model.safetensors", "pytorch_model.bin"):
-        if (path / name).is_file():
-            return [path / name]
-        index = path / f"{name}.index.json"
-        if index.is_file():
-            names = sorted(set(_read_json(index).get("weight_map", {}).values()))
-            if missing := [name for name in names if not (path / name).is_file()]:
-                raise FormatError(f"{index} names files that are not there: {', '.join(missing)}.")
-            if not names:
-                raise FormatError(f"{index} names no files: its `weight_map` is empty.")
-            return [path / name for name in names]
-    raise FileNotFoundError(
-        f"`CKPT`: {path} holds no weights: expected model.safetensors or pytorch_model.bin, or an "
-        "index of their shards."
-    )
+    files = weight_files(path)
+    if not files:
+        raise FileNotFoundError(
+            f"`CKPT`: {path} holds no weights: expected model.safetensors or pytorch_model.bin, or "
+            "an index of their shards."
+        )
+    return Checkpoint(path, config, [_shard(file) for file in files], _companions(path))
 
 
 def _shard(file: Path) -> Shard:
@@ -192,13 +184,17 @@ def _load_pickle(file: Path) -> dict[str, Any]:
 def _lightning_checkpoint(file: Path) -> Checkpoint:
     """The Hugging Face model in a checkpoint of `CausalLM`, which stores its configuration."""
     saved = _load_pickle(file)
-    state, settings = saved.get("state_dict"), saved.get("hyper_parameters", {})
-    config = settings.get("model")
-    if not isinstance(state, dict) or not isinstance(config, dict) or "model_type" not in config:
+    saved = saved if isinstance(saved, dict) else {}
+    state, settings = saved.get("state_dict"), saved.get("hyper_parameters")
+    config = settings.get("model") if isinstance(settings, dict) else None
+    state = state if isinstance(state, dict) else {"": None}
+    is_right = all(isinstance(k, str) and isinstance(v, Tensor) for k, v in state.items())
+    if not is_right or not isinstance(config, dict) or "model_type" not in config:
         raise FormatError(
             f"{file} is no checkpoint of mrp_lightning.CausalLM: expected `state_dict` and, in "
             "`hyper_parameters.model`, a configuration. Save the model with save_pretrained."
         )
+    check_values(config, file)
     tensors = {
         name.removeprefix("model."): tensor
         for name, tensor in state.items()
@@ -210,7 +206,10 @@ def _lightning_checkpoint(file: Path) -> Checkpoint:
 
 
 def _companions(path: Path) -> list[Path]:
-    """The files beside the model's, with the weights of a sentence encoder's further modules."""
+    """The files beside the model's, with the weights of a sentence encoder's further modules.
+
+    They are copied, and the copy may be published: what a link leads to elsewhere stays there.
+    """
     modules = (path / "modules.json").is_file()
     files = []
     for file in sorted(path.rglob("*")):
@@ -220,14 +219,16 @@ def _companions(path: Path) -> list[Path]:
         replaced = str(relative) in _REPLACED or (weights and (file.parent == path or not modules))
         if file.is_file() and not hidden and not replaced:
             files.append(relative)
+    inside = [path.resolve()]
+    if inside[0].parent.name == "snapshots":  # of the hub's cache, where every file is a link
+        inside.append(inside[0].parents[1] / "blobs")
+    if outside := [
+        f"{file} → {(path / file).resolve()}"
+        for file in files
+        if not any((path / file).resolve().is_relative_to(place) for place in inside)
+    ]:
+        raise FormatError(
+            f"{path} holds links to files elsewhere, which would be copied into the export: "
+            f"{', '.join(outside)}. Put the files themselves there, or remove the links."
+        )
     return files
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise FormatError(f"{path} is no JSON file: {error}") from error
-    if not isinstance(content, dict):
-        raise FormatError(f"{path} holds no JSON object.")
-    return content

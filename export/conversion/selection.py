@@ -1,6 +1,5 @@
 """Which layers of a checkpoint are packed, and why the others stay dense."""
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,6 +17,7 @@ from export.packed.format import broken_groups, positive_zeros
 from export.packed.formats import PackedFormat
 from export.packed.linear import is_packable
 from mrp_lightning.errors import FormatError
+from mrp_lightning.json_files import read_json
 from mrp_lightning.models.skeleton import build_without_weights
 from mrp_lightning.pruning.report import NAME, PruningReport
 from mrp_lightning.solver.patterns import Unstructured
@@ -144,6 +144,8 @@ def _is_transposed(tensor: Tensor, shape: tuple[int, int]) -> bool:
 
 def _look(choice: LayerChoice, tensor: Tensor, reason: str | None) -> LayerChoice:
     """Fill in what the weight itself says; `reason` is what is known without it."""
+    if tensor.ndim != 2:
+        return replace(choice, reason=reason or BITMASK.why_not(tensor.shape))
     weight = choice.matrix(tensor)
     if reason is None and weight.dtype not in _DTYPES:
         reason = f"its weight is {weight.dtype}"
@@ -184,9 +186,9 @@ def _expected(checkpoint: Checkpoint, model: nn.Module) -> set[str]:
     report = checkpoint.path / NAME
     if report.is_file():
         try:
-            rows: list[dict[str, Any]] = json.loads(report.read_text(encoding="utf-8"))["layers"]
-            return {row["name"] for row in rows if row["skipped"] is None}
-        except (ValueError, KeyError, TypeError) as error:
+            rows: list[dict[str, Any]] = read_json(report, "remove it")["layers"]
+            return {str(row["name"]) for row in rows if row["skipped"] is None}
+        except (KeyError, TypeError) as error:
             raise FormatError(
                 f"{report} is no report of a pruning run. Repair or remove it."
             ) from error

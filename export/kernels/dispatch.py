@@ -14,7 +14,7 @@ from torch import Tensor
 from export.kernels.candidates import KERNELS, Call, PackedWeight, usable
 from export.kernels.operator import linear24
 from export.kernels.table import Table, cache_path, environment
-from mrp_lightning.errors import DataError
+from mrp_lightning.errors import FormatError
 
 FEW_TOKENS = 64
 """Up to here reading the weight takes the time, and the kernels that read it packed lead."""
@@ -78,7 +78,7 @@ def measured_table(device: torch.device) -> Table:
         if path.exists():
             try:
                 table = Table.load(path)
-            except DataError as error:
+            except FormatError as error:
                 log.warning("%s Until then kernels are chosen by number of tokens alone.", error)
         _tables[key] = table
     return _tables[key]

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from export.kernels import cusparselt
-from mrp_lightning.errors import DataError
+from mrp_lightning.errors import FormatError
 from mrp_lightning.files import save_text
+from mrp_lightning.json_files import read_json
 
 VERSION = 1
 STORED_DENSE = "stored dense"
@@ -108,19 +109,21 @@ class Table:
         """Read what `save` wrote.
 
         Raises:
-            DataError: The file is no such table.
+            FormatError: The file is no such table.
         """
+        content = read_json(path, "measure again")
+        if content.get("version") != VERSION:
+            raise FormatError(
+                f"{path} is a table of version {content.get('version')!r}, not {VERSION}. Delete "
+                "it and measure again."
+            )
         try:
-            content = json.loads(path.read_text())
-            if content["version"] != VERSION:
-                raise DataError(
-                    f"{path} is a table of version {content['version']}, not {VERSION}. "
-                    "Delete it and measure again."
-                )
             measurements = tuple(Measurement(**m) for m in content["measurements"])
-            return cls(content["environment"], measurements)
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise DataError(
+            if not all(isinstance(m.microseconds, int | float) for m in measurements):
+                raise TypeError("`microseconds` is no number")
+            return cls(dict(content["environment"]), measurements)
+        except (KeyError, TypeError, ValueError) as error:
+            raise FormatError(
                 f"{path} is not a table of measurements ({error}). Delete it and measure again."
             ) from error
 

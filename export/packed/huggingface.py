@@ -8,11 +8,12 @@ name transformers would put random weights in its place.
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.quantizers import (
     HfQuantizer,
     register_quantization_config,
@@ -26,8 +27,10 @@ from export.packed.format import SPARSE24
 from export.packed.layer import Sparse24Linear
 from export.packed.linear import PackedLinear, is_packable
 from mrp_lightning.errors import FormatError, OptionError
-from mrp_lightning.models.loading import as_dtype
-from mrp_lightning.models.skeleton import model_class
+from mrp_lightning.models.loading import as_dtype, explained_damage, load_config
+from mrp_lightning.models.plausible import check_files
+from mrp_lightning.models.skeleton import build_without_weights, model_class
+from mrp_lightning.targets.layers import layers_of
 
 
 class PackedConfig(QuantizationConfigMixin):
@@ -38,9 +41,10 @@ class PackedConfig(QuantizationConfigMixin):
             its shape does not say it.
         format_version: Version of the format, see `docs/format.md`.
         quant_method: The name of the format.
+        **unknown: What the format does not have.
 
     Raises:
-        FormatError: The directory was written in another version of the format.
+        FormatError: The directory was written in another version of the format, or this is damaged.
     """
 
     layer: ClassVar[type[PackedLinear]]
@@ -50,6 +54,7 @@ class PackedConfig(QuantizationConfigMixin):
         modules: Sequence[str] | Mapping[str, int] = (),
         format_version: int | None = None,
         quant_method: str | None = None,
+        **unknown: Any,
     ) -> None:
         readable = self.layer.FORMAT.version
         if format_version not in (None, readable):
@@ -58,7 +63,19 @@ class PackedConfig(QuantizationConfigMixin):
                 f"mrp-lightning reads {readable}. Install the version that wrote it, or "
                 "export the pruned model again."
             )
-        self.quant_method: Any = quant_method or self.layer.FORMAT.quant_method
+        if unknown or quant_method not in (None, self.layer.FORMAT.quant_method):
+            raise FormatError(
+                f"`quantization_config`: expected `quant_method` {self.layer.FORMAT.quant_method}, "
+                f"`format_version` and `modules`. Got {quant_method!r}, and also "
+                f"{sorted(map(str, unknown)) or 'nothing'}. Export the pruned model again."
+            )
+        if not _are_modules(modules, counted=self.layer.FORMAT.counted):
+            expected = "an object of counts by name" if self.layer.FORMAT.counted else "a list"
+            raise FormatError(
+                f"`quantization_config.modules`: expected the names of layers as {expected}, got "
+                f"{shorten(repr(modules), 80)}. Export the pruned model again."
+            )
+        self.quant_method: Any = self.layer.FORMAT.quant_method
         self.format_version = readable
         self.modules = dict(modules) if isinstance(modules, Mapping) else list(modules)
 
@@ -68,6 +85,17 @@ class PackedConfig(QuantizationConfigMixin):
         if isinstance(self.modules, dict):
             return {name: {"num_kept": count} for name, count in self.modules.items()}
         return {name: {} for name in self.modules}
+
+
+def _are_modules(modules: Any, *, counted: bool) -> bool:
+    """Whether these name layers; none at all is what transformers makes of a bare class."""
+    if not isinstance(modules, Mapping | list | tuple):
+        return False
+    if not all(isinstance(name, str) for name in modules):
+        return False
+    if isinstance(modules, Mapping):
+        return counted and all(type(count) is int and count >= 0 for count in modules.values())
+    return not counted or not modules
 
 
 class PackedQuantizer(HfQuantizer):
@@ -183,9 +211,36 @@ def pack_modules(
             f"`quantization_config.modules` names what {type(model).__name__} does not have as "
             f"linear layers: {', '.join(unknown)}. The class must be the one that was exported."
         )
+    if problems := list(absurd(modules, layer, sizes)):
+        listed = "\n".join(f"  {problem}" for problem in problems)
+        raise FormatError(
+            f"`quantization_config.modules` does not fit {type(model).__name__}. Export the pruned "
+            f"model again:\n{listed}"
+        )
     for name, of_layer in sizes.items():
         packed = layer.like(modules[name], None, **of_layer)
         model.set_submodule(name, packed.train(modules[name].training))
+
+
+def absurd(
+    modules: Mapping[str, nn.Module],
+    layer: type[PackedLinear],
+    sizes: Mapping[str, Mapping[str, int]],
+) -> Iterator[str]:
+    """What is said of layers that cannot be packed so, before memory is taken for them.
+
+    Args:
+        modules: The modules of the model by name, these layers among them.
+        layer: The class of the packed layers.
+        sizes: By name of a layer, what the class must know beyond the shape.
+    """
+    for name, of_layer in sizes.items():
+        (dense,) = layers_of(name, modules[name])
+        rows, columns = dense.weight.shape
+        if reason := layer.FORMAT.why_not((rows, columns)):
+            yield f"{name}: {reason}"
+        elif (kept := of_layer.get("num_kept", 0)) > rows * columns:
+            yield f"{name}: {kept:,} values are kept of {rows}×{columns} weights"
 
 
 def load(directory: str | os.PathLike[str], **options: Any) -> PreTrainedModel:
@@ -197,15 +252,19 @@ def load(directory: str | os.PathLike[str], **options: Any) -> PreTrainedModel:
 
     Raises:
         FileNotFoundError: There is no `config.json` in it.
-        FormatError: Tensors are missing, unexpected, damaged or of another shape.
+        FormatError: Tensors are missing, unexpected, damaged or of another shape, or the
+            configuration is damaged.
     """
     if not (Path(directory) / "config.json").is_file():
         raise FileNotFoundError(f"{directory} holds no config.json: not a model directory.")
-    trust = {key: options[key] for key in ("trust_remote_code",) if key in options}
-    config = AutoConfig.from_pretrained(directory, **trust)
-    model, loading = model_class(config).from_pretrained(
-        directory, output_loading_info=True, **options
-    )
+    trust = bool(options.get("trust_remote_code"))
+    config = load_config(str(directory), trust_remote_code=trust)
+    if not trust:
+        check_files(Path(directory), build_without_weights(config))
+    with explained_damage(str(directory), None):
+        model, loading = model_class(config).from_pretrained(
+            directory, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
     problems = [
         f"{kind.replace('_', ' ')}: {', '.join(sorted(map(str, loading[kind])))}"
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")

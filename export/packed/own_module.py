@@ -1,19 +1,20 @@
 """Packed weights in a module of the user's own, which transformers cannot build."""
 
-import json
 import logging
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from safetensors import safe_open
+import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from export.packed.huggingface import CONFIGS, PackedConfig, pack_modules
+from export.packed.huggingface import CONFIGS, PackedConfig, absurd, pack_modules
 from export.packed.linear import PackedLinear, is_packable
 from mrp_lightning.errors import FormatError
+from mrp_lightning.json_files import read_json
 from mrp_lightning.targets.layers import is_conv1d
 
 log = logging.getLogger(__name__)
@@ -67,9 +68,14 @@ def _tensors(file: Path, known: Collection[str]) -> dict[str, Tensor]:
     """All tensors of a file, those that were tied under each of their names."""
     if not file.is_file():
         raise FileNotFoundError(f"{file} is not there: not the directory of an exported module.")
-    tensors = load_file(file)
-    with safe_open(file, framework="pt") as opened:
-        metadata = opened.metadata() or {}
+    try:
+        tensors = load_file(file)
+        with safe_open(file, framework="pt") as opened:
+            metadata = opened.metadata() or {}
+    except SafetensorError as error:
+        raise FormatError(
+            f"{file} is no whole safetensors file ({error}). Export the pruned module again."
+        ) from error
     tied = {name: tensors[kept] for name, kept in metadata.items() if kept in tensors}
     return tensors | {name: tensor for name, tensor in tied.items() if name in known}
 
@@ -77,8 +83,15 @@ def _tensors(file: Path, known: Collection[str]) -> dict[str, Tensor]:
 def _packed(file: Path) -> PackedConfig | None:
     if not file.is_file():
         return None  # what the dense format writes
-    settings = json.loads(file.read_text("utf-8"))["quantization_config"]
-    return CONFIGS[settings["quant_method"]](**settings)
+    remedy = "export the pruned module again"
+    settings = read_json(file, remedy).get("quantization_config")
+    method = settings.get("quant_method") if isinstance(settings, dict) else None
+    if not isinstance(settings, dict) or method not in [*CONFIGS]:
+        raise FormatError(
+            f"{file}: expected in `quantization_config` a `quant_method` of {', '.join(CONFIGS)}, "
+            f"got {method!r}. Delete it, or {remedy}."
+        )
+    return CONFIGS[method](**settings)
 
 
 def _layers(
@@ -98,14 +111,23 @@ def _problems(
         if name not in modules or not is_packable(modules[name]):
             yield f"{name}: the module has no linear layer of this name"
             continue
+        if problem := next(absurd(modules, kind, {name: sizes}), None):
+            yield problem
+            continue
         layer = kind.like(modules[name], "meta", **sizes)
         shapes |= {f"{name}.{key}": tensor.shape for key, tensor in layer.state_dict().items()}
         form, columns = layer.FORMAT, layer.in_features
         if form.counted and is_conv1d(modules[name]) and columns == layer.out_features:
             yield f"{name}: a square Conv1D, whose bits may be those of its transpose; `--skip` it"
-        values, places = (tensors.get(f"{name}.{key}") for key in ("weight", form.places))
+        stored = {key: tensors.get(f"{name}.{key}") for key in ("weight", form.places)}
+        values, places = stored.values()
         if values is None or places is None:
             continue  # missing, which is said below
+        if any(t.shape != shapes[f"{name}.{key}"] for key, t in stored.items() if t is not None):
+            continue  # of another shape, which is said below
+        if places.dtype != torch.uint8:
+            yield f"{name}.{form.places}: expected uint8, got {places.dtype}"
+            continue
         if damage := form.damage(values, places, columns):
             yield f"{name}.{form.places}: damaged, {damage}"
     for name in sorted(shapes.keys() | tensors.keys()):

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from mrp_lightning.calibration.digests import Digest, digest, relative_error
-from mrp_lightning.calibration.memory import is_out_of_memory
 from mrp_lightning.calibration.walks import Container, Inject, Rerun, Walk, hidden_input, hidden_of
+from mrp_lightning.environment import is_out_of_memory
 from mrp_lightning.errors import TargetError
 from mrp_lightning.targets.blocks import Block
 

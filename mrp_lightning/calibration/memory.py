@@ -6,16 +6,8 @@ from contextlib import contextmanager
 
 import torch
 
+from mrp_lightning.environment import is_out_of_memory
 from mrp_lightning.errors import OutOfMemoryError
-
-_WORDS = ("DefaultCPUAllocator", "out of memory", "ALLOC_FAILED")
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that there is no memory left, on the CPU or on an accelerator."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError | OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in _WORDS)
 
 
 def peak_rss() -> int | None:

@@ -2,13 +2,20 @@
 
 import re
 from collections.abc import Mapping
+from html import escape
 from pathlib import Path
 from typing import Any
 
 from mrp_lightning.files import save_text
 
 NAME = "README.md"
+_ESCAPED = str.maketrans({mark: f"\\{mark}" for mark in "\\`*[]|!"})
 _SECTION = re.compile(r"\n## Perplexity\n.*?(?=\n## |\Z)", re.S)
+
+
+def in_markdown(text: str) -> str:
+    """A text from elsewhere in a line of Markdown: no markup, no cell or line of its own."""
+    return escape(" ".join(text.split()), quote=False).translate(_ESCAPED)
 
 
 def with_perplexities(card: str, perplexity: Mapping[str, Mapping[str, Any]]) -> str:
@@ -19,7 +26,8 @@ def with_perplexities(card: str, perplexity: Mapping[str, Mapping[str, Any]]) ->
         perplexity: What was found, by text, as in `Evaluation`.
     """
     rows = [
-        f"| {text} | {scores['perplexity']:.3f} | {scores['context']} | {scores['tokens']:,} |"
+        f"| {in_markdown(text)} | {scores['perplexity']:.3f} | {scores['context']} "
+        f"| {scores['tokens']:,} |"
         for text, scores in perplexity.items()
         if None not in (scores.get(key) for key in ("perplexity", "context", "tokens"))
     ]

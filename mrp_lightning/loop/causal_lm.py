@@ -2,7 +2,7 @@
 
 import os
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Self
 
 import torch
 from lightning.pytorch import LightningModule
@@ -20,6 +20,7 @@ from mrp_lightning.calibration.offload import Offload, held_on_cpu
 from mrp_lightning.errors import OptionError
 from mrp_lightning.evaluation.perplexity import Perplexities, token_losses
 from mrp_lightning.models.batch import split_batch, to_predict
+from mrp_lightning.models.damage import explained_checkpoint
 from mrp_lightning.models.gguf import located
 from mrp_lightning.models.loading import (
     as_dtype,
@@ -168,6 +169,35 @@ class CausalLM(LightningModule):
                 "warmup_steps": warmup_steps,
             }
         )
+
+    @classmethod
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: Any,
+        map_location: Any = None,
+        hparams_file: Any = None,
+        strict: bool | None = None,
+        weights_only: bool | None = True,
+        **kwargs: Any,
+    ) -> Self:
+        """Load a Lightning checkpoint; see `lightning.pytorch.LightningModule`.
+
+        Args:
+            checkpoint_path: A file, its path, or a URL.
+            map_location: As Lightning's.
+            hparams_file: As Lightning's.
+            strict: As Lightning's.
+            weights_only: Whether only tensors and plain containers are taken from it: what else it
+                holds can run code.
+            **kwargs: As Lightning's.
+
+        Raises:
+            FormatError: It is no such checkpoint, damaged, or holds what may not be unpickled.
+        """
+        with explained_checkpoint(checkpoint_path):
+            return super().load_from_checkpoint(
+                checkpoint_path, map_location, hparams_file, strict, weights_only, **kwargs
+            )
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Compute the logits (batch, length, vocabulary)."""

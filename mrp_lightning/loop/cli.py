@@ -15,11 +15,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from mrp_lightning.errors import OptionError
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.data_module import TextDataModule
-from mrp_lightning.loop.places import mentions
+from mrp_lightning.loop.places import mentions, not_yaml
 from mrp_lightning.loop.pruning_callback import callbacks_that_prune
 from mrp_lightning.loop.save_evaluation import SaveEvaluation
 from mrp_lightning.loop.trainer import Trainer
 from mrp_lightning.loop.typos import explain
+from mrp_lightning.models.damage import explained_checkpoint
 from mrp_lightning.pruning.report import NAME
 
 _GPUS = {"cuda", "mps"}
@@ -48,6 +49,8 @@ class ConciseParser(LightningArgumentParser):
     def parse_args(self, args: Sequence[str] | None = None, *more: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """Parse a command line, and remember it for messages."""
         self._given = sys.argv[1:] if args is None else args
+        if broken := not_yaml(self._given):
+            self.error(broken)
         return super().parse_args(args, *more, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
@@ -100,6 +103,12 @@ class PruningCLI(LightningCLI):
         commands = LightningCLI.subcommands()
         commands["predict"] = commands["predict"] | {"callbacks"}
         return commands
+
+    def _parse_ckpt_path(self) -> None:
+        """Read the checkpoint's hyperparameters, or say why they cannot be read."""
+        path = self.config.get(self.config.get("subcommand") or "", {}).get("ckpt_path")
+        with explained_checkpoint(path):
+            super()._parse_ckpt_path()
 
     def before_instantiate_classes(self) -> None:
         """Refuse an accelerator that is not there, before a model is loaded.

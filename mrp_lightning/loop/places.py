@@ -7,6 +7,8 @@ from pathlib import Path
 
 import yaml
 
+_MOST_VALUES = 100_000
+"""How many values a file may hold."""
 _FILE_OPTION = re.compile(r"-c|--(config|model|data|trainer)")
 
 
@@ -29,11 +31,11 @@ def mentions(args: Sequence[str]) -> Iterator[Mention]:
     """All words of the YAML files that a command line names; those that are no YAML have none."""
     for group, file in _files(args):
         try:
-            root = yaml.compose(file.read_text(), yaml.SafeLoader)
-        except (OSError, UnicodeDecodeError, yaml.YAMLError):
+            root = yaml.compose(file.read_text("utf-8"), yaml.SafeLoader)
+        except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError):
             continue
         if root is not None:
-            yield from _walk(root, [group] if group else [], file)
+            yield from _walk(root, [group] if group else [], file, set())
 
 
 def place_of(args: Sequence[str], word: str, within: str = "") -> str | None:
@@ -53,17 +55,36 @@ def place_of(args: Sequence[str], word: str, within: str = "") -> str | None:
 
 
 def not_yaml(args: Sequence[str]) -> str | None:
-    """Which of the files is no YAML, where and why; `None` if all are."""
+    """Which of the files cannot be taken as YAML, where and why; `None` if all can.
+
+    A few lines of aliases of aliases stand for more values than fit into any memory, and an alias
+    of what it stands in for values without end: what reads the file would not come back.
+    """
     for _, file in _files(args):
         try:
-            yaml.compose(file.read_text(), yaml.SafeLoader)
+            root = yaml.compose(file.read_text("utf-8"), yaml.SafeLoader)
+            count = 0 if root is None else _count(root, {})
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
             line = f", line {mark.line + 1}" if mark else ""
             return f"{file}{line}: no YAML, {error.problem or error.context}"
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             return f"{file}: no YAML, {error}"
+        except RecursionError:
+            return f"{file}: its values are nested too deeply, or in themselves"
+        if count > _MOST_VALUES:
+            return f"{file}: its aliases stand for {count:.0e} values, more than {_MOST_VALUES:,}"
     return None
+
+
+def _count(node: yaml.Node, counted: dict[int, int]) -> int:
+    """The number of values in a node and below, those that aliases stand for each time."""
+    if id(node) not in counted:
+        below = node.value if isinstance(node, yaml.CollectionNode) else []
+        pairs = isinstance(node, yaml.MappingNode)
+        items = [item for pair in below for item in pair] if pairs else below
+        counted[id(node)] = 1 + sum(_count(item, counted) for item in items)
+    return counted[id(node)]
 
 
 def _files(args: Sequence[str]) -> Iterator[tuple[str, Path]]:
@@ -77,14 +98,18 @@ def _files(args: Sequence[str]) -> Iterator[tuple[str, Path]]:
                 yield ("" if group == "config" else group), file
 
 
-def _walk(node: yaml.Node, path: list[str], file: Path) -> Iterator[Mention]:
+def _walk(node: yaml.Node, path: list[str], file: Path, seen: set[int]) -> Iterator[Mention]:
+    """What stands in a node and below; what has several names by aliases, under the first one."""
+    if id(node) in seen:
+        return
+    seen.add(id(node))
     if isinstance(node, yaml.ScalarNode):
         yield Mention(".".join(path), node.value, f"{file}, line {node.start_mark.line + 1}")
     elif isinstance(node, yaml.SequenceNode):
         for item in node.value:
-            yield from _walk(item, path, file)
+            yield from _walk(item, path, file, seen)
     elif isinstance(node, yaml.MappingNode):
         for key, value in node.value:
-            yield from _walk(key, path, file)
+            yield from _walk(key, path, file, seen)
             below = [] if key.value == "init_args" else [str(key.value)]
-            yield from _walk(value, path + below, file)
+            yield from _walk(value, path + below, file, seen)

@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, ProgressBar
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.connectors.callback_connector import (
     _CallbackConnector,
     _validate_callbacks_list,
@@ -13,6 +14,7 @@ from lightning.pytorch.trainer.connectors.callback_connector import (
 from torch import Tensor, nn
 
 from mrp_lightning.calibration.memory import explained_out_of_memory
+from mrp_lightning.loop.checkpoint_io import TensorsOnly
 
 
 class Trainer(pl.Trainer):
@@ -37,6 +39,8 @@ class Trainer(pl.Trainer):
         **kwargs: Any,
     ) -> None:
         super().__init__(devices=devices, callbacks=_checked(callbacks), **kwargs)
+        if type(self.strategy.checkpoint_io) is TorchCheckpointIO:
+            self.strategy.checkpoint_io = TensorsOnly()
 
     def predict(  # type: ignore[override]  # (a plain module is taken too)
         self,
@@ -58,7 +62,8 @@ class Trainer(pl.Trainer):
             datamodule: A datamodule that gives the dataloaders in their place.
             return_predictions: Whether what `predict_step` returns is kept.
             ckpt_path: A Lightning checkpoint of the model.
-            weights_only: Whether only weights may be loaded from the checkpoint.
+            weights_only: Whether only tensors and plain containers are taken from the checkpoint:
+                what else it holds can run code. `None` is true.
             callbacks: Callbacks for this call only, together with the trainer's own.
 
         Raises:

@@ -6,13 +6,14 @@ where it cannot be read.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import transformers
 from transformers.utils import cached_file
 
-from mrp_lightning.environment import extra
+from mrp_lightning.environment import extra, why_no_hub
 from mrp_lightning.errors import DependencyError, FormatError, OptionError
 
 _SUFFIX = ".gguf"
@@ -44,11 +45,12 @@ def located(source: str, gguf_file: str | None, revision: str | None = None) -> 
             f"`gguf_file`: {source} has no file {gguf_file}. Name one of its .gguf files: {there}."
         )
     try:
-        return str(cached_file(source, gguf_file, revision=revision))
+        away = why_no_hub() is not None
+        return str(cached_file(source, gguf_file, revision=revision, local_files_only=away))
     except OSError as error:
         raise FileNotFoundError(
             f"`gguf_file`: {source} is no directory, and the hub gives no {gguf_file} of that name."
-            f" ({error})"
+            f" ({why_no_hub() or error})"
         ) from error
 
 
@@ -97,6 +99,7 @@ def reading(file: Path) -> Iterator[dict[str, Any]]:
     # A path that is not absolute is looked for in the working directory, too.
     path = file.absolute()
     try:
+        _check_lengths(path, path.stat().st_mtime_ns)
         yield {"pretrained_model_name_or_path": str(path.parent), "gguf_file": str(path)}
     except DependencyError:
         raise
@@ -104,19 +107,38 @@ def reading(file: Path) -> Iterator[dict[str, Any]]:
         raise FormatError(f"`model`: {file} {_why_not_read(file, error)}") from error
 
 
+def _bounded(file: Path) -> Any:
+    """A reader that stops where the file ends.
+
+    That of the package reads on behind the end, value after value, as often as the header says:
+    for ever, if it says a number that is large enough.
+    """
+    from gguf import GGUFReader
+
+    class Bounded(GGUFReader):
+        def _get(self, offset: int, dtype: Any, count: int = 1, *order: Any, **more: Any) -> Any:
+            found = super()._get(offset, dtype, count, *order, **more)
+            if len(found) < count:
+                raise ValueError(f"it ends before the {int(count):,} values at byte {offset:,}")
+            return found
+
+    return Bounded(file)
+
+
+@lru_cache(maxsize=1)
+def _check_lengths(file: Path, changed: int) -> None:  # noqa: ARG001  (a new file is read again)
+    _bounded(file)
+
+
 def has_tokenizer(file: Path) -> bool:
     """Whether a GGUF file holds a tokenizer beside the weights."""
     with reading(file):
-        from gguf import GGUFReader
-
-        return "tokenizer.ggml.tokens" in GGUFReader(file).fields
+        return "tokenizer.ggml.tokens" in _bounded(file).fields
 
 
 def _why_not_read(file: Path, error: Exception) -> str:
-    from gguf import GGUFReader
-
     try:
-        field = GGUFReader(file).fields["general.architecture"]
+        field = _bounded(file).fields["general.architecture"]
     except Exception as damage:
         return (
             f"is damaged: its {file.stat().st_size:,} bytes are no whole GGUF file ({damage}). "

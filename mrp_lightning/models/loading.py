@@ -1,14 +1,12 @@
 """Models, configurations and tokenizers from directories and the hub, or a message that helps."""
 
 import os
-import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -20,11 +18,13 @@ from transformers import (
 )
 from transformers.utils import cached_file
 
-from mrp_lightning.environment import why_no_hub
+from mrp_lightning.environment import is_out_of_memory, why_no_hub
 from mrp_lightning.errors import DataError, FormatError, OptionError, TargetError
 from mrp_lightning.models.damage import damaged_files
 from mrp_lightning.models.formats import register_format, why_not_readable
 from mrp_lightning.models.gguf import find_gguf, has_tokenizer, reading
+from mrp_lightning.models.plausible import check_files, check_size, check_values
+from mrp_lightning.models.skeleton import build_without_weights
 
 
 def make_config(values: dict[str, Any]) -> PreTrainedConfig:
@@ -35,13 +35,18 @@ def make_config(values: dict[str, Any]) -> PreTrainedConfig:
 
     Raises:
         OptionError: `values` has no `model_type`.
+        FormatError: transformers can make no configuration of them.
     """
     if "model_type" not in values:
         raise OptionError(
             "`model` given as a dictionary is a transformers configuration and needs `model_type`, "
             f"such as llama. Got the keys {sorted(values)}."
         )
-    return AutoConfig.for_model(**values)
+    check_values(values, "the dictionary")
+    try:
+        return AutoConfig.for_model(**values)
+    except Exception as error:  # each configuration checks its values in its own way
+        raise FormatError(f"`model`: {_not_loaded('the dictionary', error)}") from error
 
 
 def load_config(source: str, **hub: Any) -> PreTrainedConfig:
@@ -59,8 +64,7 @@ def load_config(source: str, **hub: Any) -> PreTrainedConfig:
         DependencyError: The extra that reads GGUF files is not installed.
     """
     if file := find_gguf(source):
-        with reading(file) as place:
-            return AutoConfig.from_pretrained(**place)
+        return _gguf_config(file)
     path = Path(source).expanduser()
     if path.exists() and not (path / "config.json").is_file():
         raise FileNotFoundError(
@@ -74,11 +78,21 @@ def load_config(source: str, **hub: Any) -> PreTrainedConfig:
         )
     with _explain_missing_files(source):
         try:
-            config = AutoConfig.from_pretrained(**_place(source), **hub)
-        except ValueError as error:
-            raise FormatError(f"`model`: {source} cannot be loaded. {error}") from error
+            place = _place(source)
+            check_values(PreTrainedConfig.get_config_dict(**place, **hub)[0], source)
+            # Without a word on it, transformers would ask on the terminal.
+            config = AutoConfig.from_pretrained(**place, **{"trust_remote_code": False} | hub)
+        except (OSError, FormatError):
+            raise
+        except Exception as error:  # each configuration checks its values in its own way
+            raise FormatError(f"`model`: {_not_loaded(source, error)}") from error
     register_format(config)
     return config
+
+
+def _not_loaded(source: str, error: Exception) -> str:
+    reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    return f"{source} cannot be loaded. {reason}"
 
 
 def _place(source: str | os.PathLike[str]) -> dict[str, Any]:
@@ -121,17 +135,28 @@ def _explain_missing_files(source: str) -> Iterator[None]:
 
 
 @contextmanager
-def _explain_damaged_files(source: str, revision: str | None) -> Iterator[None]:
-    """Name the files that cannot be read; what is raised says at best what is wrong in one."""
+def explained_damage(source: str, revision: str | None) -> Iterator[None]:
+    """Name the files that cannot be read, or say of what else is wrong with a model where it is.
+
+    Args:
+        source: Directory or hub id of the model.
+        revision: Its revision on the hub.
+
+    Raises:
+        FormatError: What is read inside is damaged.
+    """
     try:
         yield
-    except (SafetensorError, pickle.UnpicklingError, EOFError, RuntimeError) as error:
+    except Exception as error:  # transformers trusts files, and stumbles in many ways
+        said = isinstance(error, OSError | ImportError | FormatError | OptionError | TargetError)
+        if said or is_out_of_memory(error):
+            raise
         path: Any = Path(source).expanduser()
         if not path.is_dir():  # the hub's files lie beside each other in its cache
             path = Path(str(cached_file(source, "config.json", revision=revision))).parent
         damaged = damaged_files(path)
         if not damaged:
-            raise
+            raise FormatError(f"`model`: {_not_loaded(source, error)}") from error
         listed = "\n".join(f"  {file}: {reason}" for file, reason in damaged.items())
         raise FormatError(
             f"`model`: {len(damaged)} of the files with the weights of {source} cannot be read. "
@@ -151,7 +176,8 @@ def load_model(source: str, dtype: torch.dtype | None, **options: Any) -> PreTra
     Raises:
         FileNotFoundError: `source` is none of these.
         TargetError: The checkpoint is quantized, or lacks weights that the model needs.
-        FormatError: Files of the checkpoint are damaged, or hold more than tensors.
+        FormatError: Files of the checkpoint are damaged, hold more than tensors, or do not fit its
+            configuration; or its index names files outside of its directory.
         OptionError: The directory holds several GGUF files and nothing else.
         DependencyError: The extra that reads GGUF files is not installed.
     """
@@ -162,9 +188,15 @@ def load_model(source: str, dtype: torch.dtype | None, **options: Any) -> PreTra
     if reason := why_not_readable(config):
         raise TargetError(f"`model`: the checkpoint {source} is {reason}")
     published = config.dtype
-    with _explain_missing_files(source), _explain_damaged_files(source, hub.get("revision")):
+    if not hub.get("trust_remote_code"):  # code that is trusted may be of any size and make
+        _check_files(source, config)
+    with _explain_missing_files(source), explained_damage(source, hub.get("revision")):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            **_place(source), dtype=dtype or "auto", output_loading_info=True, **options
+            **_place(source),
+            dtype=dtype or "auto",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # which is told below, by name
+            **options,
         )
     model, loading = loaded
     if problem := missing_weights(source, model, loading):
@@ -174,10 +206,32 @@ def load_model(source: str, dtype: torch.dtype | None, **options: Any) -> PreTra
     return model
 
 
+def _check_files(source: str, config: PreTrainedConfig) -> None:
+    """Refuse a directory whose files cannot be those of the model, before they are read."""
+    try:
+        as_dtype(config.dtype)
+    except OptionError as error:
+        raise FormatError(f"`model`: config.json of {source}: {error}") from error
+    directory = Path(source).expanduser()
+    model = build_without_weights(config, kind=AutoModelForCausalLM)
+    if directory.is_dir():  # the files of the hub are not here yet
+        check_files(directory, model)
+
+
+def _gguf_config(file: Path) -> PreTrainedConfig:
+    with reading(file) as place:
+        values = PreTrainedConfig.get_config_dict(**place)[0]
+    check_values(values, file)
+    with reading(file) as place:
+        return AutoConfig.from_pretrained(**place)
+
+
 def _load_gguf(file: Path, dtype: torch.dtype | None, **options: Any) -> PreTrainedModel:
     """The model of a GGUF file, dequantized: nothing of it tells that it was quantized."""
     options = {key: value for key, value in options.items() if key == "attn_implementation"}
     published = torch.bfloat16
+    # Its weights are quantized, to some bits each.
+    check_size(build_without_weights(_gguf_config(file)), 8 * file.stat().st_size, file)
     with reading(file) as place:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             **place,
@@ -197,13 +251,20 @@ def _load_gguf(file: Path, dtype: torch.dtype | None, **options: Any) -> PreTrai
 def missing_weights(
     source: str | os.PathLike[str], model: PreTrainedModel, loading: Mapping[str, Any]
 ) -> str | None:
-    """Say which of the model's weights a checkpoint lacks; `None` if it lacks none.
+    """Say which of the model's weights a checkpoint lacks, or has in another shape, or `None`.
 
     Args:
         source: Directory or hub id of the checkpoint.
         model: The model that was loaded from it.
         loading: What `from_pretrained(output_loading_info=True)` gives beside the model.
     """
+    if misfits := sorted(loading["mismatched_keys"]):
+        shapes = (f"{name} {tuple(found)}, not {tuple(made)}" for name, found, made in misfits)
+        return (
+            f"the checkpoint {source} has weights of other shapes than its configuration gives "
+            f"{type(model).__name__}: {'; '.join(shapes)}. They are not of one model: fetch them "
+            "again."
+        )
     missing = sorted(loading["missing_keys"])
     if not missing:
         return None
@@ -236,7 +297,7 @@ def load_tokenizer(source: str | os.PathLike[str] | PreTrainedTokenizerBase, **h
     if file := find_gguf(str(source)):
         try:
             with reading(file) as place:
-                return AutoTokenizer.from_pretrained(**place)
+                return AutoTokenizer.from_pretrained(**place, trust_remote_code=False)
         except FormatError as error:
             if has_tokenizer(file):
                 raise
@@ -251,13 +312,15 @@ def load_tokenizer(source: str | os.PathLike[str] | PreTrainedTokenizerBase, **h
             "directory or hub id of one."
         )
     try:
-        return AutoTokenizer.from_pretrained(**_place(source), **hub)
+        # Without a word on it, transformers would ask on the terminal.
+        trust = {"trust_remote_code": False}
+        return AutoTokenizer.from_pretrained(**_place(source), **trust | hub)
     except OSError as error:
         raise FileNotFoundError(
             f"`tokenizer`: {source} gives no tokenizer. Name the directory or hub id of one. "
             f"({_cause(source, error)})"
         ) from error
-    except ValueError as error:
+    except Exception as error:  # whatever the classes of tokenizers stumble over in their files
         raise DataError(
             f"`tokenizer`: the tokenizer of {source} cannot be loaded; its files are incomplete or "
             f"damaged, or need an option. ({error})"

@@ -1,5 +1,6 @@
 """The model that a configuration names, built without weights."""
 
+import inspect
 from typing import Any
 
 import torch
@@ -17,34 +18,37 @@ from mrp_lightning.errors import FormatError
 
 def model_class(config: PreTrainedConfig) -> Any:
     """The class of the model: `architectures` names it, or else an auto class finds it."""
-    named = (config.architectures or [""])[0]
-    if hasattr(transformers, named):
-        return getattr(transformers, named)
+    architectures = config.architectures if isinstance(config.architectures, list) else []
+    named = getattr(transformers, str(next(iter(architectures), "")), None)
+    if inspect.isclass(named) and issubclass(named, PreTrainedModel):
+        return named
     has_own_code = "AutoModelForCausalLM" in getattr(config, "auto_map", {})
     is_causal = has_own_code or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     return AutoModelForCausalLM if is_causal else AutoModel
 
 
 def build_without_weights(
-    config: PreTrainedConfig, *, trust_remote_code: bool = False
+    config: PreTrainedConfig, *, kind: Any = None, trust_remote_code: bool = False
 ) -> PreTrainedModel:
     """The model on the meta device: no weights are read or allocated, whatever its size.
 
     Args:
         config: Configuration of the model.
+        kind: Class of the model; `None` is what `model_class` finds.
         trust_remote_code: Whether code that comes with the checkpoint may run here.
 
     Raises:
         FormatError: transformers cannot build a model from the configuration.
     """
-    kind = model_class(config)
+    kind = kind or model_class(config)
     try:
         with torch.device("meta"):
             if kind in (AutoModel, AutoModelForCausalLM):
                 return kind.from_config(config, trust_remote_code=trust_remote_code)
             return kind._from_config(config)
-    except ValueError as error:  # an unknown kind of model, or code that is not trusted
+    except Exception as error:  # whatever the code of a model stumbles over in a configuration
+        reason = next(iter(str(error).splitlines()), "")
         raise FormatError(
             f"No model can be built from the configuration {type(config).__name__} (architectures "
-            f"{config.architectures}): {str(error).splitlines()[0]}"
+            f"{config.architectures}): {type(error).__name__}: {reason}"
         ) from error

@@ -82,7 +82,8 @@ class StreamedBlocks:
                 shapes |= {key: torch.empty(s.get_shape(), device="meta") for key, s in stored}
         elsewhere = replace(self._loading, device_map={"": "meta"})
         found, _ = convert_and_load_state_dict_in_model(self._model, shapes, elsewhere)
-        self._read(_REST)
+        if not found.mismatched_keys and not found.conversion_errors:  # which are refused later
+            self._read(_REST)
         return found
 
     def install(self) -> None:

@@ -5,6 +5,7 @@ from tempfile import TemporaryDirectory
 
 from transformers import PreTrainedTokenizerBase
 
+from mrp_lightning.errors import DataError
 from mrp_lightning.models.loading import load_tokenizer
 
 
@@ -21,7 +22,16 @@ def tokenizer_from_files(files: dict[str, bytes]) -> PreTrainedTokenizerBase:
     Raises:
         DataError: The files are no tokenizer.
     """
+    is_right = isinstance(files, dict) and all(
+        isinstance(name, str) and Path(name).name == name != ".." and isinstance(content, bytes)
+        for name, content in files.items()
+    )
+    if not is_right:
+        raise DataError(
+            "The checkpoint's tokenizer is no mapping of names of files to their bytes. Name a "
+            "tokenizer with `tokenizer`, and load the model's weights alone."
+        )
     with TemporaryDirectory() as directory:
         for name, content in files.items():
-            Path(directory, Path(name).name).write_bytes(content)
+            Path(directory, name).write_bytes(content)
         return load_tokenizer(directory)

@@ -14,9 +14,11 @@ from mrp_lightning.errors import OptionError
 from mrp_lightning.solver.patterns import Pattern, SemiStructured, Unstructured
 from mrp_lightning.targets.layers import Expert, Layer
 
-ALLOCATIONS = ("uniform", "dlp")
+ALLOCATIONS = ("uniform", "dlp", "loss")
 SPREAD = 0.15
 """How far, at most, blocks are from the mean: DLP's α, which is published for 70%."""
+STEEPNESS = 7.0
+"""By how much the logarithm of a block's loss grows with its sparsity, by measurement."""
 
 
 def check_allocation(allocation: str, pattern: Pattern) -> None:
@@ -39,11 +41,11 @@ def check_allocation(allocation: str, pattern: Pattern) -> None:
 
 @dataclass(frozen=True)
 class Measure:
-    """What DLP measures of a block.
+    """What is measured of a block of the dense model.
 
     Attributes:
-        value: The sum over its layers of the median of |w_ij|·‖x_j‖, x being the inputs in the
-            dense model.
+        value: For DLP the sum over its layers of the median of |w_ij|·‖x_j‖, x being their inputs;
+            for `loss` the mean of the relative losses that pruning them uniformly has.
         layers: The layers of the block that are run, and so will be pruned.
     """
 
@@ -119,6 +121,35 @@ def allocate(sparsity: float, measures: Mapping[str, Measure]) -> dict[str, floa
     sizes = {name: sum(map(_size, measure.layers)) for name, measure in measures.items()}
     mean = math.fsum(spared[name] * sizes[name] for name in sizes) / sum(sizes.values())
     return {name: sparsity + mean - value for name, value in spared.items()}
+
+
+def allocate_by_loss(sparsity: float, measures: Mapping[str, Measure]) -> dict[str, float]:
+    """Give blocks sparsities whose mean over all of their weights is the one that is asked for.
+
+    A block whose relative loss is E_b at sparsity s is taken to lose E_b·exp(κ(s_b − s)) at s_b, κ
+    being `STEEPNESS`. The sum of the losses is the least, for blocks of one size, where all are the
+    same: s_b = s + (μ − ln E_b)/κ. It stays within `SPREAD` of s, or less where that would leave
+    (0, 1), and μ gives the mean.
+
+    Args:
+        sparsity: The fraction of all weights to remove, s.
+        measures: The measure of each block, by name.
+    """
+    logs = {name: math.log(max(measure.value, 1e-30)) for name, measure in measures.items()}
+    sizes = {name: sum(map(_size, measure.layers)) for name, measure in measures.items()}
+    reach = min(SPREAD, sparsity / 2, (1 - sparsity) / 2)
+
+    def spread(level: float) -> dict[str, float]:
+        return {
+            name: min(max((level - log) / STEEPNESS, -reach), reach) for name, log in logs.items()
+        }
+
+    low, high = min(logs.values()) - STEEPNESS, max(logs.values()) + STEEPNESS
+    for _ in range(100):
+        level = (low + high) / 2
+        total = math.fsum(shift * sizes[name] for name, shift in spread(level).items())
+        low, high = (level, high) if total < 0 else (low, level)
+    return {name: sparsity + shift for name, shift in spread(high).items()}
 
 
 def patterns_of_layers(

@@ -69,7 +69,7 @@ def _layer_problems(row: Any) -> Iterator[str]:
     shape = row.get("shape")
     sizes = shape if isinstance(shape, list) else []
     positive = all(type(size) is int and size > 0 for size in sizes)
-    if not positive or len(sizes) < (1 if row.get("skipped") else 2):
+    if not positive or (not sizes if row.get("skipped") else len(sizes) != 2):
         yield f"`shape` is {shape!r}, expected a list of positive integers, the rows first"
 
 

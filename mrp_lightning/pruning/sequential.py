@@ -16,8 +16,14 @@ from mrp_lightning.calibration.offload import CPU, Offload, Pinned
 from mrp_lightning.calibration.padding import Padding
 from mrp_lightning.calibration.walks import Rerun, Walk, WholeModel
 from mrp_lightning.errors import TargetError
-from mrp_lightning.pruning.allocation import allocate, measure_blocks, patterns_of_layers
+from mrp_lightning.pruning.allocation import (
+    allocate,
+    allocate_by_loss,
+    measure_blocks,
+    patterns_of_layers,
+)
 from mrp_lightning.pruning.block import BlockPruner
+from mrp_lightning.pruning.dry_run import losses_of_blocks
 from mrp_lightning.pruning.extensions import Extensions
 from mrp_lightning.pruning.journal import BlockRecord, Journal
 from mrp_lightning.pruning.report import PruningReport
@@ -243,11 +249,14 @@ class SequentialPruner:
         if known:
             patterns = {name: Unstructured(share) for name, share in known["layers"].items()}
             return known["blocks"], patterns
-        tell = self._teller(0)
-        measures = measure_blocks(walk.twin(), self.plan.layers, padding, pinned, tell)
+        given = walk.twin(), self.plan.layers, padding, pinned, self._teller(0)
+        if self.extensions.allocation == "loss":
+            measures, rule = losses_of_blocks(*given, self.recipe), allocate_by_loss
+        else:
+            measures, rule = measure_blocks(*given), allocate
         if not measures:
             return {}, {}
-        sparsities = allocate(self.recipe.pattern.sparsity, measures)
+        sparsities = rule(self.recipe.pattern.sparsity, measures)
         patterns = patterns_of_layers(sparsities, measures)
         if self.journal is not None:
             shares = {name: pattern.sparsity for name, pattern in patterns.items()}

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from mrp_lightning.calibration.dense import DenseStream
-from mrp_lightning.calibration.memory import is_out_of_memory
 from mrp_lightning.calibration.padding import Padding
 from mrp_lightning.calibration.walks import Walk, hidden_of
+from mrp_lightning.environment import is_out_of_memory
 from mrp_lightning.errors import DataError, OptionError, TargetError
 from mrp_lightning.pruning.kept_weights import KeptWeights, only_these_train
 from mrp_lightning.pruning.rows import BlockReport

@@ -9,7 +9,6 @@ The result is certified. Since (H_UU)⁻¹ ≼ (H⁻¹)_UU, the loss of x exceed
 
 import math
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import ClassVar
@@ -26,11 +25,11 @@ from mrp_lightning.solver.conjugate_gradients import (
     full_product,
     rounded_product,
 )
-from mrp_lightning.solver.masked_rows import ELEMENTS, MaskedRows, relative
+from mrp_lightning.solver.masked_rows import MaskedRows, relative
 from mrp_lightning.solver.masks import Chooser, Mask
 from mrp_lightning.solver.precision import has_bfloat16_units
 from mrp_lightning.solver.problem import Problem
-from mrp_lightning.solver.ranges import split_range
+from mrp_lightning.solver.ranges import by_rows, split_range
 
 _GAP_BETWEEN_BLOCKS = 3e-3
 """Relative distance to the optimum that the choice of the next block's weights needs."""
@@ -134,23 +133,29 @@ def _approach(
     rounds = matrix.dtype == torch.float32 and has_bfloat16_units(matrix.device)
     product = rounded_product if rounds else full_product
     times = product(matrix), product(inverse)
-    most = 0
-    for rows in _row_chunks(weight):
+
+    def approach(rows: slice) -> int:
         dense, near, slope = weight[rows], x[rows], gradient[rows]
         kept = (~pruned[rows]).to(weight.dtype)
         start = near.clone(), slope.clone()
         loss = float(((dense - near) * slope).sum())
         target = _GAP_BETWEEN_BLOCKS * loss
-        steps = _descend(near, slope, kept, *times, target)
-        if rounds and steps:
-            torch.mm(dense - near, matrix, out=slope)
-            if not float(((dense - near) * slope).sum()) < loss:
-                near.copy_(start[0])
-                slope.copy_(start[1])
-                full = full_product(matrix), full_product(inverse)
-                steps += _descend(near, slope, kept, *full, target)
-        most = max(most, steps)
-    return most
+        try:
+            steps = _descend(near, slope, kept, *times, target)
+            if rounds and steps:
+                torch.mm(dense - near, matrix, out=slope)
+                if not float(((dense - near) * slope).sum()) < loss:
+                    near.copy_(start[0])
+                    slope.copy_(start[1])
+                    full = full_product(matrix), full_product(inverse)
+                    steps += _descend(near, slope, kept, *full, target)
+        except (MemoryError, RuntimeError):  # fewer rows will begin where these did
+            near.copy_(start[0])
+            slope.copy_(start[1])
+            raise
+        return steps
+
+    return max(by_rows(approach, *weight.shape), default=0)
 
 
 def _descend(
@@ -185,8 +190,8 @@ def _solve(
     The gap is that of x rounded to the `given` dtype.
     """
     damped, label = problem.damped, problem.inputs.label
-    iterations, bound, loss = 0, 0.0, 0.0
-    for rows in _row_chunks(x):
+
+    def solve(rows: slice) -> tuple[int, float, float]:
         system = MaskedRows(problem.weight[rows], x[rows], gradient[rows], pruned[rows], damped)
         steps = system.solve(tolerance, problem.tell)
         if damped.dtype != torch.float64 and not system.gap <= tolerance:
@@ -197,9 +202,10 @@ def _solve(
             system.x.copy_(system.x.to(given))
             system.certify()
         x[rows] = system.x.to(x.dtype)
-        iterations = max(iterations, steps)
-        bound, loss = bound + system.bound, loss + system.loss
-    gap = relative(bound, loss)
+        return steps, system.bound, system.loss
+
+    found = by_rows(solve, *x.shape)
+    gap = relative(sum(bound for _, bound, _ in found), sum(loss for _, _, loss in found))
     if not math.isfinite(gap):
         raise HessianError(
             f"{label}: the optimum came out as NaN or Inf. The weight and its Hessian are of sizes "
@@ -213,14 +219,7 @@ def _solve(
             NumericalWarning,
             stacklevel=2,
         )
-    return iterations, gap
-
-
-def _row_chunks(weight: Tensor) -> Iterator[slice]:
-    """Ranges of rows that are solved together, for a weight (rows, columns)."""
-    rows, columns = weight.shape
-    for start, stop in split_range(0, rows, max(1, ELEMENTS // columns)):
-        yield slice(start, stop)
+    return max((steps for steps, _, _ in found), default=0), gap
 
 
 def _last_columns_of_inverse(factor: Tensor, width: int) -> Tensor:

@@ -14,7 +14,7 @@ from mrp_lightning.solver.conjugate_gradients import (
     full_product,
 )
 from mrp_lightning.solver.damping import DampedHessian
-from mrp_lightning.solver.ranges import split_range
+from mrp_lightning.solver.ranges import ELEMENTS, split_range
 
 _STALLS = 3
 """Certificates in turn that may fail to halve the bound. Slow modes of the iteration hold it up for
@@ -25,8 +25,6 @@ _WINDOW = 20
 """Iterations from which the number of those to come is forecast."""
 _LONG = 100
 """Iterations to come beyond which another preconditioner is tried."""
-ELEMENTS = 2**26
-"""Elements of the temporaries of one solve; more rows than that are solved in turn."""
 
 
 class MaskedRows:

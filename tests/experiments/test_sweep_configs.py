@@ -64,7 +64,8 @@ def test_the_page_of_the_real_model_has_the_runs_of_make_real_and_more():
 
 def test_there_are_sweeps():
     stems = {path.stem for path in SWEEPS}
-    assert stems == {"ablations", "frontier", "quickstart", "real", "results", "target"}
+    names = {"ablations", "allocation", "frontier", "quickstart", "real", "results", "target"}
+    assert stems == names
 
 
 def test_yaml_reads_an_unquoted_pattern_as_a_number(tmp_path, tiny_llama):

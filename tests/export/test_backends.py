@@ -18,7 +18,7 @@ from export.packed.format import broken_groups, pack, unpack
 from export.packed.layer import Sparse24Linear
 from export.speed import tuning
 from export.speed.tuning import random_24
-from mrp_lightning.errors import DataError, OptionError
+from mrp_lightning.errors import FormatError, OptionError
 
 CPU = torch.device("cpu")
 
@@ -120,7 +120,7 @@ def test_a_table_survives_the_disk(tmp_path):
 def test_a_spoilt_table_is_named(tmp_path, content):
     path = tmp_path / "table.json"
     path.write_text(content)
-    with pytest.raises(DataError, match=r"table\.json .*[Mm]easure again|measure again"):
+    with pytest.raises(FormatError, match=r"table\.json .*[Mm]easure again|measure again"):
         Table.load(path)
 
 

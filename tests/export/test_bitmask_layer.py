@@ -6,7 +6,6 @@ import io
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from export import BitmaskLinear
 
@@ -45,11 +44,6 @@ def test_it_computes_what_the_dense_layer_computes(shape, dtype, linear):
     assert_as_exact(BitmaskLinear.from_linear(linear)(x), linear, x)
 
 
-def test_inputs_need_not_be_contiguous(linear):
-    x = torch.randn(5, 3, 37).transpose(0, 1)
-    assert_as_exact(BitmaskLinear.from_linear(linear)(x), linear, x)
-
-
 def test_the_operator_follows_the_rules_of_torch(linear):
     layer = BitmaskLinear.from_linear(linear)
     for x in (torch.randn(3, 37), torch.randn(2, 3, 37, requires_grad=True)):
@@ -57,27 +51,6 @@ def test_the_operator_follows_the_rules_of_torch(linear):
             torch.ops.mrp_lightning.linear_bitmask,
             (x, layer.weight, layer.weight_bits, layer.offsets, layer.bias),
         )
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_it_compiles_into_one_graph_for_any_number_of_tokens(backend, linear):
-    layer = BitmaskLinear.from_linear(linear)
-    torch._dynamo.reset()
-    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=backend)
-    for tokens in (2, 3, 40):
-        x = torch.randn(tokens, 37)
-        assert torch.equal(compiled(x), layer(x))
-
-
-def test_it_exports(linear):
-    layer = BitmaskLinear.from_linear(linear)
-    tokens = torch.export.Dim("tokens", min=2, max=64)
-    exported = torch.export.export(layer, (torch.randn(4, 37),), dynamic_shapes=({0: tokens},))
-    file = io.BytesIO()
-    torch.export.save(exported, file)
-    file.seek(0)
-    x = torch.randn(9, 37)
-    assert torch.equal(torch.export.load(file).module()(x), layer(x))
 
 
 def test_copies_and_state_dicts_keep_it(linear):
@@ -106,44 +79,6 @@ def test_a_change_of_dtype_leaves_the_bits_alone(linear):
     assert torch.equal(half.offsets, layer.offsets)
     x = torch.randn(4, 37).half()
     assert_as_exact(half(x), linear.half(), x)
-
-
-def test_it_goes_back_to_a_dense_layer(linear):
-    dense = BitmaskLinear.from_linear(linear).to_linear()
-    assert torch.equal(dense.weight, linear.weight + 0.0)
-    x = torch.randn(4, 37)
-    assert torch.equal(dense(x), linear(x))
-
-
-def test_conv1d_is_packed_along_its_inputs():
-    torch.manual_seed(0)
-    conv = Conv1D(24, 37)
-    conv.weight.data *= torch.rand(37, 24) < 0.3
-    layer = BitmaskLinear.from_linear(conv)
-    assert (layer.in_features, layer.out_features) == (37, 24)
-    x = torch.randn(2, 3, 37)
-    assert torch.allclose(layer(x), conv(x), atol=1e-6)
-
-
-def test_gradients_reach_the_input_and_the_bias(linear):
-    layer = BitmaskLinear.from_linear(linear)
-    x, y = torch.randn(2, 3, 37, requires_grad=True), torch.randn(2, 3, 24)
-    if layer.bias is not None:
-        layer.bias.requires_grad_()
-        linear.bias.requires_grad_()
-    (layer(x) * y).sum().backward()
-    found, x.grad = x.grad, None
-    (linear(x) * y).sum().backward()
-    assert torch.allclose(found, x.grad, atol=1e-6)
-    if layer.bias is not None:
-        assert torch.allclose(layer.bias.grad, linear.bias.grad, atol=1e-6)
-
-
-def test_training_the_packed_weight_is_refused(linear):
-    layer = BitmaskLinear.from_linear(linear)
-    layer.weight.requires_grad_()
-    with pytest.raises(NotImplementedError, match="cannot be trained.*dequantize"):
-        layer(torch.randn(2, 37)).sum().backward()
 
 
 def test_an_input_of_another_width_or_dtype_is_refused(linear):

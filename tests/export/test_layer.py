@@ -6,7 +6,6 @@ import io
 import pytest
 import torch
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from export import Sparse24Linear
 from mrp_lightning.errors import PatternError
@@ -30,38 +29,12 @@ def test_it_computes_what_the_dense_layer_computes(shape, dtype, linear):
     assert torch.equal(Sparse24Linear.from_linear(linear)(x), linear(x))
 
 
-def test_inputs_need_not_be_contiguous(linear):
-    x = torch.randn(5, 3, 32).transpose(0, 1)
-    assert torch.equal(Sparse24Linear.from_linear(linear)(x), linear(x))
-
-
 def test_the_operator_follows_the_rules_of_torch(linear):
     layer = Sparse24Linear.from_linear(linear)
     for x in (torch.randn(3, 32), torch.randn(2, 3, 32, requires_grad=True)):
         torch.library.opcheck(
             torch.ops.mrp_lightning.linear24, (x, layer.weight, layer.weight_meta, layer.bias)
         )
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_it_compiles_into_one_graph_for_any_number_of_tokens(backend, linear):
-    layer = Sparse24Linear.from_linear(linear)
-    torch._dynamo.reset()
-    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=backend)
-    for tokens in (2, 3, 7):
-        x = torch.randn(tokens, 32)
-        assert torch.equal(compiled(x), linear(x))
-
-
-def test_it_exports(linear):
-    layer = Sparse24Linear.from_linear(linear)
-    tokens = torch.export.Dim("tokens", min=2, max=64)
-    exported = torch.export.export(layer, (torch.randn(4, 32),), dynamic_shapes=({0: tokens},))
-    file = io.BytesIO()
-    torch.export.save(exported, file)
-    file.seek(0)
-    x = torch.randn(9, 32)
-    assert torch.equal(torch.export.load(file).module()(x), linear(x))
 
 
 def test_copies_and_state_dicts_keep_it(linear):
@@ -85,44 +58,6 @@ def test_a_change_of_dtype_leaves_the_meta_alone(linear):
     assert torch.equal(half.weight_meta, layer.weight_meta)
     x = torch.randn(4, 32).half()
     assert torch.equal(half(x), linear.half()(x))
-
-
-def test_it_goes_back_to_a_dense_layer(linear):
-    dense = Sparse24Linear.from_linear(linear).to_linear()
-    assert torch.equal(dense.weight, linear.weight)
-    x = torch.randn(4, 32)
-    assert torch.equal(dense(x), linear(x))
-
-
-def test_conv1d_is_packed_along_its_inputs():
-    torch.manual_seed(0)
-    conv = Conv1D(24, 32)
-    conv.weight.data = keep_two_of_four(conv.weight.data.T).T.contiguous()
-    layer = Sparse24Linear.from_linear(conv)
-    assert (layer.in_features, layer.out_features) == (32, 24)
-    x = torch.randn(2, 3, 32)
-    assert torch.allclose(layer(x), conv(x), atol=1e-6)
-
-
-def test_gradients_reach_the_input_and_the_bias(linear):
-    layer = Sparse24Linear.from_linear(linear)
-    x, y = torch.randn(2, 3, 32, requires_grad=True), torch.randn(2, 3, 24)
-    if layer.bias is not None:
-        layer.bias.requires_grad_()
-        linear.bias.requires_grad_()
-    (layer(x) * y).sum().backward()
-    found, x.grad = x.grad, None
-    (linear(x) * y).sum().backward()
-    assert torch.allclose(found, x.grad, atol=1e-6)
-    if layer.bias is not None:
-        assert torch.allclose(layer.bias.grad, linear.bias.grad, atol=1e-6)
-
-
-def test_training_the_packed_weight_is_refused(linear):
-    layer = Sparse24Linear.from_linear(linear)
-    layer.weight.requires_grad_()
-    with pytest.raises(NotImplementedError, match="cannot be trained.*dequantize"):
-        layer(torch.randn(2, 32)).sum().backward()
 
 
 def test_a_layer_that_does_not_fit_is_refused():

@@ -12,7 +12,7 @@ import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from mrp_lightning import environment
 from mrp_lightning.errors import DataError, FormatError, TargetError
@@ -56,21 +56,23 @@ def test_a_tokenizer_that_cannot_be_loaded_is_named(tiny_llama, tmp_path, damage
         load(str(tmp_path))
 
 
-class HubError(Exception):
-    pass
-
-
 @pytest.fixture
-def no_hub(monkeypatch):
-    def ask(*_, **__):
-        raise HubError
+def asked(monkeypatch):
+    """What the hub, which is away, is asked for."""
+    names = []
 
+    def ask(pretrained_model_name_or_path, **_):
+        names.append(pretrained_model_name_or_path)
+        raise OSError("no hub")
+
+    monkeypatch.setattr(PreTrainedConfig, "get_config_dict", ask)
     for auto in (AutoConfig, AutoTokenizer, AutoModelForCausalLM):
         monkeypatch.setattr(auto, "from_pretrained", ask)
+    return names
 
 
 @pytest.mark.parametrize("source", ["runs/absent", "a/b/c", "./absent", "~/absent", "/absent/x"])
-def test_a_path_that_does_not_exist_is_not_asked_of_the_hub(source, no_hub, tmp_path, monkeypatch):
+def test_a_path_that_does_not_exist_is_not_asked_of_the_hub(source, asked, tmp_path, monkeypatch):
     (tmp_path / "runs").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -79,14 +81,16 @@ def test_a_path_that_does_not_exist_is_not_asked_of_the_hub(source, no_hub, tmp_
     with pytest.raises(FileNotFoundError, match=f"`tokenizer`: {source} gives no tokenizer"):
         load_tokenizer(source)
     assert tokenizer_beside(source) is None
+    assert not asked
 
 
-def test_the_hub_is_asked_for_what_can_be_an_id(no_hub, tmp_path, monkeypatch):
+def test_the_hub_is_asked_for_what_can_be_an_id(asked, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for source in ("gpt2", "someone/something"):
         for load in (load_config, load_tokenizer):
-            with pytest.raises(HubError):
+            with pytest.raises(FileNotFoundError):
                 load(source)
+    assert asked == ["gpt2", "gpt2", "someone/something", "someone/something"]
 
 
 @pytest.fixture

@@ -26,6 +26,7 @@ CUDA = (
 OWN = "the module is the reader's own; tests/export/test_own_module.py loads into one"
 SOLVER = "it measures speed, in minutes, against a checkout of SparseGPT"
 MEMORY = "it measures memory, in many minutes, and writes gigabytes"
+PICTURES = "it prunes the embedded model four times, in minutes"
 NOT_RUN = {
     ("ablations.md", "python -m mrp_lightning sweep"): HOURS,
     ("frontier.md", "python -m mrp_lightning sweep"): HOURS,
@@ -34,6 +35,7 @@ NOT_RUN = {
     ("data.md", "hf download Salesforce/wikitext"): HUB,
     ("format.md", "module = export.load_into"): OWN,
     ("methods.md", "python -m mrp_lightning sweep"): HOURS,
+    ("methods.md", "python docs/pictures.py"): PICTURES,
     ("format.md", "import torch\nfrom torch.sparse"): CUDA,
     ("benchmarks/export.md", "python -m pytest tests/export"): GPU,
     ("benchmarks/export.md", "python -m export.benchmark --shape"): GPU,

@@ -1,4 +1,4 @@
-"""Sparsities of blocks by DLP's measure, against a rewrite on full forwards."""
+"""Sparsities of blocks: DLP's against a rewrite on full forwards, by loss against single runs."""
 
 import math
 from types import SimpleNamespace
@@ -12,12 +12,14 @@ from mrp_lightning.errors import OptionError, TargetError
 from mrp_lightning.pruning.allocation import (
     Measure,
     allocate,
+    allocate_by_loss,
     check_allocation,
     patterns_of_layers,
 )
+from mrp_lightning.pruning.prune_layer import prune_layer
 from mrp_lightning.solver.patterns import make_pattern
 
-DLP = {"allocation": "dlp"}
+DLP, LOSS = {"allocation": "dlp"}, {"allocation": "loss"}
 
 
 def uneven(model: nn.Module) -> nn.Module:
@@ -68,9 +70,45 @@ def test_blocks_get_the_published_ratios_and_the_model_the_exact_total(sparsity,
     assert report.to_dict()["blocks"][0]["sparsity"] == report.blocks[0].sparsity
 
 
+@torch.no_grad()
+def test_blocks_that_lose_more_are_pruned_less(build, batches):
+    names = [f"model.layers.{k}" for k in range(3)]
+    given = {"pattern": None, "sparsity": 0.5}
+    logs = []
+    for name in names:  # each alone, in a dense model
+        rows = prune_model(build("llama"), batches, blocks=name, **given).pruned
+        logs.append(math.log(sum(row.relative_loss for row in rows) / len(rows)))
+    expected = [0.5 + (sum(logs) / 3 - log) / 7 for log in logs]
+    report = prune_model(build("llama"), batches, beyond=LOSS, **given)
+    assert [row.sparsity for row in report.blocks] == pytest.approx(expected, rel=1e-5)
+    assert max(expected) - min(expected) > 0.001
+    assert report.totals["removed"] == report.totals["weights"] // 2
+    assert len(report.layers) == 3 * 7
+
+
+@torch.no_grad()
+def test_a_dry_run_that_fails_leaves_the_model_as_it_was(build, batches, monkeypatch):
+    model, seen = build("llama"), []
+
+    def prune_some(layer, *args, **options):
+        seen.append(layer.name)
+        if len(seen) == 10:
+            raise ValueError("in the middle")
+        return prune_layer(layer, *args, **options)
+
+    monkeypatch.setattr("mrp_lightning.pruning.block.prune_layer", prune_some)
+    with pytest.raises(ValueError, match="in the middle"):
+        prune_model(model, batches, pattern=None, sparsity=0.5, beyond=LOSS)
+    for (name, now), before in zip(
+        model.named_parameters(), build("llama").parameters(), strict=True
+    ):
+        assert torch.equal(now, before), name
+
+
+@pytest.mark.parametrize("beyond", [DLP, LOSS], ids=lambda beyond: beyond["allocation"])
 @pytest.mark.parametrize("family", ["t5", "mixtral", "mamba", "bart"])
 @torch.no_grad()
-def test_families_with_other_walks_and_layers_get_the_exact_total(family):
+def test_families_with_other_walks_and_layers_get_the_exact_total(family, beyond):
     import families
 
     model, batches = families.build(family), families.batches(family)
@@ -80,7 +118,7 @@ def test_families_with_other_walks_and_layers_get_the_exact_total(family):
         pattern=None,
         sparsity=0.7,
         forward=families.runner(model),
-        beyond=DLP,
+        beyond=beyond,
         offload=True,
     )
     assert report.totals["removed"] == math.floor(0.7 * report.totals["weights"] + 0.5)
@@ -108,18 +146,27 @@ def test_rounding_leaves_the_total_as_it_is():
     assert ratios["a"] < ratios["b"] < ratios["c"]
 
 
+def test_by_loss_the_total_stays_and_the_spread_is_bounded():
+    measures = {"a": measure(0.9, 100), "b": measure(0.03, 700), "c": measure(0.0, 200)}
+    ratios = allocate_by_loss(0.7, measures)
+    assert ratios == pytest.approx({"a": 0.55, "b": 0.7 + (15 - 30) / 700, "c": 0.85})
+
+
+@pytest.mark.parametrize("rule", [allocate, allocate_by_loss])
 @pytest.mark.parametrize("sparsity", [0.01, 0.3, 0.99])
-def test_ratios_stay_between_none_and_all(sparsity):
-    ratios = allocate(sparsity, {"a": measure(1.0, 1000), "b": measure(9.0, 10)})
+def test_ratios_stay_between_none_and_all(sparsity, rule):
+    ratios = rule(sparsity, {"a": measure(1.0, 1000), "b": measure(9.0, 10)})
     assert all(0 < ratio < 1 for ratio in ratios.values())
 
 
-def test_blocks_that_are_alike_share_alike():
-    assert allocate(0.7, {"a": measure(1.0, 8), "b": measure(1.0, 4)}) == {"a": 0.7, "b": 0.7}
+@pytest.mark.parametrize("rule", [allocate, allocate_by_loss])
+def test_blocks_that_are_alike_share_alike(rule):
+    ratios = rule(0.7, {"a": measure(1.0, 8), "b": measure(1.0, 4)})
+    assert ratios == pytest.approx({"a": 0.7, "b": 0.7}, abs=1e-12)
 
 
 def test_what_it_is_not_for_is_refused(batches):
-    with pytest.raises(OptionError, match="uniform, dlp; got 'owl'"):
+    with pytest.raises(OptionError, match="uniform, dlp, loss; got 'owl'"):
         check_allocation("owl", make_pattern(0.7, None))
     with pytest.raises(OptionError, match='`allocation: dlp` .* "2:4" removes 2 of every 4'):
         check_allocation("dlp", make_pattern(None, "2:4"))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mrp_lightning import prune_weight
 from mrp_lightning.errors import NumericalWarning
-from mrp_lightning.solver.conjugate_gradients import LowRankModel
+from mrp_lightning.solver.conjugate_gradients import ConjugateGradients, LowRankModel
 
 ENDING_IN_M = ["magnitude+M", "wanda+M", "SM", "MM", "JM"]
 PATTERNS = [{"pattern": "2:4"}, {"pattern": "1:4"}, {"pattern": "4:8"}]
@@ -168,12 +168,40 @@ def test_many_rows_are_solved_in_chunks(problem, truth, monkeypatch):
     for arguments in ({"pattern": "2:4"}, {"sparsity": 0.6}):
         whole = prune_weight(weight, hessian, block_size=16, **arguments)
         with monkeypatch.context() as patch:
-            patch.setattr("mrp_lightning.solver.exact.ELEMENTS", 7 * 64)
+            patch.setattr("mrp_lightning.solver.ranges.ELEMENTS", 7 * 64)
             patch.setattr("mrp_lightning.solver.masks._ELEMENTS", 1)
             chunks = prune_weight(weight, hessian, block_size=16, **arguments)
         assert (chunks.pruned != whole.pruned).float().mean() < 0.01
         assert chunks.loss == pytest.approx(whole.loss, rel=2e-3)
         assert true_gap(truth, chunks, weight, truth.damped(hessian)) <= chunks.gap + 1e-8 <= 2e-6
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError])
+@pytest.mark.parametrize("arguments", [{"pattern": "2:4"}, {"sparsity": 0.6}], ids=str)
+def test_fewer_rows_are_solved_where_memory_is_short(
+    error, arguments, problem, truth, monkeypatch, caplog
+):
+    weight, inputs = problem(rows=30, columns=64)
+    hessian = truth.hessian_of(inputs).float()
+    whole = prune_weight(weight, hessian, block_size=16, **arguments)
+    step, most = ConjugateGradients.step, []
+
+    def step_of_few_rows(descent, energies):
+        if descent.iterations == 2 and len(energies) > 7:  # in the middle of a solve
+            raise error("out of memory")
+        most.append(len(energies))
+        step(descent, energies)
+
+    monkeypatch.setattr(ConjugateGradients, "step", step_of_few_rows)
+    solution = prune_weight(weight, hessian, block_size=16, **arguments)
+    assert "No memory for 15 rows at a time: going on with 7." in caplog.messages
+    assert min(most) == 2
+    assert (solution.pruned != whole.pruned).float().mean() < 0.01
+    assert true_gap(truth, solution, weight, truth.damped(hessian)) <= solution.gap + 1e-8 <= 2e-6
+
+    monkeypatch.setattr(ConjugateGradients, "step", lambda *_: (_ for _ in ()).throw(error))
+    with pytest.raises(error):
+        prune_weight(weight, hessian, **arguments)
 
 
 def test_a_float32_solve_that_fails_is_redone_in_float64(problem, truth, monkeypatch):

@@ -345,16 +345,3 @@ def test_a_weight_without_rows(method):
     solution = prune_weight(torch.zeros(0, 8), torch.eye(8), pattern="2:4", method=method)
     assert solution.weight.shape == (0, 8)
     assert solution.loss == 0
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("method", PAIRS)
-def test_a_gpu_gives_what_a_cpu_gives(problem, truth, method):
-    weight, inputs = problem(rows=64, columns=256)
-    hessian = truth.hessian_of(inputs).float()
-    here = prune_weight(weight, hessian, pattern="2:4", method=method)
-    there = prune_weight(weight.cuda(), hessian.cuda(), pattern="2:4", method=method)
-    assert there.weight.is_cuda
-    assert (there.pruned.cpu() != here.pruned).float().mean() < 0.01
-    assert there.loss == pytest.approx(here.loss, rel=5e-3)
-    assert there.gap is None or there.gap <= 1e-6

@@ -1,11 +1,13 @@
 """The layers of runs as one table, and where in a model each layer stands, read from its name."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import pandas as pd
 
 from mrp_lightning.experiments.runs import Run
+from mrp_lightning.pruning.rows import LayerReport
 
 
 class Block(NamedTuple):
@@ -31,7 +33,7 @@ class Place(NamedTuple):
 def place(name: str) -> Place:
     """The first number in a name is that of the block: `model.layers.3.mlp.up_proj`."""
     parts = name.split(".")
-    number = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
+    number = next((i for i, p in enumerate(parts) if p.isdecimal() and len(p) < 10), None)
     if number is None:
         return Place(OUTSIDE, name)
     kind = ["*" if part.isdecimal() else part for part in parts[number + 1 :]]
@@ -79,4 +81,5 @@ def layer_table(runs: Sequence[Run], blocks: Sequence[Block]) -> pd.DataFrame:
                 where = {"run": number, "block": index[at.block], "kind": at.kind}
                 yield vars(layer) | where
 
-    return pd.DataFrame(list(rows()))
+    columns = [*(field.name for field in fields(LayerReport)), "run", "block", "kind"]
+    return pd.DataFrame(list(rows()), columns=columns)

@@ -1,0 +1,105 @@
+"""What both packed layers keep to, against a dense `nn.Linear`."""
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from export import BitmaskLinear, Sparse24Linear
+
+from .conftest import keep_two_of_four
+
+Prune = Callable[[Tensor], Tensor]
+
+
+def keep_some(weight: Tensor) -> Tensor:
+    kept = torch.rand(weight.shape) < 0.4
+    kept[len(weight) // 2] = False
+    return weight * kept
+
+
+KINDS = [(Sparse24Linear, 32, keep_two_of_four), (BitmaskLinear, 37, keep_some)]
+
+
+@pytest.fixture(params=KINDS, ids=["2:4", "bitmask"])
+def kind(request: pytest.FixtureRequest) -> tuple[Any, int, Prune]:
+    torch.manual_seed(0)
+    return request.param
+
+
+@pytest.fixture(params=[True, False], ids=["bias", "no bias"])
+def linear(kind: tuple[Any, int, Prune], request: pytest.FixtureRequest) -> nn.Linear:
+    _, columns, prune = kind
+    linear = nn.Linear(columns, 24, bias=request.param).requires_grad_(False)
+    linear.weight.data = prune(linear.weight.data)
+    return linear
+
+
+@pytest.fixture
+def layer(kind: tuple[Any, int, Prune], linear: nn.Linear) -> Any:
+    return kind[0].from_linear(linear)
+
+
+def test_inputs_need_not_be_contiguous(layer, linear):
+    x = torch.randn(5, 3, linear.in_features).transpose(0, 1)
+    assert torch.allclose(layer(x), linear(x), atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_it_compiles_into_one_graph_for_any_number_of_tokens(backend, layer, linear):
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=backend)
+    for tokens in (2, 3, 40):
+        x = torch.randn(tokens, linear.in_features)
+        assert torch.equal(compiled(x), layer(x))
+
+
+def test_it_exports(layer, linear):
+    tokens = torch.export.Dim("tokens", min=2, max=64)
+    given = (torch.randn(4, linear.in_features),)
+    exported = torch.export.export(layer, given, dynamic_shapes=({0: tokens},))
+    file = io.BytesIO()
+    torch.export.save(exported, file)
+    file.seek(0)
+    x = torch.randn(9, linear.in_features)
+    assert torch.equal(torch.export.load(file).module()(x), layer(x))
+
+
+def test_it_goes_back_to_a_dense_layer(layer, linear):
+    dense = layer.to_linear()
+    assert torch.equal(dense.weight, linear.weight + 0.0)
+    x = torch.randn(4, linear.in_features)
+    assert torch.equal(dense(x), linear(x))
+
+
+def test_conv1d_is_packed_along_its_inputs(kind):
+    packed, columns, prune = kind
+    conv = Conv1D(24, columns)
+    conv.weight.data = prune(conv.weight.data.T).T.contiguous()
+    layer = packed.from_linear(conv)
+    assert (layer.in_features, layer.out_features) == (columns, 24)
+    x = torch.randn(2, 3, columns)
+    assert torch.allclose(layer(x), conv(x), atol=1e-6)
+
+
+def test_gradients_reach_the_input_and_the_bias(layer, linear):
+    x, y = torch.randn(2, 3, linear.in_features, requires_grad=True), torch.randn(2, 3, 24)
+    if layer.bias is not None:
+        layer.bias.requires_grad_()
+        linear.bias.requires_grad_()
+    (layer(x) * y).sum().backward()
+    found, x.grad = x.grad, None
+    (linear(x) * y).sum().backward()
+    assert torch.allclose(found, x.grad, atol=1e-6)
+    if layer.bias is not None:
+        assert torch.allclose(layer.bias.grad, linear.bias.grad, atol=1e-6)
+
+
+def test_training_the_packed_weight_is_refused(layer, linear):
+    layer.weight.requires_grad_()
+    with pytest.raises(NotImplementedError, match="cannot be trained.*dequantize"):
+        layer(torch.randn(2, linear.in_features)).sum().backward()

@@ -1,0 +1,58 @@
+"""An export that is killed, or that cannot write, leaves nothing, and can be made again."""
+
+import signal
+from pathlib import Path
+
+import pytest
+from faulty import at_call, changed, contents, die, in_child, small_files, weights
+
+from export import to_sparse
+from export.conversion import writing
+from mrp_lightning import files
+
+
+@pytest.fixture
+def export(expected, tmp_path):
+    """Pack the pruned model; in the end a whole export is there, and nothing else."""
+    before = contents(expected)
+    out = tmp_path / "out"
+
+    def run():
+        to_sparse.main([str(expected), "--out", str(out), "--device", "cpu"])
+
+    yield run
+    assert not out.exists()
+    run()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert weights(out).keys() == {"model.safetensors"}
+    assert contents(expected) == before
+
+
+def torn(tensors, file, *_):
+    """Half of a file is written when the process dies."""
+    Path(file).write_bytes(bytes(1000))
+    die()
+
+
+KILLS = {
+    "while weights are written": (writing, "save_file", at_call(1, torn)),
+    "after it": (writing, "save_file", at_call(1, None, die)),
+    "before it is compared": (to_sparse, "check_parity", at_call(1, lambda *_, **__: die())),
+    "before it is moved into place": (files, "_move_into_place", at_call(1, lambda *_: die())),
+}
+
+
+@pytest.mark.parametrize("kill", KILLS.values(), ids=KILLS)
+def test_killed(kill, export):
+    with changed(kill):
+        assert in_child(export) == signal.SIGKILL
+
+
+def test_a_full_disk(export):
+    def run():
+        with small_files(20_000):
+            export()
+
+    with pytest.raises(SystemExit) as ended:
+        in_child(run)
+    assert ended.value.code == 2
