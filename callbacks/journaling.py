@@ -14,8 +14,10 @@ from mrp_lightning.loop.progress import log
 from mrp_lightning.loop.saving import check_save_dir
 from mrp_lightning.loop.streaming import streamed_blocks
 from mrp_lightning.models.saving import stored_dtype
+from mrp_lightning.processes import Processes
 from mrp_lightning.pruning.journal import Journal, journal_path, require_free
 from mrp_lightning.pruning.report import PruningReport
+from mrp_lightning.pruning.shared_journal import SharedJournal
 from mrp_lightning.pruning.streamed_journal import StreamedJournal
 from mrp_lightning.targets.plan import Plan
 
@@ -28,18 +30,20 @@ def open_journal(
     steps: Sequence[Step],
     plan: Plan,
     report: PruningReport,
+    processes: Processes,
     *,
     resume: bool,
-) -> Iterator[Journal | None]:
+) -> Iterator[Journal | SharedJournal | None]:
     """Start the journal of a run, or go on with it; say how far it came if the run fails.
 
     Args:
         beside: The directory beside which it lies; `None` for a run without one.
         trainer: The trainer that prunes.
         module: Its module, which is still dense.
-        steps: The calibration batches.
+        steps: The calibration batches of this process.
         plan: What will be pruned.
         report: The report of the run, with nothing done yet.
+        processes: The processes that make the run; the first one keeps the journal.
         resume: Whether to go on with a journal that is there.
 
     Yields:
@@ -61,7 +65,10 @@ def open_journal(
         "layers": plan.num_layers,
     }
     settings = {key: value for key, value in report.config.items() if key != "base_model"}
-    found = fingerprint(trainer, module, steps, settings)
+    found = fingerprint(trainer, module, steps, settings, processes)
+    if processes.rank:
+        yield SharedJournal(None, processes)
+        return
     streamed = streamed_blocks(module)
     journal: Journal
     if streamed is None:
@@ -71,7 +78,7 @@ def open_journal(
         journal.streamed = streamed
     with journal:
         try:
-            yield journal
+            yield journal if processes.size == 1 else SharedJournal(journal, processes)
         except BaseException:
             log.warning(
                 "%d of %d blocks are pruned, and kept in %s. Start the same run again: it goes on "

@@ -1,12 +1,14 @@
 """Pruning in Lightning's predict loop."""
 
 import logging
+from contextlib import ExitStack
 from os import PathLike
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from safetensors import SafetensorError
 
 from callbacks.journaling import check_places, open_journal
@@ -18,13 +20,16 @@ from mrp_lightning.loop.capture import eager
 from mrp_lightning.loop.contents import checkpoint_root, is_built_later
 from mrp_lightning.loop.predict_loop import prune_in_trainer
 from mrp_lightning.loop.provenance import provenance
+from mrp_lightning.loop.repeats import warn_of_repeats
 from mrp_lightning.loop.saving import save_pruned
 from mrp_lightning.loop.signals import Interrupted, interruptible
-from mrp_lightning.loop.strategies import require_one_process
+from mrp_lightning.loop.strategies import processes_of, require_whole_models
 from mrp_lightning.loop.streaming import check_streamed_plan, start_streamed, streamed_blocks
+from mrp_lightning.loop.supervision import all_or_none, one_voice
 from mrp_lightning.pruning.extensions import Extensions
 from mrp_lightning.pruning.journal import Journal
 from mrp_lightning.pruning.report import PruningReport
+from mrp_lightning.pruning.shared_journal import SharedJournal
 from mrp_lightning.pruning.tuning import BlockTuning
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.names import as_patterns
@@ -46,6 +51,9 @@ class PruningCallback(Callback):
 
     The loop itself only stores the batches; the work is done at its end, in place, and `predict`
     returns nothing. A callback prunes once: later `predict` calls with it are ordinary.
+
+    With `strategy="ddp"`, also under torchrun and on several machines, processes share the batches
+    and the rows of each layer. All of them end with the same weights, and the first one writes.
 
     Args:
         method: magnitude, wanda, SS (the same as sparsegpt), SM, MS, MM, or a pair
@@ -158,7 +166,9 @@ class PruningCallback(Callback):
         )
         self._session: Session | None = None
         self._pruned: LightningModule | None = None
-        self._journal: Journal | None = None  # of what is pruned, until that is saved
+        self._journal: Journal | SharedJournal | None = (
+            None  # of what is pruned, until that is saved
+        )
 
     def _configure(self, config: dict[str, Any]) -> None:
         self.recipe = Recipe.of(**{key: config[key] for key in _RECIPE})
@@ -186,10 +196,10 @@ class PruningCallback(Callback):
         mine = [c for c in callbacks if isinstance(c, PruningCallback) and not c._is_done]
         if len(mine) > 1:
             raise OptionError("A predict run takes one PruningCallback; run predict once for each.")
-        require_one_process(trainer, type(self).__name__)
+        require_whole_models(trainer, type(self).__name__)
         is_kept = self._beside(trainer) is not None
         start_streamed(pl_module, processes=trainer.world_size, is_kept=is_kept)
-        if not _is_rehearsal(trainer):
+        if trainer.is_global_zero and not _is_rehearsal(trainer):
             check_places(self.save_dir, self.journal_beside, pl_module, overwrite=self.overwrite)
         if not is_built_later(pl_module):
             self._make_plan(pl_module)
@@ -205,42 +215,74 @@ class PruningCallback(Callback):
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prune, report, save."""
-        if self._session is None or not self._session.steps:
+        if self._session is None:
             return
         plan, steps = self._session.plan, self._session.steps
+        processes = processes_of(trainer)
+        batches = int(sum(count for (count,) in processes.numbers(len(steps))))
+        if not batches:
+            return
         stopping = interruptible(self._session.signals, at_once=True)
         self._end_session()
-        config = {**self._config, "batches": len(steps), "precision": str(trainer.precision)}
+        config = {**self._config, "batches": batches, "precision": str(trainer.precision)}
+        if processes.size > 1:
+            config["processes"] = processes.size
         if base_model := getattr(checkpoint_root(pl_module)[1], "name_or_path", None):
             config["base_model"] = base_model
-        self.report = PruningReport(config, provenance=provenance(trainer, steps))
-        opened = open_journal(
-            self._beside(trainer), trainer, pl_module, steps, plan, self.report, resume=self.resume
-        )
-        with stopping, torch.inference_mode(False), torch.no_grad(), eager(), opened as journal:
-            prune_in_trainer(
-                trainer,
-                pl_module,
-                steps,
-                plan,
-                self.recipe,
-                self.report,
-                self.extensions,
-                true_sequential=self.true_sequential,
-                offload=self.offload,
-                journal=journal,
-            )
+        with (
+            stopping,
+            torch.inference_mode(False),
+            torch.no_grad(),
+            eager(),
+            one_voice(processes),
+            ExitStack() as held,
+        ):
+            with all_or_none(processes):
+                warn_of_repeats(steps, processes)
+                self.report = PruningReport(
+                    config, provenance=provenance(trainer, steps, processes)
+                )
+                opened = open_journal(
+                    self._beside(trainer),
+                    trainer,
+                    pl_module,
+                    steps,
+                    plan,
+                    self.report,
+                    processes,
+                    resume=self.resume,
+                )
+                journal = held.enter_context(opened)
+                prune_in_trainer(
+                    trainer,
+                    pl_module,
+                    steps,
+                    plan,
+                    self.recipe,
+                    self.report,
+                    self.extensions,
+                    processes,
+                    true_sequential=self.true_sequential,
+                    offload=self.offload,
+                    journal=journal,
+                )
             self._pruned = pl_module
             self._journal = journal if self.journal_beside is None else None
             if self.save_dir is not None and not _is_rehearsal(trainer):
                 self.report.complete = False  # until it is saved
-                self.save(self.save_dir, overwrite=self.overwrite)
-        tell_result(self.report, self.recipe, self.save_dir, is_rehearsal=_is_rehearsal(trainer))
+                try:
+                    self.save(self.save_dir, overwrite=self.overwrite)
+                finally:
+                    trainer.strategy.barrier("saved")
+            tell_result(
+                self.report, self.recipe, self.save_dir, is_rehearsal=_is_rehearsal(trainer)
+            )
 
     def save(self, directory: str | PathLike[str], *, overwrite: bool = False) -> None:
         """Write the pruned model with its report, as `save_dir` asks for.
 
-        It is for a pruning without `save_dir`, or one whose saving failed.
+        It is for a pruning without `save_dir`, or one whose saving failed. Of several processes
+        the first one writes.
 
         Args:
             directory: The directory that is made; it appears when it is whole.
@@ -257,7 +299,8 @@ class PruningCallback(Callback):
             )
         before, self.report.complete = self.report.complete, True  # as the file is to say
         try:
-            save_pruned(self._pruned, directory, self.report, overwrite=overwrite)
+            if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
+                save_pruned(self._pruned, directory, self.report, overwrite=overwrite)
         except BaseException as error:
             self.report.complete = before
             if not isinstance(error, OSError | SafetensorError):
@@ -315,8 +358,10 @@ class PruningCallback(Callback):
         if self._session is None:
             return
         self._end_session()
+        size = trainer.world_size
+        where = "" if size == 1 else f" to process {trainer.global_rank} of {size}"
         raise DataError(
-            f"{type(self).__name__} pruned nothing: the predict dataloader gave no batch. "
+            f"{type(self).__name__} pruned nothing: the predict dataloader gave no batch{where}. "
             "Give it calibration data, and check `limit_predict_batches`."
         )
 

@@ -45,6 +45,10 @@ class OutOfMemoryError(RuntimeError):
     """There was not enough memory to calibrate or to prune; the message says what to lower."""
 
 
+class ProcessError(RuntimeError):
+    """One of several processes that prune together has ended, or cannot be reached."""
+
+
 class OptionError(ValueError):
     """An option has a value that it cannot have."""
 

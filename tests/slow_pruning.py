@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from mrp_lightning import prune_weight
+from mrp_lightning.processes import ALONE, Processes
 from mrp_lightning.pruning.extensions import Extensions
 from mrp_lightning.pruning.journal import Journal
 from mrp_lightning.pruning.report import PruningReport
@@ -38,6 +39,7 @@ def prune_model(
     offload: bool = False,
     say: Callable[[str], None] = lambda _: None,
     forward: Callable[[Any], Any] | None = None,
+    processes: Processes = ALONE,
     journal: Journal | None = None,
     **choices: Any,
 ) -> PruningReport:
@@ -54,6 +56,7 @@ def prune_model(
         offload=offload,
         extensions=Extensions(**beyond or {}),
         say=say,
+        processes=processes,
         journal=journal,
     ).prune()
     return report

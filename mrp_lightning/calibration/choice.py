@@ -14,6 +14,7 @@ from mrp_lightning.calibration.digests import Digest, digest, relative_error
 from mrp_lightning.calibration.walks import Container, Inject, Rerun, Walk, hidden_input, hidden_of
 from mrp_lightning.environment import is_out_of_memory
 from mrp_lightning.errors import TargetError
+from mrp_lightning.processes import ALONE, Processes
 from mrp_lightning.targets.blocks import Block
 
 log = logging.getLogger(__name__)
@@ -85,26 +86,59 @@ def choose_walk(
     blocks: Sequence[Block],
     *,
     store: torch.device | None = None,
+    processes: Processes = ALONE,
 ) -> Walk:
     """`Inject` where it reproduces the model's own forward on the first batch, else `Rerun`.
 
     It takes one whole forward, and then one per block that runs this block alone and stops behind
     it. One forward for all of them would be less strict: what a block hands to later ones beside
     the hidden state, as Gemma 3n hands over keys and values, would be there, and in the walk not.
-    Of the whole forward only digests are kept, of the others one hidden state at a time.
+    Of the whole forward only digests are kept, of the others one hidden state at a time. Each
+    process tries its own first batch, and all of them walk in the same way.
 
     Args:
         forward: Runs the model's forward on one batch.
-        batches: The calibration batches.
+        batches: The calibration batches of this process, none if another has some.
         blocks: The blocks, in any order.
         store: The device on which hidden states are kept. `None` leaves them where they are made.
+        processes: The processes that share the batches.
 
     Raises:
-        TargetError: A block is called more than once in a forward, or none is called. The forwards
-            of the walk raise it, too, for a batch that runs other blocks than the first one, or in
-            another order.
+        TargetError: A block is called more than once in a forward, or none is called, or the first
+            batches of two processes call other blocks. The forwards of the walk raise it, too, for
+            a batch that runs other blocks than the first one, or in another order.
     """
-    real = trace(forward, batches[0], blocks)
+    real, problem = Trace(), None
+    if batches:
+        real = _traced(forward, batches[0], blocks)
+        problem = real.error or _self_test(forward, batches[0], blocks, real, store)
+    found = processes.all((real.order, problem) if batches else None)
+    orders = [order for order, _ in filter(None, found)]
+    if any(order != orders[0] for order in orders):
+        raise TargetError(
+            "The first batches of the processes run other blocks, or in another order: there is no "
+            "block-by-block order for all. Name blocks that always run once and in one order in "
+            "`blocks`."
+        )
+    reached = orders[0]
+    order = reached + [k for k in range(len(blocks)) if k not in reached]
+    ordered = [blocks[k] for k in order]
+    forward = in_order(forward, ordered, len(reached))
+    problems = [problem for _, problem in filter(None, found) if problem is not None]
+    if not problems:
+        containers = [real.containers.get(k) for k in order]
+        return Inject(forward, batches, ordered, containers, store)
+    log.warning(
+        "Running blocks on stored inputs does not reproduce this model's forward (%s). "
+        "Falling back to full re-runs: right, but with a forward up to each block.",
+        problems[0],
+    )
+    return Rerun(forward, batches, ordered, store)
+
+
+def _traced(forward: Callable[[Any], Any], batch: Any, blocks: Sequence[Block]) -> Trace:
+    """The trace of a batch that runs some of the blocks, each once."""
+    real = trace(forward, batch, blocks)
     repeated = [f"{blocks[k].name} ({n} times)" for k, n in sorted(real.calls.items()) if n > 1]
     if repeated:
         raise TargetError(
@@ -118,19 +152,7 @@ def choose_walk(
             f"`predict_step` called none of the {len(blocks)} blocks, {blocks[0].name} and so on. "
             "Let it run the model, or name the blocks that it runs in `blocks`."
         )
-    order = real.order + [k for k in range(len(blocks)) if k not in real.order]
-    ordered = [blocks[k] for k in order]
-    problem = real.error or _self_test(forward, batches[0], ordered, real, store)
-    forward = in_order(forward, ordered, len(real.order))
-    if problem is None:
-        containers = [real.containers.get(k) for k in order]
-        return Inject(forward, batches, ordered, containers, store)
-    log.warning(
-        "Running blocks on stored inputs does not reproduce this model's forward (%s). "
-        "Falling back to full re-runs: right, but with a forward up to each block.",
-        problem,
-    )
-    return Rerun(forward, batches, ordered, store)
+    return real
 
 
 def in_order(
@@ -182,13 +204,13 @@ SELF_TEST_TOLERANCE = 1e-3
 def _self_test(
     forward: Callable[[Any], Any],
     batch: Any,
-    ordered: Sequence[Block],
+    blocks: Sequence[Block],
     real: Trace,
     store: torch.device | None,
 ) -> str | None:
     """Find what is wrong with `Inject` on this batch, `None` if nothing is."""
     containers = [real.containers[k] for k in real.order]
-    walk = Inject(forward, [batch], ordered[: len(real.order)], containers, store)
+    walk = Inject(forward, [batch], [blocks[k] for k in real.order], containers, store)
     for position, k in enumerate(real.order):
         name = walk.blocks[position].name
         try:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from mrp_lightning.calibration.padding import Padding, taken
 from mrp_lightning.calibration.watch import Watch
+from mrp_lightning.processes import Processes
 from mrp_lightning.solver.hessian import HessianAccumulator
 from mrp_lightning.solver.target import InputShift
 from mrp_lightning.targets.layers import Expert, Layer
@@ -111,6 +112,51 @@ class Calibration(Watch):
                 group.shift = None  # the dense model called it more often
         self._dense.clear()
 
+    def sum_over(self, processes: Processes, *, differ: bool) -> None:
+        """Add what other processes have seen, in the same groups everywhere; all call this.
+
+        Args:
+            processes: The processes that share the batches.
+            differ: Whether this process has met an `InputsDiffer`.
+
+        Raises:
+            InputsDiffer: One of them has, or layers that share an input in one share it with
+                others in another. All of them raise it.
+        """
+        place = {id(layer): i for i, layer in enumerate(self.layers)}
+        seen = [
+            ([place[id(x)] for x in group.layers], group.accumulator.num_tokens, bool(group.shift))
+            for group in self.groups
+        ]
+        pooled = [pool.num_tokens for pool in self._pools.values()]
+        everywhere = processes.all(None if differ else (seen, pooled))
+        if None in everywhere:
+            raise InputsDiffer
+        agreed: dict[frozenset[int], tuple[list[int], int, bool]] = {}
+        for members, tokens, paired in (group for groups, _ in everywhere for group in groups):
+            first, before, all_paired = agreed.get(frozenset(members), (members, 0, True))
+            agreed[frozenset(members)] = first, before + tokens, all_paired and paired
+        if sum(map(len, agreed)) > len(frozenset().union(*agreed)):
+            raise InputsDiffer
+
+        mine = dict(zip((frozenset(members) for members, _, _ in seen), self.groups, strict=True))
+        self.groups = []
+        for key, (members, tokens, paired) in agreed.items():
+            layers = [self.layers[i] for i in members]
+            group = mine.get(key) or self._group(layers[0])
+            group.layers = layers
+            group.shift = group.shift if paired else None
+            self._group_of |= {id(layer): group for layer in layers}
+            self.groups.append(group)
+            if tokens:
+                group.accumulator.sum_over(processes, tokens)
+                if group.shift is not None:
+                    group.shift.sum_over(processes, tokens)
+        totals = map(sum, zip(*(pooled for _, pooled in everywhere), strict=True))
+        for pool, tokens in zip(self._pools.values(), totals, strict=True):
+            if tokens:
+                pool.sum_over(processes, tokens)
+
     @property
     def not_called(self) -> list[Layer]:
         """The layers that no batch reached."""
@@ -188,10 +234,15 @@ class Calibration(Watch):
     def _join(self, layer: Layer, key: Hashable) -> InputGroup:
         _, group = self._seen.get(key, (None, None))
         if group is None or not self._share or group.since != self._batch:
-            group = InputGroup([], HessianAccumulator(layer.columns, layer.name), self._batch)
-            if self._paired and not isinstance(layer, Expert):
-                group.shift = InputShift(layer.columns, layer.name)
+            group = self._group(layer)
             self.groups.append(group)
         group.layers.append(layer)
         self._group_of[id(layer)] = group
+        return group
+
+    def _group(self, layer: Layer) -> InputGroup:
+        """A group without layers yet, for the input of a layer."""
+        group = InputGroup([], HessianAccumulator(layer.columns, layer.name), self._batch)
+        if self._paired and not isinstance(layer, Expert):
+            group.shift = InputShift(layer.columns, layer.name)
         return group

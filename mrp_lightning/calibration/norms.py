@@ -2,10 +2,12 @@
 
 from collections.abc import Hashable, Sequence
 
+import torch
 from torch import Tensor
 
 from mrp_lightning.calibration.padding import Padding
 from mrp_lightning.calibration.watch import Watch
+from mrp_lightning.processes import Processes
 from mrp_lightning.targets.layers import Expert, Layer
 
 
@@ -22,6 +24,21 @@ class InputNorms(Watch):
         if id(layer) not in self._sums:
             return None
         return (self._sums[id(layer)] / self._tokens[id(layer)]).sqrt()
+
+    def sum_over(self, processes: Processes) -> None:
+        """Add what other processes have seen; all of them call this."""
+        if processes.size == 1 or not self.layers:
+            return
+        counts = processes.numbers(*(self._tokens.get(id(layer), 0) for layer in self.layers))
+        tokens = [int(sum(column)) for column in zip(*counts, strict=True)]
+        sums = [
+            self._sums.get(id(layer), torch.zeros(layer.columns)).to(processes.device)
+            for layer in self.layers
+        ]
+        sums = list(processes.sum_(torch.cat(sums)).split([len(part) for part in sums]))
+        for layer, total, count in zip(self.layers, sums, tokens, strict=True):
+            if count:
+                self._sums[id(layer)], self._tokens[id(layer)] = total, count
 
     def note(self, layer: Layer, x: Tensor, key: Hashable) -> None:  # noqa: ARG002
         """Add the tokens of an input."""

@@ -1,5 +1,6 @@
 """The command line: LightningCLI (`predict` prunes, `test` gives perplexity), and what it lacks."""
 
+import gc
 import inspect
 import signal
 import sys
@@ -27,6 +28,7 @@ _USER_ERRORS: tuple[Any, ...] = (
 )
 
 
+_BY_SIGNALS = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 _OF_LIGHTNING = ("predict", "test", "validate", "fit")
 
 # Each is `main` of a module of this package, loaded when it is asked for.
@@ -50,8 +52,10 @@ def main(args: list[str] | None = None) -> None:
         else:
             _run_lightning(args)
     except SystemExit as end:
-        if end.code is None and type(end).__name__ == "SIGTERMException":  # of Lightning's loops
-            raise SystemExit(128 + signal.SIGTERM) from end
+        if type(end).__name__ == "SIGTERMException":  # of Lightning's loops
+            end.code = 128 + signal.SIGTERM
+        if args is None and end.code in _BY_SIGNALS:
+            gc.freeze()  # Python's last search for garbage may take longer than schedulers wait
         raise
     except Exception as error:
         message = _user_error(error)

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from mrp_lightning.errors import DataError, OptionError
+from mrp_lightning.loop.shares import one_share_each
 from mrp_lightning.models.loading import load_tokenizer
 from mrp_lightning.models.positions import longest_sequence
 from mrp_lightning.text.prefix import Windows, after, frame
@@ -321,8 +322,11 @@ class TextDataModule(LightningDataModule):
         return self._own.documents(split)
 
     def _loader(self, windows: Any, shuffle: bool = False) -> DataLoader[Any]:
-        order = torch.Generator().manual_seed(self.seed) if shuffle else None
-        return DataLoader(windows, batch_size=self.batch_size, shuffle=shuffle, generator=order)
+        if shuffle:
+            order = torch.Generator().manual_seed(self.seed)
+            return DataLoader(windows, batch_size=self.batch_size, shuffle=True, generator=order)
+        share = one_share_each(windows, self.trainer)
+        return DataLoader(windows, batch_size=self.batch_size, sampler=share)
 
 
 def _paths(files: Sequence[str] | str | None) -> tuple[Path, ...]:

@@ -15,6 +15,7 @@ from mrp_lightning.environment import versions
 from mrp_lightning.loop.capture import Step
 from mrp_lightning.loop.contents import checkpoint_root
 from mrp_lightning.loop.streaming import streamed_blocks
+from mrp_lightning.processes import Processes
 from mrp_lightning.pruning.manifest import Fingerprint, digest
 
 _WITHOUT_A_SAY = ("offload",)
@@ -25,7 +26,11 @@ _LIBRARIES = ("mrp_lightning", "torch", "transformers", "cuda")
 
 
 def fingerprint(
-    trainer: Trainer, module: LightningModule, steps: Sequence[Step], config: Mapping[str, Any]
+    trainer: Trainer,
+    module: LightningModule,
+    steps: Sequence[Step],
+    config: Mapping[str, Any],
+    processes: Processes,
 ) -> Fingerprint:
     """Say what decides the result: settings, weights, calibration data, libraries, device.
 
@@ -34,13 +39,15 @@ def fingerprint(
     Args:
         trainer: The trainer that prunes.
         module: Its module, which is still dense.
-        steps: The calibration batches.
+        steps: The calibration batches of this process.
         config: The arguments of the pruning.
+        processes: The processes that share the calibration batches; all call this.
     """
     model = checkpoint_root(module)[1]
     settings = {name: value for name, value in config.items() if name not in _WITHOUT_A_SAY}
     here, streamed = versions(), streamed_blocks(module)
     held = chain(module.named_parameters(), module.named_buffers())
+    data = processes.all(digest(_leaves(list(steps))))
     return {
         **settings,
         "precision": str(trainer.precision),
@@ -49,7 +56,7 @@ def fingerprint(
         "configuration of the model": _configuration(model),
         "streaming": streamed is not None,
         "weights of the model": digest(held if streamed is None else streamed.named_tensors()),
-        "calibration data": digest(_leaves(list(steps))),
+        "calibration data": data[0] if len(data) == 1 else digest((x, _NOTHING) for x in data),
         **{f"version of {name}": here[name] for name in _LIBRARIES if name in here},
     }
 

@@ -12,11 +12,13 @@ from mrp_lightning.calibration.memory import peak_memory
 from mrp_lightning.loop.capture import Step
 from mrp_lightning.loop.progress import PlainLog, Seldom, nested_progress
 from mrp_lightning.loop.streaming import streamed_blocks
+from mrp_lightning.processes import Processes
 from mrp_lightning.pruning.extensions import Extensions
 from mrp_lightning.pruning.journal import Journal
 from mrp_lightning.pruning.report import PruningReport
 from mrp_lightning.pruning.rows import LayerReport
 from mrp_lightning.pruning.sequential import Progress, SequentialPruner
+from mrp_lightning.pruning.shared_journal import SharedJournal
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.plan import Plan
 
@@ -31,21 +33,23 @@ def prune_in_trainer(
     recipe: Recipe,
     report: PruningReport,
     extensions: Extensions,
+    processes: Processes,
     *,
     true_sequential: bool,
     offload: bool,
-    journal: Journal | None = None,
+    journal: Journal | SharedJournal | None = None,
 ) -> None:
     """Prune the trainer's module in place; progress and metrics go to its bar and loggers.
 
     Args:
         trainer: At the end of its predict loop, with the module on its device.
         module: The LightningModule to prune.
-        steps: The calibration batches, with all that `predict_step` takes.
+        steps: The calibration batches of this process, with all that `predict_step` takes.
         plan: The blocks and layers to prune.
         recipe: How layers are pruned.
         report: The report, which is filled while layers are pruned.
         extensions: What is done beside pruning each layer by itself.
+        processes: The processes of the trainer, each with its steps.
         true_sequential: Whether the layers of a block are pruned one after another.
         offload: Whether blocks and activations stay on the CPU until they are needed.
         journal: Keeps what is done to each block, and knows what is done already.
@@ -94,6 +98,7 @@ def prune_in_trainer(
             offload=offload,
             streamed=streamed_blocks(module),
             extensions=extensions,
+            processes=processes,
             journal=journal,
             say=rank_zero_info,
             on_progress=follow,

@@ -9,25 +9,28 @@ from mrp_lightning.calibration.padding import token_ids
 from mrp_lightning.environment import command
 from mrp_lightning.loop.capture import Step
 from mrp_lightning.loop.data_module import TextDataModule
+from mrp_lightning.processes import Processes
 
 
-def provenance(trainer: Trainer, steps: Sequence[Step]) -> dict[str, Any]:
+def provenance(trainer: Trainer, steps: Sequence[Step], processes: Processes) -> dict[str, Any]:
     """Say what a report cannot know by itself.
 
     Args:
         trainer: The trainer whose `predict` gives the data.
-        steps: All calibration batches.
+        steps: The calibration batches of this process.
+        processes: The processes that share the calibration batches; all call this.
 
     Returns:
         The `command`, `None` where there is none; and the calibration `data`: `samples` and
         `sequence_length` (the longest) of token ids, `source`, `seed` and `bos` of a
         `TextDataModule`, each `None` where it is not known.
     """
-    ids = [found for step in steps if (found := token_ids(step.batch)) is not None]
+    mine = [list(ids.shape) for step in steps if (ids := token_ids(step.batch)) is not None]
+    shapes = [shape for theirs in processes.all(mine) for shape in theirs]
     data: dict[str, Any] = {
         "source": None,
-        "samples": sum(map(len, ids)) or None,
-        "sequence_length": max((batch.shape[1] for batch in ids), default=None),
+        "samples": sum(samples for samples, _ in shapes) or None,
+        "sequence_length": max((length for _, length in shapes), default=None),
         "seed": None,
         "bos": None,
     }

@@ -21,7 +21,8 @@ class Trainer(pl.Trainer):
     """A `lightning.pytorch.Trainer` whose `predict` takes callbacks and plain models.
 
     Args:
-        devices: The number of accelerators, or which ones. Pruning uses one.
+        devices: The number of accelerators, or which ones. With `strategy="ddp"` pruning shares
+            its work out over several; see docs/processes.md.
         callbacks: One callback or several, for all that the trainer runs.
         **kwargs: The other arguments of `lightning.pytorch.Trainer`.
 

@@ -11,6 +11,7 @@ from mrp_lightning.calibration.norms import InputNorms
 from mrp_lightning.calibration.padding import Padding
 from mrp_lightning.calibration.walks import Walk
 from mrp_lightning.errors import OptionError
+from mrp_lightning.processes import ALONE, Processes
 from mrp_lightning.solver.patterns import Pattern, SemiStructured, Unstructured
 from mrp_lightning.targets.layers import Expert, Layer
 
@@ -59,6 +60,7 @@ def measure_blocks(
     padding: Padding,
     brought: Callable[[nn.Module], AbstractContextManager[None]],
     tell: Callable[[str], None],
+    processes: Processes = ALONE,
 ) -> dict[str, Measure]:
     """Measure all blocks in one pass over the calibration data.
 
@@ -68,6 +70,7 @@ def measure_blocks(
         padding: What tells tokens from padding.
         brought: Keeps a block on the device while it runs.
         tell: Called with what is being done.
+        processes: The processes that share the calibration data.
 
     Returns:
         The measure of each block, by name, but those of which no layer is run.
@@ -82,6 +85,7 @@ def measure_blocks(
                 walk.step(k, i)
                 norms.end_batch()
                 tell(f"{block.name}, norms {i + 1}/{len(walk.batches)}")
+            norms.sum_over(processes)
             medians = [_median(layer, norms.of(layer)) for layer in mine]
         walk.leave(k)
         # Experts that saw no tokens are pruned by what the others saw.

@@ -11,6 +11,7 @@ from mrp_lightning.calibration.experts import blend, portions
 from mrp_lightning.calibration.hessians import Calibration, InputGroup, InputsDiffer
 from mrp_lightning.calibration.padding import Padding
 from mrp_lightning.calibration.walks import Walk
+from mrp_lightning.processes import ALONE, Processes
 from mrp_lightning.pruning.prune_layer import Aim, prune_layer
 from mrp_lightning.pruning.report import PruningReport
 from mrp_lightning.pruning.rows import LayerReport
@@ -40,6 +41,7 @@ class BlockPruner:
         target_weight: α, from 0 (each layer aims at its own outputs) to 1 (at those that it has in
             the dense model).
         patterns: The patterns of layers, by name, that are not the recipe's.
+        processes: The processes that share the batches and the rows of the layers.
     """
 
     walk: Walk
@@ -52,6 +54,7 @@ class BlockPruner:
     dense: DenseStream | None = None
     target_weight: float = 0.0
     patterns: Mapping[str, Pattern] = field(default_factory=dict)
+    processes: Processes = ALONE
 
     def prune(self, layers: list[Layer]) -> list[LayerReport]:
         """Calibrate and prune layers of the block, all from one pass or stage by stage.
@@ -74,21 +77,29 @@ class BlockPruner:
         if not layers or not self.true_sequential:
             return [layers] if layers else []
         order = Calibration(layers, self.padding)
-        with order.hooked():
-            self.walk.output(self.k, 0)
+        mine = None
+        if self.walk.batches:
+            with order.hooked():
+                self.walk.output(self.k, 0)
+            place = {id(layer): i for i, layer in enumerate(layers)}
+            mine = [[place[id(layer)] for layer in group.layers] for group in order.groups]
+        # What the first process sees that has a batch holds for all.
+        groups = next(found for found in self.processes.all(mine) if found is not None)
         stages: dict[Hashable, list[Layer]] = {}
-        for group in order.groups:
-            first = group.layers[0]
+        for n, group in enumerate(groups):
+            first = layers[group[0]]
             # Experts stand side by side, also those that this batch does not reach.
-            key = first.siblings if isinstance(first, Expert) else id(group)
-            stages.setdefault(key, []).extend(group.layers)
-        for layer in order.not_called:
-            key = layer.siblings if isinstance(layer, Expert) else None
-            stages.setdefault(key, []).append(layer)
+            key = first.siblings if isinstance(first, Expert) else n
+            stages.setdefault(key, []).extend(layers[i] for i in group)
+        called = {i for group in groups for i in group}
+        for i, layer in enumerate(layers):
+            if i not in called:
+                key = layer.siblings if isinstance(layer, Expert) else None
+                stages.setdefault(key, []).append(layer)
         return list(stages.values())
 
     def _calibrate(self, layers: list[Layer], pooled: list[Expert]) -> Calibration:
-        """Collect the Hessians of layers in one pass over all batches."""
+        """Collect the Hessians of layers in one pass over the batches of all processes."""
         name = self.walk.blocks[self.k].name or "model"
         batches = len(self.walk.batches)
         dense = self.dense if self.target_weight else None
@@ -96,6 +107,7 @@ class BlockPruner:
             calibration = Calibration(
                 layers, self.padding, share=share, pooled=pooled, paired=dense is not None
             )
+            differ = False
             try:
                 with calibration.hooked():
                     for i in range(batches):
@@ -105,6 +117,10 @@ class BlockPruner:
                         self.walk.output(self.k, i)
                         calibration.end_batch()
                         self.tell(f"{name}, inputs {i + 1}/{batches}")
+            except InputsDiffer:
+                differ = True
+            try:
+                calibration.sum_over(self.processes, differ=differ)
                 return calibration
             except InputsDiffer:
                 assert share
@@ -186,6 +202,7 @@ class BlockPruner:
             shared,
             aim,
             tell=lambda where: self.tell(f"{layer.name}, {where}"),
+            processes=self.processes,
         )
         self.report.layers.append(row)
         log.info("%s: relative loss %.4g, %.1f s", row.name, row.relative_loss, row.seconds)

@@ -8,6 +8,7 @@ from torch import nn
 
 from mrp_lightning.calibration.padding import Padding
 from mrp_lightning.calibration.walks import Walk
+from mrp_lightning.processes import ALONE, Processes
 from mrp_lightning.pruning.allocation import Measure
 from mrp_lightning.pruning.block import BlockPruner
 from mrp_lightning.pruning.report import PruningReport
@@ -22,6 +23,7 @@ def losses_of_blocks(
     brought: Callable[[nn.Module], AbstractContextManager[None]],
     tell: Callable[[str], None],
     recipe: Recipe,
+    processes: Processes = ALONE,
 ) -> dict[str, Measure]:
     """Prune each block, put its weights back, and go on with the dense model's outputs.
 
@@ -32,6 +34,7 @@ def losses_of_blocks(
         brought: Keeps a block on the device while it runs.
         tell: Called with what is being done.
         recipe: How they are pruned.
+        processes: The processes that share the batches and the rows of the layers.
 
     Returns:
         The mean relative loss of each block's layers, by its name, but those of which no layer is
@@ -49,6 +52,7 @@ def losses_of_blocks(
             padding=padding,
             report=PruningReport({}),
             tell=lambda task: tell(f"dry run, {task}"),
+            processes=processes,
         )
         with brought(block.module):
             with _put_back(mine):

@@ -99,7 +99,8 @@ class Journal:
     def __init__(self, path: Path, manifest: Manifest, lock: FileLock) -> None:
         self.path, self.manifest, self._lock = path, manifest, lock
         self._damaged: set[int] = set()
-        self._start = time.monotonic()  # less what the run took before
+        # Less what the run took before.
+        self._start, self._cpu_start = time.monotonic(), time.process_time()
 
     @classmethod
     def open(
@@ -178,6 +179,7 @@ class Journal:
             move_durably(partial, file)
             self._keep(step, shard)
             self.manifest.seconds = time.monotonic() - self._start
+            self.manifest.cpu_seconds = time.process_time() - self._cpu_start
             self.manifest.save(self.path)
         except (OSError, SafetensorError) as error:
             with suppress(OSError):
@@ -227,6 +229,7 @@ class Journal:
         before.about = self.manifest.about
         self.manifest = before
         self._start -= before.seconds
+        self._cpu_start -= before.cpu_seconds
         for step, shard in before.shards.items():
             file = self.path / shard.file
             if not file.is_file() or _sha256(file) != shard.sha256:

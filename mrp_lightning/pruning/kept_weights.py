@@ -31,6 +31,11 @@ class KeptWeights:
             master.grad = torch.zeros_like(master)
         self._best = [p.detach().clone() for p in self.parameters]
 
+    @property
+    def gradients(self) -> list[Tensor]:
+        """The gradients of the masters so far."""
+        return [master.grad for master in self.masters if master.grad is not None]
+
     def add(self, gradients: Sequence[Tensor | None]) -> None:
         """Add gradients of the parameters to those of their masters."""
         for master, gradient, fixed in zip(self.masters, gradients, self._fixed, strict=True):

@@ -43,6 +43,7 @@ class Manifest:
         fingerprint: What decides the result of the run.
         about: What the report says of the run beside its layers, and how much there is to do.
         seconds: How long the run took so far.
+        cpu_seconds: The CPU time that it took, in all threads.
         allocation: The sparsity of blocks and of layers, by name, once they are allocated.
         shards: The shards that are written, by the number of their step.
     """
@@ -50,6 +51,7 @@ class Manifest:
     fingerprint: Fingerprint
     about: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
     allocation: dict[str, dict[str, float]] = field(default_factory=dict)
     shards: dict[int, Shard] = field(default_factory=dict)
 

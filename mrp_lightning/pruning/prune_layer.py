@@ -1,6 +1,7 @@
 """Pruning one layer of a model: solve, measure, write."""
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mrp_lightning.processes import ALONE, Processes
 from mrp_lightning.pruning.rows import LayerReport
 from mrp_lightning.solver.input_hessian import InputHessian
 from mrp_lightning.solver.loss import output_energy
@@ -51,6 +53,7 @@ def prune_layer(
     shared: float | None = None,
     aim: Aim | None = None,
     tell: Callable[[str], None] = lambda _: None,
+    processes: Processes = ALONE,
 ) -> LayerReport:
     """Prune a layer in place, in one copy at the end.
 
@@ -62,6 +65,7 @@ def prune_layer(
         shared: The part of the Hessian, from 0 to 1, that is that of all experts.
         aim: What is aimed at in place of the layer's own outputs, where that is asked for.
         tell: Called with where the solution is, in words.
+        processes: The processes that share the rows; all of them prune the layer.
 
     Returns:
         What was done.
@@ -73,10 +77,12 @@ def prune_layer(
     already = recipe.pattern.holds(weight == 0)
     if already:
         log.info("%s already has the pattern %s", layer.name, recipe.pattern)
+    mine = weight[processes.share(len(weight))]
     with _measure(weight.device) as used:
-        target = None if aim is None else aim.target(weight, inputs, recipe)
-        solution = prune(weight, inputs, recipe, tell, target=target)
-    energy = output_energy(weight, inputs.hessian)
+        target = None if aim is None else aim.target(mine, inputs, recipe)
+        solution = prune(weight, inputs, recipe, tell, target=target, processes=processes)
+    energies = processes.numbers(output_energy(mine, inputs.hessian))
+    energy = math.fsum(found for (found,) in energies)
     layer.write_(solution.weight)
     return LayerReport(
         name=layer.name,

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from mrp_lightning.calibration.offload import CPU, Offload, Pinned
 from mrp_lightning.calibration.padding import Padding
 from mrp_lightning.calibration.walks import Rerun, Walk, WholeModel
 from mrp_lightning.errors import TargetError
+from mrp_lightning.processes import ALONE, Processes
 from mrp_lightning.pruning.allocation import (
     allocate,
     allocate_by_loss,
@@ -28,6 +29,7 @@ from mrp_lightning.pruning.extensions import Extensions
 from mrp_lightning.pruning.journal import BlockRecord, Journal
 from mrp_lightning.pruning.report import PruningReport
 from mrp_lightning.pruning.rows import BlockReport, LayerReport
+from mrp_lightning.pruning.shared_journal import SharedJournal
 from mrp_lightning.pruning.tuning import BlockTuner
 from mrp_lightning.solver.patterns import Pattern, Unstructured
 from mrp_lightning.solver.recipe import Recipe
@@ -67,7 +69,7 @@ class SequentialPruner:
     Args:
         model: The module whose forward `forward` runs.
         forward: Runs that forward on one batch.
-        batches: The calibration batches: anything that `forward` takes.
+        batches: The calibration batches of this process: anything that `forward` takes.
         plan: The blocks and layers to prune.
         recipe: How layers are pruned.
         report: The report, which is filled while layers are pruned.
@@ -79,6 +81,8 @@ class SequentialPruner:
         streamed: The blocks that stay in files until they are needed; then the journal is a
             `StreamedJournal`.
         extensions: What is done beside pruning each layer by itself.
+        processes: The processes that prune the model together. All of them prune it, each with
+            batches of its own, and end with the same weights.
         journal: Keeps what is done to each block; what it holds is not done again, and the result
             has the same bits.
         on_progress: Called often, for a progress bar.
@@ -99,7 +103,8 @@ class SequentialPruner:
     offload: bool = False
     streamed: "StreamedBlocks | None" = None
     extensions: Extensions = field(default_factory=Extensions)
-    journal: Journal | None = None
+    processes: Processes = ALONE
+    journal: Journal | SharedJournal | None = None
     say: Callable[[str], None] = log.info
     on_progress: Callable[[Progress], None] = lambda *_: None
     on_block: Callable[[int, list[LayerReport], bool], None] = lambda *_: None
@@ -118,7 +123,9 @@ class SequentialPruner:
             SaveError: The journal cannot be written.
         """
         start, cpu_start, peak_before = time.perf_counter(), time.process_time(), peak_rss()
-        before = 0.0 if self.journal is None else self.journal.manifest.seconds
+        if self.journal is not None:
+            start -= self.journal.manifest.seconds
+            cpu_start -= self.journal.manifest.cpu_seconds
         self.report.model_weights = sum(p.numel() for p in self.model.parameters())
         padding = Padding(self.model)
         here = self.offload and self.streamed is None
@@ -137,12 +144,11 @@ class SequentialPruner:
             if not self.report.pruned:
                 reasons = "\n".join(f"  {row.name}: {row.skipped}" for row in self.report.layers)
                 raise TargetError(f"Pruned nothing. Every layer was left out:\n{reasons}")
-            _warn_of_unmatched(padding)
+            _warn_of_unmatched(self.processes.all(padding.unmatched))
             self.report.complete = True
         finally:
-            self.report.seconds = before + time.perf_counter() - start
-            if not before:  # the journal does not know what the first part took
-                self.report.cpu_seconds = time.process_time() - cpu_start
+            self.report.seconds = time.perf_counter() - start
+            self.report.cpu_seconds = time.process_time() - cpu_start
             peak = peak_rss()
             self.report.peak_rss = peak if peak != peak_before else None
 
@@ -152,7 +158,13 @@ class SequentialPruner:
             self._refuse_what_needs_blocks()
             return
         layers, store = self.plan.layers, CPU if self.offload else None
-        walk = choose_walk(self._forward_with(padding), self.batches, self.plan.blocks, store=store)
+        walk = choose_walk(
+            self._forward_with(padding),
+            self.batches,
+            self.plan.blocks,
+            store=store,
+            processes=self.processes,
+        )
         self.report.config["walk"] = walk.name
         dense, tuning = None, self.extensions.tuning
         if self.extensions.target_weight or tuning:
@@ -160,9 +172,9 @@ class SequentialPruner:
             dense = DenseStream(walk, keeps_outputs=tuning is not None)
         tuner = self._tuner(walk, dense, padding, pinned)
         sparsities, patterns = self._allocate(walk, padding, pinned)
+        journal = self.journal or ()
         waiting = [k for k, block in enumerate(walk.blocks) if layers[block.name]]
         last = max(waiting, default=-1)
-        ahead = max((k for k in waiting if k not in (self.journal or ())), default=-1)
         for k, block in enumerate(walk.blocks[: last + 1]):
             mine, first = layers[block.name], len(self.report.layers)
             with pinned(block.module):
@@ -172,7 +184,9 @@ class SequentialPruner:
                     refuse_not_finite(mine if self.streamed is not None else [])
                     pruner.prune(mine)
                 rows = self.report.pruned_since(first)
-                if dense is not None and (k < ahead or (tuner and not resumed)):
+                # A block that is pruned again may come out otherwise, and void those after it.
+                later = [j for j in waiting if j > k and (not resumed or j not in journal)]
+                if dense is not None and (later or (tuner and not resumed)):
                     for i in dense.advance(k):
                         pruner.tell(f"{block.name}, dense outputs {i + 1}/{len(self.batches)}")
                 if not resumed:
@@ -183,7 +197,7 @@ class SequentialPruner:
                         done = tuner.tune(k, tuned, done, pruner.tell)
                     has_row = tuner is not None or bool(sparsities)
                     self._keep(k, block.name, mine, first, done if has_row else None)
-                if k < ahead:
+                if later:
                     for i in walk.advance(k):
                         pruner.tell(f"{block.name}, outputs {i + 1}/{len(self.batches)}")
             self.on_block(k, rows, resumed)
@@ -234,7 +248,9 @@ class SequentialPruner:
         tuning = self.extensions.tuning
         if tuning is None or dense is None:
             return None
-        tuner = BlockTuner(self.model, walk, dense, padding, tuning, say=self.say)
+        tuner = BlockTuner(
+            self.model, walk, dense, padding, tuning, say=self.say, processes=self.processes
+        )
         with pinned(walk.blocks[0].module):
             tuner.check(self.plan.layers)
         return tuner
@@ -251,9 +267,10 @@ class SequentialPruner:
             return known["blocks"], patterns
         given = walk.twin(), self.plan.layers, padding, pinned, self._teller(0)
         if self.extensions.allocation == "loss":
-            measures, rule = losses_of_blocks(*given, self.recipe), allocate_by_loss
+            measures = losses_of_blocks(*given, self.recipe, self.processes)
+            rule = allocate_by_loss
         else:
-            measures, rule = measure_blocks(*given), allocate
+            measures, rule = measure_blocks(*given, self.processes), allocate
         if not measures:
             return {}, {}
         sparsities = rule(self.recipe.pattern.sparsity, measures)
@@ -306,6 +323,7 @@ class SequentialPruner:
             dense=dense,
             target_weight=self.extensions.target_weight,
             patterns=patterns or {},
+            processes=self.processes,
         )
 
     def _teller(self, step: int) -> Callable[[str], None]:
@@ -318,14 +336,14 @@ class SequentialPruner:
         return tell
 
 
-def _warn_of_unmatched(padding: Padding) -> None:
-    if padding.unmatched:
+def _warn_of_unmatched(found: Iterable[Mapping[str, tuple[Any, Any]]]) -> None:
+    unmatched = {name: shapes for each in found for name, shapes in each.items()}
+    if unmatched:
         log.warning(
             "Some batches have padding, and the inputs of these layers do not match the "
             "attention mask around them, so all of their rows counted. If rows of theirs are "
             "padding (experts, and not an image tower), calibrate without padding:\n%s",
             "\n".join(
-                f"  {name}: input {shape}, mask {mask}"
-                for name, (shape, mask) in padding.unmatched.items()
+                f"  {name}: input {shape}, mask {mask}" for name, (shape, mask) in unmatched.items()
             ),
         )

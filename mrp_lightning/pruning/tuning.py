@@ -3,7 +3,7 @@
 import math
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from mrp_lightning.calibration.padding import Padding
 from mrp_lightning.calibration.walks import Walk, hidden_of
 from mrp_lightning.environment import is_out_of_memory
 from mrp_lightning.errors import DataError, OptionError, TargetError
+from mrp_lightning.processes import ALONE, Processes
 from mrp_lightning.pruning.kept_weights import KeptWeights, only_these_train
 from mrp_lightning.pruning.rows import BlockReport
 from mrp_lightning.targets.layers import Layer
@@ -37,7 +38,8 @@ class BlockTuning:
     Args:
         epochs: How often the calibration windows are gone through, ≥ 1.
         learning_rate: The rate of the first step, > 0.
-        batch_size: The number of windows a step, ≥ 1; whole batches of the calibration data.
+        batch_size: The number of windows a step, ≥ 1; whole batches of the calibration data, and
+            where there are several processes, at least one of each.
         held_out: The fraction of the windows, in (0, 1), that is held out: the last ones, at least
             one.
 
@@ -89,6 +91,7 @@ class BlockTuner:
         padding: What tells tokens from padding, which counts nowhere.
         tuning: How it is done.
         say: Called with what a user should be told.
+        processes: The processes that share the windows. A step takes some of each.
     """
 
     def __init__(
@@ -100,9 +103,10 @@ class BlockTuner:
         tuning: BlockTuning,
         *,
         say: Callable[[str], None],
+        processes: Processes = ALONE,
     ) -> None:
         self.model, self.walk, self.dense, self.padding = model, walk, dense, padding
-        self.tuning, self.say = tuning, say
+        self.tuning, self.say, self.processes = tuning, say, processes
         self._num_blocks: int | None = None  # until the time is estimated
 
     def check(self, layers: Mapping[str, Sequence[Layer]]) -> None:
@@ -129,10 +133,14 @@ class BlockTuner:
             )
         block = self.walk.blocks[0]
         parameters = [p for p in block.module.parameters() if p.is_floating_point()]
-        with only_these_train(self.model, parameters):
-            hidden = self._outputs(0, 0)
-            self._gradients(hidden.float().square().sum(), parameters, block.name)
-        if len(self.walk.batches) == 1 and len(hidden) < 2:
+        windows = 0
+        if self.walk.batches:
+            with only_these_train(self.model, parameters):
+                hidden = self._outputs(0, 0)
+                self._gradients(hidden.float().square().sum(), parameters, block.name)
+            # Of the other batches it is enough that they are some.
+            windows = len(hidden) + len(self.walk.batches) - 1
+        if sum(found for (found,) in self.processes.numbers(windows)) < 2:
             raise DataError(
                 "`tuning` holds out some of the calibration windows: expected at least 2, got 1. "
                 "Give it more data, or leave `tuning` out."
@@ -154,16 +162,15 @@ class BlockTuner:
         """
         start, name = time.perf_counter(), self.walk.blocks[k].name
         trained, held_out = self._split()
-        if not layers or not trained:
+        if not layers or not (steps := self.tuning.epochs * len(self._steps(trained))):
             return report
         weights = KeptWeights(layers)
-        steps = self.tuning.epochs * len(list(self._steps(trained)))
         optimizer = torch.optim.Adam(weights.masters, lr=self.tuning.learning_rate)
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         with only_these_train(self.model, weights.parameters), weights.best_at_the_end():
             before, energy = self._held_out(k, held_out)
-            scale = energy / sum(map(_count, held_out)) * self.tuning.batch_size or 1.0
+            scale = energy * self.tuning.batch_size or 1.0
             best, best_epoch, done = before, 0, 0
             for epoch in range(1, self.tuning.epochs + 1):
                 order = torch.randperm(len(trained), generator=generator).tolist()
@@ -171,6 +178,8 @@ class BlockTuner:
                     for part in parts:
                         loss = self._errors(k, part)[0] / scale
                         weights.add(self._gradients(loss, weights.parameters, name))
+                    for gradient in weights.gradients:
+                        self.processes.sum_(gradient)
                     optimizer.step()
                     schedule.step()
                     weights.write()
@@ -182,6 +191,9 @@ class BlockTuner:
                 if error < best:
                     best, best_epoch = error, epoch
                     weights.keep()
+        with torch.no_grad():
+            for parameter in weights.parameters:
+                self.processes.like_first_(parameter)
         return replace(
             report,
             error_before=before,
@@ -193,7 +205,11 @@ class BlockTuner:
     def _split(self) -> tuple[list[Part], list[Part]]:
         """The windows to train on, and the last ones, which are held out."""
         sizes = [0 if hidden is None else len(hidden) for hidden in self.dense.outputs]
-        rest = sum(sizes) - max(1, round(sum(sizes) * self.tuning.held_out))
+        counts = [int(count) for (count,) in self.processes.numbers(sum(sizes))]
+        # Processes take windows in turn, so these are the last ones of the data.
+        windows = sorted((n, rank) for rank, count in enumerate(counts) for n in range(count))
+        last = windows[-max(1, round(len(windows) * self.tuning.held_out)) :]
+        rest = sum(sizes) - sum(rank == self.processes.rank for _, rank in last)
         trained, held_out = [], []
         for i, size in enumerate(sizes):
             mine = min(max(rest, 0), size)
@@ -202,23 +218,26 @@ class BlockTuner:
             held_out += [Part(i, slice(mine, size))] if mine < size else []
         return trained, held_out
 
-    def _steps(self, parts: Sequence[Part]) -> Iterator[list[Part]]:
-        """Group parts until they make up a step."""
-        step: list[Part] = []
+    def _steps(self, parts: Sequence[Part]) -> list[list[Part]]:
+        """Group parts into steps, as many in all processes; the last ones may be empty."""
+        steps: list[list[Part]] = [[]]
         for part in parts:
-            step.append(part)
-            if sum(map(_count, step)) >= self.tuning.batch_size:
-                yield step
-                step = []
-        if step:
-            yield step
+            steps[-1].append(part)
+            if sum(map(_count, steps[-1])) >= self.tuning.batch_size / self.processes.size:
+                steps.append([])
+        if not steps[-1]:
+            steps.pop()
+        most = max(count for (count,) in self.processes.numbers(len(steps)))
+        return steps + [[] for _ in range(int(most) - len(steps))]
 
     def _held_out(self, k: int, parts: Sequence[Part]) -> tuple[float, float]:
-        """‖y − y_d‖² / ‖y_d‖² over the held-out windows, and ‖y_d‖²."""
+        """‖y − y_d‖² / ‖y_d‖² over the held-out windows, and ‖y_d‖² of a window."""
         with torch.no_grad():
-            sums = [self._errors(k, part) for part in parts]
-        error, energy = (math.fsum(map(float, values)) for values in zip(*sums, strict=True))
-        return error / energy if energy else 0.0, energy
+            sums = [(*map(float, self._errors(k, part)), _count(part)) for part in parts]
+        mine = map(math.fsum, zip(*sums, strict=True)) if sums else (0.0, 0.0, 0.0)
+        everywhere = zip(*self.processes.numbers(*mine), strict=True)
+        error, energy, windows = map(math.fsum, everywhere)
+        return error / energy if energy else 0.0, energy / windows
 
     def _errors(self, k: int, part: Part) -> tuple[Tensor, Tensor]:
         """‖y − y_d‖² and ‖y_d‖² over the tokens of some windows."""

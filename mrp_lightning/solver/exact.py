@@ -79,8 +79,8 @@ class ExactCompensation:
             before = 0
         else:
             pruned, x, gradient, before = _block_by_block(problem, choose)
-        iterations, gap = _solve(problem, x, gradient, pruned, self.tolerance, given)
-        return Compensated(x.to(given), pruned, before + iterations, gap)
+        iterations, gap = _solve(problem, x, gradient, pruned, self.tolerance, given, before)
+        return Compensated(x.to(given), pruned, iterations, gap)
 
 
 def _block_by_block(problem: Problem, choose: Chooser) -> tuple[Tensor, Tensor, Tensor, int]:
@@ -184,10 +184,12 @@ def _solve(
     pruned: Tensor,
     tolerance: float,
     given: torch.dtype,
+    before: int,
 ) -> tuple[int, float]:
     """Bring x to the optimum in place: iterations and the certified relative gap.
 
-    The gap is that of x rounded to the `given` dtype.
+    The gap is that of x rounded to the `given` dtype, over the rows of all processes; the
+    iterations include those `before`, and are the most that any process took.
     """
     damped, label = problem.damped, problem.inputs.label
 
@@ -204,7 +206,10 @@ def _solve(
         x[rows] = system.x.to(x.dtype)
         return steps, system.bound, system.loss
 
-    found = by_rows(solve, *x.shape)
+    mine = by_rows(solve, *x.shape)
+    most = before + max((steps for steps, _, _ in mine), default=0)
+    bound, loss = sum(bound for _, bound, _ in mine), sum(loss for _, _, loss in mine)
+    found = problem.processes.numbers(most, bound, loss)
     gap = relative(sum(bound for _, bound, _ in found), sum(loss for _, _, loss in found))
     if not math.isfinite(gap):
         raise HessianError(
@@ -219,7 +224,7 @@ def _solve(
             NumericalWarning,
             stacklevel=2,
         )
-    return max((steps for steps, _, _ in found), default=0), gap
+    return int(max(steps for steps, _, _ in found)), gap
 
 
 def _last_columns_of_inverse(factor: Tensor, width: int) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from mrp_lightning.errors import HessianError, OptionError
+from mrp_lightning.processes import Processes
 from mrp_lightning.solver.precision import bfloat16_factors, full_float32
 from mrp_lightning.solver.ranges import split_range
 
@@ -94,6 +95,19 @@ class HessianAccumulator:
                 else:
                     self._sum.add_(other._sum.to(self._sum.device))
             self.num_tokens += other.num_tokens
+
+    def sum_over(self, processes: Processes, num_tokens: int) -> None:
+        """Add what the accumulators of other processes have seen of the same input; all call it.
+
+        Args:
+            processes: The processes, each with an accumulator of the same number of columns.
+            num_tokens: The number of tokens that all of them have seen.
+        """
+        if self._sum is None:
+            size = (self.columns, self.columns)
+            self._sum = torch.zeros(size, dtype=torch.float32, device=processes.device)
+        processes.sum_(self._sum)
+        self.num_tokens = num_tokens
 
     def hessian(self) -> Tensor:
         """Return 2·XᵀX / tokens, undamped: float32 (columns, columns), a new tensor.

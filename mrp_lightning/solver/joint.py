@@ -15,7 +15,6 @@ from torch import Tensor
 
 from mrp_lightning.solver.damping import DampedHessian
 from mrp_lightning.solver.masks import Chooser, InverseBlocks, Mask, chosen
-from mrp_lightning.solver.patterns import Pattern
 from mrp_lightning.solver.problem import Problem
 
 _FIRST_PENALTY = 0.5
@@ -59,7 +58,6 @@ def _joint_mask(problem: Problem, weight: Tensor, damped: DampedHessian) -> Tens
     size is what removing it alone costs without compensation. Each step sets
     b = (wH + ρ(d − u))(H + ρI)⁻¹, d = b + u with the smallest removed, and u = b + u − d.
     """
-    pattern, dead = problem.pattern, problem.inputs.dead
     scale = damped.matrix.diagonal().sqrt()
     matrix = damped.matrix / scale[:, None] / scale
     weight = weight * scale
@@ -69,19 +67,19 @@ def _joint_mask(problem: Problem, weight: Tensor, damped: DampedHessian) -> Tens
     inflation = damped.factor.square().sum(0) * damped.matrix.diagonal()
     penalty = _FIRST_PENALTY / float(inflation.mean())
 
-    pruned = _smallest(weight, pattern, dead)
-    settled, budget = pruned, int(pruned.sum())
+    pruned = _smallest(problem, weight)
+    settled, budget = pruned, problem.total(float(pruned.sum()))
     d = weight * ~pruned
     u, b, right = torch.zeros_like(weight), torch.empty_like(weight), torch.empty_like(weight)
     inverse = _inverse(matrix, penalty)
     for step in range(1, _MOST + 1):
         torch.sub(d, u, out=right).mul_(penalty).add_(pull)
         torch.mm(right, inverse, out=b).add_(u)
-        pruned = _smallest(b, pattern, dead)
+        pruned = _smallest(problem, b)
         torch.mul(b, (~pruned).to(b.dtype), out=d)
         torch.sub(b, d, out=u)
         if step % _STEPS == 0:
-            changed = int((pruned ^ settled).sum())
+            changed = problem.total(float((pruned ^ settled).sum()))
             if step >= _FEWEST and changed <= _AT_REST * budget:
                 break
             settled = pruned
@@ -92,9 +90,9 @@ def _joint_mask(problem: Problem, weight: Tensor, damped: DampedHessian) -> Tens
     return pruned
 
 
-def _smallest(weight: Tensor, pattern: Pattern, dead: Tensor) -> Tensor:
+def _smallest(problem: Problem, weight: Tensor) -> Tensor:
     """Mark the smallest weights, those of dead inputs first: bool, True = removed."""
-    return pattern.select(weight.abs().masked_fill_(dead, -1), 0)
+    return problem.select(weight.abs().masked_fill_(problem.inputs.dead, -1), 0)
 
 
 def _inverse(matrix: Tensor, penalty: float) -> Tensor:

@@ -71,7 +71,7 @@ class Magnitude(Mask):
         """Rank |w|."""
         del inverse_blocks
         scores = problem.weight.abs().masked_fill_(problem.inputs.dead, -1)
-        return chosen(problem.pattern.select(scores, 0))
+        return chosen(problem.select(scores, 0))
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class SingleRemoval(Mask):
         def choose(current: Tensor, start: int) -> Tensor:
             columns = slice(start, start + current.shape[1])
             scores = current.square() / inverse_diagonal[columns]
-            return problem.pattern.select(scores.masked_fill_(dead[columns], -1), start)
+            return problem.select(scores.masked_fill_(dead[columns], -1), start)
 
         return choose
 

@@ -1,19 +1,21 @@
 """What masks and compensations are given: one layer to prune."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from mrp_lightning.processes import Processes
 from mrp_lightning.solver.damping import DampedHessian
 from mrp_lightning.solver.input_hessian import InputHessian
-from mrp_lightning.solver.patterns import Pattern
+from mrp_lightning.solver.patterns import Pattern, Unstructured
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """One layer to prune.
+    """One layer to prune, or the rows of it that are this process's share.
 
     Sought is the x that minimises ½·tr((x − w)(H + λI)(x − w)ᵀ) with the removed weights zero.
 
@@ -24,6 +26,8 @@ class Problem:
         block_size: Number of columns that are chosen together, from 1 to all.
         damping: Fraction of the mean diagonal of H that is added to the diagonal, ≥ 0.
         tell: Called with where the solution is, in words, while it takes long.
+        processes: The processes that share the rows of the layer.
+        rows: The number of rows of the whole layer.
     """
 
     weight: Tensor
@@ -31,7 +35,9 @@ class Problem:
     pattern: Pattern
     block_size: int
     damping: float
-    tell: Callable[[str], None] = lambda _: None
+    tell: Callable[[str], None]
+    processes: Processes
+    rows: int
 
     @property
     def damped(self) -> DampedHessian:
@@ -42,3 +48,25 @@ class Problem:
     def inverse_blocks(self, width: int) -> Tensor:
         """Diagonal blocks of (H + λI)⁻¹: (columns / width, width, width)."""
         return self.damped.inverse_blocks(width)
+
+    def select(self, scores: Tensor, start: int) -> Tensor:
+        """Mark the lowest scores of a block of columns, as the pattern says.
+
+        Unstructured patterns rank the rows of all processes together.
+
+        Args:
+            scores: What each weight is worth, (rows, width), for columns `start` to
+                `start + width`.
+            start: The first column of the block.
+
+        Returns:
+            bool (rows, width), True = removed.
+        """
+        if isinstance(self.pattern, Unstructured):
+            everywhere = self.processes.gather_rows(scores, self.rows)
+            return self.pattern.select(everywhere, start)[self.processes.share(self.rows)]
+        return self.pattern.select(scores, start)
+
+    def total(self, mine: float) -> float:
+        """The sum of what each process found for its rows."""
+        return math.fsum(found for (found,) in self.processes.numbers(mine))

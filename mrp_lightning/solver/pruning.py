@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from mrp_lightning.errors import HessianError, OptionError, PatternError, TargetError
+from mrp_lightning.processes import ALONE, Processes
 from mrp_lightning.solver.input_hessian import InputHessian
 from mrp_lightning.solver.loss import output_energy
 from mrp_lightning.solver.patterns import Pattern
@@ -105,6 +106,7 @@ def prune(
     tell: Callable[[str], None] = lambda _: None,
     *,
     target: Tensor | None = None,
+    processes: Processes = ALONE,
 ) -> Solution:
     """Prune a weight whose Hessian is checked already; see `prune_weight`.
 
@@ -113,8 +115,10 @@ def prune(
         inputs: The Hessian of the layer's inputs, shared by all layers that read them.
         recipe: How to prune.
         tell: Called with where the solution is, in words, while it takes long.
-        target: The weight (rows, columns) that mask and compensation work on in place of the dense
-            one; see `dense_target`. None for the dense weight.
+        target: The weight that mask and compensation work on in place of the dense one, the rows
+            of this process's share; see `dense_target`. None for the dense weight.
+        processes: The processes that share the rows. All of them call this with the same weight
+            and Hessian, and get the same solution.
 
     Raises:
         PatternError: The pattern does not fit the columns.
@@ -124,9 +128,10 @@ def prune(
     """
     _check_weight(weight, inputs, recipe.pattern)
     with torch.inference_mode(False), torch.no_grad(), full_float32(weight.device):
-        weight = weight.detach()
+        rows = len(weight)
+        mine = weight.detach()[processes.share(rows)]
         wide = torch.float64 in (weight.dtype, inputs.dtype)
-        dense = weight.to(torch.float64 if wide else torch.float32)
+        dense = mine.to(torch.float64 if wide else torch.float32)
         problem = Problem(
             weight=dense if target is None else target.to(dense.dtype),
             inputs=inputs,
@@ -134,6 +139,8 @@ def prune(
             block_size=recipe.columns_together(inputs.columns),
             damping=recipe.damping,
             tell=tell,
+            processes=processes,
+            rows=rows,
         )
         result = recipe.method.compensation.apply(problem, recipe.method.mask)
         pruned = result.pruned.contiguous()
@@ -141,11 +148,11 @@ def prune(
         ratio = problem.damped.ratio if recipe.method.needs_inverse else recipe.damping
 
         def loss_against(aim: Tensor) -> float:
-            return output_energy(compensated.to(dense.dtype) - aim, inputs.hessian)
+            return problem.total(output_energy(compensated.to(dense.dtype) - aim, inputs.hessian))
 
         return Solution(
-            weight=compensated,
-            pruned=pruned,
+            weight=processes.gather_rows(compensated, rows),
+            pruned=processes.gather_rows(pruned, rows),
             loss=loss_against(dense),
             damping_used=ratio * inputs.mean_diagonal,
             damping_ratio=ratio,

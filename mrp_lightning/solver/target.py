@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from mrp_lightning.errors import HessianError
+from mrp_lightning.processes import Processes
 from mrp_lightning.solver.damping import DampedHessian
 from mrp_lightning.solver.precision import full_float32
 
@@ -42,6 +43,14 @@ class InputShift:
                 self._sum = torch.zeros(size, dtype=torch.float32, device=given.device)
             self._sum.addmm_(difference.T, given, alpha=2)
             self.num_tokens += len(given)
+
+    def sum_over(self, processes: Processes, num_tokens: int) -> None:
+        """Add what other processes have seen; see `HessianAccumulator.sum_over`."""
+        if self._sum is None:
+            size = (self.columns, self.columns)
+            self._sum = torch.zeros(size, dtype=torch.float32, device=processes.device)
+        processes.sum_(self._sum)
+        self.num_tokens = num_tokens
 
     def matrix(self) -> Tensor:
         """Return 2·(X_d − X̂)ᵀX̂ / tokens, float32 (columns, columns).

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from thread_processes import together
 from torch import Tensor, nn
 
 from mrp_lightning.calibration.hessians import Calibration, InputsDiffer
@@ -67,6 +68,54 @@ def test_a_layer_that_is_called_more_often_than_its_group_is_noticed():
         model.q(torch.randn(5, 8))
         with pytest.raises(InputsDiffer):
             calibration.end_batch()
+
+
+@pytest.mark.parametrize(
+    ("shares", "is_alike"), [((3, 2, 0), True), ((0, 5, 0), True), ((3, 2), False)]
+)
+@torch.no_grad()
+def test_processes_sum_up_the_same_groups(shares, is_alike):
+    inputs, models = torch.randn(5, 7, 8), [Attention() for _ in shares]
+    for model in models:
+        model.load_state_dict(models[0].state_dict())
+    models[1].swap = not is_alike
+    starts = [sum(shares[:rank]) for rank in range(len(shares))]
+
+    def run(processes):
+        rank = processes.rank
+        calibration = Calibration(layers_of(models[rank]), Padding(models[rank]))
+        with calibration.hooked():
+            for x in inputs[starts[rank] : starts[rank] + shares[rank]]:
+                models[rank](x.clone())
+                calibration.end_batch()
+        if not is_alike:
+            with pytest.raises(InputsDiffer):
+                calibration.sum_over(processes, differ=False)
+            return None
+        calibration.sum_over(processes, differ=False)
+        return calibration
+
+    flat = inputs.flatten(0, 1)
+    for calibration in filter(None, together(len(shares), run)):
+        groups = [[x.name for x in group.layers] for group in calibration.groups]
+        assert groups == [["q", "k", "v"], ["out"], ["changed"]]
+        assert calibration.not_called == []
+        accumulator = calibration.groups[0].accumulator
+        assert accumulator.num_tokens == 35
+        torch.testing.assert_close(accumulator.hessian(), 2 * flat.T @ flat / 35)
+
+
+@torch.no_grad()
+def test_all_processes_know_that_inputs_differ_in_one():
+    model = Attention()
+
+    def run(processes):
+        calibration = Calibration(layers_of(model), Padding(model))
+        with pytest.raises(InputsDiffer):
+            calibration.sum_over(processes, differ=processes.rank == 1)
+        return True
+
+    assert together(2, run) == [True, True]
 
 
 class Masked(nn.Module):

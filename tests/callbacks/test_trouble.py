@@ -5,7 +5,7 @@ import signal
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -192,16 +192,16 @@ def test_weights_that_are_not_finite(refused, llama):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "name"),
+    ("strategy", "problem"),
     [
-        (DDPStrategy(start_method="spawn"), "DDPStrategy"),
-        ("ddp_spawn", "ddp_spawn"),
-        ("ddp", "ddp"),
+        (DDPStrategy(start_method="spawn"), "'DDPStrategy' runs in workers that are spawned"),
+        ("ddp_spawn", "'ddp_spawn' runs in workers that are spawned"),
+        (ModelParallelStrategy(), "'ModelParallelStrategy' shards the model"),
     ],
 )
-def test_several_processes_are_refused_by_name(strategy, name, llama, quiet):
+def test_strategies_without_whole_models_are_refused_by_name(strategy, problem, llama, quiet):
     trainer = pl.Trainer(strategy=strategy, devices=2, **quiet)
-    with pytest.raises(StrategyError, match=rf"'{name}'.*2 processes.*devices=1"):
+    with pytest.raises(StrategyError, match=rf"{problem}.*Use strategy='ddp'.*devices=1"):
         MRPCallback(pattern="2:4").setup(trainer, CausalLM(llama()), "predict")
 
 

@@ -26,6 +26,9 @@ CUDA = (
 OWN = "the module is the reader's own; tests/export/test_own_module.py loads into one"
 SOLVER = "it measures speed, in minutes, against a checkout of SparseGPT"
 MEMORY = "it measures memory, in many minutes, and writes gigabytes"
+ON_GPU = "it is for a GPU; tests/package/test_measuring.py runs what starts its parts"
+WHOLE = "it measures speed, in minutes; tests/package/test_measuring.py runs it on a tiny model"
+PROCESSES = "it starts processes; tests/callbacks/test_processes.py starts some like them"
 PICTURES = "it prunes the embedded model four times, in minutes"
 NOT_RUN = {
     ("ablations.md", "python -m mrp_lightning sweep"): HOURS,
@@ -37,11 +40,16 @@ NOT_RUN = {
     ("methods.md", "python -m mrp_lightning sweep"): HOURS,
     ("methods.md", "python docs/pictures.py"): PICTURES,
     ("format.md", "import torch\nfrom torch.sparse"): CUDA,
+    ("processes.md", "import lightning"): PROCESSES,
+    ("processes.md", "python -m mrp_lightning predict"): PROCESSES,
     ("benchmarks/export.md", "python -m pytest tests/export"): GPU,
     ("benchmarks/export.md", "python -m export.benchmark --shape"): GPU,
     ("benchmarks/export.md", "python benchmarks/kernel_code.py"): GPU,
+    ("benchmarks/export.md", "make gpu"): ON_GPU,
     ("benchmarks/solver.md", "python benchmarks/solver.py"): SOLVER,
     ("streaming.md", "python benchmarks/streaming.py"): MEMORY,
+    ("benchmarks/solver.md", "make gpu"): ON_GPU,
+    ("benchmarks/whole-run.md", "python benchmarks/whole_run.py"): WHOLE,
 }
 """Page and beginning of the blocks that no test runs, and why."""
 

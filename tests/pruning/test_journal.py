@@ -1,6 +1,7 @@
 """The journal by itself: what it keeps, what it refuses, and what it makes again."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -196,3 +197,21 @@ def test_the_journal_of_a_similar_name_is_left_alone(tmp_path):
     with save_directory(tmp_path / "opt-1"):
         pass
     assert sorted(path.name for path in tmp_path.iterdir()) == [".opt-1.3b.partial", "opt-1"]
+
+
+@torch.no_grad()
+def test_blocks_after_one_that_came_out_otherwise_see_what_it_gives(build, batches, tmp_path):
+    options = {"beyond": {"target_weight": 0.5}, "method": "SS"}
+    whole, resumed = build("llama"), build("llama")
+    prune_model(whole, batches, **options)
+    with Journal.open(tmp_path / "out", PRINT) as journal:
+        prune_model(build("llama"), batches, journal=journal, **options)
+        before = journal.manifest.shards[1]
+        journal.manifest.shards[1] = replace(before, weights="sha256:of another machine")
+        journal.manifest.save(journal.path)
+        (journal.path / before.file).unlink()
+    with Journal.open(tmp_path / "out", PRINT) as journal:
+        report = prune_model(resumed, batches, journal=journal, **options)
+    assert report.resumed_blocks == 1
+    for (name, a), b in zip(resumed.named_parameters(), whole.parameters(), strict=True):
+        assert torch.equal(a, b), name

@@ -11,6 +11,7 @@ pytest.importorskip("matplotlib")
 from mrp_lightning.commands.main import main as command_line
 from mrp_lightning.commands.report import main
 from mrp_lightning.errors import FormatError
+from mrp_lightning.experiments.runs import find_runs
 from mrp_lightning.pruning.journal import BlockRecord, Journal
 
 
@@ -34,8 +35,7 @@ def test_hidden_directories_are_passed_over(tmp_path, save_run):
         main([str(tmp_path)])
 
 
-@pytest.mark.parametrize("asked", ["run", ".run.partial"])
-def test_an_unfinished_run_is_shown_as_such(asked, tmp_path, layer, capsys):
+def test_an_unfinished_run_is_shown_as_such(tmp_path, layer, capsys):
     rows = [layer(f"model.layers.{k}.mlp.up_proj") for k in range(2)]
     about = {
         "config": {"method": "SM", "pattern": "2:4", "sparsity": None},
@@ -47,17 +47,18 @@ def test_an_unfinished_run_is_shown_as_such(asked, tmp_path, layer, capsys):
     with Journal.open(tmp_path / "run", {"method": "SM"}, about=about) as journal:
         for step, row in enumerate(rows):
             journal.write(step, BlockRecord(f"model.layers.{step}", [row]))
-        main([str(tmp_path / asked)])  # also while it goes on
+        main([str(tmp_path / "run")])  # also while it goes on
     assert capsys.readouterr().out.startswith("1 run: ")
     assert not (tmp_path / "run").exists()
     page = (tmp_path / ".run.partial" / "report.html").read_text()
     assert "Unfinished: 2 of 5 blocks are pruned so far." in page
     assert all(row.name in page for row in rows)
+    assert [run.name for run in find_runs(tmp_path / ".run.partial")] == ["run"]
     with Journal.open(tmp_path / "run", {"method": "SM"}, about=about) as journal:
         assert 1 in journal
         journal.remove()
     with pytest.raises(FileNotFoundError, match="is no directory"):
-        main([str(tmp_path / asked)])
+        main([str(tmp_path / "run")])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,116 @@
+"""Processes that prune one model together, each with its share of the batches and of the rows.
+
+Each of them holds the whole model. Collectives are called by all of them in the same order, and
+give all of them the same bits.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from mrp_lightning.errors import ProcessError
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Processes:
+    """All processes of torch's default group, or this one alone.
+
+    Args:
+        rank: The number of this process, from 0.
+        size: The number of processes. With one, nothing is communicated.
+        device: The device whose tensors the processes exchange.
+    """
+
+    rank: int = 0
+    size: int = 1
+    device: torch.device = _CPU
+
+    def share(self, rows: int) -> slice:
+        """Which of so many rows are this process's: consecutive ones.
+
+        Shares differ by one row at most; some are empty where there are fewer rows than processes.
+        """
+        return slice(self._start(self.rank, rows), self._start(self.rank + 1, rows))
+
+    def gather_rows(self, mine: Tensor, rows: int) -> Tensor:
+        """Put the shares of all processes together.
+
+        Args:
+            mine: The rows of this process's share, (its rows, …), of any dtype.
+            rows: The number of rows of all shares.
+
+        Returns:
+            All rows, on the device of `mine`.
+        """
+        if self.size == 1:
+            return mine
+        most = -(-rows // self.size)
+        padded = mine.new_zeros(most, *mine.shape[1:], device=self.device)
+        padded[: len(mine)] = mine
+        # As bytes: no backend exchanges all dtypes.
+        shares = self._gather(padded.view(most, -1).view(torch.uint8))
+        parts = [
+            share.view(mine.dtype)[: self._start(rank + 1, rows) - self._start(rank, rows)]
+            for rank, share in enumerate(shares)
+        ]
+        return torch.cat(parts).view(rows, *mine.shape[1:]).to(mine.device)
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """Add the tensors of all processes up, in place; contiguous, and on `device`."""
+        if self.size > 1:
+            with self._explained():
+                distributed.all_reduce(tensor)
+        return tensor
+
+    def like_first_(self, tensor: Tensor) -> Tensor:
+        """Take over the tensor of process 0, in place; contiguous, and on `device`."""
+        if self.size > 1:
+            with self._explained():
+                distributed.broadcast(tensor.detach().view(-1).view(torch.uint8), 0)
+        return tensor
+
+    def numbers(self, *mine: float) -> list[list[float]]:
+        """What each process calls this with, by process; float64."""
+        if self.size == 1:
+            return [list(mine)]
+        sent = torch.tensor(mine, dtype=torch.float64, device=self.device)
+        return [found.tolist() for found in self._gather(sent)]
+
+    def all(self, mine: Any) -> list[Any]:
+        """What each process calls this with, by process: plain containers of strings, numbers."""
+        if self.size == 1:
+            return [mine]
+        received: list[Any] = [None] * self.size
+        with self._explained():
+            distributed.all_gather_object(received, mine)
+        return received
+
+    def _gather(self, mine: Tensor) -> list[Tensor]:
+        received = [torch.empty_like(mine) for _ in range(self.size)]
+        with self._explained():
+            distributed.all_gather(received, mine)
+        return received
+
+    def _start(self, rank: int, rows: int) -> int:
+        return rows * rank // self.size
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise ProcessError(
+                f"Process {self.rank} of {self.size} could not reach the others. As a rule one of "
+                "them has ended: look for its own message, mend what it says, and run all of them "
+                f"again. ({error})"
+            ) from error
+
+
+ALONE = Processes()
+"""This process, which does everything."""

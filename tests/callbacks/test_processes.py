@@ -1,0 +1,124 @@
+"""Pruning in several processes, as users start them, against one process."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from ddp_worker import PRUNE, bits, data
+from ddp_worker import QUIET as SILENT
+from lightning.pytorch import Trainer
+from transformers import AutoModelForCausalLM
+
+from callbacks import MRPCallback
+from mrp_lightning import CausalLM
+from mrp_lightning.errors import JournalError
+
+ROOT = Path(__file__).parents[2]
+QUIET = {**SILENT, "accelerator": "cpu"}
+WORKER = ROOT / "tests" / "ddp_worker.py"
+
+
+def start(*command: object) -> subprocess.Popen:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, *map(str, command)], env=env, stdout=-1, stderr=-2, text=True
+    )
+
+
+def on_two_nodes(*command: object) -> list[subprocess.Popen]:
+    """Two agents that find each other over the loopback, each with one process."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torchrun = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+    torchrun += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=test"]
+    return [start(*torchrun, *command) for _ in range(2)]
+
+
+@pytest.fixture(scope="module")
+def given(tiny_llama, tmp_path_factory):
+    """The arguments of the worker."""
+    out = tmp_path_factory.mktemp("processes")
+    (out / "text.txt").write_text("def f(self, x): return [x, None]\nimport list\n" * 52)
+    return tiny_llama, out / "text.txt", out
+
+
+@pytest.fixture(scope="module")
+def killed(given):
+    """What a first run of two processes found, and their output; process 0 died in a second."""
+    worker = start(WORKER, *given, "--die")
+    output = worker.communicate(timeout=300)[0]
+    assert worker.returncode < 0
+    return [json.loads((given[2] / f"first-{rank}.json").read_text()) for rank in (0, 1)], output
+
+
+def test_two_processes_give_what_one_gives(killed, given):
+    model, text, out = given
+    one, callback = CausalLM(model), MRPCallback(**PRUNE)
+    trainer = Trainer(devices=1, callbacks=[callback], **QUIET)
+    trainer.predict(one, datamodule=data(text))
+    (first, second), _ = killed
+    assert first["bits"] == second["bits"]
+    rows = first["report"]["layers"]
+    assert [row["name"] for row in rows] == [row.name for row in callback.report.layers]
+    for row, same in zip(rows, callback.report.layers, strict=True):
+        assert row["relative_loss"] == pytest.approx(same.relative_loss, abs=1e-4)
+        assert row["tokens"] == same.tokens
+        assert row["sparsity"] == pytest.approx(same.sparsity)
+    assert first["report"]["config"]["processes"] == 2
+    assert first["report"]["config"]["batches"] == callback.report.config["batches"] == 4
+    assert first["report"]["provenance"]["data"] == callback.report.provenance["data"]
+    saved = AutoModelForCausalLM.from_pretrained(out / "first")
+    for ours, theirs in zip(saved.parameters(), one.model.parameters(), strict=True):
+        assert ((ours == 0) != (theirs == 0)).float().mean() < 5e-3
+
+    # No window counts twice in `test`, although the processes have unequal numbers of them.
+    trainer.test(one, datamodule=data(text), verbose=False)
+    ours, theirs = first["evaluation"]["text"], one.evaluation["text"]
+    assert second["evaluation"]["text"] == ours
+    assert ours["windows"] == theirs["windows"]
+    assert ours["windows"] % 2 == 1
+    assert ours["tokens"] == theirs["tokens"]
+    assert ours["perplexity"] == pytest.approx(theirs["perplexity"], rel=1e-2)
+
+
+def test_two_nodes_go_on_where_a_process_died(killed, given):
+    (first, _), output = killed
+    assert "Process 1 of 2" in output
+    model, text, out = given
+    with pytest.raises(JournalError, match="`processes` was 2, is null"):
+        Trainer(
+            devices=1, callbacks=[MRPCallback(**PRUNE, save_dir=out / "second")], **QUIET
+        ).predict(CausalLM(model), datamodule=data(text))
+    agents = on_two_nodes(WORKER, *given, "--resume")
+    outputs = [agent.communicate(timeout=300)[0] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], outputs
+    found = [json.loads((out / f"second-{rank}.json").read_text()) for rank in (0, 1)]
+    assert [each["bits"] for each in found] == [first["bits"]] * 2
+    assert found[0]["report"]["totals"]["resumed_blocks"] == 1
+    assert bits(AutoModelForCausalLM.from_pretrained(out / "second")) == bits(
+        AutoModelForCausalLM.from_pretrained(out / "first")
+    )
+    assert not (out / ".second.partial").exists()
+
+
+@pytest.mark.gpu
+def test_two_gpus_hold_the_same_bits(given, tmp_path):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    model, text, _ = given
+    worker = start(WORKER, model, text, tmp_path, "--accelerator=gpu")
+    output = worker.communicate(timeout=300)[0]
+    assert worker.returncode == 0, output
+    first, second = (json.loads((tmp_path / f"first-{n}.json").read_text()) for n in (0, 1))
+    assert first["bits"] == second["bits"]
+    one, callback = CausalLM(model), MRPCallback(**PRUNE)
+    trainer = Trainer(devices=1, callbacks=[callback], **SILENT, accelerator="gpu")
+    trainer.predict(one, datamodule=data(text))
+    for row, same in zip(first["report"]["layers"], callback.report.layers, strict=True):
+        assert row["relative_loss"] == pytest.approx(same.relative_loss, abs=1e-3)

@@ -1,0 +1,85 @@
+"""One of two processes of a trainer: prunes, tests, and writes down what it found.
+
+python ddp_worker.py MODEL TEXT OUT               # then it is killed in a second run
+torchrun … ddp_worker.py MODEL TEXT OUT --resume  # which goes on here, on two nodes
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from callbacks import MRPCallback
+from mrp_lightning import CausalLM, TextDataModule
+from mrp_lightning.pruning.block import BlockPruner
+
+QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+QUIET |= {"enable_model_summary": False}
+PRUNE: dict[str, Any] = {"sparsity": 0.5, "allocation": "dlp", "target": "dense", "tuning": True}
+
+
+def data(text: str) -> TextDataModule:
+    """Seven calibration windows, so that one process gets more than the other."""
+    return TextDataModule(
+        train_files=[text], eval_files=[text], num_samples=7, sequence_length=32, batch_size=2
+    )
+
+
+def bits(model: torch.nn.Module) -> str:
+    weights = b"".join(p.detach().cpu().numpy().tobytes() for p in model.parameters())
+    return hashlib.sha256(weights).hexdigest()
+
+
+def die_in_block_1() -> None:
+    """Let process 0 be killed when it comes to the second block."""
+    prune = BlockPruner.prune
+
+    def killed(self, layers):
+        if self.k == 1 and self.processes.rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return prune(self, layers)
+
+    BlockPruner.prune = killed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model")
+    parser.add_argument("text")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--accelerator", default="cpu")
+    parser.add_argument("--die", action="store_true")
+    parser.add_argument("--resume", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    shape = {"num_nodes": 2, "devices": 1} if options.resume else {"devices": 2}
+    shape["accelerator"] = options.accelerator
+
+    def prune(name):
+        model = CausalLM(options.model)
+        callback = MRPCallback(**PRUNE, save_dir=options.out / name)
+        trainer = pl.Trainer(strategy="ddp", callbacks=[callback], **shape, **QUIET)
+        trainer.predict(model, datamodule=data(options.text))
+        return trainer, model, callback.report
+
+    name = "second" if options.resume else "first"
+    trainer, model, report = prune(name)
+    found = {"bits": bits(model), "report": report.to_dict()}
+    if not options.resume:
+        trainer.test(model, datamodule=data(options.text), verbose=False)
+        found["evaluation"] = model.evaluation
+    file = options.out / f"{name}-{trainer.global_rank}.json"
+    file.write_text(json.dumps(found))
+    if options.die:
+        die_in_block_1()
+        prune("second")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""The scripts of benchmarks/ that measure whole runs, and all that waits for a GPU."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import gpu
+import pytest
+import torch
+
+from mrp_lightning.models.loading import load_model, load_tokenizer
+from mrp_lightning.pruning.report import PruningReport
+from mrp_lightning.pruning.sequential import SequentialPruner
+from mrp_lightning.solver.recipe import Recipe
+from mrp_lightning.targets.plan import make_plan
+from mrp_lightning.text.windows import Draws, segments_of_text, tokenize
+
+ROOT = Path(__file__).parents[2]
+
+
+def mean_loss(directory, text):
+    """The mean relative loss of the run that the table below is about, without a stopwatch."""
+    model = load_model(str(directory), torch.float32)
+    draws = Draws(count=3, length=24, seed=0)
+    windows = segments_of_text(tokenize(load_tokenizer(str(directory)), text), draws, "")
+    recipe, report = Recipe.of(method="SM", pattern="2:4"), PruningReport({})
+    SequentialPruner(
+        model=model,
+        forward=lambda ids: model(input_ids=ids, use_cache=False),
+        batches=list(windows.split(1)),
+        plan=make_plan(model, recipe.pattern),
+        recipe=recipe,
+        report=report,
+    ).prune()
+    losses = [row.relative_loss for row in report.pruned]
+    return sum(losses) / len(losses)
+
+
+def test_the_parts_of_a_whole_run_add_up(tiny_llama, tmp_path):
+    text = " ".join(f"{n} sheep and {n * n} goats" for n in range(300))
+    (tmp_path / "text.txt").write_text(text)
+    command = "benchmarks/whole_run.py --methods SM --samples 3 --length 24 --dtype float32"
+    files = ["--model", tiny_llama, "--text", tmp_path / "text.txt"]
+    made = subprocess.run(
+        [sys.executable, *command.split(), *files, "--perplexity", tmp_path / "text.txt"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    header, _, row = (line.split("|")[1:-1] for line in made.stdout.splitlines() if "|" in line)
+    cells = {name.strip(): cell.strip() for name, cell in zip(header, row, strict=True)}
+    assert cells["method"] == "SM"
+    assert float(cells["rel. loss"]) == pytest.approx(mean_loss(tiny_llama, text), rel=1e-2)
+    assert 1 < float(cells["perplexity"]) < 1e4
+    parts = list(cells.values())[3:-3]
+    total = float(cells["all CPU s"])
+    assert sum(float(cell or 0) for cell in parts) == pytest.approx(total, abs=0.05 * len(parts))
+
+
+@pytest.fixture
+def parts(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "OUT", tmp_path)
+    monkeypatch.setattr(gpu, "PARTS", {})
+    return gpu.PARTS
+
+
+def test_a_part_is_written_as_it_comes_and_stopped_in_time(parts, tmp_path, monkeypatch):
+    endless = "import time; print('one row', flush=True); time.sleep(1000)"
+    parts["endless"] = lambda: [["-c", endless], ["-c", "print('never')"]]
+    monkeypatch.setattr(gpu, "LIMIT", 1.0)
+    assert not gpu.run("endless", [])
+    page = (tmp_path / "endless.md").read_text()
+    assert re.search(r"\none row\n\nStopped after 1 s", page)
+    assert "\nnever" not in page
+    assert page.endswith("Not run: the part had used up its 1 s.\n")
+
+
+def test_a_part_that_fails_is_told(parts, tmp_path):
+    parts["mixed"] = lambda: [["-c", "raise SystemExit(3)"], ["-c", "import sys; print(sys.argv)"]]
+    assert not gpu.run("mixed", ["--more"])
+    page = (tmp_path / "mixed.md").read_text()
+    assert "Status 3" in page
+    assert "['-c', '--more']" in page
+    parts["good"] = lambda: [["-c", ""]]
+    assert gpu.run("good", [])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here is a GPU")
+def test_without_a_gpu_it_says_so(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "walk"])
+    with pytest.raises(SystemExit, match="no CUDA device"):
+        gpu.main()
+
+
+def test_every_part_names_files_that_are_there():
+    named = [argument for make in gpu.PARTS.values() for command in make() for argument in command]
+    scripts = {argument for argument in named if argument.endswith(".py")}
+    assert {"benchmarks/solver.py", "tests/solver/test_gpu.py"} <= scripts
+    assert all((ROOT / script).is_file() for script in scripts)
