@@ -3,17 +3,22 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from os import PathLike
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
 from mrp_lightning.loop.capture import Step
+from mrp_lightning.loop.contents import checkpoint_root
 from mrp_lightning.loop.fingerprint import fingerprint
 from mrp_lightning.loop.progress import log
 from mrp_lightning.loop.saving import check_save_dir
+from mrp_lightning.loop.streaming import streamed_blocks
+from mrp_lightning.models.saving import stored_dtype
 from mrp_lightning.processes import Processes
 from mrp_lightning.pruning.journal import Journal, journal_path, require_free
 from mrp_lightning.pruning.report import PruningReport
 from mrp_lightning.pruning.shared_journal import SharedJournal
+from mrp_lightning.pruning.streamed_journal import StreamedJournal
 from mrp_lightning.targets.plan import Plan
 
 
@@ -64,7 +69,14 @@ def open_journal(
     if processes.rank:
         yield SharedJournal(None, processes)
         return
-    with Journal.open(beside, found, resume=resume, about=about) as journal:
+    streamed = streamed_blocks(module)
+    journal: Journal
+    if streamed is None:
+        journal = Journal.open(beside, found, resume=resume, about=about)
+    else:
+        journal = StreamedJournal.open(beside, found, resume=resume, about=about)
+        journal.streamed = streamed
+    with journal:
         try:
             yield journal if processes.size == 1 else SharedJournal(journal, processes)
         except BaseException:
@@ -109,7 +121,13 @@ def check_places(
 
 
 def _room(beside: str | PathLike[str], module: LightningModule) -> int:
-    """How much more of a disk the journal may take: the weights, less what it holds already."""
+    """How much more of a disk the journal may take: the weights, less what it holds already.
+
+    That of a streamed model takes nothing more where its shards become files of the checkpoint.
+    """
+    model: Any = checkpoint_root(module)[1]
+    if streamed_blocks(module) is not None and model.dtype == stored_dtype(model):
+        return 0
     there = sum(file.stat().st_size for file in journal_path(beside).glob("*.safetensors"))
     weights = sum(p.numel() * p.element_size() for p in module.parameters())
     return max(0, weights - there)

@@ -24,6 +24,7 @@ from mrp_lightning.loop.repeats import warn_of_repeats
 from mrp_lightning.loop.saving import save_pruned
 from mrp_lightning.loop.signals import Interrupted, interruptible
 from mrp_lightning.loop.strategies import processes_of, require_whole_models
+from mrp_lightning.loop.streaming import check_streamed_plan, start_streamed, streamed_blocks
 from mrp_lightning.loop.supervision import all_or_none, one_voice
 from mrp_lightning.pruning.extensions import Extensions
 from mrp_lightning.pruning.journal import Journal
@@ -196,6 +197,8 @@ class PruningCallback(Callback):
         if len(mine) > 1:
             raise OptionError("A predict run takes one PruningCallback; run predict once for each.")
         require_whole_models(trainer, type(self).__name__)
+        is_kept = self._beside(trainer) is not None
+        start_streamed(pl_module, processes=trainer.world_size, is_kept=is_kept)
         if trainer.is_global_zero and not _is_rehearsal(trainer):
             check_places(self.save_dir, self.journal_beside, pl_module, overwrite=self.overwrite)
         if not is_built_later(pl_module):
@@ -382,7 +385,7 @@ class PruningCallback(Callback):
         return self.report is not None and self.report.complete
 
     def _make_plan(self, pl_module: LightningModule) -> Plan:
-        return make_plan(
+        plan = make_plan(
             pl_module,
             self.recipe.pattern,
             targets=self.targets,
@@ -390,7 +393,10 @@ class PruningCallback(Callback):
             blocks=self.blocks,
             skip_indivisible=self.skip_indivisible,
             prefix=checkpoint_root(pl_module)[0],
+            allow_meta=streamed_blocks(pl_module) is not None,
         )
+        check_streamed_plan(pl_module, plan)
+        return plan
 
 
 def _is_rehearsal(trainer: Trainer) -> bool:

@@ -38,7 +38,10 @@ def explained_out_of_memory(device: torch.device, *, offload: bool) -> Iterator[
             raise
         lower = "Lower `data.batch_size` or `data.sequence_length` (those of your own dataloader)"
         if device.type == "cpu":
-            step = f"{lower}, calibrate on fewer samples, or load the model with `dtype: bfloat16`."
+            step = (
+                f"{lower}, calibrate on fewer samples, or load the model with `dtype: bfloat16` or "
+                "`streaming: true`."
+            )
         elif offload:
             step = f"{lower}; `offload` is on already."
         else:

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from mrp_lightning.calibration.forwards import replaced_forward
 
 CPU = torch.device("cpu")
+
+Pinned = Callable[[nn.Module], AbstractContextManager[None]]
+"""Keeps a block where it runs, over many forwards."""
 
 
 @contextmanager
@@ -25,20 +28,27 @@ def held_on_cpu(model: nn.Module, blocks: Callable[[], Sequence[nn.Module]]) -> 
     apply = model._apply
 
     def apply_but_stay(fn: Any, recurse: bool = True) -> nn.Module:
-        held = list(blocks())
-        for block in held:
-            block.__dict__["_apply"] = _staying(block._apply)
-        try:
+        with ExitStack() as stack:
+            for block in blocks():
+                stack.enter_context(_replaced_apply(block, _staying(block._apply)))
             return apply(fn, recurse)
-        finally:
-            for block in held:
-                block.__dict__.pop("_apply", None)
 
-    model.__dict__["_apply"] = apply_but_stay
+    with _replaced_apply(model, apply_but_stay):
+        yield
+
+
+@contextmanager
+def _replaced_apply(module: nn.Module, apply: Any) -> Iterator[None]:
+    """Let `apply` move a module; an `_apply` of its own, as streamed blocks have, comes back."""
+    own = module.__dict__.get("_apply")
+    module.__dict__["_apply"] = apply
     try:
         yield
     finally:
-        model.__dict__.pop("_apply", None)
+        if own is None:
+            module.__dict__.pop("_apply", None)
+        else:
+            module.__dict__["_apply"] = own
 
 
 def _staying(apply: Any) -> Any:

@@ -29,6 +29,8 @@ from mrp_lightning.models.loading import (
     make_config,
     tokenizer_beside,
 )
+from mrp_lightning.models.streamed_blocks import StreamedBlocks
+from mrp_lightning.models.streaming import load_streamed
 from mrp_lightning.models.tokenizer_files import tokenizer_files, tokenizer_from_files
 from mrp_lightning.targets.blocks import find_blocks
 from mrp_lightning.targets.zeros import pruned_layers
@@ -63,6 +65,8 @@ class CausalLM(LightningModule):
         attn_implementation: The attention kernel of transformers, such as `sdpa` or `eager`.
         offload: Whether the blocks stay in CPU memory in `validate` and `test`, one at a time on
             the accelerator, for models that it cannot hold. Large batches make up for the moves.
+        streaming: Whether the blocks stay in the safetensors files of the checkpoint, one at a time
+            in memory, for models that CPU memory cannot hold. Pruning then needs `save_dir`.
         learning_rate: The peak of the AdamW schedule: linear warm-up, then a cosine down to 0.
         weight_decay: The weight decay of the matrices; vectors (norms, biases) have none.
         warmup_steps: The number of optimizer steps until the peak.
@@ -70,6 +74,7 @@ class CausalLM(LightningModule):
     Attributes:
         model: The Hugging Face model.
         tokenizer: Its tokenizer, or `None` where there is none.
+        streamed: The blocks that are read from files, `None` without `streaming`.
         evaluation: What the last `test` or `validate` found, by text: `perplexity`, `loss`, the
             `context` (longest window), `windows`, `tokens` (that were predicted) and, of the
             windows of `TextDataModule`, `prefix` (tokens such as BOS before the text in each). A
@@ -80,7 +85,8 @@ class CausalLM(LightningModule):
         TargetError: The checkpoint is quantized, or lacks weights that the model needs.
         FormatError: Files of the checkpoint are damaged, or hold more than tensors; or transformers
             cannot read the architecture of a GGUF file.
-        OptionError: The directory holds several GGUF files, and `gguf_file` names none of them.
+        OptionError: The directory holds several GGUF files, and `gguf_file` names none of them; or
+            `streaming` is asked for, and there are no safetensors files of dense weights.
         DependencyError: The model is a GGUF file, and the extra `gguf` is not installed.
         TypeError: `model` or `tokenizer` is none of the above.
     """
@@ -96,6 +102,7 @@ class CausalLM(LightningModule):
         tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None = None,
         attn_implementation: str | None = None,
         offload: bool = False,
+        streaming: bool = False,
         learning_rate: float = 1e-3,
         weight_decay: float = 0.1,
         warmup_steps: int = 100,
@@ -109,7 +116,16 @@ class CausalLM(LightningModule):
         hub = {"revision": revision, "trust_remote_code": trust_remote_code}
         options = {"attn_implementation": attn_implementation} if attn_implementation else {}
         self.model: Any
-        if source is not None:
+        self.streamed: StreamedBlocks | None = None
+        if streaming and source is None:
+            raise OptionError(
+                "`streaming` reads blocks from files: it needs `model` to be a directory or hub id."
+            )
+        if streaming and source is not None:
+            self.model, self.streamed = load_streamed(
+                source, as_dtype(dtype), _blocks_by_name, **hub, **options
+            )
+        elif source is not None:
             self.model = load_model(source, as_dtype(dtype), **hub, **options)
         elif isinstance(model, dict | PreTrainedConfig):
             config = model if isinstance(model, PreTrainedConfig) else make_config(model)
@@ -147,6 +163,7 @@ class CausalLM(LightningModule):
                 "tokenizer": os.fspath(tokenizer) if tokenizer else None,
                 "attn_implementation": attn_implementation,
                 "offload": offload,
+                "streaming": streaming,
                 "learning_rate": learning_rate,
                 "weight_decay": weight_decay,
                 "warmup_steps": warmup_steps,
@@ -199,8 +216,13 @@ class CausalLM(LightningModule):
         return token_losses(self(ids, mask), ids, mask, to_predict(batch))
 
     def setup(self, stage: str) -> None:
-        """Train all of the model, which transformers loads in evaluation mode; or offload it."""
+        """Train all of the model, which transformers loads in evaluation mode; or offload it.
+
+        Raises:
+            OptionError: A model of which blocks stay in files is to be trained.
+        """
         if stage == "fit":
+            self._refuse_streamed("`fit` changes all weights at once")
             self.model.train()
         self.teardown(stage)  # an exception may have left out the last one
         if self.offload and stage in ("validate", "test"):
@@ -314,6 +336,7 @@ class CausalLM(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Store configuration and tokenizer: the model can be rebuilt without its first source."""
+        self._refuse_streamed("a Lightning checkpoint holds all weights at once")
         saved = dict(checkpoint.get("hyper_parameters", {}))
         saved["model"] = self.model.config.to_dict()
         if self.tokenizer is not None:
@@ -323,5 +346,17 @@ class CausalLM(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take the tokenizer that the checkpoint holds."""
+        self._refuse_streamed("`ckpt_path` gives all weights at once")
         if _TOKENIZER in checkpoint:
             self.tokenizer = tokenizer_from_files(checkpoint[_TOKENIZER])
+
+    def _refuse_streamed(self, problem: str) -> None:
+        if self.streamed is not None:
+            raise OptionError(
+                f"`streaming`: {problem}, and only one block at a time is in memory. Load the "
+                "model without `streaming`, on a machine that can hold it."
+            )
+
+
+def _blocks_by_name(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    return {block.name: block.module for block in find_blocks(model)}

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from mrp_lightning.environment import versions
 from mrp_lightning.loop.capture import Step
 from mrp_lightning.loop.contents import checkpoint_root
+from mrp_lightning.loop.streaming import streamed_blocks
 from mrp_lightning.processes import Processes
 from mrp_lightning.pruning.manifest import Fingerprint, digest
 
@@ -44,14 +45,17 @@ def fingerprint(
     """
     model = checkpoint_root(module)[1]
     settings = {name: value for name, value in config.items() if name not in _WITHOUT_A_SAY}
-    here, data = versions(), processes.all(digest(_leaves(list(steps))))
+    here, streamed = versions(), streamed_blocks(module)
+    held = chain(module.named_parameters(), module.named_buffers())
+    data = processes.all(digest(_leaves(list(steps))))
     return {
         **settings,
         "precision": str(trainer.precision),
         "device": trainer.strategy.root_device.type,
         "model": type(model).__name__,
         "configuration of the model": _configuration(model),
-        "weights of the model": digest(chain(module.named_parameters(), module.named_buffers())),
+        "streaming": streamed is not None,
+        "weights of the model": digest(held if streamed is None else streamed.named_tensors()),
         "calibration data": data[0] if len(data) == 1 else digest((x, _NOTHING) for x in data),
         **{f"version of {name}": here[name] for name in _LIBRARIES if name in here},
     }

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from mrp_lightning.calibration.memory import peak_memory
 from mrp_lightning.loop.capture import Step
 from mrp_lightning.loop.progress import PlainLog, Seldom, nested_progress
+from mrp_lightning.loop.streaming import streamed_blocks
 from mrp_lightning.processes import Processes
 from mrp_lightning.pruning.extensions import Extensions
 from mrp_lightning.pruning.journal import Journal
@@ -95,6 +96,7 @@ def prune_in_trainer(
             true_sequential=true_sequential,
             device=device,
             offload=offload,
+            streamed=streamed_blocks(module),
             extensions=extensions,
             processes=processes,
             journal=journal,

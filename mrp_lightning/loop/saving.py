@@ -12,8 +12,10 @@ from mrp_lightning.environment import command
 from mrp_lightning.files import check_output_dir, save_directory, visible_files
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.contents import checkpoint_root
+from mrp_lightning.loop.streaming import streamed_blocks
 from mrp_lightning.models.loading import as_dtype
 from mrp_lightning.models.saving import save_pretrained
+from mrp_lightning.models.streamed_saving import save_streamed
 from mrp_lightning.pruning.kept import kept_report
 from mrp_lightning.pruning.model_card import model_card
 from mrp_lightning.pruning.report import NAME, PruningReport
@@ -58,16 +60,22 @@ def save_pruned(
         FileExistsError: The directory may not be replaced; see `check_output_dir`.
     """
     _, model = checkpoint_root(module)
+    streamed, files = streamed_blocks(module), dict[str, str]()
     with save_directory(directory, overwrite=overwrite, sources=sources_of(model)) as staging:
         if isinstance(model, PreTrainedModel):
             card = model_card(report, model.name_or_path or None)
             tokenizer = getattr(module, "tokenizer", None)
-            save_pretrained(model, staging, tokenizer=tokenizer, card=card)
+            if streamed is None:
+                save_pretrained(model, staging, tokenizer=tokenizer, card=card)
+            else:
+                files = save_streamed(model, streamed, staging, tokenizer=tokenizer, card=card)
         else:
             save_model(model, str(staging / "model.safetensors"))
             card = model_card(report, type(model).__name__, library=None)
             (staging / "README.md").write_text(card, encoding="utf-8")
         _save_report(report, staging)
+    if streamed is not None:
+        streamed.settle({name: Path(directory) / file for name, file in files.items()})
 
 
 def save_trained(

@@ -17,6 +17,7 @@ def save_pretrained(
     tokenizer: Any = None,
     dtype: torch.dtype | str | None = None,
     card: str | None = None,
+    state: dict[str, torch.Tensor] | None = None,
 ) -> None:
     """Write a Hugging Face directory that `from_pretrained` loads.
 
@@ -28,13 +29,15 @@ def save_pretrained(
             model came from (`model.config.dtype`), so that a model that was calibrated in another
             precision is stored as it was published.
         card: Text of the model card, `README.md`.
+        state: The weights to write, by their names in the model; `None` means all.
 
     Raises:
         OptionError: `dtype` names no floating dtype.
     """
     stored = model.config.dtype
-    dtype = as_dtype(dtype) or as_dtype(stored) or model.dtype
-    state = None if model.dtype == dtype else _cast(model.state_dict(), dtype)
+    dtype = as_dtype(dtype) or stored_dtype(model)
+    if model.dtype != dtype:
+        state = cast(model.state_dict() if state is None else state, dtype)
     try:
         model.save_pretrained(directory, state_dict=state, max_shard_size="5GB")
         model.config.dtype = dtype  # save_pretrained had put the dtype in memory there
@@ -47,7 +50,12 @@ def save_pretrained(
         (Path(directory) / "README.md").write_text(card, encoding="utf-8")
 
 
-def _cast(state: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def stored_dtype(model: PreTrainedModel) -> torch.dtype:
+    """The precision in which a model was published, and in which it is stored."""
+    return as_dtype(model.config.dtype) or model.dtype
+
+
+def cast(state: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Floating tensors in `dtype`; tensors that shared memory still share it, so ties survive."""
     cast: dict[Any, torch.Tensor] = {}
     result = {}

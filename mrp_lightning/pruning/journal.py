@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from filelock import FileLock, Timeout
@@ -75,13 +75,17 @@ class BlockRecord:
             layers: The layers of the block.
             before: Called with each layer that is pruned, before any is written.
         """
-        pruned = {row.name for row in self.rows if row.skipped is None}
-        mine = [layer for layer in layers if layer.name in pruned]
+        mine = self.pruned(layers)
         for layer in mine:
             before(layer)
         with torch.no_grad():
             for name, parameter in {x.parameter_name: x.parameter for x in mine}.items():
                 parameter.copy_(self.weights[name])
+
+    def pruned(self, layers: Sequence[Layer]) -> list[Layer]:
+        """Those of the layers that were pruned."""
+        names = {row.name for row in self.rows if row.skipped is None}
+        return [layer for layer in layers if layer.name in names]
 
 
 class Journal:
@@ -106,7 +110,7 @@ class Journal:
         *,
         resume: bool = True,
         about: dict[str, Any] | None = None,
-    ) -> "Journal":
+    ) -> Self:
         """Start the journal of a run, or go on with it.
 
         Args:
@@ -146,7 +150,11 @@ class Journal:
 
     def read(self, step: int) -> BlockRecord | None:
         """What was done in a step, `None` if it is still to be done."""
-        return read_shard(self.path / self.manifest.shards[step].file) if step in self else None
+        return read_shard(self.file(step)) if step in self else None
+
+    def file(self, step: int) -> Path:
+        """The shard of a step that is done."""
+        return self.path / self.manifest.shards[step].file
 
     def write(self, step: int, record: BlockRecord) -> None:
         """Keep what was done in a step.
@@ -166,7 +174,7 @@ class Journal:
         if record.block is not None:
             rows["block"] = record.block.to_dict()
         try:
-            save_file(weights, partial, {"record": json.dumps(rows)})
+            save_file(weights, partial, {"format": "pt", "record": json.dumps(rows)})
             shard = Shard(file.name, _sha256(partial), digest(sorted(weights.items())))
             move_durably(partial, file)
             self._keep(step, shard)

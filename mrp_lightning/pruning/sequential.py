@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -12,9 +12,9 @@ from torch import nn
 from mrp_lightning.calibration.choice import choose_walk
 from mrp_lightning.calibration.dense import DenseStream
 from mrp_lightning.calibration.memory import explained_out_of_memory, peak_rss
-from mrp_lightning.calibration.offload import CPU, Offload
+from mrp_lightning.calibration.offload import CPU, Offload, Pinned
 from mrp_lightning.calibration.padding import Padding
-from mrp_lightning.calibration.walks import Walk, WholeModel
+from mrp_lightning.calibration.walks import Rerun, Walk, WholeModel
 from mrp_lightning.errors import TargetError
 from mrp_lightning.processes import ALONE, Processes
 from mrp_lightning.pruning.allocation import (
@@ -35,7 +35,10 @@ from mrp_lightning.solver.patterns import Pattern, Unstructured
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.blocks import Block
 from mrp_lightning.targets.layers import Layer
-from mrp_lightning.targets.plan import Plan
+from mrp_lightning.targets.plan import Plan, refuse_not_finite
+
+if TYPE_CHECKING:
+    from mrp_lightning.models.streamed_blocks import StreamedBlocks
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +78,8 @@ class SequentialPruner:
         batch_of: Finds in an item of `batches` what may hold an `attention_mask`.
         device: The device on which the model runs.
         offload: Whether blocks and stored activations stay on the CPU until they are needed.
+        streamed: The blocks that stay in files until they are needed; then the journal is a
+            `StreamedJournal`.
         extensions: What is done beside pruning each layer by itself.
         processes: The processes that prune the model together. All of them prune it, each with
             batches of its own, and end with the same weights.
@@ -96,6 +101,7 @@ class SequentialPruner:
     batch_of: Callable[[Any], Any] = lambda item: item
     device: torch.device = CPU
     offload: bool = False
+    streamed: "StreamedBlocks | None" = None
     extensions: Extensions = field(default_factory=Extensions)
     processes: Processes = ALONE
     journal: Journal | SharedJournal | None = None
@@ -122,8 +128,8 @@ class SequentialPruner:
             cpu_start -= self.journal.manifest.cpu_seconds
         self.report.model_weights = sum(p.numel() for p in self.model.parameters())
         padding = Padding(self.model)
-        blocks = [block.module for block in self.plan.blocks] if self.offload else []
-        offload = Offload(blocks, self.device)
+        here = self.offload and self.streamed is None
+        offload = Offload([b.module for b in self.plan.blocks] if here else [], self.device)
         try:
             with (
                 explained_out_of_memory(self.device, offload=self.offload),
@@ -133,7 +139,7 @@ class SequentialPruner:
             ):
                 for left in self.plan.skipped:
                     self.report.skip(left.name, left.shape, left.reason)
-                self._prune_blocks(padding, offload)
+                self._prune_blocks(padding, (self.streamed or offload).pinned)
                 self._prune_outside(padding)
             if not self.report.pruned:
                 reasons = "\n".join(f"  {row.name}: {row.skipped}" for row in self.report.layers)
@@ -146,7 +152,7 @@ class SequentialPruner:
             peak = peak_rss()
             self.report.peak_rss = peak if peak != peak_before else None
 
-    def _prune_blocks(self, padding: Padding, offload: Offload) -> None:
+    def _prune_blocks(self, padding: Padding, pinned: Pinned) -> None:
         """Walk the blocks up to the last one that has layers to prune."""
         if not self.plan.blocks:
             self._refuse_what_needs_blocks()
@@ -162,18 +168,20 @@ class SequentialPruner:
         self.report.config["walk"] = walk.name
         dense, tuning = None, self.extensions.tuning
         if self.extensions.target_weight or tuning:
+            self._refuse_streamed_dense(walk)
             dense = DenseStream(walk, keeps_outputs=tuning is not None)
-        tuner = self._tuner(walk, dense, padding, offload)
-        sparsities, patterns = self._allocate(walk, padding, offload)
+        tuner = self._tuner(walk, dense, padding, pinned)
+        sparsities, patterns = self._allocate(walk, padding, pinned)
         journal = self.journal or ()
         waiting = [k for k, block in enumerate(walk.blocks) if layers[block.name]]
         last = max(waiting, default=-1)
         for k, block in enumerate(walk.blocks[: last + 1]):
             mine, first = layers[block.name], len(self.report.layers)
-            with offload.pinned(block.module):
+            with pinned(block.module):
                 pruner = self._block_pruner(walk, k, k, padding, dense, patterns)
                 resumed = self._restore(k, mine, dense)
                 if not resumed:
+                    refuse_not_finite(mine if self.streamed is not None else [])
                     pruner.prune(mine)
                 rows = self.report.pruned_since(first)
                 # A block that is pruned again may come out otherwise, and void those after it.
@@ -225,8 +233,17 @@ class SequentialPruner:
                 "model. Name them in `blocks`, or leave this out."
             )
 
+    def _refuse_streamed_dense(self, walk: Walk) -> None:
+        """A dense stream that runs all blocks needs the dense weights of those that are pruned."""
+        if self.streamed is not None and isinstance(walk, Rerun):
+            raise TargetError(
+                "`target` and `tuning` need the dense model beside the pruned one, and this "
+                "model's blocks cannot run on stored inputs: with `streaming` there is no dense "
+                "one left. Leave these out, or load the model without `streaming`."
+            )
+
     def _tuner(
-        self, walk: Walk, dense: DenseStream | None, padding: Padding, offload: Offload
+        self, walk: Walk, dense: DenseStream | None, padding: Padding, pinned: Pinned
     ) -> BlockTuner | None:
         tuning = self.extensions.tuning
         if tuning is None or dense is None:
@@ -234,12 +251,12 @@ class SequentialPruner:
         tuner = BlockTuner(
             self.model, walk, dense, padding, tuning, say=self.say, processes=self.processes
         )
-        with offload.pinned(walk.blocks[0].module):
+        with pinned(walk.blocks[0].module):
             tuner.check(self.plan.layers)
         return tuner
 
     def _allocate(
-        self, walk: Walk, padding: Padding, offload: Offload
+        self, walk: Walk, padding: Padding, pinned: Pinned
     ) -> tuple[dict[str, float], dict[str, Unstructured]]:
         """The sparsities of blocks, and the patterns of layers, that are not the recipe's."""
         if self.extensions.allocation == "uniform":
@@ -248,7 +265,7 @@ class SequentialPruner:
         if known:
             patterns = {name: Unstructured(share) for name, share in known["layers"].items()}
             return known["blocks"], patterns
-        given = walk.twin(), self.plan.layers, padding, offload.pinned, self._teller(0)
+        given = walk.twin(), self.plan.layers, padding, pinned, self._teller(0)
         if self.extensions.allocation == "loss":
             measures = losses_of_blocks(*given, self.recipe, self.processes)
             rule = allocate_by_loss

@@ -125,7 +125,7 @@ def make_plan(
     kept = {n: replace(layers[n], name=n.removeprefix(prefix)) for n in names if n not in skipped}
     if not kept:
         _nothing_left(linear, in_blocks, list(skipped.values()))
-    _refuse_not_finite(list(kept.values()))
+    refuse_not_finite(list(kept.values()))
     return Plan(
         blocks=[Block(b.name.removeprefix(prefix), b.module, b.chain) for b in found],
         layers={
@@ -166,7 +166,7 @@ def _refuse_unusual(
         )
 
 
-def _refuse_not_finite(layers: list[Layer]) -> None:
+def refuse_not_finite(layers: list[Layer]) -> None:
     """Refuse weights that would make every result NaN, before the time of a calibration."""
     counts = {
         layer.name: int((~torch.isfinite(layer.weight)).sum())

@@ -25,6 +25,7 @@ CUDA = (
 )
 OWN = "the module is the reader's own; tests/export/test_own_module.py loads into one"
 SOLVER = "it measures speed, in minutes, against a checkout of SparseGPT"
+MEMORY = "it measures memory, in many minutes, and writes gigabytes"
 ON_GPU = "it is for a GPU; tests/package/test_measuring.py runs what starts its parts"
 WHOLE = "it measures speed, in minutes; tests/package/test_measuring.py runs it on a tiny model"
 KILLS = "it takes minutes; tests/faults kills runs at chosen places"
@@ -48,6 +49,7 @@ NOT_RUN = {
     ("benchmarks/export.md", "python benchmarks/kernel_code.py"): GPU,
     ("benchmarks/export.md", "make gpu"): ON_GPU,
     ("benchmarks/solver.md", "python benchmarks/solver.py"): SOLVER,
+    ("streaming.md", "python benchmarks/streaming.py"): MEMORY,
     ("benchmarks/solver.md", "make gpu"): ON_GPU,
     ("benchmarks/whole-run.md", "python benchmarks/whole_run.py"): WHOLE,
 }
@@ -69,6 +71,8 @@ RUN = {
     ("real-model.md", "python -m mrp_lightning predict"): "tests/package/test_docs.py",
     ("reliability.md", "python -m mrp_lightning predict"): "tests/package/test_docs.py",
     ("reliability.md", "python -m mrp_lightning report"): "tests/package/test_docs.py",
+    ("streaming.md", "python -m mrp_lightning predict"): "tests/package/test_docs.py",
+    ("streaming.md", "from callbacks import"): "tests/package/test_docs.py",
     ("zeroshot.md", "pip install 'mrp-lightning"): "tests/evaluation/test_zeroshot_page.py",
     ("zeroshot.md", "task: my_lambada"): "tests/evaluation/test_zeroshot_page.py",
     ("zeroshot.md", "lm_eval --model hf"): "tests/evaluation/test_zeroshot_command.py",
@@ -211,3 +215,26 @@ def test_an_interrupted_run_is_watched_and_goes_on(tiny_llama, here, monkeypatch
     main(predict)
     assert json.loads((run / "pruning_report.json").read_text())["totals"]["resumed_blocks"] == 1
     assert [path.name for path in run.parent.iterdir()] == [run.name]
+
+
+def test_a_streamed_run_by_command_and_by_call(tiny_llama, here):
+    from safetensors.torch import load_file
+
+    command = block("streaming.md", "python -m mrp_lightning predict").replace("\\\n", " ")
+    options = ["--data.num_samples=4", f"--model.model={tiny_llama}", *TINY]
+    main([*shlex.split(command)[3:], *options])
+    Path("runs/opt-125m-2of4").rename("by-command")
+    code = block("streaming.md", "from callbacks import")
+    quick = "accelerator='cpu', logger=False, limit_test_batches=1"
+    for words, here_words in {
+        "facebook/opt-125m": str(tiny_llama),
+        "TextDataModule(": "TextDataModule(sequence_length=16, batch_size=8, ",
+        "Trainer()": f"Trainer({quick})",
+    }.items():
+        code = code.replace(words, here_words)
+    exec(code, {})
+    files = sorted(Path("by-command").glob("*.safetensors"))
+    assert len(files) == 3
+    for file in files:
+        other = load_file(Path("runs/opt-125m-2of4", file.name))
+        assert all(torch.equal(tensor, other[name]) for name, tensor in load_file(file).items())

@@ -1,0 +1,61 @@
+"""Pruning a `CausalLM` whose blocks stay in files."""
+
+from lightning.pytorch import LightningModule
+
+from mrp_lightning.errors import OptionError, StrategyError, TargetError
+from mrp_lightning.loop.causal_lm import CausalLM
+from mrp_lightning.models.streamed_blocks import StreamedBlocks
+from mrp_lightning.targets.plan import Plan
+
+
+def streamed_blocks(module: LightningModule) -> StreamedBlocks | None:
+    """The blocks of a module that stay in files, `None` for one that is in memory."""
+    return module.streamed if isinstance(module, CausalLM) else None
+
+
+def start_streamed(module: LightningModule, *, processes: int, is_kept: bool) -> None:
+    """Let a streamed model be dense, whatever an interrupted run has pruned in its journal.
+
+    Args:
+        module: The module to prune; to one in memory nothing is done.
+        processes: How many processes prune it.
+        is_kept: Whether the run keeps a journal.
+
+    Raises:
+        OptionError: It does not, and nothing would be left of what is pruned.
+        StrategyError: There are several processes.
+    """
+    streamed = streamed_blocks(module)
+    if streamed is None:
+        return
+    if not is_kept:
+        raise OptionError(
+            "`streaming` keeps each block in a file once it is pruned: the callback needs "
+            "`save_dir`, and the trainer no `fast_dev_run`."
+        )
+    if processes > 1:
+        raise StrategyError(
+            f"`streaming` prunes in one process, which writes the blocks that it reads again. Got "
+            f"{processes}. Use Trainer(devices=1), or load the model without `streaming`."
+        )
+    streamed.start_over()
+
+
+def check_streamed_plan(module: LightningModule, plan: Plan) -> None:
+    """Refuse a plan whose blocks are not those that stay in files.
+
+    Raises:
+        TargetError: The names of blocks that are others, and of layers that would never be read.
+    """
+    streamed = streamed_blocks(module)
+    if streamed is None:
+        return
+    known = set(streamed.blocks.values())
+    wrong = [block.name for block in plan.blocks if block.module not in known]
+    wrong += [layer.name for layer in plan.outside if layer.parameter.is_meta]
+    if wrong:
+        raise TargetError(
+            "`blocks`: with `streaming`, the blocks are those that are read from the files, "
+            f"{', '.join(list(streamed.blocks)[:2])} and so on. Leave `blocks` out. Others are: "
+            f"{', '.join(wrong)}."
+        )

@@ -1,0 +1,263 @@
+"""Blocks that stay in their files, and are in memory only while they run."""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    convert_and_load_state_dict_in_model,
+    rename_source_key,
+    revert_weight_conversion,
+)
+from transformers.modeling_utils import LoadStateDictConfig
+from transformers.utils import logging as transformers_logging
+
+from mrp_lightning.errors import FormatError, TargetError
+
+_REST = ""
+"""Stands for the name of a block where weights are in none."""
+
+
+class StreamedBlocks:
+    """The blocks of a model, whose weights are read each time that the block runs, then dropped.
+
+    In between a block is on the meta device, and what moves the model leaves it there. A block runs
+    where the rest of the model is. transformers converts what is read as it does for a whole
+    checkpoint: names, stacked experts and dtypes.
+
+    Args:
+        model: The model, without weights.
+        blocks: Its blocks, by name.
+        files: The safetensors files of its checkpoint.
+        loading: How transformers loads it.
+
+    Attributes:
+        blocks: The blocks, by name.
+        shards: Files that hold a block and nothing else, by its name; they may be given away.
+
+    Raises:
+        TargetError: There are no blocks, or their weights are tied to others.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        blocks: Mapping[str, nn.Module],
+        files: list[Path],
+        loading: LoadStateDictConfig,
+    ) -> None:
+        self.blocks, self.shards = dict(blocks), dict[str, Path]()
+        self._model, self._loading = model, loading
+        self._names = {module: name for name, module in blocks.items()}
+        self._pinned: set[nn.Module] = set()
+        if not blocks:
+            raise TargetError(
+                "`streaming` reads one repeated block after another, and none were found in this "
+                "model. Load it without `streaming`."
+            )
+        _refuse_tied(model, list(blocks))
+        # By block: which tensors, by their names in the checkpoint, are in which file.
+        self._source = self._find(files)
+        self._places = dict(self._source)
+
+    def load_rest(self) -> Any:
+        """Load what is in no block.
+
+        Returns:
+            What transformers says of loading all: which weights are missing, and so on.
+        """
+        shapes: dict[str, Tensor] = {}
+        for files in self._places.values():
+            with _opened(files) as stored:
+                shapes |= {key: torch.empty(s.get_shape(), device="meta") for key, s in stored}
+        elsewhere = replace(self._loading, device_map={"": "meta"})
+        found, _ = convert_and_load_state_dict_in_model(self._model, shapes, elsewhere)
+        if not found.mismatched_keys and not found.conversion_errors:  # which are refused later
+            self._read(_REST)
+        return found
+
+    def install(self) -> None:
+        """Let every block bring its weights for its own `forward`, and stay where it is else."""
+        for block in self.blocks.values():
+            block.forward = self._brought(block)
+            block.__dict__["_apply"] = _staying(block._apply)
+
+    @contextmanager
+    def pinned(self, block: nn.Module) -> Iterator[None]:
+        """Keep the weights of a block in memory over many forwards; others are left alone."""
+        if block in self._pinned or block not in self._names:
+            yield
+            return
+        self._pinned.add(block)
+        try:
+            self._read(self._names[block])
+            block.to(self._device)
+            yield
+        finally:
+            self._pinned.discard(block)
+            _drop(block)
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """What a block holds, by the names of a checkpoint; the block is pinned."""
+        state = self.blocks[name].state_dict(prefix=f"{name}.")
+        return revert_weight_conversion(self._model, state)
+
+    def take(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Let a block hold what `tensors` gave; the block is pinned."""
+        self._convert(name, tensors)
+        self.blocks[name].to(self._device)
+
+    def read_from(self, name: str, file: str | PathLike[str]) -> None:
+        """From now on, read a block from a shard, to which its `tensors` were written."""
+        self.shards[name] = Path(file)
+        with safe_open(file, framework="pt") as opened:
+            self._places[name] = {Path(file): list(opened.keys())}
+
+    def settle(self, files: Mapping[str, Path]) -> None:
+        """From now on, read blocks from the files of a checkpoint, which are to stay."""
+        for name, file in files.items():
+            self.read_from(name, file)
+        self._source = dict(self._places)
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Read all blocks from the checkpoint again, as before there were shards."""
+        self._places = dict(self._source)
+        self.shards.clear()
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """All that the model holds, by name; of its blocks, one at a time is in memory."""
+        yield from self.rest.items()
+        for name, block in self.blocks.items():
+            with self.pinned(block):
+                yield from block.state_dict(prefix=f"{name}.").items()
+
+    @property
+    def rest(self) -> dict[str, Tensor]:
+        """The weights that are in no block, by their names in the model."""
+        inside = tuple(f"{name}." for name in self.blocks)
+        state = self._model.state_dict()
+        return {name: tensor for name, tensor in state.items() if not name.startswith(inside)}
+
+    @property
+    def _device(self) -> torch.device:
+        return next((t.device for t in self.rest.values()), torch.device("cpu"))
+
+    def _find(self, files: list[Path]) -> dict[str, dict[Path, list[str]]]:
+        """Which tensors of which files make up each block, and the rest."""
+        transforms = self._loading.weight_mapping or []
+        renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+        converters = [t for t in transforms if isinstance(t, WeightConverter)]
+        prefix, state = self._model.base_model_prefix, self._model.state_dict()
+        places: dict[str, dict[Path, list[str]]] = {name: {} for name in (*self.blocks, _REST)}
+        for file in files:
+            with safe_open(file, framework="pt") as opened:
+                keys = list(opened.keys())
+            for key in keys:
+                target, _ = rename_source_key(key, renamings, converters, prefix, state)
+                if target not in state and key in state:  # as transformers does
+                    target = key
+                name = next((n for n in self.blocks if target.startswith(f"{n}.")), _REST)
+                places[name].setdefault(file, []).append(key)
+        return places
+
+    def _read(self, name: str) -> None:
+        with _opened(self._places[name]) as stored:
+            self._convert(name, dict(stored))
+
+    def _convert(self, name: str, stored: Mapping[str, Any]) -> None:
+        """Let transformers make parameters of what a checkpoint holds."""
+        # Inference mode would make tensors of which no gradient could be taken later.
+        with torch.inference_mode(False), torch.no_grad(), _without_bars():
+            found, _ = convert_and_load_state_dict_in_model(
+                self._model, dict(stored), self._loading
+            )
+        if found.conversion_errors or found.mismatched_keys:
+            problems = [*found.conversion_errors.values(), *map(str, found.mismatched_keys)]
+            raise FormatError(
+                f"The weights of {name or 'the model'} are not what they were when the model was "
+                "loaded. Load it again.\n" + "\n".join(problems)
+            )
+
+    def _brought(self, block: nn.Module) -> Callable[..., Any]:
+        forward = block.forward
+
+        @functools.wraps(forward)  # whoever asks for the signature gets that of the model
+        def bring_and_run(*args: Any, **kwargs: Any) -> Any:
+            with self.pinned(block):
+                return forward(*args, **kwargs)
+
+        return bring_and_run
+
+
+@contextmanager
+def _opened(files: Mapping[Path, list[str]]) -> Iterator[Iterator[tuple[str, Any]]]:
+    """Tensors of files by name, none of which is read yet.
+
+    They are read, and not mapped, since what is mapped to be written counts as the process's own
+    memory, all of the file (`ulimit -d`).
+    """
+    with ExitStack() as stack:
+        opened = {
+            file: stack.enter_context(safe_open(file, framework="pt", backend="pread"))
+            for file in files
+        }
+        yield ((key, opened[file].get_slice(key)) for file, keys in files.items() for key in keys)
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Let transformers show no bar, as it does for a whole checkpoint."""
+    before = transformers_logging.set_tqdm_hook(lambda _, args, __: args[0])
+    try:
+        yield
+    finally:
+        transformers_logging.set_tqdm_hook(before)
+
+
+def _drop(block: nn.Module) -> None:
+    """Leave only shapes and dtypes of what a checkpoint holds of a block."""
+    for name, tensor in block.state_dict(keep_vars=True).items():
+        module, _, key = name.rpartition(".")
+        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        if isinstance(tensor, nn.Parameter):
+            empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+        setattr(block.get_submodule(module), key, empty)
+
+
+def _staying(apply: Any) -> Any:
+    """`_apply` of a module, as which a tensor on the meta device changes its dtype only."""
+
+    def stay(fn: Any, recurse: bool = True) -> nn.Module:
+        def apply_to(tensor: Tensor) -> Any:
+            if not tensor.is_meta:
+                return fn(tensor)
+            dtype = fn(torch.empty(0, dtype=tensor.dtype)).dtype
+            return torch.empty_like(tensor, dtype=dtype)
+
+        return apply(apply_to, recurse)
+
+    return stay
+
+
+def _refuse_tied(model: PreTrainedModel, blocks: list[str]) -> None:
+    """Refuse what would have to be in two places at once."""
+    inside = tuple(f"{name}." for name in blocks)
+    pairs = model.all_tied_weights_keys.items()
+    tied = [pair for pair in pairs if any(name.startswith(inside) for name in pair)]
+    if tied:
+        listed = "\n".join(f"  {one} and {other}" for one, other in tied)
+        raise TargetError(
+            "`streaming` reads each block by itself, and weights of this model's blocks are tied "
+            f"to others. Load it without `streaming`. Tied are:\n{listed}"
+        )

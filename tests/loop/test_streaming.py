@@ -1,0 +1,57 @@
+"""A streamed `CausalLM` evaluates as one in memory, and refuses what needs all weights at once."""
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
+
+from mrp_lightning import CausalLM, Trainer
+from mrp_lightning.errors import OptionError
+
+QUIET = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "enable_checkpointing": False,
+    "max_epochs": 1,
+}
+LOADER = DataLoader(torch.arange(1, 49).view(4, 12), 2)
+
+
+@pytest.mark.parametrize("loop", ["test", "validate"])
+@pytest.mark.parametrize("offload", [False, True])
+def test_it_evaluates_block_by_block(tiny_llama, loop, offload):
+    streamed = CausalLM(tiny_llama, streaming=True, offload=offload)
+    found = [
+        getattr(Trainer(**QUIET), loop)(module, LOADER, verbose=False)
+        for module in (CausalLM(tiny_llama), streamed)
+    ]
+    assert found[0] == found[1]
+    assert all(tensor.is_meta for tensor in streamed.model.model.layers.parameters())
+
+
+def test_it_is_in_the_hyperparameters(tiny_llama):
+    assert CausalLM(tiny_llama, streaming=True).hparams["streaming"] is True
+
+
+def test_what_needs_all_weights_is_refused(tiny_llama, tmp_path):
+    in_memory, streamed = CausalLM(tiny_llama), CausalLM(tiny_llama, streaming=True)
+    trainer = Trainer(**QUIET)
+    trainer.validate(in_memory, LOADER, verbose=False)
+    trainer.save_checkpoint(tmp_path / "whole.ckpt")
+    with pytest.raises(OptionError, match="`ckpt_path` gives all weights"):
+        Trainer(**QUIET).validate(streamed, LOADER, ckpt_path=str(tmp_path / "whole.ckpt"))
+    with pytest.raises(OptionError, match=r"`fit` changes all .* without `streaming`"):
+        Trainer(**QUIET).fit(streamed, LOADER)
+    trainer = Trainer(**QUIET)
+    trainer.validate(streamed, LOADER, verbose=False)
+    with pytest.raises(OptionError, match="a Lightning checkpoint holds all"):
+        trainer.save_checkpoint(tmp_path / "none.ckpt")
+
+
+def test_a_model_in_memory_cannot_be_streamed(tiny_llama):
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama)
+    for source in (model, model.config):
+        with pytest.raises(OptionError, match="`model` to be a directory or hub id"):
+            CausalLM(source, streaming=True)
