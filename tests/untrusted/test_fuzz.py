@@ -202,7 +202,9 @@ def sparse(rows: int, columns: int) -> torch.Tensor:
     return weight * (torch.arange(columns) % 4 < 2)
 
 
-@pytest.mark.parametrize("packed", [format.SPARSE24, bitmask_format.BITMASK], ids=str)
+@pytest.mark.parametrize(
+    "packed", [format.SPARSE24, bitmask_format.BITMASK], ids=lambda x: x.option
+)
 @ALWAYS_THE_SAME
 @given(data=st.data())
 def test_packed_files(packed, data):
