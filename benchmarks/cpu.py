@@ -5,7 +5,8 @@
 Speed does not depend on what weights mean: they are random, and so are the places of the zeros.
 Dense is the fastest of eager and compiled code in bfloat16 and float32; packed is the fastest of
 eager and compiled code in bfloat16. A layer's copies are more than any cache holds and are read in
-turn. A step of decoding is one token after a prompt, at batch 1.
+turn; more than 128 of them are not compiled, which would take minutes. A step of decoding is one
+token after a prompt, at batch 1.
 """
 
 import argparse
@@ -40,6 +41,7 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"num_key_value_heads": 8, "tie_word_embeddings": True},
 }
 SPARSITIES = {"50%": 0.5, "2:4": None, "70%": 0.7, "80%": 0.8}
+MOST_COMPILED = 128
 PROMPT = 128
 """Tokens before those that are decoded."""
 
@@ -116,7 +118,8 @@ def time_layer(shape: str, options: argparse.Namespace, peak: float) -> Iterator
         for layer in layers:
             copies = Copies(layer, options.cold_mib * 2**20)
             x = torch.randn(1, columns, dtype=layer.weight.dtype)
-            for way, run in ways(copies, options.compile):
+            few = len(copies.layers) <= MOST_COMPILED
+            for way, run in ways(copies, options.compile and few):
                 seconds = median_seconds(lambda run=run, x=x: run(x), options.repeats)
                 seconds /= len(copies.layers)
                 dtype = str(layer.weight.dtype).removeprefix("torch.")
