@@ -33,7 +33,8 @@ from transformers.utils import logging as transformers_logging
 from export.speed.random_models import SHAPES
 from mrp_lightning.environment import machine
 from mrp_lightning.evaluation.perplexity import Perplexity, token_losses
-from mrp_lightning.models.loading import load_model, load_tokenizer
+from mrp_lightning.models.loading import load_model
+from mrp_lightning.models.tokenizers import load_tokenizer
 from mrp_lightning.pruning import prune_layer, sequential
 from mrp_lightning.pruning.report import PruningReport
 from mrp_lightning.solver import column_sweep, damping, exact, hessian, input_hessian, pruning

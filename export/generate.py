@@ -18,7 +18,7 @@ from export.backends.torchao_format import load
 from export.speed.twins import storage_bytes
 from mrp_lightning import errors
 from mrp_lightning.environment import device_named, machine
-from mrp_lightning.models.loading import load_tokenizer
+from mrp_lightning.models.tokenizers import load_tokenizer
 
 _USER_ERRORS = (errors.DataError, errors.FormatError, errors.OptionError, OSError)
 

@@ -22,16 +22,11 @@ from mrp_lightning.evaluation.perplexity import Perplexities, token_losses
 from mrp_lightning.models.batch import split_batch, to_predict
 from mrp_lightning.models.damage import explained_checkpoint
 from mrp_lightning.models.gguf import located
-from mrp_lightning.models.loading import (
-    as_dtype,
-    load_model,
-    load_tokenizer,
-    make_config,
-    tokenizer_beside,
-)
+from mrp_lightning.models.loading import as_dtype, load_model, make_config
 from mrp_lightning.models.streamed_blocks import StreamedBlocks
 from mrp_lightning.models.streaming import load_streamed
 from mrp_lightning.models.tokenizer_files import tokenizer_files, tokenizer_from_files
+from mrp_lightning.models.tokenizers import load_tokenizer, tokenizer_beside
 from mrp_lightning.targets.blocks import find_blocks
 from mrp_lightning.targets.zeros import pruned_layers
 

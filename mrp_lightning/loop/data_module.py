@@ -14,8 +14,8 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from mrp_lightning.errors import DataError, OptionError
 from mrp_lightning.loop.shares import one_share_each
-from mrp_lightning.models.loading import load_tokenizer
 from mrp_lightning.models.positions import longest_sequence
+from mrp_lightning.models.tokenizers import load_tokenizer
 from mrp_lightning.text.prefix import Windows, after, frame
 from mrp_lightning.text.published import (
     CALIBRATION,

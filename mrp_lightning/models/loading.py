@@ -1,4 +1,4 @@
-"""Models, configurations and tokenizers from directories and the hub, or a message that helps."""
+"""Models and configurations from directories and the hub, or a message that helps."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -10,19 +10,18 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     GgufConfig,
     PreTrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
 from transformers.utils import cached_file
 
-from mrp_lightning.environment import is_out_of_memory, why_no_hub
-from mrp_lightning.errors import DataError, FormatError, OptionError, TargetError
+from mrp_lightning.environment import is_out_of_memory
+from mrp_lightning.errors import FormatError, OptionError, TargetError
 from mrp_lightning.models.damage import damaged_files
 from mrp_lightning.models.formats import register_format, why_not_readable
-from mrp_lightning.models.gguf import find_gguf, has_tokenizer, reading
+from mrp_lightning.models.gguf import find_gguf, reading
+from mrp_lightning.models.location import cause, is_path, place_of
 from mrp_lightning.models.plausible import check_files, check_size, check_values
 from mrp_lightning.models.skeleton import build_without_weights
 
@@ -71,14 +70,14 @@ def load_config(source: str, **hub: Any) -> PreTrainedConfig:
             f"`model`: {source} holds no config.json. Expected a Hugging Face model directory, or "
             "a .gguf file; a Lightning .ckpt is given as `ckpt_path`."
         )
-    if not path.exists() and _is_path(source):
+    if not path.exists() and is_path(source):
         raise FileNotFoundError(
             f"`model`: there is no directory {source}. Give a model directory that exists, or a "
             "hub id (OWNER/NAME, where OWNER is no directory here)."
         )
     with _explain_missing_files(source):
         try:
-            place = _place(source)
+            place = place_of(source)
             check_values(PreTrainedConfig.get_config_dict(**place, **hub)[0], source)
             # Without a word on it, transformers would ask on the terminal.
             config = AutoConfig.from_pretrained(**place, **{"trust_remote_code": False} | hub)
@@ -95,34 +94,6 @@ def _not_loaded(source: str, error: Exception) -> str:
     return f"{source} cannot be loaded. {reason}"
 
 
-def _place(source: str | os.PathLike[str]) -> dict[str, Any]:
-    """Where `from_pretrained` is to look: a directory, the hub, or its cache if it is away."""
-    path = Path(source).expanduser()
-    if path.exists():
-        return {"pretrained_model_name_or_path": str(path)}
-    return {
-        "pretrained_model_name_or_path": str(source),
-        "local_files_only": why_no_hub() is not None,
-    }
-
-
-def _cause(source: str | os.PathLike[str], error: OSError) -> str:
-    """Why a source gives nothing: transformers' reason, or that the hub is away."""
-    is_here = Path(source).expanduser().exists()
-    return str(error) if is_here else why_no_hub() or str(error)
-
-
-def _is_path(source: str) -> bool:
-    """Whether a name that does not exist here can only have been meant as a path.
-
-    The hub is then not asked, which takes long where it cannot be reached. `runs/x` has the form of
-    a hub id; where there is a directory `runs`, it is taken for a path in it.
-    """
-    path = Path(source).expanduser()
-    starts_like_one = path.is_absolute() or source.startswith((".", "~"))
-    return starts_like_one or source.count("/") > 1 or ("/" in source and path.parent.is_dir())
-
-
 @contextmanager
 def _explain_missing_files(source: str) -> Iterator[None]:
     try:
@@ -130,7 +101,7 @@ def _explain_missing_files(source: str) -> Iterator[None]:
     except OSError as error:
         raise FileNotFoundError(
             f"`model`: {source} is neither a complete local model directory nor a model that the "
-            f"hub gives. Check the name, or download it first. ({_cause(source, error)})"
+            f"hub gives. Check the name, or download it first. ({cause(source, error)})"
         ) from error
 
 
@@ -192,7 +163,7 @@ def load_model(source: str, dtype: torch.dtype | None, **options: Any) -> PreTra
         _check_files(source, config)
     with _explain_missing_files(source), explained_damage(source, hub.get("revision")):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            **_place(source),
+            **place_of(source),
             dtype=dtype or "auto",
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # which is told below, by name
@@ -272,78 +243,6 @@ def missing_weights(
         f"the checkpoint {source} lacks weights of {type(model).__name__}, which would be random: "
         f"{', '.join(missing)}."
     )
-
-
-def load_tokenizer(source: str | os.PathLike[str] | PreTrainedTokenizerBase, **hub: Any) -> Any:
-    """The tokenizer of a directory, hub id or GGUF file.
-
-    Args:
-        source: Directory, hub id or GGUF file; a tokenizer is given back as it is.
-        **hub: `revision` and `trust_remote_code`.
-
-    Raises:
-        FileNotFoundError: There is no tokenizer.
-        DataError: There is one that cannot be loaded.
-        FormatError: The GGUF file is damaged, or transformers cannot read it.
-        TypeError: `source` is none of the above.
-    """
-    if isinstance(source, PreTrainedTokenizerBase):
-        return source
-    if not isinstance(source, str | os.PathLike):
-        raise TypeError(
-            "`tokenizer` must be a tokenizer of transformers, or the directory or hub id of one. "
-            f"Got {type(source).__name__}."
-        )
-    if file := find_gguf(str(source)):
-        try:
-            with reading(file) as place:
-                return AutoTokenizer.from_pretrained(**place, trust_remote_code=False)
-        except FormatError as error:
-            if has_tokenizer(file):
-                raise
-            raise FileNotFoundError(
-                f"`tokenizer`: {file} gives no tokenizer, it holds only weights. Name the "
-                "directory or hub id of one."
-            ) from error
-    path = Path(source).expanduser()
-    if not path.exists() and _is_path(str(source)):
-        raise FileNotFoundError(
-            f"`tokenizer`: {source} gives no tokenizer, there is no such directory. Name the "
-            "directory or hub id of one."
-        )
-    try:
-        # Without a word on it, transformers would ask on the terminal.
-        trust = {"trust_remote_code": False}
-        return AutoTokenizer.from_pretrained(**_place(source), **trust | hub)
-    except OSError as error:
-        raise FileNotFoundError(
-            f"`tokenizer`: {source} gives no tokenizer. Name the directory or hub id of one. "
-            f"({_cause(source, error)})"
-        ) from error
-    except Exception as error:  # whatever the classes of tokenizers stumble over in their files
-        raise DataError(
-            f"`tokenizer`: the tokenizer of {source} cannot be loaded; its files are incomplete or "
-            f"damaged, or need an option. ({error})"
-        ) from error
-
-
-def tokenizer_beside(source: str, **hub: Any) -> Any:
-    """The tokenizer that a model comes with, or `None` where it comes without one.
-
-    Args:
-        source: Directory, hub id or GGUF file of the model.
-        **hub: `revision` and `trust_remote_code`.
-
-    Raises:
-        DataError: There is one that cannot be loaded.
-    """
-    path = Path(source).expanduser()
-    if path.is_dir() and find_gguf(source) is None:
-        return load_tokenizer(path, **hub) if any(path.glob("tokenizer*")) else None
-    try:
-        return load_tokenizer(source, **hub)
-    except FileNotFoundError:
-        return None
 
 
 def as_dtype(name: torch.dtype | str | None) -> torch.dtype | None:

@@ -6,7 +6,7 @@ from tempfile import TemporaryDirectory
 from transformers import PreTrainedTokenizerBase
 
 from mrp_lightning.errors import DataError
-from mrp_lightning.models.loading import load_tokenizer
+from mrp_lightning.models.tokenizers import load_tokenizer
 
 
 def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:

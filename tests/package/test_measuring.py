@@ -10,7 +10,8 @@ import gpu
 import pytest
 import torch
 
-from mrp_lightning.models.loading import load_model, load_tokenizer
+from mrp_lightning.models.loading import load_model
+from mrp_lightning.models.tokenizers import load_tokenizer
 from mrp_lightning.pruning.report import PruningReport
 from mrp_lightning.pruning.sequential import SequentialPruner
 from mrp_lightning.solver.recipe import Recipe

@@ -1,0 +1,83 @@
+"""Tokenizers from directories and the hub, or a message that helps."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from mrp_lightning.errors import DataError, FormatError
+from mrp_lightning.models.gguf import find_gguf, has_tokenizer, reading
+from mrp_lightning.models.location import cause, is_path, place_of
+
+
+def load_tokenizer(source: str | os.PathLike[str] | PreTrainedTokenizerBase, **hub: Any) -> Any:
+    """The tokenizer of a directory, hub id or GGUF file.
+
+    Args:
+        source: Directory, hub id or GGUF file; a tokenizer is given back as it is.
+        **hub: `revision` and `trust_remote_code`.
+
+    Raises:
+        FileNotFoundError: There is no tokenizer.
+        DataError: There is one that cannot be loaded.
+        FormatError: The GGUF file is damaged, or transformers cannot read it.
+        TypeError: `source` is none of the above.
+    """
+    if isinstance(source, PreTrainedTokenizerBase):
+        return source
+    if not isinstance(source, str | os.PathLike):
+        raise TypeError(
+            "`tokenizer` must be a tokenizer of transformers, or the directory or hub id of one. "
+            f"Got {type(source).__name__}."
+        )
+    if file := find_gguf(str(source)):
+        try:
+            with reading(file) as given:
+                return AutoTokenizer.from_pretrained(**given, trust_remote_code=False)
+        except FormatError as error:
+            if has_tokenizer(file):
+                raise
+            raise FileNotFoundError(
+                f"`tokenizer`: {file} gives no tokenizer, it holds only weights. Name the "
+                "directory or hub id of one."
+            ) from error
+    path = Path(source).expanduser()
+    if not path.exists() and is_path(str(source)):
+        raise FileNotFoundError(
+            f"`tokenizer`: {source} gives no tokenizer, there is no such directory. Name the "
+            "directory or hub id of one."
+        )
+    try:
+        # Without a word on it, transformers would ask on the terminal.
+        trust = {"trust_remote_code": False}
+        return AutoTokenizer.from_pretrained(**place_of(source), **trust | hub)
+    except OSError as error:
+        raise FileNotFoundError(
+            f"`tokenizer`: {source} gives no tokenizer. Name the directory or hub id of one. "
+            f"({cause(source, error)})"
+        ) from error
+    except Exception as error:  # whatever the classes of tokenizers stumble over in their files
+        raise DataError(
+            f"`tokenizer`: the tokenizer of {source} cannot be loaded; its files are incomplete or "
+            f"damaged, or need an option. ({error})"
+        ) from error
+
+
+def tokenizer_beside(source: str, **hub: Any) -> Any:
+    """The tokenizer that a model comes with, or `None` where it comes without one.
+
+    Args:
+        source: Directory, hub id or GGUF file of the model.
+        **hub: `revision` and `trust_remote_code`.
+
+    Raises:
+        DataError: There is one that cannot be loaded.
+    """
+    path = Path(source).expanduser()
+    if path.is_dir() and find_gguf(source) is None:
+        return load_tokenizer(path, **hub) if any(path.glob("tokenizer*")) else None
+    try:
+        return load_tokenizer(source, **hub)
+    except FileNotFoundError:
+        return None
