@@ -31,7 +31,9 @@ from mrp_lightning.models.loading import load_config
 from mrp_lightning.pruning.journal import remove_journal
 
 _BAR = "trainer.enable_progress_bar"
-_RESUME = re.compile(r"trainer\.callbacks\.\d+\.init_args\.resume")
+_WITHOUT_A_SAY = re.compile(
+    rf"{re.escape(_BAR)}|model\.streaming|trainer\.callbacks\.\d+\.init_args\.resume"
+)
 """Options without a say in the result."""
 
 
@@ -48,7 +50,7 @@ class _Configured(PruningCLI):
 
 def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """What two configurations do not share, such as "`data.num_samples` was 4, is 5"."""
-    keys = [key for key in {**before, **now} if key != _BAR and not _RESUME.fullmatch(key)]
+    keys = [key for key in {**before, **now} if not _WITHOUT_A_SAY.fullmatch(key)]
     changed = [key for key in keys if before.get(key) != now.get(key)]
     return "; ".join(f"`{key}` was {before.get(key)}, is {now.get(key)}" for key in changed)
 
