@@ -11,6 +11,7 @@ from mrp_lightning.solver.conjugate_gradients import LowRankModel
 
 _FLOAT32_SUFFICES = 1e4
 _BFLOAT16_HELPS = 128
+_MANY_COLUMNS = 1024
 
 
 class NotPositiveDefiniteError(HessianError):
@@ -38,7 +39,7 @@ class DampedHessian:
         factor: Upper triangular U with UᵀU = (H + λI)⁻¹, (columns, columns).
         float32_suffices: Whether iterations in float32 can be trusted with this matrix.
         bfloat16_helps: Whether iterations whose products are rounded to bfloat16 lead nearer to a
-            solution.
+            solution, and columns are so many that products take most of the time.
 
     Raises:
         NotPositiveDefiniteError: The matrix is not positive definite to the precision of `dtype`.
@@ -52,7 +53,7 @@ class DampedHessian:
         self.damping_used = ratio * mean_diagonal
         self.factor, inflation = self._factorise()
         self.float32_suffices = inflation <= _FLOAT32_SUFFICES
-        self.bfloat16_helps = inflation <= _BFLOAT16_HELPS
+        self.bfloat16_helps = inflation <= _BFLOAT16_HELPS and self.columns >= _MANY_COLUMNS
 
     @cached_property
     def matrix(self) -> Tensor:
