@@ -26,7 +26,8 @@ from mrp_lightning.pruning.allocation import (
 from mrp_lightning.pruning.block import BlockPruner
 from mrp_lightning.pruning.dry_run import losses_of_blocks
 from mrp_lightning.pruning.extensions import Extensions
-from mrp_lightning.pruning.journal import BlockRecord, Journal
+from mrp_lightning.pruning.journal import Journal
+from mrp_lightning.pruning.record import BlockRecord
 from mrp_lightning.pruning.report import PruningReport
 from mrp_lightning.pruning.rows import BlockReport, LayerReport
 from mrp_lightning.pruning.shared_journal import SharedJournal
