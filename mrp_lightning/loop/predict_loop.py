@@ -15,9 +15,10 @@ from mrp_lightning.loop.streaming import streamed_blocks
 from mrp_lightning.processes import Processes
 from mrp_lightning.pruning.extensions import Extensions
 from mrp_lightning.pruning.journal import Journal
+from mrp_lightning.pruning.progress import Progress
 from mrp_lightning.pruning.report import PruningReport
 from mrp_lightning.pruning.rows import LayerReport
-from mrp_lightning.pruning.sequential import Progress, SequentialPruner
+from mrp_lightning.pruning.sequential import SequentialPruner
 from mrp_lightning.pruning.shared_journal import SharedJournal
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.plan import Plan
