@@ -12,10 +12,9 @@ from mrp_lightning.environment import extra
 from mrp_lightning.errors import OptionError
 from mrp_lightning.evaluation.zeroshot import Tasks, load_tasks
 from mrp_lightning.experiments import tables
+from mrp_lightning.experiments.configuration import difference
 from mrp_lightning.experiments.execute import (
     configure,
-    described,
-    difference,
     evaluate_again,
     execute,
     require_pruning,
@@ -144,8 +143,7 @@ def _make(trial: Trial, sweep: Sweep, tasks: Tasks | None) -> str:
 def _require_same_configurations(sweep: Sweep, finished: Mapping[Trial, Run]) -> None:
     differing: dict[str, list[str]] = {}
     for trial, run in finished.items():
-        config = described(configure(trial, sweep))
-        if run.finished and (found := difference(run.finished.config, config)):
+        if run.finished and (found := difference(run.finished.config, configure(trial, sweep))):
             differing.setdefault(found, []).append(run.name)
     if differing:
         listed = "; and ".join(f"{what} ({', '.join(names)})" for what, names in differing.items())

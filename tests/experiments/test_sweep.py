@@ -201,7 +201,7 @@ def test_two_sweeps_at_once_share_the_runs(here, monkeypatch):
     assert len(made) == len(set(made)) == 1 + 2
 
 
-def test_an_interrupted_run_goes_on_at_its_block(here, monkeypatch):
+def test_an_interrupted_run_goes_on_at_its_block(here, monkeypatch, capsys):
     from mrp_lightning.pruning.journal import Journal
 
     write = Journal.write
@@ -228,8 +228,11 @@ def test_an_interrupted_run_goes_on_at_its_block(here, monkeypatch):
     told = json.loads(finished.read_text())
     assert told["config"].pop("trainer.callbacks.0.init_args.resume") is True
     assert told["config"].pop("model.streaming") is False
+    assert told["config"].pop("trainer.callbacks.0.init_args.target") == "own"
     finished.write_text(json.dumps(told))
+    capsys.readouterr()
     sweep("--only=tiny/50-SM-*-seed0")
+    assert "of which 0 are to be made" in capsys.readouterr().out
 
 
 def test_another_configuration_is_not_mixed_in(here, capsys):
