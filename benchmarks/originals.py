@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mrp_lightning.solver.patterns import Pattern, SemiStructured
 from mrp_lightning.targets.plan import Plan
 
 DAMPING = 0.01
 BLOCK_SIZE = 128
+TWO_OF_FOUR = SemiStructured(2, 4)
 
 
 @dataclass(frozen=True)
@@ -24,12 +26,12 @@ class Original:
     Attributes:
         pruner: Makes its object for a linear layer.
         hessian: The name of the attribute in which it sums up XXᵀ.
-        prune: Prunes the layer to 2:4 by what was summed up.
+        prune: Prunes the layer to a pattern by what was summed up.
     """
 
     pruner: Callable[[nn.Linear], Any]
     hessian: str
-    prune: Callable[[Any], object]
+    prune: Callable[[Any, Pattern], object]
 
 
 def sparsegpt(repository: Path) -> Original:
@@ -38,8 +40,13 @@ def sparsegpt(repository: Path) -> Original:
         sys.path.insert(0, str(repository))
     from sparsegpt import SparseGPT  # type: ignore[import-not-found]
 
-    options = {"prunen": 2, "prunem": 4, "blocksize": BLOCK_SIZE, "percdamp": DAMPING}
-    return Original(SparseGPT, "H", lambda pruner: pruner.fasterprune(0, **options))
+    def prune(pruner: Any, pattern: Pattern) -> None:
+        options: dict[str, Any] = {"blocksize": BLOCK_SIZE, "percdamp": DAMPING}
+        if isinstance(pattern, SemiStructured):
+            options |= {"prunen": pattern.removed, "prunem": pattern.group}
+        pruner.fasterprune(pattern.sparsity, **options)
+
+    return Original(SparseGPT, "H", prune)
 
 
 def alps(repository: Path) -> Original:
@@ -50,7 +57,14 @@ def alps(repository: Path) -> Original:
     names: dict[str, Any] = {}
     exec(compile(source, repository / "alps.py", "exec"), names)
     make = names["ALPS_prune"]
-    return Original(lambda layer: make(layer, 1, 1), "XtX", lambda p: p.ALPS_admm(0.5, 2, 4))
+
+    def prune(pruner: Any, pattern: Pattern) -> None:
+        groups = (0, 0)
+        if isinstance(pattern, SemiStructured):
+            groups = (pattern.group - pattern.removed, pattern.group)
+        pruner.ALPS_admm(pattern.sparsity, *groups)
+
+    return Original(lambda layer: make(layer, 1, 1), "XtX", prune)
 
 
 @contextlib.contextmanager
@@ -62,14 +76,16 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def prune_matrix(original: Original, weight: Tensor, hessian: Tensor) -> Tensor:
+def prune_matrix(
+    original: Original, weight: Tensor, hessian: Tensor, pattern: Pattern = TWO_OF_FOUR
+) -> Tensor:
     """Prune one matrix (rows, columns) by its Hessian."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device=weight.device)
     linear.weight.data = weight.clone()
     pruner = original.pruner(linear)
     setattr(pruner, original.hessian, hessian.clone())
     with quiet():
-        original.prune(pruner)
+        original.prune(pruner, pattern)
     return linear.weight.data
 
 
@@ -80,6 +96,7 @@ def prune_model(
     plan: Plan,
     parts: Callable[[str], contextlib.AbstractContextManager[None]],
     seen: Callable[[nn.Linear, Tensor, Tensor], None],
+    pattern: Pattern = TWO_OF_FOUR,
 ) -> None:
     """Prune all blocks in order, as their `llama.py` and `opt.py` do.
 
@@ -93,6 +110,7 @@ def prune_model(
         plan: Its blocks and layers.
         parts: Tells what the time is spent on.
         seen: Called with each pruned layer, its weight before, and its Hessian.
+        pattern: What to remove.
     """
     hidden, arguments = _inputs_of_first_block(model, windows, plan, parts)
     outputs = torch.zeros_like(hidden)
@@ -120,7 +138,7 @@ def prune_model(
                 with parts("checks"):
                     before = layer.weight.data.clone(), getattr(pruner, original.hessian).clone()
                 with parts("layers"), quiet():
-                    original.prune(pruner)
+                    original.prune(pruner, pattern)
                     pruner.free()
                 with parts("checks"):
                     seen(layer, *before)

@@ -175,6 +175,11 @@ class ConjugateGradients:
         self._direction = torch.zeros_like(x)
         self._before: Tensor | None = None
 
+    def restart(self) -> None:
+        """Forget the directions so far; the caller has computed the gradient afresh."""
+        self._direction.zero_()
+        self._before = None
+
     def energies(self) -> Tensor:
         """Apply the preconditioner to the gradient, and return gradient·z of each row: (rows,)."""
         self._precondition(self._gradient, self._z, self._image)

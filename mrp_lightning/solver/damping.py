@@ -10,6 +10,7 @@ from mrp_lightning.errors import HessianError
 from mrp_lightning.solver.conjugate_gradients import LowRankModel
 
 _FLOAT32_SUFFICES = 1e4
+_BFLOAT16_HELPS = 128
 
 
 class NotPositiveDefiniteError(HessianError):
@@ -36,6 +37,8 @@ class DampedHessian:
         damping_used: λ = ratio · mean_diagonal, what is added to the diagonal.
         factor: Upper triangular U with UᵀU = (H + λI)⁻¹, (columns, columns).
         float32_suffices: Whether iterations in float32 can be trusted with this matrix.
+        bfloat16_helps: Whether iterations whose products are rounded to bfloat16 lead nearer to a
+            solution.
 
     Raises:
         NotPositiveDefiniteError: The matrix is not positive definite to the precision of `dtype`.
@@ -47,7 +50,9 @@ class DampedHessian:
         self.columns = hessian.shape[0]
         self.ratio = ratio
         self.damping_used = ratio * mean_diagonal
-        self.factor, self.float32_suffices = self._factorise()
+        self.factor, inflation = self._factorise()
+        self.float32_suffices = inflation <= _FLOAT32_SUFFICES
+        self.bfloat16_helps = inflation <= _BFLOAT16_HELPS
 
     @cached_property
     def matrix(self) -> Tensor:
@@ -111,12 +116,12 @@ class DampedHessian:
             matrix.diagonal()[self._dead] = self.damping_used or self._mean_diagonal
         return matrix
 
-    def _factorise(self) -> tuple[Tensor, bool]:
-        """Compute U, and whether float32 suffices for iterations with the matrix.
+    def _factorise(self) -> tuple[Tensor, float]:
+        """Compute U, and how far rounding is inflated in iterations with the matrix.
 
-        The test is on max_j H_jj [H⁻¹]_jj = 1 / (1 − R²_j), R²_j being the share of input j that
-        the others explain. No scaling of inputs changes it, unlike the condition number, which
-        one large channel makes huge and harmless. Where float32 fails, float64 may still find the
+        That is max_j H_jj [H⁻¹]_jj = 1 / (1 − R²_j), R²_j being the share of input j that the
+        others explain. No scaling of inputs changes it, unlike the condition number, which one
+        large channel makes huge and harmless. Where float32 fails, float64 may still find the
         factor.
         """
         precision = torch.finfo(self.dtype).eps
@@ -132,7 +137,7 @@ class DampedHessian:
                 factor = torch.linalg.solve_triangular(lower.flip(0, 1), identity, upper=True)
                 inflation = float((diagonal * factor.square().sum(0)).max())
                 if inflation <= (_FLOAT32_SUFFICES if dtype == torch.float32 else 0.1 / precision):
-                    return factor.to(self.dtype), inflation <= _FLOAT32_SUFFICES
+                    return factor.to(self.dtype), inflation
         raise NotPositiveDefiniteError(
             f"H + {self.damping_used:g}·I is not positive definite in {self.dtype}."
         )

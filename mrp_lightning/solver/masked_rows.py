@@ -12,8 +12,10 @@ from mrp_lightning.solver.conjugate_gradients import (
     InverseOnKept,
     Preconditioner,
     full_product,
+    rounded_product,
 )
 from mrp_lightning.solver.damping import DampedHessian
+from mrp_lightning.solver.precision import has_bfloat16_units
 from mrp_lightning.solver.ranges import ELEMENTS, split_range
 
 _STALLS = 3
@@ -23,6 +25,8 @@ _LIMIT = 500
 """Most iterations with one preconditioner."""
 _WINDOW = 20
 """Iterations from which the number of those to come is forecast."""
+_DIGITS = 1e-2
+"""The energy relative to that of the last exact gradient at which rounded products have done."""
 _LONG = 100
 """Iterations to come beyond which another preconditioner is tried."""
 
@@ -54,14 +58,19 @@ class MaskedRows:
 
     def certify(self) -> None:
         """Compute the gradient, the bound and the loss afresh, from x alone."""
-        change = self.weight - self.x
-        torch.mm(change, self.damped.matrix, out=self.gradient)
-        self.loss = float((change * self.gradient).sum()) / 2
+        change = self._renew()
         # r H⁻¹ rᵀ = ‖r Uᵀ‖², which cannot come out negative.
         energy = ((self.gradient * self.kept) @ self.damped.factor.T).square_().sum()
         # The residual is itself rounded; a bound must allow for what that may hide.
         self.hidden = float(change.square_().sum()) * self.damped.residual_rounding / 2
         self.bound = float(energy) / 2 + self.hidden
+
+    def _renew(self) -> Tensor:
+        """Compute the gradient and the loss afresh from x: the change of the weight, w − x."""
+        change = self.weight - self.x
+        torch.mm(change, self.damped.matrix, out=self.gradient)
+        self.loss = float((change * self.gradient).sum()) / 2
+        return change
 
     def refined(self) -> "MaskedRows":
         """The same system in float64, from where this one is (or from the start, had it failed)."""
@@ -85,10 +94,13 @@ class MaskedRows:
         Returns:
             The number of iterations.
         """
-        iterations = 0
+        model = self.damped.low_rank_model.on(self.kept)
+        rounds = self.damped.bfloat16_helps and has_bfloat16_units(self.x.device)
+        rounds = rounds and self.x.dtype == torch.float32
+        iterations = self._descend_rounded(model, tolerance, tell) if rounds else 0
         patience = max(_WINDOW, float(self.kept.sum(1).max()) ** 3 / self.x.shape[1] ** 2)
         for precondition, limit in (
-            (lambda: self.damped.low_rank_model.on(self.kept), min(_LONG, patience)),
+            (lambda: model, min(_LONG, patience)),
             (lambda: InverseOnKept(full_product(self.damped.inverse), self.kept), patience / 2),
         ):
             iterations += self._descend(precondition(), tolerance, limit, tell)
@@ -96,6 +108,42 @@ class MaskedRows:
                 return iterations
         self._factorise_rows()
         return iterations
+
+    def _descend_rounded(
+        self, precondition: Preconditioner, tolerance: float, tell: Callable[[str], None]
+    ) -> int:
+        """Iterate with rounded products, again and again from exact gradients, while it helps.
+
+        Each round seeks what the exact gradient at its start asks for. Rounded products are good
+        for about two digits of that.
+
+        Args:
+            precondition: What the residual is multiplied with.
+            tolerance: The gap to which it should come near.
+            tell: Called with where the solution is, in words.
+
+        Returns:
+            The number of iterations.
+        """
+        times_matrix = rounded_product(self.damped.matrix)
+        descent = ConjugateGradients(self.x, self.gradient, times_matrix, precondition)
+        energies = descent.energies()
+        while (before := float(energies.sum())) > tolerance * self.loss / 2:
+            start, most = self.x.clone(), descent.iterations + _WINDOW
+            target = max(tolerance * self.loss / 2, _DIGITS * before)
+            while descent.iterations < most and float(energies.sum()) > target:
+                descent.step(energies)
+                energies = descent.energies()
+                tell(f"iteration {descent.iterations}")
+            self._renew()
+            descent.restart()
+            energies = descent.energies()
+            if not float(energies.sum()) < before / 4:
+                if not float(energies.sum()) < before:
+                    self.x.copy_(start)
+                    self._renew()
+                break
+        return descent.iterations
 
     def _descend(
         self,
