@@ -62,9 +62,10 @@ def make_model(
         dtype = as_dtype(dtype) or torch.float32
         return Made(AutoModelForCausalLM.from_config(config, dtype=dtype, **options), None, None)
     if isinstance(model, PreTrainedModel):
+        loaded: Any = model
         if dtype is not None:
-            model.to(as_dtype(dtype))
-        return Made(model, None, None)
+            loaded.to(as_dtype(dtype))
+        return Made(loaded, None, None)
     raise TypeError(
         "`model` must be a path, a hub id, a transformers configuration or a transformers "
         f"model. Got {type(model).__name__}; another module needs its own LightningModule, "
