@@ -7,7 +7,8 @@ Dense is the fastest of eager and compiled code in bfloat16 and float32; packed 
 eager and compiled code in bfloat16. A layer's copies are more than any cache holds and are read in
 turn; more than 128 of them are not compiled, which would take minutes. A step of decoding is one
 token after a prompt, at batch 1. SmolLM2 is a checkpoint that `make real` has made, renamed; a
-model's head stays dense.
+model's head stays dense. What quantization to 4 bits gives instead, dense, stands beside it:
+PyTorch's own kernel for it, with a bfloat16 scale and zero for 64 columns.
 """
 
 import argparse
@@ -42,6 +43,7 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"num_key_value_heads": 8, "tie_word_embeddings": True},
 }
 SPARSITIES = {"50%": 0.5, "2:4": None, "70%": 0.7, "80%": 0.8}
+FOUR_BITS, GROUP = "4-bit", 64
 MOST_COMPILED = 128
 PROMPT = 128
 """Tokens before those that are decoded."""
@@ -60,6 +62,25 @@ class Copies(nn.Module):
         return [layer(x) for layer in self.layers]
 
 
+class FourBit(nn.Module):
+    """A layer with weights of 4 bits, and a scale and a zero for each `GROUP` of columns."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, rows = linear.in_features, linear.out_features
+        weight = torch.randint(16, (rows, self.in_features), dtype=torch.int32)
+        tiled = torch.ops.aten._convert_weight_to_int4pack_for_cpu(weight, 1)
+        self.weight = nn.Parameter(tiled, requires_grad=False)
+        scales = torch.rand(self.in_features // GROUP, rows, 2) * self.in_features**-0.5
+        self.register_buffer("scales", scales.bfloat16())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply tokens (..., columns)."""
+        multiply = torch.ops.aten._weight_int4pack_mm_for_cpu
+        y = multiply(x.reshape(-1, self.in_features), self.weight, GROUP, self.scales)
+        return y.view(*x.shape[:-1], -1)
+
+
 def pruned(rows: int, columns: int, sparsity: float | None) -> Tensor:
     """Random weights in bfloat16, `None`: 2:4."""
     weight = torch.randn(rows, columns)
@@ -71,8 +92,10 @@ def pruned(rows: int, columns: int, sparsity: float | None) -> Tensor:
     return (weight * (torch.rand(rows, columns) >= sparsity)).bfloat16()
 
 
-def packed(linear: nn.Linear, name: str) -> PackedLinear:
-    """The layer with weights of a key of `SPARSITIES`, packed."""
+def packed(linear: nn.Linear, name: str) -> PackedLinear | FourBit:
+    """The layer with weights of a key of `SPARSITIES`, packed; or of four bits."""
+    if name == FOUR_BITS:
+        return FourBit(linear)
     with torch.no_grad():
         weight = pruned(linear.out_features, linear.in_features, SPARSITIES[name])
         linear.weight.copy_(weight * linear.in_features**-0.5)
@@ -106,25 +129,26 @@ def bandwidth() -> float:
 
 
 def time_layer(shape: str, options: argparse.Namespace, peak: float) -> Iterator[list[str]]:
-    """Rows of the table: one for dense, one for each sparsity."""
+    """Rows of the table: dense, each sparsity, four bits."""
     rows, columns = map(int, shape.split("x"))
     linear = nn.Linear(columns, rows, bias=False, dtype=torch.bfloat16).requires_grad_(False)
     sides: dict[str, list[nn.Module]] = {
         "dense": [linear, copy.deepcopy(linear).float()],
-        **{name: [packed(copy.deepcopy(linear), name)] for name in SPARSITIES},
+        **{name: [packed(copy.deepcopy(linear), name)] for name in (*SPARSITIES, FOUR_BITS)},
     }
     dense = 0.0
     for name, layers in sides.items():
         found = []
         for layer in layers:
             copies = Copies(layer, options.cold_mib * 2**20)
-            x = torch.randn(1, columns, dtype=layer.weight.dtype)
+            dtype = torch.float32 if layer.weight.dtype == torch.float32 else torch.bfloat16
+            x = torch.randn(1, columns, dtype=dtype)
             few = len(copies.layers) <= MOST_COMPILED
             for way, run in ways(copies, options.compile and few):
                 seconds = median_seconds(lambda run=run, x=x: run(x), options.repeats)
                 seconds /= len(copies.layers)
-                dtype = str(layer.weight.dtype).removeprefix("torch.")
-                found.append((seconds, f"{way}, {dtype}", storage_bytes(layer)))
+                kind = f"{way}, {str(dtype).removeprefix('torch.')}"
+                found.append((seconds, kind, storage_bytes(layer)))
             del copies, run
             gc.collect()
         seconds, way, num_bytes = min(found)
@@ -150,7 +174,7 @@ def model_of(name: str) -> Any:
 
 
 def pack_blocks(model: Any, sparsity: str) -> None:
-    """Pack all linear layers but the head, one by one, in place."""
+    """Pack all linear layers but the head, or give them four bits, one by one, in place."""
     head = model.get_output_embeddings()
     linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
     for name, linear in linears.items():
@@ -158,9 +182,9 @@ def pack_blocks(model: Any, sparsity: str) -> None:
 
 
 def time_model(name: str, options: argparse.Namespace, peak: float) -> Iterator[list[str]]:
-    """Rows of the table: one for dense, one for each sparsity. One model at a time is in memory."""
+    """Rows of the table: dense, each sparsity, four bits. One model at a time is in memory."""
     dense = 0.0
-    for side in ("dense", *SPARSITIES):
+    for side in ("dense", *SPARSITIES, FOUR_BITS):
         found = []
         for dtype in (torch.bfloat16, torch.float32) if side == "dense" else (torch.bfloat16,):
             model = model_of(name)
