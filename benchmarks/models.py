@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 import transformers
-from families import FAMILIES
 from full_forwards import CheckedRun, prune_and_compare
 from rich.progress import track
+from tiny_configs import FAMILIES
 from torch import nn
 from transformers.utils import logging as transformers_logging
 

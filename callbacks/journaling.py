@@ -1,49 +1,33 @@
 """The journal of a pruning in a trainer."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 
-from mrp_lightning.loop.capture import Step
 from mrp_lightning.loop.contents import checkpoint_root
 from mrp_lightning.loop.fingerprint import fingerprint
+from mrp_lightning.loop.predict_loop import PruningRun
 from mrp_lightning.loop.progress import log
 from mrp_lightning.loop.saving import check_save_dir
 from mrp_lightning.loop.streaming import streamed_blocks
 from mrp_lightning.models.saving import stored_dtype
-from mrp_lightning.processes import Processes
 from mrp_lightning.pruning.journal import Journal, journal_path, require_free
-from mrp_lightning.pruning.report import PruningReport
 from mrp_lightning.pruning.shared_journal import SharedJournal
 from mrp_lightning.pruning.streamed_journal import StreamedJournal
-from mrp_lightning.targets.plan import Plan
 
 
 @contextmanager
 def open_journal(
-    beside: str | PathLike[str] | None,
-    trainer: Trainer,
-    module: LightningModule,
-    steps: Sequence[Step],
-    plan: Plan,
-    report: PruningReport,
-    processes: Processes,
-    *,
-    resume: bool,
+    run: PruningRun, beside: str | PathLike[str] | None, *, resume: bool
 ) -> Iterator[Journal | SharedJournal | None]:
     """Start the journal of a run, or go on with it; say how far it came if the run fails.
 
     Args:
+        run: The run, with nothing done yet; the first of its processes keeps the journal.
         beside: The directory beside which it lies; `None` for a run without one.
-        trainer: The trainer that prunes.
-        module: Its module, which is still dense.
-        steps: The calibration batches of this process.
-        plan: What will be pruned.
-        report: The report of the run, with nothing done yet.
-        processes: The processes that make the run; the first one keeps the journal.
         resume: Whether to go on with a journal that is there.
 
     Yields:
@@ -56,20 +40,21 @@ def open_journal(
     if beside is None:
         yield None
         return
+    report, plan, processes = run.report, run.plan, run.processes
     about = {
         "config": report.config,
         "provenance": report.provenance,
         "versions": report.versions,
-        "model_weights": sum(p.numel() for p in module.parameters()),
+        "model_weights": sum(p.numel() for p in run.module.parameters()),
         "blocks": sum(1 for layers in plan.layers.values() if layers) + bool(plan.outside),
         "layers": plan.num_layers,
     }
     settings = {key: value for key, value in report.config.items() if key != "base_model"}
-    found = fingerprint(trainer, module, steps, settings, processes)
+    found = fingerprint(run.trainer, run.module, run.steps, settings, processes)
     if processes.rank:
         yield SharedJournal(None, processes)
         return
-    streamed = streamed_blocks(module)
+    streamed = streamed_blocks(run.module)
     journal: Journal
     if streamed is None:
         journal = Journal.open(beside, found, resume=resume, about=about)

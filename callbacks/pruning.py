@@ -5,31 +5,24 @@ from contextlib import ExitStack
 from os import PathLike
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from safetensors import SafetensorError
 
 from callbacks.journaling import check_places, open_journal
+from callbacks.pruned import Pruned
 from callbacks.result import tell_result
-from callbacks.session import Session
-from mrp_lightning.errors import DataError, OptionError, SaveError
+from callbacks.session import Session, outside_the_loop
+from mrp_lightning.errors import DataError, OptionError
 from mrp_lightning.loop import progress
-from mrp_lightning.loop.capture import eager
 from mrp_lightning.loop.contents import checkpoint_root, is_built_later
-from mrp_lightning.loop.predict_loop import prune_in_trainer
-from mrp_lightning.loop.provenance import provenance
+from mrp_lightning.loop.predict_loop import PruningRun
 from mrp_lightning.loop.repeats import warn_of_repeats
-from mrp_lightning.loop.saving import save_pruned
-from mrp_lightning.loop.signals import Interrupted, interruptible
+from mrp_lightning.loop.signals import Interrupted
 from mrp_lightning.loop.strategies import processes_of, require_whole_models
 from mrp_lightning.loop.streaming import check_streamed_plan, start_streamed, streamed_blocks
-from mrp_lightning.loop.supervision import all_or_none, one_voice
+from mrp_lightning.loop.supervision import all_or_none
 from mrp_lightning.pruning.extensions import Extensions
-from mrp_lightning.pruning.journal import Journal
 from mrp_lightning.pruning.report import PruningReport
-from mrp_lightning.pruning.shared_journal import SharedJournal
 from mrp_lightning.pruning.tuning import BlockTuning
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.names import as_patterns
@@ -165,10 +158,7 @@ class PruningCallback(Callback):
             }
         )
         self._session: Session | None = None
-        self._pruned: LightningModule | None = None
-        self._journal: Journal | SharedJournal | None = (
-            None  # of what is pruned, until that is saved
-        )
+        self._pruned: Pruned | None = None
 
     def _configure(self, config: dict[str, Any]) -> None:
         self.recipe = Recipe.of(**{key: config[key] for key in _RECIPE})
@@ -187,7 +177,8 @@ class PruningCallback(Callback):
                     getattr(stage, "value", stage),
                 )
             return
-        if self._is_unsaved_of(pl_module) and self.save_dir is not None:
+        unsaved = None if self._is_done else self._pruned
+        if unsaved is not None and unsaved.is_of(pl_module) and self.save_dir is not None:
             self.save(self.save_dir, overwrite=self.overwrite)
         if self._is_done:
             log.warning("This %s has pruned already; predict only predicts.", type(self).__name__)
@@ -217,66 +208,39 @@ class PruningCallback(Callback):
         """Prune, report, save."""
         if self._session is None:
             return
-        plan, steps = self._session.plan, self._session.steps
-        processes = processes_of(trainer)
-        batches = int(sum(count for (count,) in processes.numbers(len(steps))))
+        session, processes = self._session, processes_of(trainer)
+        batches = int(sum(count for (count,) in processes.numbers(len(session.steps))))
         if not batches:
             return
-        stopping = interruptible(self._session.signals, at_once=True)
         self._end_session()
-        config = {**self._config, "batches": batches, "precision": str(trainer.precision)}
-        if processes.size > 1:
-            config["processes"] = processes.size
-        if base_model := getattr(checkpoint_root(pl_module)[1], "name_or_path", None):
-            config["base_model"] = base_model
-        with (
-            stopping,
-            torch.inference_mode(False),
-            torch.no_grad(),
-            eager(),
-            one_voice(processes),
-            ExitStack() as held,
-        ):
+        with outside_the_loop(session.signals, processes), ExitStack() as held:
             with all_or_none(processes):
-                warn_of_repeats(steps, processes)
-                self.report = PruningReport(
-                    config, provenance=provenance(trainer, steps, processes)
-                )
-                opened = open_journal(
-                    self._beside(trainer),
-                    trainer,
-                    pl_module,
-                    steps,
-                    plan,
-                    self.report,
-                    processes,
-                    resume=self.resume,
-                )
-                journal = held.enter_context(opened)
-                prune_in_trainer(
-                    trainer,
-                    pl_module,
-                    steps,
-                    plan,
-                    self.recipe,
-                    self.report,
-                    self.extensions,
-                    processes,
+                warn_of_repeats(session.steps, processes)
+                run = PruningRun(
+                    trainer=trainer,
+                    module=pl_module,
+                    steps=session.steps,
+                    plan=session.plan,
+                    recipe=self.recipe,
+                    extensions=self.extensions,
                     true_sequential=self.true_sequential,
                     offload=self.offload,
-                    journal=journal,
+                    processes=processes,
+                    config={**self._config, "batches": batches},
                 )
-            self._pruned = pl_module
-            self._journal = journal if self.journal_beside is None else None
-            if self.save_dir is not None and not _is_rehearsal(trainer):
-                self.report.complete = False  # until it is saved
+                self.report = run.report
+                opened = open_journal(run, self._beside(trainer), resume=self.resume)
+                journal = held.enter_context(opened)
+                run.prune(journal)
+            self._pruned = Pruned(pl_module, journal if self.journal_beside is None else None)
+            is_rehearsal = _is_rehearsal(trainer)
+            if self.save_dir is not None and not is_rehearsal:
+                run.report.complete = False  # until it is saved
                 try:
                     self.save(self.save_dir, overwrite=self.overwrite)
                 finally:
                     trainer.strategy.barrier("saved")
-            tell_result(
-                self.report, self.recipe, self.save_dir, is_rehearsal=_is_rehearsal(trainer)
-            )
+            tell_result(run.report, self.recipe, self.save_dir, is_rehearsal=is_rehearsal)
 
     def save(self, directory: str | PathLike[str], *, overwrite: bool = False) -> None:
         """Write the pruned model with its report, as `save_dir` asks for.
@@ -297,22 +261,7 @@ class PruningCallback(Callback):
             raise OptionError(
                 f"{type(self).__name__}.save: nothing is pruned yet. Run `trainer.predict` first."
             )
-        before, self.report.complete = self.report.complete, True  # as the file is to say
-        try:
-            if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
-                save_pruned(self._pruned, directory, self.report, overwrite=overwrite)
-        except BaseException as error:
-            self.report.complete = before
-            if not isinstance(error, OSError | SafetensorError):
-                raise
-            raise SaveError(
-                f"The model is pruned, but could not be saved in {directory}: {error}. It is still "
-                "in memory: `callback.save(directory)` writes it, and so does another `predict` "
-                "with this callback, which does not prune again."
-            ) from error
-        if self._journal is not None:
-            self._journal.remove()
-            self._journal = None
+        self._pruned.save(directory, self.report, overwrite=overwrite)
 
     @property
     def state_key(self) -> str:
@@ -373,12 +322,6 @@ class PruningCallback(Callback):
         if self._session is not None:
             self._session.close()
             self._session = None
-
-    def _is_unsaved_of(self, pl_module: LightningModule) -> bool:
-        """Whether this very model is pruned, and could not be saved."""
-        if self._pruned is None or self._is_done:
-            return False
-        return checkpoint_root(pl_module)[1] is checkpoint_root(self._pruned)[1]
 
     @property
     def _is_done(self) -> bool:

@@ -1,15 +1,18 @@
 """What pruning changes in a module while Lightning's predict loop runs it."""
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 from lightning.pytorch import LightningModule
 
-from mrp_lightning.loop.capture import Step, StepCapture
+from mrp_lightning.loop.capture import Step, StepCapture, eager
 from mrp_lightning.loop.contents import check_batch
 from mrp_lightning.loop.placement import blocks_on_cpu
 from mrp_lightning.loop.signals import interruptible, unclaimed_signals
+from mrp_lightning.loop.supervision import one_voice
+from mrp_lightning.processes import Processes
 from mrp_lightning.targets.blocks import find_blocks
 from mrp_lightning.targets.plan import Plan
 
@@ -50,3 +53,21 @@ class Session:
         self._changes.callback(capture.remove)
         self._changes.enter_context(interruptible(self.signals))
         self.plan, self.steps = plan, capture.steps
+
+
+@contextmanager
+def outside_the_loop(signals: Sequence[signal.Signals], processes: Processes) -> Iterator[None]:
+    """Do in a callback what is no part of Lightning's loop, which may be in inference mode.
+
+    Args:
+        signals: Those that end it at once.
+        processes: The processes that do it; the first one speaks for all.
+    """
+    with (
+        interruptible(signals, at_once=True),
+        torch.inference_mode(False),
+        torch.no_grad(),
+        eager(),
+        one_voice(processes),
+    ):
+        yield

@@ -22,6 +22,7 @@ from mrp_lightning.experiments.page.drawing import PAPER, RULE, STYLE, color_of,
 
 DIRECTORY = Path(__file__).with_name("methods")
 SPARSITY = 0.7
+WINDOWS, LENGTH = 32, 512
 LAYERS = [
     f"model.layers.1.{name}"
     for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj")
@@ -40,9 +41,7 @@ def main() -> None:
     """Prune, measure, draw."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     DIRECTORY.mkdir(exist_ok=True)
-    data = TextDataModule(
-        num_samples=32, sequence_length=512, batch_size=8, tokenizer=str(STDLIB_LLAMA)
-    )
+    data = TextDataModule(num_samples=WINDOWS, sequence_length=LENGTH, tokenizer=str(STDLIB_LLAMA))
     data.setup("predict")
     data.setup("test")
     calibration, unseen = data.calibration_windows(), data.evaluation_windows("test")[:16]

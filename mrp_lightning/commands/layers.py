@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from mrp_lightning.commands.model_options import add_model_options
 from mrp_lightning.models.gguf import located
 from mrp_lightning.models.loading import load_config
 from mrp_lightning.models.skeleton import build_without_weights
@@ -164,23 +165,11 @@ def print_listing(listing: Listing) -> None:
     where = f"{len(listing.blocks)} blocks ({', '.join(classes)})" if classes else "no blocks"
     what = "pruned" if listing.pattern is None else f"pruned to {listing.pattern}"
     console.print(f"{listing.model}: {listing.model_class}, {where}", highlight=False)
-    table = Table(title=f"Would be {what}", title_justify="left")
-    for column in ("name", "kind", "rows × columns"):
-        table.add_column(column, overflow="fold")
-    for column in ("layers", "parameters"):
-        table.add_column(column, justify="right")
-    for (name, kind, shape), rows in _alike(listing.layers, "kind").items():
-        table.add_row(name, kind, shape, f"{len(rows)}", f"{sum(r.parameters for r in rows):,}")
-    console.print(table)
+    pruned = _alike(listing.layers, "kind")
+    console.print(_table(f"Would be {what}", ("name", "kind", "rows × columns", "layers"), pruned))
     if listing.skipped:
-        table = Table(title="Would stay dense", title_justify="left")
-        for column in ("name", "why", "shape"):
-            table.add_column(column, overflow="fold")
-        for column in ("weights", "parameters"):
-            table.add_column(column, justify="right")
-        for (name, why, shape), left in _alike(listing.skipped, "reason").items():
-            table.add_row(name, why, shape, f"{len(left)}", f"{sum(r.parameters for r in left):,}")
-        console.print(table)
+        left = _alike(listing.skipped, "reason")
+        console.print(_table("Would stay dense", ("name", "why", "shape", "weights"), left))
     totals = listing.totals
     console.print(
         f"{totals['layers']} layers with {totals['parameters']:,} of {totals['model_parameters']:,}"
@@ -201,16 +190,13 @@ def _parser() -> argparse.ArgumentParser:
         description="List what would be pruned and what would stay dense, and why. No weights are "
         "needed: of the model only the configuration is read.",
     )
-    parser.add_argument("--model", required=True, help="a model directory, hub id or GGUF file")
-    parser.add_argument("--gguf-file", metavar="NAME", help="the GGUF file in that directory")
+    add_model_options(parser)
     amount = parser.add_mutually_exclusive_group()
     amount.add_argument("--pattern", help="N:M, as for the callback")
     amount.add_argument("--sparsity", type=float, help="fraction of the weights, as there")
     for name in ("targets", "ignore", "blocks"):
         parser.add_argument(f"--{name}", nargs="+", metavar="NAME", help="as for the callback")
     parser.add_argument("--skip-indivisible", action="store_true", help="as for the callback")
-    parser.add_argument("--revision", help="branch, tag or commit on the hub")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run the model's own code")
     parser.add_argument("--json", action="store_true", help="print every layer as JSON")
     return parser
 
@@ -258,6 +244,20 @@ def _quantization(config: Any) -> str | None:
         return None
     settings = quantization if isinstance(quantization, dict) else quantization.to_dict()
     return str(settings.get("quant_method", "unknown method"))
+
+
+def _table(
+    title: str, headers: Sequence[str], groups: dict[tuple[str, str, str], list[Any]]
+) -> Table:
+    """A row for each group: what its members share, their number and their parameters."""
+    table = Table(title=title, title_justify="left")
+    for header in headers[:3]:
+        table.add_column(header, overflow="fold")
+    for header in (headers[3], "parameters"):
+        table.add_column(header, justify="right")
+    for shared, rows in groups.items():
+        table.add_row(*shared, f"{len(rows)}", f"{sum(row.parameters for row in rows):,}")
+    return table
 
 
 def _alike(rows: Iterable[Any], key: str) -> dict[tuple[str, str, str], list[Any]]:

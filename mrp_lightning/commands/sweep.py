@@ -3,6 +3,7 @@
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 
 from rich.console import Console
@@ -12,10 +13,9 @@ from mrp_lightning.environment import extra
 from mrp_lightning.errors import OptionError
 from mrp_lightning.evaluation.zeroshot import Tasks, load_tasks
 from mrp_lightning.experiments import tables
+from mrp_lightning.experiments.configuration import difference
 from mrp_lightning.experiments.execute import (
     configure,
-    described,
-    difference,
     evaluate_again,
     execute,
     require_pruning,
@@ -26,6 +26,7 @@ from mrp_lightning.experiments.summary import scores, summarize
 from mrp_lightning.experiments.sweep import Sweep
 from mrp_lightning.experiments.trials import Trial
 from mrp_lightning.loop.cli import ConciseParser
+from mrp_lightning.models.dequantized import dequantized_once
 
 _WHAT = str(Sweep.__doc__).partition("Args:")[0].strip()
 
@@ -105,15 +106,18 @@ def make_runs(sweep: Sweep, console: Console) -> dict[Trial, str]:
         console.print(f"{len(incomplete)} more are to be evaluated on `zeroshot`.")
     failed = _without_model(sweep, waiting)
     work = [trial for trial in [*waiting, *incomplete] if trial not in failed]
-    for number, trial in enumerate(work, start=1):
-        console.print(f"[{number}/{len(work)}] {trial.directory} …", markup=False, soft_wrap=True)
-        try:
-            said = _make(trial, sweep, tasks)
-        except Exception as error:
-            # Hours of other runs should not be lost; the command ends with an error all the same.
-            failed[trial] = f"{type(error).__name__}: {error}"
-            said = f"{trial.directory} failed: {error}"
-        console.print(f"[{number}/{len(work)}] {said}", markup=False, soft_wrap=True)
+    for _, numbered in groupby(enumerate(work, start=1), key=lambda pair: pair[1].model):
+        with dequantized_once():
+            for number, trial in numbered:
+                at = f"[{number}/{len(work)}]"
+                console.print(f"{at} {trial.directory} …", markup=False, soft_wrap=True)
+                try:
+                    said = _make(trial, sweep, tasks)
+                except Exception as error:
+                    # Hours of other runs should not be lost; the command ends with an error.
+                    failed[trial] = f"{type(error).__name__}: {error}"
+                    said = f"{trial.directory} failed: {error}"
+                console.print(f"{at} {said}", markup=False, soft_wrap=True)
     return failed
 
 
@@ -144,8 +148,7 @@ def _make(trial: Trial, sweep: Sweep, tasks: Tasks | None) -> str:
 def _require_same_configurations(sweep: Sweep, finished: Mapping[Trial, Run]) -> None:
     differing: dict[str, list[str]] = {}
     for trial, run in finished.items():
-        config = described(configure(trial, sweep))
-        if run.finished and (found := difference(run.finished.config, config)):
+        if run.finished and (found := difference(run.finished.config, configure(trial, sweep))):
             differing.setdefault(found, []).append(run.name)
     if differing:
         listed = "; and ".join(f"{what} ({', '.join(names)})" for what, names in differing.items())

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from mrp_lightning.commands.model_options import add_model_options
 from mrp_lightning.environment import device_named
 from mrp_lightning.errors import OptionError
 from mrp_lightning.evaluation.records import (
@@ -116,8 +117,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Run tasks of lm-eval on a dense, pruned or packed checkpoint. The results are "
         "added to evaluation.json in its directory.",
     )
-    parser.add_argument("--model", required=True, help="a model directory, hub id or GGUF file")
-    parser.add_argument("--gguf-file", metavar="NAME", help="the GGUF file in that directory")
+    add_model_options(parser)
     parser.add_argument(
         "--tasks",
         type=_names,
@@ -145,8 +145,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--device", help="where to run (default: cuda if present)")
     parser.add_argument("--dtype", help="of the weights (default: as stored)")
-    parser.add_argument("--revision", help="branch, tag or commit on the hub")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run the model's own code")
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="all that lm-eval returns, as JSON"
     )

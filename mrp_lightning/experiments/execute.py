@@ -3,7 +3,6 @@
 import gc
 import json
 import logging
-import re
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
@@ -18,6 +17,7 @@ from mrp_lightning.environment import machine
 from mrp_lightning.errors import FormatError, OptionError
 from mrp_lightning.evaluation.records import Scores, record
 from mrp_lightning.evaluation.zeroshot import Tasks, evaluate, summarize
+from mrp_lightning.experiments.configuration import BAR, described
 from mrp_lightning.experiments.runs import FinishedTrial
 from mrp_lightning.experiments.sweep import Sweep
 from mrp_lightning.experiments.trials import Trial
@@ -30,12 +30,6 @@ from mrp_lightning.models.gguf import located
 from mrp_lightning.models.loading import load_config
 from mrp_lightning.pruning.journal import remove_journal
 
-_BAR = "trainer.enable_progress_bar"
-_WITHOUT_A_SAY = re.compile(
-    rf"{re.escape(_BAR)}|model\.streaming|trainer\.callbacks\.\d+\.init_args\.resume"
-)
-"""Options without a say in the result."""
-
 
 class _Configured(PruningCLI):
     """A command line that has been parsed; models and data are made by `build`."""
@@ -46,13 +40,6 @@ class _Configured(PruningCLI):
     def build(self) -> None:
         """Make the trainer, the model and the data."""
         super().instantiate_classes()
-
-
-def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """What two configurations do not share, such as "`data.num_samples` was 4, is 5"."""
-    keys = [key for key in {**before, **now} if not _WITHOUT_A_SAY.fullmatch(key)]
-    changed = [key for key in keys if before.get(key) != now.get(key)]
-    return "; ".join(f"`{key}` was {before.get(key)}, is {now.get(key)}" for key in changed)
 
 
 def require_pruning(sweep: Sweep) -> None:
@@ -118,7 +105,7 @@ def execute(
         save_checkpoint: Whether the directory gets the pruned model, too.
     """
     config = described(cli)
-    cli.config[_BAR] = cli.config[_BAR] is not False and sys.stdout.isatty()
+    cli.config[BAR] = cli.config[BAR] is not False and sys.stdout.isatty()
     gc.collect()  # a model and its trainer hold each other: the last run's would still be there
     with _quiet():
         cli.build()
@@ -153,11 +140,6 @@ def evaluate_again(trial: Trial, sweep: Sweep, directory: Path, tasks: Tasks) ->
     record(directory, zeroshot=zeroshot)
 
 
-def described(cli: _Configured) -> dict[str, Any]:
-    """The configuration, which decides the result, by dotted key with its defaults."""
-    return dict(_flatten(json.loads(cli.parser.dump(cli.config, format="json"))))
-
-
 def _prune(cli: _Configured, directory: Path, *, save_checkpoint: bool) -> None:
     (callback,) = callbacks_that_prune(cli.trainer)
     callback.save_dir, callback.overwrite = directory if save_checkpoint else None, True
@@ -179,17 +161,6 @@ def _parse(sweep: Sweep, options: Mapping[str, Any]) -> _Configured:
     arguments += [f"--{key}={_text(value)}" for key, value in options.items()]
     with _quiet():
         return _Configured(arguments, run=False)
-
-
-def _flatten(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(values, dict) and values:
-        for key, value in values.items():
-            yield from _flatten(value, f"{prefix}.{key}" if prefix else key)
-    elif isinstance(values, list) and any(isinstance(value, dict) for value in values):
-        for index, value in enumerate(values):
-            yield from _flatten(value, f"{prefix}.{index}")
-    elif values is not None:  # a new option that is not used is no other configuration
-        yield prefix, values
 
 
 def _text(value: Any) -> str:

@@ -48,7 +48,8 @@ class Sweep:
     Args:
         base: Configurations that all trials share, as `predict --config` takes them; the last of
             `trainer.callbacks` prunes.
-        models: By the name that tables show.
+        models: By the name that tables show. One in a GGUF file is dequantized once for all of its
+            runs, which takes the memory of one more model.
         runs: The methods and recipes at each setting: a percentage ("50%") or a pattern ("2:4"),
             quoted.
         recipes: By the name that `runs` and tables use, what the callback that prunes is given:

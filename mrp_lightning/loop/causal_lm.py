@@ -8,23 +8,16 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    get_cosine_schedule_with_warmup,
-)
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from mrp_lightning.calibration.offload import Offload, held_on_cpu
 from mrp_lightning.errors import OptionError
 from mrp_lightning.evaluation.perplexity import Perplexities, token_losses
+from mrp_lightning.loop.model_source import make_model
+from mrp_lightning.loop.optimizer import adamw
 from mrp_lightning.models.batch import split_batch, to_predict
 from mrp_lightning.models.damage import explained_checkpoint
-from mrp_lightning.models.gguf import located
-from mrp_lightning.models.loading import as_dtype, load_model, make_config
 from mrp_lightning.models.streamed_blocks import StreamedBlocks
-from mrp_lightning.models.streaming import load_streamed
 from mrp_lightning.models.tokenizer_files import tokenizer_files, tokenizer_from_files
 from mrp_lightning.models.tokenizers import load_tokenizer, tokenizer_beside
 from mrp_lightning.targets.blocks import find_blocks
@@ -103,39 +96,18 @@ class CausalLM(LightningModule):
         warmup_steps: int = 100,
     ) -> None:
         super().__init__()
-        source = os.fspath(model) if isinstance(model, str | os.PathLike) else None
-        if source is not None:
-            source = located(source, gguf_file, revision)
-        elif gguf_file is not None:
-            raise OptionError("`gguf_file` needs `model` to be the directory or hub id of it.")
-        hub = {"revision": revision, "trust_remote_code": trust_remote_code}
-        options = {"attn_implementation": attn_implementation} if attn_implementation else {}
         self.model: Any
-        self.streamed: StreamedBlocks | None = None
-        if streaming and source is None:
-            raise OptionError(
-                "`streaming` reads blocks from files: it needs `model` to be a directory or hub id."
-            )
-        if streaming and source is not None:
-            self.model, self.streamed = load_streamed(
-                source, as_dtype(dtype), _blocks_by_name, **hub, **options
-            )
-        elif source is not None:
-            self.model = load_model(source, as_dtype(dtype), **hub, **options)
-        elif isinstance(model, dict | PreTrainedConfig):
-            config = model if isinstance(model, PreTrainedConfig) else make_config(model)
-            dtype = as_dtype(dtype) or torch.float32
-            self.model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
-        elif isinstance(model, PreTrainedModel):
-            self.model = model
-            if dtype is not None:
-                self.model.to(as_dtype(dtype))
-        else:
-            raise TypeError(
-                "`model` must be a path, a hub id, a transformers configuration or a transformers "
-                f"model. Got {type(model).__name__}; another module needs its own LightningModule, "
-                "with a `predict_step` that calls it."
-            )
+        self.streamed: StreamedBlocks | None
+        self.model, self.streamed, source = make_model(
+            model,
+            dtype=dtype,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            gguf_file=gguf_file,
+            attn_implementation=attn_implementation,
+            streaming=streaming,
+        )
+        hub = {"revision": revision, "trust_remote_code": trust_remote_code}
         self.tokenizer: Any = None
         if tokenizer is not None:
             self.tokenizer = load_tokenizer(tokenizer, **hub)
@@ -316,18 +288,13 @@ class CausalLM(LightningModule):
 
     def configure_optimizers(self) -> Any:
         """AdamW with linear warm-up and cosine decay over the steps that the trainer will take."""
-        parameters = [p for p in self.parameters() if p.requires_grad]
-        groups = [
-            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": self.weight_decay},
-            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        optimizer = torch.optim.AdamW(groups, lr=self.learning_rate, betas=(0.9, 0.95))
-        steps = int(self.trainer.estimated_stepping_batches)
-        schedule = get_cosine_schedule_with_warmup(optimizer, self.warmup_steps, steps)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
-        }
+        return adamw(
+            (p for p in self.parameters() if p.requires_grad),
+            learning_rate=self.learning_rate,
+            weight_decay=self.weight_decay,
+            warmup_steps=self.warmup_steps,
+            steps=int(self.trainer.estimated_stepping_batches),
+        )
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Store configuration and tokenizer: the model can be rebuilt without its first source."""
@@ -351,7 +318,3 @@ class CausalLM(LightningModule):
                 f"`streaming`: {problem}, and only one block at a time is in memory. Load the "
                 "model without `streaming`, on a machine that can hold it."
             )
-
-
-def _blocks_by_name(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    return {block.name: block.module for block in find_blocks(model)}

@@ -17,24 +17,13 @@ from mrp_lightning.loop.shares import one_share_each
 from mrp_lightning.models.positions import longest_sequence
 from mrp_lightning.models.tokenizers import load_tokenizer
 from mrp_lightning.text.prefix import Windows, after, frame
-from mrp_lightning.text.published import (
-    CALIBRATION,
-    CORPORA,
-    EVALUATION,
-    Corpus,
-    Part,
-    check_names,
-    locate,
-    read_documents,
-)
+from mrp_lightning.text.published_windows import PublishedTexts
 from mrp_lightning.text.sources import OwnText
 from mrp_lightning.text.standard_library import Split
 from mrp_lightning.text.windows import (
     Draws,
     consecutive_windows,
     segments_across_documents,
-    segments_of_documents,
-    segments_of_text,
     tokenize,
 )
 
@@ -124,11 +113,12 @@ class TextDataModule(LightningDataModule):
             raise OptionError(f"TextDataModule: expected positive numbers. Got {wrong}.")
         self.calibration = calibration
         self.evaluation = [evaluation] if isinstance(evaluation, str) else list(evaluation or [])
-        check_names([calibration] if calibration else [], CALIBRATION, "calibration")
-        check_names(self.evaluation, EVALUATION, "evaluation")
-        self._published = bool(self.calibration or self.evaluation)
+        self.corpora_dir = Path(corpora_dir).expanduser() if corpora_dir is not None else None
+        self._published = PublishedTexts(
+            calibration=calibration, evaluation=self.evaluation, directory=self.corpora_dir
+        )
         self.bos = bos or ("text" if self._published else "window")
-        sources = [self._published, dataset is not None, bool(train_files or eval_files)]
+        sources = [bool(self._published), dataset is not None, bool(train_files or eval_files)]
         if sum(sources) > 1:
             raise OptionError(
                 "TextDataModule: give either `dataset` or `train_files`/`eval_files` or "
@@ -136,7 +126,6 @@ class TextDataModule(LightningDataModule):
             )
         if corpora_dir is not None and not self._published:
             raise OptionError("`data.corpora_dir` needs `data.calibration` or `data.evaluation`.")
-        self.corpora_dir = Path(corpora_dir).expanduser() if corpora_dir is not None else None
         self._own = OwnText(
             train_files=_paths(train_files),
             eval_files=_paths(eval_files),
@@ -181,7 +170,7 @@ class TextDataModule(LightningDataModule):
                 f"has only {limit} positions. Write `sequence_length: {limit}` or less."
             )
         if self._published:
-            locate(self._needed(stage), self.corpora_dir)
+            self._published.locate(stage)
 
     @property
     def calibration_source(self) -> str:
@@ -230,17 +219,10 @@ class TextDataModule(LightningDataModule):
         return after(prefix, self._draw(tokenizer, draws))
 
     def _draw(self, tokenizer: Any, draws: Draws) -> Tensor:
-        if not self._published:
-            documents = self.documents("train")
-            return segments_across_documents(
-                documents, tokenizer, draws, "train", separator=_SEPARATOR
-            )
-        ((corpus, part),) = self._needed("predict")
-        documents = self._published_documents(corpus, part)
-        if part.separator is None:
-            return segments_of_documents(documents, tokenizer, draws, corpus.name)
-        tokens = tokenize(tokenizer, part.separator.join(documents))
-        return segments_of_text(tokens, draws, corpus.name)
+        if self._published:
+            return self._published.segments(tokenizer, draws)
+        documents = self.documents("train")
+        return segments_across_documents(documents, tokenizer, draws, "train", separator=_SEPARATOR)
 
     def evaluation_windows(self, split: Split) -> Tensor:
         """Consecutive windows of a split's joined text (windows, sequence_length), int64.
@@ -267,13 +249,8 @@ class TextDataModule(LightningDataModule):
             FileNotFoundError: Files are missing; it gives the commands that download them.
             DataError: The text is too short for a window.
         """
-        check_names([name], EVALUATION, "evaluation")
-        corpus = CORPORA[name]
-        part = corpus.evaluation
-        assert part is not None
-        assert part.separator is not None
-        text = part.separator.join(self._published_documents(corpus, part))
-        return self._consecutive(text, name)[: part.windows]
+        text, count = self._published.evaluation_text(name)
+        return self._consecutive(text, name)[:count]
 
     def _consecutive(self, text: str, name: str) -> Tensor:
         tokenizer, prefix = self._frame()
@@ -288,25 +265,6 @@ class TextDataModule(LightningDataModule):
         if self.bos == "text":
             return self.tokenizer, torch.tensor([]).long()
         return frame(self.tokenizer, self.sequence_length)
-
-    def _needed(self, stage: str) -> list[tuple[Corpus, Part]]:
-        """The published texts that a stage reads, and which part of each."""
-        if stage == "fit":
-            raise DataError(
-                "`fit` trains on `data.train_files`, `data.dataset` or the embedded text, not on "
-                "the published texts of `data.calibration` and `data.evaluation`."
-            )
-        key, names = "evaluation", self.evaluation
-        if stage == "predict":
-            key, names = "calibration", [self.calibration] if self.calibration else []
-        if not names:
-            raise DataError(f"`data.{key}` is needed here. Name published texts.")
-        corpora = [CORPORA[name] for name in names]
-        return [(corpus, getattr(corpus, key)) for corpus in corpora]
-
-    def _published_documents(self, corpus: Corpus, part: Part) -> Sequence[str]:
-        (paths,) = locate([(corpus, part)], self.corpora_dir)
-        return read_documents(corpus, part, paths)
 
     def documents(self, split: Split) -> Sequence[str]:
         """The texts of one split of the dataset, the files or the embedded text.

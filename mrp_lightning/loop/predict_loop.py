@@ -1,7 +1,8 @@
 """The walk over a model in the trainer that holds it."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import torch
@@ -10,14 +11,17 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from mrp_lightning.calibration.memory import peak_memory
 from mrp_lightning.loop.capture import Step
+from mrp_lightning.loop.contents import checkpoint_root
 from mrp_lightning.loop.progress import PlainLog, Seldom, nested_progress
+from mrp_lightning.loop.provenance import provenance
 from mrp_lightning.loop.streaming import streamed_blocks
 from mrp_lightning.processes import Processes
 from mrp_lightning.pruning.extensions import Extensions
 from mrp_lightning.pruning.journal import Journal
+from mrp_lightning.pruning.progress import Progress
 from mrp_lightning.pruning.report import PruningReport
 from mrp_lightning.pruning.rows import LayerReport
-from mrp_lightning.pruning.sequential import Progress, SequentialPruner
+from mrp_lightning.pruning.sequential import SequentialPruner
 from mrp_lightning.pruning.shared_journal import SharedJournal
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.plan import Plan
@@ -25,87 +29,106 @@ from mrp_lightning.targets.plan import Plan
 _LAYER_METRICS = ("loss", "relative_loss", "sparsity", "damping", "iterations", "gap", "seconds")
 
 
-def prune_in_trainer(
-    trainer: Trainer,
-    module: LightningModule,
-    steps: Sequence[Step],
-    plan: Plan,
-    recipe: Recipe,
-    report: PruningReport,
-    extensions: Extensions,
-    processes: Processes,
-    *,
-    true_sequential: bool,
-    offload: bool,
-    journal: Journal | SharedJournal | None = None,
-) -> None:
-    """Prune the trainer's module in place; progress and metrics go to its bar and loggers.
+@dataclass(frozen=True, eq=False)
+class PruningRun:
+    """One pruning of a module, in the trainer whose predict loop gave it the batches.
 
-    Args:
+    Attributes:
         trainer: At the end of its predict loop, with the module on its device.
         module: The LightningModule to prune.
         steps: The calibration batches of this process, with all that `predict_step` takes.
         plan: The blocks and layers to prune.
         recipe: How layers are pruned.
-        report: The report, which is filled while layers are pruned.
         extensions: What is done beside pruning each layer by itself.
-        processes: The processes of the trainer, each with its steps.
         true_sequential: Whether the layers of a block are pruned one after another.
         offload: Whether blocks and activations stay on the CPU until they are needed.
-        journal: Keeps what is done to each block, and knows what is done already.
+        processes: The processes of the trainer, each with its steps.
+        config: What the report says of how it is done.
+        report: The report, which is filled while layers are pruned.
     """
-    strategy = trainer.strategy
-    device = strategy.root_device
 
-    def forward(step: Step) -> Any:
-        on_device = step.to(device)
+    trainer: Trainer
+    module: LightningModule
+    steps: Sequence[Step]
+    plan: Plan
+    recipe: Recipe
+    extensions: Extensions
+    true_sequential: bool
+    offload: bool
+    processes: Processes
+    config: InitVar[dict[str, Any]]
+    report: PruningReport = field(init=False)
+
+    def __post_init__(self, config: dict[str, Any]) -> None:
+        config = {**config, "precision": str(self.trainer.precision)}
+        if self.processes.size > 1:
+            config["processes"] = self.processes.size
+        if base_model := getattr(checkpoint_root(self.module)[1], "name_or_path", None):
+            config["base_model"] = base_model
+        found = provenance(self.trainer, self.steps, self.processes)
+        object.__setattr__(self, "report", PruningReport(config, provenance=found))
+
+    def prune(self, journal: Journal | SharedJournal | None = None) -> None:
+        """Prune the module in place; progress and metrics go to the trainer's bar and loggers.
+
+        Args:
+            journal: Keeps what is done to each block, and knows what is done already.
+        """
+        trainer, plan, report = self.trainer, self.plan, self.report
+        for logger in trainer.loggers:
+            logger.log_hyperparams({"prune": report.config})
+        plain = PlainLog(trainer, len(plan.blocks) + bool(plan.outside))
+        with nested_progress(trainer, plan.num_layers) as show:
+            is_time, shown = Seldom(), -1
+
+            def follow(progress: Progress) -> None:
+                nonlocal shown
+                if progress.layers != shown or is_time():
+                    shown, text = progress.layers, _describe(progress) + plain.left
+                    show(progress.layers, text)
+                    plain.move(text)
+
+            SequentialPruner(
+                model=self.module,
+                forward=self._forward,
+                batches=self.steps,
+                batch_of=lambda step: step.batch,
+                plan=plan,
+                recipe=self.recipe,
+                report=report,
+                true_sequential=self.true_sequential,
+                device=trainer.strategy.root_device,
+                offload=self.offload,
+                streamed=streamed_blocks(self.module),
+                extensions=self.extensions,
+                processes=self.processes,
+                journal=journal,
+                say=rank_zero_info,
+                on_progress=follow,
+                on_block=self._logging(plain),
+            ).prune()
+        for name in ("sparsity", "relative_loss"):
+            trainer.callback_metrics[f"prune/{name}"] = torch.tensor(report.totals[name])
+
+    def _forward(self, step: Step) -> Any:
+        strategy = self.trainer.strategy
+        on_device = step.to(strategy.root_device)
         # The strategy's, for its precision.
         return strategy.predict_step(*on_device.args, **on_device.kwargs)
 
-    for logger in trainer.loggers:
-        logger.log_hyperparams({"prune": report.config})
-    plain = PlainLog(trainer, len(plan.blocks) + bool(plan.outside))
+    def _logging(self, plain: PlainLog) -> Callable[[int, list[LayerReport], bool], None]:
+        """What tells of each block once it is finished."""
+        trainer, device = self.trainer, self.trainer.strategy.root_device
+        last = time.monotonic()
 
-    last = time.monotonic()
+        def finish_block(k: int, rows: list[LayerReport], resumed: bool) -> None:
+            nonlocal last
+            seconds, last = time.monotonic() - last, time.monotonic()
+            plain.finish(k + 1, _mean_loss(rows) if rows else None, resumed=resumed)
+            _log_metrics(trainer, k, rows, {} if resumed else _cost(device, rows, seconds))
+            _log_layers(trainer, self.report.pruned, rows)
 
-    def finish_block(k: int, rows: list[LayerReport], resumed: bool) -> None:
-        nonlocal last
-        seconds, last = time.monotonic() - last, time.monotonic()
-        plain.finish(k + 1, _mean_loss(rows) if rows else None, resumed=resumed)
-        _log_metrics(trainer, k, rows, {} if resumed else _cost(device, rows, seconds))
-        _log_layers(trainer, report.pruned, rows)
-
-    with nested_progress(trainer, plan.num_layers) as show:
-        is_time, shown = Seldom(), -1
-
-        def follow(progress: Progress) -> None:
-            nonlocal shown
-            if progress.layers != shown or is_time():
-                shown, text = progress.layers, _describe(progress) + plain.left
-                show(progress.layers, text)
-                plain.move(text)
-
-        SequentialPruner(
-            model=module,
-            forward=forward,
-            batches=steps,
-            batch_of=lambda step: step.batch,
-            plan=plan,
-            recipe=recipe,
-            report=report,
-            true_sequential=true_sequential,
-            device=device,
-            offload=offload,
-            streamed=streamed_blocks(module),
-            extensions=extensions,
-            processes=processes,
-            journal=journal,
-            say=rank_zero_info,
-            on_progress=follow,
-            on_block=finish_block,
-        ).prune()
-    for name in ("sparsity", "relative_loss"):
-        trainer.callback_metrics[f"prune/{name}"] = torch.tensor(report.totals[name])
+        return finish_block
 
 
 def _cost(device: torch.device, rows: list[LayerReport], seconds: float) -> dict[str, float]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import transformers
 from transformers.utils import cached_file
+from transformers.utils import logging as transformers_logging
 
 from mrp_lightning.environment import extra, why_no_hub
 from mrp_lightning.errors import DependencyError, FormatError, OptionError
@@ -100,11 +101,25 @@ def reading(file: Path) -> Iterator[dict[str, Any]]:
     path = file.absolute()
     try:
         _check_lengths(path, path.stat().st_mtime_ns)
-        yield {"pretrained_model_name_or_path": str(path.parent), "gguf_file": str(path)}
+        with _bar_where_wanted():
+            yield {"pretrained_model_name_or_path": str(path.parent), "gguf_file": str(path)}
     except DependencyError:
         raise
     except Exception as error:  # whatever the readers stumble over in a file that is cut off
         raise FormatError(f"`model`: {file} {_why_not_read(file, error)}") from error
+
+
+@contextmanager
+def _bar_where_wanted() -> Iterator[None]:
+    """Let the reader show its bar as transformers shows others: not where they are disabled."""
+    from transformers import modeling_gguf_pytorch_utils as reader
+
+    before = reader.tqdm
+    reader.tqdm = transformers_logging.tqdm
+    try:
+        yield
+    finally:
+        reader.tqdm = before
 
 
 def _bounded(file: Path) -> Any:

@@ -19,6 +19,7 @@ from transformers.utils import cached_file
 from mrp_lightning.environment import is_out_of_memory
 from mrp_lightning.errors import FormatError, OptionError, TargetError
 from mrp_lightning.models.damage import damaged_files
+from mrp_lightning.models.dequantized import dequantized
 from mrp_lightning.models.formats import register_format, why_not_readable
 from mrp_lightning.models.gguf import find_gguf, reading
 from mrp_lightning.models.location import cause, is_path, place_of
@@ -153,7 +154,9 @@ def load_model(source: str, dtype: torch.dtype | None, **options: Any) -> PreTra
         DependencyError: The extra that reads GGUF files is not installed.
     """
     if file := find_gguf(source):
-        return _load_gguf(file, dtype, **options)
+        attention = options.get("attn_implementation")
+        state = file.absolute(), file.stat().st_mtime_ns, file.stat().st_size
+        return dequantized((state, dtype, attention), lambda: _dequantize(file, dtype, attention))
     hub = {key: value for key, value in options.items() if key != "attn_implementation"}
     config = load_config(source, **hub)
     if reason := why_not_readable(config):
@@ -197,9 +200,9 @@ def _gguf_config(file: Path) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(**place)
 
 
-def _load_gguf(file: Path, dtype: torch.dtype | None, **options: Any) -> PreTrainedModel:
-    """The model of a GGUF file, dequantized: nothing of it tells that it was quantized."""
-    options = {key: value for key, value in options.items() if key == "attn_implementation"}
+def _dequantize(file: Path, dtype: torch.dtype | None, attention: str | None) -> PreTrainedModel:
+    """The model of a GGUF file: nothing of it tells that it was quantized."""
+    options = {"attn_implementation": attention} if attention else {}
     published = torch.bfloat16
     # Its weights are quantized, to some bits each.
     check_size(build_without_weights(_gguf_config(file)), 8 * file.stat().st_size, file)

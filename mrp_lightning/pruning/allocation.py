@@ -1,19 +1,12 @@
 """Allocation: how much sparsity each block gets, with the total that was asked for."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Mapping
 
-from torch import Tensor, nn
-
-from mrp_lightning.calibration.norms import InputNorms
-from mrp_lightning.calibration.padding import Padding
-from mrp_lightning.calibration.walks import Walk
 from mrp_lightning.errors import OptionError
-from mrp_lightning.processes import ALONE, Processes
+from mrp_lightning.pruning.dense_pass import Measure
 from mrp_lightning.solver.patterns import Pattern, SemiStructured, Unstructured
-from mrp_lightning.targets.layers import Expert, Layer
+from mrp_lightning.targets.layers import Layer
 
 ALLOCATIONS = ("uniform", "dlp", "loss")
 SPREAD = 0.15
@@ -38,67 +31,6 @@ def check_allocation(allocation: str, pattern: Pattern) -> None:
             f'"{pattern}" removes {pattern.removed} of every {pattern.group} weights everywhere. '
             "Give `sparsity` in place of `pattern`, or leave `allocation` out."
         )
-
-
-@dataclass(frozen=True)
-class Measure:
-    """What is measured of a block of the dense model.
-
-    Attributes:
-        value: For DLP the sum over its layers of the median of |w_ij|·‖x_j‖, x being their inputs;
-            for `loss` the mean of the relative losses that pruning them uniformly has.
-        layers: The layers of the block that are run, and so will be pruned.
-    """
-
-    value: float
-    layers: list[Layer]
-
-
-def measure_blocks(
-    walk: Walk,
-    layers: Mapping[str, Sequence[Layer]],
-    padding: Padding,
-    brought: Callable[[nn.Module], AbstractContextManager[None]],
-    tell: Callable[[str], None],
-    processes: Processes = ALONE,
-) -> dict[str, Measure]:
-    """Measure all blocks in one pass over the calibration data.
-
-    Args:
-        walk: A walk over the dense model, at its start.
-        layers: The layers to prune, by block.
-        padding: What tells tokens from padding.
-        brought: Keeps a block on the device while it runs.
-        tell: Called with what is being done.
-        processes: The processes that share the calibration data.
-
-    Returns:
-        The measure of each block, by name, but those of which no layer is run.
-    """
-    last = max((k for k, block in enumerate(walk.blocks) if layers[block.name]), default=-1)
-    measures: dict[str, Measure] = {}
-    for k, block in enumerate(walk.blocks[: last + 1]):
-        mine = layers[block.name]
-        norms = InputNorms(mine, padding)
-        with brought(block.module), norms.hooked():
-            for i in range(len(walk.batches)):
-                walk.step(k, i)
-                norms.end_batch()
-                tell(f"{block.name}, norms {i + 1}/{len(walk.batches)}")
-            norms.sum_over(processes)
-            medians = [_median(layer, norms.of(layer)) for layer in mine]
-        walk.leave(k)
-        # Experts that saw no tokens are pruned by what the others saw.
-        run = [x for x in mine if norms.of(x) is not None or isinstance(x, Expert)]
-        if any(norms.of(x) is not None for x in run):
-            measures[block.name] = Measure(math.fsum(medians), run)
-    return measures
-
-
-def _median(layer: Layer, norms: Tensor | None) -> float:
-    if norms is None:
-        return 0.0
-    return float((layer.weight.float().abs() * norms.to(layer.weight.device)).median())
 
 
 def allocate(sparsity: float, measures: Mapping[str, Measure]) -> dict[str, float]:

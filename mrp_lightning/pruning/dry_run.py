@@ -1,68 +1,49 @@
 """A dry run: what pruning would lose in each block of the dense model."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from statistics import fmean
 
-from torch import nn
-
-from mrp_lightning.calibration.padding import Padding
-from mrp_lightning.calibration.walks import Walk
-from mrp_lightning.processes import ALONE, Processes
-from mrp_lightning.pruning.allocation import Measure
 from mrp_lightning.pruning.block import BlockPruner
+from mrp_lightning.pruning.dense_pass import DensePass, Measure
 from mrp_lightning.pruning.report import PruningReport
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.layers import Layer
 
 
-def losses_of_blocks(
-    walk: Walk,
-    layers: Mapping[str, Sequence[Layer]],
-    padding: Padding,
-    brought: Callable[[nn.Module], AbstractContextManager[None]],
-    tell: Callable[[str], None],
-    recipe: Recipe,
-    processes: Processes = ALONE,
-) -> dict[str, Measure]:
+def losses_of_blocks(dense: DensePass, recipe: Recipe) -> dict[str, Measure]:
     """Prune each block, put its weights back, and go on with the dense model's outputs.
 
     Args:
-        walk: A walk over the dense model, at its start.
-        layers: The layers to prune, by block.
-        padding: What tells tokens from padding.
-        brought: Keeps a block on the device while it runs.
-        tell: Called with what is being done.
-        recipe: How they are pruned.
-        processes: The processes that share the batches and the rows of the layers.
+        dense: The pass.
+        recipe: How the layers are pruned.
 
     Returns:
         The mean relative loss of each block's layers, by its name, but those of which no layer is
         run.
     """
-    last = max((k for k, block in enumerate(walk.blocks) if layers[block.name]), default=-1)
-    measures: dict[str, Measure] = {}
-    for k, block in enumerate(walk.blocks[: last + 1]):
-        mine = list(layers[block.name])
+    walk, last = dense.walk, dense.last
+
+    def loss(k: int, layers: list[Layer]) -> Measure | None:
         pruner = BlockPruner(
             walk=walk,
             k=k,
             recipe=recipe,
             true_sequential=False,
-            padding=padding,
+            padding=dense.padding,
             report=PruningReport({}),
-            tell=lambda task: tell(f"dry run, {task}"),
-            processes=processes,
+            tell=lambda task: dense.tell(f"dry run, {task}"),
+            processes=dense.processes,
         )
-        with brought(block.module):
-            with _put_back(mine):
-                rows = {row.name: row.relative_loss or 0.0 for row in pruner.prune(mine)}
-            if rows:
-                run = [layer for layer in mine if layer.name in rows]
-                measures[block.name] = Measure(fmean(rows.values()), run)
-            for i in walk.advance(k) if k < last else ():
-                tell(f"dry run, {block.name}, outputs {i + 1}/{len(walk.batches)}")
-    return measures
+        with _put_back(layers):
+            rows = {row.name: row.relative_loss or 0.0 for row in pruner.prune(layers)}
+        for i in walk.advance(k) if k < last else ():
+            dense.tell(f"dry run, {walk.blocks[k].name}, outputs {i + 1}/{len(walk.batches)}")
+        if not rows:
+            return None
+        return Measure(fmean(rows.values()), [layer for layer in layers if layer.name in rows])
+
+    return dense.measure(loss)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from numbers import Real
 from typing import Any
 
-from mrp_lightning.errors import MethodError, OptionError
+from mrp_lightning.errors import MethodError, OptionError, TargetError
 from mrp_lightning.pruning.allocation import check_allocation
 from mrp_lightning.pruning.tuning import BlockTuning
 from mrp_lightning.solver.recipe import Recipe
@@ -77,6 +77,20 @@ class Extensions:
         if isinstance(weight, bool) or not isinstance(weight, Real) or not 0 < weight <= 1:
             raise OptionError(f"`target_weight` must be a number in (0, 1]; got {target_weight!r}.")
         return cls(float(weight), allocation, how)
+
+    def require_blocks(self) -> None:
+        """Refuse what cannot be done in a model that is pruned in one pass.
+
+        Raises:
+            TargetError: There are no blocks, and something here works on them.
+        """
+        needing = {"allocation": self.allocation != "uniform", "tuning": self.tuning is not None}
+        named = [f"`{name}`" for name, is_asked_for in needing.items() if is_asked_for]
+        if named:
+            raise TargetError(
+                f"{' and '.join(named)} work on repeated blocks, and none were found in this "
+                "model. Name them in `blocks`, or leave this out."
+            )
 
     def config(self) -> dict[str, Any]:
         """The options, as a report keeps them and `of` takes them."""

@@ -5,23 +5,17 @@ a safetensors file for each block, each written beside its place and renamed whe
 """
 
 import hashlib
-import json
 import logging
 import shutil
 import time
-from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import torch
 from filelock import FileLock, Timeout
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
+from safetensors import SafetensorError
 
 from mrp_lightning.errors import JournalError, SaveError
 from mrp_lightning.files import move_durably
@@ -34,58 +28,11 @@ from mrp_lightning.pruning.manifest import (
     digest,
     plain,
 )
-from mrp_lightning.pruning.rows import BlockReport, LayerReport
-from mrp_lightning.targets.layers import Layer
+from mrp_lightning.pruning.record import BlockRecord
 
 log = logging.getLogger(__name__)
 
 _LOCK = ".lock"
-
-
-@dataclass(frozen=True, eq=False)
-class BlockRecord:
-    """What was done to one block, or to the layers outside the blocks.
-
-    Attributes:
-        name: The name of the block, empty for the layers outside.
-        rows: The rows of its layers in the report, skipped ones too.
-        block: The row of the block as a whole, `None` where nothing was done to it.
-        weights: The parameters of the pruned layers, by their names in the checkpoint.
-    """
-
-    name: str
-    rows: list[LayerReport] = field(default_factory=list)
-    block: BlockReport | None = None
-    weights: dict[str, Tensor] = field(default_factory=dict)
-
-    @classmethod
-    def of(
-        cls, name: str, layers: Sequence[Layer], rows: list[LayerReport], block: BlockReport | None
-    ) -> "BlockRecord":
-        """Take the weights of the layers that the rows say are pruned."""
-        pruned = {row.name for row in rows if row.skipped is None}
-        mine = [layer for layer in layers if layer.name in pruned]
-        weights = {layer.parameter_name: layer.parameter.detach() for layer in mine}
-        return cls(name, rows, block, weights)
-
-    def restore(self, layers: Sequence[Layer], before: Callable[[Layer], None]) -> None:
-        """Write the weights back into the layers of the block.
-
-        Args:
-            layers: The layers of the block.
-            before: Called with each layer that is pruned, before any is written.
-        """
-        mine = self.pruned(layers)
-        for layer in mine:
-            before(layer)
-        with torch.no_grad():
-            for name, parameter in {x.parameter_name: x.parameter for x in mine}.items():
-                parameter.copy_(self.weights[name])
-
-    def pruned(self, layers: Sequence[Layer]) -> list[Layer]:
-        """Those of the layers that were pruned."""
-        names = {row.name for row in self.rows if row.skipped is None}
-        return [layer for layer in layers if layer.name in names]
 
 
 class Journal:
@@ -150,7 +97,7 @@ class Journal:
 
     def read(self, step: int) -> BlockRecord | None:
         """What was done in a step, `None` if it is still to be done."""
-        return read_shard(self.file(step)) if step in self else None
+        return BlockRecord.load(self.file(step)) if step in self else None
 
     def file(self, step: int) -> Path:
         """The shard of a step that is done."""
@@ -166,16 +113,12 @@ class Journal:
         Raises:
             SaveError: It cannot be written. What was kept before is whole.
         """
-        weights = {n: w.detach().cpu().contiguous() for n, w in record.weights.items()}
+        record = record.on_cpu()
         file = self.path / f"block-{step:05}.safetensors"
         partial = file.with_name(f"{file.name}.partial")
-        rows: dict[str, Any] = {"name": record.name}
-        rows["layers"] = [row.to_dict() for row in record.rows]
-        if record.block is not None:
-            rows["block"] = record.block.to_dict()
         try:
-            save_file(weights, partial, {"format": "pt", "record": json.dumps(rows)})
-            shard = Shard(file.name, _sha256(partial), digest(sorted(weights.items())))
+            record.save(partial)
+            shard = Shard(file.name, _sha256(partial), digest(sorted(record.weights.items())))
             move_durably(partial, file)
             self._keep(step, shard)
             self.manifest.seconds = time.monotonic() - self._start
@@ -297,20 +240,6 @@ def _remove(path: Path, lock: FileLock) -> None:
         (path / NAME).unlink(missing_ok=True)  # first: shards without it are nothing
         shutil.rmtree(path, ignore_errors=True)
         lock.release(force=True)
-
-
-def read_shard(file: Path) -> BlockRecord:
-    """Read a shard that is whole."""
-    with safe_open(file, "pt") as opened:
-        weights = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-        rows = json.loads(opened.metadata()["record"])
-    block = rows.get("block")
-    return BlockRecord(
-        rows["name"],
-        [LayerReport.from_dict(row) for row in rows["layers"]],
-        None if block is None else BlockReport.from_dict(block),
-        weights,
-    )
 
 
 def _in_use(path: Path) -> JournalError:

@@ -17,21 +17,18 @@ from mrp_lightning.calibration.padding import Padding
 from mrp_lightning.calibration.walks import Rerun, Walk, WholeModel
 from mrp_lightning.errors import TargetError
 from mrp_lightning.processes import ALONE, Processes
-from mrp_lightning.pruning.allocation import (
-    allocate,
-    allocate_by_loss,
-    measure_blocks,
-    patterns_of_layers,
-)
 from mrp_lightning.pruning.block import BlockPruner
-from mrp_lightning.pruning.dry_run import losses_of_blocks
+from mrp_lightning.pruning.dense_pass import DensePass
 from mrp_lightning.pruning.extensions import Extensions
-from mrp_lightning.pruning.journal import BlockRecord, Journal
+from mrp_lightning.pruning.journal import Journal
+from mrp_lightning.pruning.progress import Progress
+from mrp_lightning.pruning.record import BlockRecord
 from mrp_lightning.pruning.report import PruningReport
 from mrp_lightning.pruning.rows import BlockReport, LayerReport
 from mrp_lightning.pruning.shared_journal import SharedJournal
+from mrp_lightning.pruning.sparsities import Sparsities, find_sparsities
 from mrp_lightning.pruning.tuning import BlockTuner
-from mrp_lightning.solver.patterns import Pattern, Unstructured
+from mrp_lightning.solver.patterns import Pattern
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.blocks import Block
 from mrp_lightning.targets.layers import Layer
@@ -41,25 +38,6 @@ if TYPE_CHECKING:
     from mrp_lightning.models.streamed_blocks import StreamedBlocks
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Where the walk is.
-
-    Attributes:
-        block: The number of the block that is walked, from 1.
-        blocks: The number of blocks in all.
-        task: What is being done, in words.
-        layers: The number of layers that are finished, pruned or skipped.
-        report: The report of the layers so far.
-    """
-
-    block: int
-    blocks: int
-    task: str
-    layers: int
-    report: PruningReport
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,7 +133,7 @@ class SequentialPruner:
     def _prune_blocks(self, padding: Padding, pinned: Pinned) -> None:
         """Walk the blocks up to the last one that has layers to prune."""
         if not self.plan.blocks:
-            self._refuse_what_needs_blocks()
+            self.extensions.require_blocks()
             return
         layers, store = self.plan.layers, CPU if self.offload else None
         walk = choose_walk(
@@ -171,14 +149,14 @@ class SequentialPruner:
             self._refuse_streamed_dense(walk)
             dense = DenseStream(walk, keeps_outputs=tuning is not None)
         tuner = self._tuner(walk, dense, padding, pinned)
-        sparsities, patterns = self._allocate(walk, padding, pinned)
+        sparsities = self._sparsities(walk.twin(), padding, pinned)
         journal = self.journal or ()
         waiting = [k for k, block in enumerate(walk.blocks) if layers[block.name]]
         last = max(waiting, default=-1)
         for k, block in enumerate(walk.blocks[: last + 1]):
             mine, first = layers[block.name], len(self.report.layers)
             with pinned(block.module):
-                pruner = self._block_pruner(walk, k, k, padding, dense, patterns)
+                pruner = self._block_pruner(walk, k, k, padding, dense, sparsities.layers)
                 resumed = self._restore(k, mine, dense)
                 if not resumed:
                     refuse_not_finite(mine if self.streamed is not None else [])
@@ -190,12 +168,12 @@ class SequentialPruner:
                     for i in dense.advance(k):
                         pruner.tell(f"{block.name}, dense outputs {i + 1}/{len(self.batches)}")
                 if not resumed:
-                    done = BlockReport(name=block.name, sparsity=sparsities.get(block.name))
+                    done = BlockReport(name=block.name, sparsity=sparsities.blocks.get(block.name))
                     if tuner is not None:
                         pruned = {row.name for row in rows}
                         tuned = [layer for layer in mine if layer.name in pruned]
                         done = tuner.tune(k, tuned, done, pruner.tell)
-                    has_row = tuner is not None or bool(sparsities)
+                    has_row = tuner is not None or bool(sparsities.blocks)
                     self._keep(k, block.name, mine, first, done if has_row else None)
                 if later:
                     for i in walk.advance(k):
@@ -222,17 +200,6 @@ class SequentialPruner:
             rows = self.report.layers[first:]
             self.journal.write(step, BlockRecord.of(name, layers, rows, block))
 
-    def _refuse_what_needs_blocks(self) -> None:
-        """A model without blocks is pruned in one dense pass."""
-        asked = self.extensions
-        needing = {"allocation": asked.allocation != "uniform", "tuning": asked.tuning is not None}
-        named = [f"`{name}`" for name, is_asked_for in needing.items() if is_asked_for]
-        if named:
-            raise TargetError(
-                f"{' and '.join(named)} work on repeated blocks, and none were found in this "
-                "model. Name them in `blocks`, or leave this out."
-            )
-
     def _refuse_streamed_dense(self, walk: Walk) -> None:
         """A dense stream that runs all blocks needs the dense weights of those that are pruned."""
         if self.streamed is not None and isinstance(walk, Rerun):
@@ -255,30 +222,11 @@ class SequentialPruner:
             tuner.check(self.plan.layers)
         return tuner
 
-    def _allocate(
-        self, walk: Walk, padding: Padding, pinned: Pinned
-    ) -> tuple[dict[str, float], dict[str, Unstructured]]:
-        """The sparsities of blocks, and the patterns of layers, that are not the recipe's."""
-        if self.extensions.allocation == "uniform":
-            return {}, {}
-        known = None if self.journal is None else self.journal.manifest.allocation
-        if known:
-            patterns = {name: Unstructured(share) for name, share in known["layers"].items()}
-            return known["blocks"], patterns
-        given = walk.twin(), self.plan.layers, padding, pinned, self._teller(0)
-        if self.extensions.allocation == "loss":
-            measures = losses_of_blocks(*given, self.recipe, self.processes)
-            rule = allocate_by_loss
-        else:
-            measures, rule = measure_blocks(*given, self.processes), allocate
-        if not measures:
-            return {}, {}
-        sparsities = rule(self.recipe.pattern.sparsity, measures)
-        patterns = patterns_of_layers(sparsities, measures)
-        if self.journal is not None:
-            shares = {name: pattern.sparsity for name, pattern in patterns.items()}
-            self.journal.allocate({"blocks": sparsities, "layers": shares})
-        return sparsities, patterns
+    def _sparsities(self, walk: Walk, padding: Padding, pinned: Pinned) -> Sparsities:
+        """Those that are allocated. The pass ends here, with all that its walk stores."""
+        told = self._teller(0)
+        dense_pass = DensePass(walk, self.plan.layers, padding, pinned, told, self.processes)
+        return find_sparsities(self.extensions.allocation, self.recipe, dense_pass, self.journal)
 
     def _prune_outside(self, padding: Padding) -> None:
         """Prune the layers outside the blocks, in one pass over the whole model."""

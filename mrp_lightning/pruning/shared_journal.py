@@ -5,8 +5,9 @@ from dataclasses import replace
 import torch
 
 from mrp_lightning.processes import Processes
-from mrp_lightning.pruning.journal import BlockRecord, Journal
+from mrp_lightning.pruning.journal import Journal
 from mrp_lightning.pruning.manifest import Manifest
+from mrp_lightning.pruning.record import BlockRecord
 
 
 class SharedJournal:

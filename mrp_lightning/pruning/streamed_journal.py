@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
-from mrp_lightning.pruning.journal import BlockRecord, Journal
+from mrp_lightning.pruning.journal import Journal
+from mrp_lightning.pruning.record import BlockRecord
 from mrp_lightning.targets.layers import Layer
 
 if TYPE_CHECKING:

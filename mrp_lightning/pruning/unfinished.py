@@ -6,8 +6,9 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from mrp_lightning.errors import JournalError
-from mrp_lightning.pruning.journal import journal_path, read_shard
+from mrp_lightning.pruning.journal import journal_path
 from mrp_lightning.pruning.manifest import NAME, Manifest
+from mrp_lightning.pruning.record import BlockRecord
 from mrp_lightning.pruning.report import PruningReport
 
 
@@ -43,7 +44,7 @@ def unfinished_report(journal: Path) -> tuple[PruningReport, str]:
     )
     for _, shard in sorted(manifest.shards.items()):
         try:
-            record = read_shard(journal / shard.file)
+            record = BlockRecord.load(journal / shard.file)
         except (OSError, SafetensorError) as error:
             raise JournalError(
                 f"{journal / shard.file} is damaged ({error}). The run makes it again when it goes "

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from mrp_lightning.targets.layers import fused_weights, is_linear
+from mrp_lightning.targets.layers import is_linear
+from mrp_lightning.targets.left_out import fused_weights
 from mrp_lightning.targets.names import matches, require_matches
 
 

@@ -9,14 +9,11 @@ from torch import nn
 from mrp_lightning.errors import PatternError, TargetError
 from mrp_lightning.solver.patterns import SemiStructured, Unstructured
 from mrp_lightning.targets.blocks import Block, find_blocks, named_modules, without_wrappers
-from mrp_lightning.targets.layers import (
-    Expert,
-    Layer,
+from mrp_lightning.targets.layers import Expert, Layer, is_linear, layers_of
+from mrp_lightning.targets.left_out import (
     fused_weights,
     is_adapter,
-    is_linear,
     is_recurrent,
-    layers_of,
     other_weights,
     packed_weights,
     why_no_layer,

@@ -3,7 +3,8 @@
 from torch import nn
 
 from mrp_lightning.targets.blocks import named_modules
-from mrp_lightning.targets.layers import Layer, layers_of, why_not_plain
+from mrp_lightning.targets.layers import Layer, layers_of
+from mrp_lightning.targets.left_out import why_not_plain
 
 LEAST_SPARSITY = 0.05
 """Trained weights are exactly zero by chance only; nobody prunes to less than this."""

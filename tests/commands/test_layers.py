@@ -8,6 +8,7 @@ import families
 import pytest
 import torch
 from full_forwards import prune_and_compare
+from tiny_configs import FAMILIES
 from transformers import AutoConfig
 
 from mrp_lightning.commands.main import main
@@ -22,7 +23,7 @@ def config_of(tmp_path: Path):
     """A directory with nothing but the configuration of a family."""
 
     def save(family: str, **more: Any) -> str:
-        made = families.FAMILIES[family]
+        made = FAMILIES[family]
         config = AutoConfig.for_model(made.model_type, **made.config, **more)
         config.architectures = [type(families.build(family)).__name__]
         config.save_pretrained(tmp_path / family)
@@ -73,7 +74,7 @@ def test_every_matrix_is_listed_once(family, config_of, capsys):
     assert listing["totals"]["skipped"] == left - tied
 
 
-@pytest.mark.parametrize("family", families.FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_built_without_weights(family, config_of):
     model = build_without_weights(load_config(str(config_of(family))))
     shapes = {name: p.shape for name, p in families.build(family).named_parameters()}

@@ -10,7 +10,8 @@ import yaml
 pytest.importorskip("jsonargparse", reason="the command line needs the extra `cli`")
 
 from mrp_lightning.commands.sweep import read_sweep
-from mrp_lightning.experiments.execute import configure, described
+from mrp_lightning.experiments.configuration import described
+from mrp_lightning.experiments.execute import configure
 from mrp_lightning.experiments.paper import paper_values, reported
 from mrp_lightning.experiments.summary import TASKS
 from mrp_lightning.experiments.sweep import Sweep
@@ -82,7 +83,7 @@ def test_the_command_line_takes_every_model(path):
     sweep = read(path)
     for model in sweep.models:
         dense, *_, run = [run for run in sweep.selected if run.model == model]
-        assert not any("callbacks" in option for option in options_of(dense, sweep))
+        assert options_of(dense, sweep)["trainer.callbacks"] is None
         options = options_of(run, sweep)
         assert options["model.model"] == sweep.models[model].options["model.model"]
         assert options["data.num_samples"] == (run.changed.value if run.changed else 128)

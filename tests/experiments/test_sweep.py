@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import textwrap
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from mrp_lightning.commands import sweep as sweep_command
 from mrp_lightning.commands.main import main
 from mrp_lightning.experiments import numbers
 from mrp_lightning.experiments.runs import find_runs
+from mrp_lightning.models import loading
 
 BASE = {
     "data": {"num_samples": 4, "sequence_length": 32, "batch_size": 2},
@@ -201,7 +203,7 @@ def test_two_sweeps_at_once_share_the_runs(here, monkeypatch):
     assert len(made) == len(set(made)) == 1 + 2
 
 
-def test_an_interrupted_run_goes_on_at_its_block(here, monkeypatch):
+def test_an_interrupted_run_goes_on_at_its_block(here, monkeypatch, capsys):
     from mrp_lightning.pruning.journal import Journal
 
     write = Journal.write
@@ -228,8 +230,11 @@ def test_an_interrupted_run_goes_on_at_its_block(here, monkeypatch):
     told = json.loads(finished.read_text())
     assert told["config"].pop("trainer.callbacks.0.init_args.resume") is True
     assert told["config"].pop("model.streaming") is False
+    assert told["config"].pop("trainer.callbacks.0.init_args.target") == "own"
     finished.write_text(json.dumps(told))
+    capsys.readouterr()
     sweep("--only=tiny/50-SM-*-seed0")
+    assert "of which 0 are to be made" in capsys.readouterr().out
 
 
 def test_another_configuration_is_not_mixed_in(here, capsys):
@@ -243,6 +248,32 @@ def test_another_configuration_is_not_mixed_in(here, capsys):
     assert "`out`" in message
     for name in ("tiny/dense", "tiny/50-SM-s128-seed0", "tiny/50-SM-s128-seed1"):
         assert name in message
+
+
+def test_a_file_is_dequantized_once_and_the_runs_are_the_same(here, tiny_gguf, monkeypatch, capsys):
+    content = yaml.safe_load(Path("sweep.yaml").read_text())
+    options = {"model.model": str(tiny_gguf), "trainer.limit_test_batches": 1}
+    content["models"] = {"tiny": {"options": options}}
+    content |= {"runs": {"2:4": ["magnitude", "SM"]}, "seeds": [0], "save_checkpoints": True}
+    Path("sweep.yaml").write_text(yaml.safe_dump(content))
+    made = []
+    dequantize = loading._dequantize
+    monkeypatch.setattr(loading, "_dequantize", lambda *how: made.append(how) or dequantize(*how))
+    sweep()
+    assert len(made) == 1
+    assert "de-quantizing" not in capsys.readouterr().err
+    monkeypatch.setattr(sweep_command, "dequantized_once", nullcontext)
+    sweep("--out=again", "--only=*/2of4-SM-*")
+    assert len(made) == 1 + 2
+    for name in ("dense", "2of4-SM-s128-seed0"):
+        runs = [Path(out, "tiny", name) for out in ("out", "again")]
+        texts = [json.loads((run / "evaluation.json").read_text()) for run in runs]
+        assert texts[0]["perplexity"] == texts[1]["perplexity"]
+        assert texts[0]["model"] == texts[1]["model"] == str(tiny_gguf)
+    weights = [(run / "model.safetensors").read_bytes() for run in runs]
+    assert weights[0] == weights[1]
+    report = json.loads((runs[0] / "pruning_report.json").read_text())
+    assert report["config"]["base_model"] == str(tiny_gguf)
 
 
 def test_a_base_that_does_not_prune_is_refused(here, capsys):

@@ -10,7 +10,8 @@ pytest.importorskip("jsonargparse", reason="the command line needs the extra `cl
 
 from mrp_lightning.commands.sweep import read_sweep
 from mrp_lightning.errors import OptionError
-from mrp_lightning.experiments.execute import configure, described
+from mrp_lightning.experiments.configuration import described
+from mrp_lightning.experiments.execute import configure
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SWEEPS = sorted(

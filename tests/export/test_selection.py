@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tiny_configs import FAMILIES, Family
 from transformers import SiglipVisionConfig, SiglipVisionModel
 
 import export
@@ -116,9 +117,9 @@ def test_convolutions_stay_dense_and_are_listed(prune):
     ("family", "rank"), [("mamba", "time_step_rank"), ("jamba", "mamba_dt_rank")]
 )
 def test_a_weight_that_is_used_without_its_layer_stays_dense(family, rank, prune, monkeypatch):
-    kind = families.FAMILIES[family]
-    wide = families.Family(kind.model_type, {**kind.config, rank: 8}, kind.auto)
-    monkeypatch.setitem(families.FAMILIES, family, wide)
+    kind = FAMILIES[family]
+    wide = Family(kind.model_type, {**kind.config, rank: 8}, kind.auto)
+    monkeypatch.setitem(FAMILIES, family, wide)
     model = families.build(family)
     source = prune(model)
     reasons = exported(source)
@@ -138,7 +139,7 @@ def test_the_projection_of_torchs_own_attention_stays_dense():
 
 
 def test_weights_that_transformers_puts_together_are_told_apart():
-    config = transformers.AutoConfig.for_model("mixtral", **families.FAMILIES["mixtral"].config)
+    config = transformers.AutoConfig.for_model("mixtral", **FAMILIES["mixtral"].config)
     names = ParameterNames(build_without_weights(config))
     layer = "model.layers.0"
     assert names.of(f"{layer}.self_attn.q_proj.weight") == (

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, IMAGES, batches, build, runner
+from families import batches, build, runner
 from full_forwards import CheckedRun, prune_and_compare
+from tiny_configs import FAMILIES, IMAGES
 from torch import Tensor, nn
 
 from mrp_lightning.calibration.choice import choose_walk

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from families import FAMILIES
 from models import COLUMNS, row
+from tiny_configs import FAMILIES
 
 PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
 TABLE = [

@@ -1,6 +1,7 @@
 """GGUF files, against the same tensors and tokenizer as a Hugging Face directory."""
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -8,12 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from callbacks import MRPCallback
 from mrp_lightning import CausalLM, TextDataModule, Trainer
 from mrp_lightning.commands.main import main
 from mrp_lightning.errors import DependencyError, FormatError, OptionError
-from mrp_lightning.models.loading import load_config
+from mrp_lightning.models.dequantized import dequantized_once
+from mrp_lightning.models.loading import load_config, load_model
 from mrp_lightning.models.tokenizers import load_tokenizer
 
 pytest.importorskip("gguf", reason="needs the extra `gguf`")
@@ -64,6 +68,47 @@ def test_a_pruned_file_is_an_ordinary_directory(tiny_gguf, tmp_path):
         assert torch.equal(tensor, module.model.state_dict()[name].bfloat16()), name
     assert float((loaded.model.layers[1].mlp.up_proj.weight == 0).float().mean()) == 0.5
     assert AutoTokenizer.from_pretrained(out)(TEXT) == module.tokenizer(TEXT)
+
+
+def test_many_runs_dequantize_once_and_none_sees_the_others(tiny_gguf, tmp_path, monkeypatch):
+    file = shutil.copy(tiny_gguf, tmp_path / "some.gguf")
+    expected = load_model(str(file), None)
+    made = []
+    from_pretrained = AutoModelForCausalLM.from_pretrained
+
+    def counted(*args, **options):
+        made.append(options["dtype"])
+        return from_pretrained(*args, **options)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", counted)
+    with dequantized_once():
+        for _ in range(2):
+            model = load_model(str(file), None)
+            assert model.config.to_dict() == expected.config.to_dict()
+            assert model.generation_config == expected.generation_config
+            assert model.name_or_path == str(file)
+            assert model.lm_head.weight is model.model.embed_tokens.weight
+            for name, tensor in model.state_dict().items():
+                assert torch.equal(tensor, expected.state_dict()[name]), name
+            with torch.no_grad():
+                model.model.norm.weight.zero_()
+        assert made == [torch.bfloat16]
+        load_model(str(file), torch.float32)
+        assert made == [torch.bfloat16, torch.float32]
+        os.utime(file, (0, 0))  # another file, for all that is known
+        load_model(str(file), torch.float32)
+        assert len(made) == 3
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_bars_are_shown_where_they_are_wanted(tiny_gguf, wanted, capsys):
+    before = transformers_logging.is_progress_bar_enabled()
+    {True: enable_progress_bar, False: disable_progress_bar}[wanted]()
+    try:
+        load_model(str(tiny_gguf), None)
+    finally:
+        {True: enable_progress_bar, False: disable_progress_bar}[before]()
+    assert ("de-quantizing" in capsys.readouterr().err) == wanted
 
 
 def test_pruning_does_not_replace_the_directory_of_the_file(tiny_gguf, tmp_path):

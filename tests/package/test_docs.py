@@ -30,7 +30,7 @@ ON_GPU = "it is for a GPU; tests/package/test_measuring.py runs what starts its 
 WHOLE = "it measures speed, in minutes; tests/package/test_measuring.py runs it on a tiny model"
 KILLS = "it takes minutes; tests/faults kills runs at chosen places"
 PROCESSES = "it starts processes; tests/callbacks/test_processes.py starts some like them"
-PICTURES = "it prunes the embedded model four times, in minutes"
+PICTURES = "it takes minutes; tests/package/test_pictures.py runs it on a tiny model"
 ALONE = "it measures speed, in minutes, and needs a machine that does nothing else"
 NOT_RUN = {
     ("ablations.md", "python -m mrp_lightning sweep"): HOURS,

@@ -10,12 +10,12 @@ from torch import nn
 
 from mrp_lightning.errors import OptionError, TargetError
 from mrp_lightning.pruning.allocation import (
-    Measure,
     allocate,
     allocate_by_loss,
     check_allocation,
     patterns_of_layers,
 )
+from mrp_lightning.pruning.dense_pass import Measure
 from mrp_lightning.pruning.prune_layer import prune_layer
 from mrp_lightning.solver.patterns import make_pattern
 

@@ -9,8 +9,9 @@ from slow_pruning import prune_model
 
 from mrp_lightning.calibration import choice
 from mrp_lightning.errors import JournalError, SaveError
-from mrp_lightning.pruning.journal import BlockRecord, Journal, journal_path
+from mrp_lightning.pruning.journal import Journal, journal_path
 from mrp_lightning.pruning.manifest import differences
+from mrp_lightning.pruning.record import BlockRecord
 from mrp_lightning.pruning.rows import LayerReport
 
 PRINT = {"method": "SM", "sparsity": 0.5}

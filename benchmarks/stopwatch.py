@@ -1,0 +1,74 @@
+"""Where the time of a pruning goes: functions of the package, counted part by part."""
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from mrp_lightning.pruning import prune_layer, sequential
+from mrp_lightning.solver import column_sweep, damping, exact, hessian, input_hessian, pruning
+from mrp_lightning.solver.methods import MASKS
+
+WALK = "walk finding"
+PARTS: dict[str, list[tuple[Any, str]]] = {
+    "forwards": [],
+    WALK: [(sequential, "choose_walk")],
+    "Hessians": [
+        (hessian.HessianAccumulator, "update"),
+        (hessian.HessianAccumulator, "hessian"),
+        (input_hessian.InputHessian, "__init__"),
+    ],
+    "factorisation": [
+        (damping.DampedHessian, "__init__"),
+        (damping.DampedHessian.__dict__["inverse"], "func"),
+    ],
+    "mask": [(type(mask), "bind") for mask in MASKS.values()],
+    "sweep": [(column_sweep.ColumnSweep, "apply")],
+    "between blocks": [(exact, "_block_by_block")],
+    "final solve": [(exact, "_solve")],
+    "losses": [(pruning, "output_energy"), (prune_layer, "output_energy")],
+}
+"""What a run spends its time on: functions that are counted without the parts that they call."""
+
+
+class Stopwatch:
+    """Shares out the time among parts. What runs within a part is not counted in it again."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.seconds: Counter[str] = Counter()
+        self._clock, self._since = clock, clock()
+        self._parts = ["rest"]
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Count what runs in this context. The forwards by which a walk is found are part of it."""
+        self._parts.append(WALK if WALK in self._parts else name)
+        self._turn(-2)
+        try:
+            yield
+        finally:
+            self._turn(-1)
+            self._parts.pop()
+
+    def counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, counted as a part of this name; a function that it returns, too."""
+
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            with self.part(name):
+                result = function(*args, **kwargs)
+            return self.counted(name, result) if name == "mask" and callable(result) else result
+
+        return wrapper
+
+    def count_parts(self) -> None:
+        """Count all of `PARTS`, from now on in this process."""
+        for name, places in PARTS.items():
+            for owner, attribute in places:
+                setattr(owner, attribute, self.counted(name, getattr(owner, attribute)))
+
+    def _turn(self, part: int) -> None:
+        now = self._clock()
+        self.seconds[self._parts[part]] += now - self._since
+        self._since = now

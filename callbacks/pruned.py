@@ -1,0 +1,62 @@
+"""A pruned model in memory, until it is saved."""
+
+from dataclasses import dataclass
+from os import PathLike
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from safetensors import SafetensorError
+
+from mrp_lightning.errors import SaveError
+from mrp_lightning.loop.contents import checkpoint_root
+from mrp_lightning.loop.saving import save_pruned
+from mrp_lightning.pruning.journal import Journal
+from mrp_lightning.pruning.report import PruningReport
+from mrp_lightning.pruning.shared_journal import SharedJournal
+
+
+@dataclass(eq=False)
+class Pruned:
+    """A module that is pruned, and can be saved.
+
+    Attributes:
+        module: The LightningModule.
+        journal: What is removed once the model is saved, `None` if there is none.
+    """
+
+    module: LightningModule
+    journal: Journal | SharedJournal | None
+
+    def is_of(self, module: LightningModule) -> bool:
+        """Whether a LightningModule holds this very model."""
+        return checkpoint_root(module)[1] is checkpoint_root(self.module)[1]
+
+    def save(
+        self, directory: str | PathLike[str], report: PruningReport, *, overwrite: bool
+    ) -> None:
+        """Write the model with its report, which is complete from then on.
+
+        Args:
+            directory: The directory that is made; it appears when it is whole.
+            report: The report of the run. After an exception it is as complete as before.
+            overwrite: Whether what this package wrote there before may be replaced.
+
+        Raises:
+            SaveError: It could not be written, or may not be replaced.
+        """
+        before, report.complete = report.complete, True  # as the file is to say
+        try:
+            if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
+                save_pruned(self.module, directory, report, overwrite=overwrite)
+        except BaseException as error:
+            report.complete = before
+            if not isinstance(error, OSError | SafetensorError):
+                raise
+            raise SaveError(
+                f"The model is pruned, but could not be saved in {directory}: {error}. It is still "
+                "in memory: `callback.save(directory)` writes it, and so does another `predict` "
+                "with this callback, which does not prune again."
+            ) from error
+        if self.journal is not None:
+            self.journal.remove()
+            self.journal = None

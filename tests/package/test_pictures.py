@@ -1,0 +1,82 @@
+"""docs/pictures.py, which draws docs/methods.md, on a tiny model."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from mrp_lightning import CausalLM
+
+pytest.importorskip("matplotlib", reason="pictures need the extra `report`")
+
+SCRIPT = Path(__file__).parents[2] / "docs" / "pictures.py"
+
+
+@pytest.fixture
+def pictures(tiny_llama, tmp_path, monkeypatch):
+    """The script as a module, for two recipes and little text."""
+    spec = importlib.util.spec_from_file_location("pictures", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    text = "\n".join(f"value_{i} = compute({i}) + {i * 7}" for i in range(60))
+    monkeypatch.setattr("mrp_lightning.text.sources.standard_library", lambda _: [text])
+    monkeypatch.setattr(module, "STDLIB_LLAMA", tiny_llama)
+    monkeypatch.setattr(module, "DIRECTORY", tmp_path / "methods")
+    monkeypatch.setattr(module, "WINDOWS", 4)
+    monkeypatch.setattr(module, "LENGTH", 16)
+    kept = {name: module.RECIPES[name] for name in ("SM", "JM, dense target")}
+    monkeypatch.setattr(module, "RECIPES", kept)
+    return module
+
+
+def test_both_pictures_show_what_was_measured(pictures, tiny_llama, monkeypatch):
+    drawn, pruned, seen = {}, [], {}
+    draw_masks, draw_errors, prune = pictures.draw_masks, pictures.draw_errors, pictures.prune
+    hidden_states = pictures.hidden_states
+    monkeypatch.setattr(
+        pictures,
+        "draw_masks",
+        lambda masks, losses: drawn.update(masks=masks, losses=losses) or draw_masks(masks, losses),
+    )
+    monkeypatch.setattr(
+        pictures,
+        "draw_errors",
+        lambda errors: drawn.update(errors=errors) or draw_errors(errors),
+    )
+    monkeypatch.setattr(pictures, "prune", lambda *how: pruned.append(prune(*how)) or pruned[-1])
+    monkeypatch.setattr(
+        pictures,
+        "hidden_states",
+        lambda model, windows: seen.update(windows=windows) or hidden_states(model, windows),
+    )
+    pictures.main()
+
+    # The first block's error, by the hidden states that transformers gives.
+    dense = CausalLM(tiny_llama).model
+    with torch.no_grad():
+        states = [
+            model(seen["windows"], output_hidden_states=True).hidden_states[1].double()
+            for model in (dense, *pruned)
+        ]
+    for errors, state in zip(drawn["errors"].values(), states[1:], strict=True):
+        expected = (state - states[0]).square().sum() / states[0].square().sum()
+        assert errors[0] == pytest.approx(float(expected), rel=1e-4)
+        assert len(errors) == 2
+    for model in pruned:
+        weight = model.model.layers[1].mlp.up_proj.weight
+        assert float((weight == 0).float().mean()) == pytest.approx(0.7, abs=1e-3)
+
+    # JM removes as much as SM, elsewhere, and loses less in all.
+    for single, joint in drawn["masks"]:
+        assert single.sum() == joint.sum() == round(0.7 * single.numel())
+        assert not torch.equal(single, joint)
+    single, joint = map(sum, zip(*drawn["losses"], strict=True))
+    assert 0 < joint < single < len(pictures.LAYERS)
+
+    masks = (pictures.DIRECTORY / "joint-mask.svg").read_text()
+    for name in ("SM", "JM", "q_proj", "down_proj", "relative loss"):
+        assert f">{name}</text>" in masks
+    errors = (pictures.DIRECTORY / "error-by-block.svg").read_text()
+    for name in (*pictures.RECIPES, "after block"):
+        assert f">{name}</text>" in errors
