@@ -14,6 +14,7 @@ PyTorch's own kernel for it, with a bfloat16 scale and zero for 64 columns.
 import argparse
 import copy
 import gc
+import itertools
 import statistics
 import sys
 import time
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.initialization import no_init_weights
 
 from export import BitmaskLinear, Sparse24Linear
 from export.kernels import compiled
@@ -83,13 +85,14 @@ class FourBit(nn.Module):
 
 def pruned(rows: int, columns: int, sparsity: float | None) -> Tensor:
     """Random weights in bfloat16, `None`: 2:4."""
-    weight = torch.randn(rows, columns)
+    weight = torch.empty(rows, columns, dtype=torch.bfloat16).uniform_(-1, 1)
     if sparsity is None:
-        weight = weight.view(rows, -1, 4)
-        weight[..., 2:] = 0.0
-        places = torch.rand(rows, columns // 4, 4).argsort(-1)
-        return weight.gather(-1, places).view(rows, columns).bfloat16()
-    return (weight * (torch.rand(rows, columns) >= sparsity)).bfloat16()
+        pairs = list(itertools.combinations(range(4), 2))
+        of_four = torch.tensor([[place in pair for place in range(4)] for pair in pairs])
+        kept = of_four[torch.randint(len(pairs), (rows, columns // 4))].view(rows, columns)
+    else:
+        kept = torch.rand(rows, columns) >= sparsity
+    return weight * kept
 
 
 def packed(linear: nn.Linear, name: str) -> PackedLinear | FourBit:
@@ -169,7 +172,11 @@ def model_of(name: str) -> Any:
     if name in MODELS:
         settings = dict(MODELS[name])
         config = AutoConfig.for_model(settings.pop("model_type"), **settings)
-        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+        with no_init_weights():  # a normal distribution takes half a minute
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        for parameter in model.parameters():
+            parameter.data.uniform_(-0.02, 0.02)
+        return model.eval()
     return AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16).eval()
 
 
