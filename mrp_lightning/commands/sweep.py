@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
+# Before rich: `typing` keeps one of `int | float` and `float | int` for both, whichever came first
+# in the process, and after rich's Lightning's `limit_test_batches: 1` would be 1.0, all batches.
+import lightning.pytorch  # noqa: F401
 from rich.console import Console
 from rich.markdown import Markdown
 

@@ -31,6 +31,7 @@ WHOLE = "it measures speed, in minutes; tests/package/test_measuring.py runs it 
 KILLS = "it takes minutes; tests/faults kills runs at chosen places"
 PROCESSES = "it starts processes; tests/callbacks/test_processes.py starts some like them"
 PICTURES = "it takes minutes; tests/package/test_pictures.py runs it on a tiny model"
+ORIGINALS = "it takes minutes; tests/package/test_original_accuracy.py runs it on a tiny model"
 ALONE = "it measures speed, in minutes, and needs a machine that does nothing else"
 NOT_RUN = {
     ("ablations.md", "python -m mrp_lightning sweep"): HOURS,
@@ -51,6 +52,7 @@ NOT_RUN = {
     ("benchmarks/export.md", "make gpu"): ON_GPU,
     ("benchmarks/solver.md", "python benchmarks/solver.py"): SOLVER,
     ("benchmarks/cpu.md", "python benchmarks/cpu.py"): ALONE,
+    ("benchmarks/originals.md", "python benchmarks/original_accuracy.py"): ORIGINALS,
     ("benchmarks/processes.md", "python benchmarks/processes.py"): ALONE,
     ("streaming.md", "python benchmarks/streaming.py"): MEMORY,
     ("benchmarks/solver.md", "make gpu"): ON_GPU,
