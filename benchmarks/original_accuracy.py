@@ -25,7 +25,6 @@ from mrp_lightning.environment import machine
 from mrp_lightning.experiments.execute import configure
 from mrp_lightning.experiments.sweep import Sweep
 from mrp_lightning.experiments.trials import Trial, parse_setting
-from mrp_lightning.solver.loss import output_energy
 from mrp_lightning.solver.patterns import Pattern
 from mrp_lightning.targets.plan import make_plan
 
@@ -44,9 +43,7 @@ def run(
     losses: list[float] = []
 
     def seen(layer: nn.Linear, weight: Tensor, matrix: Tensor) -> None:
-        weight = weight.float()
-        lost = output_energy(layer.weight.float() - weight, matrix)
-        losses.append(lost / output_energy(weight, matrix))
+        losses.append(originals.relative_loss(layer, weight, matrix))
 
     windows = list(cli.datamodule.calibration_windows().split(1))
     lm: Any = cli.model.model.eval()

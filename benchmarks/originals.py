@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mrp_lightning.solver.loss import output_energy
 from mrp_lightning.solver.patterns import Pattern, SemiStructured
 from mrp_lightning.targets.plan import Plan
 
@@ -76,17 +77,22 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def prune_matrix(
-    original: Original, weight: Tensor, hessian: Tensor, pattern: Pattern = TWO_OF_FOUR
-) -> Tensor:
-    """Prune one matrix (rows, columns) by its Hessian."""
+def prune_matrix(original: Original, weight: Tensor, hessian: Tensor) -> Tensor:
+    """Prune one matrix (rows, columns) to 2:4 by its Hessian."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device=weight.device)
     linear.weight.data = weight.clone()
     pruner = original.pruner(linear)
     setattr(pruner, original.hessian, hessian.clone())
     with quiet():
-        original.prune(pruner, pattern)
+        original.prune(pruner, TWO_OF_FOUR)
     return linear.weight.data
+
+
+def relative_loss(layer: nn.Linear, weight: Tensor, hessian: Tensor) -> float:
+    """‖δx‖² / ‖wx‖² of a pruned layer over its inputs, from its weight before and its Hessian."""
+    weight = weight.float()
+    change = layer.weight.float() - weight
+    return output_energy(change, hessian) / output_energy(weight, hessian)
 
 
 def prune_model(

@@ -35,7 +35,6 @@ from mrp_lightning.models.loading import load_model
 from mrp_lightning.models.tokenizers import load_tokenizer
 from mrp_lightning.pruning.report import PruningReport
 from mrp_lightning.pruning.sequential import SequentialPruner
-from mrp_lightning.solver.loss import output_energy
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.plan import make_plan
 from mrp_lightning.text.standard_library import standard_library
@@ -122,9 +121,7 @@ def run(method: str, job: Job) -> Result:
     if method in ORIGINALS:
 
         def seen(layer: nn.Linear, weight: Tensor, matrix: Tensor) -> None:
-            weight = weight.float()
-            lost = output_energy(layer.weight.float() - weight, matrix)
-            losses.append(lost / output_energy(weight, matrix))
+            losses.append(originals.relative_loss(layer, weight, matrix))
 
         of, repository = ORIGINALS[method]
         original = of(getattr(options, repository))

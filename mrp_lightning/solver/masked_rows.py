@@ -94,16 +94,19 @@ class MaskedRows:
         Returns:
             The number of iterations.
         """
-        model = self.damped.low_rank_model.on(self.kept)
-        rounds = self.damped.bfloat16_helps and has_bfloat16_units(self.x.device)
-        rounds = rounds and self.x.dtype == torch.float32
-        iterations = self._descend_rounded(model, tolerance, tell) if rounds else 0
+        iterations = 0
+        narrow = self.x.dtype == torch.float32 and has_bfloat16_units(self.x.device)
+        rounds = narrow and self.damped.bfloat16_helps
         patience = max(_WINDOW, float(self.kept.sum(1).max()) ** 3 / self.x.shape[1] ** 2)
         for precondition, limit in (
-            (lambda: model, min(_LONG, patience)),
+            (lambda: self.damped.low_rank_model.on(self.kept), min(_LONG, patience)),
             (lambda: InverseOnKept(full_product(self.damped.inverse), self.kept), patience / 2),
         ):
-            iterations += self._descend(precondition(), tolerance, limit, tell)
+            preconditioner = precondition()
+            if rounds:
+                iterations += self._descend_rounded(preconditioner, tolerance, tell)
+                rounds = False
+            iterations += self._descend(preconditioner, tolerance, limit, tell)
             if self.gap <= tolerance or self._rounding_hides(tolerance):
                 return iterations
         self._factorise_rows()
