@@ -6,7 +6,7 @@ r"""The accuracy that the original codes of SparseGPT and ALPS give on the windo
 
 They prune the models of the sweep, loaded as it loads them, on the calibration windows that it
 draws, with the same damping, and are evaluated as its runs are: the figures compare with those of
-the sweep's page.
+the sweep's page. With `--save DIR` each pruned model is kept as a Hugging Face directory in it.
 """
 
 import argparse
@@ -32,7 +32,12 @@ CODES = {"SparseGPT": originals.sparsegpt, "ALPS": originals.alps}
 
 
 def run(
-    original: originals.Original, sweep: Sweep, model: str, pattern: Pattern, seed: int
+    original: originals.Original,
+    sweep: Sweep,
+    model: str,
+    pattern: Pattern,
+    seed: int,
+    saved: Path | None = None,
 ) -> tuple[float, float, float]:
     """Prune and evaluate one model: perplexity, mean relative loss of the layers, CPU seconds."""
     cli = configure(Trial(model), sweep)
@@ -54,6 +59,9 @@ def run(
             original, lm, windows, plan, lambda _: nullcontext(), seen, pattern=pattern
         )
     seconds = time.process_time() - start
+    if saved is not None:
+        lm.save_pretrained(saved)
+        cli.model.tokenizer.save_pretrained(saved)
     cli.trainer.test(cli.model, datamodule=cli.datamodule, verbose=False)
     (found,) = cli.model.evaluation.values()
     return float(found["perplexity"]), sum(losses) / len(losses), seconds
@@ -71,6 +79,7 @@ def main() -> None:
     parser.add_argument("--settings", nargs="*", help="of the sweep (default: all)")
     parser.add_argument("--seeds", nargs="*", type=int, help="default: the sweep's")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--save", type=Path, metavar="DIR", help="where to keep the pruned models")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
@@ -82,14 +91,16 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|", flush=True)
     for model in options.models or sweep.models:
         for setting in options.settings or sweep.runs:
-            for name, of in CODES.items():
-                repository = getattr(options, name.lower())
+            for code, of in CODES.items():
+                repository = getattr(options, code.lower())
                 if repository is None:
                     continue
                 for seed in sweep.seeds if options.seeds is None else options.seeds:
-                    found = run(of(repository), sweep, model, parse_setting(setting), seed)
+                    name = f"{Trial(model, setting).setting_name}-{code}-seed{seed}"
+                    saved = options.save and options.save / model / name
+                    found = run(of(repository), sweep, model, parse_setting(setting), seed, saved)
                     figures = f"{found[0]:.3f} | {found[1]:.4f} | {found[2]:.1f}"
-                    print(f"| {model} | {setting} | {name} | {seed} | {figures} |", flush=True)
+                    print(f"| {model} | {setting} | {code} | {seed} | {figures} |", flush=True)
 
 
 if __name__ == "__main__":

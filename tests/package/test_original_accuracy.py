@@ -59,7 +59,9 @@ def test_gives_what_a_run_of_the_sweep_gives(setting, tiny_llama, tmp_path, monk
     sweep = read_sweep([f"--config={tmp_path / 'sweep.yaml'}"])
     pattern = original_accuracy.parse_setting(setting)
     code = originals.sparsegpt(tmp_path)
-    perplexity, loss, seconds = original_accuracy.run(code, sweep, "tiny", pattern, seed=1)
+    perplexity, loss, seconds = original_accuracy.run(
+        code, sweep, "tiny", pattern, seed=1, saved=tmp_path / "saved"
+    )
 
     model = CausalLM(str(tiny_llama))
     prune = MRPCallback(
@@ -74,3 +76,7 @@ def test_gives_what_a_run_of_the_sweep_gives(setting, tiny_llama, tmp_path, monk
     losses = [row.relative_loss for row in prune.report.pruned]
     assert loss == pytest.approx(math.fsum(losses) / len(losses), rel=1e-2)
     assert seconds > 0
+
+    kept = CausalLM(str(tmp_path / "saved"))
+    (again,) = trainer.test(kept, datamodule=windows, verbose=False)
+    assert perplexity == pytest.approx(again["perplexity"], rel=1e-6)
