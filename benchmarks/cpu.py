@@ -6,9 +6,10 @@ Speed does not depend on what weights mean: they are random, and so are the plac
 Dense is the fastest of eager and compiled code in bfloat16 and float32; packed is the fastest of
 eager and compiled code in bfloat16. A layer's copies are more than any cache holds and are read in
 turn; more than 128 of them are not compiled, which would take minutes. A step of decoding is one
-token after a prompt, at batch 1. SmolLM2 is a checkpoint that `make real` has made, renamed; a
-model's head stays dense. What quantization to 4 bits gives instead, dense, stands beside it:
-PyTorch's own kernel for it, with a bfloat16 scale and zero for 64 columns.
+token after a prompt, at batch 1. `runs/SmolLM2-135M` is a link to any directory that `make real`
+has written, such as `runs/real/SmolLM2-stdlib/2of4-best-seed0`; a model's head stays dense. What
+quantization to 4 bits gives instead, dense, stands beside it: PyTorch's own kernel for it, with a
+bfloat16 scale and zero for 64 columns.
 """
 
 import argparse

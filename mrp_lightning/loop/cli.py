@@ -91,7 +91,7 @@ class PruningCLI(LightningCLI):
             parser_kwargs={
                 "epilog": "More commands, each with its own --help: layers (what would be pruned), "
                 "zeroshot (tasks of lm-eval), report (a page on a run), sweep (many runs), "
-                "export (pack a 2:4 checkpoint)."
+                "export (pack a pruned checkpoint)."
             },
             args=args,
             run=run,

@@ -192,7 +192,7 @@ def test_the_parts_of_a_method_are_arguments_of_the_callback():
     exec(block("methods.md", "from callbacks import"), names)
 
 
-def test_an_interrupted_run_is_watched_and_goes_on(tiny_llama, here, monkeypatch):
+def test_an_interrupted_run_is_watched_and_goes_on(tiny_llama, corpora_dir, here, monkeypatch):
     from mrp_lightning.pruning.journal import Journal
 
     pytest.importorskip("matplotlib", reason="needs the extra `report`")
@@ -201,7 +201,8 @@ def test_an_interrupted_run_is_watched_and_goes_on(tiny_llama, here, monkeypatch
         shlex.split(block(page, f"python -m mrp_lightning {command}").replace("\\\n", " "))[3:]
         for command in ("predict", "report")
     )
-    predict += ["--data.num_samples=4", f"--model.model={tiny_llama}", *TINY]
+    predict += [f"--data.corpora_dir={corpora_dir}", "--data.num_samples=4"]
+    predict += [f"--model.model={tiny_llama}", *TINY]
     write, run = Journal.write, Path("runs/opt-125m-2of4")
 
     def write_and_stop(self, step, record):
@@ -222,18 +223,19 @@ def test_an_interrupted_run_is_watched_and_goes_on(tiny_llama, here, monkeypatch
     assert [path.name for path in run.parent.iterdir()] == [run.name]
 
 
-def test_a_streamed_run_by_command_and_by_call(tiny_llama, here):
+def test_a_streamed_run_by_command_and_by_call(tiny_llama, corpora_dir, here):
     from safetensors.torch import load_file
 
     command = block("streaming.md", "python -m mrp_lightning predict").replace("\\\n", " ")
-    options = ["--data.num_samples=4", f"--model.model={tiny_llama}", *TINY]
-    main([*shlex.split(command)[3:], *options])
+    options = [f"--data.corpora_dir={corpora_dir}", "--data.num_samples=4"]
+    main([*shlex.split(command)[3:], *options, f"--model.model={tiny_llama}", *TINY])
     Path("runs/opt-125m-2of4").rename("by-command")
     code = block("streaming.md", "from callbacks import")
     quick = "accelerator='cpu', logger=False, limit_test_batches=1"
     for words, here_words in {
         "facebook/opt-125m": str(tiny_llama),
-        "TextDataModule(": "TextDataModule(sequence_length=16, batch_size=8, ",
+        "TextDataModule(": f"TextDataModule(corpora_dir={str(corpora_dir)!r}, num_samples=4,"
+        " sequence_length=16, batch_size=8, ",
         "Trainer()": f"Trainer({quick})",
     }.items():
         code = code.replace(words, here_words)
