@@ -6,14 +6,12 @@
 import torch
 from torch import Tensor
 
-from export.packed.formats import PackedFormat
+from export.packed.formats import PackedFormat, as_integers
 from mrp_lightning.errors import PatternError
 
 FORMAT_VERSION = 1
 BYTE = 8
 """Columns that share a byte of `bits`; the first of them is the lowest bit."""
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def why_not_packable(shape: tuple[int, ...]) -> str | None:
@@ -57,7 +55,7 @@ def pack(weight: Tensor) -> tuple[Tensor, Tensor]:
     octets = torch.nn.functional.pad(kept, (0, -weight.shape[1] % BYTE)).unflatten(1, (-1, BYTE))
     places = torch.tensor([1 << bit for bit in range(BYTE)], device=weight.device)
     bits = (octets * places).sum(dim=2).to(torch.uint8)
-    return _integers(weight)[kept].view(weight.dtype), bits
+    return as_integers(weight)[kept].view(weight.dtype), bits
 
 
 def unpack(values: Tensor, bits: Tensor, columns: int) -> Tensor:
@@ -70,7 +68,7 @@ def unpack(values: Tensor, bits: Tensor, columns: int) -> Tensor:
     """
     shifts = torch.arange(BYTE, dtype=torch.uint8, device=bits.device)
     kept = (bits[:, :, None] >> shifts & 1).flatten(1)[:, :columns].bool()
-    integers = _integers(values)
+    integers = as_integers(values)
     weight = integers.new_zeros(kept.shape).masked_scatter_(kept, integers)
     return weight.view(values.dtype)
 
@@ -100,12 +98,8 @@ def _counts(bits: Tensor) -> Tensor:
 
 def _kept(weight: Tensor) -> Tensor:
     """Where any bit but the sign is set: so neither NaN nor a denormal depends on the processor."""
-    integers = _integers(weight)
+    integers = as_integers(weight)
     return integers & torch.iinfo(integers.dtype).max != 0
-
-
-def _integers(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(_INTEGERS[tensor.element_size()])
 
 
 BITMASK = PackedFormat(
