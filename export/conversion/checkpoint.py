@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +147,10 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
             f"`CKPT`: {path} holds no weights: expected model.safetensors or pytorch_model.bin, or "
             "an index of their shards."
         )
-    return Checkpoint(path, config, [_shard(file) for file in files], _companions(path))
+    shards = [_shard(file) for file in files]
+    if len(shards) == 1:  # its index, if it has one, is not written again
+        shards = [replace(shards[0], name="model.safetensors")]
+    return Checkpoint(path, config, shards, _companions(path))
 
 
 def _shard(file: Path) -> Shard:
