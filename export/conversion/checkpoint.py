@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from export.backends.torchao_format import read
+from export.errors import first_line
 from mrp_lightning.errors import FormatError
 from mrp_lightning.json_files import read_json
 from mrp_lightning.models.loading import missing_weights
@@ -90,7 +91,7 @@ class Checkpoint:
             raise FormatError(
                 f"{self.path}: transformers does not know this configuration (`model_type` "
                 f"{self.config.get('model_type')!r}), and code of the checkpoint is never run: "
-                f"{next(iter(str(error).splitlines()), type(error).__name__)}"
+                f"{first_line(error)}"
             ) from error
 
     def load(self) -> PreTrainedModel:
@@ -179,8 +180,9 @@ def _load_pickle(file: Path) -> dict[str, Any]:
         return read(file)
     except Exception as error:  # damaged archives and refused classes come as many kinds
         raise FormatError(
-            f"{file} cannot be read with torch.load(weights_only=True), and nothing else is tried, "
-            f"because it could run code: {str(error).splitlines()[0]}"
+            f"{file} cannot be read with torch.load(weights_only=True) ({first_line(error)}), and "
+            "nothing else is tried, because it could run code. Fetch it again, or save the model "
+            "as safetensors where it comes from."
         ) from error
 
 

@@ -120,6 +120,17 @@ def test_a_pytorch_bin_is_read_without_running_code(llama, ids, capsys):
     assert "weights_only=True" in refusal([str(llama), "--overwrite"], capsys)
 
 
+@pytest.mark.parametrize("name", ["llama/pytorch_model.bin", "pruned.ckpt"])
+def test_an_empty_pickle_is_refused_by_name(name, llama, capsys, tmp_path):
+    (llama / "model.safetensors").unlink()
+    file = tmp_path / name
+    file.touch()
+    shown = refusal([str(file if file.suffix == ".ckpt" else llama)], capsys)
+    assert f"{file} cannot be read" in shown
+    assert "EOFError" in shown
+    assert "Fetch it again" in shown
+
+
 def test_a_lightning_checkpoint_is_read(llama, ids, tmp_path):
     from mrp_lightning import CausalLM, Trainer
 
