@@ -102,7 +102,7 @@ def _backward24(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Gradients of the input and the bias, for prompts, adapters and attributions."""
     _refuse_training(ctx)
     grad_x = grad @ unpack(*ctx.saved_tensors) if ctx.needs_input_grad[0] else None
-    grad_bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[3] else None
+    grad_bias = grad.sum_to_size(grad.shape[-1:]) if ctx.needs_input_grad[3] else None
     return grad_x, None, None, grad_bias, None
 
 
@@ -119,7 +119,7 @@ def _backward_bitmask(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.needs_input_grad[0]:
         values, bits = ctx.saved_tensors
         grad_x = grad @ bitmask_format.unpack(values, bits, ctx.columns)
-    grad_bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[4] else None
+    grad_bias = grad.sum_to_size(grad.shape[-1:]) if ctx.needs_input_grad[4] else None
     return grad_x, None, None, None, grad_bias
 
 

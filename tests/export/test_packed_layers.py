@@ -86,8 +86,10 @@ def test_conv1d_is_packed_along_its_inputs(kind):
     assert torch.allclose(layer(x), conv(x), atol=1e-6)
 
 
-def test_gradients_reach_the_input_and_the_bias(layer, linear):
-    x, y = torch.randn(2, 3, linear.in_features, requires_grad=True), torch.randn(2, 3, 24)
+@pytest.mark.parametrize("shape", [(), (1,), (2, 3), (0,)])
+def test_gradients_reach_the_input_and_the_bias(shape, layer, linear):
+    x = torch.randn(*shape, linear.in_features, requires_grad=True)
+    y = torch.randn(*shape, 24)
     if layer.bias is not None:
         layer.bias.requires_grad_()
         linear.bias.requires_grad_()
