@@ -66,7 +66,8 @@ def linear_bitmask(
     """Compute x Wᵀ + bias with W = unpack(values, bits, columns).
 
     Args:
-        x: Input (..., columns), in the dtype of `values`.
+        x: Input (..., columns), in the dtype of `values`. One that is too narrow for the bits is
+            refused on a CPU; of one that is wider within the last byte nothing tells.
         values: Kept values, row after row in the order of their columns.
         bits: Where they were, uint8 (rows, ceil(columns / 8)), lowest bit first.
         offsets: Where the values of each row begin, int64 (rows,); the end of the last may follow.
@@ -77,7 +78,18 @@ def linear_bitmask(
     """
     if x.device.type == "cpu" and compiled.load():
         return torch.ops.mrp_lightning.linear_bitmask(x, values, bits, offsets, bias)
+    _check_bitmask(x, bits)
+    # A look at the bits would have other devices wait, which a CUDA graph cannot.
+    if x.device.type == "cpu" and (damage := bitmask_format.damage(values, bits, x.shape[-1])):
+        raise RuntimeError(f"The packed weight does not fit the input's columns: {damage}.")
     return F.linear(x, bitmask_format.unpack(values, bits, x.shape[-1]), bias)
+
+
+def _check_bitmask(x: Tensor, bits: Tensor) -> None:
+    torch._check(
+        bitmask_format.bytes_of(x.shape[-1]) == bits.shape[1],
+        lambda: "x must have the weight's columns",
+    )
 
 
 @linear_bitmask.register_fake
@@ -85,10 +97,7 @@ def _fake_bitmask(
     x: Tensor, values: Tensor, bits: Tensor, offsets: Tensor, bias: Tensor | None
 ) -> Tensor:
     del values, offsets, bias
-    torch._check(
-        bitmask_format.bytes_of(x.shape[-1]) == bits.shape[1],
-        lambda: "x must have the weight's columns",
-    )
+    _check_bitmask(x, bits)
     return x.new_empty(*x.shape[:-1], bits.shape[0])
 
 

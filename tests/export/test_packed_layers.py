@@ -49,6 +49,31 @@ def test_inputs_need_not_be_contiguous(layer, linear):
     assert torch.allclose(layer(x), linear(x), atol=1e-6)
 
 
+def test_an_input_of_another_width_is_refused(layer, linear):
+    columns = linear.in_features
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="aot_eager")
+    for width in {*range(columns - 5, columns + 12), 2 * columns, 1, 0} - {columns}:
+        for shape in ((width,), (2, width), (0, width)):
+            with pytest.raises(RuntimeError, match=f"expected {columns} columns.*got"):
+                layer(torch.ones(shape))
+    for width in (columns - 1, columns + 1):
+        with pytest.raises(RuntimeError):
+            compiled(torch.ones(2, width))
+    assert torch.equal(compiled(torch.ones(2, columns)), layer(torch.ones(2, columns)))
+    with pytest.raises(RuntimeError, match=f"expected {columns} columns"):
+        torch.export.export(layer, (torch.ones(2, columns + 1),))
+
+
+def test_an_exported_layer_refuses_an_input_of_another_width(layer, linear):
+    some = {0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO}
+    exported = torch.export.export(
+        layer, (torch.ones(2, linear.in_features),), dynamic_shapes=(some,)
+    )
+    with pytest.raises((RuntimeError, AssertionError)):
+        exported.module()(torch.ones(2, linear.in_features + 1))
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_it_compiles_into_one_graph_for_any_number_of_tokens(backend, layer, linear):
     torch._dynamo.reset()
