@@ -5,8 +5,11 @@ where the number of tokens is known, so that a new number costs no recompilation
 graph captures its own choice: on CUDA devices by `dispatch`. What is here takes the calls of all
 other devices: it unpacks the weight and multiplies as a dense one. On a CPU it does so only until
 the compiled kernels are there, which register themselves for it and take all calls from then on.
+
+Under autocast all floating operands are cast, as those of `F.linear` are.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -140,5 +143,42 @@ def _refuse_training(ctx: Any) -> None:
         )
 
 
+def _cast(tensor: Tensor | None, device: str) -> Tensor | None:
+    """A tensor as autocast gives it to `F.linear`."""
+    if tensor is None or tensor.device.type != device or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(device))
+
+
+def _autocast24(
+    device: str,
+    x: Tensor,
+    weight: Tensor,
+    meta: Tensor,
+    bias: Tensor | None,
+    compressed: Tensor | None = None,
+) -> Tensor:
+    values = _cast(weight, device)
+    if values is not weight:
+        compressed = None  # which holds the weight in the dtype that it had
+    with torch.autocast(device, enabled=False):
+        return linear24(_cast(x, device), values, meta, _cast(bias, device), compressed)
+
+
+def _autocast_bitmask(
+    device: str, x: Tensor, values: Tensor, bits: Tensor, offsets: Tensor, bias: Tensor | None
+) -> Tensor:
+    cast = [_cast(tensor, device) for tensor in (x, values, bias)]
+    with torch.autocast(device, enabled=False):
+        return linear_bitmask(cast[0], cast[1], bits, offsets, cast[2])
+
+
 linear24.register_autograd(_backward24, setup_context=_save24)
 linear_bitmask.register_autograd(_backward_bitmask, setup_context=_save_bitmask)
+
+# `torch.library.register_autocast` casts to a dtype that is chosen here, not by the user.
+_LIBRARY = torch.library.Library("mrp_lightning", "IMPL")
+for _device in ("cpu", "cuda"):
+    _key = f"Autocast{_device.upper()}"
+    _LIBRARY.impl("linear24", functools.partial(_autocast24, _device), _key)
+    _LIBRARY.impl("linear_bitmask", functools.partial(_autocast_bitmask, _device), _key)

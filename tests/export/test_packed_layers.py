@@ -83,6 +83,57 @@ def test_it_compiles_into_one_graph_for_any_number_of_tokens(backend, layer, lin
         assert torch.equal(compiled(x), layer(x))
 
 
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16])
+def test_autocast_does_what_it_does_to_a_dense_layer(autocast, given, stored, layer, linear):
+    layer, linear = layer.to(stored), linear.to(stored)
+    x = torch.randn(20, linear.in_features).to(given).requires_grad_()
+    with torch.autocast("cpu", autocast):
+        if (given == torch.float64) != (stored == torch.float64):
+            for refuses in (linear, layer):
+                with pytest.raises(RuntimeError):
+                    refuses(x)
+            return
+        expected, found = linear(x), layer(x)
+    assert found.dtype == expected.dtype
+    assert torch.equal(found, expected)
+    (wanted,) = torch.autograd.grad(expected.sum(), x)
+    (gradient,) = torch.autograd.grad(found.sum(), x)
+    assert gradient.dtype == x.dtype
+    assert torch.allclose(gradient, wanted, rtol=0.02, atol=0.02)
+
+
+def test_autocast_reaches_a_layer_after_another_one(layer, linear):
+    """As in training with bf16-mixed: eager, in one compiled graph, and exported."""
+    columns = linear.in_features
+    first = nn.Linear(columns, columns)
+    x = torch.randn(3, columns)
+
+    class Network(nn.Module):
+        def __init__(self, second: nn.Module) -> None:
+            super().__init__()
+            self.first, self.second = first, second
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.second(self.first(x))
+
+    network = Network(layer)
+    found = network(x)
+    assert found.dtype == torch.bfloat16
+    assert torch.allclose(found, Network(linear)(x), rtol=0.02, atol=0.02)
+    torch._dynamo.reset()
+    for backend in ("eager", "aot_eager"):
+        compiled = torch.compile(network, fullgraph=True, backend=backend)
+        assert torch.equal(compiled(x), found)
+    assert torch.equal(torch.export.export(network, (x,)).module()(x), found)
+    outside = torch.compile(nn.Sequential(first, layer), fullgraph=True, backend="aot_eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(outside(x), found)
+    assert outside(x).dtype == torch.float32
+
+
 def test_it_exports(layer, linear):
     tokens = torch.export.Dim("tokens", min=2, max=64)
     given = (torch.randn(4, linear.in_features),)
