@@ -181,9 +181,10 @@ def summarize(results: Mapping[str, Any]) -> dict[str, Scores]:
         if task in results["n-shot"]:
             scores["num_fewshot"] = results["n-shot"][task]
         summary[task] = scores
-    return {
-        task: _placed(scores, _depth(task, groups, summary)) for task, scores in summary.items()
-    }
+    for task, scores in summary.items():
+        if depth := _depth(task, groups, summary):
+            summary[task] = {**scores, "depth": depth}
+    return summary
 
 
 def _depth(task: str, groups: Mapping[str, Sequence[str]], scored: Collection[str]) -> int:
