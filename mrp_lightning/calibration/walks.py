@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mrp_lightning.calibration.forwards import replaced_forward
+from mrp_lightning.calibration.forwards import replaced
 from mrp_lightning.targets.blocks import Block
 
 
@@ -217,7 +217,7 @@ class Inject(Walk):
             for j, block in enumerate(self.blocks[:k]):
                 end = self.ends[j][i] if j in self.ends else None
                 stub = _stub(self.containers[j], end)
-                stack.enter_context(replaced_forward(block.module, stub))
+                stack.enter_context(replaced(block.module, "forward", stub))
             yield
 
 
