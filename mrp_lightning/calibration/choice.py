@@ -52,7 +52,7 @@ def trace(forward: Callable[[Any], Any], batch: Any, blocks: Sequence[Block]) ->
                 return
             seen.order.append(k)
             try:
-                seen.inputs[k] = digest(hidden_input(args, kwargs)[1])
+                seen.inputs[k] = digest(hidden_input(args, kwargs))
             except TypeError as error:
                 seen.error = str(error)
 

@@ -96,7 +96,7 @@ class FirstBlocksArguments(Inject):
         handle = self.blocks[0].module.register_forward_pre_hook(pre, with_kwargs=True)
         self.forward(self.batches[i])
         handle.remove()
-        stored = self.hidden[i] if k else arguments["args"][0]
+        stored = self.kept[i][k - 1] if k else arguments["args"][0]
         return self.blocks[k].module(stored, *arguments["args"][1:], **arguments["kwargs"])
 
 
@@ -164,6 +164,36 @@ def test_blocks_that_change_their_input_in_place():
     torch.manual_seed(0)
     model = Stack([InPlace(8) for _ in range(3)])
     batches = [{"input_ids": torch.randint(0, 64, (2, 5))} for _ in range(2)]
+    walk = choose_walk(runner(model), batches, find_blocks(model))
+    assert isinstance(walk, Inject)
+    assert worst_error(walk, model, batches) < 1e-5
+
+
+class Mixed(nn.Module):
+    """Adds an image between its blocks, as DeepStack of Qwen3-VL does, where a batch has one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([InPlace(8) for _ in range(4)])
+
+    def forward(self, x: Tensor, image: Tensor | None = None) -> Tensor:
+        x = x.clone()
+        for k, block in enumerate(self.blocks):
+            x = block(x)
+            if image is not None and k < 2:
+                x += image
+        return x
+
+
+@pytest.mark.parametrize("text_first", [True, False])
+@torch.no_grad()
+def test_what_is_added_between_blocks_to_some_batches_only(text_first):
+    torch.manual_seed(0)
+    model = Mixed()
+    text, images = ([{"x": torch.randn(2, 5, 8)} for _ in range(2)] for _ in range(2))
+    for batch in images:
+        batch["image"] = 10 * torch.randn(2, 5, 8)
+    batches = text + images if text_first else images + text
     walk = choose_walk(runner(model), batches, find_blocks(model))
     assert isinstance(walk, Inject)
     assert worst_error(walk, model, batches) < 1e-5
