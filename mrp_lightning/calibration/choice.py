@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from mrp_lightning.calibration.digests import Digest, digest, relative_error
+from mrp_lightning.calibration.forwards import every_layer_called
 from mrp_lightning.calibration.kinds import one_of_each_kind
 from mrp_lightning.calibration.walks import Container, Inject, Rerun, Walk, hidden_input, hidden_of
 from mrp_lightning.environment import is_out_of_memory
@@ -77,6 +78,7 @@ def trace(forward: Callable[[Any], Any], batch: Any, blocks: Sequence[Block]) ->
             hooks = block.module.register_forward_pre_hook(note_input(k), with_kwargs=True)
             stack.callback(hooks.remove)
             stack.callback(block.module.register_forward_hook(note_output(k)).remove)
+        stack.enter_context(every_layer_called())
         forward(batch)
     return seen
 

@@ -1,8 +1,10 @@
-"""Replacing what a module does, for a while."""
+"""Changing how modules run, for a while."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 
 @contextmanager
@@ -24,3 +26,17 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     finally:
         own.pop(name, None)
         own.update(before)
+
+
+@contextmanager
+def every_layer_called() -> Iterator[None]:
+    """Let torch's own encoders and attention call their layers; fused, no hook sees these.
+
+    Fused, an encoder with padding passes nested tensors, which have no shape, between its blocks.
+    """
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)

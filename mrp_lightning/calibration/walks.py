@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mrp_lightning.calibration.forwards import replaced
+from mrp_lightning.calibration.forwards import every_layer_called, replaced
 from mrp_lightning.targets.blocks import Block
 
 
@@ -24,7 +24,7 @@ class StopForward(BaseException):
 
 def forward_until_stop(forward: Callable[[Any], Any], batch: Any) -> None:
     """Run the model on one batch, to the end or to the stop."""
-    with suppress(StopForward):
+    with suppress(StopForward), every_layer_called():
         forward(batch)
 
 
@@ -100,7 +100,8 @@ class WholeModel(Walk):
 
     def output(self, k: int, i: int) -> Any:  # noqa: ARG002
         """Run one batch to the end."""
-        return self.forward(self.batches[i])
+        with every_layer_called():
+            return self.forward(self.batches[i])
 
 
 class Rerun(Walk):
