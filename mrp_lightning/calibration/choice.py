@@ -56,7 +56,7 @@ def trace(forward: Callable[[Any], Any], batch: Any, blocks: Sequence[Block]) ->
             try:
                 seen.inputs[k] = digest(hidden_input(args, kwargs))
             except TypeError as error:
-                seen.error = str(error)
+                seen.error = f"{blocks[k].name}: {error}"
 
         return pre
 
@@ -69,7 +69,7 @@ def trace(forward: Callable[[Any], Any], batch: Any, blocks: Sequence[Block]) ->
                 packed = isinstance(output, tuple | list)
                 seen.containers[k] = Container(type(output), len(output)) if packed else None
             except TypeError as error:
-                seen.error = str(error)
+                seen.error = f"{blocks[k].name}: {error}"
 
         return post
 
