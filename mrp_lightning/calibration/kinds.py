@@ -31,7 +31,7 @@ def kind(data: Any) -> Hashable:
         return frozenset(map(kind, data))
     if is_dataclass(data) and not isinstance(data, type):
         return type(data), tuple(kind(getattr(data, name)) for name in data.__dataclass_fields__)
-    return type(data)
+    return (type(data),)
 
 
 def _is_padded(key: Any, value: Any) -> bool:

@@ -136,8 +136,9 @@ class Padding:
             if isinstance(mask := given.get(name), Tensor) and mask.ndim == 2:
                 kept = self._tokens_of(mask, not_padding)
                 # The mask is (batch, length) also where hidden states are (length, batch, columns).
-                flip = kept is not None and is_length_first(module)
-                self._masks[id(module)] = _Masks(kept.T if flip else kept)
+                if kept is not None and is_length_first(module):
+                    kept = kept.T
+                self._masks[id(module)] = _Masks(kept)
 
     def _warn(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Say, once, that padding is told to an attention, and to no module around it."""
