@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from lightning.pytorch import LightningModule
 from torch import nn
 
+from mrp_lightning.calibration.forwards import replaced
 from mrp_lightning.calibration.offload import CPU, held_on_cpu
 
 
@@ -23,7 +24,6 @@ def blocks_on_cpu(
         module: The LightningModule, before it is set up.
         blocks: Finds its blocks, once they are made.
     """
-    own = module.__dict__.get("configure_model")
     original = module.configure_model
 
     @functools.wraps(original)  # Lightning looks whether it is overridden
@@ -31,12 +31,5 @@ def blocks_on_cpu(
         with CPU:
             original()
 
-    module.configure_model = configure_model  # type: ignore[method-assign]
-    try:
-        with held_on_cpu(module, blocks):
-            yield
-    finally:
-        if own is None:
-            module.__dict__.pop("configure_model", None)
-        else:
-            module.configure_model = own  # type: ignore[method-assign]
+    with replaced(module, "configure_model", configure_model), held_on_cpu(module, blocks):
+        yield
