@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import Tensor
 
 from mrp_lightning.environment import versions
 from mrp_lightning.loop.capture import Step
-from mrp_lightning.loop.contents import checkpoint_root
+from mrp_lightning.loop.contents import checkpoint_root, language_models
 from mrp_lightning.loop.streaming import streamed_blocks
 from mrp_lightning.processes import Processes
 from mrp_lightning.pruning.manifest import Fingerprint, digest
@@ -53,7 +52,7 @@ def fingerprint(
         "precision": str(trainer.precision),
         "device": trainer.strategy.root_device.type,
         "model": type(model).__name__,
-        "configuration of the model": _configuration(model),
+        "configuration of the model": _configuration(module),
         "streaming": streamed is not None,
         "weights of the model": digest(held if streamed is None else streamed.named_tensors()),
         "calibration data": data[0] if len(data) == 1 else digest((x, _NOTHING) for x in data),
@@ -61,13 +60,14 @@ def fingerprint(
     }
 
 
-def _configuration(model: nn.Module) -> str | None:
-    """The digest of what a Hugging Face model computes with its weights; `None` of any other."""
-    if not isinstance(model, PreTrainedModel):
-        return None
-    config = {k: v for k, v in model.config.to_dict().items() if k not in _OF_NO_FORWARD}
-    config["attention"] = model.config._attn_implementation
-    return digest([(json.dumps(config, sort_keys=True, default=str), _NOTHING)])
+def _configuration(module: LightningModule) -> str | None:
+    """The digest of what Hugging Face models compute with their weights; `None` without any."""
+    found = []
+    for model in language_models(module).values():
+        config = {k: v for k, v in model.config.to_dict().items() if k not in _OF_NO_FORWARD}
+        config["attention"] = model.config._attn_implementation
+        found.append((json.dumps(config, sort_keys=True, default=str), _NOTHING))
+    return digest(found) if found else None
 
 
 def _leaves(data: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:

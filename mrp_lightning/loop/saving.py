@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from mrp_lightning.environment import command
 from mrp_lightning.files import check_output_dir, save_directory, visible_files
 from mrp_lightning.loop.causal_lm import CausalLM
-from mrp_lightning.loop.contents import checkpoint_root
+from mrp_lightning.loop.contents import checkpoint_root, language_models
 from mrp_lightning.loop.streaming import streamed_blocks
 from mrp_lightning.models.loading import as_dtype
 from mrp_lightning.models.saving import save_pretrained
@@ -33,7 +33,7 @@ def check_save_dir(
     check_output_dir(
         directory,
         overwrite=overwrite,
-        sources=sources_of(model),
+        sources=sources_of(module),
         num_bytes=num_bytes(model) + journal_bytes,
     )
 
@@ -47,8 +47,8 @@ def save_pruned(
 ) -> None:
     """Write the model and its report into a directory that appears when it is whole.
 
-    A `PreTrainedModel` becomes a Hugging Face directory, any other module `model.safetensors` with
-    the names of its `state_dict`.
+    A LightningModule with the weights of one `PreTrainedModel`, and no others, becomes a Hugging
+    Face directory, any other `model.safetensors` with the names of its `state_dict`.
 
     Args:
         module: The LightningModule that holds the pruned model.
@@ -61,7 +61,7 @@ def save_pruned(
     """
     _, model = checkpoint_root(module)
     streamed, files = streamed_blocks(module), dict[str, str]()
-    with save_directory(directory, overwrite=overwrite, sources=sources_of(model)) as staging:
+    with save_directory(directory, overwrite=overwrite, sources=sources_of(module)) as staging:
         if isinstance(model, PreTrainedModel):
             card = model_card(report, model.name_or_path or None)
             tokenizer = getattr(module, "tokenizer", None)
@@ -106,7 +106,7 @@ def save_trained(
     if report is not None:
         report.provenance["trained"] = {"steps": steps, "command": command()}
         card = model_card(report, report.config.get("base_model"))
-    with save_directory(directory, overwrite=overwrite, sources=sources_of(model)) as staging:
+    with save_directory(directory, overwrite=overwrite, sources=sources_of(module)) as staging:
         save_pretrained(model, staging, tokenizer=tokenizer, dtype=dtype, card=card)
         if report is not None:
             _save_report(report, staging)
@@ -119,10 +119,10 @@ def _save_report(report: PruningReport, staging: Path) -> None:
     report.save(staging)
 
 
-def sources_of(model: nn.Module) -> list[str]:
-    """The local directory or file that a model was read from, if it was read from one."""
-    source = getattr(model, "name_or_path", None)
-    return [source] if isinstance(source, str) and source and Path(source).exists() else []
+def sources_of(module: LightningModule) -> list[str]:
+    """The local directories or files that the language models of a module were read from."""
+    sources = (model.name_or_path for model in language_models(module).values())
+    return [source for source in sources if source and Path(source).exists()]
 
 
 def num_bytes(model: nn.Module) -> int:

@@ -4,7 +4,7 @@ import shutil
 import lightning.pytorch as pl
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM
 
 from callbacks import MRPCallback
 from mrp_lightning import CausalLM, Trainer
@@ -90,6 +90,57 @@ def test_a_module_with_two_models_is_saved_whole(llama, loader, quiet, tmp_path)
     assert saved.keys() == module.state_dict().keys()
     assert callback.report.layers[0].name == "student.model.layers.0.self_attn.q_proj"
     assert all(torch.equal(saved[name], x) for name, x in module.state_dict().items())
+
+
+class Headed(pl.LightningModule):
+    """An encoder, and a decoder and a head that are not of it."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.encoder = AutoModel.from_pretrained(source)
+        self.decoder = torch.nn.ModuleList(
+            torch.nn.TransformerEncoderLayer(32, 2, 48, batch_first=True) for _ in range(2)
+        )
+        self.head = torch.nn.Linear(32, 3)
+
+    def predict_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        hidden = self.encoder(input_ids=batch).last_hidden_state
+        for block in self.decoder:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+def test_weights_beside_the_model_are_saved_with_it(llama, loader, quiet, tmp_path):
+    from safetensors.torch import load_model
+
+    llama().model.save_pretrained(tmp_path / "dense")
+    module = Headed(str(tmp_path / "dense"))
+    over_source = MRPCallback(pattern="2:4", save_dir=tmp_path / "dense", overwrite=True)
+    with pytest.raises(FileExistsError, match="is what is read"):
+        Trainer(**quiet).predict(module, loader, callbacks=[over_source])
+    callback = MRPCallback(pattern="2:4", save_dir=tmp_path / "out")
+    Trainer(**quiet).predict(module, loader, callbacks=[callback])
+    loaded = Headed(str(tmp_path / "dense"))
+    load_model(loaded, tmp_path / "out" / "model.safetensors")
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(loaded.get_parameter(name), tensor), name
+    names = {row.name for row in callback.report.pruned}
+    assert {"encoder.layers.0.mlp.up_proj", "decoder.1.linear1"} <= names
+    for name in names:
+        assert (loaded.get_submodule(name).weight == 0).float().mean() == 0.5
+
+
+def test_a_weight_that_is_tied_to_the_model_is_none_beside_it(llama, loader, quiet, tmp_path):
+    class Tied(CausalLM):
+        def __init__(self, model: torch.nn.Module) -> None:
+            super().__init__(model)
+            self.head = torch.nn.Linear(32, 64, bias=False)
+            self.head.weight = self.model.get_input_embeddings().weight
+
+    callback = MRPCallback(pattern="2:4", save_dir=tmp_path / "out")
+    Trainer(**quiet).predict(Tied(llama()), loader, callbacks=[callback])
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert callback.report.layers[0].name == "model.layers.0.self_attn.q_proj"
 
 
 def test_a_failed_save_leaves_nothing(llama, loader, quiet, tmp_path, monkeypatch):
