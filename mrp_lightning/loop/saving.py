@@ -13,7 +13,7 @@ from mrp_lightning.files import check_output_dir, save_directory, visible_files
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.contents import checkpoint_root, language_models
 from mrp_lightning.loop.streaming import streamed_blocks
-from mrp_lightning.models.loading import as_dtype
+from mrp_lightning.models.precision import stored_dtype, wider_dtypes
 from mrp_lightning.models.saving import save_pretrained
 from mrp_lightning.models.streamed_saving import save_streamed
 from mrp_lightning.pruning.kept import kept_report
@@ -130,9 +130,12 @@ def num_bytes(model: nn.Module) -> int:
 
     What is on the meta device is counted, too.
     """
-    stored = as_dtype(getattr(getattr(model, "config", None), "dtype", None))
-    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
+    held = (*model.named_parameters(), *model.named_buffers())  # what is tied only once
+    if not isinstance(model, PreTrainedModel):
+        return sum(tensor.nbytes for _, tensor in held)
+    dtype = stored_dtype(model)
+    wider = wider_dtypes(model, dtype, as_published=True)
     return sum(
-        t.numel() * (stored if stored and t.is_floating_point() else t.dtype).itemsize
-        for t in tensors
+        x.numel() * (wider.get(name, dtype) if x.is_floating_point() else x.dtype).itemsize
+        for name, x in held
     )
