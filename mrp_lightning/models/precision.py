@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -78,7 +79,8 @@ def cast(
 
 def _published_wide(model: PreTrainedModel) -> Iterator[tuple[str, torch.dtype]]:
     """The names in the model of tensors that its source holds in 32 bits or more."""
-    with suppress(FormatError, OSError):  # what is there by now may be something else
+    # It may be gone by now, something else, or no source: a name of nothing on the hub.
+    with suppress(FormatError, OSError, HFValidationError):
         stored = {name: _WIDE[kind] for name, kind in _headers(model) if kind in _WIDE}
         # They keep a state.
         transforms = deepcopy(getattr(model, "_weight_conversions", None) or [])
@@ -92,10 +94,10 @@ def _published_wide(model: PreTrainedModel) -> Iterator[tuple[str, torch.dtype]]
 
 def _headers(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
     """The names and dtypes of the tensors of the safetensors files that a model was loaded from."""
-    source, commit = model.name_or_path, getattr(model.config, "_commit_hash", None)
+    source = model.name_or_path
     directory = Path(source).expanduser()
     if not source or not directory.is_dir():
-        cached = commit and try_to_load_from_cache(source, "config.json", revision=commit)
+        cached = try_to_load_from_cache(source, "config.json")
         if not isinstance(cached, str):
             return
         directory = Path(cached).parent

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from mrp_lightning.files import save_directory
 from mrp_lightning.models.loading import load_model
+from mrp_lightning.models.precision import wider_dtypes
 from mrp_lightning.models.saving import save_pretrained
 from mrp_lightning.models.streamed_saving import save_streamed
 from mrp_lightning.models.streaming import load_streamed
@@ -88,3 +89,18 @@ def test_what_the_source_has_in_float32_is_not_rounded(family, wide, build, tiny
     (tmp_path / "streamed").mkdir()
     save_streamed(model, streamed, tmp_path / "streamed")
     assert in_float32(tmp_path / "streamed") == kept
+
+
+def test_the_precision_of_a_model_of_the_hub_is_found(tiny_llama, monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    commit, repository = "a" * 40, tmp_path / "models--owner--name"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    made = AutoModelForCausalLM.from_pretrained(tiny_llama)
+    kept = publish(made, repository / "snapshots" / commit, "model.norm.weight")
+    made.name_or_path = "owner/name"
+    assert wider_dtypes(made, torch.bfloat16, as_published=True).keys() == kept
+    monkeypatch.chdir(repository / "snapshots" / commit)
+    for name in ("", str(tmp_path / "gone" / "model.gguf")):
+        made.name_or_path = name
+        assert not wider_dtypes(made, torch.bfloat16, as_published=True)
