@@ -2,13 +2,16 @@
 
 from os import PathLike
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+import torch
 from lightning.pytorch import LightningModule
 from safetensors.torch import save_model
 from torch import nn
 from transformers import PreTrainedModel
 
 from mrp_lightning.environment import command
+from mrp_lightning.errors import OptionError
 from mrp_lightning.files import check_output_dir, save_directory, visible_files
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.contents import checkpoint_root, language_models
@@ -26,16 +29,43 @@ def check_save_dir(
     module: LightningModule,
     *,
     overwrite: bool,
+    dtype: torch.dtype | None = None,
     journal_bytes: int = 0,
 ) -> None:
-    """Refuse a directory into which `save_pruned` could not write; see `check_output_dir`."""
+    """Refuse what `save_pruned` and `save_trained` could not write, before any work.
+
+    Args:
+        directory: The directory that will be made; see `check_output_dir`.
+        module: The LightningModule that will be saved.
+        overwrite: Whether a directory that is not empty may be replaced.
+        dtype: The type that floating weights will have; `None` is that of the checkpoint.
+        journal_bytes: How much more of the disk is needed.
+
+    Raises:
+        OptionError: transformers would not write the model's `generation_config`, or the disk has
+            not enough room.
+    """
     model = checkpoint_root(module)[1]
     check_output_dir(
         directory,
         overwrite=overwrite,
         sources=sources_of(module),
-        num_bytes=num_bytes(model) + journal_bytes,
+        num_bytes=num_bytes(model, dtype) + journal_bytes,
     )
+    if isinstance(model, PreTrainedModel) and model.can_generate():
+        _check_generation(model)
+
+
+def _check_generation(model: PreTrainedModel) -> None:
+    """Let transformers write the generation config, which it refuses if it was made invalid."""
+    with TemporaryDirectory() as directory:
+        try:
+            model.generation_config.save_pretrained(directory)
+        except ValueError as error:
+            raise OptionError(
+                "The model could not be saved: transformers refuses its `generation_config`. Mend "
+                f"`model.generation_config` first. {error}"
+            ) from error
 
 
 def save_pruned(
@@ -82,7 +112,7 @@ def save_trained(
     module: CausalLM,
     directory: str | PathLike[str],
     *,
-    dtype: str | None,
+    dtype: torch.dtype,
     overwrite: bool,
     steps: int,
 ) -> None:
@@ -94,7 +124,7 @@ def save_trained(
     Args:
         module: The LightningModule that holds the model.
         directory: The directory that is made.
-        dtype: The type of the stored floating weights; `None` keeps the model's.
+        dtype: The type of the stored floating weights.
         overwrite: Whether a directory that is not empty may be replaced.
         steps: How many optimizer steps it was trained for.
 
@@ -125,17 +155,21 @@ def sources_of(module: LightningModule) -> list[str]:
     return [source for source in sources if source and Path(source).exists()]
 
 
-def num_bytes(model: nn.Module) -> int:
+def num_bytes(model: nn.Module, dtype: torch.dtype | None = None) -> int:
     """How much of a disk the weights of a model will take, in the precision that they are saved in.
 
     What is on the meta device is counted, too.
+
+    Args:
+        model: The model.
+        dtype: The type of floating weights; `None` is that of the checkpoint.
     """
     held = (*model.named_parameters(), *model.named_buffers())  # what is tied only once
     if not isinstance(model, PreTrainedModel):
         return sum(tensor.nbytes for _, tensor in held)
-    dtype = stored_dtype(model)
-    wider = wider_dtypes(model, dtype, as_published=True)
+    stored = dtype or stored_dtype(model)
+    wider = wider_dtypes(model, stored, as_published=dtype is None)
     return sum(
-        x.numel() * (wider.get(name, dtype) if x.is_floating_point() else x.dtype).itemsize
+        x.numel() * (wider.get(name, stored) if x.is_floating_point() else x.dtype).itemsize
         for name, x in held
     )

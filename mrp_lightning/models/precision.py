@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import (
@@ -80,7 +80,7 @@ def cast(
 def _published_wide(model: PreTrainedModel) -> Iterator[tuple[str, torch.dtype]]:
     """The names in the model of tensors that its source holds in 32 bits or more."""
     # It may be gone by now, something else, or no source: a name of nothing on the hub.
-    with suppress(FormatError, OSError, HFValidationError):
+    with suppress(FormatError, OSError, SafetensorError, HFValidationError):
         stored = {name: _WIDE[kind] for name, kind in _headers(model) if kind in _WIDE}
         # They keep a state.
         transforms = deepcopy(getattr(model, "_weight_conversions", None) or [])

@@ -51,6 +51,20 @@ def test_a_full_directory_is_refused_before_work(llama, loader, quiet, tmp_path)
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
+def test_a_generation_config_that_is_not_written_is_refused_before_work(
+    llama, loader, quiet, tmp_path
+):
+    module, trainer = CausalLM(llama()), Trainer(**quiet)
+    module.model.generation_config.temperature = 0.7  # without `do_sample`
+    callback = MRPCallback(pattern="2:4", save_dir=tmp_path / "out")
+    with pytest.raises(OptionError, match=r"(?s)`model.generation_config` first.*temperature"):
+        trainer.predict(module, loader, callbacks=[callback])
+    assert callback.report is None
+    module.model.generation_config.do_sample = True
+    trainer.predict(module, loader, callbacks=[callback])
+    assert (tmp_path / "out" / "generation_config.json").is_file()
+
+
 def test_overwrite_replaces_what_a_run_wrote(llama, loader, quiet, tmp_path):
     module = CausalLM(llama())
     for pattern in ("2:4", "1:4"):
