@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from mrp_lightning.environment import command
 from mrp_lightning.errors import OptionError
-from mrp_lightning.files import check_output_dir, save_directory, visible_files
+from mrp_lightning.files import check_output_dir, output_path, save_directory, visible_files
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.contents import checkpoint_root, language_models
 from mrp_lightning.loop.streaming import streamed_blocks
@@ -105,7 +105,8 @@ def save_pruned(
             (staging / "README.md").write_text(card, encoding="utf-8")
         _save_report(report, staging)
     if streamed is not None:
-        streamed.settle({name: Path(directory) / file for name, file in files.items()})
+        written = output_path(directory)
+        streamed.settle({name: written / file for name, file in files.items()})
 
 
 def save_trained(

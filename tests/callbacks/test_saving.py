@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModel, AutoModelForCausalLM
 
-from callbacks import MRPCallback
+from callbacks import MRPCallback, SaveEvaluation, SaveModel
 from mrp_lightning import CausalLM, Trainer
 from mrp_lightning.errors import OptionError, SaveError
 from mrp_lightning.loop.saving import num_bytes
@@ -104,6 +104,27 @@ def test_a_module_with_two_models_is_saved_whole(llama, loader, quiet, tmp_path)
     assert saved.keys() == module.state_dict().keys()
     assert callback.report.layers[0].name == "student.model.layers.0.self_attn.q_proj"
     assert all(torch.equal(saved[name], x) for name, x in module.state_dict().items())
+
+
+def test_the_home_directory_has_its_short_name(llama, loader, quiet, tmp_path, monkeypatch):
+    (home := tmp_path / "home").mkdir()
+    (work := tmp_path / "work").mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(work)
+    callback = MRPCallback(pattern="2:4", save_dir="~/pruned")
+    module = CausalLM(llama())
+    with monkeypatch.context() as patch:
+        fail_to_save(patch, OSError("gone"))
+        with pytest.raises(SaveError):
+            Trainer(**quiet).predict(module, loader, callbacks=[callback])
+    assert [path.name for path in home.iterdir()] == [".pruned.partial"]
+    callback.save("~/pruned")
+    Trainer(callbacks=SaveEvaluation("~/pruned"), **quiet).test(module, loader, verbose=False)
+    trained = SaveModel("~/trained")
+    Trainer(max_steps=1, callbacks=trained, **quiet).fit(module, loader)
+    assert sorted(path.name for path in home.iterdir()) == ["pruned", "trained"]
+    assert (home / "pruned" / "evaluation.json").is_file()
+    assert not list(work.iterdir())
 
 
 class Headed(pl.LightningModule):
