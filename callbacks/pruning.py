@@ -14,6 +14,7 @@ from callbacks.result import tell_result
 from callbacks.session import Session, outside_the_loop
 from mrp_lightning.errors import DataError, OptionError
 from mrp_lightning.loop import progress
+from mrp_lightning.loop.capture import require_batches
 from mrp_lightning.loop.contents import checkpoint_root, is_built_later
 from mrp_lightning.loop.predict_loop import PruningRun
 from mrp_lightning.loop.repeats import warn_of_repeats
@@ -189,6 +190,7 @@ class PruningCallback(Callback):
         if len(mine) > 1:
             raise OptionError("A predict run takes one PruningCallback; run predict once for each.")
         require_whole_models(trainer, type(self).__name__)
+        require_batches(pl_module)
         is_kept = self._beside(trainer) is not None
         start_streamed(pl_module, processes=trainer.world_size, is_kept=is_kept)
         if trainer.is_global_zero and not _is_rehearsal(trainer):

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from mrp_lightning.calibration.walks import StopForward
+from mrp_lightning.errors import DataError
 
 
 def eager() -> Any:
@@ -44,6 +46,19 @@ class Step:
 def copy_tensors(data: Any, device: torch.device | None = None) -> Any:
     """Copy a collection with its tensors; strings and the like are kept."""
     return apply_to_collection(data, Tensor, lambda t: t.detach().to(device or t.device, copy=True))
+
+
+def require_batches(module: LightningModule) -> None:
+    """Refuse a `predict_step` that Lightning gives an iterator in place of batches.
+
+    Raises:
+        DataError: It takes one.
+    """
+    if is_param_in_hook_signature(module.predict_step, "dataloader_iter", explicit=True):
+        raise DataError(
+            f"{type(module).__name__}.predict_step takes `dataloader_iter`, and pruning needs the "
+            "calibration batches one by one. Let it take `batch` and `batch_idx`."
+        )
 
 
 class StepCapture:
