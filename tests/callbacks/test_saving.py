@@ -1,5 +1,7 @@
+import gc
 import json
 import shutil
+import weakref
 
 import lightning.pytorch as pl
 import pytest
@@ -261,6 +263,22 @@ def test_save_without_save_dir(llama, loader, quiet, tmp_path):
         callback.save(tmp_path / "out")
     callback.save(tmp_path / "out", overwrite=True)
     assert callback.report.complete
+
+
+def test_a_model_that_is_saved_is_not_kept_in_memory(llama, loader, quiet, tmp_path):
+    module, trainer = CausalLM(llama()), Trainer(**quiet)
+    alive = weakref.ref(module)
+    callback = MRPCallback(pattern="2:4", save_dir=tmp_path / "out")
+    trainer.predict(module, loader, callbacks=[callback])
+    callback.save(tmp_path / "again")
+    first, again = (tmp_path / name / "model.safetensors" for name in ("out", "again"))
+    assert first.read_bytes() == again.read_bytes()
+    del module, trainer
+    gc.collect()
+    assert alive() is None
+    with pytest.raises(OptionError, match="no longer in memory: it was saved in `save_dir`"):
+        callback.save(tmp_path / "late")
+    Trainer(**quiet).predict(CausalLM(llama()), loader, callbacks=[callback])  # prunes once
 
 
 def test_the_source_and_a_full_disk_are_refused_before_work(
