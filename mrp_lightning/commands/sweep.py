@@ -47,7 +47,7 @@ def main(args: list[str]) -> None:
             from mrp_lightning.experiments.document import write_document
     console = Console()
     failed = make_runs(sweep, console)
-    runs = finished_runs(sweep, sweep.trials)
+    runs = _comparable(sweep, finished_runs(sweep, sweep.trials), console)
     if runs:
         summary = summarize(runs.values())
         tables.write(summary, Path(sweep.out))
@@ -151,7 +151,7 @@ def _make(trial: Trial, sweep: Sweep, tasks: Tasks | None) -> str:
 def _require_same_configurations(sweep: Sweep, finished: Mapping[Trial, Run]) -> None:
     differing: dict[str, list[str]] = {}
     for trial, run in finished.items():
-        if run.finished and (found := difference(run.finished.config, configure(trial, sweep))):
+        if found := _differs(sweep, trial, run):
             differing.setdefault(found, []).append(run.name)
     if differing:
         listed = "; and ".join(f"{what} ({', '.join(names)})" for what, names in differing.items())
@@ -166,6 +166,21 @@ def _without_model(sweep: Sweep, trials: Sequence[Trial]) -> dict[Trial, str]:
     models = dict.fromkeys(trial.model for trial in trials)
     reasons = {model: why_no_model(model, sweep) for model in models}
     return {trial: reason for trial in trials if (reason := reasons[trial.model])}
+
+
+def _comparable(sweep: Sweep, runs: Mapping[Trial, Run], console: Console) -> dict[Trial, Run]:
+    """The runs without those that were not selected and are of another configuration."""
+    others = [trial for trial in runs if trial not in sweep.selected]
+    stale = [trial for trial in others if _differs(sweep, trial, runs[trial])]
+    if stale:
+        names = ", ".join(runs[trial].name for trial in stale)
+        console.print(f"Left out, as made with another configuration: {names}.", soft_wrap=True)
+    return {trial: run for trial, run in runs.items() if trial not in stale}
+
+
+def _differs(sweep: Sweep, trial: Trial, run: Run) -> str:
+    """How the configuration of a run differs from the sweep's, if it does."""
+    return difference(run.finished.config, configure(trial, sweep)) if run.finished else ""
 
 
 def _lacks(run: Run, tasks: Sequence[str]) -> bool:

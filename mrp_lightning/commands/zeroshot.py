@@ -85,8 +85,16 @@ def _write(
     written = []
     directory = Path(options.model).expanduser()
     if directory.is_dir() and os.access(directory, os.W_OK):
-        path = record(directory, zeroshot=summary, model=options.model)
+        there = read(directory).zeroshot if (directory / NAME).exists() else {}
+        fuller = [task for task in summary if _samples(there, task) > _samples(summary, task)]
+        new = {task: scores for task, scores in summary.items() if task not in fuller}
+        path = record(directory, zeroshot=new, model=options.model)
         written.append(f"Recorded in {path}")
+        written += [
+            f"but for {task}: {_samples(there, task)} samples are recorded there, these were "
+            f"{_samples(summary, task)}"
+            for task in fuller
+        ]
     if options.out is not None:
         from lm_eval.utils import handle_non_serializable
 
@@ -97,6 +105,10 @@ def _write(
         f"Not recorded: {options.model} is no local directory that can be written. "
         "`--out FILE` keeps the results."
     ]
+
+
+def _samples(zeroshot: Mapping[str, Scores], task: str) -> float:
+    return zeroshot.get(task, {}).get("samples") or 0
 
 
 def _number(value: float | int | None, style: str = ".4f") -> str:

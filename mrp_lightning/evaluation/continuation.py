@@ -1,6 +1,7 @@
 """What a model writes: the greedy continuation of the beginning of a text."""
 
 from collections.abc import Callable
+from os.path import commonprefix
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ def continuation(
         if token.item() == tokenizer.eos_token_id:
             break
         ids = torch.cat([ids, token[None]])
-    decoded = (tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:start], ids))
-    prompt, text = decoded
-    return {"prompt": prompt, "continuation": text.removeprefix(prompt)}
+    decoded = [tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:start], ids)]
+    # A prompt may end within a character, which only what follows completes.
+    prompt = commonprefix(decoded)  # noqa: RUF071
+    return {"prompt": prompt, "continuation": decoded[1].removeprefix(prompt)}

@@ -37,7 +37,8 @@ class Evaluation:
             `windows`, `tokens` (that were predicted), and where it is known `prefix` (tokens such
             as BOS that stood before the text in each window).
         zeroshot: By task: its metrics as fractions, each with its standard error under
-            `<metric>_stderr`, then `samples` and `num_fewshot`.
+            `<metric>_stderr`, then `samples` and `num_fewshot`, and of a member of a group that
+            has scores itself `depth`, the number of such groups around it.
         continuations: By text: its first tokens, `prompt`, and the `continuation` that the model
             writes, always with the most likely token.
         model: Where the model was loaded from.
@@ -133,7 +134,7 @@ def read(directory: str | os.PathLike[str]) -> Evaluation:
 def metrics(scores: Scores) -> Scores:
     """The scores of a task without its sizes and without standard errors."""
     errors = {_stderr(metric) for metric in scores}
-    left_out = errors | {"samples", "num_fewshot"}
+    left_out = errors | {"samples", "num_fewshot", "depth"}
     return {name: value for name, value in scores.items() if name not in left_out}
 
 
@@ -150,10 +151,15 @@ def accuracy(task: str, scores: Scores) -> float | None:
     return scores.get("acc_norm" if task in BY_LENGTH else "acc")
 
 
+def averaged(zeroshot: Mapping[str, Scores]) -> dict[str, float]:
+    """The `accuracy` of each task that has one and is not in its group's already."""
+    found = {task: accuracy(task, x) for task, x in zeroshot.items() if not x.get("depth")}
+    return {task: value for task, value in found.items() if value is not None}
+
+
 def mean_accuracy(zeroshot: Mapping[str, Scores]) -> float | None:
-    """Mean of `accuracy` over the tasks that have one, as in the paper's table."""
-    found = [accuracy(task, scores) for task, scores in zeroshot.items()]
-    values = [value for value in found if value is not None]
+    """Mean of `averaged`, as in the paper's table."""
+    values = averaged(zeroshot).values()
     return sum(values) / len(values) if values else None
 
 

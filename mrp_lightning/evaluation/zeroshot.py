@@ -7,7 +7,7 @@ published ones; here are the choice of tasks, the checks before any work, and th
 import difflib
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
@@ -163,9 +163,11 @@ def evaluate(
 def summarize(results: Mapping[str, Any]) -> dict[str, Scores]:
     """Metrics, standard errors and sizes by task, as `evaluation.json` keeps them.
 
-    A metric that lm-eval computes after a filter is called `metric,filter`.
+    A metric that lm-eval computes after a filter is called `metric,filter`. Members of a group that
+    has metrics itself get a `depth`.
     """
     summary: dict[str, Scores] = {}
+    groups = results.get("group_subtasks", {})
     for task, row in results["results"].items():
         scores: dict[str, float | int | None] = {}
         for key, value in row.items():
@@ -179,7 +181,16 @@ def summarize(results: Mapping[str, Any]) -> dict[str, Scores]:
         if task in results["n-shot"]:
             scores["num_fewshot"] = results["n-shot"][task]
         summary[task] = scores
+    for task, scores in summary.items():
+        if depth := _depth(task, groups, summary):
+            summary[task] = {**scores, "depth": depth}
     return summary
+
+
+def _depth(task: str, groups: Mapping[str, Sequence[str]], scored: Collection[str]) -> int:
+    """The number of groups with scores of their own around a task."""
+    around = [group for group, members in groups.items() if task in members]
+    return max(((group in scored) + _depth(group, groups, scored) for group in around), default=0)
 
 
 def _require_lm_eval() -> None:

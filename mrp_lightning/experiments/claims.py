@@ -34,7 +34,7 @@ class Gain(NamedTuple):
 
     Attributes:
         seeds: The difference for each seed.
-        ratio: The higher mean divided by the lower one.
+        ratio: The mean of the trial that should be worse divided by that of the other.
     """
 
     seeds: Average

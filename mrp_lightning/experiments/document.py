@@ -5,6 +5,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import quote
 
 from mrp_lightning.experiments import plots
 from mrp_lightning.experiments.claims import Finding, findings
@@ -52,7 +53,7 @@ def write_document(
         parts += ["## What the paper claims", *_claims(found)]
     parts += ["## Values", markdown(summary)]
     for picture in plots.write(summary, runs, path.with_suffix("")):
-        parts.append(f"![{picture.stem}]({picture.relative_to(path.parent).as_posix()})")
+        parts.append(f"![{picture.stem}]({quote(picture.relative_to(path.parent).as_posix())})")
     if tuned := list(_errors(runs)):
         parts += ["## Blocks before and after tuning", _ERROR, *tuned]
     if continuations and (written := list(_continuations(runs))):

@@ -15,7 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 from mrp_lightning.environment import machine
 from mrp_lightning.errors import FormatError, OptionError
-from mrp_lightning.evaluation.records import Scores, record
+from mrp_lightning.evaluation.records import NAME, Scores, record
 from mrp_lightning.evaluation.zeroshot import Tasks, evaluate, summarize
 from mrp_lightning.experiments.configuration import BAR, described
 from mrp_lightning.experiments.runs import FinishedTrial
@@ -111,6 +111,7 @@ def execute(
         cli.build()
         if trial.method is not None:
             _prune(cli, directory, save_checkpoint=save_checkpoint)
+        (directory / NAME).unlink(missing_ok=True)  # of a model that was here before
         cli.trainer.callbacks.append(SaveEvaluation(directory))  # type: ignore[attr-defined]
         cli.trainer.test(cli.model, datamodule=cli.datamodule, verbose=False)
         device = cli.trainer.strategy.root_device

@@ -42,12 +42,14 @@ def write(summary: Summary, runs: Sequence[Run], directory: Path) -> list[Path]:
     with matplotlib.rc_context(STYLE):
         for model in dict.fromkeys(trial.model for trial in summary):
             mine = {trial: found for trial, found in summary.items() if trial.model == model}
+            stem = model.replace("/", "-")  # a name of the hub is one file's name, too
             plain = {trial: found for trial, found in mine.items() if not trial.changed}
             if len({trial.setting for trial in plain if trial.method}) > 1:
-                figures[f"{model}-perplexity.svg"] = _over_settings(model, plain)
+                figures[f"{stem}-perplexity.svg"] = _over_settings(model, plain)
             if len(plain) > 2 and (losses := _losses(runs, plain)):
-                figures[f"{model}-loss-by-block.svg"] = _over_blocks(model, losses)
-            figures |= _over_options(model, mine)
+                figures[f"{stem}-loss-by-block.svg"] = _over_blocks(model, losses)
+            found = _over_options(model, mine)
+            figures |= {f"{stem}-{option}.svg": figure for option, figure in found.items()}
         for name, figure in figures.items():
             directory.mkdir(parents=True, exist_ok=True)
             figure.savefig(directory / name, facecolor=PAPER, metadata={"Date": None})
@@ -112,7 +114,7 @@ def _losses(runs: Sequence[Run], summary: Summary) -> Losses:
 
 
 def _over_options(model: str, summary: Summary) -> dict[str, Figure]:
-    """Perplexity over each option that was varied: a panel a text, a line a method."""
+    """Perplexity over each option that was varied, by setting and option: a line a method."""
     groups: dict[tuple[str, str], list[Trial]] = {}
     for trial in summary:
         if trial.changed:
@@ -129,7 +131,7 @@ def _over_options(model: str, summary: Summary) -> dict[str, Figure]:
             _draw_lines(axes, found, {trial: place_of[trial.changed] for trial in shown})
             axes.set(xlabel=changes[0].option, ylabel=str(measure), title=f"{model}, {setting}")
             axes.legend()
-        figures[f"{model}-{trials[0].setting_name}-{key.rpartition('.')[2]}.svg"] = figure
+        figures[f"{trials[0].setting_name}-{key.rpartition('.')[2]}"] = figure
     return figures
 
 

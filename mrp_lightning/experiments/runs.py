@@ -196,12 +196,17 @@ def is_dense_run(directory: Path) -> bool:
 
 def _dense_beside(root: Path) -> Iterator[Run]:
     """What is beside was not asked for: where it is damaged, the page is made without it."""
-    for directory in sorted(root.absolute().parent.iterdir()):
-        if directory.is_dir() and is_dense_run(directory):
-            try:
+    try:
+        beside = sorted(root.absolute().parent.iterdir())
+    except OSError as error:
+        log.warning("Dense runs beside %s are not compared with. %s", root, error)
+        return
+    for directory in beside:
+        try:
+            if directory.is_dir() and is_dense_run(directory):
                 yield read_run(directory, f"../{directory.name}")
-            except FormatError as error:
-                log.warning("%s is not compared with. %s", directory, error)
+        except (FormatError, OSError) as error:
+            log.warning("%s is not compared with. %s", directory, error)
 
 
 def _below(root: Path) -> Iterator[Path]:

@@ -293,7 +293,7 @@ class CausalLM(LightningModule):
             learning_rate=self.learning_rate,
             weight_decay=self.weight_decay,
             warmup_steps=self.warmup_steps,
-            steps=int(self.trainer.estimated_stepping_batches),
+            steps=self.trainer.estimated_stepping_batches,
         )
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """What a LightningModule holds: which language models, and what of it a checkpoint is."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -62,9 +63,17 @@ def check_batch(module: LightningModule, batch: Any) -> None:
     """Refuse windows that are longer than the model's positions, and tokens it does not know.
 
     Raises:
-        DataError: The windows are longer, or token ids are outside the vocabulary. The message
-            names both numbers.
+        DataError: The windows are longer, or token ids are outside the vocabulary (the message
+            names both numbers), or a `CausalLM` is given images or other inputs beside the text.
     """
+    if isinstance(module, CausalLM) and isinstance(batch, Mapping):
+        values = {key: x for key, x in batch.items() if isinstance(x, Tensor) and x.ndim > 2}
+        if beside := [f"`{key}`" for key, x in values.items() if x.is_floating_point()]:
+            raise DataError(
+                f"A CausalLM reads `input_ids` and `attention_mask` alone, so {', '.join(beside)} "
+                "of the batch would have no part in the calibration. Give the Hugging Face model "
+                "itself to `Trainer.predict`, or your own LightningModule that calls it."
+            )
     models = language_models(module)
     if len(models) != 1:
         return

@@ -135,31 +135,33 @@ class TextDataModule(LightningDataModule):
         self.num_samples, self.batch_size, self.seed = num_samples, batch_size, seed
         self.sequence_length = sequence_length or _USUAL_LENGTH
         self._fits_model = sequence_length is None
-        self.tokenizer: Any = None
+        self._tokenizer: Any = None
         self._tokenizer_source = tokenizer
 
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer that was given, or else that of the model that the trainer now runs."""
+        if self._tokenizer is None and self._tokenizer_source is not None:
+            self._tokenizer = load_tokenizer(self._tokenizer_source)
+        module = self.trainer.lightning_module if self.trainer else None
+        return self._tokenizer or getattr(module, "tokenizer", None)
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
     def setup(self, stage: str) -> None:
-        """Find the tokenizer and the published texts, and fit the windows to the model.
+        """Find the published texts, and fit the windows to the model.
 
         Args:
             stage: What the trainer is going to do: `fit`, `validate`, `test` or `predict`.
 
         Raises:
-            DataError: No tokenizer is known, windows are longer than the model can read, or the
-                stage has no text.
+            DataError: Windows are longer than the model can read, or the stage has no text.
             FileNotFoundError: Files of published texts are missing; it gives the commands that
                 download them.
         """
         module = self.trainer.lightning_module if self.trainer else None
-        if self._tokenizer_source is not None:
-            self.tokenizer = load_tokenizer(self._tokenizer_source)
-        elif self.tokenizer is None:
-            self.tokenizer = getattr(module, "tokenizer", None)
-        if self.tokenizer is None:
-            raise DataError(
-                "TextDataModule has no tokenizer: the model comes without one. "
-                "Name a directory or hub id with `data.tokenizer`."
-            )
         config = getattr(getattr(module, "model", None), "config", None)
         limit = longest_sequence(config) if isinstance(config, PreTrainedConfig) else None
         if self._fits_model:
@@ -183,10 +185,10 @@ class TextDataModule(LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         """All training windows, shuffled anew in every epoch."""
+        tokenizer, prefix = self._frame()
         documents = [document + _SEPARATOR for document in self.documents("train")]
-        encoded = self.tokenizer(documents, add_special_tokens=False, verbose=False)["input_ids"]
+        encoded = tokenizer(documents, add_special_tokens=False, verbose=False)["input_ids"]
         tokens = torch.tensor(list(chain.from_iterable(encoded)), dtype=torch.int32)
-        _, prefix = self._frame()
         windows = self._cut(tokens, "train", prefix)
         return self._loader(Windows(windows, len(prefix)), shuffle=True)
 
@@ -262,9 +264,16 @@ class TextDataModule(LightningDataModule):
 
     def _frame(self) -> tuple[Any, Tensor]:
         """What tokenizes the text, and what then stands before every window of it (tokens,)."""
+        # Only now: a checkpoint that Lightning restores after `setup` may hold the tokenizer.
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            raise DataError(
+                "TextDataModule has no tokenizer: the model comes without one. "
+                "Name a directory or hub id with `data.tokenizer`."
+            )
         if self.bos == "text":
-            return self.tokenizer, torch.tensor([]).long()
-        return frame(self.tokenizer, self.sequence_length)
+            return tokenizer, torch.tensor([]).long()
+        return frame(tokenizer, self.sequence_length)
 
     def documents(self, split: Split) -> Sequence[str]:
         """The texts of one split of the dataset, the files or the embedded text.

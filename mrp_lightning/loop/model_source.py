@@ -63,6 +63,10 @@ def make_model(
         return Made(AutoModelForCausalLM.from_config(config, dtype=dtype, **options), None, None)
     if isinstance(model, PreTrainedModel):
         loaded: Any = model
+        if revision is not None:
+            raise OptionError("`revision` needs `model` to be a hub id; this model is loaded.")
+        if attn_implementation:
+            loaded.set_attn_implementation(attn_implementation)
         if dtype is not None:
             loaded.to(as_dtype(dtype))
         return Made(loaded, None, None)

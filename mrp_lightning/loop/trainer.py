@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, ProgressBar
@@ -15,6 +15,9 @@ from torch import Tensor, nn
 
 from mrp_lightning.calibration.memory import explained_out_of_memory
 from mrp_lightning.loop.checkpoint_io import TensorsOnly
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class Trainer(pl.Trainer):
@@ -153,11 +156,17 @@ def as_lightning_module(model: nn.Module) -> nn.Module:
         return model
     from transformers import PreTrainedModel
 
-    if isinstance(model, PreTrainedModel) and model.can_generate():
+    if isinstance(model, PreTrainedModel) and _reads_text_alone(model):
         from mrp_lightning.loop.causal_lm import CausalLM
 
         return CausalLM(model)
     return ModuleRunner(model) if isinstance(model, nn.Module) else model
+
+
+def _reads_text_alone(model: "PreTrainedModel") -> bool:
+    """Whether token ids are all that a language model is called with: no images, no encoder."""
+    is_decoder = model.can_generate() and not model.config.is_encoder_decoder
+    return is_decoder and not model.config.sub_configs
 
 
 class ModuleRunner(pl.LightningModule):
@@ -170,11 +179,14 @@ class ModuleRunner(pl.LightningModule):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+        can_generate = getattr(model, "can_generate", None)
+        # Keys and values of tokens that are not to be generated are a waste of memory.
+        self._options = {"use_cache": False} if can_generate and can_generate() else {}
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         """Run the module on one batch."""
         if isinstance(batch, Tensor):
-            return self.model(batch)
+            return self.model(batch, **self._options)
         if isinstance(batch, list | tuple):
-            return self.model(batch[0])
-        return self.model(**batch)
+            return self.model(batch[0], **self._options)
+        return self.model(**{**self._options, **batch})

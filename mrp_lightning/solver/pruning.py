@@ -83,7 +83,7 @@ def prune_weight(
         PatternError: The pattern is malformed or does not fit the columns or the block size.
         MethodError: There is no such method, or not for this pattern.
         OptionError: `block_size`, `damping` or `tolerance` is out of range.
-        HessianError: H is unusable.
+        HessianError: H is unusable, or gives a weight out of the range of its dtype.
         TargetError: The weight is not a finite floating-point matrix.
     """
     recipe = Recipe.of(
@@ -122,7 +122,8 @@ def prune(
 
     Raises:
         PatternError: The pattern does not fit the columns.
-        HessianError: H has another number of columns, or is indefinite.
+        HessianError: H has another number of columns, is indefinite, or gives a weight out of the
+            range of its dtype.
         OptionError: The weight and H are on different devices.
         TargetError: The weight is not a finite floating-point matrix.
     """
@@ -150,8 +151,14 @@ def prune(
         def loss_against(aim: Tensor) -> float:
             return problem.total(output_energy(compensated.to(dense.dtype) - aim, inputs.hessian))
 
+        gathered = processes.gather_rows(compensated, rows)
+        if not bool(gathered.isfinite().all()):
+            raise HessianError(
+                f"{inputs.label}: the compensated weight is out of the range of {weight.dtype}. "
+                "Raise `damping`, calibrate on more tokens, or take a wider dtype."
+            )
         return Solution(
-            weight=processes.gather_rows(compensated, rows),
+            weight=gathered,
             pruned=processes.gather_rows(pruned, rows),
             loss=loss_against(dense),
             damping_used=ratio * inputs.mean_diagonal,

@@ -3,12 +3,14 @@
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from torch.nn.functional import one_hot
 from torch.utils.data import DataLoader
 
 from callbacks import SaveEvaluation
 from mrp_lightning import CausalLM, Trainer
 from mrp_lightning.errors import FormatError
 from mrp_lightning.evaluation import records
+from mrp_lightning.evaluation.continuation import continuation
 
 
 def test_results_of_several_runs_come_together(llama, quiet, windows, tmp_path):
@@ -63,3 +65,18 @@ def test_what_a_model_writes_is_its_greedy_continuation(tiny_llama, quiet, tmp_p
     lm.tokenizer = None
     Trainer(**quiet, callbacks=SaveEvaluation(tmp_path / "b")).test(lm, loaders, verbose=False)
     assert records.read(tmp_path / "b").continuations == {}
+
+
+def test_a_prompt_that_ends_within_a_character_stands_once(tiny_llama):
+    tokenizer = CausalLM(str(tiny_llama)).tokenizer
+    ids = torch.tensor(tokenizer("naïve café, Zürich, Ελληνικά, " * 40)["input_ids"])
+    windows = ids[:640].view(8, 80)  # of which some cut a character
+
+    def truth(window):
+        return lambda seen: one_hot(window[seen.shape[1]], len(tokenizer))[None, None].float()
+
+    found = [continuation(truth(window), tokenizer, window) for window in windows]
+    for window, parts in zip(windows, found, strict=True):
+        assert parts["prompt"] + parts["continuation"] == tokenizer.decode(window)
+    prompts = [parts["prompt"] for parts in found]
+    assert prompts != [tokenizer.decode(window[:32]) for window in windows]

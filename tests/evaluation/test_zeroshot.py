@@ -3,14 +3,16 @@
 import math
 import os
 import re
+import shutil
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mrp_lightning import CausalLM
-from mrp_lightning.evaluation.records import accuracy, mean_accuracy
+from mrp_lightning.evaluation.records import accuracy, averaged, mean_accuracy
 from mrp_lightning.evaluation.zeroshot import evaluate, load_tasks, summarize
 
 TASKS = ("continuation", "last_word", "rolling")
@@ -182,6 +184,30 @@ def test_the_mean_takes_the_accuracies_that_papers_report():
     row |= {"arc_easy": 41.88, "arc_challenge": 23.38, "winogrande": 51.62}
     percent = {task: {"acc": value, "acc_norm": value} for task, value in row.items()}
     assert mean_accuracy(percent) == pytest.approx(40.963, abs=1e-3)
+
+
+def test_members_of_a_group_are_in_its_mean_and_not_in_that_of_all(
+    checkpoints, task_directory, tmp_path
+):
+    shutil.copytree(task_directory, tmp_path / "tasks")
+    average = {"metric": "acc", "aggregation": "mean", "weight_by_size": False}
+    pair = {"task": ["continuation", "last_word"], "aggregate_metric_list": [average]}
+    (tmp_path / "tasks" / "pair.yaml").write_text(yaml.safe_dump({"group": "pair", **pair}))
+    model = CausalLM(checkpoints["dense"])
+
+    def run(*names):
+        tasks = load_tasks(names, include_path=tmp_path / "tasks")
+        return summarize(evaluate(model.model, model.tokenizer, tasks, limit=4))
+
+    found = run("pair")
+    accuracies = [found[name]["acc"] for name in ("continuation", "last_word")]
+    assert found["pair"]["acc"] == pytest.approx(sum(accuracies) / 2)
+    assert [found[name].get("depth") for name in ("pair", "continuation")] == [None, 1]
+    assert list(averaged(found)) == ["pair"]
+    nested = {"results": {k: {"acc,none": 0.5} for k in "abcd"}, "n-samples": {}, "n-shot": {}}
+    nested["group_subtasks"] = {"a": ["b", "c"], "b": ["d"], "unscored": ["a"], "c": []}
+    depths = {name: scores.get("depth") for name, scores in summarize(nested).items()}
+    assert depths == {"a": None, "b": 1, "c": 1, "d": 2}
 
 
 def test_no_process_is_forked(checkpoints, tasks, monkeypatch):

@@ -59,6 +59,12 @@ def test_results_are_printed_and_added_to_what_is_recorded(checkpoint, own, tmp_
     assert full["results"]["last_word"]["acc,none"] == accuracies[1]
     assert full["configs"]["last_word"]["output_type"] == "loglikelihood"
 
+    # A quicker look does not replace it.
+    zeroshot(model, own, "--tasks=last_word", "--limit=2")
+    assert read(model).zeroshot == found.zeroshot
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "but for last_word: 4 samples are recorded there, these were 2" in shown
+
 
 def test_one_sample_has_no_standard_error(checkpoint, own):
     model = checkpoint("dense")

@@ -17,6 +17,7 @@ pytest.importorskip("jsonargparse", reason="the command line needs the extra `cl
 from mrp_lightning import CausalLM, TextDataModule, Trainer
 from mrp_lightning.commands import sweep as sweep_command
 from mrp_lightning.commands.main import main
+from mrp_lightning.evaluation.records import read, record
 from mrp_lightning.experiments import numbers
 from mrp_lightning.experiments.runs import find_runs
 from mrp_lightning.models import loading
@@ -249,6 +250,18 @@ def test_another_configuration_is_not_mixed_in(here, capsys):
     for name in ("tiny/dense", "tiny/50-SM-s128-seed0", "tiny/50-SM-s128-seed1"):
         assert name in message
 
+    # Beside runs that are made again or anew, its figures are not shown, nor kept.
+    Path("out/tiny/dense/run.json").unlink()
+    record("out/tiny/dense", zeroshot={"piqa": {"acc": 0.7}})
+    sweep("--only=tiny/2of4-magnitude")
+    said = capsys.readouterr().out
+    assert "another configuration: tiny/50-SM-s128-seed0, tiny/50-SM-s128-seed1." in said
+    with Path("out/results.csv").open() as file:
+        shown = {(row["setting"], row["measure"]) for row in csv.DictReader(file)}
+    assert {setting for setting, _ in shown} == {"dense", "2:4"}
+    assert not any(measure.startswith("piqa") for _, measure in shown)
+    assert read("out/tiny/dense").zeroshot == {}
+
 
 def test_a_file_is_dequantized_once_and_the_runs_are_the_same(here, tiny_gguf, monkeypatch, capsys):
     content = yaml.safe_load(Path("sweep.yaml").read_text())
@@ -326,12 +339,15 @@ def test_a_sweep_takes_language_models(here, capsys):
 
 
 def test_ablations_are_drawn(here):
+    content = yaml.safe_load(Path("sweep.yaml").read_text())
+    content["models"]["someone/a model"] = content["models"].pop("tiny")
+    Path("sweep.yaml").write_text(yaml.safe_dump(content))
     options = '{"trainer.callbacks.init_args.damping": [0.1, 0.01]}'
-    again = ["--only=tiny/2of4-S[SM]-*-seed0", f"--vary={options}", "--page=page.md"]
+    again = ["--only=*/2of4-S[SM]-*-seed0", f"--vary={options}", "--page=page.md"]
     sweep(*again)
-    picture = Path("page/tiny-2of4-damping.svg")
+    picture = Path("page/someone-a model-2of4-damping.svg")
     drawn = picture.read_bytes()
-    assert f"]({picture})" in Path("page.md").read_text()
+    assert "](page/someone-a%20model-2of4-damping.svg)" in Path("page.md").read_text()
     assert "Smaller damping is better" in Path("page.md").read_text()
     picture.unlink()
     sweep(*again)

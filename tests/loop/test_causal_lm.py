@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from mrp_lightning import CausalLM, TextDataModule, Trainer
@@ -152,6 +152,9 @@ def test_models_come_from_paths_configurations_and_objects(tiny_llama):
     assert new.model.config.model_type == "gpt2"
     assert CausalLM(tiny_llama, dtype="bfloat16").model.dtype == torch.bfloat16
     assert CausalLM(tiny_llama, dtype="bfloat16").model.config.dtype == torch.float32
+    assert hf.config._attn_implementation == "sdpa"
+    CausalLM(hf, attn_implementation="eager")
+    assert hf.config._attn_implementation == "eager"
 
 
 def test_models_that_cannot_be_had(tiny_llama, tmp_path):
@@ -170,6 +173,8 @@ def test_models_that_cannot_be_had(tiny_llama, tmp_path):
         CausalLM({"hidden_size": 8})
     with pytest.raises(ValueError, match="`dtype` must be a floating type .* Got 'int8'"):
         CausalLM(tiny_llama, dtype="int8")
+    with pytest.raises(ValueError, match="`revision` needs `model` to be a hub id; this model is"):
+        CausalLM(CausalLM(tiny_llama).model, revision="main")
     with pytest.raises(FileNotFoundError, match="`tokenizer`: ./absent gives no tokenizer"):
         CausalLM(tiny_llama, tokenizer="./absent")
     with pytest.raises(TypeError, match="`tokenizer` must be .* Got Linear"):
@@ -208,6 +213,11 @@ def test_a_checkpoint_holds_its_tokenizer(tiny_llama, tmp_path, monkeypatch):
     other = CausalLM(AutoConfig.from_pretrained(tiny_llama).to_dict() | {"_name_or_path": ""})
     Trainer(**QUIET).test(other, padded_batches(4), ckpt_path=str(file), verbose=False)
     assert other.tokenizer(text).input_ids == lm.tokenizer(text).input_ids
+    other.tokenizer = None
+    windows = TextDataModule(sequence_length=16, batch_size=8)
+    trainer = Trainer(**QUIET, limit_test_batches=1)
+    trainer.test(other, datamodule=windows, ckpt_path=str(file), verbose=False)
+    assert windows.tokenizer is other.tokenizer is not None
 
 
 def test_a_checkpoint_that_lacks_weights_is_refused(tiny_llama, tmp_path):
@@ -219,6 +229,18 @@ def test_a_checkpoint_that_lacks_weights_is_refused(tiny_llama, tmp_path):
     (tmp_path / "config.json").write_text((tiny_llama / "config.json").read_text())
     with pytest.raises(ValueError, match=r"lacks weights .*model.layers.1.mlp.up_proj.weight"):
         CausalLM(tmp_path)
+
+
+def test_a_schedule_needs_the_number_of_steps(tiny_llama):
+    class Endless(IterableDataset):
+        def __iter__(self):
+            return iter(torch.arange(1, 33).repeat(4, 1))
+
+    trainers = Trainer(**QUIET, max_time="00:00:00:05"), Trainer(**QUIET, max_epochs=1)
+    data = DataLoader(torch.arange(1, 33).repeat(4, 1), 4), DataLoader(Endless(), 4)
+    for trainer, loader in zip(trainers, data, strict=True):
+        with pytest.raises(ValueError, match="number is not known. Give `trainer.max_steps`"):
+            trainer.fit(CausalLM(tiny_llama), loader)
 
 
 def test_fit_learns_and_its_checkpoint_can_be_rebuilt(tiny_llama, tmp_path):

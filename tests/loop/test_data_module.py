@@ -136,7 +136,7 @@ def test_text_that_cannot_fill_a_window(files):
 
 def test_a_tokenizer_is_needed():
     with pytest.raises(ValueError, match=r"no tokenizer.*`data.tokenizer`"):
-        ready(TextDataModule())
+        ready(TextDataModule()).calibration_windows()
 
 
 @pytest.mark.parametrize("has_alibi", [False, True])
@@ -160,6 +160,21 @@ def test_the_window_is_checked_against_the_positions_of_the_model(tokenizer, has
             ValueError, match=r"is 25, .* only 24 positions. Write `sequence_length: 24`"
         ):
             trainer.predict(lm, datamodule=TextDataModule(**windows))
+
+
+def test_windows_are_of_the_tokenizer_of_the_model_that_runs(tokenizer, files):
+    other = tokenizer.train_new_from_iterator(TEXTS, 300)
+    sizes = {"vocab_size": 2048, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 24}
+    config = AutoConfig.for_model("gpt2", **sizes)
+    data = TextDataModule(files, num_samples=2)
+    trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
+    windows = []
+    for own in (tokenizer, other):
+        trainer.predict(CausalLM(config, tokenizer=own), datamodule=data)
+        windows.append(data.calibration_windows())
+        alone = module(train_files=files, num_samples=2, sequence_length=24, tokenizer=own)
+        assert torch.equal(windows[-1], alone.calibration_windows())
+    assert not torch.equal(*windows)
 
 
 def test_the_default_window_fits_the_model(tokenizer):

@@ -1,10 +1,15 @@
 """The Trainer's arguments."""
 
 import pytest
+import torch
 from lightning.pytorch import Callback
 from torch import nn
+from torch.utils.data import DataLoader
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
 
-from mrp_lightning import Trainer
+from callbacks import MRPCallback
+from mrp_lightning import CausalLM, Trainer
+from mrp_lightning.errors import DataError
 
 OTHER = {"__module__": "pytorch_lightning.core"}
 """What makes a class one of the other package, which need not be installed here."""
@@ -46,3 +51,39 @@ def test_callbacks_of_the_other_lightning_are_refused(alone, trainer):
 def test_one_callback_is_taken_alone():
     mine = Callback()
     assert mine in Trainer(accelerator="cpu", logger=False, callbacks=mine).callbacks
+
+
+def test_an_encoder_decoder_is_called_with_its_own_entries(trainer):
+    sizes = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 32}
+    sizes |= {"num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0}
+    config = AutoConfig.for_model("t5", **sizes)
+    model = AutoModelForSeq2SeqLM.from_config(config).eval()
+    ids = torch.arange(4, 36).view(2, 16)
+    prune = MRPCallback(pattern="2:4")
+    batches = DataLoader([{"input_ids": row, "labels": row.flip(0)} for row in ids], 2)
+    trainer.predict(model, batches, callbacks=[prune])
+    pruned = {row.name for row in prune.report.pruned}
+    assert {name.partition(".")[0] for name in pruned} == {"encoder", "decoder"}
+    assert not [row.name for row in prune.report.layers if row.skipped]
+
+
+def test_a_model_that_sees_is_called_with_its_images(trainer):
+    text = {"model_type": "llama", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32}
+    text |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    vision = {"model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 32}
+    vision |= {"num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
+    config = AutoConfig.for_model(
+        "llava", text_config=text, vision_config=vision, image_token_index=63
+    )
+    model = AutoModelForImageTextToText.from_config(config).eval()
+    ids = torch.cat([torch.full((4,), 63), torch.arange(1, 13)])
+    batch = {"input_ids": ids, "pixel_values": torch.randn(3, 8, 8)}
+    prune = MRPCallback(pattern="2:4")
+    trainer.predict(model, DataLoader([batch, batch], 2), callbacks=[prune])
+    named = [row.name for row in prune.report.pruned]
+    assert any("vision_tower" in name for name in named)
+    assert any("language_model" in name for name in named)
+    with pytest.raises(DataError, match=r"so `pixel_values` of the batch would have no part"):
+        trainer.predict(
+            CausalLM(model), DataLoader([batch]), callbacks=[MRPCallback(pattern="2:4")]
+        )

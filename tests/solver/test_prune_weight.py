@@ -345,3 +345,16 @@ def test_a_weight_without_rows(method):
     solution = prune_weight(torch.zeros(0, 8), torch.eye(8), pattern="2:4", method=method)
     assert solution.weight.shape == (0, 8)
     assert solution.loss == 0
+
+
+@pytest.mark.parametrize("method", ["SS", "SM", "JM"])
+def test_a_weight_out_of_the_range_of_its_dtype_is_refused(method):
+    generator = torch.Generator().manual_seed(0)
+    signs = torch.randint(2, (16, 32), generator=generator) * 2 - 1
+    inputs = torch.randn(20, 32, generator=generator)
+    hessian = 2 * inputs.T @ inputs / 20
+    weight = 60000.0 * signs
+    wide = prune_weight(weight, hessian, sparsity=0.5, method=method, damping=1e-4)
+    assert float(wide.weight.abs().max()) > torch.finfo(torch.float16).max
+    with pytest.raises(HessianError, match=r"out of the range of torch.float16. Raise `damping`"):
+        prune_weight(weight.half(), hessian, sparsity=0.5, method=method, damping=1e-4)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mrp_lightning.evaluation.records import (
     BY_LENGTH,
-    accuracy,
+    averaged,
     mean_accuracy,
     metrics,
     standard_error,
@@ -103,8 +103,8 @@ def zero_shot_scores(model: Model) -> list[Score]:
     measured = [run.evaluation.zeroshot for run in model.runs if run.evaluation.zeroshot]
     found = [(task, name) for tasks in measured for task in tasks for name in metrics(tasks[task])]
     scores = [_metric(model, task, name) for task, name in dict.fromkeys(found)]
-    averaged = [{t for t, x in tasks.items() if accuracy(t, x) is not None} for tasks in measured]
-    if averaged and len(averaged[0]) > 1 and all(tasks == averaged[0] for tasks in averaged):
+    tasks = [averaged(found).keys() for found in measured]
+    if tasks and len(tasks[0]) > 1 and all(names == tasks[0] for names in tasks):
         detail = f"acc in %; acc_norm of {' and '.join(sorted(BY_LENGTH))}"
         scores.append(Score("mean", detail, numbers.percent_points, _mean_accuracy))
     return scores

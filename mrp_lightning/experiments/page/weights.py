@@ -13,6 +13,8 @@ log = logging.getLogger(__name__)
 DECADES, BINS_A_DECADE = (-7, 2), 10
 MAGNITUDES = np.logspace(*DECADES, (DECADES[1] - DECADES[0]) * BINS_A_DECADE + 1)
 """The edges of the bins of `count_magnitudes`."""
+_EXACT = 2**24
+"""So many numbers can be counted in float32, which torch.histc does."""
 
 
 def count_magnitudes(directory: Path, layers: Set[str]) -> np.ndarray | None:
@@ -34,7 +36,8 @@ def count_magnitudes(directory: Path, layers: Set[str]) -> np.ndarray | None:
                 for name in names & set(tensors.keys()):
                     weight = tensors.get_tensor(name).float().abs()
                     sizes = weight[weight > 0].log10().clamp(*DECADES)
-                    counts += torch.histc(sizes, len(counts), *DECADES)
+                    for part in sizes.split(_EXACT):
+                        counts += torch.histc(part, len(counts), *DECADES)
                     names.remove(name)
     except SafetensorError as error:
         log.warning("The weights in %s cannot be read, so they are not shown: %s", directory, error)

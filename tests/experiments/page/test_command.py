@@ -11,6 +11,7 @@ pytest.importorskip("matplotlib")
 from mrp_lightning.commands.main import main as command_line
 from mrp_lightning.commands.report import main
 from mrp_lightning.errors import FormatError
+from mrp_lightning.experiments import runs
 from mrp_lightning.experiments.runs import find_runs
 from mrp_lightning.pruning.journal import Journal
 from mrp_lightning.pruning.record import BlockRecord
@@ -116,6 +117,22 @@ def test_a_damaged_dense_run_beside_is_left_out(tmp_path, save_run, caplog):
     (tmp_path / "dense" / "evaluation.json").write_text("{")
     main([str(tmp_path / "run")])
     assert "dense is not compared with" in caplog.text
+
+
+def test_what_may_not_be_read_beside_is_left_out(tmp_path, save_run, caplog, monkeypatch):
+    save_run(tmp_path / "run")
+    (tmp_path / "locked").mkdir()
+    is_dense_run = runs.is_dense_run
+
+    def refuse(directory):
+        if directory.name == "locked":
+            raise PermissionError(13, "Permission denied", str(directory))
+        return is_dense_run(directory)
+
+    monkeypatch.setattr(runs, "is_dense_run", refuse)
+    main([str(tmp_path / "run")])
+    assert "locked is not compared with" in caplog.text
+    assert (tmp_path / "run" / "report.html").is_file()
 
 
 def test_a_page_is_written_again_and_other_files_are_not(tmp_path, save_run):

@@ -133,10 +133,13 @@ def test_zero_shot_is_shown_before_and_after(tmp_path, save_run):
 def test_the_mean_accuracy_is_that_of_papers(tmp_path, save_run):
     save_run(tmp_path)
     tasks = {"piqa": {"acc": 0.7, "acc_norm": 0.9}, "hellaswag": {"acc": 0.3, "acc_norm": 0.5}}
+    tasks["mmlu"] = {"acc": 0.4}
+    tasks["mmlu_law"] = {"acc": 0.1, "depth": 1}
     record(tmp_path, zeroshot=tasks)
     table = page_of(tmp_path).table("± standard error")
     assert table.rows[0][-1].startswith("mean")
-    assert table.row("SM", "2:4") == ["70.00", "90.00", "30.00", "50.00", "60.00"]
+    shown = ["70.00", "90.00", "30.00", "50.00", "40.00", "10.00"]
+    assert table.row("SM", "2:4") == [*shown, "53.33"]
 
 
 def test_a_perplexity_that_is_not_finite_is_said_to_be_so(tmp_path, save_run, save_perplexity):
@@ -371,6 +374,12 @@ def test_magnitudes_are_counted_without_zeros(tmp_path):
     expected, _ = np.histogram(weights[weights != 0].abs().double().numpy(), MAGNITUDES)
     np.testing.assert_array_equal(count_magnitudes(tmp_path, {"a"}), expected)
     assert count_magnitudes(tmp_path, {"a", "b"}) is None
+
+
+def test_magnitudes_of_a_large_layer_are_all_counted(tmp_path):
+    many = 2**24 + 2**20  # more than float32 counts one by one
+    save_file({"a.weight": torch.full((many,), 0.5).half()}, tmp_path / "model.safetensors")
+    assert count_magnitudes(tmp_path, {"a"}).sum() == many
 
 
 def test_damping_gap_and_iterations_are_shown_by_layer(tmp_path, save_run, layer):
