@@ -94,7 +94,7 @@ def _published_wide(model: PreTrainedModel) -> Iterator[tuple[str, torch.dtype]]
 
 def _headers(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
     """The names and dtypes of the tensors of the safetensors files that a model was loaded from."""
-    source = model.name_or_path
+    source = model.name_or_path or ""
     directory = Path(source).expanduser()
     if not source or not directory.is_dir():
         cached = try_to_load_from_cache(source, "config.json")
