@@ -37,9 +37,9 @@ with Python {python}, torch {torch}, transformers {transformers}, on tiny random
 (`benchmarks/families.py`), which are pruned to 2:4 by SM; `tests/families/` runs the same checks.
 
 * **walk**: `inject` runs the model's own forward with stubs in place of the blocks before the
-  current one, which is given its stored input. `rerun` runs all blocks before it again. Which one
-  is right is found out by trying `inject` on the first batch. A model without repeated blocks is
-  calibrated in one pass over the dense model.
+  current one, which return what is stored. `rerun` runs all blocks before it again. Which one is
+  right is found out by trying `inject` on one batch of each kind: with an image and without, say.
+  A model without repeated blocks is calibrated in one pass over the dense model.
 * **error**: every time that the walk runs a block, its input and output are compared with those in
   a full forward of a second model that has the weights of that moment. The figure is the largest
   distance, relative to ‖output − input‖ of the block. *0* means equal bits. Three settings: padded

@@ -15,6 +15,8 @@ from transformers import TextStreamer
 from transformers.utils import logging as transformers_logging
 
 from export.backends.torchao_format import load
+from export.errors import first_line
+from export.speed.options import positive
 from export.speed.twins import storage_bytes
 from mrp_lightning import errors
 from mrp_lightning.environment import device_named, machine
@@ -100,7 +102,7 @@ def write(
         tokenizer = load_tokenizer(directory)
     except (FileNotFoundError, errors.DataError) as error:
         raise errors.DataError(
-            f"{directory} holds no tokenizer that can be loaded: {str(error).splitlines()[0]}"
+            f"{directory} holds no tokenizer that can be loaded: {first_line(error)}"
         ) from error
     tokens = tokenizer(prompt, return_tensors="pt").to(device)
     if not tokens["input_ids"].numel():
@@ -135,7 +137,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--compare", metavar="DENSE_DIR", help="a model that writes the same first, to compare with"
     )
-    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default: 128")
+    parser.add_argument(
+        "--max-new-tokens", type=positive, default=128, metavar="N", help="default: 128"
+    )
     parser.add_argument("--device", help="default: cuda if present")
     return parser
 

@@ -16,6 +16,8 @@ from torch.sparse import (
     to_sparse_semi_structured,
 )
 
+from export.errors import first_line
+
 FP8_MULTIPLE = 32
 """What divides in_features for the sm_90 kernel; 16 must divide out_features."""
 
@@ -103,10 +105,9 @@ def _fp8_missing(device: torch.device) -> str | None:
         tile = torch.zeros(64, 64, device=device, dtype=torch.float8_e4m3fn)
         torch.ops.torchao.to_sparse_semi_structured_cutlass_sm9x_f8(tile)
     except (AttributeError, RuntimeError) as error:
-        first_line = str(error).splitlines()[0]
         return (
             f"torchao {torchao.__version__} has no fp8 2:4 kernel for this torch "
-            f"(CUDA {torch.version.cuda}; its wheels are built for CUDA 13): {first_line}"
+            f"(CUDA {torch.version.cuda}; its wheels are built for CUDA 13): {first_line(error)}"
         )
     return None
 

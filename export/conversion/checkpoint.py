@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from export.backends.torchao_format import read
+from export.errors import first_line
 from mrp_lightning.errors import FormatError
 from mrp_lightning.json_files import read_json
 from mrp_lightning.models.loading import missing_weights
@@ -90,7 +91,7 @@ class Checkpoint:
             raise FormatError(
                 f"{self.path}: transformers does not know this configuration (`model_type` "
                 f"{self.config.get('model_type')!r}), and code of the checkpoint is never run: "
-                f"{next(iter(str(error).splitlines()), type(error).__name__)}"
+                f"{first_line(error)}"
             ) from error
 
     def load(self) -> PreTrainedModel:
@@ -147,7 +148,10 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
             f"`CKPT`: {path} holds no weights: expected model.safetensors or pytorch_model.bin, or "
             "an index of their shards."
         )
-    return Checkpoint(path, config, [_shard(file) for file in files], _companions(path))
+    shards = [_shard(file) for file in files]
+    if len(shards) == 1:  # its index, if it has one, is not written again
+        shards = [replace(shards[0], name="model.safetensors")]
+    return Checkpoint(path, config, shards, _companions(path))
 
 
 def _shard(file: Path) -> Shard:
@@ -176,8 +180,9 @@ def _load_pickle(file: Path) -> dict[str, Any]:
         return read(file)
     except Exception as error:  # damaged archives and refused classes come as many kinds
         raise FormatError(
-            f"{file} cannot be read with torch.load(weights_only=True), and nothing else is tried, "
-            f"because it could run code: {str(error).splitlines()[0]}"
+            f"{file} cannot be read with torch.load(weights_only=True) ({first_line(error)}), and "
+            "nothing else is tried, because it could run code. Fetch it again, or save the model "
+            "as safetensors where it comes from."
         ) from error
 
 

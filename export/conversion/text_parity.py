@@ -12,6 +12,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from export.conversion.checkpoint import Checkpoint
 from export.conversion.tracking import Track, silently
+from export.errors import first_line
 from export.packed.format import different_bits
 from mrp_lightning.errors import DataError
 from mrp_lightning.loop.data_module import TextDataModule
@@ -67,7 +68,7 @@ def text_windows(
         data.tokenizer = AutoTokenizer.from_pretrained(source.path)
     except (ImportError, OSError, ValueError) as error:
         raise DataError(
-            f"The tokenizer in {source.path} cannot be loaded: {str(error).strip().splitlines()[0]}"
+            f"The tokenizer in {source.path} cannot be loaded: {first_line(error)}"
         ) from error
     windows = data.evaluation_windows("test")[:count]
     if len(windows) < count:

@@ -5,8 +5,11 @@ where the number of tokens is known, so that a new number costs no recompilation
 graph captures its own choice: on CUDA devices by `dispatch`. What is here takes the calls of all
 other devices: it unpacks the weight and multiplies as a dense one. On a CPU it does so only until
 the compiled kernels are there, which register themselves for it and take all calls from then on.
+
+Under autocast all floating operands are cast, as those of `F.linear` are.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -66,7 +69,8 @@ def linear_bitmask(
     """Compute x Wᵀ + bias with W = unpack(values, bits, columns).
 
     Args:
-        x: Input (..., columns), in the dtype of `values`.
+        x: Input (..., columns), in the dtype of `values`. One that is too narrow for the bits is
+            refused on a CPU; of one that is wider within the last byte nothing tells.
         values: Kept values, row after row in the order of their columns.
         bits: Where they were, uint8 (rows, ceil(columns / 8)), lowest bit first.
         offsets: Where the values of each row begin, int64 (rows,); the end of the last may follow.
@@ -77,7 +81,18 @@ def linear_bitmask(
     """
     if x.device.type == "cpu" and compiled.load():
         return torch.ops.mrp_lightning.linear_bitmask(x, values, bits, offsets, bias)
+    _check_bitmask(x, bits)
+    # A look at the bits would have other devices wait, which a CUDA graph cannot.
+    if x.device.type == "cpu" and (damage := bitmask_format.damage(values, bits, x.shape[-1])):
+        raise RuntimeError(f"The packed weight does not fit the input's columns: {damage}.")
     return F.linear(x, bitmask_format.unpack(values, bits, x.shape[-1]), bias)
+
+
+def _check_bitmask(x: Tensor, bits: Tensor) -> None:
+    torch._check(
+        bitmask_format.bytes_of(x.shape[-1]) == bits.shape[1],
+        lambda: "x must have the weight's columns",
+    )
 
 
 @linear_bitmask.register_fake
@@ -85,10 +100,7 @@ def _fake_bitmask(
     x: Tensor, values: Tensor, bits: Tensor, offsets: Tensor, bias: Tensor | None
 ) -> Tensor:
     del values, offsets, bias
-    torch._check(
-        bitmask_format.bytes_of(x.shape[-1]) == bits.shape[1],
-        lambda: "x must have the weight's columns",
-    )
+    _check_bitmask(x, bits)
     return x.new_empty(*x.shape[:-1], bits.shape[0])
 
 
@@ -102,7 +114,7 @@ def _backward24(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Gradients of the input and the bias, for prompts, adapters and attributions."""
     _refuse_training(ctx)
     grad_x = grad @ unpack(*ctx.saved_tensors) if ctx.needs_input_grad[0] else None
-    grad_bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[3] else None
+    grad_bias = grad.sum_to_size(grad.shape[-1:]) if ctx.needs_input_grad[3] else None
     return grad_x, None, None, grad_bias, None
 
 
@@ -119,7 +131,7 @@ def _backward_bitmask(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.needs_input_grad[0]:
         values, bits = ctx.saved_tensors
         grad_x = grad @ bitmask_format.unpack(values, bits, ctx.columns)
-    grad_bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[4] else None
+    grad_bias = grad.sum_to_size(grad.shape[-1:]) if ctx.needs_input_grad[4] else None
     return grad_x, None, None, None, grad_bias
 
 
@@ -131,5 +143,42 @@ def _refuse_training(ctx: Any) -> None:
         )
 
 
+def _cast(tensor: Tensor | None, device: str) -> Tensor | None:
+    """A tensor as autocast gives it to `F.linear`."""
+    if tensor is None or tensor.device.type != device or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(device))
+
+
+def _autocast24(
+    device: str,
+    x: Tensor,
+    weight: Tensor,
+    meta: Tensor,
+    bias: Tensor | None,
+    compressed: Tensor | None = None,
+) -> Tensor:
+    values = _cast(weight, device)
+    if values is not weight:
+        compressed = None  # which holds the weight in the dtype that it had
+    with torch.autocast(device, enabled=False):
+        return linear24(_cast(x, device), values, meta, _cast(bias, device), compressed)
+
+
+def _autocast_bitmask(
+    device: str, x: Tensor, values: Tensor, bits: Tensor, offsets: Tensor, bias: Tensor | None
+) -> Tensor:
+    cast = [_cast(tensor, device) for tensor in (x, values, bias)]
+    with torch.autocast(device, enabled=False):
+        return linear_bitmask(cast[0], cast[1], bits, offsets, cast[2])
+
+
 linear24.register_autograd(_backward24, setup_context=_save24)
 linear_bitmask.register_autograd(_backward_bitmask, setup_context=_save_bitmask)
+
+# `torch.library.register_autocast` casts to a dtype that is chosen here, not by the user.
+_LIBRARY = torch.library.Library("mrp_lightning", "IMPL")
+for _device in ("cpu", "cuda"):
+    _key = f"Autocast{_device.upper()}"
+    _LIBRARY.impl("linear24", functools.partial(_autocast24, _device), _key)
+    _LIBRARY.impl("linear_bitmask", functools.partial(_autocast_bitmask, _device), _key)

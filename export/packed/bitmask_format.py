@@ -6,14 +6,13 @@
 import torch
 from torch import Tensor
 
-from export.packed.formats import PackedFormat
+from export.packed.formats import PackedFormat, as_integers
 from mrp_lightning.errors import PatternError
 
 FORMAT_VERSION = 1
 BYTE = 8
 """Columns that share a byte of `bits`; the first of them is the lowest bit."""
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WEIGHTS_AT_A_TIME = 2**20
 
 
 def why_not_packable(shape: tuple[int, ...]) -> str | None:
@@ -53,11 +52,18 @@ def pack(weight: Tensor) -> tuple[Tensor, Tensor]:
     """
     if reason := why_not_packable(weight.shape):
         raise PatternError(f"This weight cannot be packed: {reason}.")
+    # torch selects by way of indices of 16 bytes a value, so that some rows go at a time.
+    some = weight.split(max(1, _WEIGHTS_AT_A_TIME // max(1, weight.shape[1])))
+    values, bits = zip(*map(_pack_rows, some), strict=True)
+    return torch.cat(values).view(weight.dtype), torch.cat(bits)
+
+
+def _pack_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The values, as integers, and the bits of some rows."""
     kept = _kept(weight)
     octets = torch.nn.functional.pad(kept, (0, -weight.shape[1] % BYTE)).unflatten(1, (-1, BYTE))
-    places = torch.tensor([1 << bit for bit in range(BYTE)], device=weight.device)
-    bits = (octets * places).sum(dim=2).to(torch.uint8)
-    return _integers(weight)[kept].view(weight.dtype), bits
+    places = torch.tensor([1 << b for b in range(BYTE)], dtype=torch.uint8, device=weight.device)
+    return as_integers(weight)[kept], (octets * places).sum(dim=2, dtype=torch.uint8)
 
 
 def unpack(values: Tensor, bits: Tensor, columns: int) -> Tensor:
@@ -70,7 +76,7 @@ def unpack(values: Tensor, bits: Tensor, columns: int) -> Tensor:
     """
     shifts = torch.arange(BYTE, dtype=torch.uint8, device=bits.device)
     kept = (bits[:, :, None] >> shifts & 1).flatten(1)[:, :columns].bool()
-    integers = _integers(values)
+    integers = as_integers(values)
     weight = integers.new_zeros(kept.shape).masked_scatter_(kept, integers)
     return weight.view(values.dtype)
 
@@ -94,18 +100,16 @@ def damage(values: Tensor, bits: Tensor, columns: int) -> str | None:
 
 def _counts(bits: Tensor) -> Tensor:
     """Kept weights of each row."""
-    set_bits = torch.tensor([byte.bit_count() for byte in range(256)], device=bits.device)
-    return set_bits[bits.long()].sum(dim=1)
+    table = [byte.bit_count() for byte in range(256)]
+    set_bits = torch.tensor(table, dtype=torch.uint8, device=bits.device)
+    # Indices of int32 take four bytes for each of `bits`; to index with brackets takes twelve.
+    return set_bits.index_select(0, bits.flatten().int()).view_as(bits).sum(dim=1)
 
 
 def _kept(weight: Tensor) -> Tensor:
     """Where any bit but the sign is set: so neither NaN nor a denormal depends on the processor."""
-    integers = _integers(weight)
+    integers = as_integers(weight)
     return integers & torch.iinfo(integers.dtype).max != 0
-
-
-def _integers(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(_INTEGERS[tensor.element_size()])
 
 
 BITMASK = PackedFormat(

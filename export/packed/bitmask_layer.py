@@ -49,8 +49,7 @@ class BitmaskLinear(PackedLinear):
         bits = torch.empty(out_features, bytes_of(in_features), dtype=torch.uint8, device=device)
         super().__init__(in_features, out_features, weight, bits, bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (..., in_features) to (..., out_features)."""
+    def _multiply(self, x: Tensor) -> Tensor:
         # Bits that accelerate brings from the disk are there during the forward alone.
         offsets = row_offsets(self.weight_bits) if self.offsets is None else self.offsets
         return torch.ops.mrp_lightning.linear_bitmask(

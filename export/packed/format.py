@@ -6,7 +6,7 @@
 import torch
 from torch import Tensor
 
-from export.packed.formats import PackedFormat
+from export.packed.formats import PackedFormat, as_integers
 from mrp_lightning.errors import PatternError
 
 FORMAT_VERSION = 1
@@ -116,10 +116,7 @@ def different_bits(first: Tensor, second: Tensor) -> int:
     """Number of values that differ in a bit; all of them where shapes or dtypes differ."""
     if first.shape != second.shape or first.dtype != second.dtype:
         return second.numel()
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    view = integer[first.element_size()]
-    a, b = first.contiguous(), second.contiguous()
-    return int((a.view(view) != b.view(view)).sum()) if a.numel() else 0
+    return int((as_integers(first) != as_integers(second)).sum())
 
 
 def _damage(values: Tensor, meta: Tensor, columns: int) -> str | None:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 @dataclass(frozen=True)
 class PackedFormat:
@@ -41,3 +43,8 @@ class PackedFormat:
     def places_of(self, weight: str) -> str:
         """The name in the files of the second tensor, beside that of the first."""
         return weight + self.places.removeprefix("weight")
+
+
+def as_integers(tensor: Tensor) -> Tensor:
+    """The same bits as integers of the same size; a view where the tensor is contiguous."""
+    return tensor.contiguous().view(_INTEGERS[tensor.element_size()])

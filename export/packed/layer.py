@@ -57,8 +57,7 @@ class Sparse24Linear(PackedLinear):
         meta = torch.empty(out_features, in_features // 8, dtype=torch.uint8, device=device)
         super().__init__(in_features, out_features, weight, meta, bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (..., in_features) to (..., out_features)."""
+    def _multiply(self, x: Tensor) -> Tensor:
         return torch.ops.mrp_lightning.linear24(
             x, self.weight, self.weight_meta, self.bias, self.compressed
         )

@@ -61,6 +61,23 @@ class PackedLinear(nn.Module):
         super()._load_from_state_dict(*args, **kwargs)
         self.derive()
 
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (..., in_features) to (..., out_features).
+
+        Raises:
+            RuntimeError: The input has another number of columns; `nn.Linear` raises the same.
+        """
+        if x.shape[-1] != self.in_features:
+            raise RuntimeError(
+                f"{type(self).__name__}: expected {self.in_features} columns, its `in_features`, "
+                f"got an input of shape {tuple(x.shape)}."
+            )
+        return self._multiply(x)
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        """Call the operator."""
+        raise NotImplementedError
+
     def derive(self) -> None:
         """Renew or forget what was computed from the stored tensors, because they changed."""
         raise NotImplementedError

@@ -15,8 +15,9 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel, StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from export.errors import first_line
 from export.speed.timing import Timing, captured, graphed, microseconds, take_turns
-from export.speed.tuning import REPEATS, first_line
+from export.speed.tuning import REPEATS
 from mrp_lightning.errors import OptionError
 
 SPARE = 16

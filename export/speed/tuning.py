@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from export.errors import first_line
 from export.kernels import cusparselt
 from export.kernels.candidates import (
     KERNELS,
@@ -201,8 +202,3 @@ def _configs(name: str, x: Tensor, weight: PackedWeight, winners: Winners) -> li
         searched = default
     # The search times each algorithm a few times only, so its winner has to prove itself.
     return [asdict(algorithm) for algorithm in dict.fromkeys((default, searched))]
-
-
-def first_line(error: Exception) -> str:
-    """The kind of an error and the first line of what it says."""
-    return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -1,8 +1,8 @@
-"""Choosing the walk that is right for a model, by trying it on one batch."""
+"""Choosing the walk that is right for a model, by trying it on one batch of each kind."""
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from mrp_lightning.calibration.digests import Digest, digest, relative_error
+from mrp_lightning.calibration.forwards import every_layer_called
+from mrp_lightning.calibration.kinds import one_of_each_kind
 from mrp_lightning.calibration.walks import Container, Inject, Rerun, Walk, hidden_input, hidden_of
 from mrp_lightning.environment import is_out_of_memory
 from mrp_lightning.errors import TargetError
@@ -52,9 +54,9 @@ def trace(forward: Callable[[Any], Any], batch: Any, blocks: Sequence[Block]) ->
                 return
             seen.order.append(k)
             try:
-                seen.inputs[k] = digest(hidden_input(args, kwargs)[1])
+                seen.inputs[k] = digest(hidden_input(args, kwargs))
             except TypeError as error:
-                seen.error = str(error)
+                seen.error = f"{blocks[k].name}: {error}"
 
         return pre
 
@@ -67,7 +69,7 @@ def trace(forward: Callable[[Any], Any], batch: Any, blocks: Sequence[Block]) ->
                 packed = isinstance(output, tuple | list)
                 seen.containers[k] = Container(type(output), len(output)) if packed else None
             except TypeError as error:
-                seen.error = str(error)
+                seen.error = f"{blocks[k].name}: {error}"
 
         return post
 
@@ -76,6 +78,7 @@ def trace(forward: Callable[[Any], Any], batch: Any, blocks: Sequence[Block]) ->
             hooks = block.module.register_forward_pre_hook(note_input(k), with_kwargs=True)
             stack.callback(hooks.remove)
             stack.callback(block.module.register_forward_hook(note_output(k)).remove)
+        stack.enter_context(every_layer_called())
         forward(batch)
     return seen
 
@@ -88,13 +91,14 @@ def choose_walk(
     store: torch.device | None = None,
     processes: Processes = ALONE,
 ) -> Walk:
-    """`Inject` where it reproduces the model's own forward on the first batch, else `Rerun`.
+    """`Inject` where it reproduces the model's own forward on a batch of each kind, else `Rerun`.
 
-    It takes one whole forward, and then one per block that runs this block alone and stops behind
-    it. One forward for all of them would be less strict: what a block hands to later ones beside
-    the hidden state, as Gemma 3n hands over keys and values, would be there, and in the walk not.
+    For each kind, it takes one whole forward, and then one per block that runs this block alone and
+    stops behind it. One forward for all of them would be less strict: what a block hands to later
+    ones beside the hidden state, as Gemma 3n hands over keys and values, would be there, and in the
+    walk not.
     Of the whole forward only digests are kept, of the others one hidden state at a time. Each
-    process tries its own first batch, and all of them walk in the same way.
+    process tries its own batches, and all of them walk in the same way.
 
     Args:
         forward: Runs the model's forward on one batch.
@@ -105,13 +109,10 @@ def choose_walk(
 
     Raises:
         TargetError: A block is called more than once in a forward, or none is called, or the first
-            batches of two processes call other blocks. The forwards of the walk raise it, too, for
-            a batch that runs other blocks than the first one, or in another order.
+            batches of two processes call other blocks, or a batch of another kind runs other blocks
+            than the first one, or in another order. The forwards of the walk raise that, too.
     """
-    real, problem = Trace(), None
-    if batches:
-        real = _traced(forward, batches[0], blocks)
-        problem = real.error or _self_test(forward, batches[0], blocks, real, store)
+    real, problem = _tried(forward, batches, blocks, store) if batches else (Trace(), None)
     found = processes.all((real.order, problem) if batches else None)
     orders = [order for order, _ in filter(None, found)]
     if any(order != orders[0] for order in orders):
@@ -120,10 +121,9 @@ def choose_walk(
             "block-by-block order for all. Name blocks that always run once and in one order in "
             "`blocks`."
         )
-    reached = orders[0]
-    order = reached + [k for k in range(len(blocks)) if k not in reached]
+    order = orders[0] + [k for k in range(len(blocks)) if k not in orders[0]]
     ordered = [blocks[k] for k in order]
-    forward = in_order(forward, ordered, len(reached))
+    forward = in_order(forward, ordered, len(orders[0]))
     problems = [problem for _, problem in filter(None, found) if problem is not None]
     if not problems:
         containers = [real.containers.get(k) for k in order]
@@ -134,6 +134,25 @@ def choose_walk(
         problems[0],
     )
     return Rerun(forward, batches, ordered, store)
+
+
+def _tried(
+    forward: Callable[[Any], Any],
+    batches: Sequence[Any],
+    blocks: Sequence[Block],
+    store: torch.device | None,
+) -> tuple[Trace, str | None]:
+    """The trace of the first batch, and what is wrong with `Inject` on a batch of any kind."""
+    first, *others = one_of_each_kind(batches)
+    real = _traced(forward, first, blocks)
+    problem = real.error or _self_test(forward, first, blocks, real, real.containers, store)
+    rest = [block for k, block in enumerate(blocks) if k not in real.order]
+    ordered = [*(blocks[k] for k in real.order), *rest]
+    for batch in others:
+        seen = trace(in_order(forward, ordered, len(real.order)), batch, blocks)
+        problem = problem or seen.error
+        problem = problem or _self_test(forward, batch, blocks, seen, real.containers, store)
+    return real, problem
 
 
 def _traced(forward: Callable[[Any], Any], batch: Any, blocks: Sequence[Block]) -> Trace:
@@ -206,11 +225,12 @@ def _self_test(
     batch: Any,
     blocks: Sequence[Block],
     real: Trace,
+    containers: Mapping[int, Container | None],
     store: torch.device | None,
 ) -> str | None:
     """Find what is wrong with `Inject` on this batch, `None` if nothing is."""
-    containers = [real.containers[k] for k in real.order]
-    walk = Inject(forward, [batch], [blocks[k] for k in real.order], containers, store)
+    order = [blocks[k] for k in real.order]
+    walk = Inject(forward, [batch], order, [containers[k] for k in real.order], store)
     for position, k in enumerate(real.order):
         name = walk.blocks[position].name
         try:

@@ -1,24 +1,42 @@
-"""Replacing what a module computes, for a while."""
+"""Changing how modules run, for a while."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+import torch
 
 
 @contextmanager
-def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Let `forward` stand in for the module's own, hooks and all else staying as they are.
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Let an attribute of this one object stand in for that of its class or its own.
 
     Replacements nest: the last one counts, and what it replaced comes back after it.
+
+    Args:
+        owner: The object; a module keeps its hooks and all else.
+        name: The name of the attribute, as a rule a method.
+        value: What stands in.
     """
-    own = module.__dict__.get("forward")
-    module.forward = forward
+    own = vars(owner)
+    before = {name: own[name]} if name in own else {}
+    own[name] = value
     try:
         yield
     finally:
-        if own is None:
-            module.__dict__.pop("forward", None)
-        else:
-            module.forward = own
+        own.pop(name, None)
+        own.update(before)
+
+
+@contextmanager
+def every_layer_called() -> Iterator[None]:
+    """Let torch's own encoders and attention call their layers; fused, no hook sees these.
+
+    Fused, an encoder with padding passes nested tensors, which have no shape, between its blocks.
+    """
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mrp_lightning.calibration.forwards import replaced_forward
+from mrp_lightning.calibration.forwards import replaced
 
 CPU = torch.device("cpu")
 
@@ -30,25 +30,11 @@ def held_on_cpu(model: nn.Module, blocks: Callable[[], Sequence[nn.Module]]) -> 
     def apply_but_stay(fn: Any, recurse: bool = True) -> nn.Module:
         with ExitStack() as stack:
             for block in blocks():
-                stack.enter_context(_replaced_apply(block, _staying(block._apply)))
+                stack.enter_context(replaced(block, "_apply", _staying(block._apply)))
             return apply(fn, recurse)
 
-    with _replaced_apply(model, apply_but_stay):
+    with replaced(model, "_apply", apply_but_stay):
         yield
-
-
-@contextmanager
-def _replaced_apply(module: nn.Module, apply: Any) -> Iterator[None]:
-    """Let `apply` move a module; an `_apply` of its own, as streamed blocks have, comes back."""
-    own = module.__dict__.get("_apply")
-    module.__dict__["_apply"] = apply
-    try:
-        yield
-    finally:
-        if own is None:
-            module.__dict__.pop("_apply", None)
-        else:
-            module.__dict__["_apply"] = own
 
 
 def _staying(apply: Any) -> Any:
@@ -83,7 +69,7 @@ class Offload:
             for block in self.blocks:
                 block.to(CPU)
                 stack.callback(block.to, CPU)
-                stack.enter_context(replaced_forward(block, self._brought(block)))
+                stack.enter_context(replaced(block, "forward", self._brought(block)))
             yield
 
     @contextmanager

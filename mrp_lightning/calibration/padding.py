@@ -1,13 +1,25 @@
 """Telling tokens from padding in the input of a layer, by the attention masks of the forward."""
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from mrp_lightning.calibration.attention_masks import (
+    OF_ATTENTION,
+    OF_TORCH,
+    is_length_first,
+    is_mask,
+    not_padding,
+    takes_mask,
+)
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -32,6 +44,7 @@ class Padding:
 
     A layer's padding is told by the mask of the innermost module around it that was given one: a
     decoder's layers by the decoder's mask. Where no module takes a mask, it is that of the batch.
+    The masks that torch's own encoders and decoders take, True for padding, count alike.
 
     Args:
         model: The module whose forward runs.
@@ -43,12 +56,14 @@ class Padding:
 
     def __init__(self, model: nn.Module) -> None:
         self.unmatched: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
-        self._takers = [module for module in model.modules() if _takes_mask(module)]
+        self._takers = [module for module in model.modules() if takes_mask(module)]
         self._arguments = {
             id(m): list(inspect.signature(m.forward).parameters) for m in self._takers
         }
-        self._tokens: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._tokens: dict[Hashable, tuple[Tensor, Tensor | None]] = {}
         self._parents = _parents(model)
+        self._attentions = [m for m in model.modules() if isinstance(m, nn.MultiheadAttention)]
+        self._warned = False
         self._masks: dict[int, _Masks] = {}
         self._of_batch: Tensor | None = None
         self._inputs: dict[int, Tensor] = {}
@@ -87,6 +102,10 @@ class Padding:
             module.register_forward_pre_hook(self._note, with_kwargs=True)
             for module in self._takers
         ]
+        handles += [
+            attention.register_forward_pre_hook(self._warn, with_kwargs=True)
+            for attention in self._attentions
+        ]
         try:
             yield
         finally:
@@ -100,25 +119,54 @@ class Padding:
         self._tokens.clear()
         self._inputs.clear()
         mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-        self._of_batch = self._tokens_of(mask) if _is_mask(mask) else None
+        self._of_batch = self._tokens_of(mask) if is_mask(mask) else None
 
     def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = dict(zip(self._arguments[id(module)], args, strict=False)) | kwargs
         mask, memory = given.get("attention_mask"), given.get("encoder_hidden_states")
         of_memory = given.get("encoder_attention_mask")
-        if _is_mask(mask):
+        if is_mask(mask):
             self._masks[id(module)] = _Masks(
                 self._tokens_of(mask),
                 memory,
-                self._tokens_of(of_memory) if _is_mask(of_memory) else None,
+                self._tokens_of(of_memory) if is_mask(of_memory) else None,
+            )
+            return
+        for name in OF_TORCH:
+            if isinstance(mask := given.get(name), Tensor) and mask.ndim == 2:
+                kept = self._tokens_of(mask, not_padding)
+                # The mask is (batch, length) also where hidden states are (length, batch, columns).
+                if kept is not None and is_length_first(module):
+                    kept = kept.T
+                self._masks[id(module)] = _Masks(kept)
+
+    def _warn(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Say, once, that padding is told to an attention, and to no module around it."""
+        given = dict(zip(OF_ATTENTION, args, strict=False)) | kwargs
+        mask = given.get("key_padding_mask")
+        if self._warned or mask is None or given["query"] is not given["key"]:
+            return
+        if self._around(module).own is None and self._tokens_of(mask, not_padding) is not None:
+            self._warned = True
+            log.warning(
+                "Some batches have padding, by the `key_padding_mask` of an attention: it counts "
+                "as tokens. Give it as `attention_mask` in the batch or to the model (1 for "
+                "tokens), or calibrate without padding."
             )
 
-    def _tokens_of(self, mask: Tensor) -> Tensor | None:
+    def parent(self, module: nn.Module) -> nn.Module | None:
+        """The module around a module, `None` around the model."""
+        return self._parents.get(id(module))
+
+    def _tokens_of(
+        self, mask: Tensor, is_token: Callable[[Tensor], Tensor] = lambda mask: mask != 0
+    ) -> Tensor | None:
         """Make a mask True for tokens, `None` where all are; once a batch: a GPU waits for it."""
-        if id(mask) not in self._tokens:
-            kept = mask != 0
-            self._tokens[id(mask)] = mask, None if bool(kept.all()) else kept
-        return self._tokens[id(mask)][1]
+        key = id(mask), is_token
+        if key not in self._tokens:
+            kept = is_token(mask)
+            self._tokens[key] = mask, None if bool(kept.all()) else kept
+        return self._tokens[key][1]
 
     def tokens(self, x: Tensor, module: nn.Module, name: str) -> Tensor:
         """Take the rows of a layer's input that are tokens, (tokens, ..., columns); see `rows`."""
@@ -192,20 +240,6 @@ class Padding:
 def taken(x: Tensor, rows: Tensor | None) -> Tensor:
     """Take the rows of an input that `Padding.rows` tells, (tokens, ..., columns)."""
     return x if rows is None else x.reshape(rows.numel(), -1, x.shape[-1])[rows]
-
-
-def _takes_mask(module: nn.Module) -> bool:
-    try:
-        return "attention_mask" in inspect.signature(module.forward).parameters
-    except (TypeError, ValueError):  # compiled to something without a signature
-        return False
-
-
-def _is_mask(value: Any) -> TypeGuard[Tensor]:
-    """Whether this is a mask (batch, length) of zeros and ones, and not one to add to scores."""
-    if not isinstance(value, Tensor) or value.ndim != 2:
-        return False
-    return not value.is_floating_point() or bool(((value == 0) | (value == 1)).all())
 
 
 def _is_aligned(x: Tensor, kept: Tensor) -> bool:

@@ -2,19 +2,19 @@
 
 Every block is run by the model's own forward, so it gets the arguments that the model computes for
 it: attention masks and rotary tables differ between the blocks of one model. `Inject` replaces the
-blocks before it by stubs and feeds it its stored input; `Rerun` runs them again.
+blocks before it by stubs that return what is stored of them; `Rerun` runs them again.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mrp_lightning.calibration.forwards import replaced_forward
+from mrp_lightning.calibration.forwards import every_layer_called, replaced
 from mrp_lightning.targets.blocks import Block
 
 
@@ -24,7 +24,7 @@ class StopForward(BaseException):
 
 def forward_until_stop(forward: Callable[[Any], Any], batch: Any) -> None:
     """Run the model on one batch, to the end or to the stop."""
-    with suppress(StopForward):
+    with suppress(StopForward), every_layer_called():
         forward(batch)
 
 
@@ -100,7 +100,8 @@ class WholeModel(Walk):
 
     def output(self, k: int, i: int) -> Any:  # noqa: ARG002
         """Run one batch to the end."""
-        return self.forward(self.batches[i])
+        with every_layer_called():
+            return self.forward(self.batches[i])
 
 
 class Rerun(Walk):
@@ -129,10 +130,12 @@ class Rerun(Walk):
 
 
 class Inject(Walk):
-    """Run the model's forward with stubs for the blocks before k, and k's stored input put in.
+    """Run the model's forward with stubs for the blocks before k, which return stored outputs.
 
-    A stub returns what it is given, except at the end of a chain that is over (an encoder, when
-    the decoder is walked): there it returns the chain's stored output.
+    What is stored of a batch is the output of the last block that it reached, in each chain that
+    was begun (an encoder's, when the decoder is walked). The stub of such a block returns it, and
+    all others what they are given. Between the last stub and block k the model itself goes on: it
+    may add something there, to some batches only.
 
     Args:
         forward: Runs the model's forward on one batch.
@@ -154,9 +157,8 @@ class Inject(Walk):
     ) -> None:
         super().__init__(forward, batches, blocks, store)
         self.containers = containers
-        # The input of the current block by batch; None is the model's own.
-        self.hidden: list[Tensor | None] = [None] * len(batches)
-        self.ends: dict[int, list[Tensor | None]] = {}  # by the last block of a finished chain
+        self.kept: list[dict[int, Tensor]] = [{} for _ in batches]  # of each, by block
+        self._current = 0
 
     def twin(self) -> "Inject":
         """Another walk over the same model and batches, with hidden states of its own."""
@@ -174,51 +176,32 @@ class Inject(Walk):
         self.keep(i, self.stored(self.output(k, i)))
 
     def keep(self, i: int, hidden: Tensor | None) -> None:
-        """Store it, if the batch reached the block."""
+        """Store it, if the batch reached the block, in place of what its chain had before."""
         if hidden is not None:
-            self.hidden[i] = hidden
+            chain = self.blocks[self._current].chain
+            others = {k: x for k, x in self.kept[i].items() if self.blocks[k].chain != chain}
+            self.kept[i] = {**others, self._current: hidden}
 
     def leave(self, k: int) -> None:
-        """At the end of a chain, keep its outputs for the stubs."""
-        if k + 1 < len(self.blocks) and self.blocks[k + 1].chain != self.blocks[k].chain:
-            self.ends[k] = self.hidden
-            self.hidden = [None] * len(self.batches)
+        """What is kept from now on is of the next block."""
+        self._current = k + 1
 
     def output(self, k: int, i: int) -> Any:
-        """Run block k on its stored input of batch i."""
+        """Run block k on what the model makes of the stored outputs of batch i."""
         out: list[Any] = []
-        stored = self.hidden[i]
-
-        def pre(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if stored is None:
-                return None
-            place, own = hidden_input(args, kwargs)
-            # A copy: blocks may add to their input in place.
-            return replace_input(args, kwargs, place, stored.to(own.device, copy=True))
 
         def post(_: nn.Module, __: Any, output: Any) -> None:
             out.append(output)
             raise StopForward
 
-        block = self.blocks[k].module
-        with ExitStack() as stack:
-            stack.enter_context(self._stubs(k, i))
-            # First, so that all other hooks see the stored input.
-            before = block.register_forward_pre_hook(pre, with_kwargs=True, prepend=True)
-            stack.callback(before.remove)
-            stack.callback(block.register_forward_hook(post).remove)
-            forward_until_stop(self.forward, self.batches[i])
-        return out[0] if out else None
-
-    @contextmanager
-    def _stubs(self, k: int, i: int) -> Iterator[None]:
-        """Give the blocks before k a `forward` that does nothing."""
         with ExitStack() as stack:
             for j, block in enumerate(self.blocks[:k]):
-                end = self.ends[j][i] if j in self.ends else None
-                stub = _stub(self.containers[j], end)
-                stack.enter_context(replaced_forward(block.module, stub))
-            yield
+                stub = _stub(self.containers[j], self.kept[i].get(j))
+                stack.enter_context(replaced(block.module, "forward", stub))
+            hook = self.blocks[k].module.register_forward_hook(post)
+            stack.callback(hook.remove)
+            forward_until_stop(self.forward, self.batches[i])
+        return out[0] if out else None
 
 
 @dataclass(frozen=True)
@@ -234,11 +217,12 @@ class Container:
     length: int
 
 
-def _stub(container: Container | None, end: Tensor | None) -> Callable[..., Any]:
+def _stub(container: Container | None, stored: Tensor | None) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
-        _, hidden = hidden_input(args, kwargs)
-        if end is not None:
-            hidden = end.to(hidden.device)
+        hidden = hidden_input(args, kwargs)
+        if stored is not None:
+            # A copy: the model and its blocks may add to it in place.
+            hidden = stored.to(hidden.device, copy=True)
         if container is None:
             return hidden
         return container.kind([hidden, *[None] * (container.length - 1)])
@@ -246,26 +230,16 @@ def _stub(container: Container | None, end: Tensor | None) -> Callable[..., Any]
     return forward
 
 
-def hidden_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str, Tensor]:
-    """Find where a block takes its hidden state, and that state."""
+def hidden_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Find the hidden state that a block is given."""
     if args and isinstance(args[0], Tensor):
-        return 0, args[0]
+        return args[0]
     if isinstance(kwargs.get("hidden_states"), Tensor):
-        return "hidden_states", kwargs["hidden_states"]
-    places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-    for place, value in places:
+        return kwargs["hidden_states"]
+    for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor) and value.is_floating_point():
-            return place, value
+            return value
     raise TypeError("the block is given no tensor")
-
-
-def replace_input(
-    args: tuple[Any, ...], kwargs: dict[str, Any], place: int | str, hidden: Tensor
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Put another hidden state into the arguments."""
-    if isinstance(place, int):
-        return (*args[:place], hidden, *args[place + 1 :]), kwargs
-    return args, {**kwargs, place: hidden}
 
 
 def hidden_of(output: Any) -> Tensor:

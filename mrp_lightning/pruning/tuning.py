@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from mrp_lightning.calibration.choice import trace
 from mrp_lightning.calibration.dense import DenseStream
 from mrp_lightning.calibration.padding import Padding
 from mrp_lightning.calibration.walks import Walk, hidden_of
@@ -116,7 +117,8 @@ class BlockTuner:
             layers: The layers that will be pruned, by block.
 
         Raises:
-            TargetError: Weights are in float16, or gradients do not reach the blocks.
+            TargetError: Weights are in float16, blocks do not return their hidden state where it is
+                found, or gradients do not reach them.
             DataError: There is only one window.
         """
         self._num_blocks = sum(1 for mine in layers.values() if mine)
@@ -135,6 +137,7 @@ class BlockTuner:
         parameters = [p for p in block.module.parameters() if p.is_floating_point()]
         windows = 0
         if self.walk.batches:
+            self._refuse_unknown_outputs()
             with only_these_train(self.model, parameters):
                 hidden = self._outputs(0, 0)
                 self._gradients(hidden.float().square().sum(), parameters, block.name)
@@ -144,6 +147,15 @@ class BlockTuner:
             raise DataError(
                 "`tuning` holds out some of the calibration windows: expected at least 2, got 1. "
                 "Give it more data, or leave `tuning` out."
+            )
+
+    def _refuse_unknown_outputs(self) -> None:
+        """Refuse blocks whose hidden state is not found in what they return."""
+        seen = trace(self.walk.forward, self.walk.batches[0], self.walk.blocks)
+        if unknown := [self.walk.blocks[k].name for k in seen.order if k not in seen.outputs]:
+            raise TargetError(
+                "`tuning` needs blocks that return their hidden state, as a tensor or first in a "
+                f"tuple or list. Leave `tuning` out. Otherwise return: {', '.join(unknown)}."
             )
 
     def tune(

@@ -151,7 +151,7 @@ def documents_of_dataset(dataset: Any, split: Split, column: str) -> Sequence[st
         column: Name of the column that holds the text.
 
     Raises:
-        DataError: There is no such split or column.
+        DataError: There is no such split or column, or it is one split alone.
     """
     splits: Any = {"path": dataset} if isinstance(dataset, str) else dataset
     if type(splits) is dict:  # a DatasetDict is a dict, too
@@ -159,6 +159,12 @@ def documents_of_dataset(dataset: Any, split: Split, column: str) -> Sequence[st
             from datasets import load_dataset
 
         splits = load_dataset(**splits)
+    if not isinstance(splits, dict):
+        raise DataError(
+            "`data.dataset` must have its splits by name, as a `DatasetDict`; got a "
+            f"{type(splits).__name__}. Leave out `split`, or give {{'train': …, 'test': …}} as a "
+            "`datasets.DatasetDict`."
+        )
     name = "validation" if split == "test" and "test" not in splits else split
     if name not in splits:
         raise DataError(f"`data.dataset` has no split {name!r}; it has {sorted(splits)}.")

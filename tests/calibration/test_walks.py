@@ -96,7 +96,7 @@ class FirstBlocksArguments(Inject):
         handle = self.blocks[0].module.register_forward_pre_hook(pre, with_kwargs=True)
         self.forward(self.batches[i])
         handle.remove()
-        stored = self.hidden[i] if k else arguments["args"][0]
+        stored = self.kept[i][k - 1] if k else arguments["args"][0]
         return self.blocks[k].module(stored, *arguments["args"][1:], **arguments["kwargs"])
 
 
@@ -169,6 +169,77 @@ def test_blocks_that_change_their_input_in_place():
     assert worst_error(walk, model, batches) < 1e-5
 
 
+class Mixed(nn.Module):
+    """Adds an image between its blocks, as DeepStack of Qwen3-VL does, where a batch has one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([InPlace(8) for _ in range(4)])
+
+    def forward(self, x: Tensor, image: Tensor | None = None) -> Tensor:
+        x = x.clone()
+        for k, block in enumerate(self.blocks):
+            x = block(x)
+            if image is not None and k < 2:
+                x += image
+        return x
+
+
+@pytest.mark.parametrize("text_first", [True, False])
+@torch.no_grad()
+def test_what_is_added_between_blocks_to_some_batches_only(text_first):
+    torch.manual_seed(0)
+    model = Mixed()
+    text, images = ([{"x": torch.randn(2, 5, 8)} for _ in range(2)] for _ in range(2))
+    for batch in images:
+        batch["image"] = 10 * torch.randn(2, 5, 8)
+    batches = text + images if text_first else images + text
+    walk = choose_walk(runner(model), batches, find_blocks(model))
+    assert isinstance(walk, Inject)
+    assert worst_error(walk, model, batches) < 1e-5
+
+
+class Skipping(Mixed):
+    """With an image, the last block is given what the first one made, too."""
+
+    def forward(self, x: Tensor, image: Tensor | None = None) -> Tensor:
+        first = None
+        for k, block in enumerate(self.blocks):
+            x = block(x.clone() if first is None or k < 3 else x + first)
+            first = x if k == 0 and image is not None else first
+        return x
+
+
+@torch.no_grad()
+def test_a_kind_of_batch_that_stubs_break_is_found_wherever_it_comes(caplog):
+    torch.manual_seed(0)
+    model = Skipping()
+    batches = [{"x": torch.randn(2, 5, 8)} for _ in range(3)]
+    assert isinstance(choose_walk(runner(model), batches, find_blocks(model)), Inject)
+    batches[1]["image"] = torch.randn(2, 5, 8)
+    walk = choose_walk(runner(model), batches, find_blocks(model))
+    assert isinstance(walk, Rerun)
+    assert "blocks.3: relative error" in caplog.text
+    assert worst_error(walk, model, batches) < 1e-6
+
+
+@torch.no_grad()
+def test_a_kind_of_batch_that_runs_other_blocks_is_refused_before_the_walk():
+    model = Mixed()
+    tower = nn.ModuleList([InPlace(8), InPlace(8)])
+    model.tower = tower
+
+    def forward(batch: Any) -> Tensor:
+        if "image" in batch:
+            batch["image"] = tower[1](tower[0](batch["image"].clone()))
+        return model(**batch)
+
+    batches = [{"x": torch.randn(2, 5, 8)} for _ in range(2)]
+    batches[1]["image"] = torch.randn(2, 5, 8)
+    with pytest.raises(TargetError, match=r"Some batches run tower\.0, which the first"):
+        choose_walk(forward, batches, find_blocks(model))
+
+
 @torch.no_grad()
 def test_a_block_that_is_called_twice_is_named():
     shared = InPlace(8)
@@ -211,8 +282,8 @@ def test_finding_the_walk_costs_little_whatever_the_depth():
     alive = []
     for depth in (3, 9):
         model = Headed(depth)
-        batch = {"input_ids": torch.randint(0, 64, (2, 37))}
-        assert isinstance(choose_walk(runner(model), [batch], find_blocks(model)), Inject)
+        batches = [{"input_ids": torch.randint(0, 64, (2, 37 - n))} for n in (0, 1, 1)]
+        assert isinstance(choose_walk(runner(model), batches, find_blocks(model)), Inject)
         # One forward to the end, then one for each block alone, with stubs before it.
         stubs = depth * (depth - 1) // 2
         assert model.runs == {"model": 1 + depth, "block": 2 * depth + stubs, "head": 1}

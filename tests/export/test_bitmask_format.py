@@ -4,12 +4,15 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from export.packed import bitmask_format
 from export.packed.bitmask_format import (
     BITMASK,
     count_kept,
@@ -86,6 +89,35 @@ def test_a_plain_loop_reads_the_format_as_documented(weight):
     assert place == values.numel() == count_kept(weight)
     assert row_offsets(bits).tolist() == offsets
     assert packed_bytes((rows, columns), weight.dtype, place) == values.nbytes + bits.nbytes
+
+
+class Largest(TorchDispatchMode):
+    """Notes the bytes of the largest tensor that an operation gave, or selected by."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = [result.nbytes] if isinstance(result, Tensor) else []
+        if func is torch.ops.aten.index.Tensor:
+            made += [16 * int(kept.sum()) for kept in args[1]]  # row and column, of 8 bytes each
+        self.num_bytes = max([self.num_bytes, *made])
+        return result
+
+
+def test_nothing_larger_than_the_weight_is_made(monkeypatch):
+    monkeypatch.setattr(bitmask_format, "_WEIGHTS_AT_A_TIME", 5000)  # four rows
+    weight = (torch.randn(63, 1021) * (torch.rand(63, 1021) < 0.4)).bfloat16()
+    with Largest() as packing:
+        values, bits = pack(weight)
+    assert packing.num_bytes <= weight.nbytes
+    with Largest() as counting:
+        offsets = row_offsets(bits)
+    assert counting.num_bytes <= 4 * bits.nbytes
+    kept = weight != 0
+    assert torch.equal(values, weight[kept])
+    assert bits.numpy().tobytes() == np.packbits(kept.numpy(), 1, bitorder="little").tobytes()
+    assert torch.equal(offsets, kept.sum(1).cumsum(0) - kept.sum(1))
 
 
 def test_a_weight_of_no_matrix_is_refused():

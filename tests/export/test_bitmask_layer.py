@@ -81,8 +81,19 @@ def test_a_change_of_dtype_leaves_the_bits_alone(linear):
     assert_as_exact(half(x), linear.half(), x)
 
 
-def test_an_input_of_another_width_or_dtype_is_refused(linear):
-    layer = BitmaskLinear.from_linear(linear)
-    for x in (torch.randn(2, 48), torch.randn(2, 37).half()):
-        with pytest.raises(RuntimeError):
-            layer(x)
+def test_an_input_of_another_dtype_is_refused(linear):
+    with pytest.raises(RuntimeError):
+        BitmaskLinear.from_linear(linear)(torch.randn(2, 37).half())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_the_operator_refuses_an_input_too_narrow_for_the_bits(tokens, dtype):
+    layer = BitmaskLinear.from_linear(nn.Linear(37, 4, dtype=dtype))
+    packed = layer.weight, layer.weight_bits, layer.offsets, layer.bias
+    for width in (32, 33, 36):
+        with pytest.raises(RuntimeError, match="columns"):
+            torch.ops.mrp_lightning.linear_bitmask(torch.ones(tokens, width, dtype=dtype), *packed)
+    fewer = layer.weight[:-1], *packed[1:]
+    with pytest.raises(RuntimeError, match="kept"):
+        torch.ops.mrp_lightning.linear_bitmask(torch.ones(tokens, 37, dtype=dtype), *fewer)

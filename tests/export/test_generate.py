@@ -43,6 +43,9 @@ def test_mistakes_are_one_line(llama, tmp_path, capsys):
         assert ended.value.code == 2
         return capsys.readouterr().err
 
+    for number in ("0", "-1", "many"):
+        shown = refused(str(llama), "--prompt", "a", "--max-new-tokens", number)
+        assert f"--max-new-tokens: expected a positive number, got '{number}'" in shown
     assert "holds no config.json" in refused(str(tmp_path), "--prompt", "a")
     for file in llama.glob("tokenizer*"):
         file.unlink()

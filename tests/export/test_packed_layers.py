@@ -49,6 +49,31 @@ def test_inputs_need_not_be_contiguous(layer, linear):
     assert torch.allclose(layer(x), linear(x), atol=1e-6)
 
 
+def test_an_input_of_another_width_is_refused(layer, linear):
+    columns = linear.in_features
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="aot_eager")
+    for width in {*range(columns - 5, columns + 12), 2 * columns, 1, 0} - {columns}:
+        for shape in ((width,), (2, width), (0, width)):
+            with pytest.raises(RuntimeError, match=f"expected {columns} columns.*got"):
+                layer(torch.ones(shape))
+    for width in (columns - 1, columns + 1):
+        with pytest.raises(RuntimeError):
+            compiled(torch.ones(2, width))
+    assert torch.equal(compiled(torch.ones(2, columns)), layer(torch.ones(2, columns)))
+    with pytest.raises(RuntimeError, match=f"expected {columns} columns"):
+        torch.export.export(layer, (torch.ones(2, columns + 1),))
+
+
+def test_an_exported_layer_refuses_an_input_of_another_width(layer, linear):
+    some = {0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO}
+    exported = torch.export.export(
+        layer, (torch.ones(2, linear.in_features),), dynamic_shapes=(some,)
+    )
+    with pytest.raises((RuntimeError, AssertionError)):
+        exported.module()(torch.ones(2, linear.in_features + 1))
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_it_compiles_into_one_graph_for_any_number_of_tokens(backend, layer, linear):
     torch._dynamo.reset()
@@ -56,6 +81,57 @@ def test_it_compiles_into_one_graph_for_any_number_of_tokens(backend, layer, lin
     for tokens in (2, 3, 40):
         x = torch.randn(tokens, linear.in_features)
         assert torch.equal(compiled(x), layer(x))
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16])
+def test_autocast_does_what_it_does_to_a_dense_layer(autocast, given, stored, layer, linear):
+    layer, linear = layer.to(stored), linear.to(stored)
+    x = torch.randn(20, linear.in_features).to(given).requires_grad_()
+    with torch.autocast("cpu", autocast):
+        if (given == torch.float64) != (stored == torch.float64):
+            for refuses in (linear, layer):
+                with pytest.raises(RuntimeError):
+                    refuses(x)
+            return
+        expected, found = linear(x), layer(x)
+    assert found.dtype == expected.dtype
+    assert torch.equal(found, expected)
+    (wanted,) = torch.autograd.grad(expected.sum(), x)
+    (gradient,) = torch.autograd.grad(found.sum(), x)
+    assert gradient.dtype == x.dtype
+    assert torch.allclose(gradient, wanted, rtol=0.02, atol=0.02)
+
+
+def test_autocast_reaches_a_layer_after_another_one(layer, linear):
+    """As in training with bf16-mixed: eager, in one compiled graph, and exported."""
+    columns = linear.in_features
+    first = nn.Linear(columns, columns)
+    x = torch.randn(3, columns)
+
+    class Network(nn.Module):
+        def __init__(self, second: nn.Module) -> None:
+            super().__init__()
+            self.first, self.second = first, second
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.second(self.first(x))
+
+    network = Network(layer)
+    found = network(x)
+    assert found.dtype == torch.bfloat16
+    assert torch.allclose(found, Network(linear)(x), rtol=0.02, atol=0.02)
+    torch._dynamo.reset()
+    for backend in ("eager", "aot_eager"):
+        compiled = torch.compile(network, fullgraph=True, backend=backend)
+        assert torch.equal(compiled(x), found)
+    assert torch.equal(torch.export.export(network, (x,)).module()(x), found)
+    outside = torch.compile(nn.Sequential(first, layer), fullgraph=True, backend="aot_eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(outside(x), found)
+    assert outside(x).dtype == torch.float32
 
 
 def test_it_exports(layer, linear):
@@ -86,8 +162,10 @@ def test_conv1d_is_packed_along_its_inputs(kind):
     assert torch.allclose(layer(x), conv(x), atol=1e-6)
 
 
-def test_gradients_reach_the_input_and_the_bias(layer, linear):
-    x, y = torch.randn(2, 3, linear.in_features, requires_grad=True), torch.randn(2, 3, 24)
+@pytest.mark.parametrize("shape", [(), (1,), (2, 3), (0,)])
+def test_gradients_reach_the_input_and_the_bias(shape, layer, linear):
+    x = torch.randn(*shape, linear.in_features, requires_grad=True)
+    y = torch.randn(*shape, 24)
     if layer.bias is not None:
         layer.bias.requires_grad_()
         linear.bias.requires_grad_()

@@ -72,6 +72,23 @@ def test_the_shards_stay_as_they_were(pruned, ids, tmp_path):
     assert torch.equal(export.load(tmp_path / "out")(ids).logits, before)
 
 
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_a_single_shard_with_an_index_becomes_a_file_without(suffix, llama, ids):
+    before = AutoModelForCausalLM.from_pretrained(llama)(ids).logits
+    whole = "pytorch_model.bin" if suffix == "bin" else "model.safetensors"
+    shard = llama / f"{whole.split('.')[0]}-00001-of-00001.{suffix}"
+    tensors = load_file(llama / "model.safetensors")
+    (llama / "model.safetensors").unlink()
+    (torch.save if suffix == "bin" else save_file)(tensors, shard)
+    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, shard.name)}
+    (llama / f"{whole}.index.json").write_text(json.dumps(index))
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(llama)(ids).logits, before)
+    main([str(llama)])
+    out = llama.with_name("llama-sparse24")
+    assert [file.name for file in out.glob("*model*")] == ["model.safetensors"]
+    assert torch.equal(export.load(out)(ids).logits, before)
+
+
 def test_dense_format_keeps_zeros_and_makes_them_positive(llama, ids, tmp_path):
     set_group(llama, "model.layers.0.mlp.up_proj", [-0.0, 1.0, -0.0, 0.5])
     before = AutoModelForCausalLM.from_pretrained(llama)(ids).logits
@@ -101,6 +118,17 @@ def test_a_pytorch_bin_is_read_without_running_code(llama, ids, capsys):
     assert torch.equal(export.load(llama.with_name("llama-sparse24"))(ids).logits, before)
     torch.save({"weight": Path("code")}, llama / "pytorch_model.bin")
     assert "weights_only=True" in refusal([str(llama), "--overwrite"], capsys)
+
+
+@pytest.mark.parametrize("name", ["llama/pytorch_model.bin", "pruned.ckpt"])
+def test_an_empty_pickle_is_refused_by_name(name, llama, capsys, tmp_path):
+    (llama / "model.safetensors").unlink()
+    file = tmp_path / name
+    file.touch()
+    shown = refusal([str(file if file.suffix == ".ckpt" else llama)], capsys)
+    assert f"{file} cannot be read" in shown
+    assert "EOFError" in shown
+    assert "Fetch it again" in shown
 
 
 def test_a_lightning_checkpoint_is_read(llama, ids, tmp_path):

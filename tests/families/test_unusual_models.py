@@ -103,10 +103,10 @@ def skip_connection(blocks: Any, x: Tensor) -> Tensor:
 UNUSUAL: dict[str, tuple[Callable[[], nn.Module], list[int], str]] = {
     # the model, its blocks in the order in which they run, the walk
     "reversed": (lambda: Model(lambda blocks, x: chain(reversed(blocks), x)), [2, 1, 0], "inject"),
-    "parallel": (lambda: Model(lambda blocks, x: sum(b(x) for b in blocks)), [0, 1, 2], "rerun"),
+    "parallel": (lambda: Model(lambda blocks, x: sum(b(x) for b in blocks)), [0, 1, 2], "inject"),
     "skip connection": (lambda: Model(skip_connection), [0, 1, 2], "rerun"),
     "keyword only": (lambda: Model(by_keyword("hidden_states"), KeywordOnly), [0, 1, 2], "inject"),
-    "odd keyword": (lambda: Model(by_keyword("state"), OddKeyword), [0, 1, 2], "rerun"),
+    "odd keyword": (lambda: Model(by_keyword("state"), OddKeyword), [0, 1, 2], "inject"),
     "gives a dictionary": (lambda: Model(unpack("state"), GivesDict), [0, 1, 2], "rerun"),
     "takes a dictionary": (
         lambda: Model(lambda blocks, x: chain(blocks, {"state": x}), TakesAndGivesDict),

@@ -227,3 +227,31 @@ def test_how_windows_are_batched_changes_rounding_only(build):
     assert errors[0] == pytest.approx(errors[1], rel=1e-3)
     for a, b in zip(*(model.parameters() for model in models), strict=True):
         assert (a - b).norm() <= 1e-2 * b.norm()
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"hidden": x + self.linear(x)}
+
+
+class NamedStack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Named(), Named()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)["hidden"]
+        return x
+
+
+def test_blocks_that_return_something_else_are_refused_before_anything_is_pruned():
+    model, batches = NamedStack(), [{"x": torch.randn(2, 5, 8)} for _ in range(2)]
+    with pytest.raises(TargetError, match=r"Leave `tuning` out.*: blocks\.0, blocks\.1\."):
+        prune_model(model, batches, beyond={"tuning": TUNING})
+    assert all(bool((block.linear.weight != 0).all()) for block in model.blocks)
+    assert len(prune_model(model, batches).pruned) == 2

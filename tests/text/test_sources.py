@@ -6,7 +6,7 @@ import re
 import pytest
 
 from mrp_lightning.errors import DataError
-from mrp_lightning.text.sources import documents_of_files
+from mrp_lightning.text.sources import documents_of_dataset, documents_of_files
 
 
 def test_a_line_of_json_ends_where_json_says(tmp_path):
@@ -56,3 +56,14 @@ def test_a_binary_file_is_named(tmp_path):
             DataError, match=f"{re.escape(str(tmp_path / 'file'))} must be.*{found}"
         ):
             documents_of_files([tmp_path / "file"], "text")
+
+
+def test_one_split_in_place_of_all_is_named(tmp_path):
+    datasets = pytest.importorskip("datasets", reason="needs the extra data")
+    with pytest.raises(DataError, match=r"splits by name.*got a Dataset\. Leave out `split`"):
+        documents_of_dataset(datasets.Dataset.from_dict({"text": ["a", "b"]}), "train", "text")
+    (tmp_path / "a.txt").write_text("one\ntwo\n")
+    asked = {"path": "text", "data_files": str(tmp_path / "a.txt"), "cache_dir": str(tmp_path)}
+    assert list(documents_of_dataset(dict(asked), "train", "text")) == ["one", "two"]
+    with pytest.raises(DataError, match="got a Dataset"):
+        documents_of_dataset({**asked, "split": "train"}, "train", "text")

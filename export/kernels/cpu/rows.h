@@ -41,6 +41,9 @@ struct Packed {
     if (offset < 0 || offset > end - values) {
       throw std::runtime_error("The offsets of a packed weight do not fit its values.");
     }
+    if (columns % 8 && places[(r + 1) * row_bytes - 1] >> columns % 8) {
+      throw std::runtime_error("A packed weight marks more columns than the input has.");
+    }
     return values + offset;
   }
 };
