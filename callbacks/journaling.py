@@ -13,7 +13,7 @@ from mrp_lightning.loop.predict_loop import PruningRun
 from mrp_lightning.loop.progress import log
 from mrp_lightning.loop.saving import check_save_dir
 from mrp_lightning.loop.streaming import streamed_blocks
-from mrp_lightning.models.saving import stored_dtype
+from mrp_lightning.models.precision import stored_dtype
 from mrp_lightning.pruning.journal import Journal, journal_path, require_free
 from mrp_lightning.pruning.shared_journal import SharedJournal
 from mrp_lightning.pruning.streamed_journal import StreamedJournal

@@ -1,13 +1,14 @@
 """A pruned model in memory, until it is saved."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from os import PathLike
+from weakref import ref
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from safetensors import SafetensorError
 
-from mrp_lightning.errors import SaveError
+from mrp_lightning.errors import OptionError, SaveError
 from mrp_lightning.loop.contents import checkpoint_root
 from mrp_lightning.loop.saving import save_pruned
 from mrp_lightning.pruning.journal import Journal
@@ -15,21 +16,27 @@ from mrp_lightning.pruning.report import PruningReport
 from mrp_lightning.pruning.shared_journal import SharedJournal
 
 
-@dataclass(eq=False)
 class Pruned:
     """A module that is pruned, and can be saved.
 
-    Attributes:
+    Args:
         module: The LightningModule.
         journal: What is removed once the model is saved, `None` if there is none.
     """
 
-    module: LightningModule
-    journal: Journal | SharedJournal | None
+    def __init__(self, module: LightningModule, journal: Journal | SharedJournal | None) -> None:
+        self._module: Callable[[], LightningModule | None] = lambda: module
+        self._journal = journal
+
+    def let_go(self) -> None:
+        """Keep the module no longer than others do."""
+        if (module := self._module()) is not None:
+            self._module = ref(module)
 
     def is_of(self, module: LightningModule) -> bool:
         """Whether a LightningModule holds this very model."""
-        return checkpoint_root(module)[1] is checkpoint_root(self.module)[1]
+        mine = self._module()
+        return mine is not None and checkpoint_root(module)[1] is checkpoint_root(mine)[1]
 
     def save(
         self, directory: str | PathLike[str], report: PruningReport, *, overwrite: bool
@@ -42,12 +49,19 @@ class Pruned:
             overwrite: Whether what this package wrote there before may be replaced.
 
         Raises:
+            OptionError: The module was let go, and is gone.
             SaveError: It could not be written, or may not be replaced.
         """
+        module = self._module()
+        if module is None:
+            raise OptionError(
+                "The pruned model is no longer in memory: it was saved in `save_dir`. Copy that "
+                f"directory to {directory}."
+            )
         before, report.complete = report.complete, True  # as the file is to say
         try:
             if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
-                save_pruned(self.module, directory, report, overwrite=overwrite)
+                save_pruned(module, directory, report, overwrite=overwrite)
         except BaseException as error:
             report.complete = before
             if not isinstance(error, OSError | SafetensorError):
@@ -57,6 +71,6 @@ class Pruned:
                 "in memory: `callback.save(directory)` writes it, and so does another `predict` "
                 "with this callback, which does not prune again."
             ) from error
-        if self.journal is not None:
-            self.journal.remove()
-            self.journal = None
+        if self._journal is not None:
+            self._journal.remove()
+            self._journal = None

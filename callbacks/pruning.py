@@ -14,6 +14,7 @@ from callbacks.result import tell_result
 from callbacks.session import Session, outside_the_loop
 from mrp_lightning.errors import DataError, OptionError
 from mrp_lightning.loop import progress
+from mrp_lightning.loop.capture import require_batches
 from mrp_lightning.loop.contents import checkpoint_root, is_built_later
 from mrp_lightning.loop.predict_loop import PruningRun
 from mrp_lightning.loop.repeats import warn_of_repeats
@@ -87,7 +88,8 @@ class PruningCallback(Callback):
         skip_indivisible: Whether layers whose input features are no multiple of M are left dense,
             instead of refusing the model.
         save_dir: The directory for the pruned model: a Hugging Face checkpoint if the
-            LightningModule holds exactly one `PreTrainedModel`, else `model.safetensors`; and
+            LightningModule holds exactly one `PreTrainedModel` and no weights beside it, else
+            `model.safetensors` with all weights, by the LightningModule's names; and
             `pruning_report.json`. It appears when it is whole. Nothing is written with
             `fast_dev_run`.
         overwrite: Whether `save_dir` may be replaced, if all that it holds was written by this
@@ -179,7 +181,7 @@ class PruningCallback(Callback):
             return
         unsaved = None if self._is_done else self._pruned
         if unsaved is not None and unsaved.is_of(pl_module) and self.save_dir is not None:
-            self.save(self.save_dir, overwrite=self.overwrite)
+            self._save_as_asked(self.save_dir, unsaved)
         if self._is_done:
             log.warning("This %s has pruned already; predict only predicts.", type(self).__name__)
             return
@@ -188,6 +190,7 @@ class PruningCallback(Callback):
         if len(mine) > 1:
             raise OptionError("A predict run takes one PruningCallback; run predict once for each.")
         require_whole_models(trainer, type(self).__name__)
+        require_batches(pl_module)
         is_kept = self._beside(trainer) is not None
         start_streamed(pl_module, processes=trainer.world_size, is_kept=is_kept)
         if trainer.is_global_zero and not _is_rehearsal(trainer):
@@ -232,28 +235,33 @@ class PruningCallback(Callback):
                 opened = open_journal(run, self._beside(trainer), resume=self.resume)
                 journal = held.enter_context(opened)
                 run.prune(journal)
-            self._pruned = Pruned(pl_module, journal if self.journal_beside is None else None)
+            pruned = Pruned(pl_module, journal if self.journal_beside is None else None)
+            self._pruned = pruned
             is_rehearsal = _is_rehearsal(trainer)
             if self.save_dir is not None and not is_rehearsal:
                 run.report.complete = False  # until it is saved
                 try:
-                    self.save(self.save_dir, overwrite=self.overwrite)
+                    self._save_as_asked(self.save_dir, pruned)
                 finally:
                     trainer.strategy.barrier("saved")
             tell_result(run.report, self.recipe, self.save_dir, is_rehearsal=is_rehearsal)
 
+    def _save_as_asked(self, directory: str | PathLike[str], pruned: Pruned) -> None:
+        self.save(directory, overwrite=self.overwrite)
+        pruned.let_go()  # a callback that is done would keep all weights in memory
+
     def save(self, directory: str | PathLike[str], *, overwrite: bool = False) -> None:
         """Write the pruned model with its report, as `save_dir` asks for.
 
-        It is for a pruning without `save_dir`, or one whose saving failed. Of several processes
-        the first one writes.
+        It is for a pruning without `save_dir`, or one whose saving failed: until then the callback
+        keeps the model in memory. Of several processes the first one writes.
 
         Args:
             directory: The directory that is made; it appears when it is whole.
             overwrite: Whether what this package wrote there before may be replaced.
 
         Raises:
-            OptionError: Nothing is pruned yet.
+            OptionError: Nothing is pruned yet, or the model is saved and no longer in memory.
             SaveError: It could not be written, or may not be replaced. The pruned model is still
                 in memory.
         """

@@ -1,9 +1,13 @@
 """Write what was trained as a Hugging Face directory."""
 
+from os import PathLike
+
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.saving import check_save_dir, save_trained
+from mrp_lightning.models.loading import as_dtype
 
 
 class SaveModel(Callback):
@@ -14,23 +18,36 @@ class SaveModel(Callback):
 
     Args:
         save_dir: The directory, which is written aside and moved into place when it is whole.
-        dtype: The type as which floating weights are stored, such as `bfloat16`. `None` keeps the
-            model's.
+        dtype: The type as which floating weights are stored, such as `bfloat16`. `None` keeps that
+            in which the model is trained, so that nothing is rounded: float32 for
+            `CausalLM(..., dtype="float32")`, whatever the checkpoint had.
         overwrite: Whether a directory that is not empty may be replaced.
 
     Raises:
         FileExistsError: `save_dir` is not empty and `overwrite` is false; before training starts.
+        OptionError: `dtype` is no floating type, or what would be saved is not valid; before
+            training starts.
         TypeError: The module is not a `CausalLM`.
     """
 
-    def __init__(self, save_dir: str, *, dtype: str | None = None, overwrite: bool = False) -> None:
+    def __init__(
+        self,
+        save_dir: str | PathLike[str],
+        *,
+        dtype: str | None = None,
+        overwrite: bool = False,
+    ) -> None:
         self.save_dir, self.dtype, self.overwrite = save_dir, dtype, overwrite
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Check before any work that the result can be written."""
+        """Check before training that the result can be written."""
+        if stage != "fit":
+            return
         if not isinstance(pl_module, CausalLM):
             raise TypeError(f"`SaveModel` saves a CausalLM. Got {type(pl_module).__name__}.")
-        check_save_dir(self.save_dir, pl_module, overwrite=self.overwrite)
+        check_save_dir(
+            self.save_dir, pl_module, overwrite=self.overwrite, dtype=self._dtype(pl_module)
+        )
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the directory."""
@@ -40,7 +57,10 @@ class SaveModel(Callback):
         save_trained(
             pl_module,
             self.save_dir,
-            dtype=self.dtype,
+            dtype=self._dtype(pl_module),
             overwrite=self.overwrite,
             steps=trainer.global_step,
         )
+
+    def _dtype(self, pl_module: CausalLM) -> torch.dtype:
+        return as_dtype(self.dtype) or pl_module.model.dtype

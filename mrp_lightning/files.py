@@ -31,6 +31,11 @@ OURS = (
 """What this package writes into a directory. What else a run wrote its report lists, in `files`."""
 
 
+def output_path(path: str | os.PathLike[str]) -> Path:
+    """Where what a user named is written: no shell has put the home in place of a `~` in YAML."""
+    return Path(path).expanduser()
+
+
 def check_output_dir(
     path: str | os.PathLike[str],
     *,
@@ -44,7 +49,7 @@ def check_output_dir(
 
     Args:
         path: The directory that will be written; it and those above it need not exist. A symbolic
-            link stands for what it points to.
+            link stands for what it points to, and `~` for the home directory.
         overwrite: Whether a directory that is there may be replaced. It may if it holds nothing but
             what this package writes: files that its reports list, and those that `ours` names.
         argument: What the user calls this path, for the message.
@@ -59,7 +64,7 @@ def check_output_dir(
         PermissionError: The directory cannot be made.
         OptionError: The disk has not enough room.
     """
-    path = Path(path)
+    path = output_path(path)
     above = path.absolute().parent
     while not os.path.lexists(above):
         above = above.parent
@@ -176,7 +181,7 @@ def save_directory(
         check_output_dir, overwrite=overwrite, argument=argument, sources=list(sources), ours=ours
     )
     refuse(path)
-    path = Path(path).resolve()
+    path = output_path(path).resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(path)
     staging = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=_STAGING, dir=path.parent))

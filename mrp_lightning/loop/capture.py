@@ -1,16 +1,21 @@
 """Keeping the calibration batches of a predict loop, without running the model on them."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from lightning.fabric.utilities.apply_func import _TransferableDataType
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from mrp_lightning.calibration.walks import StopForward
+from mrp_lightning.errors import DataError
 
 
 def eager() -> Any:
@@ -42,8 +47,32 @@ class Step:
 
 
 def copy_tensors(data: Any, device: torch.device | None = None) -> Any:
-    """Copy a collection with its tensors; strings and the like are kept."""
-    return apply_to_collection(data, Tensor, lambda t: t.detach().to(device or t.device, copy=True))
+    """Copy a collection with its tensors and arrays, and objects that Lightning can move.
+
+    Strings and the like are kept.
+    """
+
+    def copied(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return x.detach().to(device or x.device, copy=True)
+        x = deepcopy(x)
+        return x if device is None or isinstance(x, np.ndarray) else x.to(device)
+
+    kinds = (Tensor, np.ndarray, _TransferableDataType)
+    return apply_to_collection(data, kinds, copied, wrong_dtype=(Mapping, Sequence))
+
+
+def require_batches(module: LightningModule) -> None:
+    """Refuse a `predict_step` that Lightning gives an iterator in place of batches.
+
+    Raises:
+        DataError: It takes one.
+    """
+    if is_param_in_hook_signature(module.predict_step, "dataloader_iter", explicit=True):
+        raise DataError(
+            f"{type(module).__name__}.predict_step takes `dataloader_iter`, and pruning needs the "
+            "calibration batches one by one. Let it take `batch` and `batch_idx`."
+        )
 
 
 class StepCapture:

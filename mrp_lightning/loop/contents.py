@@ -13,7 +13,7 @@ from mrp_lightning.errors import DataError
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.trainer import ModuleRunner
 from mrp_lightning.models.positions import longest_sequence
-from mrp_lightning.targets.blocks import find_blocks, unwrap, without_wrappers
+from mrp_lightning.targets.blocks import unwrap, without_wrappers
 
 
 def language_models(module: LightningModule) -> dict[str, PreTrainedModel]:
@@ -29,18 +29,27 @@ def language_models(module: LightningModule) -> dict[str, PreTrainedModel]:
 def checkpoint_root(module: LightningModule) -> tuple[str, nn.Module]:
     """The prefix of what is saved in the names of the LightningModule, and that module.
 
-    It is the one `PreTrainedModel`, or the module that a `ModuleRunner` runs, or else all.
+    It is the one `PreTrainedModel` where no other weights are beside it, or the module that a
+    `ModuleRunner` runs, or else all.
     """
     models = language_models(module)
-    if len(models) == 1:
+    if len(models) == 1 and not weights_beside(module):
         name, model = next(iter(models.items()))
-        prefix = f"{without_wrappers(name)}."
-        # Layers of other parts of the LightningModule keep their full names.
-        everything = all(block.name.startswith(prefix) for block in find_blocks(module))
-        return prefix if everything else "", model
+        return f"{without_wrappers(name)}.", model
     if isinstance(module, ModuleRunner):
         return "model.", unwrap(module.model)
     return "", module
+
+
+def weights_beside(module: LightningModule) -> list[str]:
+    """The names of what a `state_dict` of a module holds beside its language models.
+
+    What is tied to a weight of theirs is none.
+    """
+    models = language_models(module).values()
+    inside = {id(x) for model in models for x in model.state_dict(keep_vars=True).values()}
+    held = module.state_dict(keep_vars=True).items()
+    return [name for name, x in held if isinstance(x, Tensor) and id(x) not in inside]
 
 
 def is_built_later(module: LightningModule) -> bool:

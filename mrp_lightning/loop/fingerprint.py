@@ -1,19 +1,17 @@
 """What decides the result of a pruning in a trainer, so that another run can go on with it."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import is_dataclass
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from mrp_lightning.environment import versions
+from mrp_lightning.loop.calibration_data import digest_of, together
 from mrp_lightning.loop.capture import Step
-from mrp_lightning.loop.contents import checkpoint_root
+from mrp_lightning.loop.contents import checkpoint_root, language_models
 from mrp_lightning.loop.streaming import streamed_blocks
 from mrp_lightning.processes import Processes
 from mrp_lightning.pruning.manifest import Fingerprint, digest
@@ -47,41 +45,25 @@ def fingerprint(
     settings = {name: value for name, value in config.items() if name not in _WITHOUT_A_SAY}
     here, streamed = versions(), streamed_blocks(module)
     held = chain(module.named_parameters(), module.named_buffers())
-    data = processes.all(digest(_leaves(list(steps))))
+    data = processes.all(digest_of(steps))
     return {
         **settings,
         "precision": str(trainer.precision),
         "device": trainer.strategy.root_device.type,
         "model": type(model).__name__,
-        "configuration of the model": _configuration(model),
+        "configuration of the model": _configuration(module),
         "streaming": streamed is not None,
         "weights of the model": digest(held if streamed is None else streamed.named_tensors()),
-        "calibration data": data[0] if len(data) == 1 else digest((x, _NOTHING) for x in data),
+        "calibration data": together(data),
         **{f"version of {name}": here[name] for name in _LIBRARIES if name in here},
     }
 
 
-def _configuration(model: nn.Module) -> str | None:
-    """The digest of what a Hugging Face model computes with its weights; `None` of any other."""
-    if not isinstance(model, PreTrainedModel):
-        return None
-    config = {k: v for k, v in model.config.to_dict().items() if k not in _OF_NO_FORWARD}
-    config["attention"] = model.config._attn_implementation
-    return digest([(json.dumps(config, sort_keys=True, default=str), _NOTHING)])
-
-
-def _leaves(data: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """All tensors of a collection, by their place; the name of anything else says what it is."""
-    if isinstance(data, Tensor):
-        yield path, data
-    elif isinstance(data, Mapping):
-        for key, value in data.items():
-            yield from _leaves(value, f"{path}.{key}")
-    elif isinstance(data, list | tuple):
-        for index, value in enumerate(data):
-            yield from _leaves(value, f"{path}.{index}")
-    elif is_dataclass(data) and not isinstance(data, type):
-        yield from _leaves(vars(data), path)
-    else:
-        plain = isinstance(data, str | int | float | None)
-        yield f"{path} = {data!r}" if plain else f"{path} = {type(data).__name__}", _NOTHING
+def _configuration(module: LightningModule) -> str | None:
+    """The digest of what Hugging Face models compute with their weights; `None` without any."""
+    found = []
+    for model in language_models(module).values():
+        config = {k: v for k, v in model.config.to_dict().items() if k not in _OF_NO_FORWARD}
+        config["attention"] = model.config._attn_implementation
+        found.append((json.dumps(config, sort_keys=True, default=str), _NOTHING))
+    return digest(found) if found else None

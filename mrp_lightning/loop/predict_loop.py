@@ -154,11 +154,12 @@ def _log_metrics(trainer: Trainer, k: int, rows: list[LayerReport], cost: dict[s
 
 def _log_layers(trainer: Trainer, pruned: list[LayerReport], rows: list[LayerReport]) -> None:
     """Log what was found of each layer, with its place among the pruned layers as the step."""
-    for row in rows:
+    first = pruned.index(rows[0]) if rows else 0
+    for step, row in enumerate(rows, first):
         metrics = {f"prune_layer/{key}": getattr(row, key) for key in _LAYER_METRICS}
         for logger in trainer.loggers:
             known = {key: value for key, value in metrics.items() if value is not None}
-            logger.log_metrics(known, step=pruned.index(row))
+            logger.log_metrics(known, step=step)
     for logger in trainer.loggers:
         logger.save()
 

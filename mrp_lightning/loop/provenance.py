@@ -34,7 +34,8 @@ def provenance(trainer: Trainer, steps: Sequence[Step], processes: Processes) ->
         "seed": None,
         "bos": None,
     }
-    module: Any = trainer.datamodule  # type: ignore[attr-defined]
+    # What this call was given: the trainer remembers the datamodule of an earlier one.
+    module = trainer.predict_loop._data_source.instance
     if isinstance(module, TextDataModule):
         data |= {"source": module.calibration_source, "seed": module.seed, "bos": module.bos}
     return {"command": command(), "data": data}

@@ -1,7 +1,6 @@
 """Keeping what `test` finds."""
 
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from mrp_lightning.evaluation import records
 from mrp_lightning.evaluation.continuation import continuation
+from mrp_lightning.files import output_path
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.models.batch import split_batch
 
@@ -31,7 +31,7 @@ class SaveEvaluation(Callback):
     """
 
     def __init__(self, save_dir: str | os.PathLike[str]) -> None:
-        self.save_dir = save_dir
+        self.save_dir = output_path(save_dir)
         self._windows: list[Tensor] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -40,7 +40,7 @@ class SaveEvaluation(Callback):
             return
         if not isinstance(pl_module, CausalLM):
             raise TypeError(f"`SaveEvaluation` needs a CausalLM. Got {type(pl_module).__name__}.")
-        if (Path(self.save_dir) / records.NAME).exists():
+        if (self.save_dir / records.NAME).exists():
             records.read(self.save_dir)
         self._windows = []
 

@@ -2,18 +2,21 @@
 
 from os import PathLike
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+import torch
 from lightning.pytorch import LightningModule
 from safetensors.torch import save_model
 from torch import nn
 from transformers import PreTrainedModel
 
 from mrp_lightning.environment import command
-from mrp_lightning.files import check_output_dir, save_directory, visible_files
+from mrp_lightning.errors import OptionError
+from mrp_lightning.files import check_output_dir, output_path, save_directory, visible_files
 from mrp_lightning.loop.causal_lm import CausalLM
-from mrp_lightning.loop.contents import checkpoint_root
+from mrp_lightning.loop.contents import checkpoint_root, language_models
 from mrp_lightning.loop.streaming import streamed_blocks
-from mrp_lightning.models.loading import as_dtype
+from mrp_lightning.models.precision import stored_dtype, wider_dtypes
 from mrp_lightning.models.saving import save_pretrained
 from mrp_lightning.models.streamed_saving import save_streamed
 from mrp_lightning.pruning.kept import kept_report
@@ -26,16 +29,43 @@ def check_save_dir(
     module: LightningModule,
     *,
     overwrite: bool,
+    dtype: torch.dtype | None = None,
     journal_bytes: int = 0,
 ) -> None:
-    """Refuse a directory into which `save_pruned` could not write; see `check_output_dir`."""
+    """Refuse what `save_pruned` and `save_trained` could not write, before any work.
+
+    Args:
+        directory: The directory that will be made; see `check_output_dir`.
+        module: The LightningModule that will be saved.
+        overwrite: Whether a directory that is not empty may be replaced.
+        dtype: The type that floating weights will have; `None` is that of the checkpoint.
+        journal_bytes: How much more of the disk is needed.
+
+    Raises:
+        OptionError: transformers would not write the model's `generation_config`, or the disk has
+            not enough room.
+    """
     model = checkpoint_root(module)[1]
     check_output_dir(
         directory,
         overwrite=overwrite,
-        sources=sources_of(model),
-        num_bytes=num_bytes(model) + journal_bytes,
+        sources=sources_of(module),
+        num_bytes=num_bytes(model, dtype) + journal_bytes,
     )
+    if isinstance(model, PreTrainedModel) and model.can_generate():
+        _check_generation(model)
+
+
+def _check_generation(model: PreTrainedModel) -> None:
+    """Let transformers write the generation config, which it refuses if it was made invalid."""
+    with TemporaryDirectory() as directory:
+        try:
+            model.generation_config.save_pretrained(directory)
+        except ValueError as error:
+            raise OptionError(
+                "The model could not be saved: transformers refuses its `generation_config`. Mend "
+                f"`model.generation_config` first. {error}"
+            ) from error
 
 
 def save_pruned(
@@ -47,8 +77,8 @@ def save_pruned(
 ) -> None:
     """Write the model and its report into a directory that appears when it is whole.
 
-    A `PreTrainedModel` becomes a Hugging Face directory, any other module `model.safetensors` with
-    the names of its `state_dict`.
+    A LightningModule with the weights of one `PreTrainedModel`, and no others, becomes a Hugging
+    Face directory, any other `model.safetensors` with the names of its `state_dict`.
 
     Args:
         module: The LightningModule that holds the pruned model.
@@ -61,7 +91,7 @@ def save_pruned(
     """
     _, model = checkpoint_root(module)
     streamed, files = streamed_blocks(module), dict[str, str]()
-    with save_directory(directory, overwrite=overwrite, sources=sources_of(model)) as staging:
+    with save_directory(directory, overwrite=overwrite, sources=sources_of(module)) as staging:
         if isinstance(model, PreTrainedModel):
             card = model_card(report, model.name_or_path or None)
             tokenizer = getattr(module, "tokenizer", None)
@@ -75,14 +105,15 @@ def save_pruned(
             (staging / "README.md").write_text(card, encoding="utf-8")
         _save_report(report, staging)
     if streamed is not None:
-        streamed.settle({name: Path(directory) / file for name, file in files.items()})
+        written = output_path(directory)
+        streamed.settle({name: written / file for name, file in files.items()})
 
 
 def save_trained(
     module: CausalLM,
     directory: str | PathLike[str],
     *,
-    dtype: str | None,
+    dtype: torch.dtype,
     overwrite: bool,
     steps: int,
 ) -> None:
@@ -94,7 +125,7 @@ def save_trained(
     Args:
         module: The LightningModule that holds the model.
         directory: The directory that is made.
-        dtype: The type of the stored floating weights; `None` keeps the model's.
+        dtype: The type of the stored floating weights.
         overwrite: Whether a directory that is not empty may be replaced.
         steps: How many optimizer steps it was trained for.
 
@@ -106,7 +137,7 @@ def save_trained(
     if report is not None:
         report.provenance["trained"] = {"steps": steps, "command": command()}
         card = model_card(report, report.config.get("base_model"))
-    with save_directory(directory, overwrite=overwrite, sources=sources_of(model)) as staging:
+    with save_directory(directory, overwrite=overwrite, sources=sources_of(module)) as staging:
         save_pretrained(model, staging, tokenizer=tokenizer, dtype=dtype, card=card)
         if report is not None:
             _save_report(report, staging)
@@ -119,20 +150,27 @@ def _save_report(report: PruningReport, staging: Path) -> None:
     report.save(staging)
 
 
-def sources_of(model: nn.Module) -> list[str]:
-    """The local directory or file that a model was read from, if it was read from one."""
-    source = getattr(model, "name_or_path", None)
-    return [source] if isinstance(source, str) and source and Path(source).exists() else []
+def sources_of(module: LightningModule) -> list[str]:
+    """The local directories or files that the language models of a module were read from."""
+    sources = (model.name_or_path for model in language_models(module).values())
+    return [source for source in sources if source and Path(source).exists()]
 
 
-def num_bytes(model: nn.Module) -> int:
+def num_bytes(model: nn.Module, dtype: torch.dtype | None = None) -> int:
     """How much of a disk the weights of a model will take, in the precision that they are saved in.
 
     What is on the meta device is counted, too.
+
+    Args:
+        model: The model.
+        dtype: The type of floating weights; `None` is that of the checkpoint.
     """
-    stored = as_dtype(getattr(getattr(model, "config", None), "dtype", None))
-    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
+    held = (*model.named_parameters(), *model.named_buffers())  # what is tied only once
+    if not isinstance(model, PreTrainedModel):
+        return sum(tensor.nbytes for _, tensor in held)
+    stored = dtype or stored_dtype(model)
+    wider = wider_dtypes(model, stored, as_published=dtype is None)
     return sum(
-        t.numel() * (stored if stored and t.is_floating_point() else t.dtype).itemsize
-        for t in tensors
+        x.numel() * (wider.get(name, stored) if x.is_floating_point() else x.dtype).itemsize
+        for name, x in held
     )

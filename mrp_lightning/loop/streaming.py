@@ -4,6 +4,7 @@ from lightning.pytorch import LightningModule
 
 from mrp_lightning.errors import OptionError, StrategyError, TargetError
 from mrp_lightning.loop.causal_lm import CausalLM
+from mrp_lightning.loop.contents import weights_beside
 from mrp_lightning.models.streamed_blocks import StreamedBlocks
 from mrp_lightning.targets.plan import Plan
 
@@ -22,7 +23,8 @@ def start_streamed(module: LightningModule, *, processes: int, is_kept: bool) ->
         is_kept: Whether the run keeps a journal.
 
     Raises:
-        OptionError: It does not, and nothing would be left of what is pruned.
+        OptionError: It does not, and nothing would be left of what is pruned; or the module has
+            weights of its own, which are in no checkpoint that can be streamed.
         StrategyError: There are several processes.
     """
     streamed = streamed_blocks(module)
@@ -32,6 +34,11 @@ def start_streamed(module: LightningModule, *, processes: int, is_kept: bool) ->
         raise OptionError(
             "`streaming` keeps each block in a file once it is pruned: the callback needs "
             "`save_dir`, and the trainer no `fast_dev_run`."
+        )
+    if own := weights_beside(module):
+        raise OptionError(
+            f"`streaming` saves the Hugging Face model alone, and {type(module).__name__} has "
+            f"weights beside it: {', '.join(own[:5])}. Load the model without `streaming`."
         )
     if processes > 1:
         raise StrategyError(

@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from mrp_lightning.models.loading import as_dtype
+from mrp_lightning.models.precision import cast, stored_dtype, wider_dtypes
 
 
 def save_pretrained(
@@ -26,18 +27,20 @@ def save_pretrained(
         directory: An existing directory, as `save_directory` gives it.
         tokenizer: Tokenizer to write beside the model, with its chat template.
         dtype: Precision to store floating weights in. `None` is that of the checkpoint which the
-            model came from (`model.config.dtype`), so that a model that was calibrated in another
-            precision is stored as it was published.
+            model came from (`model.config.dtype`, and float32 where its files have that), so that
+            a model that was calibrated in another precision is stored as it was published. What
+            transformers keeps in float32, such as the biases of some routers, stays so.
         card: Text of the model card, `README.md`.
         state: The weights to write, by their names in the model; `None` means all.
 
     Raises:
         OptionError: `dtype` names no floating dtype.
     """
-    stored = model.config.dtype
-    dtype = as_dtype(dtype) or stored_dtype(model)
+    stored, asked = model.config.dtype, as_dtype(dtype)
+    dtype = asked or stored_dtype(model)
     if model.dtype != dtype:
-        state = cast(model.state_dict() if state is None else state, dtype)
+        wider = wider_dtypes(model, dtype, as_published=asked is None)
+        state = cast(model.state_dict() if state is None else state, dtype, wider)
     try:
         model.save_pretrained(directory, state_dict=state, max_shard_size="5GB")
         model.config.dtype = dtype  # save_pretrained had put the dtype in memory there
@@ -48,20 +51,3 @@ def save_pretrained(
         tokenizer.save_pretrained(directory)
     if card is not None:
         (Path(directory) / "README.md").write_text(card, encoding="utf-8")
-
-
-def stored_dtype(model: PreTrainedModel) -> torch.dtype:
-    """The precision in which a model was published, and in which it is stored."""
-    return as_dtype(model.config.dtype) or model.dtype
-
-
-def cast(state: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Floating tensors in `dtype`; tensors that shared memory still share it, so ties survive."""
-    cast: dict[Any, torch.Tensor] = {}
-    result = {}
-    for name, tensor in state.items():
-        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        if key not in cast or not tensor.numel():
-            cast[key] = tensor.to(dtype) if tensor.is_floating_point() else tensor
-        result[name] = cast[key]
-    return result

@@ -6,11 +6,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
-from mrp_lightning.models.saving import cast, save_pretrained, stored_dtype
+from mrp_lightning.models.precision import cast, stored_dtype, wider_dtypes
+from mrp_lightning.models.saving import save_pretrained
 from mrp_lightning.models.streamed_blocks import StreamedBlocks
 
 _INDEX = "model.safetensors.index.json"
@@ -48,26 +51,28 @@ def save_streamed(
     for old, new in zip(written, files, strict=False):
         old.rename(new)
     mine = dict(zip(streamed.blocks, files[len(written) :], strict=True))
+    dtype, wider = stored_dtype(model), dict[str, torch.dtype]()
+    if is_cast := model.dtype != dtype:
+        wider = wider_dtypes(model, dtype, as_published=True)
     for name, file in mine.items():
-        _write_block(model, streamed, name, file)
+        if (shard := streamed.shards.get(name)) is not None and not is_cast:
+            _link(shard, file)
+            continue
+        with streamed.pinned(block := streamed.blocks[name]):
+            state = block.state_dict(prefix=f"{name}.")
+            tensors = revert_weight_conversion(
+                model, cast(state, dtype, wider) if is_cast else state
+            )
+            save_file({k: t.contiguous() for k, t in tensors.items()}, file, {"format": "pt"})
     _write_index(directory / _INDEX, files)
     return {name: file.name for name, file in mine.items()}
 
 
-def _write_block(model: PreTrainedModel, streamed: StreamedBlocks, name: str, file: Path) -> None:
-    shard, dtype = streamed.shards.get(name), stored_dtype(model)
-    if shard is not None and model.dtype == dtype:
-        try:
-            os.link(shard, file)
-        except OSError:
-            shutil.copyfile(shard, file)
-        return
-    with streamed.pinned(streamed.blocks[name]):
-        tensors = streamed.tensors(name)
-        if model.dtype != dtype:
-            tensors = cast(tensors, dtype)
-        tensors = {key: tensor.contiguous() for key, tensor in tensors.items()}
-        save_file(tensors, file, {"format": "pt"})
+def _link(shard: Path, file: Path) -> None:
+    try:
+        os.link(shard, file)
+    except OSError:
+        shutil.copyfile(shard, file)
 
 
 def _write_index(path: Path, files: list[Path]) -> None:

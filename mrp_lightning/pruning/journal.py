@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from mrp_lightning.errors import JournalError, SaveError
-from mrp_lightning.files import move_durably
+from mrp_lightning.files import move_durably, output_path
 from mrp_lightning.pruning.manifest import (
     NAME,
     Fingerprint,
@@ -206,7 +206,7 @@ class Journal:
 
 def journal_path(beside: str | PathLike[str]) -> Path:
     """Where the journal lies of a run that writes a directory."""
-    directory = Path(beside).resolve()
+    directory = output_path(beside).resolve()
     return directory.with_name(f".{directory.name}.partial")
 
 

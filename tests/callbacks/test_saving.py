@@ -1,12 +1,14 @@
+import gc
 import json
 import shutil
+import weakref
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM
 
-from callbacks import MRPCallback
+from callbacks import MRPCallback, SaveEvaluation, SaveModel
 from mrp_lightning import CausalLM, Trainer
 from mrp_lightning.errors import OptionError, SaveError
 from mrp_lightning.loop.saving import num_bytes
@@ -51,6 +53,20 @@ def test_a_full_directory_is_refused_before_work(llama, loader, quiet, tmp_path)
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
+def test_a_generation_config_that_is_not_written_is_refused_before_work(
+    llama, loader, quiet, tmp_path
+):
+    module, trainer = CausalLM(llama()), Trainer(**quiet)
+    module.model.generation_config.temperature = 0.7  # without `do_sample`
+    callback = MRPCallback(pattern="2:4", save_dir=tmp_path / "out")
+    with pytest.raises(OptionError, match=r"(?s)`model.generation_config` first.*temperature"):
+        trainer.predict(module, loader, callbacks=[callback])
+    assert callback.report is None
+    module.model.generation_config.do_sample = True
+    trainer.predict(module, loader, callbacks=[callback])
+    assert (tmp_path / "out" / "generation_config.json").is_file()
+
+
 def test_overwrite_replaces_what_a_run_wrote(llama, loader, quiet, tmp_path):
     module = CausalLM(llama())
     for pattern in ("2:4", "1:4"):
@@ -90,6 +106,78 @@ def test_a_module_with_two_models_is_saved_whole(llama, loader, quiet, tmp_path)
     assert saved.keys() == module.state_dict().keys()
     assert callback.report.layers[0].name == "student.model.layers.0.self_attn.q_proj"
     assert all(torch.equal(saved[name], x) for name, x in module.state_dict().items())
+
+
+def test_the_home_directory_has_its_short_name(llama, loader, quiet, tmp_path, monkeypatch):
+    (home := tmp_path / "home").mkdir()
+    (work := tmp_path / "work").mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(work)
+    callback = MRPCallback(pattern="2:4", save_dir="~/pruned")
+    module = CausalLM(llama())
+    with monkeypatch.context() as patch:
+        fail_to_save(patch, OSError("gone"))
+        with pytest.raises(SaveError):
+            Trainer(**quiet).predict(module, loader, callbacks=[callback])
+    assert [path.name for path in home.iterdir()] == [".pruned.partial"]
+    callback.save("~/pruned")
+    Trainer(callbacks=SaveEvaluation("~/pruned"), **quiet).test(module, loader, verbose=False)
+    trained = SaveModel("~/trained")
+    Trainer(max_steps=1, callbacks=trained, **quiet).fit(module, loader)
+    assert sorted(path.name for path in home.iterdir()) == ["pruned", "trained"]
+    assert (home / "pruned" / "evaluation.json").is_file()
+    assert not list(work.iterdir())
+
+
+class Headed(pl.LightningModule):
+    """An encoder, and a decoder and a head that are not of it."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.encoder = AutoModel.from_pretrained(source)
+        self.decoder = torch.nn.ModuleList(
+            torch.nn.TransformerEncoderLayer(32, 2, 48, batch_first=True) for _ in range(2)
+        )
+        self.head = torch.nn.Linear(32, 3)
+
+    def predict_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        hidden = self.encoder(input_ids=batch).last_hidden_state
+        for block in self.decoder:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+def test_weights_beside_the_model_are_saved_with_it(llama, loader, quiet, tmp_path):
+    from safetensors.torch import load_model
+
+    llama().model.save_pretrained(tmp_path / "dense")
+    module = Headed(str(tmp_path / "dense"))
+    over_source = MRPCallback(pattern="2:4", save_dir=tmp_path / "dense", overwrite=True)
+    with pytest.raises(FileExistsError, match="is what is read"):
+        Trainer(**quiet).predict(module, loader, callbacks=[over_source])
+    callback = MRPCallback(pattern="2:4", save_dir=tmp_path / "out")
+    Trainer(**quiet).predict(module, loader, callbacks=[callback])
+    loaded = Headed(str(tmp_path / "dense"))
+    load_model(loaded, tmp_path / "out" / "model.safetensors")
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(loaded.get_parameter(name), tensor), name
+    names = {row.name for row in callback.report.pruned}
+    assert {"encoder.layers.0.mlp.up_proj", "decoder.1.linear1"} <= names
+    for name in names:
+        assert (loaded.get_submodule(name).weight == 0).float().mean() == 0.5
+
+
+def test_a_weight_that_is_tied_to_the_model_is_none_beside_it(llama, loader, quiet, tmp_path):
+    class Tied(CausalLM):
+        def __init__(self, model: torch.nn.Module) -> None:
+            super().__init__(model)
+            self.head = torch.nn.Linear(32, 64, bias=False)
+            self.head.weight = self.model.get_input_embeddings().weight
+
+    callback = MRPCallback(pattern="2:4", save_dir=tmp_path / "out")
+    Trainer(**quiet).predict(Tied(llama()), loader, callbacks=[callback])
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert callback.report.layers[0].name == "model.layers.0.self_attn.q_proj"
 
 
 def test_a_failed_save_leaves_nothing(llama, loader, quiet, tmp_path, monkeypatch):
@@ -175,6 +263,22 @@ def test_save_without_save_dir(llama, loader, quiet, tmp_path):
         callback.save(tmp_path / "out")
     callback.save(tmp_path / "out", overwrite=True)
     assert callback.report.complete
+
+
+def test_a_model_that_is_saved_is_not_kept_in_memory(llama, loader, quiet, tmp_path):
+    module, trainer = CausalLM(llama()), Trainer(**quiet)
+    alive = weakref.ref(module)
+    callback = MRPCallback(pattern="2:4", save_dir=tmp_path / "out")
+    trainer.predict(module, loader, callbacks=[callback])
+    callback.save(tmp_path / "again")
+    first, again = (tmp_path / name / "model.safetensors" for name in ("out", "again"))
+    assert first.read_bytes() == again.read_bytes()
+    del module, trainer
+    gc.collect()
+    assert alive() is None
+    with pytest.raises(OptionError, match="no longer in memory: it was saved in `save_dir`"):
+        callback.save(tmp_path / "late")
+    Trainer(**quiet).predict(CausalLM(llama()), loader, callbacks=[callback])  # prunes once
 
 
 def test_the_source_and_a_full_disk_are_refused_before_work(

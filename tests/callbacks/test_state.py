@@ -67,7 +67,13 @@ def test_the_report_says_where_it_comes_from(tiny_llama, loader, quiet, llama, t
     callback = PruningCallback(method="magnitude", pattern="2:4")
     Trainer(**quiet).predict(CausalLM(llama()), loader, callbacks=callback)
     found = callback.report.provenance["data"]
-    assert found == {"source": None, "samples": 8, "sequence_length": 16, "seed": None, "bos": None}
+    own = {"source": None, "samples": 8, "sequence_length": 16, "seed": None, "bos": None}
+    assert found == own
+    trainer, module = Trainer(**quiet), CausalLM(tiny_llama)
+    trainer.predict(module, datamodule=data)  # which the trainer remembers
+    callback = PruningCallback(method="magnitude", pattern="2:4")
+    trainer.predict(module, loader, callbacks=callback)
+    assert callback.report.provenance["data"] == own
 
 
 @pytest.mark.parametrize(

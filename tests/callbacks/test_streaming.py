@@ -182,6 +182,11 @@ def test_what_would_be_lost_is_refused(source, loader, quiet, tmp_path):
     ):
         with pytest.raises(OptionError, match="`streaming` keeps each block.*`save_dir`"):
             Trainer(**trainer).predict(module, loader, callbacks=[callback])
+    module.head = torch.nn.Linear(2, 2)
+    with pytest.raises(OptionError, match=r"weights beside it: head\.weight, head\.bias"):
+        Trainer(**quiet).predict(
+            module, loader, callbacks=[MRPCallback(sparsity=0.5, save_dir=tmp_path / "out")]
+        )
 
 
 def test_other_blocks_are_refused(source, loader, quiet, tmp_path):

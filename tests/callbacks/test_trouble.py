@@ -240,6 +240,14 @@ def test_a_block_that_runs_twice(quiet):
         )
 
 
+def test_a_step_that_takes_an_iterator_is_refused(refused, llama):
+    class Own(CausalLM):
+        def predict_step(self, dataloader_iter):
+            raise AssertionError("work had started")
+
+    refused(DataError, r"Own\.predict_step .*`batch` and `batch_idx`", Own(llama()), pattern="2:4")
+
+
 def test_two_pruning_callbacks_are_refused(llama, loader, quiet):
     with pytest.raises(ValueError, match="one PruningCallback"):
         Trainer(**quiet).predict(

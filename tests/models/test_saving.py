@@ -1,11 +1,19 @@
 """A saved model holds what the model holds."""
 
+import json
+
+import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from mrp_lightning.files import save_directory
+from mrp_lightning.models.loading import load_model
+from mrp_lightning.models.precision import wider_dtypes
 from mrp_lightning.models.saving import save_pretrained
+from mrp_lightning.models.streamed_saving import save_streamed
+from mrp_lightning.models.streaming import load_streamed
+from mrp_lightning.targets.blocks import find_blocks
 
 
 def test_a_model_is_stored_in_the_dtype_of_its_source(tmp_path, tiny_llama):
@@ -30,3 +38,69 @@ def test_a_model_is_stored_in_the_dtype_of_its_source(tmp_path, tiny_llama):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     assert loaded.dtype == torch.bfloat16
+
+
+BIAS = "e_score_correction_bias"
+
+
+def publish(model, directory, wide: str) -> set[str]:
+    """Write a model in bfloat16, but one weight, and what transformers keeps so, in float32."""
+    model.save_pretrained(directory)
+    weights = load_file(directory / "model.safetensors")
+    kept = {name for name in weights if BIAS in name} | {wide}
+    assert wide in weights
+    weights = {n: x if n in kept else x.bfloat16() for n, x in weights.items()}
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    return kept
+
+
+def blocks_of(model):
+    return {block.name: block.module for block in find_blocks(model)}
+
+
+def in_float32(directory) -> set[str]:
+    stored = [load_file(file) for file in directory.glob("*.safetensors")]
+    weights = {name: tensor for part in stored for name, tensor in part.items()}
+    assert {t.dtype for t in weights.values()} <= {torch.float32, torch.bfloat16}
+    return {name for name, tensor in weights.items() if tensor.dtype == torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("family", "wide"),
+    [
+        ("deepseek_v3", "model.norm.weight"),
+        ("mixtral", "model.layers.0.block_sparse_moe.gate.weight"),  # transformers renames it
+        ("tied", "model.embed_tokens.weight"),
+    ],
+)
+def test_what_the_source_has_in_float32_is_not_rounded(family, wide, build, tiny_llama, tmp_path):
+    tied = family == "tied"
+    made = AutoModelForCausalLM.from_pretrained(tiny_llama) if tied else build(family)
+    kept = publish(made, tmp_path / "source", wide)
+    assert len(kept) == 1 + (2 if family == "deepseek_v3" else 0)
+    model = load_model(str(tmp_path / "source"), torch.float32)
+    save_pretrained(model, tmp_path / "same")
+    assert in_float32(tmp_path / "same") == kept
+    save_pretrained(model, tmp_path / "narrow", dtype="bfloat16")
+    assert in_float32(tmp_path / "narrow") == {name for name in kept if BIAS in name}
+    model, streamed = load_streamed(str(tmp_path / "source"), torch.float32, blocks_of)
+    (tmp_path / "streamed").mkdir()
+    save_streamed(model, streamed, tmp_path / "streamed")
+    assert in_float32(tmp_path / "streamed") == kept
+
+
+def test_the_precision_of_a_model_of_the_hub_is_found(tiny_llama, monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    commit, repository = "a" * 40, tmp_path / "models--owner--name"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    made = AutoModelForCausalLM.from_pretrained(tiny_llama)
+    kept = publish(made, repository / "snapshots" / commit, "model.norm.weight")
+    made.name_or_path = "owner/name"
+    assert wider_dtypes(made, torch.bfloat16, as_published=True).keys() == kept
+    monkeypatch.chdir(repository / "snapshots" / commit)
+    for name in ("", str(tmp_path / "gone" / "model.gguf")):
+        made.name_or_path = name
+        assert not wider_dtypes(made, torch.bfloat16, as_published=True)
