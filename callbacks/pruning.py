@@ -88,8 +88,8 @@ class PruningCallback(Callback):
         skip_indivisible: Whether layers whose input features are no multiple of M are left dense,
             instead of refusing the model.
         save_dir: The directory for the pruned model: a Hugging Face checkpoint if the
-            LightningModule holds exactly one `PreTrainedModel` and no weights beside it, else
-            `model.safetensors` with all weights, by the LightningModule's names; and
+            LightningModule holds exactly one `PreTrainedModel`, with the weights beside it, if
+            there are any, in `module.safetensors`; else `model.safetensors`; and
             `pruning_report.json`. It appears when it is whole. Nothing is written with
             `fast_dev_run`.
         overwrite: Whether `save_dir` may be replaced, if all that it holds was written by this

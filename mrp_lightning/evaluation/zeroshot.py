@@ -181,10 +181,11 @@ def summarize(results: Mapping[str, Any]) -> dict[str, Scores]:
         if task in results["n-shot"]:
             scores["num_fewshot"] = results["n-shot"][task]
         summary[task] = scores
-    for task, scores in summary.items():
-        if depth := _depth(task, groups, summary):
-            summary[task] = {**scores, "depth": depth}
-    return summary
+    depths = {task: _depth(task, groups, summary) for task in summary}
+    return {
+        task: {**scores, "depth": depths[task]} if depths[task] else scores
+        for task, scores in summary.items()
+    }
 
 
 def _depth(task: str, groups: Mapping[str, Sequence[str]], scored: Collection[str]) -> int:

@@ -29,11 +29,10 @@ def language_models(module: LightningModule) -> dict[str, PreTrainedModel]:
 def checkpoint_root(module: LightningModule) -> tuple[str, nn.Module]:
     """The prefix of what is saved in the names of the LightningModule, and that module.
 
-    It is the one `PreTrainedModel` where no other weights are beside it, or the module that a
-    `ModuleRunner` runs, or else all.
+    It is the one `PreTrainedModel`, or the module that a `ModuleRunner` runs, or else all.
     """
     models = language_models(module)
-    if len(models) == 1 and not weights_beside(module):
+    if len(models) == 1:
         name, model = next(iter(models.items()))
         return f"{without_wrappers(name)}.", model
     if isinstance(module, ModuleRunner):
@@ -41,15 +40,15 @@ def checkpoint_root(module: LightningModule) -> tuple[str, nn.Module]:
     return "", module
 
 
-def weights_beside(module: LightningModule) -> list[str]:
-    """The names of what a `state_dict` of a module holds beside its language models.
+def weights_beside(module: LightningModule) -> dict[str, Tensor]:
+    """What a `state_dict` of a module holds beside what is saved as the model, by name.
 
-    What is tied to a weight of theirs is none.
+    What is tied to a weight of the model is none.
     """
-    models = language_models(module).values()
-    inside = {id(x) for model in models for x in model.state_dict(keep_vars=True).values()}
+    _, model = checkpoint_root(module)
+    inside = {id(x) for x in model.state_dict(keep_vars=True).values()}
     held = module.state_dict(keep_vars=True).items()
-    return [name for name, x in held if isinstance(x, Tensor) and id(x) not in inside]
+    return {name: x for name, x in held if isinstance(x, Tensor) and id(x) not in inside}
 
 
 def is_built_later(module: LightningModule) -> bool:

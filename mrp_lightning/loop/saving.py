@@ -6,7 +6,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 from lightning.pytorch import LightningModule
-from safetensors.torch import save_model
+from safetensors.torch import save_file, save_model
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -14,7 +14,7 @@ from mrp_lightning.environment import command
 from mrp_lightning.errors import OptionError
 from mrp_lightning.files import check_output_dir, output_path, save_directory, visible_files
 from mrp_lightning.loop.causal_lm import CausalLM
-from mrp_lightning.loop.contents import checkpoint_root, language_models
+from mrp_lightning.loop.contents import checkpoint_root, language_models, weights_beside
 from mrp_lightning.loop.streaming import streamed_blocks
 from mrp_lightning.models.precision import stored_dtype, wider_dtypes
 from mrp_lightning.models.saving import save_pretrained
@@ -22,6 +22,9 @@ from mrp_lightning.models.streamed_saving import save_streamed
 from mrp_lightning.pruning.kept import kept_report
 from mrp_lightning.pruning.model_card import model_card
 from mrp_lightning.pruning.report import NAME, PruningReport
+
+BESIDE = "module.safetensors"
+"""The weights that a LightningModule has beside its one `PreTrainedModel`."""
 
 
 def check_save_dir(
@@ -46,11 +49,12 @@ def check_save_dir(
             not enough room.
     """
     model = checkpoint_root(module)[1]
+    beside = sum(tensor.nbytes for tensor in weights_beside(module).values())
     check_output_dir(
         directory,
         overwrite=overwrite,
         sources=sources_of(module),
-        num_bytes=num_bytes(model, dtype) + journal_bytes,
+        num_bytes=num_bytes(model, dtype) + journal_bytes + beside,
     )
     if isinstance(model, PreTrainedModel) and model.can_generate():
         _check_generation(model)
@@ -77,8 +81,9 @@ def save_pruned(
 ) -> None:
     """Write the model and its report into a directory that appears when it is whole.
 
-    A LightningModule with the weights of one `PreTrainedModel`, and no others, becomes a Hugging
-    Face directory, any other `model.safetensors` with the names of its `state_dict`.
+    A `PreTrainedModel` becomes a Hugging Face directory, any other module `model.safetensors` with
+    the names of its `state_dict`. Weights that a LightningModule has beside its one
+    `PreTrainedModel` go into a file of their own, with the names of its `state_dict`.
 
     Args:
         module: The LightningModule that holds the pruned model.
@@ -103,6 +108,10 @@ def save_pruned(
             save_model(model, str(staging / "model.safetensors"))
             card = model_card(report, type(model).__name__, library=None)
             (staging / "README.md").write_text(card, encoding="utf-8")
+        if own := weights_beside(module):
+            # Copies, since safetensors takes no tensors that share memory.
+            tensors = {name: x.detach().clone().contiguous() for name, x in own.items()}
+            save_file(tensors, staging / BESIDE, metadata={"format": "pt"})
         _save_report(report, staging)
     if streamed is not None:
         written = output_path(directory)

@@ -38,7 +38,7 @@ def start_streamed(module: LightningModule, *, processes: int, is_kept: bool) ->
     if own := weights_beside(module):
         raise OptionError(
             f"`streaming` saves the Hugging Face model alone, and {type(module).__name__} has "
-            f"weights beside it: {', '.join(own[:5])}. Load the model without `streaming`."
+            f"weights beside it: {', '.join(list(own)[:5])}. Load the model without `streaming`."
         )
     if processes > 1:
         raise StrategyError(

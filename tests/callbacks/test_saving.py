@@ -6,6 +6,7 @@ import weakref
 import lightning.pytorch as pl
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM
 
 from callbacks import MRPCallback, SaveEvaluation, SaveModel
@@ -97,7 +98,6 @@ class Two(pl.LightningModule):
 
 
 def test_a_module_with_two_models_is_saved_whole(llama, loader, quiet, tmp_path):
-    from safetensors.torch import load_file
 
     module = Two(llama(), llama())
     callback = MRPCallback(pattern="2:4", blocks="student.model.layers", save_dir=tmp_path / "out")
@@ -148,8 +148,6 @@ class Headed(pl.LightningModule):
 
 
 def test_weights_beside_the_model_are_saved_with_it(llama, loader, quiet, tmp_path):
-    from safetensors.torch import load_model
-
     llama().model.save_pretrained(tmp_path / "dense")
     module = Headed(str(tmp_path / "dense"))
     over_source = MRPCallback(pattern="2:4", save_dir=tmp_path / "dense", overwrite=True)
@@ -157,14 +155,20 @@ def test_weights_beside_the_model_are_saved_with_it(llama, loader, quiet, tmp_pa
         Trainer(**quiet).predict(module, loader, callbacks=[over_source])
     callback = MRPCallback(pattern="2:4", save_dir=tmp_path / "out")
     Trainer(**quiet).predict(module, loader, callbacks=[callback])
-    loaded = Headed(str(tmp_path / "dense"))
-    load_model(loaded, tmp_path / "out" / "model.safetensors")
+    loaded = Headed(str(tmp_path / "out"))
+    own = load_file(tmp_path / "out" / "module.safetensors")
+    assert not [name for name in own if name.startswith("encoder")]
+    assert loaded.load_state_dict(own, strict=False).unexpected_keys == []
     for name, tensor in module.state_dict().items():
         assert torch.equal(loaded.get_parameter(name), tensor), name
     names = {row.name for row in callback.report.pruned}
-    assert {"encoder.layers.0.mlp.up_proj", "decoder.1.linear1"} <= names
+    assert {"layers.0.mlp.up_proj", "decoder.1.linear1"} <= names
     for name in names:
-        assert (loaded.get_submodule(name).weight == 0).float().mean() == 0.5
+        part = loaded.encoder if name.startswith("layers") else loaded
+        assert (part.get_submodule(name).weight == 0).float().mean() == 0.5
+    assert "module.safetensors" in callback.report.files
+    again = MRPCallback(pattern="2:4", save_dir=tmp_path / "out", overwrite=True)
+    Trainer(**quiet).predict(Headed(str(tmp_path / "dense")), loader, callbacks=[again])
 
 
 def test_a_weight_that_is_tied_to_the_model_is_none_beside_it(llama, loader, quiet, tmp_path):
