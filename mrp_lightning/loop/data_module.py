@@ -143,8 +143,10 @@ class TextDataModule(LightningDataModule):
         """The tokenizer that was given, or else that of the model that the trainer now runs."""
         if self._tokenizer is None and self._tokenizer_source is not None:
             self._tokenizer = load_tokenizer(self._tokenizer_source)
+        if self._tokenizer is not None:
+            return self._tokenizer
         module = self.trainer.lightning_module if self.trainer else None
-        return self._tokenizer or getattr(module, "tokenizer", None)
+        return getattr(module, "tokenizer", None)
 
     @tokenizer.setter
     def tokenizer(self, tokenizer: Any) -> None:
