@@ -1,7 +1,7 @@
 """A pruned model in memory, until it is saved."""
 
-from collections.abc import Callable
 from os import PathLike
+from typing import Any
 from weakref import ref
 
 from lightning.pytorch import LightningModule
@@ -11,9 +11,14 @@ from safetensors import SafetensorError
 from mrp_lightning.errors import OptionError, SaveError
 from mrp_lightning.loop.contents import checkpoint_root
 from mrp_lightning.loop.saving import save_pruned
+from mrp_lightning.loop.trainer import as_lightning_module
 from mrp_lightning.pruning.journal import Journal
 from mrp_lightning.pruning.report import PruningReport
 from mrp_lightning.pruning.shared_journal import SharedJournal
+
+
+def _gone() -> None:
+    """Stand in for a reference to what is no longer in memory."""
 
 
 class Pruned:
@@ -25,13 +30,24 @@ class Pruned:
     """
 
     def __init__(self, module: LightningModule, journal: Journal | SharedJournal | None) -> None:
-        self._module: Callable[[], LightningModule | None] = lambda: module
+        self._kept: LightningModule | None = module
+        self._seen = ref(module), ref(checkpoint_root(module)[1])
         self._journal = journal
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy in another process knows of no model that is let go."""
+        return {**vars(self), "_seen": (_gone, _gone)}
 
     def let_go(self) -> None:
         """Keep the module no longer than others do."""
-        if (module := self._module()) is not None:
-            self._module = ref(module)
+        self._kept = None
+
+    def _module(self) -> LightningModule | None:
+        """The module, or one around its model if only that is still in memory."""
+        module, model = self._kept or self._seen[0](), self._seen[1]()
+        if module is None and model is not None:
+            module = as_lightning_module(model)
+        return module
 
     def is_of(self, module: LightningModule) -> bool:
         """Whether a LightningModule holds this very model."""

@@ -31,6 +31,10 @@ OURS = (
 """What this package writes into a directory. What else a run wrote its report lists, in `files`."""
 
 
+BESIDE = "module.safetensors"
+"""The weights that a LightningModule has beside the one Hugging Face model that is saved."""
+
+
 def output_path(path: str | os.PathLike[str]) -> Path:
     """Where what a user named is written: no shell has put the home in place of a `~` in YAML."""
     return Path(path).expanduser()

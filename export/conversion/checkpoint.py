@@ -14,6 +14,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from export.backends.torchao_format import read
 from export.errors import first_line
 from mrp_lightning.errors import FormatError
+from mrp_lightning.files import BESIDE
 from mrp_lightning.json_files import read_json
 from mrp_lightning.models.loading import missing_weights
 from mrp_lightning.models.plausible import check_size, check_values
@@ -221,6 +222,7 @@ def _companions(path: Path) -> list[Path]:
         relative = file.relative_to(path)
         hidden = any(part.startswith(".") for part in relative.parts)
         weights = file.suffix in _WEIGHTS or file.name.endswith(".index.json")
+        weights = weights and str(relative) != BESIDE
         replaced = str(relative) in _REPLACED or (weights and (file.parent == path or not modules))
         if file.is_file() and not hidden and not replaced:
             files.append(relative)

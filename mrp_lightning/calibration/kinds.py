@@ -1,18 +1,21 @@
 """Telling kinds of batches apart, for which a model may do other things."""
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import Tensor
 
+_MOST = 8
+"""How many kinds are tried. Keys that name samples would make every batch a kind of its own."""
+
 
 def one_of_each_kind(batches: Sequence[Any]) -> list[Any]:
-    """The first batch of each kind, in the order of the batches."""
+    """The first batch of each kind, of eight at most, in the order of the batches."""
     found: dict[Hashable, Any] = {}
     for batch in batches:
         found.setdefault(kind(batch), batch)
-    return list(found.values())
+    return list(found.values())[:_MOST]
 
 
 def kind(data: Any) -> Hashable:
@@ -30,7 +33,7 @@ def kind(data: Any) -> Hashable:
     if isinstance(data, list):
         return frozenset(map(kind, data))
     if is_dataclass(data) and not isinstance(data, type):
-        return type(data), tuple(kind(getattr(data, name)) for name in data.__dataclass_fields__)
+        return type(data), tuple(kind(getattr(data, field.name)) for field in fields(data))
     return (type(data),)
 
 

@@ -144,7 +144,7 @@ class Padding:
         """Say, once, that padding is told to an attention, and to no module around it."""
         given = dict(zip(OF_ATTENTION, args, strict=False)) | kwargs
         mask = given.get("key_padding_mask")
-        if self._warned or mask is None or given["query"] is not given["key"]:
+        if self._warned or mask is None or given.get("query") is not given.get("key"):
             return
         if self._around(module).own is None and self._tokens_of(mask, not_padding) is not None:
             self._warned = True

@@ -5,9 +5,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from mrp_lightning.calibration.experts import one_by_one
 from mrp_lightning.calibration.padding import Padding
@@ -57,12 +55,6 @@ class Watch(ABC):
                 stack.callback(before.remove)
                 after = module.register_forward_hook(self._leave(layer), always_call=True)
                 stack.callback(after.remove)
-                attention = self._padding.parent(module)
-                if isinstance(attention, nn.MultiheadAttention):
-                    before = attention.register_forward_pre_hook(
-                        self._attend(layer), with_kwargs=True
-                    )
-                    stack.callback(before.remove)
             stack.enter_context(self._padding.follow([layer.module for layer in self.layers]))
             stack.enter_context(one_by_one(experts))
             # Which rows of an expert are tokens is seen at its first matrix, pruned or not.
@@ -92,28 +84,6 @@ class Watch(ABC):
 
     def _leave(self, layer: Layer) -> Any:
         return lambda *_: self._inside.discard(id(layer))
-
-    def _attend(self, layer: Layer) -> Any:
-        """Torch's attention multiplies by `out_proj.weight` itself, where no hook or mode looks.
-
-        So it is run with the identity in place of that weight: it returns what W is given.
-        """
-
-        def pre(
-            attention: nn.MultiheadAttention, args: tuple[Any, ...], kwargs: dict[str, Any]
-        ) -> None:
-            if id(layer) in self._inside:
-                return
-            out = attention.out_proj
-            parts = {"out_proj.weight": torch.eye(len(out.weight)).to(out.weight)}
-            if out.bias is not None:
-                parts["out_proj.bias"] = torch.zeros_like(out.bias)
-            self._inside.add(id(layer))
-            x, _ = functional_call(attention, parts, args, kwargs)
-            self._inside.discard(id(layer))
-            self.note(layer, x, None)
-
-        return pre
 
     def _multiplied(self, layer: Layer, x: Tensor) -> None:
         if isinstance(layer, Expert):

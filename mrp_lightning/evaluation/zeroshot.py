@@ -176,8 +176,8 @@ def summarize(results: Mapping[str, Any]) -> dict[str, Scores]:
                 scores[metric if filter_name == "none" else key] = float(value)
         if not scores:
             continue  # a group that has only members
-        if task in results["n-samples"]:
-            scores["samples"] = results["n-samples"][task]["effective"]
+        if samples := _samples(task, results):
+            scores["samples"] = samples
         if task in results["n-shot"]:
             scores["num_fewshot"] = results["n-shot"][task]
         summary[task] = scores
@@ -186,6 +186,13 @@ def summarize(results: Mapping[str, Any]) -> dict[str, Scores]:
         task: {**scores, "depth": depths[task]} if depths[task] else scores
         for task, scores in summary.items()
     }
+
+
+def _samples(task: str, results: Mapping[str, Any]) -> int:
+    """The number of samples of a task, or of all members of a group."""
+    if task in results["n-samples"]:
+        return int(results["n-samples"][task]["effective"])
+    return sum(_samples(x, results) for x in results.get("group_subtasks", {}).get(task, []))
 
 
 def _depth(task: str, groups: Mapping[str, Sequence[str]], scored: Collection[str]) -> int:

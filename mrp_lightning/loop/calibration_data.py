@@ -103,5 +103,6 @@ def _parts(data: Any) -> Iterator[tuple[Any, Any]] | None:
     if isinstance(reduced, str):
         return iter([("name", reduced)])
     make, arguments, state, items, entries = (*reduced, None, None, None)[:5]
-    held = (make.__qualname__, arguments, state, list(items or ()), list(entries or ()))
+    name = getattr(make, "__qualname__", type(make).__name__)
+    held = (name, arguments, state, list(items or ()), list(entries or ()))
     return iter(enumerate(held))

@@ -1,6 +1,7 @@
 """What a LightningModule holds: which language models, and what of it a checkpoint is."""
 
 from collections.abc import Mapping
+from inspect import signature
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -66,7 +67,8 @@ def check_batch(module: LightningModule, batch: Any) -> None:
             names both numbers), or a `CausalLM` is given images or other inputs beside the text.
     """
     if isinstance(module, CausalLM) and isinstance(batch, Mapping):
-        values = {key: x for key, x in batch.items() if isinstance(x, Tensor) and x.ndim > 2}
+        taken = signature(module.model.forward).parameters.keys() - {"attention_mask"}
+        values = {key: x for key, x in batch.items() if key in taken and isinstance(x, Tensor)}
         if beside := [f"`{key}`" for key, x in values.items() if x.is_floating_point()]:
             raise DataError(
                 f"A CausalLM reads `input_ids` and `attention_mask` alone, so {', '.join(beside)} "

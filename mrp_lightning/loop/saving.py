@@ -12,7 +12,13 @@ from transformers import PreTrainedModel
 
 from mrp_lightning.environment import command
 from mrp_lightning.errors import OptionError
-from mrp_lightning.files import check_output_dir, output_path, save_directory, visible_files
+from mrp_lightning.files import (
+    BESIDE,
+    check_output_dir,
+    output_path,
+    save_directory,
+    visible_files,
+)
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.contents import checkpoint_root, language_models, weights_beside
 from mrp_lightning.loop.streaming import streamed_blocks
@@ -22,9 +28,6 @@ from mrp_lightning.models.streamed_saving import save_streamed
 from mrp_lightning.pruning.kept import kept_report
 from mrp_lightning.pruning.model_card import model_card
 from mrp_lightning.pruning.report import NAME, PruningReport
-
-BESIDE = "module.safetensors"
-"""The weights that a LightningModule has beside its one `PreTrainedModel`."""
 
 
 def check_save_dir(

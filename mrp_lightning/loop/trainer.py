@@ -166,7 +166,15 @@ def as_lightning_module(model: nn.Module) -> nn.Module:
 def _reads_text_alone(model: "PreTrainedModel") -> bool:
     """Whether token ids are all that a language model is called with: no images, no encoder."""
     is_decoder = model.can_generate() and not model.config.is_encoder_decoder
-    return is_decoder and not model.config.sub_configs
+    return is_decoder and model.config.get_text_config() is model.config
+
+
+def _tokenizer_of(model: nn.Module) -> Any:
+    """The tokenizer that lies beside a Hugging Face model, if it was read from somewhere."""
+    from mrp_lightning.models.tokenizers import tokenizer_beside
+
+    source = getattr(model, "name_or_path", None)
+    return tokenizer_beside(source) if isinstance(source, str) and source else None
 
 
 class ModuleRunner(pl.LightningModule):
@@ -179,9 +187,12 @@ class ModuleRunner(pl.LightningModule):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        can_generate = getattr(model, "can_generate", None)
-        # Keys and values of tokens that are not to be generated are a waste of memory.
-        self._options = {"use_cache": False} if can_generate and can_generate() else {}
+        self.tokenizer: Any = None
+        self._options: dict[str, Any] = {}
+        if getattr(model, "can_generate", bool)():
+            # Keys and values of tokens that are not to be generated are a waste of memory.
+            self._options = {"use_cache": False}
+            self.tokenizer = _tokenizer_of(model)
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         """Run the module on one batch."""

@@ -5,6 +5,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import nn
 
 from mrp_lightning.calibration.dense import DenseStream
 from mrp_lightning.calibration.experts import blend, portions
@@ -135,7 +136,7 @@ class BlockPruner:
                 empty = HessianAccumulator(layer.columns, layer.name)
                 calibration.groups.append(InputGroup([layer], empty, 0))
             else:
-                self._skip(layer, "not called in the forward")
+                self._skip(layer, self._why_not_called(layer))
         while calibration.groups:
             group = calibration.groups.pop(0)
             expert = group.layers[0]
@@ -208,6 +209,11 @@ class BlockPruner:
         log.info("%s: relative loss %.4g, %.1f s", row.name, row.relative_loss, row.seconds)
         self.tell(layer.name)
         return row
+
+    def _why_not_called(self, layer: Layer) -> str:
+        if isinstance(self.padding.parent(layer.module), nn.MultiheadAttention):
+            return "its product is made inside torch's attention, which shows no input of it"
+        return "not called in the forward"
 
     def _skip(self, layer: Layer, reason: str) -> None:
         self.report.skip(layer.name, tuple(layer.weight.shape), reason)

@@ -11,6 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from mrp_lightning.errors import JournalError
 from mrp_lightning.pruning.rows import BlockReport, LayerReport
 from mrp_lightning.targets.layers import Layer
 
@@ -47,8 +48,18 @@ class BlockRecord:
         Args:
             layers: The layers of the block.
             before: Called with each layer that is pruned, before any is written.
+
+        Raises:
+            JournalError: Layers that were pruned are not among them.
         """
         mine = self.pruned(layers)
+        names = {layer.name for layer in mine}
+        if lost := [row.name for row in self.rows if row.skipped is None and row.name not in names]:
+            raise JournalError(
+                f"The journal holds pruned layers that the block `{self.name}` does not have: "
+                f"{', '.join(lost[:5])}. It is of another version: give `resume=False`, which "
+                "starts afresh."
+            )
         for layer in mine:
             before(layer)
         with torch.no_grad():

@@ -82,8 +82,8 @@ def make_plan(
         ignore: Name patterns of the layers to leave out.
         blocks: The names of the block lists, where they are not to be found by themselves.
         skip_indivisible: Whether layers are left out whose columns the pattern does not divide.
-        prefix: A prefix that is cut from the names that are reported, and that regular expressions
-            do not see.
+        prefix: A prefix that is cut from the names that are reported, unless two would then be the
+            same, and that regular expressions do not see.
         allow_meta: Whether weights may be on the meta device. Such a plan can only be read.
 
     Raises:
@@ -119,6 +119,9 @@ def make_plan(
     skipped = {s.name: s for s in (*routers, *_no_layers(modules, found, wanted))}
     skipped |= {s.name: s for s in _tied(model, targeted)}
     skipped |= {s.name: s for s in _indivisible(targeted, pattern, skip_indivisible)}
+    every = {*layers, *(b.name for b in found)}
+    if len({name.removeprefix(prefix) for name in every}) < len(every):
+        prefix = ""  # cut, names would be the same as those of what is beside
     kept = {n: replace(layers[n], name=n.removeprefix(prefix)) for n in names if n not in skipped}
     if not kept:
         _nothing_left(linear, in_blocks, list(skipped.values()))

@@ -1,5 +1,5 @@
 from collections import namedtuple
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ IDS, FLOATS = torch.ones(2, 5, dtype=torch.long), torch.ones(2, 5)
 @dataclass
 class Step:
     args: tuple[Any, ...]
+    width: InitVar[int] = 0
 
 
 Pair = namedtuple("Pair", "x y")

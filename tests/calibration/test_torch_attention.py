@@ -4,7 +4,6 @@ import pytest
 import torch
 from slow_pruning import prune_model
 from torch import Tensor, nn
-from torch.nn import functional
 
 from mrp_lightning.calibration.forwards import every_layer_called
 from mrp_lightning.calibration.hessians import Calibration
@@ -29,23 +28,14 @@ def padded(*, batch_first: bool = True, length: int = 6) -> dict[str, Tensor]:
     return {"src": x if batch_first else x.transpose(0, 1), "src_key_padding_mask": is_padding}
 
 
-def attended(attention: nn.MultiheadAttention, x: Tensor) -> Tensor:
-    """What `out_proj` is given for one sequence (length, columns)."""
-    packed = functional.linear(x, attention.in_proj_weight, attention.in_proj_bias)
-    q, k, v = (part.view(len(x), 2, 4).transpose(0, 1) for part in packed.chunk(3, dim=-1))
-    scores = (q @ k.mT / 4**0.5).softmax(-1)
-    return (scores @ v).transpose(0, 1).reshape(len(x), 8)
-
-
 def inputs_one_by_one(model: nn.TransformerEncoder, x: Tensor) -> dict[str, Tensor]:
     """The inputs of all layers, by name, of the tokens of a batch (batch, length, columns)."""
     found: dict[str, list[Tensor]] = {}
     for sequence, length in zip(x, LENGTHS, strict=True):
         state = sequence[:length]
         for k, layer in enumerate(model.layers):
-            given = attended(layer.self_attn, state)
-            found.setdefault(f"layers.{k}.self_attn.out_proj", []).append(given)
-            state = layer.norm1(state + layer.self_attn.out_proj(given))
+            attended, _ = layer.self_attn(state, state, state, need_weights=False)
+            state = layer.norm1(state + attended)
             found.setdefault(f"layers.{k}.linear1", []).append(state)
             given = layer.linear1(state).relu()
             found.setdefault(f"layers.{k}.linear2", []).append(given)
@@ -59,7 +49,7 @@ def inputs_one_by_one(model: nn.TransformerEncoder, x: Tensor) -> dict[str, Tens
 def test_all_layers_are_calibrated_on_the_tokens(batch_first, length):
     model, batch = encoder(batch_first=batch_first), padded(batch_first=batch_first, length=length)
     padding = Padding(model)
-    linears = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear)]
+    linears = [(name, m) for name, m in model.named_modules() if type(m) is nn.Linear]
     calibration = Calibration([Linear(*named) for named in linears], padding)
     with every_layer_called(), padding.watch(), calibration.hooked():
         padding.start_batch(batch)
@@ -78,8 +68,10 @@ def test_an_encoder_with_padding_is_pruned_block_by_block():
     model = encoder()
     report = prune_model(model, [padded() for _ in range(3)])
     assert report.config["walk"] == "inject"
-    left = {row.name for row in report.layers if row.skipped}
-    assert left == {f"layers.{k}.self_attn.in_proj_weight" for k in (0, 1)}
+    left = {row.name: row.skipped for row in report.layers if row.skipped}
+    parts = ("in_proj_weight", "out_proj")
+    assert left.keys() == {f"layers.{k}.self_attn.{part}" for k in (0, 1) for part in parts}
+    assert "inside torch's attention" in left["layers.0.self_attn.out_proj"]
     assert {row.tokens for row in report.pruned} == {3 * sum(LENGTHS)}
     assert torch.backends.mha.get_fastpath_enabled()
 

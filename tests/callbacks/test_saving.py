@@ -1,5 +1,6 @@
 import gc
 import json
+import pickle
 import shutil
 import weakref
 
@@ -10,6 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM
 
 from callbacks import MRPCallback, SaveEvaluation, SaveModel
+from export.to_sparse import main as to_sparse
 from mrp_lightning import CausalLM, Trainer
 from mrp_lightning.errors import OptionError, SaveError
 from mrp_lightning.loop.saving import num_bytes
@@ -167,8 +169,31 @@ def test_weights_beside_the_model_are_saved_with_it(llama, loader, quiet, tmp_pa
         part = loaded.encoder if name.startswith("layers") else loaded
         assert (part.get_submodule(name).weight == 0).float().mean() == 0.5
     assert "module.safetensors" in callback.report.files
+    to_sparse([str(tmp_path / "out"), "--out", str(tmp_path / "packed")])
+    assert load_file(tmp_path / "packed" / "module.safetensors").keys() == own.keys()
     again = MRPCallback(pattern="2:4", save_dir=tmp_path / "out", overwrite=True)
     Trainer(**quiet).predict(Headed(str(tmp_path / "dense")), loader, callbacks=[again])
+
+
+def test_names_that_would_be_the_same_are_not_cut(llama, loader, quiet, tmp_path):
+    class Stacked(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = llama().model
+            blocks = (torch.nn.Sequential(torch.nn.Linear(32, 32)) for _ in range(2))
+            self.layers = torch.nn.ModuleList(blocks)
+
+        def predict_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            hidden = self.model(input_ids=batch).last_hidden_state
+            for block in self.layers:
+                hidden = block(hidden)
+            return hidden
+
+    module, callback = Stacked(), MRPCallback(pattern="2:4", save_dir=tmp_path / "out")
+    Trainer(**quiet).predict(module, loader, callbacks=[callback])
+    linears = [m for m in module.modules() if isinstance(m, torch.nn.Linear)]
+    assert len(linears) == len(callback.report.pruned) == 16
+    assert all((linear.weight == 0).float().mean() == 0.5 for linear in linears)
 
 
 def test_a_weight_that_is_tied_to_the_model_is_none_beside_it(llama, loader, quiet, tmp_path):
@@ -282,7 +307,13 @@ def test_a_model_that_is_saved_is_not_kept_in_memory(llama, loader, quiet, tmp_p
     assert alive() is None
     with pytest.raises(OptionError, match="no longer in memory: it was saved in `save_dir`"):
         callback.save(tmp_path / "late")
+    pickle.loads(pickle.dumps(callback))
     Trainer(**quiet).predict(CausalLM(llama()), loader, callbacks=[callback])  # prunes once
+
+    model, callback = llama(), MRPCallback(pattern="2:4", save_dir=tmp_path / "held")
+    Trainer(**quiet).predict(model, loader, callbacks=[callback])
+    gc.collect()
+    callback.save(tmp_path / "of a model that is held")
 
 
 def test_the_source_and_a_full_disk_are_refused_before_work(

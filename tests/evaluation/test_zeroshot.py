@@ -204,6 +204,7 @@ def test_members_of_a_group_are_in_its_mean_and_not_in_that_of_all(
     assert found["pair"]["acc"] == pytest.approx(sum(accuracies) / 2)
     assert [found[name].get("depth") for name in ("pair", "continuation")] == [None, 1]
     assert list(averaged(found)) == ["pair"]
+    assert found["pair"]["samples"] == 8
     nested = {"results": {k: {"acc,none": 0.5} for k in "abcd"}, "n-samples": {}, "n-shot": {}}
     nested["group_subtasks"] = {"a": ["b", "c"], "b": ["d"], "unscored": ["a"], "c": []}
     depths = {name: scores.get("depth") for name, scores in summarize(nested).items()}

@@ -148,6 +148,12 @@ def test_another_version_is_refused(three, tmp_path):
         Journal.open(tmp_path / "out", PRINT)
 
 
+def test_a_shard_with_other_layers_is_refused():
+    record = BlockRecord("0", [ROW])
+    with pytest.raises(JournalError, match="pruned layers that the block `0` does not have: a"):
+        record.restore([], lambda layer: None)
+
+
 def test_names_all_differences():
     before = {"method": "SM", "weights": "sha256:12", "gone": 1, "same": None}
     now = {"method": "SS", "weights": "sha256:34", "new": [2], "same": None}
