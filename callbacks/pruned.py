@@ -44,10 +44,11 @@ class Pruned:
 
     def _module(self) -> LightningModule | None:
         """The module, or one around its model if only that is still in memory."""
-        module, model = self._kept or self._seen[0](), self._seen[1]()
+        module, model = (seen() for seen in self._seen)
         if module is None and model is not None:
             module = as_lightning_module(model)
-        return module
+        assert module is None or isinstance(module, LightningModule)
+        return self._kept or module
 
     def is_of(self, module: LightningModule) -> bool:
         """Whether a LightningModule holds this very model."""
