@@ -183,7 +183,7 @@ def main() -> None:
 
     unit = "CPU s" if args.cpu_time else "s"
     print(f"`python {' '.join(sys.argv)}`\n")
-    print(f"{machine(args.device)}; weights {args.dtype}, computed in full float32;")
+    print(f"{machine(args.device)}; weights {args.dtype};")
     print(f"2:4; median of {args.rounds} rounds; load average {os.getloadavg()[0]:.1f} before.\n")
     print(f"| layer | condition | method | {unit} | max/min ", end="")
     print("| × column sweep | steps | gap | rel. loss |")
