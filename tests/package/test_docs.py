@@ -38,6 +38,7 @@ NOT_RUN = {
     ("frontier.md", "python -m mrp_lightning sweep"): HOURS,
     ("real-model.md", "python -m mrp_lightning sweep"): HOURS,
     ("results.md", "python -m mrp_lightning sweep"): HOURS,
+    ("real-model.md", "python -m mrp_lightning test"): HOURS,
     ("data.md", "hf download Salesforce/wikitext"): HUB,
     ("format.md", "module = export.load_into"): OWN,
     ("methods.md", "python -m mrp_lightning sweep"): HOURS,
