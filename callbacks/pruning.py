@@ -69,8 +69,8 @@ class PruningCallback(Callback):
         target_weight: How far it aims there, in (0, 1]. `None` is ½, by measurement.
         allocation: "uniform": all blocks get the same sparsity. "dlp": those whose weights and
             inputs are small get less, and the model the same in all, for one more pass over the
-            calibration data. "loss": those whose layers would lose more get less, for a dry run of
-            the pruning. For `sparsity` only.
+            calibration data. "output": those whose pruning changes the model's output more get
+            less, for a dry run of the pruning. For `sparsity` only.
         tuning: Whether, or how, the kept weights of each block are tuned towards its outputs in the
             dense model once it is pruned. The report's losses of layers are those before that.
         targets: The names of the linear layers to prune, with shell wildcards: runs of whole name

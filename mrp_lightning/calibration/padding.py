@@ -193,6 +193,19 @@ class Padding:
             self.unmatched.setdefault(name, (tuple(x.shape), tuple(kept.shape)))
         return rows
 
+    def rows_of_output(self, x: Tensor) -> Tensor | None:
+        """Tell which rows of the model's output are tokens.
+
+        Args:
+            x: (batch, length, ..., columns); of any other shape all rows count.
+
+        Returns:
+            A bool for each position, or `None` where all count.
+        """
+        found = [self._of_batch, *(masks.own for masks in self._masks.values())]
+        fitting = (kept for kept in found if kept is not None and x.shape[:-1] == kept.shape)
+        return next((kept.flatten().to(x.device) for kept in fitting), None)
+
     def in_order(self, x: Tensor, module: nn.Module) -> bool:
         """Whether the rows of a layer's input are positions in their order, not picked by a router.
 

@@ -7,7 +7,7 @@ blocks before it by stubs that return what is stored of them; `Rerun` runs them 
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,6 +84,15 @@ class Walk(ABC):
         hidden = hidden_of(output).detach()
         return hidden if self.store is None else hidden.to(self.store)
 
+    def finish(self, k: int, i: int) -> Any:  # noqa: ARG002
+        """Run the model on batch i from block k, on the outputs of those before it, to its end.
+
+        Returns:
+            What the model's forward returns.
+        """
+        with every_layer_called():
+            return self.forward(self.batches[i])
+
     @abstractmethod
     def output(self, k: int, i: int) -> Any:
         """Run block k on batch i, on the outputs of the blocks before it as they are now.
@@ -98,10 +107,9 @@ class WholeModel(Walk):
 
     name = "whole model"
 
-    def output(self, k: int, i: int) -> Any:  # noqa: ARG002
+    def output(self, k: int, i: int) -> Any:
         """Run one batch to the end."""
-        with every_layer_called():
-            return self.forward(self.batches[i])
+        return self.finish(k, i)
 
 
 class Rerun(Walk):
@@ -194,14 +202,27 @@ class Inject(Walk):
             out.append(output)
             raise StopForward
 
+        with self._stubs(k, i):
+            hook = self.blocks[k].module.register_forward_hook(post)
+            try:
+                forward_until_stop(self.forward, self.batches[i])
+            finally:
+                hook.remove()
+        return out[0] if out else None
+
+    def finish(self, k: int, i: int) -> Any:
+        """Run what comes after the stored outputs of batch i."""
+        with self._stubs(k, i):
+            return super().finish(k, i)
+
+    @contextmanager
+    def _stubs(self, k: int, i: int) -> Iterator[None]:
+        """Let stubs of the blocks before k return what is stored of batch i."""
         with ExitStack() as stack:
             for j, block in enumerate(self.blocks[:k]):
                 stub = _stub(self.containers[j], self.kept[i].get(j))
                 stack.enter_context(replaced(block.module, "forward", stub))
-            hook = self.blocks[k].module.register_forward_hook(post)
-            stack.callback(hook.remove)
-            forward_until_stop(self.forward, self.batches[i])
-        return out[0] if out else None
+            yield
 
 
 @dataclass(frozen=True)

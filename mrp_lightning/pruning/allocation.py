@@ -8,11 +8,11 @@ from mrp_lightning.pruning.dense_pass import Measure
 from mrp_lightning.solver.patterns import Pattern, SemiStructured, Unstructured
 from mrp_lightning.targets.layers import Layer
 
-ALLOCATIONS = ("uniform", "dlp", "loss")
+ALLOCATIONS = ("uniform", "dlp", "output")
 SPREAD = 0.15
 """How far, at most, blocks are from the mean: DLP's α, which is published for 70%."""
 STEEPNESS = 7.0
-"""By how much the logarithm of a block's loss grows with its sparsity, by measurement."""
+"""By how much the logarithm of what a block does grows with its sparsity, by measurement."""
 
 
 def check_allocation(allocation: str, pattern: Pattern) -> None:
@@ -59,13 +59,13 @@ def allocate(sparsity: float, measures: Mapping[str, Measure]) -> dict[str, floa
     return {name: sparsity + mean - value for name, value in spared.items()}
 
 
-def allocate_by_loss(sparsity: float, measures: Mapping[str, Measure]) -> dict[str, float]:
+def allocate_by_output(sparsity: float, measures: Mapping[str, Measure]) -> dict[str, float]:
     """Give blocks sparsities whose mean over all of their weights is the one that is asked for.
 
-    A block whose relative loss is E_b at sparsity s is taken to lose E_b·exp(κ(s_b − s)) at s_b, κ
-    being `STEEPNESS`. The sum of the losses is the least, for blocks of one size, where all are the
-    same: s_b = s + (μ − ln E_b)/κ. It stays within `SPREAD` of s, or less where that would leave
-    (0, 1), and μ gives the mean.
+    A block that alone, pruned to sparsity s, gives the model's output the error E_b is taken to
+    give it E_b·exp(κ(s_b − s)) at s_b, κ being `STEEPNESS`, and the errors to add up. Their sum is
+    the least, for blocks of one size, where all are the same: s_b = s + (μ − ln E_b)/κ. It stays
+    within `SPREAD` of s, or less where that would leave (0, 1), and μ gives the mean.
 
     Args:
         sparsity: The fraction of all weights to remove, s.

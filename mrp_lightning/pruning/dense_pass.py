@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from mrp_lightning.calibration.norms import InputNorms
 from mrp_lightning.calibration.offload import Pinned
@@ -20,7 +20,7 @@ class Measure:
 
     Attributes:
         value: For DLP the sum over its layers of the median of |w_ij|·‖x_j‖, x being their inputs;
-            for `loss` the mean of the relative losses that pruning them uniformly has.
+            for `output` the mean error of the model's output where the block alone is pruned.
         layers: The layers of the block that are run, and so will be pruned.
     """
 
@@ -33,6 +33,7 @@ class DensePass:
     """One pass over the blocks of the dense model.
 
     Attributes:
+        model: The module whose forward the walk runs.
         walk: A walk over the dense model, at its start.
         layers: The layers to prune, by block.
         padding: What tells tokens from padding.
@@ -41,6 +42,7 @@ class DensePass:
         processes: The processes that share the batches and the rows of the layers.
     """
 
+    model: nn.Module
     walk: Walk
     layers: Mapping[str, Sequence[Layer]]
     padding: Padding

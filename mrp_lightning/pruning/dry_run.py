@@ -1,30 +1,37 @@
-"""A dry run: what pruning would lose in each block of the dense model."""
+"""A dry run: what pruning a block alone would do to the output of the dense model."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from statistics import fmean
 
+from mrp_lightning.errors import TargetError
 from mrp_lightning.pruning.block import BlockPruner
 from mrp_lightning.pruning.dense_pass import DensePass, Measure
+from mrp_lightning.pruning.output_error import OutputError
 from mrp_lightning.pruning.report import PruningReport
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.layers import Layer
 
 
-def losses_of_blocks(dense: DensePass, recipe: Recipe) -> dict[str, Measure]:
-    """Prune each block, put its weights back, and go on with the dense model's outputs.
+def errors_of_blocks(dense: DensePass, recipe: Recipe) -> dict[str, Measure]:
+    """Prune each block, run on to the output, put its weights back, and go on with the next.
 
     Args:
         dense: The pass.
         recipe: How the layers are pruned.
 
     Returns:
-        The mean relative loss of each block's layers, by its name, but those of which no layer is
-        run.
+        The mean error of the model's output with each block alone pruned, by the block's name, but
+        those of which no layer is run.
+
+    Raises:
+        TargetError: The model returns nothing that can be compared, or no finite numbers.
     """
     walk, last = dense.walk, dense.last
+    output = OutputError(dense)
 
-    def loss(k: int, layers: list[Layer]) -> Measure | None:
+    def error(k: int, layers: list[Layer]) -> Measure | None:
+        name = walk.blocks[k].name
         pruner = BlockPruner(
             walk=walk,
             k=k,
@@ -36,14 +43,21 @@ def losses_of_blocks(dense: DensePass, recipe: Recipe) -> dict[str, Measure]:
             processes=dense.processes,
         )
         with _put_back(layers):
-            rows = {row.name: row.relative_loss or 0.0 for row in pruner.prune(layers)}
+            run = {row.name for row in pruner.prune(layers)}
+            dense.tell(f"dry run, {name}, the model's output")
+            found = output.of(k)
+        if not math.isfinite(found):
+            raise TargetError(
+                f"`allocation: output`: with {name} pruned the output differs by {found}. Expected "
+                "a finite number: load the model in bfloat16 or float32, or take `allocation: dlp`."
+            )
         for i in walk.advance(k) if k < last else ():
-            dense.tell(f"dry run, {walk.blocks[k].name}, outputs {i + 1}/{len(walk.batches)}")
-        if not rows:
+            dense.tell(f"dry run, {name}, outputs {i + 1}/{len(walk.batches)}")
+        if not run:
             return None
-        return Measure(fmean(rows.values()), [layer for layer in layers if layer.name in rows])
+        return Measure(found, [layer for layer in layers if layer.name in run])
 
-    return dense.measure(loss)
+    return dense.measure(error)
 
 
 @contextmanager

@@ -47,7 +47,7 @@ class Extensions:
             target: "own" or "dense".
             target_weight: α, above 0 and at most 1, where the target is dense; `None` for the
                 default, ½.
-            allocation: "uniform", "dlp" or "loss".
+            allocation: "uniform", "dlp" or "output".
             tuning: Whether blocks are tuned, or how.
 
         Raises:

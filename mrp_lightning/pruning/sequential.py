@@ -225,7 +225,9 @@ class SequentialPruner:
     def _sparsities(self, walk: Walk, padding: Padding, pinned: Pinned) -> Sparsities:
         """Those that are allocated. The pass ends here, with all that its walk stores."""
         told = self._teller(0)
-        dense_pass = DensePass(walk, self.plan.layers, padding, pinned, told, self.processes)
+        dense_pass = DensePass(
+            self.model, walk, self.plan.layers, padding, pinned, told, self.processes
+        )
         return find_sparsities(self.extensions.allocation, self.recipe, dense_pass, self.journal)
 
     def _prune_outside(self, padding: Padding) -> None:

@@ -1,17 +1,18 @@
-"""Sparsities of blocks: DLP's against a rewrite on full forwards, by loss against single runs."""
+"""Sparsities of blocks, by DLP's measure and by the output: against rewrites on full forwards."""
 
 import math
 from types import SimpleNamespace
 
 import pytest
+import scipy.optimize
 import torch
 from slow_pruning import inputs_of, prune_model
-from torch import nn
+from torch import Tensor, nn
 
 from mrp_lightning.errors import OptionError, TargetError
 from mrp_lightning.pruning.allocation import (
     allocate,
-    allocate_by_loss,
+    allocate_by_output,
     check_allocation,
     patterns_of_layers,
 )
@@ -19,7 +20,7 @@ from mrp_lightning.pruning.dense_pass import Measure
 from mrp_lightning.pruning.prune_layer import prune_layer
 from mrp_lightning.solver.patterns import make_pattern
 
-DLP, LOSS = {"allocation": "dlp"}, {"allocation": "loss"}
+DLP, OUTPUT = {"allocation": "dlp"}, {"allocation": "output"}
 
 
 def uneven(model: nn.Module) -> nn.Module:
@@ -70,20 +71,114 @@ def test_blocks_get_the_published_ratios_and_the_model_the_exact_total(sparsity,
     assert report.to_dict()["blocks"][0]["sparsity"] == report.blocks[0].sparsity
 
 
+def shares(errors: list[float], sparsity: float) -> list[float]:
+    """s + (μ − ln E)/7 within s ± 0.15, μ such that blocks of one size have the mean s."""
+    logs = [math.log(error) for error in errors]
+
+    def spread(level: float) -> list[float]:
+        return [min(max((level - log) / 7, -0.15), 0.15) for log in logs]
+
+    level = scipy.optimize.brentq(lambda x: sum(spread(x)), min(logs) - 2, max(logs) + 2)
+    return [sparsity + shift for shift in spread(level)]
+
+
+def tokens_of(model: nn.Module, batches) -> Tensor:
+    logits = [model(**batch).logits[batch["attention_mask"].bool()] for batch in batches]
+    return torch.cat(logits).double()
+
+
 @torch.no_grad()
-def test_blocks_that_lose_more_are_pruned_less(build, batches):
+def test_blocks_that_change_the_predicted_tokens_more_are_pruned_less(build, batches):
     names = [f"model.layers.{k}" for k in range(3)]
     given = {"pattern": None, "sparsity": 0.5}
-    logs = []
+    expected = tokens_of(uneven(build("llama")), batches).softmax(-1)
+    divergences = []
     for name in names:  # each alone, in a dense model
-        rows = prune_model(build("llama"), batches, blocks=name, **given).pruned
-        logs.append(math.log(sum(row.relative_loss for row in rows) / len(rows)))
-    expected = [0.5 + (sum(logs) / 3 - log) / 7 for log in logs]
-    report = prune_model(build("llama"), batches, beyond=LOSS, **given)
-    assert [row.sparsity for row in report.blocks] == pytest.approx(expected, rel=1e-5)
-    assert max(expected) - min(expected) > 0.001
+        model = uneven(build("llama"))
+        prune_model(model, batches, blocks=name, **given)
+        found = tokens_of(model, batches).log_softmax(-1)
+        divergence = nn.functional.kl_div(found, expected, reduction="batchmean")
+        divergences.append(float(divergence))
+    report = prune_model(uneven(build("llama")), batches, beyond=OUTPUT, **given)
+    ratios = [row.sparsity for row in report.blocks]
+    assert ratios == pytest.approx(shares(divergences, 0.5), abs=1e-4)
+    assert max(ratios) - min(ratios) > 0.01
     assert report.totals["removed"] == report.totals["weights"] // 2
     assert len(report.layers) == 3 * 7
+
+
+class Block(nn.Module):
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.down.weight.mul_(scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).tanh())
+
+
+class Tower(nn.Module):
+    """Blocks without a vocabulary, whose hidden states are the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(1 + 2 * k) for k in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@torch.no_grad()
+def test_other_outputs_are_compared_by_their_relative_error():
+    def tower() -> Tower:
+        torch.manual_seed(0)
+        return Tower()
+
+    batches = list(torch.randn(4, 5, 40, 16, generator=torch.Generator().manual_seed(1)))
+    given = {"pattern": None, "sparsity": 0.5, "forward": None}
+    dense, errors = torch.cat([tower()(x) for x in batches]), []
+    for k in range(3):
+        model = tower()
+        prune_model(model, batches, blocks=f"blocks.{k}", **{**given, "forward": model})
+        now = torch.cat([model(x) for x in batches])
+        ratio = (now - dense).norm(dim=-1).square() / dense.norm(dim=-1).square()
+        errors.append(float(ratio.mean()))
+    for returned in (lambda x: x, lambda x: {"ids": x.long(), "y": x}, lambda x: ([x.long()], x)):
+        model = tower()
+        forward = lambda x, model=model, returned=returned: returned(model(x))  # noqa: E731
+        report = prune_model(model, batches, beyond=OUTPUT, **{**given, "forward": forward})
+        ratios = [row.sparsity for row in report.blocks]
+        assert ratios == pytest.approx(shares(errors, 0.5), abs=1e-4)
+    assert max(ratios) - min(ratios) > 0.01
+
+
+@torch.no_grad()
+def test_an_output_that_tells_nothing_is_refused_and_the_model_as_it_was():
+    model = Tower()
+    before = [p.clone() for p in model.parameters()]
+    forward = lambda x: {"ids": model(x).long(), "text": ["a"]}  # noqa: E731
+    with pytest.raises(TargetError, match="compares what `predict_step` returns.*got dict"):
+        prune_model(
+            model,
+            [torch.randn(5, 40, 16)],
+            pattern=None,
+            sparsity=0.5,
+            forward=forward,
+            beyond=OUTPUT,
+        )
+    infinite = lambda x: model(x) / 0  # noqa: E731
+    with pytest.raises(TargetError, match="with blocks.0 pruned the output differs by nan"):
+        prune_model(
+            model,
+            [torch.randn(5, 40, 16)],
+            pattern=None,
+            sparsity=0.5,
+            forward=infinite,
+            beyond=OUTPUT,
+        )
+    assert all(map(torch.equal, before, model.parameters()))
 
 
 @torch.no_grad()
@@ -98,14 +193,14 @@ def test_a_dry_run_that_fails_leaves_the_model_as_it_was(build, batches, monkeyp
 
     monkeypatch.setattr("mrp_lightning.pruning.block.prune_layer", prune_some)
     with pytest.raises(ValueError, match="in the middle"):
-        prune_model(model, batches, pattern=None, sparsity=0.5, beyond=LOSS)
+        prune_model(model, batches, pattern=None, sparsity=0.5, beyond=OUTPUT)
     for (name, now), before in zip(
         model.named_parameters(), build("llama").parameters(), strict=True
     ):
         assert torch.equal(now, before), name
 
 
-@pytest.mark.parametrize("beyond", [DLP, LOSS], ids=lambda beyond: beyond["allocation"])
+@pytest.mark.parametrize("beyond", [DLP, OUTPUT], ids=lambda beyond: beyond["allocation"])
 @pytest.mark.parametrize("family", ["t5", "mixtral", "mamba", "bart"])
 @torch.no_grad()
 def test_families_with_other_walks_and_layers_get_the_exact_total(family, beyond):
@@ -146,27 +241,27 @@ def test_rounding_leaves_the_total_as_it_is():
     assert ratios["a"] < ratios["b"] < ratios["c"]
 
 
-def test_by_loss_the_total_stays_and_the_spread_is_bounded():
+def test_by_output_the_total_stays_and_the_spread_is_bounded():
     measures = {"a": measure(0.9, 100), "b": measure(0.03, 700), "c": measure(0.0, 200)}
-    ratios = allocate_by_loss(0.7, measures)
+    ratios = allocate_by_output(0.7, measures)
     assert ratios == pytest.approx({"a": 0.55, "b": 0.7 + (15 - 30) / 700, "c": 0.85})
 
 
-@pytest.mark.parametrize("rule", [allocate, allocate_by_loss])
+@pytest.mark.parametrize("rule", [allocate, allocate_by_output])
 @pytest.mark.parametrize("sparsity", [0.01, 0.3, 0.99])
 def test_ratios_stay_between_none_and_all(sparsity, rule):
     ratios = rule(sparsity, {"a": measure(1.0, 1000), "b": measure(9.0, 10)})
     assert all(0 < ratio < 1 for ratio in ratios.values())
 
 
-@pytest.mark.parametrize("rule", [allocate, allocate_by_loss])
+@pytest.mark.parametrize("rule", [allocate, allocate_by_output])
 def test_blocks_that_are_alike_share_alike(rule):
     ratios = rule(0.7, {"a": measure(1.0, 8), "b": measure(1.0, 4)})
     assert ratios == pytest.approx({"a": 0.7, "b": 0.7}, abs=1e-12)
 
 
 def test_what_it_is_not_for_is_refused(batches):
-    with pytest.raises(OptionError, match="uniform, dlp, loss; got 'owl'"):
+    with pytest.raises(OptionError, match="uniform, dlp, output; got 'owl'"):
         check_allocation("owl", make_pattern(0.7, None))
     with pytest.raises(OptionError, match='`allocation: dlp` .* "2:4" removes 2 of every 4'):
         check_allocation("dlp", make_pattern(None, "2:4"))

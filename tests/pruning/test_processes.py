@@ -80,7 +80,7 @@ def test_tuning_takes_the_steps_of_one_process(build, batches):
     options = {
         "pattern": None,
         "sparsity": 0.5,
-        "beyond": {"allocation": "loss", "tuning": tuning},
+        "beyond": {"allocation": "output", "tuning": tuning},
     }
     found, expected = prune_together(build, "llama", windows(batches), 4, options)
     assert_alike(found, expected)
