@@ -296,18 +296,3 @@ def _parents(model: nn.Module) -> dict[int, nn.Module]:
         for child in module.children():
             parents.setdefault(id(child), module)
     return parents
-
-
-def longest_input(batch: Any) -> int:
-    """The number of positions of the token ids in a batch, 0 where there are none."""
-    ids = token_ids(batch)
-    return 0 if ids is None else ids.shape[1]
-
-
-def token_ids(batch: Any) -> Tensor | None:
-    """The token ids (batch, length) in a batch, `None` where there are none."""
-    ids: Any = batch.get("input_ids") if isinstance(batch, Mapping) else batch
-    if isinstance(ids, Sequence) and ids:
-        ids = ids[0]
-    is_ids = isinstance(ids, torch.Tensor) and ids.ndim == 2 and not ids.is_floating_point()
-    return ids if is_ids else None

@@ -9,10 +9,10 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from mrp_lightning.calibration.padding import longest_input, token_ids
 from mrp_lightning.errors import DataError
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.trainer import ModuleRunner
+from mrp_lightning.models.batch import longest_input, token_ids
 from mrp_lightning.models.positions import longest_sequence
 from mrp_lightning.targets.blocks import unwrap, without_wrappers
 

@@ -5,10 +5,10 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-from mrp_lightning.calibration.padding import token_ids
 from mrp_lightning.environment import command
 from mrp_lightning.loop.capture import Step
 from mrp_lightning.loop.data_module import TextDataModule
+from mrp_lightning.models.batch import token_ids
 from mrp_lightning.processes import Processes
 
 

@@ -5,8 +5,8 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 
-from mrp_lightning.calibration.padding import token_ids
 from mrp_lightning.loop.capture import Step
+from mrp_lightning.models.batch import token_ids
 from mrp_lightning.processes import Processes
 
 log = logging.getLogger(__name__)

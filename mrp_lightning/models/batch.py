@@ -1,6 +1,6 @@
 """What a batch may look like: a tensor, a sequence that starts with one, or a mapping."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,3 +46,18 @@ def to_predict(batch: Any) -> Tensor | None:
     """
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     return None if labels is None else labels != -100
+
+
+def longest_input(batch: Any) -> int:
+    """The number of positions of the token ids in a batch, 0 where there are none."""
+    ids = token_ids(batch)
+    return 0 if ids is None else ids.shape[1]
+
+
+def token_ids(batch: Any) -> Tensor | None:
+    """The token ids (batch, length) in a batch, `None` where there are none."""
+    ids: Any = batch.get("input_ids") if isinstance(batch, Mapping) else batch
+    if isinstance(ids, Sequence) and ids:
+        ids = ids[0]
+    is_ids = isinstance(ids, Tensor) and ids.ndim == 2 and not ids.is_floating_point()
+    return ids if is_ids else None
