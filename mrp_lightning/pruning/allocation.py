@@ -62,9 +62,9 @@ def allocate(sparsity: float, measures: Mapping[str, Measure]) -> dict[str, floa
 def allocate_by_output(sparsity: float, measures: Mapping[str, Measure]) -> dict[str, float]:
     """Give blocks sparsities whose mean over all of their weights is the one that is asked for.
 
-    A block that alone, pruned to sparsity s, gives the model's output the error E_b is taken to
-    give it E_b·exp(κ(s_b − s)) at s_b, κ being `STEEPNESS`, and the errors to add up. Their sum is
-    the least, for blocks of one size, where all are the same: s_b = s + (μ − ln E_b)/κ. It stays
+    A block that alone, pruned to sparsity s, changes the model's output by E_b is taken to change
+    it by E_b·exp(κ(s_b − s)) at s_b, κ being `STEEPNESS`, and changes to add up. Their sum is the
+    least, for blocks of one size, where all are the same: s_b = s + (μ − ln E_b)/κ. It stays
     within `SPREAD` of s, or less where that would leave (0, 1), and μ gives the mean.
 
     Args:

@@ -20,7 +20,7 @@ class Measure:
 
     Attributes:
         value: For DLP the sum over its layers of the median of |w_ij|·‖x_j‖, x being their inputs;
-            for `output` the mean error of the model's output where the block alone is pruned.
+            for `output` the mean change of the model's output where the block alone is pruned.
         layers: The layers of the block that are run, and so will be pruned.
     """
 

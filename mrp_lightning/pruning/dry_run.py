@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from mrp_lightning.errors import TargetError
 from mrp_lightning.pruning.block import BlockPruner
 from mrp_lightning.pruning.dense_pass import DensePass, Measure
-from mrp_lightning.pruning.output_error import OutputError
+from mrp_lightning.pruning.output_change import OutputChange
 from mrp_lightning.pruning.report import PruningReport
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.layers import Layer
 
 
-def errors_of_blocks(dense: DensePass, recipe: Recipe) -> dict[str, Measure]:
+def changes_of_output(dense: DensePass, recipe: Recipe) -> dict[str, Measure]:
     """Prune each block, run on to the output, put its weights back, and go on with the next.
 
     Args:
@@ -21,16 +21,16 @@ def errors_of_blocks(dense: DensePass, recipe: Recipe) -> dict[str, Measure]:
         recipe: How the layers are pruned.
 
     Returns:
-        The mean error of the model's output with each block alone pruned, by the block's name, but
-        those of which no layer is run.
+        The mean change of the model's output with each block alone pruned, by the block's name,
+        but those of which no layer is run.
 
     Raises:
         TargetError: The model returns nothing that can be compared, or no finite numbers.
     """
     walk, last = dense.walk, dense.last
-    output = OutputError(dense)
+    output = OutputChange(dense)
 
-    def error(k: int, layers: list[Layer]) -> Measure | None:
+    def change(k: int, layers: list[Layer]) -> Measure | None:
         name = walk.blocks[k].name
         pruner = BlockPruner(
             walk=walk,
@@ -45,7 +45,7 @@ def errors_of_blocks(dense: DensePass, recipe: Recipe) -> dict[str, Measure]:
         with _put_back(layers):
             run = {row.name for row in pruner.prune(layers)}
             dense.tell(f"dry run, {name}, the model's output")
-            found = output.of(k)
+            found = output.of(k) if run else 0.0
         if not math.isfinite(found):
             raise TargetError(
                 f"`allocation: output`: with {name} pruned the output differs by {found}. Expected "
@@ -57,7 +57,7 @@ def errors_of_blocks(dense: DensePass, recipe: Recipe) -> dict[str, Measure]:
             return None
         return Measure(found, [layer for layer in layers if layer.name in run])
 
-    return dense.measure(error)
+    return dense.measure(change)
 
 
 @contextmanager

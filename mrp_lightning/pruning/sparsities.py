@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from mrp_lightning.pruning.allocation import allocate, allocate_by_output, patterns_of_layers
 from mrp_lightning.pruning.dense_pass import DensePass, medians_of_blocks
-from mrp_lightning.pruning.dry_run import errors_of_blocks
+from mrp_lightning.pruning.dry_run import changes_of_output
 from mrp_lightning.pruning.journal import Journal
 from mrp_lightning.pruning.shared_journal import SharedJournal
 from mrp_lightning.solver.patterns import Unstructured
@@ -42,7 +42,7 @@ def find_sparsities(
         patterns = {name: Unstructured(share) for name, share in known["layers"].items()}
         return Sparsities(known["blocks"], patterns)
     if allocation == "output":
-        measures, rule = errors_of_blocks(dense, recipe), allocate_by_output
+        measures, rule = changes_of_output(dense, recipe), allocate_by_output
     else:
         measures, rule = medians_of_blocks(dense), allocate
     if not measures:

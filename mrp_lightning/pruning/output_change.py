@@ -1,4 +1,4 @@
-"""How far the output of a model is from the dense model's, on a few calibration windows."""
+"""How far the output of a model is from the dense model's, on some of the calibration data."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,12 +15,12 @@ TOKENS = 4096
 _CHUNK = 256  # rows that are compared at once, in float32
 
 
-class OutputError:
-    """Compares what a model returns with what the dense model returns, row by row.
+class OutputChange:
+    """Compares what a model returns with what the dense model returned, row by row.
 
-    A row of logits over the vocabulary of a language model of transformers is the distribution p
-    of a token, and its error the divergence KL(p_d ‖ p) in nats. A row y of any other output has
-    the error ‖y − y_d‖² / ‖y_d‖².
+    A row of logits over the vocabulary of a language model of transformers stands for the
+    distribution p of a token, and its change is the divergence KL(p_d ‖ p) in nats. That of a row
+    y of any other output is ‖y − y_d‖² / ‖y_d‖².
 
     The first batches are run, until they have `TOKENS` rows, and padding counts nowhere. What the
     dense model returned for them is kept in memory.
@@ -41,21 +41,21 @@ class OutputError:
             self._dense.append(self._rows(0, len(self._dense)).clone())
 
     def of(self, k: int) -> float:
-        """The mean error of the rows where the model, as it is now, runs on from block k.
+        """The mean change of the rows where the model, as it is now, runs on from block k.
 
         Args:
             k: The number of a block, which the walk of the pass has reached.
         """
         total = 0.0
         for i, dense in enumerate(self._dense):
-            error = _divergence if dense.shape[1] in self._vocabularies else _relative_error
+            change = _divergence if dense.shape[1] in self._vocabularies else _relative_error
             for now, before in zip(
                 self._rows(k, i).split(_CHUNK), dense.split(_CHUNK), strict=True
             ):
-                total += float(error(now.float(), before.float()).sum())
+                total += float(change(now.float(), before.float()).sum())
         found = self._processes.numbers(total, sum(map(len, self._dense)))
-        errors, rows = map(math.fsum, zip(*found, strict=True))
-        return errors / rows
+        changes, rows = map(math.fsum, zip(*found, strict=True))
+        return changes / rows
 
     def _rows(self, k: int, i: int) -> Tensor:
         """What the model returns for batch i, (tokens, columns)."""
