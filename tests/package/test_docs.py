@@ -58,6 +58,7 @@ NOT_RUN = {
     ("streaming.md", "python benchmarks/streaming.py"): MEMORY,
     ("benchmarks/solver.md", "make gpu"): ON_GPU,
     ("benchmarks/whole-run.md", "python benchmarks/whole_run.py"): WHOLE,
+    ("benchmarks/whole-run.md", "python -m mrp_lightning predict"): ALONE,
 }
 """Page and beginning of the blocks that no test runs, and why."""
 
