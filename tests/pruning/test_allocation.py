@@ -154,30 +154,21 @@ def test_other_outputs_are_compared_by_their_relative_error():
     assert max(ratios) - min(ratios) > 0.01
 
 
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda y: {"ids": y.long(), "text": ["a"]}, "`predict_step` returns.*got dict"),
+        (lambda y: y / 0, "with blocks.0 pruned the output differs by nan"),
+    ],
+    ids=["nothing", "infinite"],
+)
 @torch.no_grad()
-def test_an_output_that_tells_nothing_is_refused_and_the_model_as_it_was():
+def test_an_output_that_tells_nothing_is_refused_and_the_model_as_it_was(returned, message):
     model = Tower()
     before = [p.clone() for p in model.parameters()]
-    forward = lambda x: {"ids": model(x).long(), "text": ["a"]}  # noqa: E731
-    with pytest.raises(TargetError, match="compares what `predict_step` returns.*got dict"):
-        prune_model(
-            model,
-            [torch.randn(5, 40, 16)],
-            pattern=None,
-            sparsity=0.5,
-            forward=forward,
-            beyond=OUTPUT,
-        )
-    infinite = lambda x: model(x) / 0  # noqa: E731
-    with pytest.raises(TargetError, match="with blocks.0 pruned the output differs by nan"):
-        prune_model(
-            model,
-            [torch.randn(5, 40, 16)],
-            pattern=None,
-            sparsity=0.5,
-            forward=infinite,
-            beyond=OUTPUT,
-        )
+    given = {"pattern": None, "sparsity": 0.5, "forward": lambda x: returned(model(x))}
+    with pytest.raises(TargetError, match=message):
+        prune_model(model, [torch.randn(5, 40, 16)], beyond=OUTPUT, **given)
     assert all(map(torch.equal, before, model.parameters()))
 
 
