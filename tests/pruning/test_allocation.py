@@ -9,6 +9,7 @@ import torch
 from slow_pruning import inputs_of, prune_model
 from torch import Tensor, nn
 
+from mrp_lightning.calibration.walks import Inject
 from mrp_lightning.errors import OptionError, TargetError
 from mrp_lightning.pruning.allocation import (
     allocate,
@@ -82,29 +83,50 @@ def shares(errors: list[float], sparsity: float) -> list[float]:
     return [sparsity + shift for shift in spread(level)]
 
 
-def tokens_of(model: nn.Module, batches) -> Tensor:
+def tokens_of(model: nn.Module, batches, kept: slice) -> Tensor:
     logits = [model(**batch).logits[batch["attention_mask"].bool()] for batch in batches]
-    return torch.cat(logits).double()
+    return torch.cat(logits)[:, kept].double()
 
 
+@pytest.mark.parametrize("kept", [slice(None), slice(0, -9)], ids=["all", "some are ruled out"])
 @torch.no_grad()
-def test_blocks_that_change_the_predicted_tokens_more_are_pruned_less(build, batches):
+def test_blocks_that_change_the_predicted_tokens_more_are_pruned_less(kept, build, batches):
     names = [f"model.layers.{k}" for k in range(3)]
     given = {"pattern": None, "sparsity": 0.5}
-    expected = tokens_of(uneven(build("llama")), batches).softmax(-1)
+    expected = tokens_of(uneven(build("llama")), batches, kept).softmax(-1)
     divergences = []
     for name in names:  # each alone, in a dense model
         model = uneven(build("llama"))
         prune_model(model, batches, blocks=name, **given)
-        found = tokens_of(model, batches).log_softmax(-1)
+        found = tokens_of(model, batches, kept).log_softmax(-1)
         divergence = nn.functional.kl_div(found, expected, reduction="batchmean")
         divergences.append(float(divergence))
-    report = prune_model(uneven(build("llama")), batches, beyond=OUTPUT, **given)
+    model = uneven(build("llama"))
+
+    def forward(batch):
+        logits = model(**batch).logits
+        ruled_out = torch.full_like(logits, -torch.inf)
+        ruled_out[..., kept] = logits[..., kept]
+        return ruled_out
+
+    report = prune_model(model, batches, beyond=OUTPUT, forward=forward, **given)
     ratios = [row.sparsity for row in report.blocks]
     assert ratios == pytest.approx(shares(divergences, 0.5), abs=1e-4)
     assert max(ratios) - min(ratios) > 0.01
     assert report.totals["removed"] == report.totals["weights"] // 2
     assert len(report.layers) == 3 * 7
+
+
+@torch.no_grad()
+def test_enough_tokens_are_run_and_no_more(build, batches, monkeypatch):
+    run, finish = [], Inject.finish
+    monkeypatch.setattr("mrp_lightning.pruning.output_change.TOKENS", 1)
+    monkeypatch.setattr(
+        Inject, "finish", lambda self, k, i: run.append((k, i)) or finish(self, k, i)
+    )
+    prune_model(build("llama"), batches, pattern=None, sparsity=0.5, beyond=OUTPUT)
+    assert run == [(0, 0), (0, 0), (1, 0), (2, 0)]  # the dense model, then each block pruned
+    assert len(batches) > 1
 
 
 class Block(nn.Module):
