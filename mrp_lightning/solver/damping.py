@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from mrp_lightning.errors import HessianError
+from mrp_lightning.solver.cholesky import cholesky
 from mrp_lightning.solver.conjugate_gradients import LowRankModel
 
 _FLOAT32_SUFFICES = 1e4
@@ -131,9 +132,9 @@ class DampedHessian:
             diagonal = matrix.diagonal().clone()
             # H = RRᵀ with R upper triangular comes from the Cholesky factor of H turned around;
             # U = R⁻¹ then needs no inverse of H and no second factorisation.
-            lower, info = torch.linalg.cholesky_ex(matrix.flip(0, 1))
+            lower = cholesky(matrix.flip(0, 1))
             del matrix
-            if int(info) == 0:
+            if lower is not None:
                 identity = torch.eye(self.columns, dtype=dtype, device=lower.device)
                 factor = torch.linalg.solve_triangular(lower.flip(0, 1), identity, upper=True)
                 inflation = float((diagonal * factor.square().sum(0)).max())

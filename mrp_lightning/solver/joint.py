@@ -13,6 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from mrp_lightning.solver.cholesky import cholesky
 from mrp_lightning.solver.damping import DampedHessian
 from mrp_lightning.solver.masks import Chooser, InverseBlocks, Mask, chosen
 from mrp_lightning.solver.problem import Problem
@@ -99,4 +100,6 @@ def _inverse(matrix: Tensor, penalty: float) -> Tensor:
     """(H + ρI)⁻¹."""
     shifted = matrix.clone()
     shifted.diagonal().add_(penalty)
-    return torch.cholesky_inverse(torch.linalg.cholesky(shifted))
+    factor = cholesky(shifted)
+    assert factor is not None, "H + λI is positive definite to its precision, and ρ is positive"
+    return torch.cholesky_inverse(factor)

@@ -93,6 +93,15 @@ def test_groups_are_ranked_stably(rows, groups, group, data):
             assert found == sorted(expected)
 
 
+@pytest.mark.parametrize("group", [127, 128, 300])
+def test_long_groups_are_ranked_too(group):
+    # More places than a signed byte has numbers.
+    scores = torch.arange(2.0 * group).flip(0).view(2, group)
+    pruned = SemiStructured(kept=1, group=group).select(scores, 0)
+    assert pruned.sum() == 2 * (group - 1)
+    assert not pruned[:, 0].any()
+
+
 @given(
     st.floats(0.001, 0.999),
     st.integers(1, 9),
