@@ -114,7 +114,8 @@ def run(method: str, job: Job) -> Result:
     logging.disable(logging.INFO)
     transformers_logging.disable_progress_bar()
     model = load(options)
-    windows = list(job.windows.to(device).split(1))
+    batch_size = 1 if method in ORIGINALS else options.batch_size
+    windows = list(job.windows.to(device).split(batch_size))
     _forget_peak(device)
     watch = Stopwatch(_clock(device))
     losses: list[float] = []
@@ -226,7 +227,8 @@ def main() -> None:
     print(f"`python {' '.join(sys.argv)}`\n")
     print(f"{machine(options.device)}, {options.threads} threads; {name}{blocks}, {options.dtype};")
     print(f"{options.samples} windows of {options.length} tokens (tokenizing: {tokenizing:.1f} s);")
-    print(f"2:4, blocks of {originals.BLOCK_SIZE} columns, damping {originals.DAMPING}.\n")
+    print(f"2:4, blocks of {originals.BLOCK_SIZE} columns, damping {originals.DAMPING};")
+    print(f"our methods take {options.batch_size} windows at a time, the original codes one.\n")
     header = (
         "method",
         f"all {unit}",
@@ -266,6 +268,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--blocks", type=int, help="only the first blocks of the model")
     parser.add_argument("--samples", type=int, default=64, help="calibration windows")
     parser.add_argument("--length", type=int, default=512, help="tokens a window")
+    parser.add_argument("--batch-size", type=int, default=4, help="windows we take at once")
     parser.add_argument(
         "--text", type=Path, nargs="*", default=[], help="calibration (default: Python's library)"
     )
