@@ -39,6 +39,7 @@ NOT_RUN = {
     ("real-model.md", "python -m mrp_lightning sweep"): HOURS,
     ("results.md", "python -m mrp_lightning sweep"): HOURS,
     ("real-model.md", "python -m mrp_lightning test"): HOURS,
+    ("real-model.md", 'python -c "from mrp_lightning.text'): HOURS,
     ("data.md", "hf download Salesforce/wikitext"): HUB,
     ("format.md", "module = export.load_into"): OWN,
     ("methods.md", "python -m mrp_lightning sweep"): HOURS,
