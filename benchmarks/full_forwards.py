@@ -9,8 +9,8 @@ import torch
 from families import batches, build, runner
 from torch import Tensor, nn
 
-from mrp_lightning.pruning.report import PruningReport
 from mrp_lightning.pruning.sequential import SequentialPruner
+from mrp_lightning.records.report import PruningReport
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.plan import Plan, make_plan
 

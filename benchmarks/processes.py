@@ -44,13 +44,13 @@ from mrp_lightning.processes import Processes
 from mrp_lightning.pruning import prune_layer
 from mrp_lightning.pruning.block import BlockPruner
 from mrp_lightning.pruning.extensions import Extensions
-from mrp_lightning.pruning.report import PruningReport
 from mrp_lightning.pruning.sequential import SequentialPruner
-from mrp_lightning.pruning.tuning import BlockTuner, BlockTuning
+from mrp_lightning.records.report import PruningReport
 from mrp_lightning.solver.conjugate_gradients import LowRankModel
 from mrp_lightning.solver.input_hessian import InputHessian
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.plan import make_plan
+from mrp_lightning.tuning.block_tuner import BlockTuner, BlockTuning
 
 PARTS = ("calibration", "factors", "solve", "tuning", "sums", "gathers")
 SHARED = ("calibration", "factors", "solve", "tuning")

@@ -33,8 +33,8 @@ from mrp_lightning.environment import machine
 from mrp_lightning.evaluation.perplexity import Perplexity, token_losses
 from mrp_lightning.models.loading import load_model
 from mrp_lightning.models.tokenizers import load_tokenizer
-from mrp_lightning.pruning.report import PruningReport
 from mrp_lightning.pruning.sequential import SequentialPruner
+from mrp_lightning.records.report import PruningReport
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.plan import make_plan
 from mrp_lightning.text.standard_library import standard_library

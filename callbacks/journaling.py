@@ -7,6 +7,9 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 
+from mrp_lightning.journal.journal import Journal, journal_path, require_free
+from mrp_lightning.journal.shared import SharedJournal
+from mrp_lightning.journal.streamed import StreamedJournal
 from mrp_lightning.loop.contents import checkpoint_root
 from mrp_lightning.loop.fingerprint import fingerprint
 from mrp_lightning.loop.predict_loop import PruningRun
@@ -14,9 +17,6 @@ from mrp_lightning.loop.progress import log
 from mrp_lightning.loop.saving import check_save_dir
 from mrp_lightning.loop.streaming import streamed_blocks
 from mrp_lightning.models.precision import stored_dtype
-from mrp_lightning.pruning.journal import Journal, journal_path, require_free
-from mrp_lightning.pruning.shared_journal import SharedJournal
-from mrp_lightning.pruning.streamed_journal import StreamedJournal
 
 
 @contextmanager

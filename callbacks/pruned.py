@@ -9,12 +9,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from safetensors import SafetensorError
 
 from mrp_lightning.errors import OptionError, SaveError
+from mrp_lightning.journal.journal import Journal
+from mrp_lightning.journal.shared import SharedJournal
 from mrp_lightning.loop.contents import checkpoint_root
 from mrp_lightning.loop.saving import save_pruned
 from mrp_lightning.loop.trainer import as_lightning_module
-from mrp_lightning.pruning.journal import Journal
-from mrp_lightning.pruning.report import PruningReport
-from mrp_lightning.pruning.shared_journal import SharedJournal
+from mrp_lightning.records.report import PruningReport
 
 
 def _gone() -> None:

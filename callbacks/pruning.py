@@ -23,11 +23,11 @@ from mrp_lightning.loop.strategies import processes_of, require_whole_models
 from mrp_lightning.loop.streaming import check_streamed_plan, start_streamed, streamed_blocks
 from mrp_lightning.loop.supervision import all_or_none
 from mrp_lightning.pruning.extensions import Extensions
-from mrp_lightning.pruning.report import PruningReport
-from mrp_lightning.pruning.tuning import BlockTuning
+from mrp_lightning.records.report import PruningReport
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.names import as_patterns
 from mrp_lightning.targets.plan import Plan, make_plan
+from mrp_lightning.tuning.block_tuner import BlockTuning
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from os import PathLike
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from mrp_lightning.pruning.report import PruningReport
+from mrp_lightning.records.report import PruningReport
 from mrp_lightning.solver.recipe import Recipe
 
 log = logging.getLogger(__name__)

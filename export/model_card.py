@@ -5,8 +5,9 @@ from pathlib import Path
 from export.conversion.checkpoint import Checkpoint
 from export.report import ExportReport
 from mrp_lightning.environment import command
-from mrp_lightning.evaluation import card, records
 from mrp_lightning.models.skeleton import model_class
+from mrp_lightning.records import evaluation as records
+from mrp_lightning.records import evaluation_card as card
 
 _FORMS = {
     "packed": (

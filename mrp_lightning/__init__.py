@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from mrp_lightning.loop.causal_lm import CausalLM
     from mrp_lightning.loop.data_module import TextDataModule
     from mrp_lightning.loop.trainer import Trainer
-    from mrp_lightning.pruning.report import PruningReport
-    from mrp_lightning.pruning.rows import BlockReport, LayerReport
-    from mrp_lightning.pruning.tuning import BlockTuning
+    from mrp_lightning.records.report import PruningReport
+    from mrp_lightning.records.rows import BlockReport, LayerReport
+    from mrp_lightning.tuning.block_tuner import BlockTuning
 
 __all__ = [
     "BlockReport",
@@ -65,11 +65,11 @@ hush_torchao()
 
 # What needs more than torch is loaded when it is first asked for (PEP 562).
 _LAZY = {
-    "BlockReport": "mrp_lightning.pruning.rows",
-    "BlockTuning": "mrp_lightning.pruning.tuning",
+    "BlockReport": "mrp_lightning.records.rows",
+    "BlockTuning": "mrp_lightning.tuning.block_tuner",
     "CausalLM": "mrp_lightning.loop.causal_lm",
-    "LayerReport": "mrp_lightning.pruning.rows",
-    "PruningReport": "mrp_lightning.pruning.report",
+    "LayerReport": "mrp_lightning.records.rows",
+    "PruningReport": "mrp_lightning.records.report",
     "TextDataModule": "mrp_lightning.loop.data_module",
     "Trainer": "mrp_lightning.loop.trainer",
 }

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from mrp_lightning import prune_weight
+from mrp_lightning.journal.journal import Journal
 from mrp_lightning.processes import ALONE, Processes
 from mrp_lightning.pruning.extensions import Extensions
-from mrp_lightning.pruning.journal import Journal
-from mrp_lightning.pruning.report import PruningReport
 from mrp_lightning.pruning.sequential import SequentialPruner
+from mrp_lightning.records.report import PruningReport
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.layers import is_conv1d, is_linear
 from mrp_lightning.targets.plan import make_plan

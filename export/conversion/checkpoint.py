@@ -20,7 +20,7 @@ from mrp_lightning.models.loading import missing_weights
 from mrp_lightning.models.plausible import check_size, check_values
 from mrp_lightning.models.skeleton import build_without_weights, model_class
 from mrp_lightning.models.weight_files import weight_files
-from mrp_lightning.pruning import report as pruning_report
+from mrp_lightning.records import report as pruning_report
 
 _REPLACED = {"config.json", "export_report.json"}
 _WEIGHTS = {".safetensors", ".bin", ".ckpt", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf"}

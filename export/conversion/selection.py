@@ -19,7 +19,7 @@ from export.packed.linear import is_packable
 from mrp_lightning.errors import FormatError
 from mrp_lightning.json_files import read_json
 from mrp_lightning.models.skeleton import build_without_weights
-from mrp_lightning.pruning.report import NAME, PruningReport
+from mrp_lightning.records.report import NAME, PruningReport
 from mrp_lightning.solver.patterns import Unstructured
 from mrp_lightning.targets.layers import Expert, Layer, is_conv1d, layers_of
 from mrp_lightning.targets.names import matches, require_matches

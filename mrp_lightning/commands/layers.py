@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from mrp_lightning.commands.model_options import add_model_options
+from mrp_lightning.cli.model_options import add_model_options
 from mrp_lightning.models.gguf import located
 from mrp_lightning.models.loading import load_config
 from mrp_lightning.models.skeleton import build_without_weights

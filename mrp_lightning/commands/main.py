@@ -88,7 +88,7 @@ def _run_lightning(args: list[str] | None) -> None:
         import jsonargparse  # noqa: F401
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-    from mrp_lightning.loop.cli import PruningCLI
+    from mrp_lightning.cli.lightning_cli import PruningCLI
 
     try:
         PruningCLI(args)

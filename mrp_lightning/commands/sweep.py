@@ -12,6 +12,7 @@ import lightning.pytorch  # noqa: F401
 from rich.console import Console
 from rich.markdown import Markdown
 
+from mrp_lightning.cli.lightning_cli import ConciseParser
 from mrp_lightning.environment import extra
 from mrp_lightning.errors import OptionError
 from mrp_lightning.evaluation.zeroshot import Tasks, load_tasks
@@ -28,7 +29,6 @@ from mrp_lightning.experiments.runs import TRIAL, Run, read_run
 from mrp_lightning.experiments.summary import scores, summarize
 from mrp_lightning.experiments.sweep import Sweep
 from mrp_lightning.experiments.trials import Trial
-from mrp_lightning.loop.cli import ConciseParser
 from mrp_lightning.models.dequantized import dequantized_once
 
 _WHAT = str(Sweep.__doc__).partition("Args:")[0].strip()

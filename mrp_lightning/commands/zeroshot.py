@@ -11,10 +11,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from mrp_lightning.commands.model_options import add_model_options
+from mrp_lightning.cli.model_options import add_model_options
 from mrp_lightning.environment import device_named
 from mrp_lightning.errors import OptionError
-from mrp_lightning.evaluation.records import (
+from mrp_lightning.evaluation.zeroshot import PAPER_TASKS, evaluate, load_tasks, summarize
+from mrp_lightning.loop.causal_lm import CausalLM
+from mrp_lightning.models.gguf import located
+from mrp_lightning.models.loading import load_config
+from mrp_lightning.records.evaluation import (
     BY_LENGTH,
     NAME,
     Scores,
@@ -24,10 +28,6 @@ from mrp_lightning.evaluation.records import (
     record,
     standard_error,
 )
-from mrp_lightning.evaluation.zeroshot import PAPER_TASKS, evaluate, load_tasks, summarize
-from mrp_lightning.loop.causal_lm import CausalLM
-from mrp_lightning.models.gguf import located
-from mrp_lightning.models.loading import load_config
 
 
 def main(args: Sequence[str] | None = None) -> None:

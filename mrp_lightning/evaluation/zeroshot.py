@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from mrp_lightning.environment import extra
 from mrp_lightning.errors import DataError, OptionError
-from mrp_lightning.evaluation.records import Scores
+from mrp_lightning.records.evaluation import Scores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -13,22 +13,22 @@ from typing import Any
 from lightning.pytorch.cli import instantiate_class
 from transformers.utils import logging as transformers_logging
 
+from mrp_lightning.cli.lightning_cli import PruningCLI
 from mrp_lightning.environment import machine
 from mrp_lightning.errors import FormatError, OptionError
-from mrp_lightning.evaluation.records import NAME, Scores, record
 from mrp_lightning.evaluation.zeroshot import Tasks, evaluate, summarize
 from mrp_lightning.experiments.configuration import BAR, described
 from mrp_lightning.experiments.runs import FinishedTrial
 from mrp_lightning.experiments.sweep import Sweep
 from mrp_lightning.experiments.trials import Trial
+from mrp_lightning.journal.journal import remove_journal
 from mrp_lightning.loop import progress
 from mrp_lightning.loop.causal_lm import CausalLM
-from mrp_lightning.loop.cli import PruningCLI
 from mrp_lightning.loop.pruning_callback import callbacks_that_prune
 from mrp_lightning.loop.save_evaluation import SaveEvaluation
 from mrp_lightning.models.gguf import located
 from mrp_lightning.models.loading import load_config
-from mrp_lightning.pruning.journal import remove_journal
+from mrp_lightning.records.evaluation import NAME, Scores, record
 
 
 class _Configured(PruningCLI):

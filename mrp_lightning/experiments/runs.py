@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from mrp_lightning.errors import FormatError
-from mrp_lightning.evaluation import records
-from mrp_lightning.evaluation.records import Evaluation
 from mrp_lightning.experiments.trials import Trial
 from mrp_lightning.files import save_text
+from mrp_lightning.journal.unfinished import find_journal, unfinished_report
 from mrp_lightning.json_files import as_json, read_json
-from mrp_lightning.pruning import report
-from mrp_lightning.pruning.report import PruningReport
-from mrp_lightning.pruning.rows import LayerReport
-from mrp_lightning.pruning.unfinished import find_journal, unfinished_report
+from mrp_lightning.records import evaluation as records
+from mrp_lightning.records import report
+from mrp_lightning.records.evaluation import Evaluation
+from mrp_lightning.records.report import PruningReport
+from mrp_lightning.records.rows import LayerReport
 
 log = logging.getLogger(__name__)
 

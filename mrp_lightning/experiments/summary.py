@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from mrp_lightning.evaluation.records import Scores, accuracy
 from mrp_lightning.evaluation.zeroshot import PAPER_TASKS
 from mrp_lightning.experiments import numbers
 from mrp_lightning.experiments.numbers import MISSING, Write
 from mrp_lightning.experiments.runs import Run
 from mrp_lightning.experiments.trials import Trial
+from mrp_lightning.records.evaluation import Scores, accuracy
 
 TASKS = {task: task.removesuffix("_openai") for task in PAPER_TASKS}
 """The tasks of the paper's average, by their names in lm-eval."""

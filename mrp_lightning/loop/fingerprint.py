@@ -9,12 +9,12 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from mrp_lightning.environment import versions
-from mrp_lightning.loop.calibration_data import digest_of, together
+from mrp_lightning.journal.batch_digests import digest_of, together
+from mrp_lightning.journal.manifest import Fingerprint, digest
 from mrp_lightning.loop.capture import Step
 from mrp_lightning.loop.contents import checkpoint_root, language_models
 from mrp_lightning.loop.streaming import streamed_blocks
 from mrp_lightning.processes import Processes
-from mrp_lightning.pruning.manifest import Fingerprint, digest
 
 _WITHOUT_A_SAY = ("offload",)
 """Arguments that change where something is computed, and not what."""

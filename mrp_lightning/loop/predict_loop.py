@@ -10,6 +10,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from mrp_lightning.calibration.memory import peak_memory
+from mrp_lightning.journal.journal import Journal
+from mrp_lightning.journal.shared import SharedJournal
 from mrp_lightning.loop.capture import Step
 from mrp_lightning.loop.contents import checkpoint_root
 from mrp_lightning.loop.progress import PlainLog, Seldom, nested_progress
@@ -17,12 +19,10 @@ from mrp_lightning.loop.provenance import provenance
 from mrp_lightning.loop.streaming import streamed_blocks
 from mrp_lightning.processes import Processes
 from mrp_lightning.pruning.extensions import Extensions
-from mrp_lightning.pruning.journal import Journal
 from mrp_lightning.pruning.progress import Progress
-from mrp_lightning.pruning.report import PruningReport
-from mrp_lightning.pruning.rows import LayerReport
 from mrp_lightning.pruning.sequential import SequentialPruner
-from mrp_lightning.pruning.shared_journal import SharedJournal
+from mrp_lightning.records.report import PruningReport
+from mrp_lightning.records.rows import LayerReport
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.plan import Plan
 

@@ -5,7 +5,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from lightning.pytorch import Trainer
 
-from mrp_lightning.pruning.report import PruningReport
+from mrp_lightning.records.report import PruningReport
 
 
 @runtime_checkable

@@ -8,11 +8,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from mrp_lightning.evaluation import records
 from mrp_lightning.evaluation.continuation import continuation
 from mrp_lightning.files import output_path
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.models.batch import split_batch
+from mrp_lightning.records import evaluation as records
 
 
 class SaveEvaluation(Callback):

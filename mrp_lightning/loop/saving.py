@@ -25,9 +25,9 @@ from mrp_lightning.loop.streaming import streamed_blocks
 from mrp_lightning.models.precision import stored_dtype, wider_dtypes
 from mrp_lightning.models.saving import save_pretrained
 from mrp_lightning.models.streamed_saving import save_streamed
-from mrp_lightning.pruning.kept import kept_report
-from mrp_lightning.pruning.model_card import model_card
-from mrp_lightning.pruning.report import NAME, PruningReport
+from mrp_lightning.records.model_card import model_card
+from mrp_lightning.records.report import NAME, PruningReport
+from mrp_lightning.records.trained import kept_report
 
 
 def check_save_dir(

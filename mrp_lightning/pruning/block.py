@@ -14,8 +14,8 @@ from mrp_lightning.calibration.padding import Padding
 from mrp_lightning.calibration.walks import Walk
 from mrp_lightning.processes import ALONE, Processes
 from mrp_lightning.pruning.prune_layer import Aim, prune_layer
-from mrp_lightning.pruning.report import PruningReport
-from mrp_lightning.pruning.rows import LayerReport
+from mrp_lightning.records.report import PruningReport
+from mrp_lightning.records.rows import LayerReport
 from mrp_lightning.solver.hessian import HessianAccumulator
 from mrp_lightning.solver.input_hessian import InputHessian
 from mrp_lightning.solver.patterns import Pattern

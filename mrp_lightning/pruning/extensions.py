@@ -5,10 +5,10 @@ from dataclasses import asdict, dataclass
 from numbers import Real
 from typing import Any
 
+from mrp_lightning.allocation.rule import check_allocation
 from mrp_lightning.errors import MethodError, OptionError, TargetError
-from mrp_lightning.pruning.allocation import check_allocation
-from mrp_lightning.pruning.tuning import BlockTuning
 from mrp_lightning.solver.recipe import Recipe
+from mrp_lightning.tuning.block_tuner import BlockTuning
 
 TARGETS = ("own", "dense")
 TARGET_WEIGHT = 0.5

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from mrp_lightning.pruning.report import PruningReport
+from mrp_lightning.records.report import PruningReport
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mrp_lightning.processes import ALONE, Processes
-from mrp_lightning.pruning.rows import LayerReport
+from mrp_lightning.records.rows import LayerReport
 from mrp_lightning.solver.input_hessian import InputHessian
 from mrp_lightning.solver.loss import output_energy
 from mrp_lightning.solver.pruning import prune

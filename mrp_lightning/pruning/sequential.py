@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from mrp_lightning.allocation.dense_pass import DensePass
+from mrp_lightning.allocation.sparsities import Sparsities, find_sparsities
 from mrp_lightning.calibration.choice import choose_walk
 from mrp_lightning.calibration.dense import DenseStream
 from mrp_lightning.calibration.memory import explained_out_of_memory, peak_rss
@@ -16,23 +18,21 @@ from mrp_lightning.calibration.offload import CPU, Offload, Pinned
 from mrp_lightning.calibration.padding import Padding
 from mrp_lightning.calibration.walks import Rerun, Walk, WholeModel
 from mrp_lightning.errors import TargetError
+from mrp_lightning.journal.block_record import BlockRecord
+from mrp_lightning.journal.journal import Journal
+from mrp_lightning.journal.shared import SharedJournal
 from mrp_lightning.processes import ALONE, Processes
 from mrp_lightning.pruning.block import BlockPruner
-from mrp_lightning.pruning.dense_pass import DensePass
 from mrp_lightning.pruning.extensions import Extensions
-from mrp_lightning.pruning.journal import Journal
 from mrp_lightning.pruning.progress import Progress
-from mrp_lightning.pruning.record import BlockRecord
-from mrp_lightning.pruning.report import PruningReport
-from mrp_lightning.pruning.rows import BlockReport, LayerReport
-from mrp_lightning.pruning.shared_journal import SharedJournal
-from mrp_lightning.pruning.sparsities import Sparsities, find_sparsities
-from mrp_lightning.pruning.tuning import BlockTuner
+from mrp_lightning.records.report import PruningReport
+from mrp_lightning.records.rows import BlockReport, LayerReport
 from mrp_lightning.solver.patterns import Pattern
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.blocks import Block
 from mrp_lightning.targets.layers import Layer
 from mrp_lightning.targets.plan import Plan, refuse_not_finite
+from mrp_lightning.tuning.block_tuner import BlockTuner
 
 if TYPE_CHECKING:
     from mrp_lightning.models.streamed_blocks import StreamedBlocks
@@ -228,7 +228,27 @@ class SequentialPruner:
         dense_pass = DensePass(
             self.model, walk, self.plan.layers, padding, pinned, told, self.processes
         )
-        return find_sparsities(self.extensions.allocation, self.recipe, dense_pass, self.journal)
+
+        def prune_block(k: int, layers: list[Layer]) -> set[str]:
+            pruner = BlockPruner(
+                walk=walk,
+                k=k,
+                recipe=self.recipe,
+                true_sequential=False,
+                padding=padding,
+                report=PruningReport({}),
+                tell=lambda task: told(f"dry run, {task}"),
+                processes=self.processes,
+            )
+            return {row.name for row in pruner.prune(layers)}
+
+        return find_sparsities(
+            self.extensions.allocation,
+            self.recipe.pattern.sparsity,
+            dense_pass,
+            prune_block,
+            self.journal,
+        )
 
     def _prune_outside(self, padding: Padding) -> None:
         """Prune the layers outside the blocks, in one pass over the whole model."""

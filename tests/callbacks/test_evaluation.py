@@ -9,8 +9,8 @@ from torch.utils.data import DataLoader
 from callbacks import SaveEvaluation
 from mrp_lightning import CausalLM, Trainer
 from mrp_lightning.errors import FormatError
-from mrp_lightning.evaluation import records
 from mrp_lightning.evaluation.continuation import continuation
+from mrp_lightning.records import evaluation as records
 
 
 def test_results_of_several_runs_come_together(llama, quiet, windows, tmp_path):

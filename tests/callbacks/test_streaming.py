@@ -12,9 +12,9 @@ from torch import Tensor
 from callbacks import MRPCallback
 from mrp_lightning import CausalLM, Trainer
 from mrp_lightning.errors import OptionError, StrategyError, TargetError
+from mrp_lightning.journal.journal import Journal
 from mrp_lightning.loop.streaming import start_streamed
-from mrp_lightning.pruning.journal import Journal
-from mrp_lightning.pruning.tuning import BlockTuning
+from mrp_lightning.tuning.block_tuner import BlockTuning
 
 TUNING = BlockTuning(epochs=1, learning_rate=1e-3, batch_size=2)
 NAN = "model.layers.1.mlp.up_proj.weight"

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from callbacks import MRPCallback, SaveModel
-from mrp_lightning.loop.cli import PruningCLI
+from mrp_lightning.cli.lightning_cli import PruningCLI
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"

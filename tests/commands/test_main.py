@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mrp_lightning.commands.main import main
-from mrp_lightning.evaluation import records
+from mrp_lightning.records import evaluation as records
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 TINY = [f"--trainer.{option}" for option in ("accelerator=cpu", "logger=false")]

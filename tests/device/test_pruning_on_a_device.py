@@ -18,8 +18,8 @@ from callbacks import MRPCallback
 from mrp_lightning import BlockTuning, CausalLM, HessianAccumulator, Trainer, prune_weight
 from mrp_lightning.calibration.offload import held_on_cpu
 from mrp_lightning.pruning.extensions import Extensions
-from mrp_lightning.pruning.report import PruningReport
 from mrp_lightning.pruning.sequential import SequentialPruner
+from mrp_lightning.records.report import PruningReport
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets import plan as plan_module
 from mrp_lightning.targets.plan import make_plan

@@ -12,8 +12,8 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mrp_lightning import CausalLM
-from mrp_lightning.evaluation.records import accuracy, averaged, mean_accuracy
 from mrp_lightning.evaluation.zeroshot import evaluate, load_tasks, summarize
+from mrp_lightning.records.evaluation import accuracy, averaged, mean_accuracy
 
 TASKS = ("continuation", "last_word", "rolling")
 POSITIONS = 1024

@@ -12,7 +12,7 @@ import pytest
 
 from mrp_lightning.commands.main import main
 from mrp_lightning.embedded import STDLIB_LLAMA
-from mrp_lightning.evaluation.records import read, record
+from mrp_lightning.records.evaluation import read, record
 
 PAGE = (Path(__file__).parents[2] / "docs" / "zeroshot.md").read_text().replace("\\\n", "")
 OWN_COMMAND = {"pruned": "lm_eval --model hf .*", "packed": "python -c .*"}

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from mrp_lightning.commands.main import main
-from mrp_lightning.evaluation.records import read
+from mrp_lightning.records.evaluation import read
 
 ROOT = Path(__file__).parents[2]
 BLOCKS = re.findall(

@@ -17,10 +17,10 @@ pytest.importorskip("jsonargparse", reason="the command line needs the extra `cl
 from mrp_lightning import CausalLM, TextDataModule, Trainer
 from mrp_lightning.commands import sweep as sweep_command
 from mrp_lightning.commands.main import main
-from mrp_lightning.evaluation.records import read, record
 from mrp_lightning.experiments import numbers
 from mrp_lightning.experiments.runs import find_runs
 from mrp_lightning.models import loading
+from mrp_lightning.records.evaluation import read, record
 
 BASE = {
     "data": {"num_samples": 4, "sequence_length": 32, "batch_size": 2},
@@ -205,7 +205,7 @@ def test_two_sweeps_at_once_share_the_runs(here, monkeypatch):
 
 
 def test_an_interrupted_run_goes_on_at_its_block(here, monkeypatch, capsys):
-    from mrp_lightning.pruning.journal import Journal
+    from mrp_lightning.journal.journal import Journal
 
     write = Journal.write
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from mrp_lightning.evaluation.records import record
 from mrp_lightning.experiments import numbers
 from mrp_lightning.experiments.claims import findings
 from mrp_lightning.experiments.runs import FinishedTrial, read_run
 from mrp_lightning.experiments.summary import Average, Measure, Summary, scores, summarize
 from mrp_lightning.experiments.tables import markdown, write
 from mrp_lightning.experiments.trials import Change, Trial
+from mrp_lightning.records.evaluation import record
 
 
 def summary(perplexities: dict[Trial, list[float]], *measure: Any) -> Summary:

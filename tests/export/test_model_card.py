@@ -6,7 +6,7 @@ import huggingface_hub
 import pytest
 
 from export.to_sparse import main
-from mrp_lightning.evaluation import records
+from mrp_lightning.records import evaluation as records
 
 CARD = "---\nlicense: mit\ntags: [pruned]\n---\n\n# Tiny, pruned with mrp-lightning\n"
 SCORES = {"perplexity": 28.0, "loss": 1.0, "context": 128, "windows": 2, "tokens": 254}

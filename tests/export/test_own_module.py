@@ -15,8 +15,8 @@ import export
 from callbacks import MRPCallback
 from export.to_sparse import main
 from mrp_lightning.errors import FormatError
-from mrp_lightning.pruning.report import PruningReport
-from mrp_lightning.pruning.rows import LayerReport
+from mrp_lightning.records.report import PruningReport
+from mrp_lightning.records.rows import LayerReport
 
 QUIET = {
     "accelerator": "cpu",

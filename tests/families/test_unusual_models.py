@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from mrp_lightning import prune_weight
 from mrp_lightning.errors import TargetError
-from mrp_lightning.pruning.report import PruningReport
 from mrp_lightning.pruning.sequential import SequentialPruner
+from mrp_lightning.records.report import PruningReport
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.plan import make_plan
 

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from mrp_lightning.loop.predict_loop import _log_layers
-from mrp_lightning.pruning.rows import LayerReport
+from mrp_lightning.records.rows import LayerReport
 
 
 def test_many_layers_are_logged_each_once_with_its_place():

@@ -196,7 +196,7 @@ def test_the_parts_of_a_method_are_arguments_of_the_callback():
 
 
 def test_an_interrupted_run_is_watched_and_goes_on(tiny_llama, corpora_dir, here, monkeypatch):
-    from mrp_lightning.pruning.journal import Journal
+    from mrp_lightning.journal.journal import Journal
 
     pytest.importorskip("matplotlib", reason="needs the extra `report`")
     page = "reliability.md"

@@ -12,8 +12,8 @@ import torch
 
 from mrp_lightning.models.loading import load_model
 from mrp_lightning.models.tokenizers import load_tokenizer
-from mrp_lightning.pruning.report import PruningReport
 from mrp_lightning.pruning.sequential import SequentialPruner
+from mrp_lightning.records.report import PruningReport
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.plan import make_plan
 from mrp_lightning.text.windows import Draws, segments_of_text, tokenize

@@ -10,8 +10,8 @@ from torch.nn import functional
 from mrp_lightning import prune_weight
 from mrp_lightning.calibration import experts
 from mrp_lightning.errors import PatternError
-from mrp_lightning.pruning.report import PruningReport
 from mrp_lightning.pruning.sequential import SequentialPruner
+from mrp_lightning.records.report import PruningReport
 from mrp_lightning.solver.hessian import HessianAccumulator
 from mrp_lightning.solver.patterns import make_pattern
 from mrp_lightning.solver.recipe import Recipe

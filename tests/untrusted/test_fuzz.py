@@ -18,13 +18,13 @@ from export.conversion.checkpoint import open_checkpoint
 from export.conversion.selection import choose_layers
 from export.packed import bitmask_format, format
 from export.packed.own_module import load_into
+from mrp_lightning.cli.places import mentions, not_yaml
 from mrp_lightning.errors import FormatError, PatternError
-from mrp_lightning.evaluation import records
 from mrp_lightning.experiments.runs import FinishedTrial
-from mrp_lightning.loop.places import mentions, not_yaml
 from mrp_lightning.models.damage import damaged_files
 from mrp_lightning.models.plausible import check_values
-from mrp_lightning.pruning.report import PruningReport
+from mrp_lightning.records import evaluation as records
+from mrp_lightning.records.report import PruningReport
 
 ALWAYS_THE_SAME = settings(
     derandomize=True,

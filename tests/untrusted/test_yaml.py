@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from mrp_lightning.loop.places import mentions, not_yaml
+from mrp_lightning.cli.places import mentions, not_yaml
 
 DOUBTS = "a: &a [x, x]\n" + "".join(
     f"{key}: &{key} [*{before}, *{before}]\n" for before, key in zip("abcd", "bcde", strict=True)

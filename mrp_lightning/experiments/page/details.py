@@ -8,7 +8,7 @@ from mrp_lightning.experiments.page.layers import place
 from mrp_lightning.experiments.page.models import Model
 from mrp_lightning.experiments.page.parts import Column, Fold, Part, Row, Table
 from mrp_lightning.experiments.runs import Run
-from mrp_lightning.pruning.rows import LayerReport
+from mrp_lightning.records.rows import LayerReport
 
 LAYER_ROWS = 2000
 """Layers that a page lists at most; a page of fewer runs lists them."""

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from mrp_lightning.experiments.runs import Run
-from mrp_lightning.pruning.rows import LayerReport
+from mrp_lightning.records.rows import LayerReport
 
 
 class Block(NamedTuple):

@@ -14,8 +14,8 @@ from typing import Any
 from mrp_lightning.experiments.methods import canonical_method, method_label, method_rank
 from mrp_lightning.experiments.page.layers import Block, in_order, place
 from mrp_lightning.experiments.runs import Run
-from mrp_lightning.pruning.report import NAME
-from mrp_lightning.pruning.rows import LayerReport
+from mrp_lightning.records.report import NAME
+from mrp_lightning.records.rows import LayerReport
 from mrp_lightning.solver.patterns import Pattern, SemiStructured, make_pattern
 
 

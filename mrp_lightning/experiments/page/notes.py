@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from mrp_lightning.experiments.numbers import scientific
 from mrp_lightning.experiments.page.models import Model
 from mrp_lightning.experiments.runs import Run
-from mrp_lightning.pruning.rows import LayerReport
+from mrp_lightning.records.rows import LayerReport
 
 
 @dataclass(frozen=True)

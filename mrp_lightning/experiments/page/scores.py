@@ -4,18 +4,18 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from mrp_lightning.evaluation.records import (
+from mrp_lightning.experiments import numbers
+from mrp_lightning.experiments.numbers import Write
+from mrp_lightning.experiments.page.models import Model
+from mrp_lightning.experiments.runs import Run
+from mrp_lightning.experiments.summary import Average
+from mrp_lightning.records.evaluation import (
     BY_LENGTH,
     averaged,
     mean_accuracy,
     metrics,
     standard_error,
 )
-from mrp_lightning.experiments import numbers
-from mrp_lightning.experiments.numbers import Write
-from mrp_lightning.experiments.page.models import Model
-from mrp_lightning.experiments.runs import Run
-from mrp_lightning.experiments.summary import Average
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from mrp_lightning.evaluation.records import record
-from mrp_lightning.pruning.report import PruningReport
-from mrp_lightning.pruning.rows import LayerReport
+from mrp_lightning.records.evaluation import record
+from mrp_lightning.records.report import PruningReport
+from mrp_lightning.records.rows import LayerReport
 
 # For browser.py and html_page.py, which the tests import.
 sys.path.insert(0, str(Path(__file__).parent))

@@ -13,8 +13,8 @@ from mrp_lightning.commands.report import main
 from mrp_lightning.errors import FormatError
 from mrp_lightning.experiments import runs
 from mrp_lightning.experiments.runs import find_runs
-from mrp_lightning.pruning.journal import Journal
-from mrp_lightning.pruning.record import BlockRecord
+from mrp_lightning.journal.block_record import BlockRecord
+from mrp_lightning.journal.journal import Journal
 
 
 def test_the_command_line_knows_it(tmp_path, save_run, capsys):

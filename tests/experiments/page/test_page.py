@@ -23,10 +23,10 @@ from matplotlib.colors import to_hex, to_rgb
 from PIL import Image
 
 from mrp_lightning.commands.report import main
-from mrp_lightning.evaluation.records import record
 from mrp_lightning.experiments.page.drawing import INK, MUTED, PAPER, RULE, SERIES, color_of
 from mrp_lightning.experiments.page.weights import MAGNITUDES, count_magnitudes
-from mrp_lightning.pruning.rows import BlockReport, LayerReport
+from mrp_lightning.records.evaluation import record
+from mrp_lightning.records.rows import BlockReport, LayerReport
 
 EVIL = "<img src=x onerror=alert(1)>&\"'$x_{1}$"
 

@@ -1,0 +1,1 @@
+"""One command line for all commands: options, YAML files, and what is wrong with them."""

@@ -1,0 +1,169 @@
+"""LightningCLI for a `CausalLM` on a `TextDataModule`, or for classes of the user's."""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch import Trainer as LightningTrainer
+from lightning.pytorch.accelerators import AcceleratorRegistry
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from mrp_lightning.cli.places import mentions, not_yaml
+from mrp_lightning.cli.typos import explain
+from mrp_lightning.errors import OptionError
+from mrp_lightning.loop.causal_lm import CausalLM
+from mrp_lightning.loop.data_module import TextDataModule
+from mrp_lightning.loop.pruning_callback import callbacks_that_prune
+from mrp_lightning.loop.save_evaluation import SaveEvaluation
+from mrp_lightning.loop.trainer import Trainer
+from mrp_lightning.models.damage import explained_checkpoint
+from mrp_lightning.records.report import NAME
+
+_GPUS = {"cuda", "mps"}
+"""What Lightning takes for `gpu`."""
+
+
+class SaveConfigToLog(SaveConfigCallback):
+    """Keep the configuration beside the logs, where there are logs."""
+
+    def setup(self, trainer: LightningTrainer, pl_module: LightningModule, stage: str) -> None:
+        """Lightning would write into the working directory when there is no logger."""
+        if trainer.logger is not None:
+            super().setup(trainer, pl_module, stage)
+
+
+class ConciseParser(LightningArgumentParser):
+    """Lightning's parser, which says what is wrong without the usage of all options.
+
+    Options are not abbreviated: what is short for one today may be short for two tomorrow.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, allow_abbrev=False, **kwargs)
+        self._given: Sequence[str] = ()
+
+    def parse_args(self, args: Sequence[str] | None = None, *more: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """Parse a command line, and remember it for messages."""
+        self._given = sys.argv[1:] if args is None else args
+        if broken := not_yaml(self._given):
+            self.error(broken)
+        return super().parse_args(args, *more, **kwargs)
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """End with the mistake, its place and the nearest name, status 2."""
+        if not self.exit_on_error:  # a parser inside another one, which reports
+            super().error(message, ex)
+        parser = getattr(ex, "subcommand_parser", None) or self
+        sys.stderr.write(f"error: {explain(message, parser, self._given)}\n")
+        self.exit(2)
+
+
+class PruningCLI(LightningCLI):
+    """`fit`, `validate`, `test` and `predict` of a `CausalLM` on a `TextDataModule`.
+
+    Where `model` or `data` has a `class_path`, it is any LightningModule or LightningDataModule. A
+    model of the user's without `data` brings its own dataloaders.
+
+    Args:
+        args: The command line; `None` is that of the process.
+        run: Whether the command is run, or only configured.
+    """
+
+    def __init__(self, args: list[str] | None = None, *, run: bool = True) -> None:
+        given = sys.argv[1:] if args is None else args
+        model, data = _keys(given, "model"), _keys(given, "data")
+        own_model, own_data = "class_path" in model, "class_path" in data
+        of_text = not own_data and (not own_model or bool(data))
+        super().__init__(
+            LightningModule if own_model else CausalLM,
+            TextDataModule if of_text else None,
+            subclass_mode_model=own_model,
+            trainer_class=Trainer,
+            save_config_callback=SaveConfigToLog,
+            save_config_kwargs={"overwrite": True},
+            seed_everything_default=0,
+            auto_configure_optimizers=False,
+            parser_class=ConciseParser,
+            parser_kwargs={
+                "epilog": "More commands, each with its own --help: layers (what would be pruned), "
+                "zeroshot (tasks of lm-eval), report (a page on a run), sweep (many runs), "
+                "export (pack a pruned checkpoint)."
+            },
+            args=args,
+            run=run,
+        )
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Lightning's, without `--callbacks`: `trainer.callbacks` is the place for them."""
+        commands = LightningCLI.subcommands()
+        commands["predict"] = commands["predict"] | {"callbacks"}
+        return commands
+
+    def _parse_ckpt_path(self) -> None:
+        """Read the checkpoint's hyperparameters, or say why they cannot be read."""
+        path = self.config.get(self.config.get("subcommand") or "", {}).get("ckpt_path")
+        with explained_checkpoint(path):
+            super()._parse_ckpt_path()
+
+    def before_instantiate_classes(self) -> None:
+        """Refuse an accelerator that is not there, before a model is loaded.
+
+        Raises:
+            OptionError: This machine has no such accelerator.
+        """
+        wanted = self._get(self.config, "trainer.accelerator")
+        there = {name for name in AcceleratorRegistry if _is_there(name)}
+        missing = set(AcceleratorRegistry) - there
+        if missing >= _GPUS:
+            missing.add("gpu")
+        if wanted in missing:
+            raise OptionError(
+                f"`trainer.accelerator`: expected auto or one that this machine has "
+                f"({', '.join(sorted(there))}). Got {wanted}. Name another, or leave the key out."
+            )
+
+    def before_test(self) -> None:
+        """Have what is found about a model that was pruned recorded beside it."""
+        callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
+        is_kept = any(isinstance(callback, SaveEvaluation) for callback in callbacks)
+        if is_kept or not isinstance(self.model, CausalLM):
+            return
+        source = self.model.model.name_or_path
+        if not source or not (Path(source) / NAME).is_file():
+            return
+        if os.access(source, os.W_OK):
+            callbacks.append(SaveEvaluation(source))
+        else:
+            rank_zero_warn(f"{source} is read-only: the perplexity will not be recorded there.")
+
+    def before_predict(self) -> None:
+        """Refuse to run a model over the data for nothing.
+
+        Raises:
+            OptionError: No callback prunes.
+        """
+        if not callbacks_that_prune(self.trainer):
+            raise OptionError(
+                "`trainer.callbacks`: `predict` prunes, and no callback here does. Add "
+                "`--trainer.callbacks=callbacks.MRPCallback --trainer.callbacks.pattern=2:4 "
+                "--trainer.callbacks.save_dir=DIR`, or in YAML `trainer: {callbacks: [{class_path: "
+                'callbacks.MRPCallback, init_args: {pattern: "2:4", save_dir: DIR}}]}`.'
+            )
+
+
+def _keys(args: Sequence[str], group: str) -> set[str]:
+    """The keys that a command line and its files set in a group of options."""
+    commands = LightningCLI.subcommands()
+    paths = {group, *(f"{command}.{group}" for command in commands)}
+    in_files = {mention.word for mention in mentions(args) if mention.path in paths}
+    options = (arg.partition("=")[0] for arg in args if arg.startswith(f"--{group}."))
+    return in_files | {option.split(".")[1] for option in options}
+
+
+def _is_there(accelerator: str) -> bool:
+    return bool(AcceleratorRegistry[accelerator]["accelerator"].is_available())

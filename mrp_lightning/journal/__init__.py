@@ -1,0 +1,1 @@
+"""What an unfinished run keeps of each pruned block, and what tells one run from another."""

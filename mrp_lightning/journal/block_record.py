@@ -1,0 +1,97 @@
+"""What a run keeps of one block that is done, and the shard of the journal that it is in."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mrp_lightning.errors import JournalError
+from mrp_lightning.records.rows import BlockReport, LayerReport
+from mrp_lightning.targets.layers import Layer
+
+
+@dataclass(frozen=True, eq=False)
+class BlockRecord:
+    """What was done to one block, or to the layers outside the blocks.
+
+    Attributes:
+        name: The name of the block, empty for the layers outside.
+        rows: The rows of its layers in the report, skipped ones too.
+        block: The row of the block as a whole, `None` where nothing was done to it.
+        weights: The parameters of the pruned layers, by their names in the checkpoint.
+    """
+
+    name: str
+    rows: list[LayerReport] = field(default_factory=list)
+    block: BlockReport | None = None
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, name: str, layers: Sequence[Layer], rows: list[LayerReport], block: BlockReport | None
+    ) -> "BlockRecord":
+        """Take the weights of the layers that the rows say are pruned."""
+        pruned = {row.name for row in rows if row.skipped is None}
+        mine = [layer for layer in layers if layer.name in pruned]
+        weights = {layer.parameter_name: layer.parameter.detach() for layer in mine}
+        return cls(name, rows, block, weights)
+
+    def restore(self, layers: Sequence[Layer], before: Callable[[Layer], None]) -> None:
+        """Write the weights back into the layers of the block.
+
+        Args:
+            layers: The layers of the block.
+            before: Called with each layer that is pruned, before any is written.
+
+        Raises:
+            JournalError: Layers that were pruned are not among them.
+        """
+        mine = self.pruned(layers)
+        names = {layer.name for layer in mine}
+        if lost := [row.name for row in self.rows if row.skipped is None and row.name not in names]:
+            raise JournalError(
+                f"The journal holds pruned layers that the block `{self.name}` does not have: "
+                f"{', '.join(lost[:5])}. It is of another version: give `resume=False`, which "
+                "starts afresh."
+            )
+        for layer in mine:
+            before(layer)
+        with torch.no_grad():
+            for name, parameter in {x.parameter_name: x.parameter for x in mine}.items():
+                parameter.copy_(self.weights[name])
+
+    def pruned(self, layers: Sequence[Layer]) -> list[Layer]:
+        """Those of the layers that were pruned."""
+        names = {row.name for row in self.rows if row.skipped is None}
+        return [layer for layer in layers if layer.name in names]
+
+    def on_cpu(self) -> "BlockRecord":
+        """The same record, with weights as a file holds them."""
+        weights = {n: w.detach().cpu().contiguous() for n, w in self.weights.items()}
+        return replace(self, weights=weights)
+
+    def save(self, file: Path) -> None:
+        """Write a record that is `on_cpu`."""
+        told: dict[str, Any] = {"name": self.name}
+        told["layers"] = [row.to_dict() for row in self.rows]
+        if self.block is not None:
+            told["block"] = self.block.to_dict()
+        save_file(self.weights, file, {"format": "pt", "record": json.dumps(told)})
+
+    @classmethod
+    def load(cls, file: Path) -> "BlockRecord":
+        """Read what `save` wrote."""
+        with safe_open(file, "pt") as opened:
+            weights = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            told = json.loads(opened.metadata()["record"])
+        rows = [LayerReport.from_dict(row) for row in told["layers"]]
+        block = told.get("block")
+        return cls(
+            told["name"], rows, None if block is None else BlockReport.from_dict(block), weights
+        )

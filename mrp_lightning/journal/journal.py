@@ -1,0 +1,254 @@
+"""The journal of a run: what is done to each block, kept until all is done and saved.
+
+It is a directory `.NAME.partial` beside the directory NAME that the run will write: a manifest, and
+a safetensors file for each block, each written beside its place and renamed when it is whole.
+"""
+
+import hashlib
+import logging
+import shutil
+import time
+from contextlib import suppress
+from os import PathLike
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from filelock import FileLock, Timeout
+from safetensors import SafetensorError
+
+from mrp_lightning.errors import JournalError, SaveError
+from mrp_lightning.files import move_durably, output_path
+from mrp_lightning.journal.block_record import BlockRecord
+from mrp_lightning.journal.manifest import (
+    NAME,
+    Fingerprint,
+    Manifest,
+    Shard,
+    differences,
+    digest,
+    plain,
+)
+
+log = logging.getLogger(__name__)
+
+_LOCK = ".lock"
+
+
+class Journal:
+    """The journal of one run, which this process holds until `close`. Made by `Journal.open`.
+
+    Attributes:
+        path: The directory.
+        manifest: What is in it.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest, lock: FileLock) -> None:
+        self.path, self.manifest, self._lock = path, manifest, lock
+        self._damaged: set[int] = set()
+        # Less what the run took before.
+        self._start, self._cpu_start = time.monotonic(), time.process_time()
+
+    @classmethod
+    def open(
+        cls,
+        beside: str | PathLike[str],
+        fingerprint: Fingerprint,
+        *,
+        resume: bool = True,
+        about: dict[str, Any] | None = None,
+    ) -> Self:
+        """Start the journal of a run, or go on with it.
+
+        Args:
+            beside: The directory that the run will write; the journal lies beside it.
+            fingerprint: What decides the result.
+            resume: Whether to go on with a journal that is there. Otherwise it is removed.
+            about: What to keep about the run; see `Manifest`.
+
+        Raises:
+            JournalError: A live process holds it, it is damaged, or it is of another run: all
+                differences are named.
+            SaveError: It cannot be written.
+        """
+        path = journal_path(beside)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(path / _LOCK)
+            lock.acquire(timeout=0)
+        except Timeout as error:
+            raise _in_use(path) from error
+        except OSError as error:
+            raise SaveError(f"The journal {path} cannot be written: {error}.") from error
+        try:
+            journal = cls(path, Manifest(plain(fingerprint), plain(about or {})), lock)
+            if resume and (path / NAME).exists():
+                journal._go_on()
+            else:
+                journal._start_afresh()
+        except BaseException:
+            lock.release()
+            raise
+        return journal
+
+    def __contains__(self, step: int) -> bool:
+        """Whether a step is done, and what was done is whole."""
+        return step in self.manifest.shards and step not in self._damaged
+
+    def read(self, step: int) -> BlockRecord | None:
+        """What was done in a step, `None` if it is still to be done."""
+        return BlockRecord.load(self.file(step)) if step in self else None
+
+    def file(self, step: int) -> Path:
+        """The shard of a step that is done."""
+        return self.path / self.manifest.shards[step].file
+
+    def write(self, step: int, record: BlockRecord) -> None:
+        """Keep what was done in a step.
+
+        Args:
+            step: The number of the block in the walk; that of the layers outside follows.
+            record: What was done.
+
+        Raises:
+            SaveError: It cannot be written. What was kept before is whole.
+        """
+        record = record.on_cpu()
+        file = self.path / f"block-{step:05}.safetensors"
+        partial = file.with_name(f"{file.name}.partial")
+        try:
+            record.save(partial)
+            shard = Shard(file.name, _sha256(partial), digest(sorted(record.weights.items())))
+            move_durably(partial, file)
+            self._keep(step, shard)
+            self.manifest.seconds = time.monotonic() - self._start
+            self.manifest.cpu_seconds = time.process_time() - self._cpu_start
+            self.manifest.save(self.path)
+        except (OSError, SafetensorError) as error:
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
+            raise SaveError(
+                f"{record.name or 'What was done'} is pruned, but could not be kept in the journal "
+                f"{self.path}: {error}. Make room there, and start the same run again: it goes on "
+                "at this block."
+            ) from error
+
+    def allocate(self, allocation: dict[str, dict[str, float]]) -> None:
+        """Keep how the sparsity is spread over blocks and layers."""
+        self.manifest.allocation = allocation
+        self._save_manifest()
+
+    def close(self) -> None:
+        """Let another process go on with it."""
+        self._lock.release()
+
+    def remove(self) -> None:
+        """Delete it, when all is done and saved; not while another process goes on with it."""
+        _remove(self.path, self._lock)
+
+    def __enter__(self) -> "Journal":
+        """Hold it in this context."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Let go of it."""
+        self.close()
+
+    def _go_on(self) -> None:
+        before = Manifest.load(self.path)
+        if found := differences(before.fingerprint, self.manifest.fingerprint):
+            listed = "\n".join(f"  {difference}" for difference in found)
+            raise JournalError(
+                f"{self.path} is the journal of an unfinished run, {len(before.shards)} blocks far,"
+                " with other settings than this one. Set `resume: false` to give it up and start "
+                "afresh, name another `save_dir`, or go on with the settings it was started with. "
+                f"What differs:\n{listed}"
+            )
+        before.about = self.manifest.about
+        self.manifest = before
+        self._start -= before.seconds
+        self._cpu_start -= before.cpu_seconds
+        for step, shard in before.shards.items():
+            file = self.path / shard.file
+            if not file.is_file() or _sha256(file) != shard.sha256:
+                log.warning("%s is damaged or missing. Its block is pruned again.", file)
+                self._damaged.add(step)
+
+    def _keep(self, step: int, shard: Shard) -> None:
+        """Enter a shard. If it differs from the damaged one before, what follows is void."""
+        before = self.manifest.shards.get(step)
+        if before is not None and before.weights != shard.weights:
+            void = [later for later in self.manifest.shards if later > step]
+            for later in void:
+                del self.manifest.shards[later]
+            if void:
+                log.warning("The block came out otherwise. Those after it are pruned again.")
+        self.manifest.shards[step] = shard
+        self._damaged.discard(step)
+
+    def _start_afresh(self) -> None:
+        (self.path / NAME).unlink(missing_ok=True)  # first: shards without it are nothing
+        for file in self.path.glob("block-*.safetensors*"):
+            file.unlink()
+        self._save_manifest()
+
+    def _save_manifest(self) -> None:
+        try:
+            self.manifest.save(self.path)
+        except OSError as error:
+            raise SaveError(f"The journal {self.path} cannot be written: {error}.") from error
+
+
+def journal_path(beside: str | PathLike[str]) -> Path:
+    """Where the journal lies of a run that writes a directory."""
+    directory = output_path(beside).resolve()
+    return directory.with_name(f".{directory.name}.partial")
+
+
+def require_free(beside: str | PathLike[str]) -> None:
+    """Refuse a run while another process makes it.
+
+    Raises:
+        JournalError: One does.
+    """
+    path = journal_path(beside)
+    if not (path / _LOCK).exists():
+        return
+    lock = FileLock(path / _LOCK)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise _in_use(path) from error
+    lock.release()
+
+
+def remove_journal(beside: str | PathLike[str]) -> None:
+    """Delete the journal of a run that is done, but not while another process holds it."""
+    path = journal_path(beside)
+    if path.is_dir():
+        _remove(path, FileLock(path / _LOCK))
+
+
+def _remove(path: Path, lock: FileLock) -> None:
+    with suppress(Timeout, OSError):
+        lock.acquire(timeout=0)
+        (path / NAME).unlink(missing_ok=True)  # first: shards without it are nothing
+        shutil.rmtree(path, ignore_errors=True)
+        lock.release(force=True)
+
+
+def _in_use(path: Path) -> JournalError:
+    return JournalError(
+        f"Another process is making this run: it holds the journal {path}. Wait for it, end it, or "
+        "name another `save_dir`."
+    )
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,55 @@
+"""The report of a run that is not finished, from its journal."""
+
+from os import PathLike
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from mrp_lightning.errors import JournalError
+from mrp_lightning.journal.block_record import BlockRecord
+from mrp_lightning.journal.journal import journal_path
+from mrp_lightning.journal.manifest import NAME, Manifest
+from mrp_lightning.records.report import PruningReport
+
+
+def find_journal(path: str | PathLike[str]) -> Path | None:
+    """The journal that a path is, or that lies beside where it will be; `None` if there is none."""
+    path = Path(path)
+    if path.name.startswith(".") and path.name.endswith(".partial") and (path / NAME).is_file():
+        return path
+    beside = journal_path(path)
+    return beside if not path.exists() and (beside / NAME).is_file() else None
+
+
+def unfinished_report(journal: Path) -> tuple[PruningReport, str]:
+    """Read what a run has done so far, also while it goes on.
+
+    Args:
+        journal: The directory of its journal.
+
+    Returns:
+        The report, which is not complete, and how far the run is, in words.
+
+    Raises:
+        JournalError: The journal is damaged, or of another version of mrp-lightning.
+    """
+    manifest = Manifest.load(journal)
+    about = manifest.about
+    report = PruningReport(
+        about["config"],
+        seconds=manifest.seconds,
+        versions=about["versions"],
+        provenance=about["provenance"],
+        model_weights=about.get("model_weights"),
+    )
+    for _, shard in sorted(manifest.shards.items()):
+        try:
+            record = BlockRecord.load(journal / shard.file)
+        except (OSError, SafetensorError) as error:
+            raise JournalError(
+                f"{journal / shard.file} is damaged ({error}). The run makes it again when it goes "
+                "on."
+            ) from error
+        report.layers += record.rows
+        report.blocks += [] if record.block is None else [record.block]
+    return report, f"{len(manifest.shards)} of {about['blocks']} blocks are pruned so far"

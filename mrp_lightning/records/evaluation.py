@@ -1,0 +1,173 @@
+"""`evaluation.json`: what a model was found to be able to do, kept beside the model or its run."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mrp_lightning.environment import versions
+from mrp_lightning.errors import FormatError
+from mrp_lightning.files import save_text
+from mrp_lightning.json_files import as_json, read_json
+from mrp_lightning.records.evaluation_card import add_perplexities
+
+FORMAT_VERSION = 1
+NAME = "evaluation.json"
+
+Scores = Mapping[str, float | int | None]
+"""Numbers by name, such as `{"acc": 0.74, "acc_stderr": 0.006, "samples": 5153}`."""
+
+BY_LENGTH = frozenset({"hellaswag", "arc_challenge"})
+"""Tasks whose published accuracy compares log-likelihoods per character (`acc_norm`).
+
+So does the Mamba paper. The paper's table of Mamba models does not say; its values fit: pruned
+Mamba-130M has 32.4% on HellaSwag, where the dense model has an `acc_norm` of 35.3%.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """The content of `evaluation.json`.
+
+    A number is `None` where it was not finite: a perplexity beyond the range of floats.
+
+    Attributes:
+        perplexity: By text: `perplexity`, `loss` (nats a token), `context` (tokens a window),
+            `windows`, `tokens` (that were predicted), and where it is known `prefix` (tokens such
+            as BOS that stood before the text in each window).
+        zeroshot: By task: its metrics as fractions, each with its standard error under
+            `<metric>_stderr`, then `samples` and `num_fewshot`, and of a member of a group that
+            has scores itself `depth`, the number of such groups around it.
+        continuations: By text: its first tokens, `prompt`, and the `continuation` that the model
+            writes, always with the most likely token.
+        model: Where the model was loaded from.
+        versions: Of the libraries; those of the last evaluation where several were recorded.
+        format_version: Raised when a key changes its meaning.
+    """
+
+    perplexity: dict[str, Scores] = field(default_factory=dict)
+    zeroshot: dict[str, Scores] = field(default_factory=dict)
+    continuations: dict[str, Mapping[str, str]] = field(default_factory=dict)
+    model: str | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+    format_version: int = FORMAT_VERSION
+
+
+def record(
+    directory: str | os.PathLike[str],
+    *,
+    perplexity: Mapping[str, Scores] | None = None,
+    zeroshot: Mapping[str, Scores] | None = None,
+    continuations: Mapping[str, Mapping[str, str]] | None = None,
+    model: str | None = None,
+) -> Path:
+    """Add results to `evaluation.json`; those of other texts and tasks stay as they are.
+
+    Perplexities go into the card of a model that was pruned, too, where that is beside it.
+
+    The file is replaced in one step: whoever reads it meanwhile sees the old or the new content.
+
+    Args:
+        directory: Where it lies; made if it does not exist.
+        perplexity: By text, as in `Evaluation`.
+        zeroshot: By task, as in `Evaluation`.
+        continuations: By text, as in `Evaluation`.
+        model: As in `Evaluation`; `None` keeps what is recorded.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        FormatError: The file that is there cannot be read; it is left as it is.
+    """
+    path = Path(directory) / NAME
+    found = read(directory) if path.exists() else Evaluation()
+    content = Evaluation(
+        perplexity={**found.perplexity, **(perplexity or {})},
+        zeroshot={**found.zeroshot, **(zeroshot or {})},
+        continuations={
+            **found.continuations,
+            **{k: dict(v) for k, v in (continuations or {}).items()},
+        },
+        model=model or found.model,
+        versions={**found.versions, **versions()},
+    )
+    save_text(path, as_json({"format_version": FORMAT_VERSION, **asdict(content)}))
+    add_perplexities(path.parent, content.perplexity)
+    return path
+
+
+def read(directory: str | os.PathLike[str]) -> Evaluation:
+    """The results in a directory.
+
+    Raises:
+        FileNotFoundError: It holds no `evaluation.json`.
+        FormatError: The file is damaged, or of a newer version of mrp-lightning.
+    """
+    path = Path(directory) / NAME
+    content = read_json(path, "evaluate the model again", FORMAT_VERSION)
+    kinds: dict[str, Any] = dict.fromkeys(
+        ("perplexity", "zeroshot", "continuations", "versions"), dict
+    )
+    kinds["model"] = str | None
+    known = {key: content[key] for key in kinds if key in content}
+    wrong = [key for key, value in known.items() if not isinstance(value, kinds[key])]
+    if wrong:
+        raise FormatError(
+            f"{path}: {', '.join(f'`{key}`' for key in wrong)} cannot be a "
+            f"{', '.join(type(known[key]).__name__ for key in wrong)}. "
+            "Delete the file and evaluate the model again."
+        )
+    held = {"perplexity": ("numbers", _is_number), "zeroshot": ("numbers", _is_number)}
+    held["continuations"] = ("texts", lambda value: isinstance(value, str))
+    for section, (what, is_right) in held.items():
+        for name, values in known.get(section, {}).items():
+            if not isinstance(values, dict) or not all(map(is_right, values.values())):
+                raise FormatError(
+                    f"{path}: expected {what} by name in `{section}.{name}`, got {values!r}. "
+                    "Delete the file and evaluate the model again."
+                )
+    return Evaluation(**known)
+
+
+def metrics(scores: Scores) -> Scores:
+    """The scores of a task without its sizes and without standard errors."""
+    errors = {_stderr(metric) for metric in scores}
+    left_out = errors | {"samples", "num_fewshot", "depth"}
+    return {name: value for name, value in scores.items() if name not in left_out}
+
+
+def standard_error(scores: Scores, metric: str) -> float | None:
+    """The standard error of a metric, in the metric's unit; `None` where there is none."""
+    return scores.get(_stderr(metric))
+
+
+def accuracy(task: str, scores: Scores) -> float | None:
+    """The accuracy that papers report for a task, as a fraction; `None` where it has none.
+
+    It is `acc_norm` for the tasks in `BY_LENGTH` and `acc` for all others.
+    """
+    return scores.get("acc_norm" if task in BY_LENGTH else "acc")
+
+
+def averaged(zeroshot: Mapping[str, Scores]) -> dict[str, float]:
+    """The `accuracy` of each task that has one and is not in its group's already."""
+    found = {task: accuracy(task, x) for task, x in zeroshot.items() if not x.get("depth")}
+    return {task: value for task, value in found.items() if value is not None}
+
+
+def mean_accuracy(zeroshot: Mapping[str, Scores]) -> float | None:
+    """Mean of `averaged`, as in the paper's table."""
+    values = averaged(zeroshot).values()
+    return sum(values) / len(values) if values else None
+
+
+def _stderr(metric: str) -> str:
+    """The key of a metric's standard error; the name of a filter stays at the end."""
+    name, comma, filter_name = metric.partition(",")
+    return f"{name}_stderr{comma}{filter_name}"
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))

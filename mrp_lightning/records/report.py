@@ -1,0 +1,179 @@
+"""What a run did to each layer, and the file that says so."""
+
+import logging
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from mrp_lightning.environment import versions
+from mrp_lightning.errors import FormatError
+from mrp_lightning.files import save_text
+from mrp_lightning.json_files import as_json, check_version, read_json
+from mrp_lightning.records.report_problems import problems_in
+from mrp_lightning.records.rows import BlockReport, LayerReport
+
+log = logging.getLogger(__name__)
+
+NAME = "pruning_report.json"
+FORMAT_VERSION = 1
+
+
+@dataclass
+class PruningReport:
+    """All layers of a run, in the order in which they were pruned.
+
+    Attributes:
+        config: The arguments of the run.
+        layers: The layers, both those that are pruned and those that were left dense.
+        seconds: The wall-clock time of the walk.
+        cpu_seconds: The CPU time of the walk in all threads of this process, `None` where it is not
+            known.
+        peak_rss: The most memory of this machine, in bytes, that the process held during the walk.
+            `None` where that is not known: where the process had held more before, and on Windows.
+        complete: Whether all was done that was asked for. If it was not, `layers` says which layers
+            are pruned, and all others are untouched.
+        versions: The versions of the libraries that pruned, by name.
+        stored_totals: The `totals` of the file from which the report was read, `None` for a report
+            that is being made.
+        provenance: The `command` that pruned, and what calibrated: the `data`, with its `source`,
+            `samples`, `sequence_length` and `seed`, as far as they are known.
+        model_weights: The number of all weights of the model, those in no layer too; `None` for a
+            report that an older version wrote.
+        files: The names of all files that were written with the report, relative to its directory.
+        blocks: The blocks, in their order, where something was done to them as a whole.
+        resumed_blocks: How many blocks came from the journal of an interrupted run, the layers
+            outside the blocks as one; `seconds` counts that run, too.
+    """
+
+    config: dict[str, Any]
+    layers: list[LayerReport] = field(default_factory=list)
+    seconds: float = 0.0
+    cpu_seconds: float | None = None
+    peak_rss: int | None = None
+    complete: bool = False
+    versions: dict[str, str] = field(default_factory=versions)
+    stored_totals: dict[str, Any] | None = field(default=None, compare=False)
+    files: list[str] = field(default_factory=list)
+    blocks: list[BlockReport] = field(default_factory=list)
+    provenance: dict[str, Any] = field(default_factory=dict)
+    model_weights: int | None = None
+    resumed_blocks: int = 0
+
+    def skip(self, name: str, shape: tuple[int, ...], reason: str) -> None:
+        """Add a layer that is left dense, and why."""
+        log.info("%s is left dense: %s", name, reason)
+        self.layers.append(LayerReport(name=name, shape=shape, skipped=reason))
+
+    @property
+    def pruned(self) -> list[LayerReport]:
+        """The layers that are pruned."""
+        return self.pruned_since(0)
+
+    def pruned_since(self, first: int) -> list[LayerReport]:
+        """The pruned layers but the first rows of the report."""
+        return [row for row in self.layers[first:] if row.skipped is None]
+
+    @property
+    def relative_loss(self) -> float | None:
+        """The mean of `relative_loss` over the pruned layers, `None` if there are none."""
+        losses = [row.relative_loss for row in self.pruned if row.relative_loss is not None]
+        return sum(losses) / len(losses) if losses else None
+
+    @property
+    def totals(self) -> dict[str, Any]:
+        """Sums and means over the layers; those of a file that was read are as it states them."""
+        if self.stored_totals is not None:
+            return self.stored_totals
+        weights = sum(row.shape[0] * row.shape[1] for row in self.pruned)
+        zeros = sum((row.sparsity or 0) * row.shape[0] * row.shape[1] for row in self.pruned)
+        of_model = self.model_weights
+        spent = {"cpu_seconds": self.cpu_seconds, "peak_rss": self.peak_rss}
+        peaks = [row.peak_memory for row in self.pruned if row.peak_memory is not None]
+        return {
+            "complete": self.complete,
+            "layers": len(self.pruned),
+            "skipped": len(self.layers) - len(self.pruned),
+            "already_pruned": sum(row.already_pruned for row in self.pruned),
+            "weights": weights,
+            "removed": round(zeros),
+            "sparsity": zeros / weights if weights else 0.0,
+            **({"model_weights": of_model, "share": weights / of_model} if of_model else {}),
+            "relative_loss": self.relative_loss,
+            "seconds": self.seconds,
+            **{key: value for key, value in spent.items() if value is not None},
+            **({"peak_memory": max(peaks)} if peaks else {}),
+            **({"resumed_blocks": self.resumed_blocks} if self.resumed_blocks else {}),
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of `pruning_report.json`."""
+        return {
+            "format_version": FORMAT_VERSION,
+            "layers": [row.to_dict() for row in self.layers],
+            "totals": self.totals,
+            "versions": self.versions,
+            "config": self.config,
+            **({"blocks": [row.to_dict() for row in self.blocks]} if self.blocks else {}),
+            **({"provenance": self.provenance} if self.provenance else {}),
+            **({"files": self.files} if self.files else {}),
+        }
+
+    def save(self, directory: str | PathLike[str]) -> Path:
+        """Write `pruning_report.json` into a directory, and return its path."""
+        path = Path(directory) / NAME
+        save_text(path, as_json(self.to_dict()))
+        return path
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> "PruningReport":
+        """Read a `pruning_report.json`, also one of an older run.
+
+        Args:
+            path: The file.
+
+        Returns:
+            The report, with `totals`, `versions` and `config` as they are stored.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            FormatError: It is damaged, or of a newer version of mrp-lightning; all problems are
+                listed.
+        """
+        return cls.from_dict(read_json(path, "prune again", FORMAT_VERSION), str(path))
+
+    @classmethod
+    def from_dict(cls, content: Any, source: str) -> "PruningReport":
+        """Read what `to_dict` gave, also in an older version.
+
+        Args:
+            content: The report as plain containers.
+            source: Where it comes from, for messages.
+
+        Raises:
+            FormatError: It is damaged, or of a newer version of mrp-lightning; all problems are
+                listed.
+        """
+        check_version(content, source, FORMAT_VERSION, "prune again")
+        problems = list(problems_in(content))
+        if problems:
+            listed = "\n".join(f"  {problem}" for problem in problems)
+            raise FormatError(
+                f"{source} is no report of a pruning run. Delete it, or prune again.\n{listed}"
+            )
+        totals = content["totals"]
+        return cls(
+            config=content["config"],
+            layers=[LayerReport.from_dict(row) for row in content["layers"]],
+            seconds=totals["seconds"] or 0.0,
+            cpu_seconds=totals.get("cpu_seconds"),
+            peak_rss=totals.get("peak_rss"),
+            complete=totals.get("complete", False),
+            versions=content["versions"],
+            stored_totals=totals,
+            files=content.get("files", []),
+            blocks=[BlockReport.from_dict(row) for row in content.get("blocks", [])],
+            provenance=content.get("provenance", {}),
+            model_weights=totals.get("model_weights"),
+            resumed_blocks=totals.get("resumed_blocks", 0),
+        )

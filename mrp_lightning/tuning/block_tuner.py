@@ -1,0 +1,298 @@
+"""Tuning the weights that a pruned block has kept, towards what the dense model's block returns."""
+
+import math
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from numbers import Real
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mrp_lightning.calibration.choice import trace
+from mrp_lightning.calibration.dense import DenseStream
+from mrp_lightning.calibration.padding import Padding
+from mrp_lightning.calibration.walks import Walk, hidden_of
+from mrp_lightning.environment import is_out_of_memory
+from mrp_lightning.errors import DataError, OptionError, TargetError
+from mrp_lightning.processes import ALONE, Processes
+from mrp_lightning.records.rows import BlockReport
+from mrp_lightning.targets.layers import Layer
+from mrp_lightning.tuning.kept_weights import KeptWeights, only_these_train
+
+_TIMED_STEPS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockTuning:
+    """How the kept weights of each block are tuned after it is pruned.
+
+    They minimise ‖y − y_d‖² over the calibration data, for the outputs y of the pruned block on
+    the outputs of the pruned blocks before it, and y_d of the same block in the dense model, by
+    Adam with a rate that falls linearly to zero. Removed weights stay zero, and what is no pruned
+    layer's weight stays as it is. Some windows are held out: the epoch that is best on them is
+    kept, and the block before tuning if none is better. It costs about 3·epochs forwards and
+    backwards of the calibration data, and five copies of one block's weights in float32.
+
+    Args:
+        epochs: How often the calibration windows are gone through, ≥ 1.
+        learning_rate: The rate of the first step, > 0.
+        batch_size: The number of windows a step, ≥ 1; whole batches of the calibration data, and
+            where there are several processes, at least one of each.
+        held_out: The fraction of the windows, in (0, 1), that is held out: the last ones, at least
+            one.
+
+    Raises:
+        OptionError: Values are out of range; all are listed.
+    """
+
+    epochs: int = 5
+    learning_rate: float = 5e-4
+    batch_size: int = 8
+    held_out: float = 0.1
+
+    def __post_init__(self) -> None:
+        counts = {"epochs": self.epochs, "batch_size": self.batch_size}
+        wrong = [
+            f"`tuning.{name}` must be a whole number ≥ 1; got {value!r}"
+            for name, value in counts.items()
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1
+        ]
+        limits = {"learning_rate": (self.learning_rate, math.inf), "held_out": (self.held_out, 1)}
+        wrong += [
+            f"`tuning.{name}` must be a number above 0 and below {limit:g}; got {value!r}"
+            for name, (value, limit) in limits.items()
+            if isinstance(value, bool) or not isinstance(value, Real) or not 0 < value < limit
+        ]
+        if wrong:
+            raise OptionError(". ".join(wrong) + ".")
+
+
+class Part(NamedTuple):
+    """Some windows of a calibration batch.
+
+    Attributes:
+        batch: The number of the batch.
+        windows: Which windows of it.
+    """
+
+    batch: int
+    windows: slice
+
+
+class BlockTuner:
+    """Tunes one block after another, along a walk and beside a dense stream.
+
+    Args:
+        model: The module whose forward the walk runs.
+        walk: The walk over the pruned model.
+        dense: The dense stream, which keeps its outputs.
+        padding: What tells tokens from padding, which counts nowhere.
+        tuning: How it is done.
+        say: Called with what a user should be told.
+        processes: The processes that share the windows. A step takes some of each.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        walk: Walk,
+        dense: DenseStream,
+        padding: Padding,
+        tuning: BlockTuning,
+        *,
+        say: Callable[[str], None],
+        processes: Processes = ALONE,
+    ) -> None:
+        self.model, self.walk, self.dense, self.padding = model, walk, dense, padding
+        self.tuning, self.say, self.processes = tuning, say, processes
+        self._num_blocks: int | None = None  # until the time is estimated
+
+    def check(self, layers: Mapping[str, Sequence[Layer]]) -> None:
+        """Refuse, before anything is pruned, what cannot be tuned.
+
+        Args:
+            layers: The layers that will be pruned, by block.
+
+        Raises:
+            TargetError: Weights are in float16, blocks do not return their hidden state where it is
+                found, or gradients do not reach them.
+            DataError: There is only one window.
+        """
+        self._num_blocks = sum(1 for mine in layers.values() if mine)
+        narrow = [
+            layer.name
+            for mine in layers.values()
+            for layer in mine
+            if layer.parameter.dtype == torch.float16
+        ]
+        if narrow:
+            raise TargetError(
+                "`tuning` needs weights in bfloat16 or float32, since gradients underflow in "
+                f"float16. Load the model in one of these. In float16 are: {', '.join(narrow)}."
+            )
+        block = self.walk.blocks[0]
+        parameters = [p for p in block.module.parameters() if p.is_floating_point()]
+        windows = 0
+        if self.walk.batches:
+            self._refuse_unknown_outputs()
+            with only_these_train(self.model, parameters):
+                hidden = self._outputs(0, 0)
+                self._gradients(hidden.float().square().sum(), parameters, block.name)
+            # Of the other batches it is enough that they are some.
+            windows = len(hidden) + len(self.walk.batches) - 1
+        if sum(found for (found,) in self.processes.numbers(windows)) < 2:
+            raise DataError(
+                "`tuning` holds out some of the calibration windows: expected at least 2, got 1. "
+                "Give it more data, or leave `tuning` out."
+            )
+
+    def _refuse_unknown_outputs(self) -> None:
+        """Refuse blocks whose hidden state is not found in what they return."""
+        seen = trace(self.walk.forward, self.walk.batches[0], self.walk.blocks)
+        if unknown := [self.walk.blocks[k].name for k in seen.order if k not in seen.outputs]:
+            raise TargetError(
+                "`tuning` needs blocks that return their hidden state, as a tensor or first in a "
+                f"tuple or list. Leave `tuning` out. Otherwise return: {', '.join(unknown)}."
+            )
+
+    def tune(
+        self, k: int, layers: Sequence[Layer], report: BlockReport, tell: Callable[[str], None]
+    ) -> BlockReport:
+        """Tune layers of block k in place; the dense stream has just left it, the walk has not.
+
+        Args:
+            k: The number of the block in the walk.
+            layers: Its layers that are pruned.
+            report: What else was done to the block.
+            tell: Called with what is being done.
+
+        Returns:
+            The report with what was done; its errors are `None` where there was nothing to tune.
+        """
+        start, name = time.perf_counter(), self.walk.blocks[k].name
+        trained, held_out = self._split()
+        if not layers or not (steps := self.tuning.epochs * len(self._steps(trained))):
+            return report
+        weights = KeptWeights(layers)
+        optimizer = torch.optim.Adam(weights.masters, lr=self.tuning.learning_rate)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        with only_these_train(self.model, weights.parameters), weights.best_at_the_end():
+            before, energy = self._held_out(k, held_out)
+            scale = energy * self.tuning.batch_size or 1.0
+            best, best_epoch, done = before, 0, 0
+            for epoch in range(1, self.tuning.epochs + 1):
+                order = torch.randperm(len(trained), generator=generator).tolist()
+                for parts in self._steps([trained[i] for i in order]):
+                    for part in parts:
+                        loss = self._errors(k, part)[0] / scale
+                        weights.add(self._gradients(loss, weights.parameters, name))
+                    for gradient in weights.gradients:
+                        self.processes.sum_(gradient)
+                    optimizer.step()
+                    schedule.step()
+                    weights.write()
+                    done += 1
+                    if done == min(_TIMED_STEPS, steps):
+                        self._estimate((time.perf_counter() - start) / done * steps)
+                error, _ = self._held_out(k, held_out)
+                tell(f"{name}, tuning {epoch}/{self.tuning.epochs}: error {error:.3g}")
+                if error < best:
+                    best, best_epoch = error, epoch
+                    weights.keep()
+        with torch.no_grad():
+            for parameter in weights.parameters:
+                self.processes.like_first_(parameter)
+        return replace(
+            report,
+            error_before=before,
+            error_after=best,
+            epoch=best_epoch,
+            seconds=time.perf_counter() - start,
+        )
+
+    def _split(self) -> tuple[list[Part], list[Part]]:
+        """The windows to train on, and the last ones, which are held out."""
+        sizes = [0 if hidden is None else len(hidden) for hidden in self.dense.outputs]
+        counts = [int(count) for (count,) in self.processes.numbers(sum(sizes))]
+        # Processes take windows in turn, so these are the last ones of the data.
+        windows = sorted((n, rank) for rank, count in enumerate(counts) for n in range(count))
+        last = windows[-max(1, round(len(windows) * self.tuning.held_out)) :]
+        rest = sum(sizes) - sum(rank == self.processes.rank for _, rank in last)
+        trained, held_out = [], []
+        for i, size in enumerate(sizes):
+            mine = min(max(rest, 0), size)
+            rest -= size
+            trained += [Part(i, slice(0, mine))] if mine else []
+            held_out += [Part(i, slice(mine, size))] if mine < size else []
+        return trained, held_out
+
+    def _steps(self, parts: Sequence[Part]) -> list[list[Part]]:
+        """Group parts into steps, as many in all processes; the last ones may be empty."""
+        steps: list[list[Part]] = [[]]
+        for part in parts:
+            steps[-1].append(part)
+            if sum(map(_count, steps[-1])) >= self.tuning.batch_size / self.processes.size:
+                steps.append([])
+        if not steps[-1]:
+            steps.pop()
+        most = max(count for (count,) in self.processes.numbers(len(steps)))
+        return steps + [[] for _ in range(int(most) - len(steps))]
+
+    def _held_out(self, k: int, parts: Sequence[Part]) -> tuple[float, float]:
+        """‖y − y_d‖² / ‖y_d‖² over the held-out windows, and ‖y_d‖² of a window."""
+        with torch.no_grad():
+            sums = [(*map(float, self._errors(k, part)), _count(part)) for part in parts]
+        mine = map(math.fsum, zip(*sums, strict=True)) if sums else (0.0, 0.0, 0.0)
+        everywhere = zip(*self.processes.numbers(*mine), strict=True)
+        error, energy, windows = map(math.fsum, everywhere)
+        return error / energy if energy else 0.0, energy / windows
+
+    def _errors(self, k: int, part: Part) -> tuple[Tensor, Tensor]:
+        """‖y − y_d‖² and ‖y_d‖² over the tokens of some windows."""
+        outputs, target = self._outputs(k, part.batch), self.dense.outputs[part.batch]
+        assert target is not None
+        block = self.walk.blocks[k]
+        rows = self.padding.rows(outputs, block.module, block.name)
+        target = target.to(outputs.device, outputs.dtype)
+        ours, theirs = (x[part.windows].float() for x in (outputs, target))
+        if rows is not None:
+            is_token = rows.view(len(outputs), -1)[part.windows].flatten()
+            ours, theirs = (x.reshape(len(is_token), -1)[is_token] for x in (ours, theirs))
+        return (ours - theirs).square().sum(), theirs.square().sum()
+
+    def _outputs(self, k: int, i: int) -> Tensor:
+        """The hidden state that block k returns for batch i, with its graph where one is built."""
+        output = self.walk.output(k, i)
+        if output is None:
+            raise TargetError(
+                f"`tuning`: a batch does not reach {self.walk.blocks[k].name}, which another run "
+                "of it did. Let `predict_step` do the same every time."
+            )
+        return hidden_of(output)
+
+    def _gradients(self, loss: Tensor, parameters: Any, name: str) -> tuple[Tensor | None, ...]:
+        try:
+            return torch.autograd.grad(loss, parameters, allow_unused=True)
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            raise TargetError(
+                f"`tuning` needs gradients, and none come through {name}: {error}. If "
+                "`predict_step` runs under `torch.no_grad` or `inference_mode`, take that out; if "
+                "the model's own forward has none, leave `tuning` out."
+            ) from error
+
+    def _estimate(self, seconds: float) -> None:
+        """Say, once, how long it takes if all blocks are like this one."""
+        if self._num_blocks is not None:
+            total = seconds * self._num_blocks
+            self.say(f"Tuning {self._num_blocks} blocks takes about {total:.0f} s in all.")
+        self._num_blocks = None
+
+
+def _count(part: Part) -> int:
+    return part.windows.stop - part.windows.start

@@ -1,0 +1,284 @@
+"""Sparsities of blocks, by DLP's measure and by the output: against rewrites on full forwards."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import scipy.optimize
+import torch
+from slow_pruning import inputs_of, prune_model
+from torch import Tensor, nn
+
+from mrp_lightning.allocation.dense_pass import Measure
+from mrp_lightning.allocation.rule import (
+    allocate,
+    allocate_by_output,
+    check_allocation,
+    patterns_of_layers,
+)
+from mrp_lightning.calibration.walks import Inject
+from mrp_lightning.errors import OptionError, TargetError
+from mrp_lightning.pruning.prune_layer import prune_layer
+from mrp_lightning.solver.patterns import make_pattern
+
+DLP, OUTPUT = {"allocation": "dlp"}, {"allocation": "output"}
+
+
+def uneven(model: nn.Module) -> nn.Module:
+    """Make the blocks differ, as those of a trained model do."""
+    for k, block in enumerate(model.model.layers):
+        for module in block.modules():
+            if isinstance(module, nn.Linear):
+                module.weight *= 1 + k
+    return model
+
+
+def slow_ratios(model: nn.Module, batches, sparsity: float, names: list[str]) -> dict[str, float]:
+    sums, sizes = {}, {}
+    for name in names:
+        layers = [m for m in model.get_submodule(name).modules() if isinstance(m, nn.Linear)]
+        medians = [
+            (layer.weight.double().abs() * x.norm(dim=0)).median()
+            for layer, x in zip(layers, inputs_of(model, layers, batches), strict=True)
+        ]
+        sums[name] = float(sum(medians))
+        sizes[name] = sum(layer.weight.numel() for layer in layers)
+    importance = {name: 1 - value / sum(sums.values()) for name, value in sums.items()}
+    low, high = min(importance.values()), max(importance.values())
+    alpha = min(0.15, sparsity / 2, (1 - sparsity) / 2)
+    spared = {name: (i - low) / (high - low) * 2 * alpha for name, i in importance.items()}
+    mean = sum(spared[name] * sizes[name] for name in names) / sum(sizes.values())
+    return {name: sparsity + mean - spared[name] for name in names}
+
+
+@pytest.mark.parametrize("sparsity", [0.5, 0.7, 0.9])
+@torch.no_grad()
+def test_blocks_get_the_published_ratios_and_the_model_the_exact_total(sparsity, build, batches):
+    model = uneven(build("llama"))
+    names = [f"model.layers.{k}" for k in range(3)]
+    expected = slow_ratios(model, batches, sparsity, names)
+    report = prune_model(model, batches, pattern=None, sparsity=sparsity, beyond=DLP)
+    assert {row.name: row.sparsity for row in report.blocks} == pytest.approx(expected, rel=1e-5)
+    assert len({round(ratio, 3) for ratio in expected.values()}) == 3
+    zeros, weights = 0, 0
+    for name in names:
+        layers = [m.weight for m in model.get_submodule(name).modules() if isinstance(m, nn.Linear)]
+        removed = sum(int((w == 0).sum()) for w in layers)
+        size = sum(w.numel() for w in layers)
+        assert removed / size == pytest.approx(expected[name], abs=2 / size)
+        zeros, weights = zeros + removed, weights + size
+    assert zeros == math.floor(sparsity * weights + 0.5)
+    assert report.totals["removed"] == zeros
+    assert report.to_dict()["blocks"][0]["sparsity"] == report.blocks[0].sparsity
+
+
+def shares(errors: list[float], sparsity: float) -> list[float]:
+    """s + (μ − ln E)/7 within s ± 0.15, μ such that blocks of one size have the mean s."""
+    logs = [math.log(error) for error in errors]
+
+    def spread(level: float) -> list[float]:
+        return [min(max((level - log) / 7, -0.15), 0.15) for log in logs]
+
+    level = scipy.optimize.brentq(lambda x: sum(spread(x)), min(logs) - 2, max(logs) + 2)
+    return [sparsity + shift for shift in spread(level)]
+
+
+def tokens_of(model: nn.Module, batches, kept: slice) -> Tensor:
+    logits = [model(**batch).logits[batch["attention_mask"].bool()] for batch in batches]
+    return torch.cat(logits)[:, kept].double()
+
+
+@pytest.mark.parametrize("kept", [slice(None), slice(0, -9)], ids=["all", "some are ruled out"])
+@torch.no_grad()
+def test_blocks_that_change_the_predicted_tokens_more_are_pruned_less(kept, build, batches):
+    names = [f"model.layers.{k}" for k in range(3)]
+    given = {"pattern": None, "sparsity": 0.5}
+    expected = tokens_of(uneven(build("llama")), batches, kept).softmax(-1)
+    divergences = []
+    for name in names:  # each alone, in a dense model
+        model = uneven(build("llama"))
+        prune_model(model, batches, blocks=name, **given)
+        found = tokens_of(model, batches, kept).log_softmax(-1)
+        divergence = nn.functional.kl_div(found, expected, reduction="batchmean")
+        divergences.append(float(divergence))
+    model = uneven(build("llama"))
+
+    def forward(batch):
+        logits = model(**batch).logits
+        ruled_out = torch.full_like(logits, -torch.inf)
+        ruled_out[..., kept] = logits[..., kept]
+        return ruled_out
+
+    report = prune_model(model, batches, beyond=OUTPUT, forward=forward, **given)
+    ratios = [row.sparsity for row in report.blocks]
+    assert ratios == pytest.approx(shares(divergences, 0.5), abs=1e-4)
+    assert max(ratios) - min(ratios) > 0.01
+    assert report.totals["removed"] == report.totals["weights"] // 2
+    assert len(report.layers) == 3 * 7
+
+
+@torch.no_grad()
+def test_enough_tokens_are_run_and_no_more(build, batches, monkeypatch):
+    run, finish = [], Inject.finish
+    monkeypatch.setattr("mrp_lightning.allocation.output_change.TOKENS", 1)
+    monkeypatch.setattr(
+        Inject, "finish", lambda self, k, i: run.append((k, i)) or finish(self, k, i)
+    )
+    prune_model(build("llama"), batches, pattern=None, sparsity=0.5, beyond=OUTPUT)
+    assert run == [(0, 0), (0, 0), (1, 0), (2, 0)]  # the dense model, then each block pruned
+    assert len(batches) > 1
+
+
+class Block(nn.Module):
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.down.weight.mul_(scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).tanh())
+
+
+class Tower(nn.Module):
+    """Blocks without a vocabulary, whose hidden states are the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(1 + 2 * k) for k in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@torch.no_grad()
+def test_other_outputs_are_compared_by_their_relative_error():
+    def tower() -> Tower:
+        torch.manual_seed(0)
+        return Tower()
+
+    batches = list(torch.randn(4, 5, 40, 16, generator=torch.Generator().manual_seed(1)))
+    given = {"pattern": None, "sparsity": 0.5, "forward": None}
+    dense, errors = torch.cat([tower()(x) for x in batches]), []
+    for k in range(3):
+        model = tower()
+        prune_model(model, batches, blocks=f"blocks.{k}", **{**given, "forward": model})
+        now = torch.cat([model(x) for x in batches])
+        ratio = (now - dense).norm(dim=-1).square() / dense.norm(dim=-1).square()
+        errors.append(float(ratio.mean()))
+    for returned in (lambda x: x, lambda x: {"ids": x.long(), "y": x}, lambda x: ([x.long()], x)):
+        model = tower()
+        forward = lambda x, model=model, returned=returned: returned(model(x))  # noqa: E731
+        report = prune_model(model, batches, beyond=OUTPUT, **{**given, "forward": forward})
+        ratios = [row.sparsity for row in report.blocks]
+        assert ratios == pytest.approx(shares(errors, 0.5), abs=1e-4)
+    assert max(ratios) - min(ratios) > 0.01
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda y: {"ids": y.long(), "text": ["a"]}, "`predict_step` returns.*got dict"),
+        (lambda y: y / 0, "with blocks.0 pruned the output differs by nan"),
+    ],
+    ids=["nothing", "infinite"],
+)
+@torch.no_grad()
+def test_an_output_that_tells_nothing_is_refused_and_the_model_as_it_was(returned, message):
+    model = Tower()
+    before = [p.clone() for p in model.parameters()]
+    given = {"pattern": None, "sparsity": 0.5, "forward": lambda x: returned(model(x))}
+    with pytest.raises(TargetError, match=message):
+        prune_model(model, [torch.randn(5, 40, 16)], beyond=OUTPUT, **given)
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+@torch.no_grad()
+def test_a_dry_run_that_fails_leaves_the_model_as_it_was(build, batches, monkeypatch):
+    model, seen = build("llama"), []
+
+    def prune_some(layer, *args, **options):
+        seen.append(layer.name)
+        if len(seen) == 10:
+            raise ValueError("in the middle")
+        return prune_layer(layer, *args, **options)
+
+    monkeypatch.setattr("mrp_lightning.pruning.block.prune_layer", prune_some)
+    with pytest.raises(ValueError, match="in the middle"):
+        prune_model(model, batches, pattern=None, sparsity=0.5, beyond=OUTPUT)
+    for (name, now), before in zip(
+        model.named_parameters(), build("llama").parameters(), strict=True
+    ):
+        assert torch.equal(now, before), name
+
+
+@pytest.mark.parametrize("beyond", [DLP, OUTPUT], ids=lambda beyond: beyond["allocation"])
+@pytest.mark.parametrize("family", ["t5", "mixtral", "mamba", "bart"])
+@torch.no_grad()
+def test_families_with_other_walks_and_layers_get_the_exact_total(family, beyond):
+    import families
+
+    model, batches = families.build(family), families.batches(family)
+    report = prune_model(
+        model,
+        batches,
+        pattern=None,
+        sparsity=0.7,
+        forward=families.runner(model),
+        beyond=beyond,
+        offload=True,
+    )
+    assert report.totals["removed"] == math.floor(0.7 * report.totals["weights"] + 0.5)
+    assert len({row.sparsity for row in report.blocks}) > 1
+
+
+def measure(value: float, *sizes: int) -> Measure:
+    layers = [
+        SimpleNamespace(name=f"{value}.{i}", weight=torch.empty(1, size))
+        for i, size in enumerate(sizes)
+    ]
+    return Measure(value, layers)
+
+
+def test_rounding_leaves_the_total_as_it_is():
+    measures = {"a": measure(1.0, 7, 7, 7), "b": measure(2.0, 5, 11), "c": measure(4.0, 13)}
+    ratios = allocate(0.66, measures)
+    patterns = patterns_of_layers(ratios, measures)
+    removed = sum(
+        patterns[layer.name].budget(1, layer.weight.numel())
+        for each in measures.values()
+        for layer in each.layers
+    )
+    assert removed == 33
+    assert ratios["a"] < ratios["b"] < ratios["c"]
+
+
+def test_by_output_the_total_stays_and_the_spread_is_bounded():
+    measures = {"a": measure(0.9, 100), "b": measure(0.03, 700), "c": measure(0.0, 200)}
+    ratios = allocate_by_output(0.7, measures)
+    assert ratios == pytest.approx({"a": 0.55, "b": 0.7 + (15 - 30) / 700, "c": 0.85})
+
+
+@pytest.mark.parametrize("rule", [allocate, allocate_by_output])
+@pytest.mark.parametrize("sparsity", [0.01, 0.3, 0.99])
+def test_ratios_stay_between_none_and_all(sparsity, rule):
+    ratios = rule(sparsity, {"a": measure(1.0, 1000), "b": measure(9.0, 10)})
+    assert all(0 < ratio < 1 for ratio in ratios.values())
+
+
+@pytest.mark.parametrize("rule", [allocate, allocate_by_output])
+def test_blocks_that_are_alike_share_alike(rule):
+    ratios = rule(0.7, {"a": measure(1.0, 8), "b": measure(1.0, 4)})
+    assert ratios == pytest.approx({"a": 0.7, "b": 0.7}, abs=1e-12)
+
+
+def test_what_it_is_not_for_is_refused(batches):
+    with pytest.raises(OptionError, match="uniform, dlp, output; got 'owl'"):
+        check_allocation("owl", make_pattern(0.7, None))
+    with pytest.raises(OptionError, match='`allocation: dlp` .* "2:4" removes 2 of every 4'):
+        check_allocation("dlp", make_pattern(None, "2:4"))
+    check_allocation("uniform", make_pattern(None, "2:4"))
+    model = nn.Sequential(nn.Linear(8, 8))
+    with pytest.raises(TargetError, match="`allocation` work on repeated blocks"):
+        prune_model(model, [{"input": torch.randn(4, 8)}], pattern=None, sparsity=0.5, beyond=DLP)

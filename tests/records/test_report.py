@@ -1,0 +1,140 @@
+import json
+from dataclasses import fields
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mrp_lightning.errors import FormatError
+from mrp_lightning.records.report import PruningReport
+from mrp_lightning.records.rows import BlockReport, LayerReport
+
+numbers = st.none() | st.floats(0, 1e30)
+counts = st.none() | st.integers(0, 2**53)
+sizes = st.tuples(st.integers(1, 9), st.integers(1, 9))
+KINDS = {
+    "name": st.text(),
+    "shape": sizes,
+    "sparsity": st.none() | st.floats(0, 1),
+    "method": st.none() | st.text(),
+    **dict.fromkeys(("skipped", "own_target"), st.none() | st.text(min_size=1)),
+    "already_pruned": st.booleans(),
+    **dict.fromkeys(("iterations", "tokens", "dead_inputs", "peak_memory"), counts),
+}
+rows = st.builds(LayerReport, **{f.name: KINDS.get(f.name, numbers) for f in fields(LayerReport)})
+config = st.fixed_dictionaries(
+    {"method": st.text(), "sparsity": st.none(), "pattern": st.just("2:4")},
+    optional={"targets": st.none() | st.lists(st.text()), "walk": st.text()},
+)
+reports = st.builds(
+    PruningReport,
+    config=config,
+    layers=st.lists(rows, max_size=4),
+    seconds=st.floats(0, 1e9),
+    cpu_seconds=st.none() | st.floats(0, 1e9),
+    peak_rss=counts,
+    complete=st.booleans(),
+    versions=st.dictionaries(st.text(), st.text()),
+    blocks=st.lists(
+        st.builds(BlockReport, name=st.text(), sparsity=numbers, epoch=counts, error_after=numbers),
+        max_size=2,
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return tmp_path_factory.mktemp("run")
+
+
+@settings(deadline=None)
+@given(report=reports)
+def test_what_is_saved_is_loaded(report, directory):
+    path = report.save(directory)
+    loaded = PruningReport.load(path)
+    assert loaded == report
+    assert loaded.totals == report.totals
+    assert loaded.to_dict() == json.loads(path.read_text())
+
+
+def stored(**layer):
+    """The content of a report as the first version wrote it."""
+    return {
+        "format_version": 1,
+        "layers": [{"name": "blocks.0.up", "shape": [4, 8], **layer}],
+        "totals": {
+            "layers": 1,
+            "skipped": 0,
+            "weights": 32,
+            "removed": 16,
+            "sparsity": 0.5,
+            "relative_loss": 0.25,
+            "seconds": 3,
+        },
+        "versions": {"torch": "2.11.0"},
+        "config": {"method": "SM", "sparsity": 0.5, "of_an_older_version": [1, "a"]},
+    }
+
+
+def load(content, directory):
+    path = directory / "pruning_report.json"
+    path.write_text(json.dumps(content))
+    return PruningReport.load(path)
+
+
+def test_an_older_report_is_read_as_it_is_stored(tmp_path):
+    content = stored(loss=2, of_an_older_version=True)
+    report = load(content, tmp_path)
+    assert report.layers == [LayerReport(name="blocks.0.up", shape=(4, 8), loss=2)]
+    assert (report.seconds, report.complete) == (3, False)
+    for section in ("totals", "versions", "config"):
+        assert getattr(report, section) == content[section]
+
+
+def test_all_problems_of_a_damaged_report_are_listed(tmp_path):
+    content = stored(loss="big", tokens=True, iterations=1.5, skipped=3, already_pruned=None)
+    content["layers"] += [7, {"shape": [3]}, {"name": "a", "shape": [0, 2]}]
+    content["totals"] |= {"seconds": "long", "complete": 1, "cpu_seconds": "long"}
+    del content["totals"]["weights"]
+    content["blocks"] = [{"name": "blocks.0", "epoch": "last"}, 3]
+    content["config"] = {"pattern": "2"}
+    content["versions"]["cuda"] = 12.8
+    with pytest.raises(FormatError) as caught:
+        load(content, tmp_path)
+    message = str(caught.value)
+    assert str(tmp_path) in message
+    for problem in (
+        "`config`: ",
+        "`config.method` is None, expected a string",
+        "`totals.weights` is missing",
+        "`totals.seconds` is 'long', expected a number or null",
+        "`totals.cpu_seconds` is 'long', expected a number or null",
+        "`totals.complete` is 1, expected true or false",
+        "`versions.cuda` is 12.8, expected a string",
+        "`layers[0]`: `loss` is 'big', expected a number or null",
+        "`layers[0]`: `tokens` is True, expected an integer or null",
+        "`layers[0]`: `iterations` is 1.5, expected an integer or null",
+        "`layers[0]`: `skipped` is 3, expected a string or null",
+        "`layers[0]`: `already_pruned` is None, expected true or false",
+        "`layers[1]`: expected an object, got 7",
+        "`layers[2]`: `name` is None, expected a string",
+        "`layers[2]`: `shape` is [3], expected a list of positive integers",
+        "`layers[3]`: `shape` is [0, 2], expected",
+        "`blocks[0]`: `epoch` is 'last', expected an integer or null",
+        "`blocks[1]`: expected an object, got 3",
+    ):
+        assert problem in message
+    assert len(message.splitlines()) == 1 + 18
+
+
+@pytest.mark.parametrize("text", ["{", "\udcff", "[]", '{"format_version": 2}'])
+def test_what_is_no_report_of_this_format_is_refused(tmp_path, text):
+    path = tmp_path / "pruning_report.json"
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(FormatError, match=r"pruning_report.json( is not JSON|: `format_version`)"):
+        PruningReport.load(path)
+
+
+def test_a_report_that_is_not_there_is_said_to_be_so(tmp_path):
+    with pytest.raises(FileNotFoundError, match="pruning_report.json"):
+        PruningReport.load(tmp_path / "pruning_report.json")
