@@ -1,6 +1,5 @@
 """What is known of a layer of a checkpoint, and whether its zeros are worth a packed form."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -12,6 +11,7 @@ from export.packed.bitmask_format import BITMASK
 from export.packed.format import GROUP, SPARSE24
 from export.packed.formats import PackedFormat
 from mrp_lightning.errors import PatternError
+from mrp_lightning.targets.names import without_numbers
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def _by_kind(choices: Sequence[LayerChoice]) -> str:
     """A line for each kind of layer and reason: layers that differ in numbers only are one."""
     kinds: dict[tuple[str, str], list[LayerChoice]] = {}
     for choice in choices:
-        name, reason = (re.sub(r"\b\d+\b", "*", s) for s in (choice.name, choice.reason or ""))
+        name, reason = (without_numbers(s) for s in (choice.name, choice.reason or ""))
         kinds.setdefault((name, reason), []).append(choice)
     lines = []
     for (name, _), (first, *more) in kinds.items():

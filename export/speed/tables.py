@@ -1,6 +1,5 @@
 """What a benchmark found, and the tables that show it: wins and losses alike."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -10,6 +9,7 @@ from export.kernels.table import STORED_DENSE, Failure, Measurement
 from export.speed.model_timing import ModelTime
 from mrp_lightning.files import save_text
 from mrp_lightning.json_files import as_json
+from mrp_lightning.targets.names import without_numbers
 
 VALUE_BYTES = 2
 """Bytes of a float16 or bfloat16 value."""
@@ -77,7 +77,7 @@ def alike(reasons: Mapping[str, str]) -> list[tuple[str, str]]:
     """Layers with their reasons; those that differ in numbers only are one, with their count."""
     groups: dict[tuple[str, str], list[str]] = {}
     for name, reason in reasons.items():
-        groups.setdefault((re.sub(r"\b\d+\b", "*", name), reason), []).append(name)
+        groups.setdefault((without_numbers(name), reason), []).append(name)
     return [
         (names[0] if len(names) == 1 else f"{pattern} ({len(names)} layers)", reason)
         for (pattern, reason), names in groups.items()

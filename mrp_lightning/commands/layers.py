@@ -6,7 +6,6 @@ that a model of any size is listed in seconds. Blocks and layers are those of th
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -22,6 +21,7 @@ from mrp_lightning.models.loading import load_config
 from mrp_lightning.models.skeleton import build_without_weights
 from mrp_lightning.solver.patterns import SemiStructured, Unstructured, make_pattern
 from mrp_lightning.targets.layers import is_linear
+from mrp_lightning.targets.names import without_numbers
 from mrp_lightning.targets.plan import Plan, make_plan
 
 FORMAT_VERSION = 1
@@ -264,7 +264,7 @@ def _alike(rows: Iterable[Any], key: str) -> dict[tuple[str, str, str], list[Any
     """Rows by name without numbers, by what `key` says, and by shape."""
     groups: dict[tuple[str, str, str], list[Any]] = {}
     for row in rows:
-        name = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", row.name)
+        name = without_numbers(row.name)
         shape = " × ".join(map(str, row.shape))
         groups.setdefault((name, getattr(row, key), shape), []).append(row)
     return groups

@@ -10,6 +10,7 @@ _LEFT_OUT = (
     "peak_memory",
     "target_loss",
     "own_target",
+    "block",
 )
 """What a row says only where there is something to say."""
 
@@ -44,6 +45,8 @@ class LayerReport:
         target_loss: The same as `loss`, against the weight that stands for the dense model's
             outputs. It is `None` where the layer's own outputs are the target.
         own_target: Why the layer's own outputs are its target, in a run with `target="dense"`.
+        block: The name of the repeated block that the layer is in, such as `model.layers.3`. It is
+            `None` outside the blocks, and in reports of older versions.
     """
 
     name: str
@@ -65,6 +68,7 @@ class LayerReport:
     peak_memory: int | None = None
     target_loss: float | None = None
     own_target: str | None = None
+    block: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The layer's row of `pruning_report.json`."""

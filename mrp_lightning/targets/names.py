@@ -67,6 +67,11 @@ def require_matches(
     raise TargetError(f"`{argument}` matched nothing in the model: {'; '.join(hints)}.")
 
 
+def without_numbers(text: str) -> str:
+    """A name, or a reason, in which each number is `*`: what is alike is then the same."""
+    return re.sub(r"\b\d+\b", "*", text)
+
+
 def _why_malformed(pattern: str) -> str | None:
     if pattern.startswith(_REGULAR):
         try:
