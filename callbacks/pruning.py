@@ -16,12 +16,15 @@ from mrp_lightning.errors import DataError, OptionError
 from mrp_lightning.loop import progress
 from mrp_lightning.loop.capture import require_batches
 from mrp_lightning.loop.contents import checkpoint_root, is_built_later
+from mrp_lightning.loop.distributed import (
+    all_or_none,
+    processes_of,
+    require_whole_models,
+    warn_of_repeats,
+)
 from mrp_lightning.loop.predict_loop import PruningRun
-from mrp_lightning.loop.repeats import warn_of_repeats
 from mrp_lightning.loop.signals import Interrupted
-from mrp_lightning.loop.strategies import processes_of, require_whole_models
 from mrp_lightning.loop.streaming import check_streamed_plan, start_streamed, streamed_blocks
-from mrp_lightning.loop.supervision import all_or_none
 from mrp_lightning.pruning.extensions import Extensions
 from mrp_lightning.records.report import PruningReport
 from mrp_lightning.solver.recipe import Recipe

@@ -9,9 +9,9 @@ from lightning.pytorch import LightningModule
 
 from mrp_lightning.loop.capture import Step, StepCapture, eager
 from mrp_lightning.loop.contents import check_batch
+from mrp_lightning.loop.distributed import one_voice
 from mrp_lightning.loop.placement import blocks_on_cpu
 from mrp_lightning.loop.signals import interruptible, unclaimed_signals
-from mrp_lightning.loop.supervision import one_voice
 from mrp_lightning.processes import Processes
 from mrp_lightning.targets.blocks import find_blocks
 from mrp_lightning.targets.plan import Plan

@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 import torch
-from torch import distributed
+from torch.distributed import init_process_group
 
-from mrp_lightning.loop import supervision
+from mrp_lightning.loop import distributed
 from mrp_lightning.processes import Processes
 from mrp_lightning.solver.input_hessian import InputHessian
 from mrp_lightning.solver.pruning import prune
@@ -45,17 +45,15 @@ def solve(processes: Processes) -> None:
 def main() -> None:
     rank, size, directory = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     torch.set_num_threads(1)
-    distributed.init_process_group(
-        "gloo", init_method=f"file://{directory}/group", rank=rank, world_size=size
-    )
+    init_process_group("gloo", init_method=f"file://{directory}/group", rank=rank, world_size=size)
     processes = Processes(rank, size)
-    supervision._SECONDS = supervision._GRACE = 0.2
-    supervision._MISSED = 1000  # a busy machine may give one of them no time for a while
-    with supervision.all_or_none(processes):
+    distributed._SECONDS = distributed._GRACE = 0.2
+    distributed._MISSED = 1000  # a busy machine may give one of them no time for a while
+    with distributed.all_or_none(processes):
         exchange(processes)
         solve(processes)
     (directory / f"done-{rank}").touch()
-    with supervision.all_or_none(processes):
+    with distributed.all_or_none(processes):
         if rank == size - 1:
             raise ValueError("the reason")
         time.sleep(60)  # as in a collective on a GPU, which waits for the one that failed

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from mrp_lightning.errors import DataError, OptionError
-from mrp_lightning.loop.shares import one_share_each
+from mrp_lightning.loop.distributed import one_share_each
 from mrp_lightning.models.positions import longest_sequence
 from mrp_lightning.models.tokenizers import load_tokenizer
 from mrp_lightning.text.prefix import Windows, after, frame

@@ -1,0 +1,215 @@
+"""The processes of one run: with which strategies they work, on what, and how they end together."""
+
+import hashlib
+import logging
+import os
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence, Sized
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.distributed import PrefixStore, distributed_c10d
+
+from mrp_lightning.errors import DataError, NumericalWarning, StrategyError
+from mrp_lightning.loop.capture import Step
+from mrp_lightning.models.batch import token_ids
+from mrp_lightning.processes import Processes
+
+log = logging.getLogger(__name__)
+
+_SHARDING = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
+_SECONDS = 2.0
+"""Between two beats of a process, and between two looks at those of the others."""
+_GRACE = 6.0
+"""Seconds in which a process may end by itself before it is ended."""
+_MISSED = 25
+"""Beats in turn after which a process is taken for dead."""
+_FAILED = "failed: "
+
+
+def processes_of(trainer: Trainer) -> Processes:
+    """The processes of a trainer that has set up its strategy."""
+    device = trainer.strategy.root_device
+    return Processes(trainer.global_rank, trainer.world_size, device)
+
+
+def require_whole_models(trainer: Trainer, caller: str) -> None:
+    """Refuse strategies under which a process does not hold the whole model until its end.
+
+    `caller` is the name of what needs the models, for the message.
+
+    Raises:
+        StrategyError: The strategy shards the model, runs in workers that are spawned or forked,
+            or is not known. The message names it.
+    """
+    strategy: Any = trainer.strategy
+    if isinstance(strategy.launcher, _MultiProcessingLauncher):
+        problem = "runs in workers that are spawned or forked, whose pruned weights would be lost"
+    elif _shards(strategy):
+        problem = "shards the model"
+    elif isinstance(strategy, DDPStrategy | SingleDeviceStrategy):
+        return
+    else:
+        problem = "is none that it knows"
+    raise StrategyError(
+        f"{caller} needs the whole model in each process. Strategy {_name_of(trainer)!r} "
+        f"{problem}. Use strategy='ddp', in which several processes share the work, or "
+        "Trainer(devices=1, strategy='auto'); for a model larger than the device, `offload: true`."
+    )
+
+
+def require_whole_parameters(trainer: Trainer, caller: str) -> None:
+    """Refuse strategies under which a process holds parts of the weights only."""
+    if _shards(trainer.strategy):
+        raise StrategyError(
+            f"{caller} needs whole weights in each process. Got strategy "
+            f"{_name_of(trainer)!r}, which shards them. Use a single device or `strategy='ddp'`."
+        )
+
+
+def _shards(strategy: Any) -> bool:
+    return any(kind.__name__ in _SHARDING for kind in type(strategy).__mro__)
+
+
+def _name_of(trainer: Trainer) -> str:
+    """The strategy as the user named it."""
+    flag = trainer._accelerator_connector._strategy_flag
+    return flag if isinstance(flag, str) else type(trainer.strategy).__name__
+
+
+def one_share_each(windows: Sized, trainer: Trainer | None) -> Any:
+    """A sampler of the windows of this process, `None` where Lightning is to find one.
+
+    Lightning's own sampler for `test` and `validate` repeats windows, so that all processes get as
+    many; they would count twice. Only within `fit` must all of them get as many.
+    """
+    if trainer is None or trainer.world_size == 1 or trainer.state.fn == TrainerFn.FITTING:
+        return None
+    if len(windows) < trainer.world_size:
+        raise DataError(
+            f"{trainer.world_size} processes need at least as many windows of text; got "
+            f"{len(windows)}. Give more text or samples, or use fewer `devices`."
+        )
+    return UnrepeatedDistributedSampler(
+        windows, num_replicas=trainer.world_size, rank=trainer.global_rank, shuffle=False
+    )
+
+
+def warn_of_repeats(steps: Sequence[Step], processes: Processes) -> None:
+    """Warn of calibration windows that several processes were given, and that so count twice.
+
+    Lightning gives each window to one process. A sampler of the user's may repeat some, so that all
+    processes get as many, and data that it cannot index are read whole by each.
+    """
+    if processes.size == 1:
+        return
+    batches = [ids for step in steps if (ids := token_ids(step.batch)) is not None]
+    mine = {hashlib.sha1(row.numpy().tobytes()).hexdigest() for ids in batches for row in ids}
+    owners = Counter(window for theirs in processes.all(mine) for window in theirs)
+    repeated = sum(count > 1 for count in owners.values())
+    if repeated:
+        log.warning(
+            "%d of %d calibration windows were given to more than one process, and count each "
+            "time. Let Lightning share the data (a map-style dataset, without a distributed "
+            "sampler), or share them so that none is repeated.",
+            repeated,
+            len(owners),
+        )
+
+
+@contextmanager
+def one_voice(processes: Processes) -> Iterator[None]:
+    """Let process 0 alone log and warn: the others would say the same."""
+    if processes.rank == 0:
+        yield
+        return
+    loggers = [
+        logging.getLogger(n) for n in ("mrp_lightning", "callbacks", "lightning.pytorch.pruning")
+    ]
+    before = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", NumericalWarning)
+            yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
+
+
+@contextmanager
+def all_or_none(processes: Processes) -> Iterator[None]:
+    """End this process if another fails or dies while all of them are in this context.
+
+    A launcher ends some of its processes when one dies, on its own machine; the others would wait
+    in a collective, on a GPU for many minutes. So each process says to the group's store that it
+    lives, and looks at what the others say.
+    """
+    if processes.size == 1:
+        yield
+        return
+    started = processes.all(time.time_ns())[0]  # tells this run from others of the same group
+    store = PrefixStore(f"mrp_lightning/{started}", distributed_c10d._get_default_store())
+    left = threading.Event()
+    watch = threading.Thread(target=_watch, args=(processes, store, left), daemon=True)
+    watch.start()
+    try:
+        yield
+    except BaseException as error:
+        left.set()
+        watch.join()
+        with suppress(RuntimeError):  # the others may be gone
+            store.set(str(processes.rank), f"{_FAILED}{type(error).__name__}: {error}")
+            if processes.rank == 0:
+                time.sleep(1.5 * _SECONDS)  # the store ends with this process
+        raise
+    else:
+        processes.numbers(0.0)  # all are through
+        left.set()
+        watch.join()
+
+
+def _watch(processes: Processes, store: Any, left: threading.Event) -> None:
+    """Beat, and end this process when another does not."""
+    others = [rank for rank in range(processes.size) if rank != processes.rank]
+    seen, missed = dict.fromkeys(others, ""), dict.fromkeys(others, 0)
+    beat = 0
+    while not left.wait(_SECONDS if beat else 0.0):
+        beat += 1
+        try:
+            store.set(str(processes.rank), str(beat))
+            said = {n: store.get(str(n)).decode() for n in others if store.check([str(n)])}
+        except RuntimeError as error:
+            why = str(error).partition("\n")[0]
+            return _end(left, processes, f"the process that keeps the group has ended ({why})")
+        for rank in others:
+            now = said.get(rank, "")
+            missed[rank] = 0 if now != seen[rank] else missed[rank] + 1
+            seen[rank] = now
+            if now.startswith(_FAILED):
+                return _end(left, processes, f"process {rank} {now}")
+            if missed[rank] >= _MISSED:
+                return _end(left, processes, f"process {rank} gives no sign of life")
+    return None
+
+
+def _end(left: threading.Event, processes: Processes, reason: str) -> None:
+    """End this process, unless its main thread finds out in time, which can say more."""
+    if left.wait(_GRACE):
+        return
+    log.error(
+        "Process %d of %d ends: %s. Mend that, and run all of them again.",
+        processes.rank,
+        processes.size,
+        reason,
+    )
+    os._exit(1)
