@@ -27,7 +27,7 @@ from mrp_lightning.models.saving import save_pretrained
 from mrp_lightning.models.streamed_saving import save_streamed
 from mrp_lightning.records.model_card import model_card
 from mrp_lightning.records.report import NAME, PruningReport
-from mrp_lightning.records.trained import kept_report
+from mrp_lightning.targets.zeros import pruned_layers
 
 
 def check_save_dir(
@@ -145,7 +145,7 @@ def save_trained(
         FileExistsError: The directory may not be replaced; see `check_output_dir`.
     """
     model, tokenizer = module.model, module.tokenizer
-    report, card = kept_report(model, model.name_or_path), None
+    report, card = _kept_report(model, model.name_or_path), None
     if report is not None:
         report.provenance["trained"] = {"steps": steps, "command": command()}
         card = model_card(report, report.config.get("base_model"))
@@ -153,6 +153,18 @@ def save_trained(
         save_pretrained(model, staging, tokenizer=tokenizer, dtype=dtype, card=card)
         if report is not None:
             _save_report(report, staging)
+
+
+def _kept_report(model: nn.Module, directory: str) -> PruningReport | None:
+    """The report of the pruned model that a model was loaded as, if its zeros are still there."""
+    file = Path(directory) / NAME
+    if not file.is_file():
+        return None
+    report = PruningReport.load(file)
+    zeros = {layer.name: int((layer.weight == 0).sum()) for layer in pruned_layers(model)}
+    removed = {r.name: round((r.sparsity or 0) * r.shape[0] * r.shape[1]) for r in report.pruned}
+    kept = all(zeros.get(name, 0) >= count for name, count in removed.items())
+    return report if kept else None
 
 
 def _save_report(report: PruningReport, staging: Path) -> None:
