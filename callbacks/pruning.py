@@ -99,10 +99,10 @@ class PruningCallback(Callback):
             package.
         resume: Whether an interrupted run goes on at its first block that is not pruned yet, by the
             journal that it left beside `save_dir`; `False` starts afresh. See docs/reliability.md.
+        journal_beside: The directory beside which the journal lies, in place of `save_dir`. Whoever
+            gives it removes the journal (`remove_journal`), which outlives the run.
 
     Attributes:
-        journal_beside: The directory beside which the journal lies, in place of `save_dir`. Whoever
-            sets it removes the journal (`remove_journal`), which outlives the run.
         report: What was done to each layer, `None` before the first run. After an exception it
             lists the layers that are pruned, and all others are untouched. `report.complete` is
             true once all are pruned and `save_dir`, if there is one, is written.
@@ -135,12 +135,13 @@ class PruningCallback(Callback):
         save_dir: str | PathLike[str] | None = None,
         overwrite: bool = False,
         resume: bool = True,
+        journal_beside: str | PathLike[str] | None = None,
     ) -> None:
         self.true_sequential = true_sequential
         self.targets, self.ignore, self.blocks = targets, ignore, blocks
         self.offload, self.skip_indivisible = offload, skip_indivisible
         self.save_dir, self.overwrite, self.resume = save_dir, overwrite, resume
-        self.journal_beside: str | PathLike[str] | None = None
+        self.journal_beside = journal_beside
         self.report: PruningReport | None = None
         self._configure(
             {

@@ -82,8 +82,8 @@ def inputs_of(model: nn.Module, layers: list[nn.Module], batches: Batches) -> li
 
 
 # A certified relative loss of 1e-6 leaves a distance of 1e-3 between weights, in which the masks of
-# later blocks can differ where two weights are almost equally dispensable; so, on some machines, did
-# the 1e-4 of a loss of 1e-8.
+# later blocks can differ where two weights are almost equally dispensable. So could, on some
+# machines, the 1e-4 of a loss of 1e-8.
 TOLERANCE = 1e-10
 
 

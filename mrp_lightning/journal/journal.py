@@ -25,10 +25,10 @@ from mrp_lightning.journal.manifest import (
     Fingerprint,
     Manifest,
     Shard,
-    differences,
     digest,
     plain,
 )
+from mrp_lightning.journal.same import differences
 
 log = logging.getLogger(__name__)
 

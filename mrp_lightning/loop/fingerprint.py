@@ -11,13 +11,12 @@ from lightning.pytorch import LightningModule, Trainer
 from mrp_lightning.environment import versions
 from mrp_lightning.journal.batch_digests import digest_of, together
 from mrp_lightning.journal.manifest import Fingerprint, digest
+from mrp_lightning.journal.same import with_a_say
 from mrp_lightning.loop.capture import Step
 from mrp_lightning.loop.contents import checkpoint_root, language_models
 from mrp_lightning.loop.streaming import streamed_blocks
 from mrp_lightning.processes import Processes
 
-_WITHOUT_A_SAY = ("offload",)
-"""Arguments that change where something is computed, and not what."""
 _OF_NO_FORWARD = ("_name_or_path", "transformers_version")
 _NOTHING = torch.empty(0)
 _LIBRARIES = ("mrp_lightning", "torch", "transformers", "cuda")
@@ -42,17 +41,16 @@ def fingerprint(
         processes: The processes that share the calibration batches; all call this.
     """
     model = checkpoint_root(module)[1]
-    settings = {name: value for name, value in config.items() if name not in _WITHOUT_A_SAY}
     here, streamed = versions(), streamed_blocks(module)
     held = chain(module.named_parameters(), module.named_buffers())
     data = processes.all(digest_of(steps))
     return {
-        **settings,
+        **with_a_say(config),
         "precision": str(trainer.precision),
         "device": trainer.strategy.root_device.type,
         "model": type(model).__name__,
         "configuration of the model": _configuration(module),
-        "streaming": streamed is not None,
+        "whole blocks in the journal": streamed is not None,
         "weights of the model": digest(held if streamed is None else streamed.named_tensors()),
         "calibration data": together(data),
         **{f"version of {name}": here[name] for name in _LIBRARIES if name in here},

@@ -11,7 +11,7 @@ from mrp_lightning.calibration import choice
 from mrp_lightning.errors import JournalError, SaveError
 from mrp_lightning.journal.block_record import BlockRecord
 from mrp_lightning.journal.journal import Journal, journal_path
-from mrp_lightning.journal.manifest import differences
+from mrp_lightning.journal.same import differences
 from mrp_lightning.records.rows import LayerReport
 
 PRINT = {"method": "SM", "sparsity": 0.5}
@@ -163,6 +163,21 @@ def test_names_all_differences():
         "`gone` was 1, is null",
         "`new` was null, is [2]",
     ]
+
+
+def test_what_has_no_say_or_is_a_new_default_is_no_difference():
+    before = {"method": "SM", "offload": False, "callbacks.0.resume": True}
+    now = {"method": "SM", "offload": True, "callbacks.0.resume": False, "bits": None, "size": 64}
+    asked: list[list[str]] = []
+
+    def defaults(names):
+        asked.append(list(names))
+        return {"bits": None, "size": 64}
+
+    assert differences(before, now, defaults) == []
+    assert differences(before, now | {"size": 32}, defaults) == ["`size` was null, is 32"]
+    assert asked == [["bits", "size"]] * 2
+    assert differences(before, now) == ["`size` was null, is 64"]
 
 
 def test_one_process_at_a_time(tmp_path):
