@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mrp_lightning.solver.hessian import HessianAccumulator
 from mrp_lightning.targets.layers import Expert, Layer
+from mrp_lightning.upstream import EXPERTS
 
 TOKENS_PER_COLUMN = 1.0
 """The number of tokens for each of its input features that an expert needs to be pruned by its own
@@ -32,9 +33,8 @@ def one_by_one(experts: Sequence[Expert]) -> Iterator[None]:
     configs: dict[int, Any] = {id(e.module): e.module.config for e in experts}
     with ExitStack() as stack:
         for config in {id(config): config for config in configs.values()}.values():
-            before = config._experts_implementation
-            stack.callback(setattr, config, "_experts_implementation", before)
-            config._experts_implementation = "eager"
+            stack.callback(setattr, config, EXPERTS, getattr(config, EXPERTS))
+            setattr(config, EXPERTS, "eager")
         yield
 
 

@@ -11,6 +11,7 @@ from mrp_lightning.calibration.experts import one_by_one
 from mrp_lightning.calibration.padding import Padding
 from mrp_lightning.calibration.products import Products
 from mrp_lightning.targets.layers import Expert, Layer
+from mrp_lightning.upstream import times_changed
 
 
 class Watch(ABC):
@@ -77,7 +78,7 @@ class Watch(ABC):
             self._inside.add(id(layer))
             x = args[0] if args else kwargs[next(iter(kwargs))]
             # The version tells a tensor that was changed in place between two layers.
-            key = (id(x), 0 if x.is_inference() else x._version, layer.reading)
+            key = (id(x), times_changed(x), layer.reading)
             self.note(layer, x, key)
 
         return pre

@@ -14,7 +14,8 @@ from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.trainer import ModuleRunner
 from mrp_lightning.models.batch import longest_input, token_ids
 from mrp_lightning.models.positions import longest_sequence
-from mrp_lightning.targets.blocks import unwrap, without_wrappers
+from mrp_lightning.targets.blocks import without_wrappers
+from mrp_lightning.upstream import uncompiled
 
 
 def language_models(module: LightningModule) -> dict[str, PreTrainedModel]:
@@ -37,7 +38,7 @@ def checkpoint_root(module: LightningModule) -> tuple[str, nn.Module]:
         name, model = next(iter(models.items()))
         return f"{without_wrappers(name)}.", model
     if isinstance(module, ModuleRunner):
-        return "model.", unwrap(module.model)
+        return "model.", uncompiled(module.model)
     return "", module
 
 

@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from mrp_lightning.environment import extra, why_no_hub
 from mrp_lightning.errors import DependencyError, FormatError, OptionError
+from mrp_lightning.upstream import bounded_gguf
 
 _SUFFIX = ".gguf"
 
@@ -122,38 +123,20 @@ def _bar_where_wanted() -> Iterator[None]:
         reader.tqdm = before
 
 
-def _bounded(file: Path) -> Any:
-    """A reader that stops where the file ends.
-
-    That of the package reads on behind the end, value after value, as often as the header says:
-    for ever, if it says a number that is large enough.
-    """
-    from gguf import GGUFReader
-
-    class Bounded(GGUFReader):
-        def _get(self, offset: int, dtype: Any, count: int = 1, *order: Any, **more: Any) -> Any:
-            found = super()._get(offset, dtype, count, *order, **more)
-            if len(found) < count:
-                raise ValueError(f"it ends before the {int(count):,} values at byte {offset:,}")
-            return found
-
-    return Bounded(file)
-
-
 @lru_cache(maxsize=1)
 def _check_lengths(file: Path, changed: int) -> None:  # noqa: ARG001  (a new file is read again)
-    _bounded(file)
+    bounded_gguf(file)
 
 
 def has_tokenizer(file: Path) -> bool:
     """Whether a GGUF file holds a tokenizer beside the weights."""
     with reading(file):
-        return "tokenizer.ggml.tokens" in _bounded(file).fields
+        return "tokenizer.ggml.tokens" in bounded_gguf(file).fields
 
 
 def _why_not_read(file: Path, error: Exception) -> str:
     try:
-        field = _bounded(file).fields["general.architecture"]
+        field = bounded_gguf(file).fields["general.architecture"]
     except Exception as damage:
         return (
             f"is damaged: its {file.stat().st_size:,} bytes are no whole GGUF file ({damage}). "

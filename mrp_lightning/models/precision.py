@@ -22,6 +22,7 @@ from transformers.core_model_loading import (
 from mrp_lightning.errors import FormatError
 from mrp_lightning.models.loading import as_dtype
 from mrp_lightning.models.weight_files import weight_files
+from mrp_lightning.upstream import conversions_at_loading, dtypes_kept
 
 _WIDE = {"F32": torch.float32, "F64": torch.float64}
 
@@ -45,7 +46,7 @@ def wider_dtypes(
             far as these are safetensors and still there.
     """
     found: dict[str, torch.dtype] = {}
-    if kept := model._get_dtype_plan(dtype):
+    if kept := dtypes_kept(model, dtype):
         pattern, groups, _ = build_glob_alternation(list(kept))
         for name in model.state_dict():
             if (match := pattern.search(name)) and match.lastgroup:
@@ -83,7 +84,7 @@ def _published_wide(model: PreTrainedModel) -> Iterator[tuple[str, torch.dtype]]
     with suppress(FormatError, OSError, SafetensorError, HFValidationError):
         stored = {name: _WIDE[kind] for name, kind in _headers(model) if kind in _WIDE}
         # They keep a state.
-        transforms = deepcopy(getattr(model, "_weight_conversions", None) or [])
+        transforms = deepcopy(conversions_at_loading(model))
         renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
         converters = [t for t in transforms if isinstance(t, WeightConverter)]
         prefix, state = model.base_model_prefix, model.state_dict()

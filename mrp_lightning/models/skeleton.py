@@ -14,6 +14,7 @@ from transformers import (
 )
 
 from mrp_lightning.errors import FormatError
+from mrp_lightning.upstream import from_config
 
 
 def model_class(config: PreTrainedConfig) -> Any:
@@ -45,7 +46,7 @@ def build_without_weights(
         with torch.device("meta"):
             if kind in (AutoModel, AutoModelForCausalLM):
                 return kind.from_config(config, trust_remote_code=trust_remote_code)
-            return kind._from_config(config)
+            return from_config(kind, config)
     except Exception as error:  # whatever the code of a model stumbles over in a configuration
         reason = next(iter(str(error).splitlines()), "")
         raise FormatError(

@@ -1,7 +1,6 @@
 """Models that are larger than memory: loaded without their blocks, and saved block by block."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,7 @@ from mrp_lightning.errors import OptionError
 from mrp_lightning.models.gguf import find_gguf
 from mrp_lightning.models.loading import load_model
 from mrp_lightning.models.streamed_blocks import StreamedBlocks
-
-_LOAD = "_load_pretrained_model"
-"""The static method by which `from_pretrained` loads the weights."""
+from mrp_lightning.upstream import loading_weights_by
 
 FindBlocks = Callable[[nn.Module], Mapping[str, nn.Module]]
 
@@ -53,7 +50,7 @@ def load_streamed(
         streamed.append(StreamedBlocks(model, find_blocks(model), [*map(Path, files)], loading))
         return streamed[0].load_rest(), None
 
-    with _loading_weights_by(load_weights):
+    with loading_weights_by(load_weights):
         model = load_model(source, dtype, **options)
     streamed[0].install()
     return model, streamed[0]
@@ -65,19 +62,3 @@ def _no_safetensors(files: str) -> OptionError:
         "Load the model without `streaming` where it fits into memory, save it with "
         "`save_pretrained`, and give that directory."
     )
-
-
-@contextmanager
-def _loading_weights_by(load_weights: Callable[..., Any]) -> Iterator[None]:
-    """Let `from_pretrained` do all but load the weights.
-
-    It finds the files, builds the model on the meta device, makes what no file holds (such as
-    rotary tables), ties and reports. No argument of it leaves weights where they are but for
-    accelerate's `device_map`, which writes stacked experts to the disk once more.
-    """
-    own = PreTrainedModel.__dict__[_LOAD]
-    setattr(PreTrainedModel, _LOAD, staticmethod(load_weights))
-    try:
-        yield
-    finally:
-        setattr(PreTrainedModel, _LOAD, own)

@@ -5,6 +5,12 @@ from contextlib import contextmanager
 
 import torch
 
+from mrp_lightning.upstream import (
+    float32_precision,
+    has_matrix_units,
+    set_float32_precision,
+)
+
 Setting = tuple[str, str]
 """Backend and operation whose float32 precision can be set: none (inherited), ieee, tf32, bf16."""
 
@@ -25,23 +31,25 @@ def full_float32(device: torch.device) -> Iterator[None]:
     the factors to 10 bits and less. A Hessian with a condition number of 1e4 does not survive that.
     Afterwards all settings are as they were; those that were inherited still are.
     """
-    narrowed = [setting for setting in _MATMULS if _in_force(setting) not in ("none", "ieee")]
+    narrowed = [
+        setting for setting in _MATMULS if float32_precision(setting) not in ("none", "ieee")
+    ]
     before = {setting: _own(setting) for setting in narrowed}
     try:
         for setting in narrowed:
-            _set(setting, "ieee")
+            set_float32_precision(setting, "ieee")
         with torch.autocast(device.type, enabled=False):
             yield
     finally:
         for setting, precision in before.items():
-            _set(setting, precision)
+            set_float32_precision(setting, precision)
 
 
 def has_bfloat16_units(device: torch.device) -> bool:
     """Whether a device multiplies bfloat16 numbers several times as fast as float32 numbers."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    return torch.cpu._is_amx_tile_supported()
+    return has_matrix_units()
 
 
 @contextmanager
@@ -54,10 +62,10 @@ def bfloat16_factors() -> Iterator[None]:
     setting = ("mkldnn", "matmul")
     before = _own(setting)
     try:
-        _set(setting, "bf16")
+        set_float32_precision(setting, "bf16")
         yield
     finally:
-        _set(setting, before)
+        set_float32_precision(setting, before)
 
 
 def _own(setting: Setting) -> str:
@@ -66,22 +74,13 @@ def _own(setting: Setting) -> str:
     PyTorch only tells what is in force, so this changes the parent for a moment and sees whether
     the setting follows.
     """
-    in_force = _in_force(setting)
+    in_force = float32_precision(setting)
     if setting not in _PARENTS:
         return in_force
     parent = _PARENTS[setting]
     before, other = _own(parent), "tf32" if in_force == "ieee" else "ieee"
-    _set(parent, other)
+    set_float32_precision(parent, other)
     try:
-        return "none" if _in_force(setting) == other else in_force
+        return "none" if float32_precision(setting) == other else in_force
     finally:
-        _set(parent, before)
-
-
-# Not torch.backends.mkldnn.fp32_precision, whose setter changes the precision of all backends.
-def _in_force(setting: Setting) -> str:
-    return str(torch._C._get_fp32_precision_getter(*setting))
-
-
-def _set(setting: Setting, precision: str) -> None:
-    torch._C._set_fp32_precision_setter(*setting, precision)
+        set_float32_precision(parent, before)

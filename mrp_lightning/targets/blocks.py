@@ -8,6 +8,7 @@ from torch import nn
 from mrp_lightning.targets.layers import is_linear
 from mrp_lightning.targets.left_out import fused_weights
 from mrp_lightning.targets.names import matches, require_matches
+from mrp_lightning.upstream import COMPILED, uncompiled
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +52,8 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] = ()) -> list[Block]:
     for name in chosen:
         module = modules[name]
         if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
-            blocks += [Block(f"{name}.{i}", unwrap(b), name) for i, b in module.named_children()]
+            children = module.named_children()
+            blocks += [Block(f"{name}.{i}", uncompiled(child), name) for i, child in children]
         else:
             blocks.append(Block(name, module, name.rpartition(".")[0]))
     return blocks
@@ -60,18 +62,13 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] = ()) -> list[Block]:
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """`model.named_modules()` with modules that were compiled in place of their wrappers."""
     for name, module in model.named_modules():
-        if not hasattr(module, "_orig_mod"):
+        if not hasattr(module, COMPILED):
             yield without_wrappers(name), module
 
 
 def without_wrappers(name: str) -> str:
     """A name without the parts that `torch.compile` adds."""
-    return ".".join(part for part in name.split(".") if part != "_orig_mod")
-
-
-def unwrap(module: nn.Module) -> nn.Module:
-    """The module that `torch.compile` wrapped; hooks on the wrapper would never fire."""
-    return getattr(module, "_orig_mod", module)
+    return ".".join(part for part in name.split(".") if part != COMPILED)
 
 
 def _is_block_list(module: nn.Module) -> bool:
@@ -79,7 +76,7 @@ def _is_block_list(module: nn.Module) -> bool:
     return (
         isinstance(module, nn.ModuleList)
         and len(module) > 0
-        and all(next(unwrap(block).children(), None) is not None for block in module)
+        and all(next(uncompiled(block).children(), None) is not None for block in module)
         and any(is_linear(part) or any(fused_weights(part)) for part in module.modules())
     )
 

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, unfold
 
+from mrp_lightning.upstream import EXPERTS, pads
+
 
 @dataclass(frozen=True, eq=False)
 class Layer(ABC):
@@ -131,7 +133,7 @@ class Conv2d(Layer):
         conv = self.module
         x = x if x.ndim == 4 else x[None]
         mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
-        x = pad(x, conv._reversed_padding_repeated_twice, mode=mode)
+        x = pad(x, pads(conv), mode=mode)
         # (batch, channels · kernel positions, output positions), the channels slowest.
         patches = unfold(x, conv.kernel_size, conv.dilation, 0, conv.stride)
         patches = patches.unflatten(1, (conv.in_channels, -1))
@@ -153,7 +155,7 @@ class Expert(Layer):
     @property
     def parameter(self) -> nn.Parameter:
         """The parameter in which all experts are stacked."""
-        return self.module._parameters[self.stack]  # type: ignore[return-value]
+        return self.module.get_parameter(self.stack)
 
     def arranged(self, stored: Tensor) -> Tensor:
         """The slice; gpt_oss and others store (columns, rows), and say so by `is_transposed`."""
@@ -198,7 +200,7 @@ def layers_of(name: str, module: nn.Module) -> list[Layer]:
         stacks = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
         return [
             Expert(f"{name}.{e}.{stack}", module, stack, e)
-            for e in range(len(module._parameters["down_proj"]))  # type: ignore[arg-type]
+            for e in range(len(module.get_parameter("down_proj")))
             for stack in stacks
         ]
     return []
@@ -207,11 +209,16 @@ def layers_of(name: str, module: nn.Module) -> list[Layer]:
 def holds_experts(module: nn.Module) -> bool:
     """Whether these are stacked experts of transformers 5, which say how they are stored."""
     told = all(hasattr(module, name) for name in ("is_transposed", "has_gate", "num_experts"))
-    if not told or not hasattr(getattr(module, "config", None), "_experts_implementation"):
+    if not told or not hasattr(getattr(module, "config", None), EXPERTS):
         return False
     stacks = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
-    stored = [module._parameters.get(stack) for stack in stacks]
-    return all(parameter is not None and parameter.ndim == 3 for parameter in stored)
+    own = own_parameters(module)
+    return all(stack in own and own[stack].ndim == 3 for stack in stacks)
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that a module itself holds, by name."""
+    return dict(module.named_parameters(recurse=False, remove_duplicate=False))
 
 
 def is_conv1d(module: nn.Module) -> bool:

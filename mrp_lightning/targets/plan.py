@@ -213,7 +213,8 @@ def _routers(
     """Find the layers beside experts that choose among them; a wrong choice there costs most."""
     for name in names:
         parent = modules[layers[name].owner.rpartition(".")[0]]
-        if "experts" in parent._modules and not isinstance(layers[name], Expert):
+        has_experts = isinstance(getattr(parent, "experts", None), nn.Module)
+        if has_experts and not isinstance(layers[name], Expert):
             reason = "it routes tokens to experts; `targets` can name it"
             yield Skipped(name, tuple(layers[name].weight.shape), reason)
 

@@ -1,0 +1,172 @@
+"""Names that other packages keep to themselves, and that there is no public way around.
+
+No other file uses such a name. Each function says in which version it was seen, why it is needed,
+and what takes its place once upstream offers it. Packages are imported inside the functions: who
+needs torch alone loads torch alone.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# torch
+
+COMPILED = "_orig_mod"
+"""The child under which `torch.compile` keeps the module that it wraps. Seen in torch 2.13.
+
+Hooks on the wrapper never fire, and the word is in the names of all that is inside. In its place:
+whatever unwraps an `OptimizedModule`, once torch has it."""
+
+APPLY = "_apply"
+"""The method by which `to`, `half` and their like change every tensor of a module. Seen in torch
+2.13.
+
+A block that stays where it is while its model moves has one of its own. There is no hook for it."""
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The module that `torch.compile` wrapped, or the module itself; see `COMPILED`."""
+    found: nn.Module = getattr(module, COMPILED, module)
+    return found
+
+
+def pads(conv: nn.Conv2d) -> list[int]:
+    """What `torch.nn.functional.pad` takes so that a convolution needs no padding of its own.
+
+    Seen in torch 2.13. `conv.padding` is a pair of numbers or a word, and the word gives uneven
+    pads for even kernels; torch has worked that out. In its place: `pad` with a convolution's
+    `padding`, once it takes words.
+    """
+    return list(conv._reversed_padding_repeated_twice)
+
+
+def times_changed(tensor: Tensor) -> int:
+    """How often a tensor was changed in place; 0 in inference mode, which does not count.
+
+    Seen in torch 2.13. Layers that are given the same tensor share a Hessian, unless something was
+    added to it in between. Nothing public tells that.
+    """
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def has_matrix_units() -> bool:
+    """Whether this CPU has AMX, units that multiply tiles of bfloat16 numbers.
+
+    Seen in torch 2.13. In its place: `torch.cpu.get_capabilities()["amx_tile"]`, once the oldest
+    torch that is supported has it.
+    """
+    return torch.cpu._is_amx_tile_supported()
+
+
+def float32_precision(setting: tuple[str, str]) -> str:
+    """The precision in force of float32 products: none, ieee, tf32 or bf16.
+
+    It is that of a backend and an operation, such as ("cuda", "matmul") or ("mkldnn", "all").
+
+    Seen in torch 2.13. In its place: `torch.backends.mkldnn.fp32_precision` and its like. Of these,
+    mkldnn's now sets the precision of all back-ends.
+    """
+    return str(torch._C._get_fp32_precision_getter(*setting))
+
+
+def set_float32_precision(setting: tuple[str, str], precision: str) -> None:
+    """Set the precision of float32 products; see `float32_precision`."""
+    torch._C._set_fp32_precision_setter(*setting, precision)
+
+
+# transformers
+
+EXPERTS = "_experts_implementation"
+"""The attribute of a configuration that says how stacked experts are multiplied. Seen in
+transformers 5.23.
+
+Its public setter, `PreTrainedModel.set_experts_implementation`, needs the model; calibration has
+any module that holds experts. In its place: an attribute of that name without the underscore."""
+
+
+def attention_of(config: Any) -> str | None:
+    """By which attention a model computes, such as `sdpa`.
+
+    Seen in transformers 5.23, which has a public setter, but no getter. In its place: a
+    `get_attn_implementation` beside the `get_experts_implementation` of models.
+    """
+    name: str | None = config._attn_implementation
+    return name
+
+
+def dtypes_kept(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """What transformers keeps in float32 in a model that it loads in `dtype`, by patterns of names.
+
+    Seen in transformers 5.23. What is saved has to be what a loading would give. Nothing public
+    tells it.
+    """
+    return model._get_dtype_plan(dtype)
+
+
+def conversions_at_loading(model: Any) -> list[Any]:
+    """How transformers made a model's weights of what was in its files.
+
+    Seen in transformers 5.23, whose `save_pretrained` reverts them. They say which tensor of a file
+    became which of the model. In its place: `transformers.core_model_loading`, once it has a
+    function of the model alone.
+    """
+    return getattr(model, "_weight_conversions", None) or []
+
+
+def from_config(kind: Any, config: Any) -> Any:
+    """A model of one class by its configuration, in the configuration's dtype.
+
+    Seen in transformers 5.23, where only the auto classes have a public `from_config`, and these
+    know one class a configuration. In its place: a public one of `PreTrainedModel`.
+    """
+    return kind._from_config(config)
+
+
+@contextmanager
+def loading_weights_by(load_weights: Callable[..., Any]) -> Iterator[None]:
+    """Let `from_pretrained` do all but load the weights.
+
+    It finds the files, builds the model on the meta device, makes what no file holds (such as
+    rotary tables), ties and reports. Seen in transformers 5.23. In its place: an argument that
+    leaves weights where they are. The only one is accelerate's `device_map`, which writes stacked
+    experts to the disk once more.
+
+    Args:
+        load_weights: Takes a model that is built, its state, the names of its files and how they
+            are to be loaded, and gives what was found in them, and a second value, which is `None`.
+    """
+    from transformers import PreTrainedModel
+
+    name = "_load_pretrained_model"
+    own = PreTrainedModel.__dict__[name]
+    setattr(PreTrainedModel, name, staticmethod(load_weights))
+    try:
+        yield
+    finally:
+        setattr(PreTrainedModel, name, own)
+
+
+# gguf
+
+
+def bounded_gguf(file: Path) -> Any:
+    """A reader of a GGUF file that stops where the file ends.
+
+    Seen in gguf 0.19. Its own reads on behind the end, value after value, as often as the header
+    says: for ever, if it says a number that is large enough. In its place: `GGUFReader`, once it
+    raises there.
+    """
+    from gguf import GGUFReader
+
+    class Bounded(GGUFReader):
+        def _get(self, offset: int, dtype: Any, count: int = 1, *order: Any, **more: Any) -> Any:
+            found = super()._get(offset, dtype, count, *order, **more)
+            if len(found) < count:
+                raise ValueError(f"it ends before the {int(count):,} values at byte {offset:,}")
+            return found
+
+    return Bounded(file)
