@@ -6,9 +6,16 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from reprlib import repr as shortened
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mrp_lightning.errors import FormatError
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+T = TypeVar("T")
+_EXPECTED = "Input should be "
 
 
 def as_json(content: Any) -> str:
@@ -55,6 +62,45 @@ def read_json(path: str | os.PathLike[str], remedy: str, version: int | None = N
     return content
 
 
+def read_as(
+    kind: type[T], path: str | os.PathLike[str], remedy: str, version: int | None = None
+) -> T:
+    """Read a JSON object as a dataclass; see `read_json` and `as_dataclass`."""
+    return as_dataclass(kind, read_json(path, remedy, version), str(path), remedy)
+
+
+def as_dataclass(kind: type[T], content: Any, source: str, remedy: str) -> T:
+    """Make a dataclass of what was read from a JSON file.
+
+    Types are those of JSON: a bool is no number, and a number no text, but 1 is the float 1.0. Keys
+    that the dataclass does not have are passed over; those that are missing have its defaults. What
+    its `__post_init__` refuses by a `ValueError` is a problem like any other.
+
+    Args:
+        kind: The dataclass, whose fields may be dataclasses in their turn.
+        content: Mappings, lists, strings, numbers, bools and `None`.
+        source: Where it comes from, for the message.
+        remedy: What to do if it is refused, such as "prune again".
+
+    Raises:
+        FormatError: Values are missing, or of other types; all are listed.
+    """
+    from pydantic import TypeAdapter, ValidationError  # only where a file is read
+
+    try:
+        # As JSON, in which strict types still let a list be a tuple and an object a dataclass.
+        return TypeAdapter(kind).validate_json(json.dumps(content), strict=True)
+    except ValidationError as error:
+        problems: dict[str, str] = {}
+        for found in error.errors(include_url=False):
+            place = _place(found, content)
+            problems.setdefault(place, _problem(place, found))  # of a union the first kind
+        listed = "\n".join(f"  {problem}" for problem in problems.values())
+        raise FormatError(
+            f"{source} is not as mrp-lightning writes it. Delete it, or {remedy}.\n{listed}"
+        ) from error
+
+
 def check_version(content: Any, source: str, version: int, remedy: str) -> None:
     """Refuse what was written in another version of a format.
 
@@ -73,6 +119,29 @@ def check_version(content: Any, source: str, version: int, remedy: str) -> None:
             f"{source}: `format_version` is {found!r}, but this version of mrp-lightning reads "
             f"{version}. Use the version that wrote it, or {remedy}."
         )
+
+
+def _place(found: "ErrorDetails", content: Any) -> str:
+    """Keys and positions as `layers[3].name`, without the kinds that pydantic adds for a union."""
+    place = ""
+    for step in found["loc"]:
+        if isinstance(content, list) and isinstance(step, int):
+            place, content = f"{place}[{step}]", content[step]
+        elif isinstance(content, dict) and (str(step) in content or found["type"] == "missing"):
+            place, content = f"{place}.{step}", content.get(str(step))
+        else:
+            break
+    return place.removeprefix(".")
+
+
+def _problem(place: str, found: "ErrorDetails") -> str:
+    """One of pydantic's errors, in our words."""
+    name, message = f"`{place}`" if place else "the whole", found["msg"]
+    if found["type"] == "missing":
+        return f"{name} is missing"
+    if message.startswith(_EXPECTED):
+        return f"{name} is {shortened(found['input'])}, expected {message[len(_EXPECTED) :]}"
+    return f"{name}: {message.removeprefix('Value error, ')}"
 
 
 def _within_floats(number: int | float) -> int | float:

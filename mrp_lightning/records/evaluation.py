@@ -4,12 +4,10 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from mrp_lightning.environment import versions
-from mrp_lightning.errors import FormatError
 from mrp_lightning.files import save_text
-from mrp_lightning.json_files import as_json, read_json
+from mrp_lightning.json_files import as_json, read_as
 from mrp_lightning.records.evaluation_card import add_perplexities
 
 FORMAT_VERSION = 1
@@ -106,29 +104,7 @@ def read(directory: str | os.PathLike[str]) -> Evaluation:
         FormatError: The file is damaged, or of a newer version of mrp-lightning.
     """
     path = Path(directory) / NAME
-    content = read_json(path, "evaluate the model again", FORMAT_VERSION)
-    kinds: dict[str, Any] = dict.fromkeys(
-        ("perplexity", "zeroshot", "continuations", "versions"), dict
-    )
-    kinds["model"] = str | None
-    known = {key: content[key] for key in kinds if key in content}
-    wrong = [key for key, value in known.items() if not isinstance(value, kinds[key])]
-    if wrong:
-        raise FormatError(
-            f"{path}: {', '.join(f'`{key}`' for key in wrong)} cannot be a "
-            f"{', '.join(type(known[key]).__name__ for key in wrong)}. "
-            "Delete the file and evaluate the model again."
-        )
-    held = {"perplexity": ("numbers", _is_number), "zeroshot": ("numbers", _is_number)}
-    held["continuations"] = ("texts", lambda value: isinstance(value, str))
-    for section, (what, is_right) in held.items():
-        for name, values in known.get(section, {}).items():
-            if not isinstance(values, dict) or not all(map(is_right, values.values())):
-                raise FormatError(
-                    f"{path}: expected {what} by name in `{section}.{name}`, got {values!r}. "
-                    "Delete the file and evaluate the model again."
-                )
-    return Evaluation(**known)
+    return read_as(Evaluation, path, "evaluate the model again", FORMAT_VERSION)
 
 
 def metrics(scores: Scores) -> Scores:
@@ -167,7 +143,3 @@ def _stderr(metric: str) -> str:
     """The key of a metric's standard error; the name of a filter stays at the end."""
     name, comma, filter_name = metric.partition(",")
     return f"{name}_stderr{comma}{filter_name}"
-
-
-def _is_number(value: Any) -> bool:
-    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))

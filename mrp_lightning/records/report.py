@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from mrp_lightning.environment import versions
-from mrp_lightning.errors import FormatError
 from mrp_lightning.files import save_text
-from mrp_lightning.json_files import as_json, check_version, read_json
-from mrp_lightning.records.report_problems import problems_in
+from mrp_lightning.json_files import as_dataclass, as_json, check_version, read_json
 from mrp_lightning.records.rows import BlockReport, LayerReport
+from mrp_lightning.solver.patterns import make_pattern
 
 log = logging.getLogger(__name__)
 
@@ -155,25 +154,62 @@ class PruningReport:
                 listed.
         """
         check_version(content, source, FORMAT_VERSION, "prune again")
-        problems = list(problems_in(content))
-        if problems:
-            listed = "\n".join(f"  {problem}" for problem in problems)
-            raise FormatError(
-                f"{source} is no report of a pruning run. Delete it, or prune again.\n{listed}"
-            )
-        totals = content["totals"]
+        found = as_dataclass(_Content, content, source, "prune again")
         return cls(
             config=content["config"],
-            layers=[LayerReport.from_dict(row) for row in content["layers"]],
-            seconds=totals["seconds"] or 0.0,
-            cpu_seconds=totals.get("cpu_seconds"),
-            peak_rss=totals.get("peak_rss"),
-            complete=totals.get("complete", False),
-            versions=content["versions"],
-            stored_totals=totals,
-            files=content.get("files", []),
-            blocks=[BlockReport.from_dict(row) for row in content.get("blocks", [])],
-            provenance=content.get("provenance", {}),
-            model_weights=totals.get("model_weights"),
-            resumed_blocks=totals.get("resumed_blocks", 0),
+            layers=found.layers,
+            seconds=found.totals.seconds or 0.0,
+            cpu_seconds=found.totals.cpu_seconds,
+            peak_rss=found.totals.peak_rss,
+            complete=found.totals.complete,
+            versions=found.versions,
+            stored_totals=content["totals"],
+            files=found.files,
+            blocks=found.blocks,
+            provenance=found.provenance,
+            model_weights=found.totals.model_weights,
+            resumed_blocks=found.totals.resumed_blocks,
         )
+
+
+@dataclass(kw_only=True)
+class _Totals:
+    """The `totals` of a file; those with a default are not in the files of all versions."""
+
+    layers: float | None
+    skipped: float | None
+    weights: float | None
+    removed: float | None
+    sparsity: float | None
+    relative_loss: float | None
+    seconds: float | None
+    complete: bool = False
+    model_weights: int | None = None
+    cpu_seconds: float | None = None
+    peak_rss: int | None = None
+    resumed_blocks: int = 0
+
+
+@dataclass(kw_only=True)
+class _Config:
+    """The part of the `config` of a file that readers count on."""
+
+    method: str
+    sparsity: Any = None
+    pattern: Any = None
+
+    def __post_init__(self) -> None:
+        make_pattern(self.sparsity, self.pattern)
+
+
+@dataclass(kw_only=True)
+class _Content:
+    """The content of `pruning_report.json`."""
+
+    layers: list[LayerReport]
+    totals: _Totals
+    versions: dict[str, str]
+    config: _Config
+    blocks: list[BlockReport] = field(default_factory=list)
+    provenance: dict[str, Any] = field(default_factory=dict)
+    files: list[str] = field(default_factory=list)

@@ -1,27 +1,38 @@
 """What was done to a layer, and to a block: the rows of a report."""
 
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Self
 
-_LEFT_OUT = (
-    "already_pruned",
-    "shared_hessian",
-    "raised_damping",
-    "peak_memory",
-    "target_loss",
-    "own_target",
-    "block",
-)
-"""What a row says only where there is something to say."""
+
+class _Row:
+    """A row of `pruning_report.json`."""
+
+    _always: ClassVar[tuple[str, ...]] = ()
+    """The keys that are written as null where there is nothing to say; all others are left out."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The row of `pruning_report.json`."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+        return {
+            key: list(value) if isinstance(value, tuple) else value
+            for key, value in values.items()
+            if key in self._always or not (value is None or value is False)
+        }
+
+    @classmethod
+    def from_dict(cls, row: dict[str, Any]) -> Self:
+        """The row that `to_dict` gave. What an older version did not write has its default."""
+        known = {f.name: row[f.name] for f in fields(cls) if f.name in row}  # type: ignore[arg-type]
+        return cls(**{key: tuple(x) if isinstance(x, list) else x for key, x in known.items()})
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerReport:
+class LayerReport(_Row):
     """What was done to one layer. The measures of a layer that was left dense are `None`.
 
     Attributes:
         name: The name of the layer in the checkpoint.
-        shape: The shape of the weight, (rows, columns).
+        shape: The shape of the weight, (rows, columns) if it is pruned.
         method: The mask and the compensation, such as `SM`.
         sparsity: The fraction of the weights that are removed, between 0 and 1.
         loss: The mean over the calibration tokens of ‖(w + δ)x − wx‖², summed over all rows.
@@ -47,6 +58,9 @@ class LayerReport:
         own_target: Why the layer's own outputs are its target, in a run with `target="dense"`.
         block: The name of the repeated block that the layer is in, such as `model.layers.3`. It is
             `None` outside the blocks, and in reports of older versions.
+
+    Raises:
+        ValueError: The layer is pruned, and its `shape` is not that of a matrix.
     """
 
     name: str
@@ -70,23 +84,21 @@ class LayerReport:
     own_target: str | None = None
     block: str | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        """The layer's row of `pruning_report.json`."""
-        row = asdict(self) | {"shape": list(self.shape)}
-        for key in _LEFT_OUT:
-            if row[key] is None or row[key] is False:
-                del row[key]
-        return row
+    _always = (
+        *("name", "shape", "method", "sparsity", "loss", "relative_loss", "damping", "iterations"),
+        *("gap", "seconds", "tokens", "dead_inputs", "skipped"),
+    )
 
-    @classmethod
-    def from_dict(cls, row: dict[str, Any]) -> "LayerReport":
-        """Read a row of `pruning_report.json`. What an older version did not write is `None`."""
-        known = {f.name: row[f.name] for f in fields(cls) if f.name in row}
-        return cls(**known | {"shape": tuple(row["shape"])})
+    def __post_init__(self) -> None:
+        is_matrix = len(self.shape) == 2 and self.shape[0] >= 0 and self.shape[1] > 0
+        if self.skipped is None and not is_matrix:
+            raise ValueError(
+                f"the `shape` of {self.name} is {list(self.shape)}, expected (rows, columns)"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockReport:
+class BlockReport(_Row):
     """What was done to a block as a whole. What was not asked for is `None`.
 
     Attributes:
@@ -105,12 +117,3 @@ class BlockReport:
     error_after: float | None = None
     epoch: int | None = None
     seconds: float | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """The block's row of `pruning_report.json`."""
-        return {key: value for key, value in asdict(self).items() if value is not None}
-
-    @classmethod
-    def from_dict(cls, row: dict[str, Any]) -> "BlockReport":
-        """Read a row of `pruning_report.json`."""
-        return cls(**{f.name: row[f.name] for f in fields(cls) if f.name in row})

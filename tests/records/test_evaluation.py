@@ -57,7 +57,11 @@ def test_a_failing_write_leaves_the_file_as_it_was(tmp_path):
         ("{", "is not JSON"),
         ("[]", "`format_version` is None, but this version of mrp-lightning reads 1"),
         ('{"format_version": 2}', "`format_version` is 2"),
-        ('{"format_version": 1, "zeroshot": [], "model": 3}', "`zeroshot`, `model` cannot be"),
+        (
+            '{"format_version": 1, "zeroshot": [], "model": 3, "perplexity": {"c4": {"x": true}}}',
+            r"`perplexity.c4.x` is True, expected a valid number\n  `zeroshot` is \[\], expected "
+            r"an object\n  `model` is 3, expected a valid string\Z",
+        ),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named_and_kept(tmp_path, content, message):
@@ -81,5 +85,5 @@ def test_what_a_model_wrote_is_kept_by_text(tmp_path):
     path = record(tmp_path, continuations={"ptb": {"prompt": "c", "continuation": "d"}})
     assert read(tmp_path).continuations["c4"] == {"prompt": "a", "continuation": "b"}
     path.write_text(path.read_text().replace('"d"', "3"))
-    with pytest.raises(FormatError, match=r"expected texts by name in `continuations.ptb`"):
+    with pytest.raises(FormatError, match="`continuations.ptb.continuation` is 3, expected"):
         read(tmp_path)
