@@ -1,7 +1,6 @@
 """Blocks that stay in their files, and are in memory only while they run."""
 
-import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from os import PathLike
@@ -23,12 +22,14 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging as transformers_logging
 
 from mrp_lightning.errors import FormatError, TargetError
+from mrp_lightning.models.moved_blocks import MovedBlocks, applied_in_place
+from mrp_lightning.upstream import APPLY
 
 _REST = ""
 """Stands for the name of a block where weights are in none."""
 
 
-class StreamedBlocks:
+class StreamedBlocks(MovedBlocks):
     """The blocks of a model, whose weights are read each time that the block runs, then dropped.
 
     In between a block is on the meta device, and what moves the model leaves it there. A block runs
@@ -56,10 +57,10 @@ class StreamedBlocks:
         files: list[Path],
         loading: LoadStateDictConfig,
     ) -> None:
+        super().__init__(blocks.values())
         self.blocks, self.shards = dict(blocks), dict[str, Path]()
         self._model, self._loading = model, loading
         self._names = {module: name for name, module in blocks.items()}
-        self._pinned: set[nn.Module] = set()
         if not blocks:
             raise TargetError(
                 "`streaming` reads one repeated block after another, and none were found in this "
@@ -87,25 +88,27 @@ class StreamedBlocks:
         return found
 
     def install(self) -> None:
-        """Let every block bring its weights for its own `forward`, and stay where it is else."""
-        for block in self.blocks.values():
-            block.forward = self._brought(block)
-            block.__dict__["_apply"] = _staying(block._apply)
+        """Let every block be brought for its own `forward`, and never move with the model.
 
-    @contextmanager
-    def pinned(self, block: nn.Module) -> Iterator[None]:
-        """Keep the weights of a block in memory over many forwards; others are left alone."""
-        if block in self._pinned or block not in self._names:
-            yield
-            return
-        self._pinned.add(block)
-        try:
-            self._read(self._names[block])
-            block.to(self._device)
-            yield
-        finally:
-            self._pinned.discard(block)
-            _drop(block)
+        What is on the meta device would be lost by a move, so only its dtype changes.
+        """
+        for block in self.blocks.values():
+            block.forward = self.brought(block)
+            setattr(block, APPLY, applied_in_place(block, stays=lambda tensor: tensor.is_meta))
+
+    def bring(self, block: nn.Module) -> None:
+        """Read the weights of a block."""
+        self._read(self._names[block])
+        block.to(self._device)
+
+    def take_away(self, block: nn.Module) -> None:
+        """Drop the weights of a block, but for their shapes and dtypes."""
+        for name, tensor in block.state_dict(keep_vars=True).items():
+            module, _, key = name.rpartition(".")
+            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            if isinstance(tensor, nn.Parameter):
+                empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+            setattr(block.get_submodule(module), key, empty)
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """What a block holds, by the names of a checkpoint; the block is pinned."""
@@ -189,16 +192,6 @@ class StreamedBlocks:
                 "loaded. Load it again.\n" + "\n".join(problems)
             )
 
-    def _brought(self, block: nn.Module) -> Callable[..., Any]:
-        forward = block.forward
-
-        @functools.wraps(forward)  # whoever asks for the signature gets that of the model
-        def bring_and_run(*args: Any, **kwargs: Any) -> Any:
-            with self.pinned(block):
-                return forward(*args, **kwargs)
-
-        return bring_and_run
-
 
 @contextmanager
 def _opened(files: Mapping[Path, list[str]]) -> Iterator[Iterator[tuple[str, Any]]]:
@@ -223,31 +216,6 @@ def _without_bars() -> Iterator[None]:
         yield
     finally:
         transformers_logging.set_tqdm_hook(before)
-
-
-def _drop(block: nn.Module) -> None:
-    """Leave only shapes and dtypes of what a checkpoint holds of a block."""
-    for name, tensor in block.state_dict(keep_vars=True).items():
-        module, _, key = name.rpartition(".")
-        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        if isinstance(tensor, nn.Parameter):
-            empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
-        setattr(block.get_submodule(module), key, empty)
-
-
-def _staying(apply: Any) -> Any:
-    """`_apply` of a module, as which a tensor on the meta device changes its dtype only."""
-
-    def stay(fn: Any, recurse: bool = True) -> nn.Module:
-        def apply_to(tensor: Tensor) -> Any:
-            if not tensor.is_meta:
-                return fn(tensor)
-            dtype = fn(torch.empty(0, dtype=tensor.dtype)).dtype
-            return torch.empty_like(tensor, dtype=dtype)
-
-        return apply(apply_to, recurse)
-
-    return stay
 
 
 def _refuse_tied(model: PreTrainedModel, blocks: list[str]) -> None:
