@@ -1,5 +1,6 @@
 """A Hugging Face causal language model as a LightningModule."""
 
+import math
 import os
 from contextlib import ExitStack
 from typing import Any, Self
@@ -8,18 +9,19 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+    get_cosine_schedule_with_warmup,
+)
 
 from mrp_lightning.calibration.offload import Offload, held_on_cpu
 from mrp_lightning.errors import OptionError
 from mrp_lightning.evaluation.perplexity import Perplexities, token_losses
-from mrp_lightning.loop.model_source import make_model
-from mrp_lightning.loop.optimizer import adamw
+from mrp_lightning.loop.model_source import ModelSource
 from mrp_lightning.models.batch import split_batch, to_predict
 from mrp_lightning.models.damage import explained_checkpoint
-from mrp_lightning.models.streamed_blocks import StreamedBlocks
 from mrp_lightning.models.tokenizer_files import tokenizer_files, tokenizer_from_files
-from mrp_lightning.models.tokenizers import load_tokenizer, tokenizer_beside
 from mrp_lightning.targets.blocks import find_blocks
 from mrp_lightning.targets.zeros import pruned_layers
 
@@ -96,41 +98,28 @@ class CausalLM(LightningModule):
         warmup_steps: int = 100,
     ) -> None:
         super().__init__()
-        self.model: Any
-        self.streamed: StreamedBlocks | None
-        self.model, self.streamed, source = make_model(
-            model,
+        source = ModelSource(
+            model=model,
             dtype=dtype,
             revision=revision,
             trust_remote_code=trust_remote_code,
             gguf_file=gguf_file,
+            tokenizer=tokenizer,
             attn_implementation=attn_implementation,
             streaming=streaming,
         )
-        hub = {"revision": revision, "trust_remote_code": trust_remote_code}
-        self.tokenizer: Any = None
-        if tokenizer is not None:
-            self.tokenizer = load_tokenizer(tokenizer, **hub)
-        elif beside := source or self.model.name_or_path:
-            self.tokenizer = tokenizer_beside(beside, **hub)
-        if isinstance(tokenizer, PreTrainedTokenizerBase):
-            tokenizer = tokenizer.name_or_path
+        self.model, self.streamed = source.load_model()
+        self.tokenizer = source.load_tokenizer(self.model)
         self.learning_rate, self.weight_decay = learning_rate, weight_decay
         self.warmup_steps = warmup_steps
         self.offload = offload
         self._offloaded: ExitStack | None = None
         self.evaluation: dict[str, dict[str, float | int]] = {}
         self._texts = Perplexities()
-        # trust_remote_code is left out: a checkpoint must not be able to ask for it.
         self.save_hyperparameters(
             {
-                "model": source or self.model.config.to_dict(),
-                "dtype": str(self.model.dtype).removeprefix("torch."),
-                "revision": revision,
-                "tokenizer": os.fspath(tokenizer) if tokenizer else None,
-                "attn_implementation": attn_implementation,
+                **source.hyperparameters(self.model),
                 "offload": offload,
-                "streaming": streaming,
                 "learning_rate": learning_rate,
                 "weight_decay": weight_decay,
                 "warmup_steps": warmup_steps,
@@ -149,14 +138,8 @@ class CausalLM(LightningModule):
     ) -> Self:
         """Load a Lightning checkpoint; see `lightning.pytorch.LightningModule`.
 
-        Args:
-            checkpoint_path: A file, its path, or a URL.
-            map_location: As Lightning's.
-            hparams_file: As Lightning's.
-            strict: As Lightning's.
-            weights_only: Whether only tensors and plain containers are taken from it: what else it
-                holds can run code.
-            **kwargs: As Lightning's.
+        Only tensors and plain containers are taken from it, unless `weights_only` is false: what
+        else it holds can run code.
 
         Raises:
             FormatError: It is no such checkpoint, damaged, or holds what may not be unpickled.
@@ -209,17 +192,12 @@ class CausalLM(LightningModule):
 
     def on_validation_start(self) -> None:
         """Offload, now that the rest of the model is on its device."""
-        self._offload()
-
-    def on_test_start(self) -> None:
-        """Offload, now that the rest of the model is on its device."""
-        self._offload()
-
-    def _offload(self) -> None:
         if self._offloaded is not None:
             self._offloaded.close()
             offload = Offload(self._blocks(), self.trainer.strategy.root_device)
             self._offloaded.enter_context(offload.active())
+
+    on_test_start = on_validation_start
 
     def _blocks(self) -> list[torch.nn.Module]:
         return [block.module for block in find_blocks(self)]
@@ -238,11 +216,21 @@ class CausalLM(LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Log the loss and the perplexity of the text, over all batches."""
-        self._evaluate(batch, dataloader_idx)
+        losses, predicted = self._token_losses(batch)
+        for key, metric in self._texts.logged(dataloader_idx).items():
+            metric.update(losses, predicted)
+            # Lightning looks for the metric among the submodules, if it is not told its name.
+            self.log(
+                key,
+                metric,
+                on_epoch=True,
+                prog_bar="/" not in key,
+                batch_size=len(losses),
+                add_dataloader_idx=False,
+                metric_attribute=key,
+            )
 
-    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Log the loss and the perplexity of the text, over all batches."""
-        self._evaluate(batch, dataloader_idx)
+    test_step = validation_step
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """Compute the logits (batch, length, vocabulary)."""
@@ -250,11 +238,11 @@ class CausalLM(LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         """Count each text from zero."""
-        self._texts = Perplexities(self.trainer.val_dataloaders, self.device)
+        trainer = self.trainer
+        loaders = trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders
+        self._texts = Perplexities(loaders, self.device)
 
-    def on_test_epoch_start(self) -> None:
-        """Count each text from zero."""
-        self._texts = Perplexities(self.trainer.test_dataloaders, self.device)
+    on_test_epoch_start = on_validation_epoch_start
 
     def on_validation_epoch_end(self) -> None:
         """Fill `evaluation`."""
@@ -271,30 +259,22 @@ class CausalLM(LightningModule):
                 f"{found['windows']} windows{bos}, {found['tokens']:,} predicted tokens)"
             )
 
-    def _evaluate(self, batch: Any, dataloader_idx: int) -> None:
-        losses, predicted = self._token_losses(batch)
-        for key, metric in self._texts.logged(dataloader_idx).items():
-            metric.update(losses, predicted)
-            # Lightning looks for the metric among the submodules, if it is not told its name.
-            self.log(
-                key,
-                metric,
-                on_epoch=True,
-                prog_bar="/" not in key,
-                batch_size=len(losses),
-                add_dataloader_idx=False,
-                metric_attribute=key,
-            )
-
     def configure_optimizers(self) -> Any:
         """AdamW with linear warm-up and cosine decay over the steps that the trainer will take."""
-        return adamw(
-            (p for p in self.parameters() if p.requires_grad),
-            learning_rate=self.learning_rate,
-            weight_decay=self.weight_decay,
-            warmup_steps=self.warmup_steps,
-            steps=self.trainer.estimated_stepping_batches,
-        )
+        steps = self.trainer.estimated_stepping_batches
+        if not 1 <= steps < math.inf:
+            raise OptionError(
+                "The learning rate falls over the steps that the trainer will take, and their "
+                "number is not known. Give `trainer.max_steps`."
+            )
+        trained = [p for p in self.parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for p in trained if p.ndim >= 2], "weight_decay": self.weight_decay},
+            {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=self.learning_rate, betas=(0.9, 0.95))
+        schedule = get_cosine_schedule_with_warmup(optimizer, self.warmup_steps, int(steps))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Store configuration and tokenizer: the model can be rebuilt without its first source."""

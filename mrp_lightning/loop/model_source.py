@@ -1,80 +1,107 @@
-"""What a `CausalLM` is made of: a name, a file, a configuration, or a model that is loaded."""
+"""What `CausalLM` is given as its model: a name, a file, a configuration, or a loaded model."""
 
 import os
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from mrp_lightning.errors import OptionError
 from mrp_lightning.models.gguf import located
 from mrp_lightning.models.loading import as_dtype, load_model, make_config
 from mrp_lightning.models.streamed_blocks import StreamedBlocks
 from mrp_lightning.models.streaming import load_streamed
+from mrp_lightning.models.tokenizers import load_tokenizer, tokenizer_beside
 from mrp_lightning.targets.blocks import find_blocks
 
 
-class Made(NamedTuple):
-    """A model, and where it comes from.
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """Where a model and its tokenizer come from; `CausalLM` says what the arguments mean."""
 
-    Attributes:
-        model: The Hugging Face model.
-        streamed: Its blocks that stay in files, `None` if all of it is in memory.
-        source: The directory, hub id or GGUF file that it was read from, if it was.
-    """
+    model: dict[str, Any] | str | os.PathLike[str] | PreTrainedConfig | torch.nn.Module
+    dtype: str | torch.dtype | None
+    revision: str | None
+    trust_remote_code: bool
+    gguf_file: str | None
+    tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None
+    attn_implementation: str | None
+    streaming: bool
 
-    model: Any
-    streamed: StreamedBlocks | None
-    source: str | None
+    @cached_property
+    def place(self) -> str | None:
+        """The directory, hub id or GGUF file that the model is read from, `None` if it is not."""
+        if isinstance(self.model, str | os.PathLike):
+            return located(os.fspath(self.model), self.gguf_file, self.revision)
+        if self.gguf_file is not None:
+            raise OptionError("`gguf_file` needs `model` to be the directory or hub id of it.")
+        return None
 
-
-def make_model(
-    model: dict[str, Any] | str | os.PathLike[str] | PreTrainedConfig | torch.nn.Module,
-    *,
-    dtype: str | torch.dtype | None,
-    revision: str | None,
-    trust_remote_code: bool,
-    gguf_file: str | None,
-    attn_implementation: str | None,
-    streaming: bool,
-) -> Made:
-    """Load or make a model; `CausalLM` says what of, and what is raised."""
-    source = os.fspath(model) if isinstance(model, str | os.PathLike) else None
-    if source is not None:
-        source = located(source, gguf_file, revision)
-    elif gguf_file is not None:
-        raise OptionError("`gguf_file` needs `model` to be the directory or hub id of it.")
-    options: dict[str, Any] = {}
-    if attn_implementation:
-        options["attn_implementation"] = attn_implementation
-    if source is not None:
-        options |= {"revision": revision, "trust_remote_code": trust_remote_code}
-        if streaming:
-            streamed = load_streamed(source, as_dtype(dtype), _blocks_by_name, **options)
-            return Made(*streamed, source)
-        return Made(load_model(source, as_dtype(dtype), **options), None, source)
-    if streaming:
-        raise OptionError(
-            "`streaming` reads blocks from files: it needs `model` to be a directory or hub id."
-        )
-    if isinstance(model, dict | PreTrainedConfig):
-        config = model if isinstance(model, PreTrainedConfig) else make_config(model)
-        dtype = as_dtype(dtype) or torch.float32
-        return Made(AutoModelForCausalLM.from_config(config, dtype=dtype, **options), None, None)
-    if isinstance(model, PreTrainedModel):
-        loaded: Any = model
-        if revision is not None:
+    def load_model(self) -> tuple[Any, StreamedBlocks | None]:
+        """The Hugging Face model, and its blocks that stay in files, if any do."""
+        dtype, options = as_dtype(self.dtype), dict[str, Any]()
+        if self.attn_implementation:
+            options["attn_implementation"] = self.attn_implementation
+        if self.place is not None:
+            options |= self._hub
+            if self.streaming:
+                return load_streamed(self.place, dtype, _blocks_by_name, **options)
+            return load_model(self.place, dtype, **options), None
+        if self.streaming:
+            raise OptionError(
+                "`streaming` reads blocks from files: it needs `model` to be a directory or hub id."
+            )
+        given: Any = self.model
+        if isinstance(given, dict | PreTrainedConfig):
+            config = make_config(given) if isinstance(given, dict) else given
+            options["dtype"] = dtype or torch.float32
+            return AutoModelForCausalLM.from_config(config, **options), None
+        if not isinstance(self.model, PreTrainedModel):
+            raise TypeError(
+                "`model` must be a path, a hub id, a transformers configuration or a transformers "
+                f"model. Got {type(given).__name__}; another module needs its own "
+                "LightningModule, with a `predict_step` that calls it."
+            )
+        if self.revision is not None:
             raise OptionError("`revision` needs `model` to be a hub id; this model is loaded.")
-        if attn_implementation:
-            loaded.set_attn_implementation(attn_implementation)
-        if dtype is not None:
-            loaded.to(as_dtype(dtype))
-        return Made(loaded, None, None)
-    raise TypeError(
-        "`model` must be a path, a hub id, a transformers configuration or a transformers "
-        f"model. Got {type(model).__name__}; another module needs its own LightningModule, "
-        "with a `predict_step` that calls it."
-    )
+        if self.attn_implementation:
+            given.set_attn_implementation(self.attn_implementation)
+        return given if dtype is None else given.to(dtype), None
+
+    def load_tokenizer(self, model: Any) -> Any:
+        """The tokenizer that is asked for, or else that which the model comes with, if any."""
+        if self.tokenizer is not None:
+            return load_tokenizer(self.tokenizer, **self._hub)
+        beside = self.place or model.name_or_path
+        return tokenizer_beside(beside, **self._hub) if beside else None
+
+    def hyperparameters(self, model: Any) -> dict[str, Any]:
+        """The arguments by which a checkpoint can be rebuilt.
+
+        `trust_remote_code` is left out: a checkpoint must not be able to ask for it.
+        """
+        tokenizer = self.tokenizer
+        if isinstance(tokenizer, PreTrainedTokenizerBase):
+            tokenizer = tokenizer.name_or_path
+        return {
+            "model": self.place or model.config.to_dict(),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "revision": self.revision,
+            "tokenizer": os.fspath(tokenizer) if tokenizer else None,
+            "attn_implementation": self.attn_implementation,
+            "streaming": self.streaming,
+        }
+
+    @property
+    def _hub(self) -> dict[str, Any]:
+        return {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
 
 
 def _blocks_by_name(model: torch.nn.Module) -> dict[str, torch.nn.Module]:

@@ -1,8 +1,8 @@
 """Lightning's Trainer with callbacks for a single `predict`."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, ProgressBar
@@ -12,12 +12,13 @@ from lightning.pytorch.trainer.connectors.callback_connector import (
     _validate_callbacks_list,
 )
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from mrp_lightning.calibration.memory import explained_out_of_memory
-from mrp_lightning.loop.checkpoint_io import TensorsOnly
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from mrp_lightning.errors import FormatError
+from mrp_lightning.loop.causal_lm import CausalLM
+from mrp_lightning.models.damage import explained_checkpoint, why_no_checkpoint
+from mrp_lightning.models.tokenizers import tokenizer_beside
 
 
 class Trainer(pl.Trainer):
@@ -123,6 +124,30 @@ class Trainer(pl.Trainer):
                 callback.__dict__.pop("log_dict", None)
 
 
+class TensorsOnly(TorchCheckpointIO):
+    """Takes tensors and plain containers from checkpoints, unless all is asked for by name.
+
+    Lightning unpickles a checkpoint with all that it holds, code too, where it is given by a URL.
+    """
+
+    def load_checkpoint(
+        self,
+        path: Any,
+        map_location: Callable | None = lambda storage, _: storage,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Load a checkpoint; `weights_only` is true if it is `None`.
+
+        Raises:
+            FormatError: It is damaged, no such checkpoint, or holds what may not be unpickled.
+        """
+        with explained_checkpoint(path):
+            content = super().load_checkpoint(path, map_location, weights_only is not False)
+            if reason := why_no_checkpoint(content):
+                raise FormatError(f"`ckpt_path`: {path} cannot be read: {reason}.")
+            return content
+
+
 def _checked(callbacks: Callback | Sequence[Callback] | None) -> list[Callback]:
     """The callbacks as a list, all of them of the Lightning that this trainer is of."""
     if callbacks is None:
@@ -154,27 +179,15 @@ def as_lightning_module(model: nn.Module) -> nn.Module:
     """Make of a module what `predict` can run: a LightningModule stays, others are wrapped."""
     if isinstance(getattr(model, "_orig_mod", model), pl.LightningModule):
         return model
-    from transformers import PreTrainedModel
-
     if isinstance(model, PreTrainedModel) and _reads_text_alone(model):
-        from mrp_lightning.loop.causal_lm import CausalLM
-
         return CausalLM(model)
     return ModuleRunner(model) if isinstance(model, nn.Module) else model
 
 
-def _reads_text_alone(model: "PreTrainedModel") -> bool:
+def _reads_text_alone(model: PreTrainedModel) -> bool:
     """Whether token ids are all that a language model is called with: no images, no encoder."""
     is_decoder = model.can_generate() and not model.config.is_encoder_decoder
     return is_decoder and model.config.get_text_config() is model.config
-
-
-def _tokenizer_of(model: nn.Module) -> Any:
-    """The tokenizer that lies beside a Hugging Face model, if it was read from somewhere."""
-    from mrp_lightning.models.tokenizers import tokenizer_beside
-
-    source = getattr(model, "name_or_path", None)
-    return tokenizer_beside(source) if isinstance(source, str) and source else None
 
 
 class ModuleRunner(pl.LightningModule):
@@ -192,7 +205,8 @@ class ModuleRunner(pl.LightningModule):
         if getattr(model, "can_generate", bool)():
             # Keys and values of tokens that are not to be generated are a waste of memory.
             self._options = {"use_cache": False}
-            self.tokenizer = _tokenizer_of(model)
+            source = getattr(model, "name_or_path", None)
+            self.tokenizer = tokenizer_beside(source) if source else None
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         """Run the module on one batch."""

@@ -16,8 +16,7 @@ from export.packed.huggingface import load
 from mrp_lightning.commands.main import main
 from mrp_lightning.errors import DataError, FormatError
 from mrp_lightning.loop.causal_lm import CausalLM
-from mrp_lightning.loop.checkpoint_io import TensorsOnly
-from mrp_lightning.loop.trainer import Trainer
+from mrp_lightning.loop.trainer import TensorsOnly, Trainer
 from mrp_lightning.models.loading import load_config, load_model
 from mrp_lightning.models.tokenizer_files import tokenizer_from_files
 from mrp_lightning.models.tokenizers import load_tokenizer
