@@ -78,6 +78,74 @@ def set_float32_precision(setting: tuple[str, str], precision: str) -> None:
     torch._C._set_fp32_precision_setter(*setting, precision)
 
 
+def group_store() -> Any:
+    """The store of torch's default process group, which all of its processes can read and write.
+
+    Seen in torch 2.13. It is there without a port of its own, and in all backends. In its place: a
+    public `torch.distributed.get_default_store`.
+    """
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_default_store()
+
+
+# Lightning
+
+
+def movable() -> type:
+    """The class of everything that Lightning moves to a device: all that has a method `to`.
+
+    Seen in Lightning 2.6. Batches may hold objects that are no tensors. In its place: a public name
+    of it in `lightning.fabric.utilities`.
+    """
+    from lightning.fabric.utilities.apply_func import _TransferableDataType
+
+    return _TransferableDataType
+
+
+def in_order(callbacks: list[Any]) -> list[Any]:
+    """Callbacks in the order in which a trainer calls them; it refuses those that it would.
+
+    Seen in Lightning 2.6, whose trainer does this with the callbacks that it is made with, and
+    with those of a model, but has no method for more. In its place: a method that adds callbacks,
+    or `predict(callbacks=…)`.
+    """
+    from lightning.pytorch.trainer.connectors import callback_connector
+
+    ordered = callback_connector._CallbackConnector._reorder_callbacks(callbacks)
+    callback_connector._validate_callbacks_list(ordered)
+    return ordered
+
+
+def works_in_children(trainer: Any) -> bool:
+    """Whether a trainer's strategy spawns or forks workers, in which the model is another one.
+
+    Seen in Lightning 2.6, whose strategies tell it by the class of their launcher alone. In its
+    place: a property of strategies or of launchers.
+    """
+    from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+
+    return isinstance(trainer.strategy.launcher, _MultiProcessingLauncher)
+
+
+def strategy_as_given(trainer: Any) -> Any:
+    """What a trainer was given as its `strategy`: a word, or an object.
+
+    Seen in Lightning 2.6. A message names the strategy as the user did. In its place: a property
+    of trainers.
+    """
+    return trainer._accelerator_connector._strategy_flag
+
+
+def predict_data(trainer: Any) -> Any:
+    """The datamodule or the dataloaders of the `predict` that runs.
+
+    Seen in Lightning 2.6, whose `trainer.datamodule` is still that of an earlier call where this
+    one was given dataloaders. In its place: `trainer.datamodule`, once each call sets it.
+    """
+    return trainer.predict_loop._data_source.instance
+
+
 # transformers
 
 EXPERTS = "_experts_implementation"

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.fabric.utilities.apply_func import _TransferableDataType
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from mrp_lightning.calibration.walks import StopForward
 from mrp_lightning.errors import DataError
+from mrp_lightning.upstream import movable
 
 
 def eager() -> Any:
@@ -58,7 +58,7 @@ def copy_tensors(data: Any, device: torch.device | None = None) -> Any:
         x = deepcopy(x)
         return x if device is None or isinstance(x, np.ndarray) else x.to(device)
 
-    kinds = (Tensor, np.ndarray, _TransferableDataType)
+    kinds = (Tensor, np.ndarray, movable())
     return apply_to_collection(data, kinds, copied, wrong_dtype=(Mapping, Sequence))
 
 

@@ -14,10 +14,10 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.states import TrainerFn
-from torch.distributed import PrefixStore, distributed_c10d
+from torch.distributed import PrefixStore
 
+from mrp_lightning import upstream
 from mrp_lightning.errors import DataError, NumericalWarning, StrategyError
 from mrp_lightning.loop.capture import Step
 from mrp_lightning.models.batch import token_ids
@@ -51,7 +51,7 @@ def require_whole_models(trainer: Trainer, caller: str) -> None:
             or is not known. The message names it.
     """
     strategy: Any = trainer.strategy
-    if isinstance(strategy.launcher, _MultiProcessingLauncher):
+    if upstream.works_in_children(trainer):
         problem = "runs in workers that are spawned or forked, whose pruned weights would be lost"
     elif _shards(strategy):
         problem = "shards the model"
@@ -81,7 +81,7 @@ def _shards(strategy: Any) -> bool:
 
 def _name_of(trainer: Trainer) -> str:
     """The strategy as the user named it."""
-    flag = trainer._accelerator_connector._strategy_flag
+    flag = upstream.strategy_as_given(trainer)
     return flag if isinstance(flag, str) else type(trainer.strategy).__name__
 
 
@@ -158,7 +158,7 @@ def all_or_none(processes: Processes) -> Iterator[None]:
         yield
         return
     started = processes.all(time.time_ns())[0]  # tells this run from others of the same group
-    store = PrefixStore(f"mrp_lightning/{started}", distributed_c10d._get_default_store())
+    store = PrefixStore(f"mrp_lightning/{started}", upstream.group_store())
     left = threading.Event()
     watch = threading.Thread(target=_watch, args=(processes, store, left), daemon=True)
     watch.start()

@@ -10,6 +10,7 @@ from mrp_lightning.loop.capture import Step
 from mrp_lightning.loop.data_module import TextDataModule
 from mrp_lightning.models.batch import token_ids
 from mrp_lightning.processes import Processes
+from mrp_lightning.upstream import predict_data
 
 
 def provenance(trainer: Trainer, steps: Sequence[Step], processes: Processes) -> dict[str, Any]:
@@ -34,8 +35,7 @@ def provenance(trainer: Trainer, steps: Sequence[Step], processes: Processes) ->
         "seed": None,
         "bos": None,
     }
-    # What this call was given: the trainer remembers the datamodule of an earlier one.
-    module = trainer.predict_loop._data_source.instance
+    module = predict_data(trainer)
     if isinstance(module, TextDataModule):
         data |= {"source": module.calibration_source, "seed": module.seed, "bos": module.bos}
     return {"command": command(), "data": data}

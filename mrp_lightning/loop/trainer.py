@@ -7,10 +7,6 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, ProgressBar
 from lightning.pytorch.plugins.io import TorchCheckpointIO
-from lightning.pytorch.trainer.connectors.callback_connector import (
-    _CallbackConnector,
-    _validate_callbacks_list,
-)
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -19,6 +15,7 @@ from mrp_lightning.errors import FormatError
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.models.damage import explained_checkpoint, why_no_checkpoint
 from mrp_lightning.models.tokenizers import tokenizer_beside
+from mrp_lightning.upstream import in_order, uncompiled
 
 
 class Trainer(pl.Trainer):
@@ -77,15 +74,12 @@ class Trainer(pl.Trainer):
             ValueError: `callbacks` holds a progress bar, and the trainer has one already.
             OutOfMemoryError: There is not enough memory to prune.
         """
-        for argument, value in {
-            "model": getattr(model, "_orig_mod", model),
-            "datamodule": datamodule,
-            "dataloaders": dataloaders,
-        }.items():
+        inner = None if model is None else uncompiled(model)
+        given = {"model": inner, "datamodule": datamodule, "dataloaders": dataloaders}
+        for argument, value in given.items():
             if _is_of_the_other_package(value):
                 raise TypeError(f"`{argument}`: expected one of `lightning`. {_got([value])}")
-        if model is not None:
-            model = as_lightning_module(model)
+        model = None if model is None else as_lightning_module(model)
         with self._borrow(callbacks), self._explained_memory():
             return super().predict(
                 model,  # type: ignore[arg-type]
@@ -110,9 +104,7 @@ class Trainer(pl.Trainer):
         extra = [c for c in extra if not any(c is own for own in self.callbacks)]
         if any(isinstance(c, ProgressBar) for c in extra) and self.progress_bar_callback:
             raise ValueError("`callbacks` holds a progress bar, and the trainer has one already.")
-        merged = _CallbackConnector._reorder_callbacks([*self.callbacks, *extra])
-        _validate_callbacks_list(merged)
-        self.callbacks = merged
+        self.callbacks = in_order([*self.callbacks, *extra])
         try:
             yield
         finally:
@@ -177,7 +169,7 @@ def _got(wrong: Sequence[object]) -> str:
 
 def as_lightning_module(model: nn.Module) -> nn.Module:
     """Make of a module what `predict` can run: a LightningModule stays, others are wrapped."""
-    if isinstance(getattr(model, "_orig_mod", model), pl.LightningModule):
+    if isinstance(uncompiled(model), pl.LightningModule):
         return model
     if isinstance(model, PreTrainedModel) and _reads_text_alone(model):
         return CausalLM(model)
