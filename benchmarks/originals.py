@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mrp_lightning.solver.loss import output_energy
 from mrp_lightning.solver.patterns import Pattern, SemiStructured
+from mrp_lightning.solver.pruning import output_energy
 from mrp_lightning.targets.plan import Plan
 
 DAMPING = 0.01

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from mrp_lightning.pruning import prune_layer, sequential
-from mrp_lightning.solver import column_sweep, damping, exact, hessian, input_hessian, pruning
+from mrp_lightning.solver import compensations, damping, exact, hessian, input_hessian, pruning
 from mrp_lightning.solver.methods import MASKS
 
 WALK = "walk finding"
@@ -24,7 +24,7 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
         (damping.DampedHessian.__dict__["inverse"], "func"),
     ],
     "mask": [(type(mask), "bind") for mask in MASKS.values()],
-    "sweep": [(column_sweep.ColumnSweep, "apply")],
+    "sweep": [(compensations.ColumnSweep, "apply")],
     "between blocks": [(exact, "_block_by_block")],
     "final solve": [(exact, "_solve")],
     "losses": [(pruning, "output_energy"), (prune_layer, "output_energy")],

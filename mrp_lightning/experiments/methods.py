@@ -1,7 +1,6 @@
 """Every method has one name, one place in the order and one name that readers know it by."""
 
-from mrp_lightning.solver.column_sweep import ColumnSweep
-from mrp_lightning.solver.compensation import NoCompensation
+from mrp_lightning.solver.compensations import ColumnSweep, NoCompensation
 from mrp_lightning.solver.exact import ExactCompensation
 from mrp_lightning.solver.methods import MASKS, NAMED, parse_method
 

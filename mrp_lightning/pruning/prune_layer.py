@@ -14,8 +14,7 @@ from torch import Tensor
 from mrp_lightning.processes import ALONE, Processes
 from mrp_lightning.records.rows import LayerReport
 from mrp_lightning.solver.input_hessian import InputHessian
-from mrp_lightning.solver.loss import output_energy
-from mrp_lightning.solver.pruning import prune
+from mrp_lightning.solver.pruning import output_energy, prune
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.solver.target import dense_target
 from mrp_lightning.targets.layers import Layer

@@ -43,14 +43,10 @@ class InverseOnKept:
     """Precondition with (H⁻¹)_UU: one product with the inverse.
 
     Good where little is removed. As (H_UU)⁻¹ ≼ (H⁻¹)_UU, ½ r z bounds the distance to the optimum.
-
-    Attributes:
-        times_inverse: The product with H⁻¹.
-        kept: The kept set U, (rows, columns), of zeros and ones.
     """
 
-    times_inverse: Product
-    kept: Tensor
+    times_inverse: Product  # the product with H⁻¹
+    kept: Tensor  # U, (rows, columns), of zeros and ones
 
     def __call__(self, gradient: Tensor, z: Tensor, work: Tensor) -> None:
         """Set z (rows, columns)."""
@@ -65,26 +61,17 @@ class LowRankModel:
 
     The inputs of a trained network share a few strong directions, which are what makes H_UU
     ill-conditioned. The model carries over to every kept set: H_UU ≈ D_U + F_U F_Uᵀ.
-
-    Attributes:
-        diagonal: The diagonal D, (columns,), positive.
-        factor: The leading directions F, (columns, rank).
     """
 
-    diagonal: Tensor
-    factor: Tensor
+    diagonal: Tensor  # D, (columns,), positive
+    factor: Tensor  # F, (columns, rank)
 
     @staticmethod
     def of(matrix: Tensor, rank: int, passes: int = 4) -> "LowRankModel":
-        """Fit the model to H (columns, columns) by subspace iteration.
+        """Fit the model to H (columns, columns) by subspace iteration: `passes` products with H.
 
         H is scaled to a unit diagonal first, so that channels of large inputs do not use up the
         rank.
-
-        Args:
-            matrix: H, (columns, columns), with a positive diagonal.
-            rank: Number of leading directions.
-            passes: Number of products with H by which the directions are improved.
         """
         columns = matrix.shape[0]
         scale = matrix.diagonal().sqrt()
@@ -122,21 +109,13 @@ class LowRankModel:
 
 @dataclass(frozen=True)
 class LowRankOnKept:
-    """Precondition with (D_U + F_U F_Uᵀ)⁻¹, by Woodbury's formula.
+    """Precondition with (D_U + F_U F_Uᵀ)⁻¹, by Woodbury's formula."""
 
-    Attributes:
-        inverse_diagonal: The diagonal of D⁻¹ on U and zero elsewhere, (rows, columns).
-        factor: The leading directions F, (columns, rank).
-        spread: The product FᵀD⁻¹, (rank, columns).
-        core: The matrix (I + F_UᵀD_U⁻¹F_U)⁻¹ of each row, (rows, rank, rank).
-        kept: The kept set U, (rows, columns), of zeros and ones.
-    """
-
-    inverse_diagonal: Tensor
-    factor: Tensor
-    spread: Tensor
-    core: Tensor
-    kept: Tensor
+    inverse_diagonal: Tensor  # that of D⁻¹ on U and zero elsewhere, (rows, columns)
+    factor: Tensor  # F, (columns, rank)
+    spread: Tensor  # FᵀD⁻¹, (rank, columns)
+    core: Tensor  # (I + F_UᵀD_U⁻¹F_U)⁻¹ of each row, (rows, rank, rank)
+    kept: Tensor  # U, (rows, columns), of zeros and ones
 
     def __call__(self, gradient: Tensor, z: Tensor, work: Tensor) -> None:
         """Set z (rows, columns)."""
@@ -150,18 +129,9 @@ class ConjugateGradients:
     """An iteration that moves x towards the optimum on the kept set, in place.
 
     The caller owns the loop: it asks for the `energies`, which tell how far x is from the optimum,
-    and takes a `step` where they are too large.
-
-    Args:
-        x: (rows, columns), zero where weights are removed; improved in place.
-        gradient: (w − x)H, (rows, columns); it vanishes on U at the optimum. It is updated in
-            place along with x, and whoever computes it afresh from x may overwrite it between two
-            steps.
-        times_matrix: The product with H.
-        precondition: Sets z to approximately (H_UU)⁻¹ times the gradient on U.
-
-    Attributes:
-        iterations: Number of steps taken.
+    and takes a `step` where they are too large. The `gradient` (w − x)H, which vanishes on U at the
+    optimum, is updated in place along with x; whoever computes it afresh may overwrite it between
+    two steps. `precondition` sets z to approximately (H_UU)⁻¹ times the gradient on U.
     """
 
     def __init__(

@@ -7,12 +7,14 @@ import torch
 from torch import Tensor
 
 from mrp_lightning.errors import HessianError
-from mrp_lightning.solver.cholesky import cholesky
 from mrp_lightning.solver.conjugate_gradients import LowRankModel
+from mrp_lightning.solver.ranges import split_range
 
 _FLOAT32_SUFFICES = 1e4
 _BFLOAT16_HELPS = 128
 _MANY_COLUMNS = 1024
+_PANEL = 256
+"""Columns that are factorised at a time on a CPU."""
 
 
 class NotPositiveDefiniteError(HessianError):
@@ -22,21 +24,14 @@ class NotPositiveDefiniteError(HessianError):
 class DampedHessian:
     """H + λI, positive definite, with the triangular factor of its inverse.
 
-    It is factorised when it is made; whatever else follows from it is computed when it is first
-    needed. Dead inputs are cut off from all others, so no weight of theirs ever moves.
-
-    Args:
-        hessian: H, (columns, columns), undamped and symmetric but for rounding. It is kept, not
-            copied or changed.
-        dead: bool (columns,), True for dead inputs, whose diagonal is zero.
-        mean_diagonal: Mean of the diagonal of H over the inputs that are not dead.
-        ratio: Fraction of that mean which is added to the diagonal, ≥ 0.
+    λ is `ratio` times the mean diagonal of H over the inputs that are not dead. H is kept, not
+    copied or changed. It is factorised when this is made; whatever else follows is computed when it
+    is first needed. Dead inputs, whose diagonal is zero, are cut off from all others, so no weight
+    of theirs ever moves.
 
     Attributes:
         dtype: The dtype to compute in: float64 if H is float64, else float32.
-        columns: Number of input features.
-        ratio: As given.
-        damping_used: λ = ratio · mean_diagonal, what is added to the diagonal.
+        damping_used: λ, what is added to the diagonal.
         factor: Upper triangular U with UᵀU = (H + λI)⁻¹, (columns, columns).
         float32_suffices: Whether iterations in float32 can be trusted with this matrix.
         bfloat16_helps: Whether iterations whose products are rounded to bfloat16 lead nearer to a
@@ -68,7 +63,7 @@ class DampedHessian:
 
     @cached_property
     def residual_rounding(self) -> float:
-        """What rounding can add to r H⁻¹ rᵀ for r = vH, relative to ‖v‖².
+        """The most that rounding can add to r H⁻¹ rᵀ for r = vH, relative to ‖v‖².
 
         Each r_j is off by about ε·‖v‖·‖H_:j‖, independently, with ε the precision of the products.
         """
@@ -150,3 +145,28 @@ def _diagonal_blocks(matrix: Tensor, width: int) -> Tensor:
     count = matrix.shape[0] // width
     blocks = matrix[: count * width, : count * width].view(count, width, count, width)
     return blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1).contiguous()
+
+
+def cholesky(matrix: Tensor) -> Tensor | None:
+    """The lower triangular L with LLᵀ = A (columns, columns); `None` if A is not positive definite.
+
+    On a CPU panel by panel: torch clears the upper half of its factor element by element against
+    the order in memory, which takes longer than the factorisation itself where columns are many.
+    """
+    columns = len(matrix)
+    if matrix.device.type != "cpu" or columns <= 3 * _PANEL:
+        factor, info = torch.linalg.cholesky_ex(matrix)
+        return factor if int(info) == 0 else None
+    # Column after column, as torch's own factor lies and LAPACK takes it. The part right of and
+    # below the panels so far holds what is left of A once they are taken off.
+    factor = matrix.clone().T
+    for start, stop in split_range(0, columns, _PANEL):
+        panel, rest = slice(start, stop), slice(stop, columns)
+        corner, info = torch.linalg.cholesky_ex(factor[panel, panel])
+        if int(info) != 0:
+            return None
+        below = torch.linalg.solve_triangular(corner, factor[rest, panel].T, upper=False)
+        factor[panel, panel], factor[panel, rest] = corner, 0
+        factor[rest, panel] = below.T
+        factor[rest, rest].addmm_(below.T, below, alpha=-1)
+    return factor

@@ -10,14 +10,13 @@ The result is certified. Since (H_UU)⁻¹ ≼ (H⁻¹)_UU, the loss of x exceed
 import math
 import warnings
 from dataclasses import dataclass, replace
-from numbers import Real
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from mrp_lightning.errors import HessianError, NumericalWarning, OptionError
-from mrp_lightning.solver.compensation import Compensated
+from mrp_lightning.solver.compensations import Compensated
 from mrp_lightning.solver.conjugate_gradients import (
     ConjugateGradients,
     InverseOnKept,
@@ -27,6 +26,7 @@ from mrp_lightning.solver.conjugate_gradients import (
 )
 from mrp_lightning.solver.masked_rows import MaskedRows, relative
 from mrp_lightning.solver.masks import Chooser, Mask
+from mrp_lightning.solver.options import is_number
 from mrp_lightning.solver.precision import has_bfloat16_units
 from mrp_lightning.solver.problem import Problem
 from mrp_lightning.solver.ranges import by_rows, split_range
@@ -43,14 +43,8 @@ class ExactCompensation:
 
     Block by block the mask sees the weights re-optimised for all blocks before it. Re-optimising
     after each block equals optimising once for the whole removed set, so only the last solve is
-    done to `tolerance`; those between blocks are as accurate as the choice of weights needs.
-
-    Args:
-        tolerance: Certified relative distance to the optimal loss at which the iteration stops,
-            finite and > 0.
-
-    Raises:
-        OptionError: The tolerance is out of range.
+    done to `tolerance`, the certified relative distance to the optimal loss at which the iteration
+    stops; those between blocks are as accurate as the choice of weights needs.
     """
 
     name: ClassVar[str] = "M"
@@ -60,8 +54,7 @@ class ExactCompensation:
 
     def __post_init__(self) -> None:
         value = self.tolerance
-        is_number = isinstance(value, Real) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or value <= 0:
+        if not is_number(value) or value <= 0:
             raise OptionError(f"`tolerance` must be a finite number > 0; got {value!r}.")
         object.__setattr__(self, "tolerance", float(value))
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from mrp_lightning.errors import HessianError, OptionError
 from mrp_lightning.processes import Processes
+from mrp_lightning.solver.options import is_count
 from mrp_lightning.solver.precision import bfloat16_factors, full_float32
 from mrp_lightning.solver.ranges import split_range
 
@@ -32,7 +33,7 @@ class HessianAccumulator:
     """
 
     def __init__(self, columns: int, name: str | None = None) -> None:
-        if isinstance(columns, bool) or not isinstance(columns, int) or columns < 1:
+        if not is_count(columns):
             raise OptionError(f"`columns` must be a positive integer; got {columns!r}.")
         self.columns = columns
         self.name = name

@@ -22,20 +22,14 @@ class InputHessian:
 
     Make it once for each *input*: layers that read the same activations (q, k and v; gate and up)
     share it. What only needs H itself, such as the masks of magnitude and Wanda, factorises
-    nothing: for them H may be singular, and λ is added to nothing.
-
-    Args:
-        hessian: H, (columns, columns), undamped. It is kept, not copied or changed.
-        name: The layer's name, for messages.
+    nothing: for them H may be singular, and λ is added to nothing. H is kept, not copied or
+    changed.
 
     Attributes:
-        hessian: H, as given.
         label: The layer as messages call it.
         dtype: The dtype to compute in: float64 if H is float64, else float32.
-        columns: Number of input features.
         diagonal: The diagonal of H, (columns,), in `dtype`.
         dead: bool (columns,), True for dead inputs: those that were always zero.
-        dead_inputs: Number of dead inputs.
         mean_diagonal: Mean of the diagonal of H over the inputs that are not dead.
 
     Raises:
@@ -74,9 +68,6 @@ class InputHessian:
 
         If the matrix is not positive definite to its own precision, damping rises tenfold from
         max(damping, 1e-6) up to 10, with a `NumericalWarning` for each step.
-
-        Args:
-            damping: Fraction of the mean diagonal to add, finite and ≥ 0.
 
         Raises:
             HessianError: H is indefinite past damping 10.

@@ -13,8 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mrp_lightning.solver.cholesky import cholesky
-from mrp_lightning.solver.damping import DampedHessian
+from mrp_lightning.solver.damping import DampedHessian, cholesky
 from mrp_lightning.solver.masks import Chooser, InverseBlocks, Mask, chosen
 from mrp_lightning.solver.problem import Problem
 

@@ -1,4 +1,4 @@
-"""The masked systems of some rows, solved until their own certificate holds."""
+"""The masked systems of some rows of a weight."""
 
 import math
 import sys
@@ -85,14 +85,7 @@ class MaskedRows:
         """Go on until the certified gap is within the tolerance or can get no better.
 
         Where conjugate gradients are slow they get another preconditioner, and where they are slow
-        with that too the rows are solved directly.
-
-        Args:
-            tolerance: The gap at which to stop.
-            tell: Called with where the solution is, in words.
-
-        Returns:
-            The number of iterations.
+        with that too the rows are solved directly. Returns the number of iterations.
         """
         iterations = 0
         narrow = self.x.dtype == torch.float32 and has_bfloat16_units(self.x.device)
@@ -118,15 +111,7 @@ class MaskedRows:
         """Iterate with rounded products, again and again from exact gradients, while it helps.
 
         Each round seeks what the exact gradient at its start asks for. Rounded products are good
-        for about two digits of that.
-
-        Args:
-            precondition: What the residual is multiplied with.
-            tolerance: The gap to which it should come near.
-            tell: Called with where the solution is, in words.
-
-        Returns:
-            The number of iterations.
+        for about two digits of that. Returns the number of iterations.
         """
         times_matrix = rounded_product(self.damped.matrix)
         descent = ConjugateGradients(self.x, self.gradient, times_matrix, precondition)
@@ -158,16 +143,9 @@ class MaskedRows:
         """Iterate until the certificate holds or stalls, or too many steps are still to come.
 
         The energies of the iteration tell when a certificate is worth its price. They are no bound
-        themselves, but proportional to one: about a third of it with the low-rank model.
-
-        Args:
-            precondition: What the residual is multiplied with.
-            tolerance: The gap at which to stop.
-            patience: Steps to come, as forecast from those taken, beyond which to give up.
-            tell: Called with where the solution is, in words.
-
-        Returns:
-            The number of iterations.
+        themselves, but proportional to one: about a third of it with the low-rank model. It gives
+        up where more than `patience` steps are to come, as forecast from those taken. Returns the
+        number of iterations.
         """
         times_matrix = full_product(self.damped.matrix)
         descent = ConjugateGradients(self.x, self.gradient, times_matrix, precondition)

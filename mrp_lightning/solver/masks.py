@@ -20,7 +20,7 @@ from torch import Tensor
 from mrp_lightning.errors import MethodError
 from mrp_lightning.solver.patterns import Pattern, SemiStructured, Unstructured
 from mrp_lightning.solver.problem import Problem
-from mrp_lightning.solver.ranges import split_range
+from mrp_lightning.solver.ranges import ELEMENTS, split_range
 
 Chooser = Callable[[Tensor, int], Tensor]
 """Called with the current weights (rows, width) of some columns and the first of these columns:
@@ -31,24 +31,16 @@ InverseBlocks = Callable[[int], Tensor]
 width)."""
 
 MOST_COMBINATIONS = 100
-_ELEMENTS = 2**26
-"""Elements of the temporaries in which combinations are compared."""
 
 
 class Mask(Protocol):
-    """What all masks offer.
+    """The choice of the weights to remove."""
 
-    Attributes:
-        name: The name in MASK+COMPENSATION.
-        by_block: Whether weights are chosen one column block after another, each time from the
-            weights as they are by then; else all at once from the dense weights, so that column
-            blocks mean nothing.
-        needs_inverse: Whether the mask uses (H + λI)⁻¹.
-    """
-
-    name: ClassVar[str]
+    name: ClassVar[str]  # in MASK+COMPENSATION
     by_block: ClassVar[bool]
-    needs_inverse: ClassVar[bool]
+    """Whether weights are chosen one column block after another, each time from the weights as they
+    are by then; else all at once from the dense weights, so that column blocks mean nothing."""
+    needs_inverse: ClassVar[bool]  # whether it uses (H + λI)⁻¹
 
     def check(self, pattern: Pattern) -> None:
         """Raise a MethodError where the mask does not exist for the pattern."""
@@ -162,7 +154,7 @@ class MultipleRemoval(Mask):
         def choose(current: Tensor, start: int) -> Tensor:
             rows, width = current.shape
             pruned = torch.empty_like(current, dtype=torch.bool)
-            few = max(1, _ELEMENTS // max(1, rows * max(costs.shape[1:]))) * group
+            few = max(1, ELEMENTS // max(1, rows * max(costs.shape[1:]))) * group
             for first, stop in split_range(0, width, few):
                 groups = slice((start + first) // group, (start + stop) // group)
                 w = current[:, first:stop].unflatten(1, (-1, group)).transpose(0, 1)

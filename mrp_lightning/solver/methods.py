@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 from mrp_lightning.errors import MethodError
-from mrp_lightning.solver.column_sweep import ColumnSweep
-from mrp_lightning.solver.compensation import Compensation, NoCompensation
+from mrp_lightning.solver.compensations import ColumnSweep, Compensation, NoCompensation
 from mrp_lightning.solver.exact import ExactCompensation
 from mrp_lightning.solver.joint import Joint
 from mrp_lightning.solver.masks import Magnitude, Mask, MultipleRemoval, SingleRemoval, Wanda
@@ -26,15 +25,9 @@ NAMED = {
 
 @dataclass(frozen=True)
 class Method:
-    """A mask and a compensation.
+    """A mask, which says what weights go, and how the others make up for them."""
 
-    Attributes:
-        name: The name that the user wrote.
-        mask: The mask, which says what weights go.
-        compensation: The compensation, which says how the others make up for them.
-    """
-
-    name: str
+    name: str  # as the user wrote it
     mask: Mask
     compensation: Compensation
 
@@ -48,13 +41,9 @@ class Method:
 
 
 def parse_method(name: str, *, tolerance: float = 1e-6) -> Method:
-    """Look up a method by name.
+    """Look up a method by its name in the table, or by a pair MASK+COMPENSATION such as "wanda+M".
 
-    Args:
-        name: One of the names in the table, or a pair MASK+COMPENSATION such as "wanda+M". Upper
-            and lower case differ.
-        tolerance: Certified relative distance to the optimum at which the compensation M stops,
-            finite and > 0. It means nothing to other compensations.
+    `tolerance` is that of the compensation M, and means nothing to the others.
 
     Raises:
         MethodError: There is no such method; the message lists all.

@@ -8,33 +8,26 @@ import itertools
 import math
 import re
 from dataclasses import dataclass
-from numbers import Real
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mrp_lightning.errors import PatternError
+from mrp_lightning.solver.options import is_number
 
 _EXAMPLES = '`sparsity` is a fraction such as 0.5; `pattern` is a string such as "2:4"'
 
 
 @dataclass(frozen=True)
 class Unstructured:
-    """A fraction of the weights is removed, wherever they are.
-
-    Args:
-        sparsity: Fraction of the weights to remove, in (0, 1).
-
-    Raises:
-        PatternError: The fraction is not a number in (0, 1).
-    """
+    """A fraction of the weights, in (0, 1), is removed, wherever they are."""
 
     sparsity: float
 
     def __post_init__(self) -> None:
         value = self.sparsity
-        if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) < 1:
+        if not is_number(value) or not 0 < value < 1:
             raise PatternError(
                 f"`sparsity` must be a number between 0 and 1 (both excluded), the fraction of "
                 f"weights to remove; got {value!r}. {_EXAMPLES}."
@@ -49,16 +42,10 @@ class Unstructured:
         return min(math.floor(self.sparsity * rows * columns + 0.5), rows * columns)
 
     def select(self, scores: Tensor, start: int) -> Tensor:
-        """Mark the lowest scores of a block of columns, all its rows together.
+        """Mark the lowest scores (rows, width) of the columns from `start` on, all rows together.
 
-        Args:
-            scores: What each weight is worth, (rows, width), for columns `start` to
-                `start + width`.
-            start: The first column of the block.
-
-        Returns:
-            bool (rows, width), True = removed. Whatever the blocks are, those up to any column b
-            remove `budget(rows, b)` weights in all.
+        Returns bool (rows, width), True = removed. Whatever the blocks are, those up to any column
+        b remove `budget(rows, b)` weights in all.
         """
         rows, width = scores.shape
         count = self.budget(rows, start + width) - self.budget(rows, start)
@@ -82,15 +69,7 @@ class Unstructured:
 
 @dataclass(frozen=True)
 class SemiStructured:
-    """N:M sparsity: `kept` of every `group` consecutive input columns stay, in each row.
-
-    Args:
-        kept: Number of weights that stay in a group (N).
-        group: Number of consecutive columns in a group (M), more than `kept`.
-
-    Raises:
-        PatternError: It is not true that 1 ≤ kept < group.
-    """
+    """N:M sparsity: `kept` of every `group` consecutive input columns stay, in each row."""
 
     kept: int
     group: int
@@ -116,15 +95,9 @@ class SemiStructured:
         return self.removed / self.group
 
     def select(self, scores: Tensor, start: int) -> Tensor:
-        """Mark the lowest scores of each group.
+        """Mark the lowest scores of each group in columns from `start` on: bool, True = removed.
 
-        Args:
-            scores: What each weight is worth, (rows, width), for columns `start` to
-                `start + width`; width is a multiple of the group.
-            start: The first column, a multiple of the group; every group counts for itself.
-
-        Returns:
-            bool (rows, width), True = removed.
+        The width of the scores (rows, width) and `start` are multiples of the group.
         """
         del start
         members = scores.unflatten(1, (scores.shape[1] // self.group, self.group)).unbind(2)
@@ -160,10 +133,6 @@ Pattern = Unstructured | SemiStructured
 
 def make_pattern(sparsity: float | None, pattern: str | None) -> Pattern:
     """Build the pattern from the two arguments that users give, of which one must be None.
-
-    Args:
-        sparsity: Fraction of the weights to remove, in (0, 1).
-        pattern: "N:M", N kept of every M consecutive input columns.
 
     Raises:
         PatternError: Both or neither are given, or the one given is malformed.
@@ -202,7 +171,7 @@ def lowest(scores: Tensor, count: int) -> Tensor:
 
 
 def _unquoted_message(value: object) -> str:
-    """Explain what came of an unquoted 2:4, which YAML 1.1 reads as a number in base 60."""
+    """Explain that YAML 1.1 reads an unquoted 2:4 as a number in base 60, and gave this value."""
     suggestion = "2:4"
     if str(value).strip().isdecimal():
         kept, group = divmod(int(str(value)), 60)

@@ -69,7 +69,7 @@ def bfloat16_factors() -> Iterator[None]:
 
 
 def _own(setting: Setting) -> str:
-    """What a setting itself is set to, "none" if it inherits.
+    """The value of a setting itself, "none" if it inherits.
 
     PyTorch only tells what is in force, so this changes the parent for a moment and sees whether
     the setting follows.

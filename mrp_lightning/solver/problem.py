@@ -1,4 +1,4 @@
-"""What masks and compensations are given: one layer to prune."""
+"""The problem that masks and compensations solve: one layer to prune."""
 
 import math
 from collections.abc import Callable
@@ -18,26 +18,16 @@ class Problem:
     """One layer to prune, or the rows of it that are this process's share.
 
     Sought is the x that minimises ½·tr((x − w)(H + λI)(x − w)ᵀ) with the removed weights zero.
-
-    Attributes:
-        weight: The dense weight w, (rows, columns), float32 or float64: the dtype to compute in.
-        inputs: The Hessian H of the layer's inputs.
-        pattern: How many weights go, and where.
-        block_size: Number of columns that are chosen together, from 1 to all.
-        damping: Fraction of the mean diagonal of H that is added to the diagonal, ≥ 0.
-        tell: Called with where the solution is, in words, while it takes long.
-        processes: The processes that share the rows of the layer.
-        rows: The number of rows of the whole layer.
     """
 
-    weight: Tensor
-    inputs: InputHessian
+    weight: Tensor  # w, (rows, columns), float32 or float64: the dtype to compute in
+    inputs: InputHessian  # the Hessian H of the layer's inputs
     pattern: Pattern
-    block_size: int
-    damping: float
-    tell: Callable[[str], None]
-    processes: Processes
-    rows: int
+    block_size: int  # number of columns that are chosen together, from 1 to all
+    damping: float  # fraction of the mean diagonal of H that is added to the diagonal, ≥ 0
+    tell: Callable[[str], None]  # called with where the solution is, in words, while it takes long
+    processes: Processes  # those that share the rows of the layer
+    rows: int  # the number of rows of the whole layer
 
     @property
     def damped(self) -> DampedHessian:
@@ -50,17 +40,9 @@ class Problem:
         return self.damped.inverse_blocks(width)
 
     def select(self, scores: Tensor, start: int) -> Tensor:
-        """Mark the lowest scores of a block of columns, as the pattern says.
+        """Mark the lowest scores (rows, width) of the columns from `start` on, True = removed.
 
         Unstructured patterns rank the rows of all processes together.
-
-        Args:
-            scores: What each weight is worth, (rows, width), for columns `start` to
-                `start + width`.
-            start: The first column of the block.
-
-        Returns:
-            bool (rows, width), True = removed.
         """
         if isinstance(self.pattern, Unstructured):
             everywhere = self.processes.gather_rows(scores, self.rows)

@@ -9,7 +9,6 @@ from torch import Tensor
 from mrp_lightning.errors import HessianError, OptionError, PatternError, TargetError
 from mrp_lightning.processes import ALONE, Processes
 from mrp_lightning.solver.input_hessian import InputHessian
-from mrp_lightning.solver.loss import output_energy
 from mrp_lightning.solver.patterns import Pattern
 from mrp_lightning.solver.precision import full_float32
 from mrp_lightning.solver.problem import Problem
@@ -108,24 +107,12 @@ def prune(
     target: Tensor | None = None,
     processes: Processes = ALONE,
 ) -> Solution:
-    """Prune a weight whose Hessian is checked already; see `prune_weight`.
+    """Prune a weight whose Hessian is checked already, and raise what `prune_weight` does.
 
-    Args:
-        weight: The dense weight, (rows, columns), floating point.
-        inputs: The Hessian of the layer's inputs, shared by all layers that read them.
-        recipe: How to prune.
-        tell: Called with where the solution is, in words, while it takes long.
-        target: The weight that mask and compensation work on in place of the dense one, the rows
-            of this process's share; see `dense_target`. None for the dense weight.
-        processes: The processes that share the rows. All of them call this with the same weight
-            and Hessian, and get the same solution.
-
-    Raises:
-        PatternError: The pattern does not fit the columns.
-        HessianError: H has another number of columns, is indefinite, or gives a weight out of the
-            range of its dtype.
-        OptionError: The weight and H are on different devices.
-        TargetError: The weight is not a finite floating-point matrix.
+    Mask and compensation work on the `target` (see `dense_target`), where one is given, in place of
+    the dense weight. The processes share the rows: all of them call this with the same weight and
+    Hessian and with the target of their own share, and get the same solution. `tell` is called with
+    where the solution is, in words, while it takes long.
     """
     _check_weight(weight, inputs, recipe.pattern)
     with torch.inference_mode(False), torch.no_grad(), full_float32(weight.device):
@@ -168,6 +155,26 @@ def prune(
             dead_inputs=inputs.dead_inputs,
             target_loss=None if target is None else loss_against(problem.weight),
         )
+
+
+def output_energy(change: Tensor, hessian: Tensor) -> float:
+    """Return ½·tr(δ H δᵀ), the mean over the calibration tokens of ‖δ x‖², H undamped.
+
+    δ is the change of a weight for the layer's loss, and the weight itself for the energy of the
+    layer's outputs. It is computed in full float32 whatever precision the user allows elsewhere, or
+    in float64 if either tensor is float64.
+    """
+    wide = torch.float64 in (change.dtype, hessian.dtype)
+    dtype = torch.float64 if wide else torch.float32
+    change, hessian = change.to(dtype), hessian.to(dtype)
+    with full_float32(change.device):
+        energy = float(((change @ hessian) * change).sum()) / 2
+    apart = float((change.square() * hessian.diagonal()).sum()) / 2
+    if energy < 1e-3 * apart and not wide:
+        # The changes cancel in the outputs, as they do where tokens are few: float32 would return
+        # what its rounding leaves.
+        return output_energy(change.double(), hessian)
+    return max(energy, 0.0)
 
 
 def _check_weight(weight: Tensor, inputs: InputHessian, pattern: Pattern) -> None:

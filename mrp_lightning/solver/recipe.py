@@ -1,11 +1,10 @@
 """How layers are pruned: everything that is chosen before a layer is seen, checked once."""
 
-import math
 from dataclasses import dataclass
-from numbers import Real
 
 from mrp_lightning.errors import OptionError, PatternError
 from mrp_lightning.solver.methods import Method, parse_method
+from mrp_lightning.solver.options import is_count, is_number
 from mrp_lightning.solver.patterns import Pattern, SemiStructured, make_pattern
 
 
@@ -35,8 +34,7 @@ class Recipe:
         self.method.mask.check(self.pattern)
         self._check_block_size()
         value = self.damping
-        is_number = isinstance(value, Real) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or value < 0:
+        if not is_number(value) or value < 0:
             raise OptionError(f"`damping` must be a finite number ≥ 0; got {value!r}.")
         object.__setattr__(self, "damping", float(value))
 
@@ -83,7 +81,7 @@ class Recipe:
         size, pattern = self.block_size, self.pattern
         if size is None:
             return
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        if not is_count(size):
             raise OptionError(
                 f"`block_size` must be a positive number of columns, or None for all columns; got "
                 f"{size!r}."

@@ -14,13 +14,6 @@ class InputShift:
 
     It is C − H, with C = 2·X_dᵀX̂ / tokens and the Hessian H = 2·X̂ᵀX̂ / tokens. Summed up as the
     product of a difference, it is exactly zero where both inputs are the same.
-
-    Args:
-        columns: Number of input features of the layer.
-        name: The layer's name, for messages.
-
-    Attributes:
-        num_tokens: Number of tokens seen so far.
     """
 
     def __init__(self, columns: int, name: str) -> None:
@@ -29,12 +22,7 @@ class InputShift:
         self._sum: Tensor | None = None
 
     def update(self, dense: Tensor, pruned: Tensor) -> None:
-        """Add a batch of inputs, (..., columns) each, whose rows are the same tokens.
-
-        Args:
-            dense: What the dense model gives to the layer, X_d.
-            pruned: What the pruned model gives to it, X̂.
-        """
+        """Add a batch of inputs X_d and X̂, (..., columns) each, whose rows are the same tokens."""
         with torch.inference_mode(False), torch.no_grad(), full_float32(pruned.device):
             given = pruned.detach().reshape(-1, self.columns).float()
             difference = dense.detach().reshape(-1, self.columns).float() - given
@@ -73,16 +61,10 @@ def dense_target(
 ) -> Tensor:
     """Return the weight whose outputs on the pruned model's inputs are most like the dense ones.
 
-    W̃ = W + α·W(C − H)(H + λI)⁻¹. For α = 1 it minimises ‖W̃X̂ᵀ − WX_dᵀ‖² / tokens + λ/2·‖W̃ − W‖².
-
-    Args:
-        weight: The dense weight W, (rows, columns), floating point.
-        shift: C − H, (columns, columns); see `InputShift`.
-        damped: H + λI.
-        target_weight: α, from 0 (the dense weight itself) to 1.
-
-    Returns:
-        W̃ in float32, or float64 if the weight is; W itself, bit for bit, where the shift is zero.
+    W̃ = W + α·W(C − H)(H + λI)⁻¹ for the dense weight W (rows, columns), α = `target_weight` from 0
+    (the dense weight itself) to 1, and the shift C − H of `InputShift`. For α = 1 it minimises
+    ‖W̃X̂ᵀ − WX_dᵀ‖² / tokens + λ/2·‖W̃ − W‖². It is in float32, or float64 if the weight is; and W
+    itself, bit for bit, where the shift is zero.
     """
     exact = damped if damped.float32_suffices else damped.double
     wide = weight.to(torch.float64 if weight.dtype == torch.float64 else torch.float32)

@@ -171,7 +171,7 @@ def test_many_rows_are_solved_in_chunks(problem, truth, monkeypatch):
         whole = prune_weight(weight, hessian, block_size=16, **arguments)
         with monkeypatch.context() as patch:
             patch.setattr("mrp_lightning.solver.ranges.ELEMENTS", 7 * 64)
-            patch.setattr("mrp_lightning.solver.masks._ELEMENTS", 1)
+            patch.setattr("mrp_lightning.solver.masks.ELEMENTS", 1)
             chunks = prune_weight(weight, hessian, block_size=16, **arguments)
         assert (chunks.pruned != whole.pruned).float().mean() < 0.01
         assert chunks.loss == pytest.approx(whole.loss, rel=2e-3)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mrp_lightning.solver.loss import output_energy
+from mrp_lightning.solver.pruning import output_energy
 
 
 def test_it_is_the_mean_squared_output(problem, truth):

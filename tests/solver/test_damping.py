@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from mrp_lightning.solver.cholesky import cholesky
+from mrp_lightning.solver.damping import cholesky
 
 
 def positive_definite(columns: int, dtype: torch.dtype) -> torch.Tensor:

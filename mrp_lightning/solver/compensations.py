@@ -1,12 +1,12 @@
-"""Solution 𝔖 of the compensation: SparseGPT's column sweep."""
+"""Compensations: how the kept weights make up for the removed ones. `exact` has the best one."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
+from torch import Tensor
 
-from mrp_lightning.solver.compensation import Compensated
 from mrp_lightning.solver.masks import Mask
 from mrp_lightning.solver.patterns import SemiStructured
 from mrp_lightning.solver.problem import Problem
@@ -16,15 +16,48 @@ _PANEL = 128
 
 
 @dataclass(frozen=True)
+class Compensated:
+    """The result of a compensation."""
+
+    weight: Tensor  # (rows, columns); what it holds at removed places does not matter
+    pruned: Tensor  # bool (rows, columns), True = removed
+    iterations: int | None = None  # of an iterative solution
+    gap: float | None = None  # certified relative distance to the optimum, where that is sought
+
+
+class Compensation(Protocol):
+    """The way in which kept weights make up for the removed ones."""
+
+    name: ClassVar[str]  # in MASK+COMPENSATION
+    needs_inverse: ClassVar[bool]  # whether it uses (H + λI)⁻¹
+
+    def apply(self, problem: Problem, mask: Mask) -> Compensated:
+        """Remove weights as the mask says and compensate."""
+
+
+@dataclass(frozen=True)
+class NoCompensation:
+    """The kept weights stay as they are; the mask sees the dense weights, block by block."""
+
+    name: ClassVar[str] = "none"
+    needs_inverse: ClassVar[bool] = False
+
+    def apply(self, problem: Problem, mask: Mask) -> Compensated:
+        """Choose from the dense weight."""
+        weight = problem.weight
+        choose = mask.bind(problem, problem.inverse_blocks)
+        blocks = split_range(0, weight.shape[1], problem.block_size)
+        return Compensated(weight, torch.cat([choose(weight[:, a:b], a) for a, b in blocks], dim=1))
+
+
+@dataclass(frozen=True)
 class ColumnSweep:
-    """Remove column after column, each time moving only the columns that are still to come.
+    """Solution 𝔖: remove column after column, each time moving only the columns still to come.
 
-    Removing w_j from a row moves its later weights by −w_j·U_j,: / U_jj with UᵀU = (H + λI)⁻¹
-    (Frantar and Alistarh, 2023). What is left of a column is frozen when the column sweep has
-    passed it, which is why the result is not the optimum.
-
-    N:M groups are chosen from the swept weights when the column sweep reaches them, unstructured
-    masks once a block.
+    This is SparseGPT (Frantar and Alistarh, 2023): removing w_j from a row moves its later weights
+    by −w_j·U_j,: / U_jj with UᵀU = (H + λI)⁻¹. What is left of a column is frozen when the column
+    sweep has passed it, which is why the result is not the optimum. N:M groups are chosen from the
+    swept weights when the column sweep reaches them, unstructured masks once a block.
     """
 
     name: ClassVar[str] = "S"
