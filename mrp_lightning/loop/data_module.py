@@ -17,7 +17,7 @@ from mrp_lightning.loop.distributed import one_share_each
 from mrp_lightning.models.positions import longest_sequence
 from mrp_lightning.models.tokenizers import load_tokenizer
 from mrp_lightning.text.prefix import Windows, after, frame
-from mrp_lightning.text.published_windows import PublishedTexts
+from mrp_lightning.text.published import PublishedTexts
 from mrp_lightning.text.sources import OwnText
 from mrp_lightning.text.standard_library import Split
 from mrp_lightning.text.windows import (

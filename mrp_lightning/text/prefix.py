@@ -1,4 +1,4 @@
-"""What a tokenizer puts before a text, as a rule BOS, before every window."""
+"""The prefix of windows: the tokens that a tokenizer puts before a text, as a rule BOS."""
 
 from typing import Any
 
@@ -14,12 +14,9 @@ IGNORED = -100
 
 
 def prefix_of(tokenizer: Any) -> Tensor:
-    """What a tokenizer puts before a text, as a rule BOS (tokens,), int64; many put nothing.
+    """The tokens that a tokenizer puts before a text (tokens,), int64; many put none.
 
     It is found by tokenizing: attributes such as `add_bos_token` do not always tell the truth.
-
-    Args:
-        tokenizer: A Hugging Face tokenizer.
 
     Raises:
         DataError: With special tokens the tokenizer cuts a text otherwise than without.
@@ -36,15 +33,10 @@ def prefix_of(tokenizer: Any) -> Tensor:
 
 
 def frame(tokenizer: Any, length: int) -> tuple[Any, Tensor]:
-    """What tokenizes the text of windows before which the prefix stands, and that prefix.
+    """A tokenizer for the text of windows of `length` tokens, and the prefix before each of them.
 
-    Args:
-        tokenizer: A Hugging Face tokenizer.
-        length: Tokens a window, the prefix among them.
-
-    Returns:
-        A tokenizer that puts nothing around a text, whatever it is asked for, and the prefix
-        (tokens,), int64. Where there is no prefix, the tokenizer itself.
+    The tokenizer puts nothing around a text, whatever it is asked for; without a prefix it is the
+    one given. The prefix, (tokens,), int64, is part of the length.
 
     Raises:
         DataError: Nothing of a window would be left for the text.

@@ -1,52 +1,49 @@
-"""The published texts of the paper, and how they are read: docs/data.md gives the sources."""
+"""The published texts of the paper, as token windows by the protocol of SparseGPT.
+
+docs/data.md gives the sources.
+"""
 
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+from torch import Tensor
 
 from mrp_lightning.environment import extra, why_no_hub
 from mrp_lightning.errors import DataError, OptionError
+from mrp_lightning.text.windows import (
+    Draws,
+    segments_of_documents,
+    segments_of_text,
+    tokenize,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
-    """One use of a corpus.
+class Excerpt:
+    """The documents of a corpus that are read for one use, and how they are joined."""
 
-    Attributes:
-        files: Paths of its files in the repository.
-        separator: What stands between the documents, which are joined and tokenized as one text.
-            `None` where windows are drawn from single documents.
-        documents: How many documents are read, from the first; `None` is all.
-        windows: How many windows are kept, from the first; `None` is all.
-    """
-
-    files: tuple[str, ...]
+    files: tuple[str, ...]  # their paths in the repository
     separator: str | None
-    documents: int | None = None
-    windows: int | None = None
+    """Text between the documents, which are joined and tokenized as one text; `None` where windows
+    are drawn from single documents."""
+    documents: int | None = None  # how many are read, from the first; all if `None`
+    windows: int | None = None  # how many are kept, from the first; all if `None`
 
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """A dataset repository of the Hugging Face hub, and the protocol of SparseGPT for it.
+    """A dataset repository of the Hugging Face hub, and the protocol of SparseGPT for it."""
 
-    Attributes:
-        name: What configurations and results call the corpus.
-        repository: Owner and name of the repository on the hub.
-        revision: Commit of the repository, or where no public source names one, its branch.
-        column: Name of the column that holds the text.
-        calibration: The part that calibration windows are drawn from.
-        evaluation: The part that perplexity is measured on; `None` where it is not.
-    """
-
-    name: str
-    repository: str
-    revision: str
-    column: str
-    calibration: Part
-    evaluation: Part | None
+    name: str  # in configurations and results
+    repository: str  # owner and name on the hub
+    revision: str  # a commit; a branch where no public source names one
+    column: str  # holds the text
+    calibration: Excerpt  # what calibration windows are drawn from
+    evaluation: Excerpt | None  # what perplexity is measured on, if it is
 
 
 _WIKITEXT2 = Corpus(
@@ -54,24 +51,24 @@ _WIKITEXT2 = Corpus(
     repository="Salesforce/wikitext",
     revision="b08601e04326c79dfdd32d625aee71d232d685c3",
     column="text",
-    calibration=Part(files=("wikitext-2-raw-v1/train-00000-of-00001.parquet",), separator=" "),
-    evaluation=Part(files=("wikitext-2-raw-v1/test-00000-of-00001.parquet",), separator="\n\n"),
+    calibration=Excerpt(files=("wikitext-2-raw-v1/train-00000-of-00001.parquet",), separator=" "),
+    evaluation=Excerpt(files=("wikitext-2-raw-v1/test-00000-of-00001.parquet",), separator="\n\n"),
 )
 _PTB = Corpus(
     name="ptb",
     repository="ptb-text-only/ptb_text_only",
     revision="refs/convert/parquet",
     column="sentence",
-    calibration=Part(files=("penn_treebank/train/0000.parquet",), separator=" "),
-    evaluation=Part(files=("penn_treebank/test/0000.parquet",), separator=" "),
+    calibration=Excerpt(files=("penn_treebank/train/0000.parquet",), separator=" "),
+    evaluation=Excerpt(files=("penn_treebank/test/0000.parquet",), separator=" "),
 )
 _C4 = Corpus(
     name="c4",
     repository="allenai/c4",
     revision="607bd4c8450a42878aa9ddc051a65a055450ef87",
     column="text",
-    calibration=Part(files=("en/c4-train.00000-of-01024.json.gz",), separator=None),
-    evaluation=Part(
+    calibration=Excerpt(files=("en/c4-train.00000-of-01024.json.gz",), separator=None),
+    evaluation=Excerpt(
         files=("en/c4-validation.00000-of-00008.json.gz",),
         separator=" ",
         documents=1100,
@@ -83,7 +80,7 @@ _LAMBADA = Corpus(
     repository="cimec/lambada",
     revision="main",
     column="text",
-    calibration=Part(
+    calibration=Excerpt(
         files=(
             "plain_text/train-00000-of-00002.parquet",
             "plain_text/train-00001-of-00002.parquet",
@@ -98,17 +95,84 @@ CALIBRATION = sorted(CORPORA)
 EVALUATION = sorted(name for name, corpus in CORPORA.items() if corpus.evaluation)
 
 
-def check_names(names: Iterable[str], known: Sequence[str], argument: str) -> None:
-    """Refuse names that are not published texts.
-
-    Args:
-        names: What the user asks for.
-        known: Names of the published texts that can be had.
-        argument: What the user calls the option, for the message.
+@dataclass(frozen=True, kw_only=True)
+class PublishedTexts:
+    """The published texts that are asked for; false if there are none.
 
     Raises:
-        OptionError: Names are unknown; it lists them, and those that are known.
+        OptionError: A name is unknown.
     """
+
+    calibration: str | None  # the name of the one to calibrate on, if any
+    evaluation: Sequence[str]  # the names of those to measure perplexity on
+    directory: Path | None  # that of their files; `None` for the hub and its cache
+
+    def __post_init__(self) -> None:
+        check_names([self.calibration] if self.calibration else [], CALIBRATION, "calibration")
+        check_names(self.evaluation, EVALUATION, "evaluation")
+
+    def __bool__(self) -> bool:
+        return bool(self.calibration or self.evaluation)
+
+    def locate(self, stage: str) -> None:
+        """Find, or fetch, what a stage of the trainer reads.
+
+        Raises:
+            DataError: The stage has no text.
+            FileNotFoundError: Files are missing; it gives the commands that download them.
+        """
+        locate(self._needed(stage), self.directory)
+
+    def segments(self, tokenizer: Any, draws: Draws) -> Tensor:
+        """Random windows (count, length) of the text to calibrate on, int64.
+
+        Raises:
+            DataError: There is no such text, or it is too short for a window.
+            FileNotFoundError: Files are missing; see `locate`.
+        """
+        ((corpus, excerpt),) = self._needed("predict")
+        documents = self._documents(corpus, excerpt)
+        if excerpt.separator is None:
+            return segments_of_documents(documents, tokenizer, draws, corpus.name)
+        tokens = tokenize(tokenizer, excerpt.separator.join(documents))
+        return segments_of_text(tokens, draws, corpus.name)
+
+    def evaluation_text(self, name: str) -> tuple[str, int | None]:
+        """A text that perplexity is measured on, and on how many of its first windows.
+
+        Raises:
+            OptionError: There is no such text.
+            FileNotFoundError: Files are missing; see `locate`.
+        """
+        check_names([name], EVALUATION, "evaluation")
+        corpus = CORPORA[name]
+        excerpt = corpus.evaluation
+        assert excerpt is not None
+        assert excerpt.separator is not None
+        return excerpt.separator.join(self._documents(corpus, excerpt)), excerpt.windows
+
+    def _needed(self, stage: str) -> list[tuple[Corpus, Excerpt]]:
+        """The published texts that a stage reads, and which excerpt of each."""
+        if stage == "fit":
+            raise DataError(
+                "`fit` trains on `data.train_files`, `data.dataset` or the embedded text, not on "
+                "the published texts of `data.calibration` and `data.evaluation`."
+            )
+        key, names = "evaluation", self.evaluation
+        if stage == "predict":
+            key, names = "calibration", [self.calibration] if self.calibration else []
+        if not names:
+            raise DataError(f"`data.{key}` is needed here. Name published texts.")
+        corpora = [CORPORA[name] for name in names]
+        return [(corpus, getattr(corpus, key)) for corpus in corpora]
+
+    def _documents(self, corpus: Corpus, excerpt: Excerpt) -> Sequence[str]:
+        (paths,) = locate([(corpus, excerpt)], self.directory)
+        return read_documents(corpus, excerpt, paths)
+
+
+def check_names(names: Iterable[str], known: Sequence[str], argument: str) -> None:
+    """Refuse names that are not among the known ones; `argument` is what the message calls them."""
     if unknown := [name for name in names if name not in known]:
         raise OptionError(
             f"`data.{argument}`: {', '.join(map(repr, unknown))} unknown. The published texts are "
@@ -117,13 +181,11 @@ def check_names(names: Iterable[str], known: Sequence[str], argument: str) -> No
         )
 
 
-def locate(needed: Sequence[tuple[Corpus, Part]], directory: Path | None) -> list[list[Path]]:
+def locate(needed: Sequence[tuple[Corpus, Excerpt]], directory: Path | None) -> list[list[Path]]:
     """The paths of each corpus's files on this machine.
 
-    Args:
-        needed: Corpora, and the part that is wanted of each.
-        directory: Directory with local copies as `<repository>/<path>` or `<name>/<path>`, such as
-            `allenai/c4/en/…`; nothing is fetched then. `None` asks the hub and its cache.
+    A directory has local copies as `<repository>/<path>` or `<name>/<path>`, such as
+    `allenai/c4/en/…`; nothing is fetched then. `None` asks the hub and its cache.
 
     Raises:
         FileNotFoundError: Files are missing; it gives the commands that download them.
@@ -132,9 +194,9 @@ def locate(needed: Sequence[tuple[Corpus, Part]], directory: Path | None) -> lis
     found: list[list[Path]] = []
     missing: dict[str, list[str]] = {}
     reasons: list[OSError] = []
-    for corpus, part in needed:
+    for corpus, excerpt in needed:
         found.append([])
-        for file in part.files:
+        for file in excerpt.files:
             try:
                 found[-1].append(find(corpus, file))
             except OSError as error:
@@ -145,13 +207,8 @@ def locate(needed: Sequence[tuple[Corpus, Part]], directory: Path | None) -> lis
     return found
 
 
-def read_documents(corpus: Corpus, part: Part, paths: Sequence[Path]) -> Sequence[str]:
-    """The documents in some files; they are read from disk when they are asked for, not before.
-
-    Args:
-        corpus: The corpus that the files belong to.
-        part: The part of it that they are.
-        paths: Paths of the files: Parquet, or a JSON object a line.
+def read_documents(corpus: Corpus, excerpt: Excerpt, paths: Sequence[Path]) -> Sequence[str]:
+    """The documents in Parquet or JSON Lines files, read from disk when they are asked for.
 
     Raises:
         DataError: The files cannot be read, or have no such column.
@@ -159,7 +216,7 @@ def read_documents(corpus: Corpus, part: Part, paths: Sequence[Path]) -> Sequenc
     with extra("data", "Reading published texts"):
         from datasets import load_dataset
         from datasets.exceptions import DatasetsError
-    builder = "parquet" if part.files[0].endswith(".parquet") else "json"
+    builder = "parquet" if excerpt.files[0].endswith(".parquet") else "json"
     names = ", ".join(map(str, paths))
     try:
         table = load_dataset(builder, data_files=list(map(str, paths)), split="train")
@@ -173,7 +230,7 @@ def read_documents(corpus: Corpus, part: Part, paths: Sequence[Path]) -> Sequenc
             f"{corpus.repository} has it. Got {table.column_names}."
         )
     documents = table[corpus.column]
-    return documents if part.documents is None else documents[: part.documents]
+    return documents if excerpt.documents is None else documents[: excerpt.documents]
 
 
 def _cached(corpus: Corpus, file: str) -> Path:

@@ -16,21 +16,15 @@ from mrp_lightning.text.standard_library import Split, standard_library
 class OwnText:
     """A text in splits: a dataset, or files; where there is neither, the standard library.
 
-    Attributes:
-        train_files: Text or .jsonl files of the split train.
-        eval_files: Text or .jsonl files of the splits validation and test.
-        dataset: Name or directory of a dataset, arguments of `datasets.load_dataset`, a
-            `DatasetDict`, or `None`.
-        column: Column of the text in a dataset, and its key in .jsonl files.
-
     Raises:
         FileNotFoundError: Files do not exist; it lists all.
     """
 
-    train_files: Sequence[Path]
-    eval_files: Sequence[Path]
+    train_files: Sequence[Path]  # text or .jsonl files of the split train
+    eval_files: Sequence[Path]  # those of the splits validation and test
     dataset: Any
-    column: str
+    """A name or directory, arguments of `datasets.load_dataset`, a `DatasetDict`, or `None`."""
+    column: str  # of the text in a dataset, and its key in .jsonl files
 
     def __post_init__(self) -> None:
         files = {"train_files": self.train_files, "eval_files": self.eval_files}
@@ -44,7 +38,7 @@ class OwnText:
 
     @property
     def train_name(self) -> str:
-        """What the split train is called where people read of it."""
+        """The name of the split train for people who read of it."""
         if isinstance(self.dataset, dict):
             return str(self.dataset.get("path", "a dataset"))
         if self.dataset is not None:
@@ -54,9 +48,6 @@ class OwnText:
 
     def documents(self, split: Split) -> Sequence[str]:
         """The documents of one split.
-
-        Args:
-            split: Name of the split: train, validation or test.
 
         Raises:
             DataError: There is no such split, or it is empty, or it does not hold text.
@@ -79,15 +70,11 @@ class OwnText:
 
 
 def documents_of_files(paths: Sequence[Path], column: str) -> list[str]:
-    """A document a text file, or a line of a .jsonl file.
-
-    Args:
-        paths: UTF-8 files.
-        column: Key of the text in .jsonl files.
+    """The documents of UTF-8 files: each text file, and the text of each line of a .jsonl file.
 
     Raises:
         DataError: A file is not UTF-8 text, with the offset of the first byte that is none; or a
-            line is no JSON object with a text under that key.
+            line is no JSON object with a text under the key `column`.
     """
     documents = []
     for path in paths:
@@ -144,11 +131,7 @@ def _no_text(where: str, column: str, got: str) -> DataError:
 def documents_of_dataset(dataset: Any, split: Split, column: str) -> Sequence[str]:
     """The documents of one split of a dataset; each is read when it is asked for.
 
-    Args:
-        dataset: Name or directory of a dataset, arguments of `datasets.load_dataset`, or a
-            `DatasetDict`.
-        split: Name of the split: train, validation or test; validation where there is no test.
-        column: Name of the column that holds the text.
+    `dataset` is as in `OwnText`; validation stands in for a missing test split.
 
     Raises:
         DataError: There is no such split or column, or it is one split alone.

@@ -15,9 +15,6 @@ def standard_library(split: Split) -> Iterator[str]:
     The SHA-256 of a file's path in the library decides its split, so that it is the same on every
     machine: 1 in 16 files is for testing, 1 in 16 for validation, the rest for training and
     calibration. Files that are empty or not UTF-8 are left out.
-
-    Args:
-        split: Name of the split: train, validation or test.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):

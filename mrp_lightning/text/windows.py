@@ -1,4 +1,7 @@
-"""From text to token windows of one length: consecutive ones, and random ones."""
+"""From text to token windows of one length: consecutive ones, and random ones.
+
+Windows are (count, length), int64; a `name` is what messages call the text.
+"""
 
 import random
 from collections.abc import Sequence
@@ -14,41 +17,21 @@ from mrp_lightning.errors import DataError
 
 @dataclass(frozen=True, kw_only=True)
 class Draws:
-    """What random windows are wanted. The same draws of the same tokens give the same windows.
+    """How many random windows are wanted, and which: the same draws give the same windows."""
 
-    Attributes:
-        count: Number of windows.
-        length: Tokens a window.
-        seed: Seed of Python's `random`, which draws documents and places.
-    """
-
-    count: int
-    length: int
-    seed: int
+    count: int  # number of windows
+    length: int  # tokens a window
+    seed: int  # of Python's `random`, which draws documents and places
 
 
 def tokenize(tokenizer: Any, text: str, *, special_tokens: bool = True) -> Tensor:
-    """The token ids of a whole text (tokens,), int32.
-
-    Args:
-        tokenizer: A Hugging Face tokenizer.
-        text: The text.
-        special_tokens: Whether to add what the tokenizer puts around a text (BOS for LLaMA).
-    """
+    """The token ids of a whole text (tokens,), int32; special tokens are such as BOS."""
     encoded = tokenizer(text, add_special_tokens=special_tokens, verbose=False)
     return torch.tensor(encoded["input_ids"], dtype=torch.int32)
 
 
 def consecutive_windows(tokens: Tensor, length: int, name: str) -> Tensor:
     """Cut tokens into windows that do not overlap; the last partial one is dropped.
-
-    Args:
-        tokens: Token ids (tokens,).
-        length: Tokens a window.
-        name: What a message calls the text.
-
-    Returns:
-        Windows (count, length), int64.
 
     Raises:
         DataError: The text is shorter than one window.
@@ -60,15 +43,7 @@ def consecutive_windows(tokens: Tensor, length: int, name: str) -> Tensor:
 
 
 def segments_of_text(tokens: Tensor, draws: Draws, name: str) -> Tensor:
-    """Random pieces of one text, by the draws of SparseGPT's `get_wikitext2` and `get_ptb`.
-
-    Args:
-        tokens: Token ids of the whole text (tokens,).
-        draws: The windows that are wanted.
-        name: What a message calls the text.
-
-    Returns:
-        Windows (count, length), int64.
+    """Random pieces of one text (tokens,): the draws of SparseGPT's `get_wikitext2` and `get_ptb`.
 
     Raises:
         DataError: The text is no longer than a window.
@@ -89,16 +64,7 @@ def segments_of_documents(
     """Random pieces of random long documents, each from a single one.
 
     The draws are SparseGPT's (`get_c4`): a document until one has more tokens than a window, then
-    where its piece starts.
-
-    Args:
-        documents: Texts; only those that are drawn are read, and tokenized once.
-        tokenizer: A Hugging Face tokenizer.
-        draws: The windows that are wanted.
-        name: What a message calls the text.
-
-    Returns:
-        Windows (count, length), int64.
+    where its piece starts. Only documents that are drawn are read, and tokenized once.
 
     Raises:
         DataError: No document is long enough.
@@ -134,18 +100,9 @@ def segments_across_documents(
 ) -> Tensor:
     """Random pieces that start in a random document; where it ends too soon the next ones follow.
 
-    For texts of short documents, of which `segments_of_documents` would find none.
-
-    Args:
-        documents: Texts; only those that windows reach are read, and tokenized once as the first
-            of a window and once as a later one, where no BOS stands before them.
-        tokenizer: A Hugging Face tokenizer.
-        draws: The windows that are wanted.
-        name: What a message calls the text.
-        separator: Text that ends each document.
-
-    Returns:
-        Windows (count, length), int64.
+    For texts of short documents, of which `segments_of_documents` would find none. The separator
+    ends each document. Only documents that windows reach are read, and tokenized once as the first
+    of a window and once as a later one, where no BOS stands before them.
 
     Raises:
         DataError: All documents together are too short.
