@@ -13,28 +13,18 @@ from mrp_lightning.upstream import COMPILED, uncompiled
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """One repeated block.
+    """One repeated block."""
 
-    Attributes:
-        name: The full name of the block in the model.
-        module: The block itself.
-        chain: The name of the list in which the block stands, where one block feeds the next.
-    """
-
-    name: str
+    name: str  # the full one in the model
     module: nn.Module
-    chain: str
+    chain: str  # the list in which it stands, where one block feeds the next
 
 
 def find_blocks(model: nn.Module, patterns: Sequence[str] = ()) -> list[Block]:
     """Find the maximal `ModuleList`s of blocks with linear layers, of encoder and decoder both.
 
-    Args:
-        model: Any module.
-        patterns: The names of lists, or of single blocks, that are taken instead.
-
-    Returns:
-        The blocks in the order of the module tree; none where nothing repeats.
+    The blocks are in the order of the module tree; there are none where nothing repeats. Patterns
+    name lists, or single blocks, that are taken instead.
 
     Raises:
         TargetError: A pattern matches nothing.
@@ -82,8 +72,8 @@ def _is_block_list(module: nn.Module) -> bool:
 
 
 def _outermost(names: list[str]) -> list[str]:
-    kept: list[str] = []
+    outermost: list[str] = []
     for name in names:
-        if not any(name.startswith(f"{outer}.") for outer in kept):
-            kept.append(name)
-    return kept
+        if not any(name.startswith(f"{outer}.") for outer in outermost):
+            outermost.append(name)
+    return outermost

@@ -18,15 +18,10 @@ from mrp_lightning.upstream import EXPERTS, pads
 
 @dataclass(frozen=True, eq=False)
 class Layer(ABC):
-    """One linear map of the model.
+    """One linear map of the model."""
 
-    Attributes:
-        name: The name of the layer in the model, as in the checkpoint.
-        module: The module that holds the weight.
-    """
-
-    name: str
-    module: nn.Module
+    name: str  # in the model, as in the checkpoint
+    module: nn.Module  # holds the weight
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -71,12 +66,12 @@ class Layer(ABC):
 
     @property
     def key(self) -> Hashable:
-        """What tells weights apart: layers that are tied have the same key."""
+        """Identifies the weight: layers that are tied have the same key."""
         return id(self.parameter)
 
     @property
     def reading(self) -> Hashable:
-        """How the input is read: layers share a Hessian only if they read it alike."""
+        """The way in which the input is read: layers share a Hessian only if they read it alike."""
         return None
 
     def inputs(self, x: Tensor) -> Tensor:
@@ -124,7 +119,7 @@ class Conv2d(Layer):
 
     @property
     def reading(self) -> Hashable:
-        """What decides how patches are cut from the input."""
+        """The options that decide how patches are cut from the input."""
         conv = self.module
         return conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.padding_mode
 
@@ -142,15 +137,10 @@ class Conv2d(Layer):
 
 @dataclass(frozen=True, eq=False)
 class Expert(Layer):
-    """One expert's slice of a parameter (experts, ...) in which all experts are stacked.
+    """One expert's slice of a parameter (experts, ...) in which all experts are stacked."""
 
-    Attributes:
-        stack: The name of the parameter, which is `gate_up_proj`, `up_proj` or `down_proj`.
-        index: The number of the expert, from 0.
-    """
-
-    stack: str
-    index: int
+    stack: str  # the name of the parameter: `gate_up_proj`, `up_proj` or `down_proj`
+    index: int  # the number of the expert, from 0
 
     @property
     def parameter(self) -> nn.Parameter:

@@ -15,14 +15,10 @@ CONVOLUTIONS = (
 
 
 def why_not_plain(layer: Layer, *, allow_meta: bool = False) -> str | None:
-    """What keeps the weight of a linear layer from being read and written as a matrix.
+    """The reason why a weight cannot be read and written as a matrix, with the next step.
 
-    Args:
-        layer: The layer.
-        allow_meta: Whether a weight without data will do, because it is not read.
-
-    Returns:
-        The reason with the next step, or `None` for a dense floating tensor on a real device.
+    It is `None` for a dense floating tensor on a real device, or where `allow_meta` says that it
+    will not be read, on the meta device.
     """
     module = layer.module
     if parametrize.is_parametrized(module):

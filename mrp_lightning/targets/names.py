@@ -16,12 +16,7 @@ def matches(name: str, pattern: str, prefix: str = "") -> bool:
     A pattern is a run of whole name parts, with shell wildcards: `q_proj`, `layers.3`, `mlp` and
     `layers.*.mlp` all match `model.layers.3.mlp.q_proj` or a module in it; `proj` matches neither.
     Behind `re:` it is a regular expression, as llm-compressor takes it: it is matched from the
-    start of the name, and means this module alone.
-
-    Args:
-        name: The full name of the module.
-        pattern: The pattern.
-        prefix: What names in the checkpoint do not begin with, and regular expressions do not see.
+    start of the name without the prefix, as in the checkpoint, and means this module alone.
     """
     if pattern.startswith(_REGULAR):
         expression = pattern.removeprefix(_REGULAR)

@@ -1,4 +1,4 @@
-"""What will be pruned: every layer, in its block, checked before any work starts."""
+"""The plan of a pruning: every layer, in its block, checked before any work starts."""
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,35 +24,21 @@ from mrp_lightning.targets.names import as_patterns, matches, require_matches
 
 @dataclass(frozen=True)
 class Skipped:
-    """A weight that stays dense.
+    """A weight that stays dense."""
 
-    Attributes:
-        name: The name of the layer, or of the parameter, in the checkpoint.
-        shape: The shape of the weight.
-        reason: The reason why it stays dense.
-    """
-
-    name: str
+    name: str  # that of the layer, or of the parameter, in the checkpoint
     shape: tuple[int, ...]
     reason: str
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The blocks and layers that will be pruned in a model.
+    """The blocks and layers that will be pruned in a model."""
 
-    Attributes:
-        blocks: All repeated blocks, in the order of the module tree.
-        layers: The layers to prune of each block, by the name of the block.
-        outside: The layers to prune that are in no block. They are calibrated in one pass over the
-            whole model, after the blocks.
-        skipped: The weights that are left out, which the report lists.
-    """
-
-    blocks: list[Block]
-    layers: dict[str, list[Layer]]
-    outside: list[Layer]
-    skipped: list[Skipped] = field(default_factory=list)
+    blocks: list[Block]  # all repeated ones, in the order of the module tree
+    layers: dict[str, list[Layer]]  # those to prune of each block, by its name
+    outside: list[Layer]  # those in no block, calibrated in one pass after the blocks
+    skipped: list[Skipped] = field(default_factory=list)  # left out, as the report lists
 
     @property
     def num_layers(self) -> int:
@@ -71,7 +57,7 @@ def make_plan(
     prefix: str = "",
     allow_meta: bool = False,
 ) -> Plan:
-    """Choose the layers to prune, and refuse those that cannot be.
+    """Choose the layers to prune in any module, and refuse those that cannot be.
 
     Args:
         model: Any module.
@@ -108,8 +94,8 @@ def make_plan(
             outside += [n for n in rest if matches(n, pattern_, prefix) and n not in outside]
 
     def wanted(name: str) -> bool:
-        taken = not chosen or name in outside or any(matches(name, p, prefix) for p in chosen)
-        return taken and not any(matches(name, p, prefix) for p in ignored)
+        named = not chosen or name in outside or any(matches(name, p, prefix) for p in chosen)
+        return named and not any(matches(name, p, prefix) for p in ignored)
 
     names = [n for n in (*in_blocks, *outside) if wanted(n)]
     routers = [] if chosen else list(_routers(modules, layers, names))
@@ -122,17 +108,17 @@ def make_plan(
     every = {*layers, *(b.name for b in found)}
     if len({name.removeprefix(prefix) for name in every}) < len(every):
         prefix = ""  # cut, names would be the same as those of what is beside
-    kept = {n: replace(layers[n], name=n.removeprefix(prefix)) for n in names if n not in skipped}
-    if not kept:
+    taken = {n: replace(layers[n], name=n.removeprefix(prefix)) for n in names if n not in skipped}
+    if not taken:
         _nothing_left(linear, in_blocks, list(skipped.values()))
-    refuse_not_finite(list(kept.values()))
+    refuse_not_finite(list(taken.values()))
     return Plan(
         blocks=[Block(b.name.removeprefix(prefix), b.module, b.chain) for b in found],
         layers={
-            b.name.removeprefix(prefix): [kept[n] for n in inside[b.name] if n in kept]
+            b.name.removeprefix(prefix): [taken[n] for n in inside[b.name] if n in taken]
             for b in found
         },
-        outside=[kept[n] for n in outside if n in kept],
+        outside=[taken[n] for n in outside if n in taken],
         skipped=[Skipped(s.name.removeprefix(prefix), s.shape, s.reason) for s in skipped.values()],
     )
 

@@ -1,4 +1,4 @@
-"""Which layers of a model are pruned already, told by their weights alone."""
+"""The layers of a model that are pruned already, told by their weights alone."""
 
 from torch import nn
 
@@ -11,13 +11,9 @@ LEAST_SPARSITY = 0.05
 
 
 def pruned_layers(model: nn.Module) -> list[Layer]:
-    """The layers with at least 5% zeros; a layer of nothing but zeros was initialised so.
+    """The layers with at least 5% zeros, in the order of the module tree, each weight once.
 
-    Args:
-        model: Any module, with its weights.
-
-    Returns:
-        Layers in the order of the module tree, each weight once.
+    A layer of nothing but zeros was initialised so.
     """
     found: dict[object, Layer] = {}
     for name, module in named_modules(model):
