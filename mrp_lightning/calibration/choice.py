@@ -2,17 +2,16 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from mrp_lightning.calibration.digests import Digest, digest, relative_error
 from mrp_lightning.calibration.forwards import every_layer_called
-from mrp_lightning.calibration.kinds import one_of_each_kind
+from mrp_lightning.calibration.sketches import Sketch, relative_error, sketch
 from mrp_lightning.calibration.walks import Container, Inject, Rerun, Walk, hidden_input, hidden_of
 from mrp_lightning.environment import is_out_of_memory
 from mrp_lightning.errors import TargetError
@@ -21,26 +20,20 @@ from mrp_lightning.targets.blocks import Block
 
 log = logging.getLogger(__name__)
 
+_MOST_KINDS = 8
+"""Most kinds that are tried: keys that name samples would make every batch a kind of its own."""
+
 
 @dataclass(eq=False)
 class Trace:
-    """One forward of the untouched model, block by block.
+    """One forward of the untouched model; all but the order is by block, at its first call."""
 
-    Attributes:
-        order: The numbers of the blocks that ran, in the order of their first calls.
-        calls: How often each block was called.
-        inputs: The digest of the hidden state that each block was given, by block.
-        outputs: The digest of the hidden state that each block returned, by block.
-        containers: How each block returned its hidden state, by block.
-        error: Why a block's hidden state could not be found, `None` if all were.
-    """
-
-    order: list[int] = field(default_factory=list)
-    calls: Counter[int] = field(default_factory=Counter)
-    inputs: dict[int, Digest] = field(default_factory=dict)
-    outputs: dict[int, Digest] = field(default_factory=dict)
-    containers: dict[int, Container | None] = field(default_factory=dict)
-    error: str | None = None
+    order: list[int] = field(default_factory=list)  # of the first calls
+    calls: Counter[int] = field(default_factory=Counter)  # how often each was called
+    inputs: dict[int, Sketch] = field(default_factory=dict)  # of the hidden state that it was given
+    outputs: dict[int, Sketch] = field(default_factory=dict)  # of the one that it returned
+    containers: dict[int, Container | None] = field(default_factory=dict)  # how it returned that
+    error: str | None = None  # why a hidden state could not be found
 
 
 def trace(forward: Callable[[Any], Any], batch: Any, blocks: Sequence[Block]) -> Trace:
@@ -54,7 +47,7 @@ def trace(forward: Callable[[Any], Any], batch: Any, blocks: Sequence[Block]) ->
                 return
             seen.order.append(k)
             try:
-                seen.inputs[k] = digest(hidden_input(args, kwargs))
+                seen.inputs[k] = sketch(hidden_input(args, kwargs))
             except TypeError as error:
                 seen.error = f"{blocks[k].name}: {error}"
 
@@ -65,7 +58,7 @@ def trace(forward: Callable[[Any], Any], batch: Any, blocks: Sequence[Block]) ->
             if seen.calls[k] > 1:
                 return
             try:
-                seen.outputs[k] = digest(hidden_of(output))
+                seen.outputs[k] = sketch(hidden_of(output))
                 packed = isinstance(output, tuple | list)
                 seen.containers[k] = Container(type(output), len(output)) if packed else None
             except TypeError as error:
@@ -75,9 +68,9 @@ def trace(forward: Callable[[Any], Any], batch: Any, blocks: Sequence[Block]) ->
 
     with ExitStack() as stack:
         for k, block in enumerate(blocks):
-            hooks = block.module.register_forward_pre_hook(note_input(k), with_kwargs=True)
-            stack.callback(hooks.remove)
-            stack.callback(block.module.register_forward_hook(note_output(k)).remove)
+            hook = block.module.register_forward_pre_hook(note_input(k), with_kwargs=True)
+            stack.enter_context(hook)
+            stack.enter_context(block.module.register_forward_hook(note_output(k)))
         stack.enter_context(every_layer_called())
         forward(batch)
     return seen
@@ -96,16 +89,10 @@ def choose_walk(
     For each kind, it takes one whole forward, and then one per block that runs this block alone and
     stops behind it. One forward for all of them would be less strict: what a block hands to later
     ones beside the hidden state, as Gemma 3n hands over keys and values, would be there, and in the
-    walk not.
-    Of the whole forward only digests are kept, of the others one hidden state at a time. Each
-    process tries its own batches, and all of them walk in the same way.
+    walk not. Of the whole forward only sketches are kept, of the others one hidden state at a time.
 
-    Args:
-        forward: Runs the model's forward on one batch.
-        batches: The calibration batches of this process, none if another has some.
-        blocks: The blocks, in any order.
-        store: The device on which hidden states are kept. `None` leaves them where they are made.
-        processes: The processes that share the batches.
+    The blocks may be in any order. Each process tries its own batches (none if another has some),
+    and all of them walk in the same way.
 
     Raises:
         TargetError: A block is called more than once in a forward, or none is called, or the first
@@ -142,7 +129,7 @@ def _tried(
     blocks: Sequence[Block],
     store: torch.device | None,
 ) -> tuple[Trace, str | None]:
-    """The trace of the first batch, and what is wrong with `Inject` on a batch of any kind."""
+    """The trace of the first batch, and the fault of `Inject` on a batch of any kind, if any."""
     first, *others = one_of_each_kind(batches)
     real = _traced(forward, first, blocks)
     problem = real.error or _self_test(forward, first, blocks, real, real.containers, store)
@@ -180,11 +167,7 @@ def in_order(
     """Let no batch run the blocks otherwise than the first one did; leaving some out is allowed.
 
     The walk stops each forward at the block that it runs, so what comes after the last is not seen.
-
-    Args:
-        forward: Runs the model's forward on one batch.
-        ordered: The blocks in the order in which the first batch ran them.
-        num_reached: The number of blocks that it ran. The others come after those.
+    The first batch ran the first `num_reached` of the ordered blocks, in this order.
     """
 
     def guarded(batch: Any) -> Any:
@@ -210,8 +193,7 @@ def in_order(
 
         with ExitStack() as stack:
             for position, block in enumerate(ordered):
-                handle = block.module.register_forward_pre_hook(note(position))
-                stack.callback(handle.remove)
+                stack.enter_context(block.module.register_forward_pre_hook(note(position)))
             return forward(batch)
 
     return guarded
@@ -228,7 +210,7 @@ def _self_test(
     containers: Mapping[int, Container | None],
     store: torch.device | None,
 ) -> str | None:
-    """Find what is wrong with `Inject` on this batch, `None` if nothing is."""
+    """Find the fault of `Inject` on this batch, `None` if it has none."""
     order = [blocks[k] for k in real.order]
     walk = Inject(forward, [batch], order, [containers[k] for k in real.order], store)
     for position, k in enumerate(real.order):
@@ -237,7 +219,7 @@ def _self_test(
             output = walk.output(position, 0)
             if output is None:
                 return f"{name} was not called"
-            ours = digest(hidden_of(output))
+            ours = sketch(hidden_of(output))
             walk.keep(0, walk.stored(output))
         except Exception as problem:  # whatever a stubbed model stumbles over
             if is_out_of_memory(problem):
@@ -248,3 +230,34 @@ def _self_test(
             return f"{name}: relative error {error:.1e}"
         walk.leave(position)
     return None
+
+
+def one_of_each_kind(batches: Sequence[Any]) -> list[Any]:
+    """The first batch of each kind, of eight at most, in the order of the batches."""
+    found: dict[Hashable, Any] = {}
+    for batch in batches:
+        found.setdefault(kind(batch), batch)
+    return list(found.values())[:_MOST_KINDS]
+
+
+def kind(data: Any) -> Hashable:
+    """The kind of a batch: its keys, where it has `None`, the dtypes and ranks of its tensors.
+
+    The lengths of tensors and of lists, and numbers and texts, do not tell kinds apart; whether an
+    `attention_mask` leaves anything out does.
+    """
+    if isinstance(data, Tensor):
+        return data.dtype, data.ndim
+    if isinstance(data, Mapping):
+        return frozenset((key, _is_padded(key, value), kind(value)) for key, value in data.items())
+    if isinstance(data, tuple):
+        return tuple(map(kind, data))
+    if isinstance(data, list):
+        return frozenset(map(kind, data))
+    if is_dataclass(data) and not isinstance(data, type):
+        return type(data), tuple(kind(getattr(data, field.name)) for field in fields(data))
+    return (type(data),)
+
+
+def _is_padded(key: Any, value: Any) -> bool:
+    return key == "attention_mask" and isinstance(value, Tensor) and not bool(value.all())

@@ -1,4 +1,4 @@
-"""What the dense model computes, beside the walk over the model that is being pruned."""
+"""The dense model's own walk, beside that over the model that is being pruned."""
 
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
@@ -71,7 +71,7 @@ class DenseStream:
     def _exchange(self) -> None:
         """Let the model's weights and those that are kept change places. No weight moves."""
         with torch.no_grad():
-            for layer, kept in self._dense.values():
+            for layer, dense in self._dense.values():
                 before = layer.parameter.detach().clone()
-                layer.parameter.copy_(kept)
-                kept.copy_(before)
+                layer.parameter.copy_(dense)
+                dense.copy_(before)

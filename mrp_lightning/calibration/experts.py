@@ -39,20 +39,13 @@ def one_by_one(experts: Sequence[Expert]) -> Iterator[None]:
 
 
 def blend(own: HessianAccumulator, pool: HessianAccumulator) -> tuple[Tensor, float]:
-    """The Hessian of one expert, made up to enough tokens with that of all experts.
+    """The Hessian of one expert (columns, columns), made up to enough tokens with that of all.
 
     With n tokens of its own, of the m = `TOKENS_PER_COLUMN`·columns that it needs, an expert gets
 
         s = max(0, 1 − n / m),  H = (1 − s)·H_own + s·H_pool
 
-    as if the missing m − n tokens were like those of an average expert.
-
-    Args:
-        own: The Hessian of the inputs of this expert so far.
-        pool: The Hessian of the inputs of all experts so far.
-
-    Returns:
-        H, float32 (columns, columns), and s, between 0 and 1.
+    as if the missing m − n tokens were like those of an average expert. Returns H and s.
     """
     share = max(0.0, 1 - own.num_tokens / (TOKENS_PER_COLUMN * own.columns))
     if share == 0:

@@ -9,14 +9,10 @@ import torch
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Let an attribute of this one object stand in for that of its class or its own.
+    """Let an attribute of this one object, as a rule a method, stand in for that of its class.
 
-    Replacements nest: the last one counts, and what it replaced comes back after it.
-
-    Args:
-        owner: The object; a module keeps its hooks and all else.
-        name: The name of the attribute, as a rule a method.
-        value: What stands in.
+    Replacements nest: the last one counts, and what it replaced comes back after it. A module keeps
+    its hooks and all else.
     """
     own = vars(owner)
     before = {name: own[name]} if name in own else {}

@@ -16,22 +16,15 @@ from mrp_lightning.targets.layers import Expert, Layer
 
 @dataclass(eq=False)
 class InputGroup:
-    """Layers that are fed the very same tensor (q, k, v; gate, up), and so share a Hessian.
+    """Layers that are fed the very same tensor (q, k, v; gate, up), and so share a Hessian."""
 
-    Attributes:
-        layers: The layers in the order of their calls. The input of the first one is accumulated.
-        accumulator: The Hessian of that input so far.
-        since: The number of the batch in which the group was first seen, from 0.
-        calls: How often each layer was called in the current batch, by its id.
-        shift: How far the input is from that of the dense model; `None` where that is not asked
-            for, or where the rows of the two are not the same tokens.
-    """
-
-    layers: list[Layer]
+    layers: list[Layer]  # in the order of their calls; the input of the first is accumulated
     accumulator: HessianAccumulator
-    since: int
-    calls: dict[int, int] = field(default_factory=dict)
+    since: int  # the number of the batch in which the group was first seen, from 0
+    calls: dict[int, int] = field(default_factory=dict)  # of each layer in this batch, by its id
     shift: InputShift | None = None
+    """How far the input is from that of the dense model; `None` where that is not asked for, or
+    where the rows of the two are not the same tokens."""
 
 
 class InputsDiffer(Exception):  # noqa: N818 (a message between two parts of the walk, not an error)
@@ -41,15 +34,10 @@ class InputsDiffer(Exception):  # noqa: N818 (a message between two parts of the
 class Calibration(Watch):
     """Accumulates 2·XᵀX over the tokens that each layer sees.
 
-    Which layers share an input is found in the first batch and checked in all others.
-
-    Args:
-        layers: The layers to watch.
-        padding: Tells tokens from padding.
-        share: Whether layers with one input may share a Hessian.
-        pooled: Experts that are not among the layers, whose inputs only count in `pools`.
-        paired: Whether each batch is first run by the dense model, within `dense_run`, so that the
-            groups get a `shift`.
+    Which layers share an input, if they may `share` a Hessian, is found in the first batch and
+    checked in all others. `pooled` are experts that are not among the layers, whose inputs only
+    count in `pools`. Where the batches are `paired`, each is first run by the dense model, within
+    `dense_run`, so that the groups get a `shift`.
     """
 
     def __init__(
@@ -113,15 +101,11 @@ class Calibration(Watch):
         self._dense.clear()
 
     def sum_over(self, processes: Processes, *, differ: bool) -> None:
-        """Add what other processes have seen, in the same groups everywhere; all call this.
-
-        Args:
-            processes: The processes that share the batches.
-            differ: Whether this process has met an `InputsDiffer`.
+        """Add what other processes have seen, in the same groups everywhere; all of them call this.
 
         Raises:
-            InputsDiffer: One of them has, or layers that share an input in one share it with
-                others in another. All of them raise it.
+            InputsDiffer: A process met one, as `differ` says, or layers that share an input in one
+                share it with others in another. All of them raise it.
         """
         place = {id(layer): i for i, layer in enumerate(self.layers)}
         seen = [
@@ -167,14 +151,11 @@ class Calibration(Watch):
         if self._is_dense_run:
             return  # they are other tokens
         if expert.key in self._mine:
-            self._count(self._mine[expert.key], tokens)
+            mine = self._mine[expert.key]
+            group = self._group_of.get(id(mine)) or self._join(mine, None)
+            group.accumulator.update(tokens)
         elif expert.siblings in self._pools:
             self._pools[expert.siblings].update(tokens)
-
-    def _count(self, expert: Expert, tokens: Tensor) -> None:
-        if id(expert) not in self._group_of:
-            self._join(expert, None)
-        self._group_of[id(expert)].accumulator.update(tokens)
 
     def pools(self) -> dict[Hashable, HessianAccumulator]:
         """The Hessians of all experts' inputs by matrix, which help experts with few tokens."""
@@ -182,11 +163,8 @@ class Calibration(Watch):
         for group in self.groups:
             for expert in group.layers:
                 if isinstance(expert, Expert):
-                    pool = pools.get(expert.siblings)
-                    if pool is None:
-                        pool = HessianAccumulator(expert.columns, expert.name)
-                        pools[expert.siblings] = pool
-                    pool.merge(group.accumulator)
+                    new = HessianAccumulator(expert.columns, expert.name)
+                    pools.setdefault(expert.siblings, new).merge(group.accumulator)
         return pools
 
     def note(self, layer: Layer, x: Tensor, key: Hashable) -> None:
@@ -225,7 +203,7 @@ class Calibration(Watch):
         return self._copies[key][1]
 
     def _dense_like(self, layer: Layer, x: Tensor) -> Tensor | None:
-        """What the dense run gave to the layer in this call, `None` if its rows do not pair."""
+        """The input of the layer in the dense run of this call, `None` if its rows do not pair."""
         calls = self._dense.get(id(layer))
         dense = calls.pop(0) if calls else None
         paired = dense is not None and dense.shape == x.shape

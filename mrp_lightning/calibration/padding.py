@@ -3,7 +3,7 @@
 import inspect
 import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,19 +24,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Masks:
-    """The masks (batch, length) that a module was called with.
+    """The masks (batch, length) of a module: True for tokens, `None` where there is no padding."""
 
-    They are True for tokens, and `None` where there is no padding.
-
-    Attributes:
-        own: The mask of the module's hidden state.
-        memory: The encoder's output that its cross-attention reads, if it was given one.
-        of_memory: The mask of that output.
-    """
-
-    own: Tensor | None
-    memory: Tensor | None = None
-    of_memory: Tensor | None = None
+    own: Tensor | None  # that of the module's hidden state
+    memory: Tensor | None = None  # the encoder's output that its cross-attention reads
+    of_memory: Tensor | None = None  # the mask of that output
 
 
 class Padding:
@@ -71,22 +63,12 @@ class Padding:
     @contextmanager
     def follow(self, layers: Sequence[nn.Module]) -> Iterator[None]:
         """Note the inputs of the modules around these layers, in which routed rows are found."""
-        around: dict[int, nn.Module] = {}
-        for layer in layers:
-            parent = self._parents.get(id(layer))
-            while parent is not None:
-                around[id(parent)] = parent
-                parent = self._parents.get(id(parent))
-        handles = [
-            module.register_forward_pre_hook(self._note_input, with_kwargs=True)
-            for module in around.values()
-        ]
-        try:
+        with ExitStack() as stack:
+            stack.callback(self._inputs.clear)
+            for module in {around: None for layer in layers for around in self.around(layer)}:
+                hook = module.register_forward_pre_hook(self._note_input, with_kwargs=True)
+                stack.enter_context(hook)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            self._inputs.clear()
 
     def _note_input(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = args[0] if args else kwargs.get("hidden_states")
@@ -98,20 +80,13 @@ class Padding:
     @contextmanager
     def watch(self) -> Iterator[None]:
         """Note the masks of every forward that runs in this context."""
-        handles = [
-            module.register_forward_pre_hook(self._note, with_kwargs=True)
-            for module in self._takers
-        ]
-        handles += [
-            attention.register_forward_pre_hook(self._warn, with_kwargs=True)
-            for attention in self._attentions
-        ]
-        try:
+        hooks = [(module, self._note) for module in self._takers]
+        hooks += [(attention, self._warn) for attention in self._attentions]
+        with ExitStack() as stack:
+            stack.callback(self.start_batch, None)
+            for module, hook in hooks:
+                stack.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            self.start_batch(None)
 
     def start_batch(self, batch: Any) -> None:
         """Forget the masks of the last batch, and take this one's own."""
@@ -134,11 +109,11 @@ class Padding:
             return
         for name in OF_TORCH:
             if isinstance(mask := given.get(name), Tensor) and mask.ndim == 2:
-                kept = self._tokens_of(mask, not_padding)
+                is_token = self._tokens_of(mask, not_padding)
                 # The mask is (batch, length) also where hidden states are (length, batch, columns).
-                if kept is not None and is_length_first(module):
-                    kept = kept.T
-                self._masks[id(module)] = _Masks(kept)
+                if is_token is not None and is_length_first(module):
+                    is_token = is_token.T
+                self._masks[id(module)] = _Masks(is_token)
 
     def _warn(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Say, once, that padding is told to an attention, and to no module around it."""
@@ -146,7 +121,7 @@ class Padding:
         mask = given.get("key_padding_mask")
         if self._warned or mask is None or given.get("query") is not given.get("key"):
             return
-        if self._around(module).own is None and self._tokens_of(mask, not_padding) is not None:
+        if self._masks_of(module).own is None and self._tokens_of(mask, not_padding) is not None:
             self._warned = True
             log.warning(
                 "Some batches have padding, by the `key_padding_mask` of an attention: it counts "
@@ -154,18 +129,20 @@ class Padding:
                 "tokens), or calibrate without padding."
             )
 
-    def parent(self, module: nn.Module) -> nn.Module | None:
-        """The module around a module, `None` around the model."""
-        return self._parents.get(id(module))
+    def around(self, module: nn.Module) -> Iterator[nn.Module]:
+        """The modules around a module, from the innermost to the model."""
+        while (parent := self._parents.get(id(module))) is not None:
+            yield parent
+            module = parent
 
     def _tokens_of(
-        self, mask: Tensor, is_token: Callable[[Tensor], Tensor] = lambda mask: mask != 0
+        self, mask: Tensor, find: Callable[[Tensor], Tensor] = lambda mask: mask != 0
     ) -> Tensor | None:
         """Make a mask True for tokens, `None` where all are; once a batch: a GPU waits for it."""
-        key = id(mask), is_token
+        key = id(mask), find
         if key not in self._tokens:
-            kept = is_token(mask)
-            self._tokens[key] = mask, None if bool(kept.all()) else kept
+            is_token = find(mask)
+            self._tokens[key] = mask, None if bool(is_token.all()) else is_token
         return self._tokens[key][1]
 
     def tokens(self, x: Tensor, module: nn.Module, name: str) -> Tensor:
@@ -173,38 +150,28 @@ class Padding:
         return taken(x, self.rows(x, module, name))
 
     def rows(self, x: Tensor, module: nn.Module, name: str) -> Tensor | None:
-        """Tell which rows of a layer's input are tokens.
+        """Tell which rows of a layer's input are tokens, a bool for each; `None` where all are.
 
-        Args:
-            x: (batch, length, ..., columns), (batch · length, columns), or with further
-                dimensions of 1 in between.
-            module: The layer.
-            name: The layer's name, for `unmatched`.
-
-        Returns:
-            A bool for each position, or `None` where all are tokens.
+        x is (batch, length, ..., columns), (batch · length, columns), or with further dimensions of
+        1 in between. What does not match the mask is noted in `unmatched`, under the name.
         """
-        masks = self._around(module)
-        kept = masks.of_memory if x is masks.memory else masks.own
-        if kept is None:
+        masks = self._masks_of(module)
+        is_token = masks.of_memory if x is masks.memory else masks.own
+        if is_token is None:
             return None
-        rows = self._kept_rows(x, module, kept)
+        rows = self._token_rows(x, module, is_token)
         if rows is None:
-            self.unmatched.setdefault(name, (tuple(x.shape), tuple(kept.shape)))
+            self.unmatched.setdefault(name, (tuple(x.shape), tuple(is_token.shape)))
         return rows
 
     def rows_of_output(self, x: Tensor) -> Tensor | None:
-        """Tell which rows of the model's output are tokens.
+        """Tell which rows of the model's output are tokens, like `rows`.
 
-        Args:
-            x: (batch, length, ..., columns); of any other shape all rows count.
-
-        Returns:
-            A bool for each position, or `None` where all count.
+        x is (batch, length, ..., columns); of any other shape all rows count.
         """
         found = [self._of_batch, *(masks.own for masks in self._masks.values())]
-        fitting = (kept for kept in found if kept is not None and x.shape[:-1] == kept.shape)
-        return next((kept.flatten().to(x.device) for kept in fitting), None)
+        fitting = (own for own in found if own is not None and own.shape == x.shape[:-1])
+        return next((own.flatten().to(x.device) for own in fitting), None)
 
     def in_order(self, x: Tensor, module: nn.Module) -> bool:
         """Whether the rows of a layer's input are positions in their order, not picked by a router.
@@ -212,42 +179,36 @@ class Padding:
         Rows without a batch dimension are if they are as many as those of the outermost module
         around the layer that is given a hidden state; see `follow`.
         """
-        rows, around = x.shape[:-1].numel(), self._parents.get(id(module))
-        positions = None
-        while around is not None:
-            given = self._inputs.get(id(around))
-            positions = positions if given is None else given.shape[:-1].numel()
-            around = self._parents.get(id(around))
-        return x.ndim > 2 or rows == positions
+        given = [self._inputs[id(m)] for m in self.around(module) if id(m) in self._inputs]
+        return x.ndim > 2 or (
+            len(given) > 0 and given[-1].shape[:-1].numel() == x.shape[:-1].numel()
+        )
 
-    def _kept_rows(self, x: Tensor, module: nn.Module, kept: Tensor) -> Tensor | None:
+    def _token_rows(self, x: Tensor, module: nn.Module, is_token: Tensor) -> Tensor | None:
         """Tell which positions are tokens: by the mask, or by the inputs of modules around.
 
         What a router sends to an expert are rows of the router's own input, in another order; the
         second layer of an expert sees as many rows as the expert, in the same order.
         """
-        aligned = _is_aligned(x, kept)
+        aligned = _is_aligned(x, is_token)
         if aligned and x.ndim > 2:
-            return kept.flatten().to(x.device)
-        around = self._parents.get(id(module))
-        while around is not None:
+            return is_token.flatten().to(x.device)
+        for around in self.around(module):
             given = self._inputs.get(id(around))
-            if given is not None and given.ndim > 2 and _is_aligned(given, kept):
-                rows = rows_taken_from(x, given, kept)
+            if given is None:
+                continue
+            if given.ndim > 2 and _is_aligned(given, is_token):
+                rows = rows_taken_from(x, given, is_token)
                 if rows is not None:
                     return rows
-            if given is not None and given.shape[:-1].numel() == x.shape[:-1].numel():
-                return self._kept_rows(given, around, kept)
-            around = self._parents.get(id(around))
-        return kept.flatten().to(x.device) if aligned else None
+            if given.shape[:-1].numel() == x.shape[:-1].numel():
+                return self._token_rows(given, around, is_token)
+        return is_token.flatten().to(x.device) if aligned else None
 
-    def _around(self, module: nn.Module) -> _Masks:
-        around: nn.Module | None = module
-        while around is not None:
-            if id(around) in self._masks:
-                return self._masks[id(around)]
-            around = self._parents.get(id(around))
-        return _Masks(self._of_batch)
+    def _masks_of(self, module: nn.Module) -> _Masks:
+        """The masks of the innermost module that was given one, else those of the batch."""
+        within = (id(m) for m in (module, *self.around(module)) if id(m) in self._masks)
+        return next((self._masks[key] for key in within), _Masks(self._of_batch))
 
 
 def taken(x: Tensor, rows: Tensor | None) -> Tensor:
@@ -255,23 +216,18 @@ def taken(x: Tensor, rows: Tensor | None) -> Tensor:
     return x if rows is None else x.reshape(rows.numel(), -1, x.shape[-1])[rows]
 
 
-def _is_aligned(x: Tensor, kept: Tensor) -> bool:
+def _is_aligned(x: Tensor, is_token: Tensor) -> bool:
     """Whether the rows of x are the positions of the mask, one by one."""
     leading = [size for size in x.shape[:-1] if size != 1]
-    positions = [size for size in kept.shape if size != 1]
-    return leading[: len(positions)] == positions or leading == [kept.numel()]
+    positions = [size for size in is_token.shape if size != 1]
+    return leading[: len(positions)] == positions or leading == [is_token.numel()]
 
 
-def rows_taken_from(x: Tensor, source: Tensor, kept: Tensor) -> Tensor | None:
-    """Tell which rows of x are copies of rows of `source` that are tokens.
+def rows_taken_from(x: Tensor, source: Tensor, is_token: Tensor) -> Tensor | None:
+    """Tell which rows of x are copies of rows of `source` (batch, length, columns) that are tokens.
 
-    Args:
-        x: (..., columns), picked from the rows of `source` in any order.
-        source: (batch, length, columns).
-        kept: (batch, length), True for tokens.
-
-    Returns:
-        A bool for each row of x, or `None` if it has rows that `source` has not.
+    The rows of x (..., columns) may be in any order. Returns a bool for each, or `None` if x has
+    rows that `source` has not. `is_token` is (batch, length).
     """
     columns = x.shape[-1]
     if x.dtype != source.dtype or source.shape[-1] != columns:
@@ -287,7 +243,7 @@ def rows_taken_from(x: Tensor, source: Tensor, kept: Tensor) -> Tensor | None:
     mine, theirs = fingerprints(x), fingerprints(source)
     if not bool(torch.isin(mine, theirs).all()):
         return None
-    return torch.isin(mine, theirs[kept.flatten().to(x.device)])
+    return torch.isin(mine, theirs[is_token.flatten().to(x.device)])
 
 
 def _parents(model: nn.Module) -> dict[int, nn.Module]:

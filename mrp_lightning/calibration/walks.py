@@ -22,26 +22,14 @@ class StopForward(BaseException):
     """Ends a forward early. Not an Exception, so that models do not catch it."""
 
 
-def forward_until_stop(forward: Callable[[Any], Any], batch: Any) -> None:
-    """Run the model on one batch, to the end or to the stop."""
-    with suppress(StopForward), every_layer_called():
-        forward(batch)
-
-
 class Walk(ABC):
     """A way to run one block on all calibration batches.
 
-    Attributes:
-        name: What the report calls this walk.
-
-    Args:
-        forward: Runs the model's forward on one batch.
-        batches: The calibration batches.
-        blocks: The blocks, in the order in which the model calls them.
-        store: The device on which hidden states are kept. `None` leaves them where they are made.
+    The blocks are in the order in which the model calls them. Hidden states are kept on the device
+    `store`; `None` leaves them where they are made.
     """
 
-    name: str
+    name: str  # in the report
 
     def __init__(
         self,
@@ -85,11 +73,7 @@ class Walk(ABC):
         return hidden if self.store is None else hidden.to(self.store)
 
     def finish(self, k: int, i: int) -> Any:  # noqa: ARG002
-        """Run the model on batch i from block k, on the outputs of those before it, to its end.
-
-        Returns:
-            What the model's forward returns.
-        """
+        """Run the model on batch i from block k, on the outputs of those before it, to its end."""
         with every_layer_called():
             return self.forward(self.batches[i])
 
@@ -97,9 +81,24 @@ class Walk(ABC):
     def output(self, k: int, i: int) -> Any:
         """Run block k on batch i, on the outputs of the blocks before it as they are now.
 
-        Returns:
-            What the block returns; `None` if the batch does not reach it.
+        Returns what the block returns; `None` if the batch does not reach it.
         """
+
+    def _run_to(self, k: int, i: int) -> Any:
+        """Run the forward on batch i up to block k, and return what that returns."""
+        out: list[Any] = []
+
+        def post(_: nn.Module, __: Any, output: Any) -> None:
+            out.append(output)
+            raise StopForward
+
+        with (
+            self.blocks[k].module.register_forward_hook(post),
+            suppress(StopForward),
+            every_layer_called(),
+        ):
+            self.forward(self.batches[i])
+        return out[0] if out else None
 
 
 class WholeModel(Walk):
@@ -123,18 +122,7 @@ class Rerun(Walk):
 
     def output(self, k: int, i: int) -> Any:
         """Run batch i from the start, and return what block k returns."""
-        out: list[Any] = []
-
-        def post(_: nn.Module, __: Any, output: Any) -> None:
-            out.append(output)
-            raise StopForward
-
-        handle = self.blocks[k].module.register_forward_hook(post)
-        try:
-            forward_until_stop(self.forward, self.batches[i])
-        finally:
-            handle.remove()
-        return out[0] if out else None
+        return self._run_to(k, i)
 
 
 class Inject(Walk):
@@ -145,12 +133,7 @@ class Inject(Walk):
     all others what they are given. Between the last stub and block k the model itself goes on: it
     may add something there, to some batches only.
 
-    Args:
-        forward: Runs the model's forward on one batch.
-        batches: The calibration batches.
-        blocks: The blocks, in the order in which the model calls them.
-        containers: How each block returns its hidden state, `None` for a bare tensor.
-        store: The device on which hidden states are kept. `None` leaves them where they are made.
+    `containers` say how each block returns its hidden state: `None` for a bare tensor.
     """
 
     name = "inject"
@@ -191,24 +174,13 @@ class Inject(Walk):
             self.kept[i] = {**others, self._current: hidden}
 
     def leave(self, k: int) -> None:
-        """What is kept from now on is of the next block."""
+        """Go on from block k: hidden states that are kept from now on are of the next block."""
         self._current = k + 1
 
     def output(self, k: int, i: int) -> Any:
         """Run block k on what the model makes of the stored outputs of batch i."""
-        out: list[Any] = []
-
-        def post(_: nn.Module, __: Any, output: Any) -> None:
-            out.append(output)
-            raise StopForward
-
         with self._stubs(k, i):
-            hook = self.blocks[k].module.register_forward_hook(post)
-            try:
-                forward_until_stop(self.forward, self.batches[i])
-            finally:
-                hook.remove()
-        return out[0] if out else None
+            return self._run_to(k, i)
 
     def finish(self, k: int, i: int) -> Any:
         """Run what comes after the stored outputs of batch i."""
@@ -227,12 +199,7 @@ class Inject(Walk):
 
 @dataclass(frozen=True)
 class Container:
-    """A tuple or list that a block returns, with the hidden state first.
-
-    Attributes:
-        kind: The class of the container.
-        length: The number of its items.
-    """
+    """A tuple or list that a block returns, with the hidden state first."""
 
     kind: type
     length: int

@@ -1,15 +1,17 @@
-"""Seeing what layers are given while the model runs."""
+"""The inputs of layers, seen while the model runs: of modules that are called, and of products."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from mrp_lightning.calibration.experts import one_by_one
 from mrp_lightning.calibration.padding import Padding
-from mrp_lightning.calibration.products import Products
 from mrp_lightning.targets.layers import Expert, Layer
 from mrp_lightning.upstream import times_changed
 
@@ -18,12 +20,8 @@ class Watch(ABC):
     """Calls `note` for each input of a layer, and `note_expert` for each of a stacked expert.
 
     A weight that is used without calling its module (Mamba's `dt_proj.weight @ x`) is seen by the
-    products that it takes part in.
-
-    Args:
-        layers: The layers to watch.
-        padding: Tells tokens from padding.
-        others: Experts that are not among the layers, and are watched like them.
+    products that it takes part in. `others` are experts that are not among the layers, and are
+    watched like them.
     """
 
     def __init__(
@@ -53,9 +51,9 @@ class Watch(ABC):
                     continue
                 module = layer.module
                 before = module.register_forward_pre_hook(self._enter(layer), with_kwargs=True)
-                stack.callback(before.remove)
+                stack.enter_context(before)
                 after = module.register_forward_hook(self._leave(layer), always_call=True)
-                stack.callback(after.remove)
+                stack.enter_context(after)
             stack.enter_context(self._padding.follow([layer.module for layer in self.layers]))
             stack.enter_context(one_by_one(experts))
             # Which rows of an expert are tokens is seen at its first matrix, pruned or not.
@@ -101,3 +99,55 @@ class Watch(ABC):
         tokens = x if rows is None else x.reshape(rows.numel(), -1)[rows]
         if tokens.numel():
             self.note_expert(expert, tokens)
+
+
+_MATMULS = {torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__}
+
+
+class Products(TorchFunctionMode):
+    """Calls `note(layer, x)` before every product Wx of a layer's weight, x as (..., columns).
+
+    Mamba multiplies by `dt_proj.weight` itself, stacked experts by slices of a parameter: no module
+    is called that a hook could watch. Seen are `@`, `matmul`, `mm` and `functional.linear` with W
+    on either side, as it is stored or transposed. A product with Wᵀ, such as that of an embedding
+    and the head tied to it, is none. A weight is known by its place in memory: it must not move
+    within the context.
+    """
+
+    def __init__(self, layers: Sequence[Layer], note: Callable[[Layer, Tensor], None]) -> None:
+        super().__init__()
+        self._note = note
+        self._weights: dict[Hashable, Layer] = {}
+        self._transposed: dict[Hashable, Layer] = {}
+        for layer in layers:
+            view = layer.view
+            if view.ndim == 2:
+                self._weights[_place(view)] = layer
+                self._transposed[_place(view.T)] = layer
+        self._shapes = {place[1] for place in (*self._weights, *self._transposed)}  # type: ignore[index]
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Look at the operands of a product, then compute it."""
+        kwargs = kwargs or {}
+        is_linear = func is functional.linear
+        if is_linear or func in _MATMULS:
+            left, right = (*args, *kwargs.values())[:2]
+            self._look(left, right.mT if is_linear and right.ndim > 1 else right)
+        return func(*args, **kwargs)
+
+    def _look(self, left: Tensor, right: Tensor) -> None:
+        """Look at left @ right."""
+        if left.shape in self._shapes:
+            layer = self._weights.get(_place(left))
+            if layer is not None:
+                self._note(layer, right.mT if right.ndim > 1 else right)
+        if right.shape in self._shapes:
+            layer = self._transposed.get(_place(right))
+            if layer is not None:
+                self._note(layer, left)
+
+
+def _place(tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride()

@@ -211,7 +211,7 @@ class BlockPruner:
         return row
 
     def _why_not_called(self, layer: Layer) -> str:
-        if isinstance(self.padding.parent(layer.module), nn.MultiheadAttention):
+        if isinstance(next(self.padding.around(layer.module), None), nn.MultiheadAttention):
             return "its product is made inside torch's attention, which shows no input of it"
         return "not called in the forward"
 

@@ -1,4 +1,4 @@
-"""Telling large tensors apart without keeping them."""
+"""Sketches of large tensors: random projections, which tell them apart without keeping them."""
 
 from dataclasses import dataclass
 
@@ -15,20 +15,16 @@ _ROWS = 2048  # projected at a time
 
 
 @dataclass(frozen=True, eq=False)
-class Digest:
-    """What is kept of a tensor.
+class Sketch:
+    """The random projection of a tensor."""
 
-    Attributes:
-        shape: The shape of the tensor.
-        projection: P·X of its rows X (rows, columns), float64 (DIRECTIONS, columns) on the CPU,
-            with entries ±1/√DIRECTIONS of P that are drawn at random, but alike for all tensors.
-    """
-
-    shape: torch.Size
+    shape: torch.Size  # that of the tensor
     projection: Tensor
+    """P·X of the rows X (rows, columns) of the tensor, float64 (DIRECTIONS, columns) on the CPU,
+    with entries ±1/√DIRECTIONS of P that are drawn at random, but alike for all tensors."""
 
 
-def digest(tensor: Tensor) -> Digest:
+def sketch(tensor: Tensor) -> Sketch:
     """Project the rows of a tensor onto a few random directions.
 
     The mean of ‖P·A − P·B‖² over P is ‖A − B‖², wherever the two differ. NaN counts as 0 and an
@@ -44,10 +40,10 @@ def digest(tensor: Tensor) -> Digest:
             signs = torch.randint(2, (DIRECTIONS, len(chunk)), generator=generator, device=CPU)
             finite = chunk.float().nan_to_num(0.0, 1e30, -1e30)
             projection += signs.mul_(2).sub_(1).to(**exact) @ finite
-    return Digest(tensor.shape, projection.cpu().double() / DIRECTIONS**0.5)
+    return Sketch(tensor.shape, projection.cpu().double() / DIRECTIONS**0.5)
 
 
-def relative_error(output: Digest, expected: Digest, given: Digest) -> float:
+def relative_error(output: Sketch, expected: Sketch, given: Sketch) -> float:
     """‖output − expected‖ relative to ‖expected − given‖, the block's own update.
 
     Relative to the output itself, a walk that leaves a block's work out would look right: most of

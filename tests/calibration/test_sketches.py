@@ -1,15 +1,15 @@
-"""Distances that digests tell against those of the tensors themselves."""
+"""Distances that sketches tell against those of the tensors themselves."""
 
 from contextlib import contextmanager
 
 import pytest
 import torch
 
-from mrp_lightning.calibration.digests import DIRECTIONS, digest, relative_error
+from mrp_lightning.calibration.sketches import DIRECTIONS, relative_error, sketch
 
 
 def distance(a, b):
-    return float((digest(a).projection - digest(b).projection).norm())
+    return float((sketch(a).projection - sketch(b).projection).norm())
 
 
 def perturbations():
@@ -36,7 +36,7 @@ def test_distances_are_those_of_the_tensors(where, dtype):
     assert distance(a, b) == pytest.approx(true, rel=bound)
 
 
-def test_equal_tensors_have_equal_digests():
+def test_equal_tensors_have_equal_sketches():
     a = torch.randn(40, 6)
     a[0], a[1, 0], a[2, 1], a[3, 2] = torch.nan, torch.inf, -torch.inf, 1e20
     assert distance(a, a.clone()) == 0.0
@@ -48,7 +48,7 @@ def test_equal_tensors_have_equal_digests():
 
 @pytest.mark.parametrize("shape", [(), (5,), (0, 5), (2, 3, 4, 5)])
 def test_tensors_of_any_shape(shape):
-    made = digest(torch.ones(shape))
+    made = sketch(torch.ones(shape))
     assert made.shape == shape
     assert made.projection.isfinite().all()
 
@@ -65,17 +65,17 @@ def half_by_default():
 @pytest.mark.parametrize("context", [torch.autocast("cpu", torch.bfloat16), half_by_default()])
 def test_the_precision_of_the_forward_does_not_round_it(context):
     a = torch.randn(50, 8)
-    expected = digest(a).projection
+    expected = sketch(a).projection
     with context:
-        assert torch.equal(digest(a).projection, expected)
+        assert torch.equal(sketch(a).projection, expected)
 
 
 def test_errors_are_relative_to_what_the_block_adds():
     given = torch.randn(200, 16)
     update, mistake = 1e-2 * torch.randn(200, 16), 1e-3 * torch.randn(200, 16)
     expected = given + update
-    error = relative_error(digest(expected + mistake), digest(expected), digest(given))
+    error = relative_error(sketch(expected + mistake), sketch(expected), sketch(given))
     assert error == pytest.approx(0.1, rel=0.3)
-    other_shape = digest(given[:, :4])
-    assert relative_error(digest(expected), digest(expected), other_shape) == 0.0
-    assert relative_error(other_shape, digest(expected), digest(given)) == float("inf")
+    other_shape = sketch(given[:, :4])
+    assert relative_error(sketch(expected), sketch(expected), other_shape) == 0.0
+    assert relative_error(other_shape, sketch(expected), sketch(given)) == float("inf")
