@@ -30,7 +30,7 @@ from transformers.initialization import no_init_weights
 
 from export import BitmaskLinear, Sparse24Linear
 from export.kernels import compiled
-from export.packed.linear import PackedLinear
+from export.packed.packed_linear import PackedLinear
 from export.speed.model_timing import Decoder
 from export.speed.twins import storage_bytes
 from mrp_lightning.environment import machine

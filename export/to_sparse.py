@@ -23,7 +23,7 @@ from export.conversion.tracking import Track, bars
 from export.conversion.writing import write_dense, write_packed, write_torchao
 from export.model_card import write_card
 from export.packed.bitmask_format import BITMASK
-from export.packed.format import SPARSE24
+from export.packed.sparse24_format import SPARSE24
 from export.report import NO_CUDA, ExportReport
 from export.speed.comparison import compare
 from export.speed.options import SpeedOptions, add_arguments

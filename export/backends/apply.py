@@ -22,9 +22,9 @@ from export.kernels.candidates import (
     usable,
     why_not_compressible,
 )
-from export.kernels.dispatch import measured_table
-from export.kernels.table import STORED_DENSE, Table
-from export.packed.layer import Sparse24Linear
+from export.kernels.dispatch import known_times
+from export.kernels.kernel_times import STORED_DENSE, KernelTimes
+from export.packed.sparse24_linear import Sparse24Linear
 from mrp_lightning.errors import OptionError
 
 BACKENDS = ("auto", "triton", *SUBCLASSES)
@@ -95,7 +95,7 @@ def _place(
         layer.compressed = compress(layer.weight, layer.weight_meta)
     reason = _refusal(layer, backend)
     if reason is None and backend == "auto":
-        reason = not_faster(layer, measured_table(layer.weight.device), target)
+        reason = not_faster(layer, known_times(layer.weight.device), target)
     if reason is not None:
         model.set_submodule(name, layer.to_linear())
     return reason
@@ -129,7 +129,7 @@ def _refusal(layer: Sparse24Linear, backend: str) -> str | None:
     return None if None in reasons else "; ".join(reason for reason in reasons if reason)
 
 
-def not_faster(layer: Sparse24Linear, table: Table, target: str) -> str | None:
+def not_faster(layer: Sparse24Linear, table: KernelTimes, target: str) -> str | None:
     """The reason to keep a layer dense, or `None` where its sparse form may pay.
 
     It is one where the table says that, at every number of tokens of the target, no kernel that can

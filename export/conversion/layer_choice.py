@@ -8,8 +8,8 @@ from torch import Tensor
 
 from export.conversion.checkpoint import Checkpoint
 from export.packed.bitmask_format import BITMASK
-from export.packed.format import GROUP, SPARSE24
-from export.packed.formats import PackedFormat
+from export.packed.packed_format import PackedFormat
+from export.packed.sparse24_format import GROUP, SPARSE24
 from mrp_lightning.errors import PatternError
 from mrp_lightning.targets.names import without_numbers
 

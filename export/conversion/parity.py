@@ -23,9 +23,10 @@ from export.conversion.layer_choice import LayerChoice
 from export.conversion.text_parity import TextParity, compare_text, text_failures, text_windows
 from export.conversion.tracking import Track, silently
 from export.kernels.operator import MAX_ERROR_RATIO
-from export.packed.format import different_bits, positive_zeros
 from export.packed.huggingface import CONFIGS
-from export.packed.linear import PackedLinear
+from export.packed.packed_format import different_bits
+from export.packed.packed_linear import PackedLinear
+from export.packed.sparse24_format import positive_zeros
 from mrp_lightning.errors import ParityError
 
 _TOKENS = (1, 16)
@@ -163,11 +164,11 @@ def _compare_tensor(
     if layer is not None:
         tensor = positive_zeros(layer.matrix(tensor))[0]
         form, columns = layer.form, tensor.shape[1]
-        places = stored.get(form.places_of(name))
+        places = stored.get(form.places_beside(name))
         if places is None:
             found = layer.matrix(found)
         elif damage := form.damage(found, places, columns):
-            return [f"{form.places_of(name)}: {damage}"]
+            return [f"{form.places_beside(name)}: {damage}"]
         else:
             found = form.unpack(found, places, columns)
     if count := different_bits(found, tensor):
@@ -184,10 +185,10 @@ def _packed_in_file(directory: Path, layers: Sequence[LayerChoice]) -> dict[str,
     tensors = dict(open_checkpoint(directory).tensors())
     return {
         layer.name: CONFIGS[layer.form.quant_method].layer.from_packed(
-            tensors[layer.tensor], tensors[layer.form.places_of(layer.tensor)], layer.shape[1]
+            tensors[layer.tensor], tensors[layer.form.places_beside(layer.tensor)], layer.shape[1]
         )
         for layer in layers
-        if layer.form.places_of(layer.tensor) in tensors
+        if layer.form.places_beside(layer.tensor) in tensors
     }
 
 

@@ -13,9 +13,9 @@ from export.conversion.layer_choice import LayerChoice, form_of, judge, refuse_m
 from export.conversion.model_names import ParameterNames, is_read_directly
 from export.conversion.tracking import Track, silently
 from export.packed.bitmask_format import BITMASK, count_kept
-from export.packed.format import broken_groups, positive_zeros
-from export.packed.formats import PackedFormat
-from export.packed.linear import is_packable
+from export.packed.packed_format import PackedFormat
+from export.packed.packed_linear import is_packable
+from export.packed.sparse24_format import broken_groups, positive_zeros
 from mrp_lightning.errors import FormatError
 from mrp_lightning.json_files import read_json
 from mrp_lightning.models.skeleton import build_without_weights

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from export.conversion.checkpoint import Checkpoint
 from export.conversion.tracking import Track, silently
 from export.errors import first_line
-from export.packed.format import different_bits
+from export.packed.packed_format import different_bits
 from mrp_lightning.errors import DataError
 from mrp_lightning.loop.data_module import TextDataModule
 from mrp_lightning.models.positions import longest_sequence

@@ -12,7 +12,7 @@ from torch import Tensor
 from export.backends import torchao_format
 from export.conversion.checkpoint import Checkpoint, pickle_name
 from export.conversion.layer_choice import LayerChoice
-from export.packed.format import positive_zeros
+from export.packed.sparse24_format import positive_zeros
 from mrp_lightning.files import save_text
 from mrp_lightning.json_files import as_json
 
@@ -34,7 +34,7 @@ def write_packed(
 
     def convert(layer: LayerChoice, tensor: Tensor) -> dict[str, Tensor]:
         values, places = form.pack(layer.matrix(tensor))
-        return {layer.tensor: values, form.places_of(layer.tensor): places}
+        return {layer.tensor: values, form.places_beside(layer.tensor): places}
 
     names = [layer.name for layer in layers]
     modules = {layer.name: layer.kept for layer in layers} if form.counted else names

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from export.kernels import cusparselt
-from export.packed.format import unpack
+from export.packed.sparse24_format import unpack
 
 TRITON_DTYPES = (torch.float16, torch.bfloat16)
 LARGEST = 2**31

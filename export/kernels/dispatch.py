@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from export.kernels.candidates import KERNELS, Call, PackedWeight, usable
+from export.kernels.kernel_times import KernelTimes, cache_path, environment
 from export.kernels.operator import linear24
-from export.kernels.table import Table, cache_path, environment
 from mrp_lightning.errors import FormatError
 
 FEW_TOKENS = 64
@@ -21,7 +21,7 @@ FEW_TOKENS = 64
 MANY_TOKENS_ORDER = ("cusparselt", "unpack-dense")
 
 log = logging.getLogger(__name__)
-_tables: dict[str, Table] = {}  # by device; what `use_table` set, or what was found on disk
+_times: dict[str, KernelTimes] = {}  # by device; what `use_times` set, or what was found on disk
 
 
 @linear24.register_kernel("cuda")
@@ -55,7 +55,7 @@ def multiply(
 def choose(call: Call) -> tuple[str, Mapping[str, int]]:
     """The name in `KERNELS` of the kernel that takes a call, and its configuration."""
     kernels = usable(call)
-    table = measured_table(call.device)
+    table = known_times(call.device)
     rows = table.at(call.tokens, call.out_features, call.in_features, call.dtype)
     measured = next((row for row in rows if row.kernel in kernels), None)
     if measured is not None:
@@ -68,27 +68,27 @@ def choose(call: Call) -> tuple[str, Mapping[str, int]]:
     return name, config
 
 
-def measured_table(device: torch.device) -> Table:
-    """The table in use on a device: set by `use_table`, else read from the cache directory."""
+def known_times(device: torch.device) -> KernelTimes:
+    """The table in use on a device: set by `use_times`, else read from the cache directory."""
     key = _key(device)
-    if key not in _tables:
+    if key not in _times:
         here = environment(device)
         path = cache_path(here)
-        table = Table(here)
+        table = KernelTimes(here)
         if path.exists():
             try:
-                table = Table.load(path)
+                table = KernelTimes.load(path)
             except FormatError as error:
                 log.warning("%s Until then kernels are chosen by number of tokens alone.", error)
-        _tables[key] = table
-    return _tables[key]
+        _times[key] = table
+    return _times[key]
 
 
-def use_table(table: Table | None, device: torch.device) -> None:
+def use_times(table: KernelTimes | None, device: torch.device) -> None:
     """Choose by this table from now on; `None`: by the one in the cache directory again."""
-    _tables.pop(_key(device), None)
+    _times.pop(_key(device), None)
     if table is not None:
-        _tables[_key(device)] = table
+        _times[_key(device)] = table
     choose.cache_clear()
 
 

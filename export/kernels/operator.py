@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from export.kernels import compiled
 from export.packed import bitmask_format
-from export.packed.format import unpack
+from export.packed.sparse24_format import unpack
 
 MAX_ERROR_RATIO = 1.5
 """Largest error of a kernel, as a multiple of the error of the dense product in the same dtype."""

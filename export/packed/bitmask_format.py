@@ -6,20 +6,12 @@
 import torch
 from torch import Tensor
 
-from export.packed.formats import PackedFormat, as_integers
+from export.packed.packed_format import PackedFormat, as_integers, why_no_matrix
 from mrp_lightning.errors import PatternError
 
-FORMAT_VERSION = 1
 BYTE = 8
 """Columns that share a byte of `bits`; the first of them is the lowest bit."""
 _WEIGHTS_AT_A_TIME = 2**20
-
-
-def why_not_packable(shape: tuple[int, ...]) -> str | None:
-    """The reason why a weight of this shape has no bitmask form, or `None`."""
-    if len(shape) != 2:
-        return f"its weight has {len(shape)} dimensions; the format packs matrices"
-    return None
 
 
 def packed_bytes(shape: tuple[int, int], dtype: torch.dtype, kept: int) -> int:
@@ -50,7 +42,7 @@ def pack(weight: Tensor) -> tuple[Tensor, Tensor]:
     Raises:
         PatternError: It is no matrix.
     """
-    if reason := why_not_packable(weight.shape):
+    if reason := why_no_matrix(weight.shape):
         raise PatternError(f"This weight cannot be packed: {reason}.")
     # torch selects by way of indices of 16 bytes a value, so that some rows go at a time.
     some = weight.split(max(1, _WEIGHTS_AT_A_TIME // max(1, weight.shape[1])))
@@ -69,10 +61,7 @@ def _pack_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
 def unpack(values: Tensor, bits: Tensor, columns: int) -> Tensor:
     """The weight (rows, columns) that was packed, bit by bit.
 
-    Args:
-        values: The kept values.
-        bits: Where they were, uint8 (rows, ceil(columns / 8)).
-        columns: Columns of the weight.
+    `bits`, uint8 (rows, ceil(columns / 8)), says where the values were.
     """
     shifts = torch.arange(BYTE, dtype=torch.uint8, device=bits.device)
     kept = (bits[:, :, None] >> shifts & 1).flatten(1)[:, :columns].bool()
@@ -116,12 +105,12 @@ BITMASK = PackedFormat(
     option="bitmask",
     suffix="bitmask",
     quant_method="mrp_bitmask",
-    version=FORMAT_VERSION,
+    version=1,
     places="weight_bits",
     counted=True,
     pack=pack,
     unpack=unpack,
     damage=damage,
-    why_not=why_not_packable,
+    why_not=why_no_matrix,
     num_bytes=packed_bytes,
 )

@@ -14,18 +14,14 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.quantizers import (
-    HfQuantizer,
-    register_quantization_config,
-    register_quantizer,
-)
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from export.packed.bitmask_format import BITMASK
-from export.packed.bitmask_layer import BitmaskLinear
-from export.packed.format import SPARSE24
-from export.packed.layer import Sparse24Linear
-from export.packed.linear import PackedLinear, is_packable
+from export.packed.bitmask_linear import BitmaskLinear
+from export.packed.packed_linear import PackedLinear, is_packable
+from export.packed.sparse24_format import SPARSE24
+from export.packed.sparse24_linear import Sparse24Linear
 from mrp_lightning.errors import FormatError, OptionError
 from mrp_lightning.models.loading import as_dtype, explained_damage, load_config
 from mrp_lightning.models.plausible import check_files
@@ -34,14 +30,7 @@ from mrp_lightning.targets.layers import layers_of
 
 
 class PackedConfig(QuantizationConfigMixin):
-    """`quantization_config` in the `config.json` of a packed directory.
-
-    Args:
-        modules: Names of the layers that are packed, with the number of kept values of each where
-            its shape does not say it.
-        format_version: Version of the format, see `docs/format.md`.
-        quant_method: The name of the format.
-        **unknown: What the format does not have.
+    """`quantization_config` in the `config.json` of a packed directory; `docs/format.md` tells it.
 
     Raises:
         FormatError: The directory was written in another version of the format, or this is damaged.
@@ -56,32 +45,32 @@ class PackedConfig(QuantizationConfigMixin):
         quant_method: str | None = None,
         **unknown: Any,
     ) -> None:
-        readable = self.layer.FORMAT.version
-        if format_version not in (None, readable):
+        form = self.layer.FORMAT
+        if format_version not in (None, form.version):
             raise FormatError(
                 f"`quantization_config.format_version` is {format_version!r}, but this version of "
-                f"mrp-lightning reads {readable}. Install the version that wrote it, or "
+                f"mrp-lightning reads {form.version}. Install the version that wrote it, or "
                 "export the pruned model again."
             )
-        if unknown or quant_method not in (None, self.layer.FORMAT.quant_method):
+        if unknown or quant_method not in (None, form.quant_method):
             raise FormatError(
-                f"`quantization_config`: expected `quant_method` {self.layer.FORMAT.quant_method}, "
+                f"`quantization_config`: expected `quant_method` {form.quant_method}, "
                 f"`format_version` and `modules`. Got {quant_method!r}, and also "
                 f"{sorted(map(str, unknown)) or 'nothing'}. Export the pruned model again."
             )
-        if not _are_modules(modules, counted=self.layer.FORMAT.counted):
-            expected = "an object of counts by name" if self.layer.FORMAT.counted else "a list"
+        if not _are_modules(modules, counted=form.counted):
+            expected = "an object of counts by name" if form.counted else "a list"
             raise FormatError(
                 f"`quantization_config.modules`: expected the names of layers as {expected}, got "
                 f"{shorten(repr(modules), 80)}. Export the pruned model again."
             )
-        self.quant_method: Any = self.layer.FORMAT.quant_method
-        self.format_version = readable
+        self.quant_method: Any = form.quant_method
+        self.format_version = form.version
         self.modules = dict(modules) if isinstance(modules, Mapping) else list(modules)
 
     @property
     def sizes(self) -> dict[str, Mapping[str, int]]:
-        """By name of a layer, what its class must know beyond its shape."""
+        """By name of a layer, the options of its class that do not follow from its shape."""
         if isinstance(self.modules, dict):
             return {name: {"num_kept": count} for name, count in self.modules.items()}
         return {name: {} for name in self.modules}
@@ -196,45 +185,33 @@ def pack_modules(
 ) -> None:
     """Replace linear layers by uninitialised packed ones of their shape.
 
-    Args:
-        model: The model, with or without weights.
-        layer: The class of the packed layers.
-        sizes: By name of a layer, what the class must know beyond its shape.
+    `sizes` has, by name of a layer, the options of its class that do not follow from its shape.
 
     Raises:
-        FormatError: Layers of these names do not exist or are not linear.
+        FormatError: Layers of these names do not exist, are not linear, or cannot be packed so.
     """
     modules = dict(model.named_modules())
-    unknown = [name for name in sizes if name not in modules or not is_packable(modules[name])]
-    if unknown:
-        raise FormatError(
-            f"`quantization_config.modules` names what {type(model).__name__} does not have as "
-            f"linear layers: {', '.join(unknown)}. The class must be the one that was exported."
-        )
-    if problems := list(absurd(modules, layer, sizes)):
+    if problems := list(misfits(modules, layer, sizes)):
         listed = "\n".join(f"  {problem}" for problem in problems)
         raise FormatError(
-            f"`quantization_config.modules` does not fit {type(model).__name__}. Export the pruned "
-            f"model again:\n{listed}"
+            f"`quantization_config.modules` does not fit {type(model).__name__}. The class must be "
+            f"the one that was exported; else export the pruned model again:\n{listed}"
         )
     for name, of_layer in sizes.items():
         packed = layer.like(modules[name], None, **of_layer)
         model.set_submodule(name, packed.train(modules[name].training))
 
 
-def absurd(
+def misfits(
     modules: Mapping[str, nn.Module],
     layer: type[PackedLinear],
     sizes: Mapping[str, Mapping[str, int]],
 ) -> Iterator[str]:
-    """What is said of layers that cannot be packed so, before memory is taken for them.
-
-    Args:
-        modules: The modules of the model by name, these layers among them.
-        layer: The class of the packed layers.
-        sizes: By name of a layer, what the class must know beyond the shape.
-    """
+    """Name the layers that cannot be packed so, and why, before memory is taken for them."""
     for name, of_layer in sizes.items():
+        if name not in modules or not is_packable(modules[name]):
+            yield f"{name}: the module has no linear layer of this name"
+            continue
         (dense,) = layers_of(name, modules[name])
         rows, columns = dense.weight.shape
         if reason := layer.FORMAT.why_not((rows, columns)):
@@ -244,17 +221,7 @@ def absurd(
 
 
 def load(directory: str | os.PathLike[str], **options: Any) -> PreTrainedModel:
-    """A model, all of whose weights come from the directory.
-
-    Args:
-        directory: What `python -m export.to_sparse` wrote, packed or dense.
-        **options: Options of `from_pretrained`, such as `dtype` and `device_map`.
-
-    Raises:
-        FileNotFoundError: There is no `config.json` in it.
-        FormatError: Tensors are missing, unexpected, damaged or of another shape, or the
-            configuration is damaged.
-    """
+    """A model, packed or dense but not torchao's, by `from_pretrained`; see `export.load`."""
     if not (Path(directory) / "config.json").is_file():
         raise FileNotFoundError(f"{directory} holds no config.json: not a model directory.")
     trust = bool(options.get("trust_remote_code"))

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -11,8 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from export.packed.huggingface import CONFIGS, PackedConfig, absurd, pack_modules
-from export.packed.linear import PackedLinear, is_packable
+from export.packed.huggingface import CONFIGS, PackedConfig, misfits, pack_modules
 from mrp_lightning.errors import FormatError
 from mrp_lightning.json_files import read_json
 from mrp_lightning.targets.layers import is_conv1d
@@ -60,6 +59,7 @@ def load_into(module: Module, directory: str | os.PathLike[str]) -> Module:
 
 
 def _has_fast_path(module: nn.Module, names: Iterable[str]) -> bool:
+    """Whether a layer lies in one of torch's encoder layers, which reads its weight itself."""
     owners = (module.get_submodule(name.rpartition(".")[0]) for name in names)
     return any(isinstance(owner, nn.TransformerEncoderLayer) for owner in owners)
 
@@ -94,42 +94,13 @@ def _packed(file: Path) -> PackedConfig | None:
     return CONFIGS[method](**settings)
 
 
-def _layers(
-    packed: PackedConfig | None,
-) -> Iterator[tuple[type[PackedLinear], str, Mapping[str, int]]]:
-    if packed is not None:
-        yield from ((packed.layer, name, sizes) for name, sizes in packed.sizes.items())
-
-
 def _problems(
     module: nn.Module, packed: PackedConfig | None, tensors: dict[str, Tensor]
 ) -> Iterator[str]:
-    """What of a file does not fit the module, before anything is changed."""
-    modules = dict(module.named_modules())
+    """All that does not fit between a file and the module, before anything is changed."""
     shapes = {name: tensor.shape for name, tensor in module.state_dict().items()}
-    for kind, name, sizes in _layers(packed):
-        if name not in modules or not is_packable(modules[name]):
-            yield f"{name}: the module has no linear layer of this name"
-            continue
-        if problem := next(absurd(modules, kind, {name: sizes}), None):
-            yield problem
-            continue
-        layer = kind.like(modules[name], "meta", **sizes)
-        shapes |= {f"{name}.{key}": tensor.shape for key, tensor in layer.state_dict().items()}
-        form, columns = layer.FORMAT, layer.in_features
-        if form.counted and is_conv1d(modules[name]) and columns == layer.out_features:
-            yield f"{name}: a square Conv1D, whose bits may be those of its transpose; `--skip` it"
-        stored = {key: tensors.get(f"{name}.{key}") for key in ("weight", form.places)}
-        values, places = stored.values()
-        if values is None or places is None:
-            continue  # missing, which is said below
-        if any(t.shape != shapes[f"{name}.{key}"] for key, t in stored.items() if t is not None):
-            continue  # of another shape, which is said below
-        if places.dtype != torch.uint8:
-            yield f"{name}.{form.places}: expected uint8, got {places.dtype}"
-            continue
-        if damage := form.damage(values, places, columns):
-            yield f"{name}.{form.places}: damaged, {damage}"
+    if packed is not None:
+        yield from _packed_problems(module, packed, tensors, shapes)
     for name in sorted(shapes.keys() | tensors.keys()):
         if name not in tensors:
             yield f"{name}: missing from the file"
@@ -138,3 +109,36 @@ def _problems(
         elif tensors[name].shape != shapes[name]:
             found, expected = tuple(tensors[name].shape), tuple(shapes[name])
             yield f"{name}: the shape is {found} in the file and {expected} in the module"
+
+
+def _packed_problems(
+    module: nn.Module,
+    packed: PackedConfig,
+    tensors: dict[str, Tensor],
+    shapes: dict[str, torch.Size],
+) -> Iterator[str]:
+    """The problems of the packed layers, whose tensors' shapes replace the dense ones' in `shapes`.
+
+    Tensors that are missing or of another shape are left for the caller to tell.
+    """
+    modules = dict(module.named_modules())
+    form = packed.layer.FORMAT
+    for name, sizes in packed.sizes.items():
+        if problem := next(misfits(modules, packed.layer, {name: sizes}), None):
+            yield problem
+            continue
+        layer = packed.layer.like(modules[name], "meta", **sizes)
+        expected = {f"{name}.{key}": tensor.shape for key, tensor in layer.state_dict().items()}
+        shapes |= expected
+        columns = layer.in_features
+        if form.counted and is_conv1d(modules[name]) and columns == layer.out_features:
+            yield f"{name}: a square Conv1D, whose bits may be those of its transpose; `--skip` it"
+        values, places = (tensors.get(f"{name}.{key}") for key in ("weight", form.places))
+        if values is None or values.shape != expected[f"{name}.weight"]:
+            continue
+        if places is None or places.shape != expected[f"{name}.{form.places}"]:
+            continue
+        if places.dtype != torch.uint8:
+            yield f"{name}.{form.places}: expected uint8, got {places.dtype}"
+        elif damage := form.damage(values, places, columns):
+            yield f"{name}.{form.places}: damaged, {damage}"

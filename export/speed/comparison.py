@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 
 from export.backends.apply import apply, why_not_here
 from export.kernels import cusparselt
-from export.kernels.dispatch import measured_table, use_table
-from export.kernels.table import Failure, Measurement, cache_path
-from export.packed.layer import Sparse24Linear
+from export.kernels.dispatch import known_times, use_times
+from export.kernels.kernel_times import Failure, Measurement, cache_path
+from export.packed.sparse24_linear import Sparse24Linear
 from export.speed.model_timing import time_models
 from export.speed.options import SpeedOptions
 from export.speed.tables import SpeedReport
@@ -45,7 +45,7 @@ def compare(
     if reason := why_not_here(options.backend, device):
         raise OptionError(f"`--backend {options.backend}` cannot run here: {reason}.")
     report = SpeedReport(
-        environment={**measured_table(device).environment, **_versions()},
+        environment={**known_times(device).environment, **_versions()},
         backend=options.backend,
         target=options.target,
         bandwidth=bandwidth(device),
@@ -94,9 +94,9 @@ def measure_layers(
         if not tokens:
             return
         for found, failures in measure(*shape, model.device, tokens):
-            table = measured_table(model.device).merged(found)
+            table = known_times(model.device).merged(found)
             table.save(cache_path(table.environment))
-            use_table(table, model.device)
+            use_times(table, model.device)
             yield found, failures
 
 

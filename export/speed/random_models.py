@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from export.packed.format import why_not_packable
+from export.packed.sparse24_format import why_not_packable
 from export.speed.tuning import random_24
 
 SHAPES: dict[str, dict[str, Any]] = {

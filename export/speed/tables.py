@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from export.kernels.table import STORED_DENSE, Failure, Measurement
+from export.kernels.kernel_times import STORED_DENSE, Failure, Measurement
 from export.speed.model_timing import ModelTime
 from mrp_lightning.files import save_text
 from mrp_lightning.json_files import as_json

@@ -23,9 +23,9 @@ from export.kernels.candidates import (
     compress,
     why_not_compressible,
 )
+from export.kernels.kernel_times import STORED_DENSE, Failure, Measurement
 from export.kernels.operator import MAX_ERROR_RATIO
-from export.kernels.table import STORED_DENSE, Failure, Measurement
-from export.packed.format import GROUP, pack
+from export.packed.sparse24_format import GROUP, pack
 from export.speed.timing import copies, graphed, take_turns
 
 log = logging.getLogger(__name__)

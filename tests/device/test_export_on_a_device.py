@@ -10,7 +10,7 @@ from export.conversion.checkpoint import open_checkpoint
 from export.conversion.parity import check_parity
 from export.conversion.selection import choose_layers
 from export.conversion.writing import write_packed
-from export.packed.layer import Sparse24Linear
+from export.packed.sparse24_linear import Sparse24Linear
 from export.speed import random_models
 from export.speed.model_timing import Decoder, prefill
 from export.speed.random_models import prunable, random_model

@@ -12,10 +12,16 @@ from export.backends.apply import BACKENDS, apply, not_faster
 from export.backends.subclasses import SUBCLASSES
 from export.kernels import candidates, cusparselt, dispatch
 from export.kernels.candidates import KERNELS, Call, PackedWeight, compress
-from export.kernels.dispatch import choose, measured_table, multiply, use_table
-from export.kernels.table import STORED_DENSE, Measurement, Table, cache_path, environment
-from export.packed.format import broken_groups, pack, unpack
-from export.packed.layer import Sparse24Linear
+from export.kernels.dispatch import choose, known_times, multiply, use_times
+from export.kernels.kernel_times import (
+    STORED_DENSE,
+    KernelTimes,
+    Measurement,
+    cache_path,
+    environment,
+)
+from export.packed.sparse24_format import broken_groups, pack, unpack
+from export.packed.sparse24_linear import Sparse24Linear
 from export.speed import tuning
 from export.speed.tuning import random_24
 from mrp_lightning.errors import FormatError, OptionError
@@ -40,8 +46,8 @@ def all_kernels_usable(monkeypatch):
 @pytest.fixture
 def table():
     """Sets the table of the CPU, and removes it afterwards."""
-    yield lambda *rows: use_table(Table({}, rows), CPU)
-    use_table(None, CPU)
+    yield lambda *rows: use_times(KernelTimes({}, rows), CPU)
+    use_times(None, CPU)
 
 
 def call(tokens, dtype=torch.bfloat16, shape=(64, 32), compressed=False):
@@ -89,20 +95,20 @@ def test_float32_has_no_sparse_kernel_and_is_multiplied_dense(all_kernels_usable
     ("tokens", "found"), [(1, 1), (2, None), (5, 8), (11, 8), (12, 16), (32, 16), (33, None)]
 )
 def test_a_table_speaks_for_numbers_of_tokens_near_the_measured_ones(tokens, found):
-    measured = Table({}, (row("a", 1.0, 1), row("b", 1.0, 8), row("c", 1.0, 16)))
+    measured = KernelTimes({}, (row("a", 1.0, 1), row("b", 1.0, 8), row("c", 1.0, 16)))
     rows = measured.at(tokens, 64, 32, torch.bfloat16)
     assert (rows[0].tokens if rows else None) == found
 
 
 def test_a_table_does_not_speak_for_other_shapes_or_dtypes():
-    measured = Table({}, (row("a", 1.0),))
+    measured = KernelTimes({}, (row("a", 1.0),))
     assert measured.at(8, 64, 32, torch.bfloat16)
     assert not measured.at(8, 32, 64, torch.bfloat16)
     assert not measured.at(8, 64, 32, torch.float16)
 
 
 def test_newer_measurements_replace_those_of_the_same_problem():
-    old = Table({"device": "x"}, (row("a", 1.0, 8), row("b", 2.0, 8), row("a", 1.0, 16)))
+    old = KernelTimes({"device": "x"}, (row("a", 1.0, 8), row("b", 2.0, 8), row("a", 1.0, 16)))
     new = old.merged([row("b", 3.0, 8)])
     assert new.measurements == (row("a", 1.0, 16), row("b", 3.0, 8))
     assert new.environment == {"device": "x"}
@@ -110,9 +116,9 @@ def test_newer_measurements_replace_those_of_the_same_problem():
 
 def test_a_table_survives_the_disk(tmp_path):
     path = tmp_path / "new" / "table.json"
-    saved = Table({"device": "x"}, (row("triton-gemv", 1.5, 1, {"rows": 8}),))
+    saved = KernelTimes({"device": "x"}, (row("triton-gemv", 1.5, 1, {"rows": 8}),))
     saved.save(path)
-    assert Table.load(path) == saved
+    assert KernelTimes.load(path) == saved
     assert [p.name for p in path.parent.iterdir()] == ["table.json"]
 
 
@@ -121,7 +127,7 @@ def test_a_spoilt_table_is_named(tmp_path, content):
     path = tmp_path / "table.json"
     path.write_text(content)
     with pytest.raises(FormatError, match=r"table\.json .*[Mm]easure again|measure again"):
-        Table.load(path)
+        KernelTimes.load(path)
 
 
 def test_the_table_of_this_environment_is_read_from_the_cache(tmp_path, monkeypatch, caplog):
@@ -131,25 +137,25 @@ def test_the_table_of_this_environment_is_read_from_the_cache(tmp_path, monkeypa
     assert path.is_relative_to(tmp_path)
     assert cache_path({**here, "torch": "other"}) != path
     try:
-        Table(here, (row("a", 1.0),)).save(path)
-        use_table(None, CPU)
-        assert measured_table(CPU).measurements == (row("a", 1.0),)
+        KernelTimes(here, (row("a", 1.0),)).save(path)
+        use_times(None, CPU)
+        assert known_times(CPU).measurements == (row("a", 1.0),)
         path.write_text(json.dumps({"version": 0}))
-        use_table(None, CPU)
-        assert measured_table(CPU).measurements == ()
+        use_times(None, CPU)
+        assert known_times(CPU).measurements == ()
         assert "Until then kernels are chosen by number of tokens" in caplog.text
     finally:
-        use_table(None, CPU)
+        use_times(None, CPU)
 
 
 def test_a_device_without_index_is_the_current_one(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    mine = Table({"device": "x"})
-    use_table(mine, torch.device("cuda"))
+    mine = KernelTimes({"device": "x"})
+    use_times(mine, torch.device("cuda"))
     try:
-        assert measured_table(torch.device("cuda", 3)) is mine
+        assert known_times(torch.device("cuda", 3)) is mine
     finally:
-        dispatch._tables.pop("cuda:3")
+        dispatch._times.pop("cuda:3")
 
 
 def test_the_kernel_that_was_chosen_computes_the_layer(table):
@@ -289,18 +295,18 @@ def test_a_layer_that_may_be_faster_stays_sparse(all_kernels_usable, target, com
     layer = sparse_model()[0]
     layer.compressed = torch.zeros(1) if compressed else None
     slow = [*at_few_tokens(STORED_DENSE, 1.0), *at_few_tokens("triton-gemm", 2.0)]
-    assert not_faster(layer, Table({}, (*slow, *rows)), target) is None
+    assert not_faster(layer, KernelTimes({}, (*slow, *rows)), target) is None
 
 
 def test_kernels_that_cannot_run_a_layer_do_not_keep_it_sparse(all_kernels_usable):
     layer = sparse_model()[0]
     rows = [*at_few_tokens(STORED_DENSE, 1.0), *at_few_tokens("cusparselt", 0.5)]
     expected = "not faster on this device: no kernel ran at 1 tokens, no kernel ran at 8 tokens"
-    assert not_faster(layer, Table({}, tuple(rows)), "decode") == expected  # not compressed
+    assert not_faster(layer, KernelTimes({}, tuple(rows)), "decode") == expected  # not compressed
     rows += at_few_tokens("triton-gemm", 4.0)
     rows += [row("triton-gemv", 0.1, 8, shape=(32, 64))]  # which takes one token, not 8
     expected = "not faster on this device: 0.25× at 1 tokens, 0.25× at 8 tokens"
-    assert not_faster(layer, Table({}, tuple(rows)), "decode") == expected
+    assert not_faster(layer, KernelTimes({}, tuple(rows)), "decode") == expected
 
 
 @pytest.mark.parametrize("target", ["decode", "prefill", "both"])

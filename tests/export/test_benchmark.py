@@ -14,10 +14,10 @@ from transformers.utils import import_utils
 from export import benchmark as command
 from export.backends.apply import Applied
 from export.benchmark import main
-from export.kernels.dispatch import measured_table, use_table
-from export.kernels.table import STORED_DENSE, Failure, Measurement, Table
-from export.packed.format import broken_groups
-from export.packed.layer import Sparse24Linear
+from export.kernels.dispatch import known_times, use_times
+from export.kernels.kernel_times import STORED_DENSE, Failure, KernelTimes, Measurement
+from export.packed.sparse24_format import broken_groups
+from export.packed.sparse24_linear import Sparse24Linear
 from export.speed import comparison, random_models
 from export.speed.comparison import compare
 from export.speed.model_timing import Decoder, ModelTime, prefill, without_masks
@@ -327,7 +327,7 @@ def as_if_on_cuda(monkeypatch, tmp_path):
     monkeypatch.setattr(comparison, "why_not_here", lambda backend, device: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     yield device
-    use_table(None, device)
+    use_times(None, device)
 
 
 def test_layers_and_models_are_compared_and_reported_as_they_come(
@@ -369,8 +369,8 @@ def test_layers_and_models_are_compared_and_reported_as_they_come(
     assert report.sparse_bytes < report.dense_bytes
     # Kernels are chosen by these times from now on, in later processes too.
     (path,) = (tmp_path / "mrp-lightning").iterdir()
-    assert Table.load(path) == measured_table(as_if_on_cuda)
-    assert measured_table(as_if_on_cuda).measurements == tuple(report.layers)
+    assert KernelTimes.load(path) == known_times(as_if_on_cuda)
+    assert known_times(as_if_on_cuda).measurements == tuple(report.layers)
 
 
 def test_a_shape_that_fails_does_not_keep_others_from_being_measured(monkeypatch, tmp_path, capsys):

@@ -22,7 +22,7 @@ from export.packed.bitmask_format import (
     row_offsets,
     unpack,
 )
-from export.packed.format import positive_zeros
+from export.packed.sparse24_format import positive_zeros
 from mrp_lightning.errors import PatternError
 
 INTEGERS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}

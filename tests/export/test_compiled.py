@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from export.kernels import compiled
-from export.packed import bitmask_format, format
+from export.packed import bitmask_format, sparse24_format
 
 from .conftest import keep_two_of_four
 
@@ -69,7 +69,7 @@ def test_nibbles_are_read_as_bits(dtype, portable):
         tokens, rows = (1, 2, 3, 5, 8, 9)[number % 6], (1, 7, 40)[number % 3]
         weight = keep_two_of_four(random(rows, columns)).to(dtype)
         weight[rows // 2, : columns // 2] = 0.0
-        values, meta = format.pack(weight)
+        values, meta = sparse24_format.pack(weight)
         x = random(tokens, columns, seed=1).to(dtype)
         bias = random(rows).to(dtype) if number % 2 else None
         found = torch.ops.mrp_lightning_cpu.linear24(x, values, meta, bias, portable)
@@ -85,7 +85,8 @@ def test_many_tokens_are_a_dense_product_bit_by_bit(portable):
     multiply = torch.ops.mrp_lightning_cpu
     found = multiply.linear_bitmask(x, values, bits, offsets, None, portable)
     assert torch.equal(found, expected)
-    assert torch.equal(multiply.linear24(x, *format.pack(weight), None, portable), expected)
+    packed = sparse24_format.pack(weight)
+    assert torch.equal(multiply.linear24(x, *packed, None, portable), expected)
 
 
 def test_what_is_not_finite_spreads_as_in_a_dense_product(portable):
@@ -179,7 +180,7 @@ def test_without_a_compiler_weights_are_unpacked_and_one_warning_says_why(
 def test_without_a_compiler_layers_follow_the_same_rules(tmp_path):
     tests = "autocast_reaches or another_width or too_narrow or reach_the_input"
     settings = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path), "CXX": "no-such-compiler"}
-    files = [f"tests/export/test_{name}.py" for name in ("packed_layers", "bitmask_layer")]
+    files = [f"tests/export/test_{name}.py" for name in ("packed_layers", "bitmask_linear")]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "-k", tests]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=settings)
     assert ended.returncode == 0, ended.stdout

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import export
-from export.packed.format import SPARSE24, pack
+from export.packed.sparse24_format import SPARSE24, pack
 from export.to_sparse import main
 
 ROOT = Path(__file__).parents[2]

@@ -6,7 +6,7 @@ from torch import nn
 from torch.sparse import SparseSemiStructuredTensorCUTLASS
 
 from export.backends.apply import apply
-from export.packed.layer import Sparse24Linear
+from export.packed.sparse24_linear import Sparse24Linear
 from export.speed.tuning import random_24
 
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="needs Triton, as the extra `dev` or torch 
 from export.kernels import triton_kernels
 from export.kernels.candidates import KERNELS, Call, PackedWeight
 from export.kernels.dispatch import choose, multiply
-from export.packed.format import pack
+from export.packed.sparse24_format import pack
 from export.speed.tuning import random_24
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -72,7 +72,7 @@ RUN = {
     ("finetuning.md", "python -m export.to_sparse"): "tests/package/test_finetuning_page.py",
     ("finetuning.md", "from callbacks import"): "tests/package/test_finetuning_page.py",
     ("format.md", "import export"): "tests/package/test_docs.py",
-    ("format.md", "import numpy"): "tests/export/test_format.py",
+    ("format.md", "import numpy"): "tests/export/test_sparse24_format.py",
     ("methods.md", "from callbacks import"): "tests/package/test_docs.py",
     ("methods.md", "python -m mrp_lightning predict"): "tests/package/test_docs.py",
     ("models.md", "python benchmarks/models.py"): "tests/families/test_models_page.py",

@@ -16,7 +16,7 @@ from torch import nn
 
 from export.conversion.checkpoint import open_checkpoint
 from export.conversion.selection import choose_layers
-from export.packed import bitmask_format, format
+from export.packed import bitmask_format, sparse24_format
 from export.packed.own_module import load_into
 from mrp_lightning.cli.places import mentions, not_yaml
 from mrp_lightning.errors import FormatError, PatternError
@@ -203,7 +203,7 @@ def sparse(rows: int, columns: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "packed", [format.SPARSE24, bitmask_format.BITMASK], ids=lambda x: x.option
+    "packed", [sparse24_format.SPARSE24, bitmask_format.BITMASK], ids=lambda x: x.option
 )
 @ALWAYS_THE_SAME
 @given(data=st.data())

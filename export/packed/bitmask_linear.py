@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from export.packed.bitmask_format import BITMASK, bytes_of, row_offsets
-from export.packed.linear import PackedLinear
+from export.packed.packed_linear import PackedLinear
 
 
 class BitmaskLinear(PackedLinear):

@@ -15,7 +15,7 @@ class PackedFormat:
 
     Attributes:
         option: Its name for `--format`.
-        suffix: What the name of a directory in this format ends with.
+        suffix: The end of the name of a directory in this format.
         quant_method: Its name in `quantization_config`.
         version: The version of it that is written and read.
         places: Name of the second tensor of a layer; the first is called `weight`.
@@ -40,11 +40,25 @@ class PackedFormat:
     why_not: Callable[[tuple[int, ...]], str | None]
     num_bytes: Callable[[tuple[int, int], torch.dtype, int], int]
 
-    def places_of(self, weight: str) -> str:
-        """The name in the files of the second tensor, beside that of the first."""
+    def places_beside(self, weight: str) -> str:
+        """The name in the files of the second tensor, by that of the first."""
         return weight + self.places.removeprefix("weight")
+
+
+def why_no_matrix(shape: tuple[int, ...]) -> str | None:
+    """The reason why a weight of this shape has no packed form at all, or `None`."""
+    if len(shape) != 2:
+        return f"its weight has {len(shape)} dimensions; the format packs matrices"
+    return None
 
 
 def as_integers(tensor: Tensor) -> Tensor:
     """The same bits as integers of the same size; a view where the tensor is contiguous."""
     return tensor.contiguous().view(_INTEGERS[tensor.element_size()])
+
+
+def different_bits(first: Tensor, second: Tensor) -> int:
+    """Number of values that differ in a bit; all of them where shapes or dtypes differ."""
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return second.numel()
+    return int((as_integers(first) != as_integers(second)).sum())

@@ -1,4 +1,4 @@
-"""A linear layer that stores its weight packed 2:4."""
+"""A linear layer that stores two values and one nibble for every four weights."""
 
 from collections.abc import Callable
 from typing import Self
@@ -6,8 +6,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from export.packed.format import SPARSE24, why_not_packable
-from export.packed.linear import PackedLinear
+from export.packed.packed_linear import PackedLinear
+from export.packed.sparse24_format import SPARSE24, why_not_packable
 from mrp_lightning.errors import PatternError
 
 

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from export.packed.format import (
+from export.packed.sparse24_format import (
     broken_groups,
     invalid_nibbles,
     pack,

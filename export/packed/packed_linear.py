@@ -1,11 +1,11 @@
-"""What linear layers with a packed weight have in common."""
+"""A linear layer with a packed weight, whatever its format."""
 
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
-from export.packed.formats import PackedFormat
+from export.packed.packed_format import PackedFormat
 from mrp_lightning.targets.layers import is_conv1d, layers_of
 
 
@@ -20,21 +20,13 @@ def frozen(tensor: Tensor) -> nn.Parameter:
 
 
 class PackedLinear(nn.Module):
-    """y = x Wᵀ + b with W packed as `docs/format.md` says.
+    """y = x Wᵀ + b with W packed as `docs/format.md` says: the kept values, and their places.
 
-    It holds plain tensors, so that state dicts, safetensors, `deepcopy`, `torch.compile` and
-    `torch.export` treat it as any other module.
-
-    Args:
-        in_features: Columns of W.
-        out_features: Rows of W.
-        weight: The kept values, on the device and in the dtype of the layer.
-        places: Where they were.
-        bias: Whether there is a b, which is not initialised.
+    Both are on the device of the layer, the values in its dtype; the bias is not initialised.
     """
 
     FORMAT: ClassVar[PackedFormat]
-    """What the stored tensors are."""
+    """The format of the stored tensors."""
     DERIVED: ClassVar[str]
     """Name of what is computed from the stored tensors, and is no part of the state dict."""
 
@@ -91,7 +83,7 @@ class PackedLinear(nn.Module):
         Args:
             linear: The dense layer, with or without data.
             device: Where the tensors are made; `None` is where the dense weight is.
-            **sizes: What the class must know beyond the shape: `num_kept`, or nothing.
+            **sizes: `num_kept`, where the class cannot tell it from the shape.
         """
         (dense,) = layers_of("", linear)
         weight = dense.weight
@@ -126,7 +118,7 @@ class PackedLinear(nn.Module):
 
     @property
     def places(self) -> Tensor:
-        """Where the kept values were."""
+        """The tensor that says where the kept values were."""
         return self.get_buffer(self.FORMAT.places)
 
     def dense_weight(self) -> Tensor:
@@ -134,14 +126,13 @@ class PackedLinear(nn.Module):
         return self.FORMAT.unpack(self.weight.detach(), self.places, self.in_features)
 
     def damage(self) -> str | None:
-        """What shows that the stored tensors were not packed together, or `None`."""
+        """The reason why the stored tensors were never packed together, or `None`."""
         return self.FORMAT.damage(self.weight, self.places, self.in_features)
 
     def to_linear(self) -> nn.Linear:
         """The same layer with its zeros stored."""
-        linear = nn.Linear(
-            self.in_features, self.out_features, self.bias is not None, device="meta"
-        )
+        has_bias = self.bias is not None
+        linear = nn.Linear(self.in_features, self.out_features, has_bias, device="meta")
         linear.weight = nn.Parameter(self.dense_weight())
         if self.bias is not None:
             linear.bias = nn.Parameter(self.bias.detach())

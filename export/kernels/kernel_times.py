@@ -65,7 +65,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Table:
+class KernelTimes:
     """Measurements of one environment: a device and the versions of the libraries there."""
 
     environment: Mapping[str, Any]
@@ -92,12 +92,12 @@ class Table:
         nearest = min({m.tokens for m in same}, key=lambda n: (max(n, tokens) / min(n, tokens), n))
         return sorted((m for m in same if m.tokens == nearest), key=lambda m: m.microseconds)
 
-    def merged(self, measurements: Iterable[Measurement]) -> "Table":
+    def merged(self, measurements: Iterable[Measurement]) -> "KernelTimes":
         """This table with newer measurements in the place of older ones of the same problem."""
         new = tuple(measurements)
         measured = {m.problem for m in new}
         kept = tuple(m for m in self.measurements if m.problem not in measured)
-        return Table(self.environment, kept + new)
+        return KernelTimes(self.environment, kept + new)
 
     def save(self, path: Path) -> None:
         """Write JSON; an interrupted write leaves the old file."""
@@ -105,7 +105,7 @@ class Table:
         save_text(path, json.dumps(content, indent=1))
 
     @classmethod
-    def load(cls, path: Path) -> "Table":
+    def load(cls, path: Path) -> "KernelTimes":
         """Read what `save` wrote.
 
         Raises:

@@ -6,10 +6,9 @@
 import torch
 from torch import Tensor
 
-from export.packed.formats import PackedFormat, as_integers
+from export.packed.packed_format import PackedFormat, why_no_matrix
 from mrp_lightning.errors import PatternError
 
-FORMAT_VERSION = 1
 GROUP = 4
 """Consecutive input columns that share a nibble; at most half of them are not zero."""
 COLUMNS_MULTIPLE = 2 * GROUP
@@ -29,10 +28,7 @@ _NIBBLES = [first | second << 2 for first, second in _SLOTS]
 
 
 def broken_groups(weight: Tensor) -> int:
-    """Count the groups of four columns with more than two non-zeros in a (rows, columns) weight.
-
-    Columns that remain after the last whole group count as a group.
-    """
+    """Count the groups of four columns, the last maybe narrower, with more than two non-zeros."""
     padded = torch.nn.functional.pad(weight != 0, (0, -weight.shape[1] % GROUP))
     return int((padded.unflatten(1, (-1, GROUP)).sum(dim=2) > 2).sum())
 
@@ -49,8 +45,8 @@ def positive_zeros(weight: Tensor) -> tuple[Tensor, int]:
 
 def why_not_packable(shape: tuple[int, ...]) -> str | None:
     """The reason why a weight of this shape has no packed form, or `None`."""
-    if len(shape) != 2:
-        return f"its weight has {len(shape)} dimensions; the format packs matrices"
+    if reason := why_no_matrix(shape):
+        return reason
     if not shape[1] or shape[1] % COLUMNS_MULTIPLE:
         return f"in_features {shape[1]} is not a multiple of {COLUMNS_MULTIPLE}"
     return None
@@ -112,40 +108,27 @@ def invalid_nibbles(meta: Tensor) -> int:
     return int(((nibbles & 3) >= (nibbles >> 2)).sum())
 
 
-def different_bits(first: Tensor, second: Tensor) -> int:
-    """Number of values that differ in a bit; all of them where shapes or dtypes differ."""
-    if first.shape != second.shape or first.dtype != second.dtype:
-        return second.numel()
-    return int((as_integers(first) != as_integers(second)).sum())
-
-
-def _damage(values: Tensor, meta: Tensor, columns: int) -> str | None:
-    del values, columns
+def _damage(meta: Tensor) -> str | None:
     count = invalid_nibbles(meta)
     return f"{count} of {2 * meta.numel()} nibbles are of no 2:4 weight" if count else None
 
 
-def _unpack(values: Tensor, meta: Tensor, columns: int) -> Tensor:
-    del columns
-    return unpack(values, meta)
-
-
-def _packed_bytes(shape: tuple[int, int], dtype: torch.dtype, kept: int) -> int:
-    del kept  # zeros take the place of what a group keeps less
+def _packed_bytes(shape: tuple[int, int], dtype: torch.dtype) -> int:
     rows, columns = shape
     return rows * (columns // 2 * dtype.itemsize + columns // COLUMNS_MULTIPLE)
 
 
+# The shape says all: neither the columns nor the number of kept values need to be told.
 SPARSE24 = PackedFormat(
     option="packed",
     suffix="sparse24",
     quant_method="mrp_sparse24",
-    version=FORMAT_VERSION,
+    version=1,
     places="weight_meta",
     counted=False,
     pack=pack,
-    unpack=_unpack,
-    damage=_damage,
+    unpack=lambda values, meta, _: unpack(values, meta),
+    damage=lambda _, meta, __: _damage(meta),
     why_not=why_not_packable,
-    num_bytes=_packed_bytes,
+    num_bytes=lambda shape, dtype, _: _packed_bytes(shape, dtype),
 )
