@@ -6,8 +6,14 @@ from export.conversion.checkpoint import Checkpoint
 from export.report import ExportReport
 from mrp_lightning.environment import command
 from mrp_lightning.models.skeleton import model_class
-from mrp_lightning.records import evaluation as records
-from mrp_lightning.records import evaluation_card as card
+from mrp_lightning.records import evaluation
+from mrp_lightning.records.model_card import (
+    NAME,
+    made_by,
+    new_card,
+    with_perplexities,
+    with_section,
+)
 
 _FORMS = {
     "packed": (
@@ -28,40 +34,33 @@ _FORMS = {
 
 
 def write_card(source: Checkpoint, report: ExportReport, directory: Path) -> None:
-    """Write `README.md` into a directory that was exported, packed or as torchao's tensors.
+    """Write `README.md` beside the files of an export, packed or as torchao's tensors.
 
-    Args:
-        source: The pruned checkpoint; of its card, if it has one, all is kept.
-        report: The report of the export.
-        directory: Where the exported files are.
+    All is kept of the card of the pruned checkpoint, if it has one.
     """
     title, form = _FORMS[report.format]
     totals = report.totals
     lines = [
-        f"## {title}",
-        "",
         f"{totals['packed_layers']} layers take {totals['packed_fraction']:.4f} of their bytes. "
         f"{form}",
         "",
         "```python",
         *_loading(source, report.format),
         "```",
-        "",
         *_parity(report),
+        *made_by(command()),
     ]
-    if (made_by := command()) is not None:
-        lines += ["Made by:", "", "```", made_by, "```", ""]
-    text = _card_of_source(source).rstrip() + "\n\n" + "\n".join(lines)
-    (directory / card.NAME).write_text(text.rstrip() + "\n", encoding="utf-8")
+    text = with_section(_card_of_source(source.path), title, lines)
+    (directory / NAME).write_text(text, encoding="utf-8")
 
 
-def _card_of_source(source: Checkpoint) -> str:
+def _card_of_source(source: Path) -> str:
     """The card of the pruned model, with the perplexities that are known by now."""
-    text = "---\ntags: [pruned, sparse]\n---\n\n# Pruned model\n"
-    if (source.path / card.NAME).is_file():
-        text = (source.path / card.NAME).read_text("utf-8", "replace")
-    if (source.path / records.NAME).is_file():
-        text = card.with_perplexities(text, records.read(source.path).perplexity)
+    text = new_card("Pruned model")
+    if (source / NAME).is_file():
+        text = (source / NAME).read_text("utf-8", "replace")
+    if (source / evaluation.NAME).is_file():
+        text = with_perplexities(text, evaluation.read(source).perplexity)
     return text
 
 
@@ -86,7 +85,7 @@ def _parity(report: ExportReport) -> list[str]:
         return []
     same = "Its logits are equal to" if text.bit_equal else "It was compared with"
     return [
+        "",
         f"{same} those of the pruned model on {text.tokens:,} tokens"
         + ("." if text.bit_equal else f": the likeliest agrees at {text.top1_agreement:.2%}."),
-        "",
     ]

@@ -8,7 +8,7 @@ from pathlib import Path
 from mrp_lightning.environment import versions
 from mrp_lightning.files import save_text
 from mrp_lightning.json_files import as_json, read_as
-from mrp_lightning.records.evaluation_card import add_perplexities
+from mrp_lightning.records.model_card import add_perplexities
 
 FORMAT_VERSION = 1
 NAME = "evaluation.json"

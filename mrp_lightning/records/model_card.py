@@ -1,15 +1,28 @@
-"""A README for a pruned checkpoint."""
+"""The README of a pruned checkpoint, in the hub's form: written, and added to."""
 
 import json
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from html import escape
 from pathlib import Path
 from typing import Any
 
+import yaml
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub.repocard import REGEX_YAML_BLOCK
+
+from mrp_lightning.files import save_text
 from mrp_lightning.records.report import PruningReport
 
+log = logging.getLogger(__name__)
+
+NAME = "README.md"
 _RECIPE = (
     *("method", "sparsity", "pattern", "block_size", "damping", "targets", "ignore", "blocks"),
     *("true_sequential", "skip_indivisible"),
 )
+_ESCAPED = str.maketrans({mark: f"\\{mark}" for mark in "\\`*[]|!"})
 
 
 def model_card(
@@ -30,19 +43,8 @@ def model_card(
     is_on_hub = base_model is not None and library is not None and not Path(base_model).exists()
     name = base_model if is_on_hub else Path(base_model).name if base_model else None
     share = f", {totals['share']:.0%} of the model's weights" if "share" in totals else ""
-    skipped = [row for row in report.layers if row.skipped is not None]
     trained = report.provenance.get("trained", {})
-    commands = [report.provenance.get("command"), trained.get("command")]
-    made_by = [command for command in commands if command]
     lines = [
-        "---",
-        *([f"base_model: {base_model}"] if is_on_hub else []),
-        *([f"library_name: {library}"] if library else []),
-        "tags: [pruned, sparse]",
-        "---",
-        "",
-        f"# {Path(name).name if name else 'Model'}, pruned to {kind} sparsity",
-        "",
         _how(config["method"], trained),
         "",
         *([f"- base model: `{name}`"] if name else []),
@@ -52,18 +54,115 @@ def model_card(
         f"- mean output error of a layer, relative to its output: {totals['relative_loss']:.4f}",
         *_calibration(report.provenance.get("data", {})),
         "- every layer: `pruning_report.json`",
-        "",
-        "## Recipe",
-        "",
-        "```yaml",
-        *_recipe(config),
-        "```",
-        "",
-        *(["Made by:", "", "```", *made_by, "```", ""] if made_by else []),
-        *(["## Left dense", ""] if skipped else []),
-        *(f"- `{row.name}`: {row.skipped}" for row in skipped),
     ]
-    return "\n".join(lines).rstrip() + "\n"
+    title = f"{Path(name).name if name else 'Model'}, pruned to {kind} sparsity"
+    text = new_card(title, lines, base_model=base_model if is_on_hub else None, library=library)
+    commands = [report.provenance.get("command"), trained.get("command")]
+    text = with_section(text, "Recipe", ["```yaml", *_recipe(config), "```", *made_by(*commands)])
+    dense = [f"- `{row.name}`: {row.skipped}" for row in report.layers if row.skipped is not None]
+    return with_section(text, "Left dense", dense) if dense else text
+
+
+def new_card(
+    title: str,
+    lines: Sequence[str] = (),
+    *,
+    base_model: str | None = None,
+    library: str | None = None,
+) -> str:
+    """A card of a pruned model with the metadata that the hub reads."""
+    data = ModelCardData(base_model=base_model, library_name=library, tags=["pruned", "sparse"])
+    return "\n".join(["---", data.to_yaml(), "---", "", f"# {title}", "", *lines]).rstrip() + "\n"
+
+
+def with_section(card: str, title: str, lines: Sequence[str]) -> str:
+    """A card with a section at its end, in place of the one of this title that it had."""
+    section = re.compile(rf"\n## {re.escape(title)}\n.*?(?=\n## |\Z)", re.S)
+    return section.sub("", card).rstrip() + "\n\n" + "\n".join([f"## {title}", "", *lines]) + "\n"
+
+
+def made_by(*commands: str | None) -> list[str]:
+    """The lines of a section that name the commands by which a model was made, if any is known."""
+    known = [command for command in commands if command]
+    return ["", "Made by:", "", "```", *known, "```"] if known else []
+
+
+def in_markdown(text: str) -> str:
+    """A text from elsewhere in a line of Markdown: no markup, no cell or line of its own."""
+    return escape(" ".join(text.split()), quote=False).translate(_ESCAPED)
+
+
+def with_perplexities(card: str, perplexity: Mapping[str, Mapping[str, Any]]) -> str:
+    """A card with perplexities, in a section and in the metadata, in place of those it had.
+
+    Args:
+        card: The text of the card.
+        perplexity: The perplexities by text, as in `Evaluation`.
+    """
+    found = {
+        text: scores
+        for text, scores in perplexity.items()
+        if None not in (scores.get(key) for key in ("perplexity", "context", "tokens"))
+    }
+    if not found:
+        return card
+    rows = [
+        f"| {in_markdown(text)} | {scores['perplexity']:.3f} | {scores['context']} "
+        f"| {scores['tokens']:,} |"
+        for text, scores in found.items()
+    ]
+    header = ["| text | perplexity | context | tokens |", "| --- | --- | --- | --- |"]
+    card = with_section(card, "Perplexity", [*header, *rows])
+    if (metadata := REGEX_YAML_BLOCK.match(card)) is None:
+        return card
+    results = [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=" ".join(text.split()),
+            dataset_name=" ".join(text.split()),
+            metric_type="perplexity",
+            metric_value=scores["perplexity"],
+            metric_name=f"Perplexity of windows of {scores['context']} tokens",
+        )
+        for text, scores in found.items()
+    ]
+    try:
+        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(metadata[2])):
+            raise ValueError("aliases in it could stand for any number of values")
+        return _with_results(card, results)
+    except Exception as error:  # the parser's, and whatever values of the wrong kind lead to
+        log.warning(
+            "The metadata of the model card cannot be read, and stays as it is (%s: %s). The "
+            "perplexities are in the text of the card alone.",
+            type(error).__name__,
+            " ".join(str(error).split()),
+        )
+        return card
+
+
+def add_perplexities(directory: Path, perplexity: Mapping[str, Mapping[str, Any]]) -> None:
+    """Write perplexities into the card in a directory, if it is one of a model pruned here."""
+    file = directory / NAME
+    if not file.is_file():
+        return
+    card = file.read_text("utf-8", "replace")
+    if "mrp-lightning" in card:
+        save_text(file, with_perplexities(card, perplexity))
+
+
+def _with_results(text: str, results: Sequence[EvalResult]) -> str:
+    """A card with results in its metadata; those of the same texts and metrics are replaced."""
+    card = ModelCard(text)
+    data = card.data
+    assert isinstance(data, ModelCardData)
+    measured = {(x.unique_identifier, x.metric_type) for x in results}
+    others = [
+        x for x in data.eval_results or [] if (x.unique_identifier, x.metric_type) not in measured
+    ]
+    data.eval_results = [*others, *results]
+    heading = re.search(r"^# (.+)$", card.text, re.M)
+    data.model_name = data.model_name or (heading[1] if heading else "Pruned model")
+    return str(card)
 
 
 def _how(method: str, trained: dict[str, Any]) -> str:
@@ -77,7 +176,7 @@ def _how(method: str, trained: dict[str, Any]) -> str:
 
 
 def _calibration(data: dict[str, Any]) -> list[str]:
-    """What calibrated the model, as far as it is known."""
+    """The line on what calibrated the model, as far as that is known."""
     if not data.get("samples"):
         return []
     source = f" of {data['source']}" if data.get("source") else ""

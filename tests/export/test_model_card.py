@@ -17,8 +17,10 @@ def test_it_is_the_pruned_models_with_how_to_load_it(llama, tmp_path, monkeypatc
     records.record(llama, perplexity={"c4": SCORES})
     main([str(llama), "--out", str(tmp_path / "out")])
     text = (tmp_path / "out" / "README.md").read_text()
-    assert huggingface_hub.ModelCard(text).data.to_dict() == {"license": "mit", "tags": ["pruned"]}
-    assert text.startswith(CARD)
+    data = huggingface_hub.ModelCard(text).data
+    assert data.to_dict().keys() == {"license", "tags", "model-index"}
+    assert [(x.dataset_name, x.metric_value) for x in data.eval_results] == [("c4", 28.0)]
+    assert text.split("---\n")[2].startswith(CARD.split("---\n")[2])
     assert "| c4 | 28.000 | 128 | 254 |" in text
     assert "14 layers take 0.5625 of their bytes" in text
     assert "Its logits are equal to those of the pruned model" in text
