@@ -1,7 +1,6 @@
 """The dense model's own walk, beside that over the model that is being pruned."""
 
 from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,20 +13,16 @@ from mrp_lightning.targets.layers import Expert, Layer
 class DenseStream:
     """A second walk, over the dense model, which needs no second copy of the model.
 
-    A block is run for it while it is still dense; what is pruned in it meanwhile is put back for
-    the time of a forward. So the weights of one block are kept twice. Only where the walk runs all
-    blocks in every forward (`Rerun`) are those of all pruned layers.
-
-    Args:
-        walk: The walk over the model that is being pruned, at its start.
-        keeps_outputs: Whether `outputs` are wanted, also where the walk itself needs none.
-
-    Attributes:
-        outputs: By batch, what the block that was last left behind returned: its hidden state on
-            the walk's store, `None` where the batch does not reach it.
+    It begins with the walk over the model that is being pruned, and runs a block while it is still
+    dense; what is pruned in it meanwhile is put back for the time of a forward. So the weights of
+    one block are kept twice. Only where the walk runs all blocks in every forward (`Rerun`) are
+    those of all pruned layers. With `keeps_outputs` it has `outputs` also where the walk itself
+    needs none.
     """
 
     def __init__(self, walk: Walk, *, keeps_outputs: bool = False) -> None:
+        # By batch, the hidden state that the block last left behind returned: on the walk's store,
+        # `None` where the batch does not reach the block.
         self.outputs: list[Tensor | None] = [None] * len(walk.batches)
         self._walk = walk.twin()
         self._keeps_outputs = keeps_outputs or isinstance(self._walk, Inject)
@@ -43,8 +38,11 @@ class DenseStream:
 
     def output(self, k: int, i: int) -> Any:
         """Run block k of the dense model on batch i; see `Walk.output`."""
-        with self._put_back():
+        self._exchange()
+        try:
             return self._walk.output(k, i)
+        finally:
+            self._exchange()
 
     def advance(self, k: int) -> Iterator[int]:
         """Make the dense outputs of block k the inputs of the next."""
@@ -59,14 +57,6 @@ class DenseStream:
             for key, (layer, dense) in self._dense.items()
             if id(layer.parameter) in later
         }
-
-    @contextmanager
-    def _put_back(self) -> Iterator[None]:
-        self._exchange()
-        try:
-            yield
-        finally:
-            self._exchange()
 
     def _exchange(self) -> None:
         """Let the model's weights and those that are kept change places. No weight moves."""

@@ -22,12 +22,9 @@ def peak_rss() -> int | None:
 
 @contextmanager
 def explained_out_of_memory(device: torch.device, *, offload: bool) -> Iterator[None]:
-    """Say of an error inside that is one of memory what to lower, on the model's device.
+    """Say of an error inside that is one of memory what to lower, in an `OutOfMemoryError`.
 
     `offload` says whether blocks and activations stay on the CPU already.
-
-    Raises:
-        OutOfMemoryError: There was not enough memory.
     """
     try:
         yield

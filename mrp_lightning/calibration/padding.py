@@ -32,21 +32,16 @@ class _Masks:
 
 
 class Padding:
-    """Watches the attention masks that modules are called with.
+    """Watches the attention masks that modules are called with in a forward of the model.
 
     A layer's padding is told by the mask of the innermost module around it that was given one: a
     decoder's layers by the decoder's mask. Where no module takes a mask, it is that of the batch.
     The masks that torch's own encoders and decoders take, True for padding, count alike.
-
-    Args:
-        model: The module whose forward runs.
-
-    Attributes:
-        unmatched: The layers some of whose inputs do not match the mask around them, with the
-            shapes of both. All rows of such an input count as tokens.
     """
 
     def __init__(self, model: nn.Module) -> None:
+        # Layers some of whose inputs do not match the mask around them, with both shapes: all
+        # rows of such an input count as tokens.
         self.unmatched: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         self._takers = [module for module in model.modules() if takes_mask(module)]
         self._arguments = {

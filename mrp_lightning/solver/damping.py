@@ -30,15 +30,13 @@ class DampedHessian:
     of theirs ever moves.
 
     Attributes:
-        dtype: The dtype to compute in: float64 if H is float64, else float32.
-        damping_used: λ, what is added to the diagonal.
         factor: Upper triangular U with UᵀU = (H + λI)⁻¹, (columns, columns).
         float32_suffices: Whether iterations in float32 can be trusted with this matrix.
         bfloat16_helps: Whether iterations whose products are rounded to bfloat16 lead nearer to a
             solution, and columns are so many that products take most of the time.
 
     Raises:
-        NotPositiveDefiniteError: The matrix is not positive definite to the precision of `dtype`.
+        NotPositiveDefiniteError: The matrix is not positive definite to the precision of its dtype.
     """
 
     def __init__(self, hessian: Tensor, dead: Tensor, mean_diagonal: float, ratio: float) -> None:

@@ -134,14 +134,14 @@ def _approach(
         loss = float(((dense - near) * slope).sum())
         target = _GAP_BETWEEN_BLOCKS * loss
         try:
-            steps = _descend(near, slope, kept, *times, target)
+            steps = _descend(near, slope, kept, times, target)
             if rounds and steps:
                 torch.mm(dense - near, matrix, out=slope)
                 if not float(((dense - near) * slope).sum()) < loss:
                     near.copy_(start[0])
                     slope.copy_(start[1])
                     full = full_product(matrix), full_product(inverse)
-                    steps += _descend(near, slope, kept, *full, target)
+                    steps += _descend(near, slope, kept, full, target)
         except (MemoryError, RuntimeError):  # fewer rows will begin where these did
             near.copy_(start[0])
             slope.copy_(start[1])
@@ -152,14 +152,10 @@ def _approach(
 
 
 def _descend(
-    x: Tensor,
-    gradient: Tensor,
-    kept: Tensor,
-    times_matrix: Product,
-    times_inverse: Product,
-    target: float,
+    x: Tensor, gradient: Tensor, kept: Tensor, products: tuple[Product, Product], target: float
 ) -> int:
-    """Iterate until the energy is at the target: the number of iterations."""
+    """Iterate with the products with H and H⁻¹ until the energy is at the target: how often."""
+    times_matrix, times_inverse = products
     precondition = InverseOnKept(times_inverse, kept)
     descent = ConjugateGradients(x, gradient, times_matrix, precondition)
     while descent.iterations < _LIMIT_BETWEEN_BLOCKS:

@@ -25,20 +25,13 @@ class InputHessian:
     nothing: for them H may be singular, and λ is added to nothing. H is kept, not copied or
     changed.
 
-    Attributes:
-        label: The layer as messages call it.
-        dtype: The dtype to compute in: float64 if H is float64, else float32.
-        diagonal: The diagonal of H, (columns,), in `dtype`.
-        dead: bool (columns,), True for dead inputs: those that were always zero.
-        mean_diagonal: Mean of the diagonal of H over the inputs that are not dead.
-
     Raises:
         HessianError: H is not a square floating-point matrix, not symmetric, has NaN or Inf or a
             negative diagonal, or is zero.
     """
 
     def __init__(self, hessian: Tensor, *, name: str | None = None) -> None:
-        self.label = f"layer `{name}`" if name else "layer"
+        self.label = f"layer `{name}`" if name else "layer"  # in messages
         if hessian.ndim != 2 or hessian.shape[0] != hessian.shape[1] or hessian.shape[0] == 0:
             self._fail(
                 f"the Hessian must be square, (columns, columns); got {tuple(hessian.shape)}"
@@ -46,6 +39,7 @@ class InputHessian:
         if not hessian.is_floating_point():
             self._fail(f"the Hessian must be floating point; got {hessian.dtype}")
         self.hessian = hessian.detach()
+        # The dtype to compute in.
         self.dtype = torch.float64 if hessian.dtype == torch.float64 else torch.float32
         self.columns = hessian.shape[0]
         diagonal = self.hessian.diagonal().to(self.dtype)
@@ -56,7 +50,7 @@ class InputHessian:
         if bool((diagonal < 0).any()):
             self._fail("the Hessian has a negative diagonal, which no 2·XᵀX / tokens has")
         self.diagonal = diagonal.clone()
-        self.dead = self.diagonal == 0
+        self.dead = self.diagonal == 0  # bool (columns,): the inputs that were always zero
         self.dead_inputs = int(self.dead.sum())
         if self.dead_inputs == self.columns:
             self._fail("the Hessian is zero: the layer saw only zeros")

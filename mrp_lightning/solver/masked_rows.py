@@ -32,15 +32,7 @@ _LONG = 100
 
 
 class MaskedRows:
-    """The masked system of some rows, solved until its own certificate holds.
-
-    Attributes:
-        x: The present solution, (rows, columns), improved in place.
-        bound: ½ Σ r (H⁻¹)_UU rᵀ over the rows, by which the damped loss of x exceeds the optimal
-            one at most; infinite before `certify`.
-        hidden: The part of the bound that allows for the rounding of r; zero before `certify`.
-        loss: The damped loss ½ Σ (w − x) H (w − x)ᵀ over the rows.
-    """
+    """The masked system of some rows; x (rows, columns) is improved in place."""
 
     def __init__(
         self, weight: Tensor, x: Tensor, gradient: Tensor, pruned: Tensor, damped: DampedHessian
@@ -48,8 +40,10 @@ class MaskedRows:
         self.weight, self.x, self.gradient = weight, x, gradient
         self.kept = (~pruned).to(x.dtype)
         self.damped = damped
+        # ½ Σ r (H⁻¹)_UU rᵀ, by which the damped loss of x exceeds the optimal one at most, and the
+        # part of it that allows for the rounding of r.
         self.bound, self.hidden = math.inf, 0.0
-        self.loss = float(((weight - x) * gradient).sum()) / 2
+        self.loss = float(((weight - x) * gradient).sum()) / 2  # ½ Σ (w − x) H (w − x)ᵀ
 
     @property
     def gap(self) -> float:

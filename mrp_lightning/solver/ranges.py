@@ -21,19 +21,11 @@ def split_range(start: int, stop: int, width: int) -> Iterator[tuple[int, int]]:
 
 
 def by_rows(work: Callable[[slice], Found], rows: int, columns: int) -> list[Found]:
-    """Work on the rows of a matrix, as many at a time as memory allows.
+    """Work on ranges of the rows of a matrix, as many at a time as memory allows.
 
-    Args:
-        work: Called with ranges of rows. Where there is not enough memory for it, it is called
-            again with half of them, so it has to go on from whatever it left behind.
-        rows: Number of rows.
-        columns: Number of columns.
-
-    Returns:
-        What `work` returned for each range.
-
-    Raises:
-        RuntimeError: There is not enough memory for a single row.
+    Where there is not enough memory for a range, `work` is called again with half of it, so it has
+    to go on from whatever it left behind. Returns what it returned for each range; what a single
+    row has no memory for is raised.
     """
     found = []
     start, most = 0, max(1, ELEMENTS // max(1, columns))

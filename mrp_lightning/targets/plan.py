@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from mrp_lightning.errors import PatternError, TargetError
-from mrp_lightning.solver.patterns import SemiStructured, Unstructured
+from mrp_lightning.solver.patterns import Pattern
 from mrp_lightning.targets.blocks import Block, find_blocks, named_modules, without_wrappers
 from mrp_lightning.targets.layers import Expert, Layer, is_linear, layers_of
 from mrp_lightning.targets.left_out import (
@@ -48,7 +48,7 @@ class Plan:
 
 def make_plan(
     model: nn.Module,
-    pattern: Unstructured | SemiStructured,
+    pattern: Pattern,
     *,
     targets: Sequence[str] | str | None = None,
     ignore: Sequence[str] | str | None = None,
@@ -102,24 +102,25 @@ def make_plan(
     names = [n for n in names if n not in {router.name for router in routers}]
     targeted = [layers[n] for n in names]
     _refuse_unusual(modules, targeted, [n for n in modules if wanted(n)], found, allow_meta)
-    skipped = {s.name: s for s in (*routers, *_no_layers(modules, found, wanted))}
-    skipped |= {s.name: s for s in _tied(model, targeted)}
-    skipped |= {s.name: s for s in _indivisible(targeted, pattern, skip_indivisible)}
+    unfit = _indivisible(targeted, pattern, skip_indivisible)
+    every_skipped = (*routers, *_no_layers(modules, found, wanted), *_tied(model, targeted), *unfit)
+    skipped = {s.name: s for s in every_skipped}
     every = {*layers, *(b.name for b in found)}
     if len({name.removeprefix(prefix) for name in every}) < len(every):
         prefix = ""  # cut, names would be the same as those of what is beside
-    taken = {n: replace(layers[n], name=n.removeprefix(prefix)) for n in names if n not in skipped}
+
+    def shown(name: str) -> str:
+        return name.removeprefix(prefix)
+
+    taken = {n: replace(layers[n], name=shown(n)) for n in names if n not in skipped}
     if not taken:
         _nothing_left(linear, in_blocks, list(skipped.values()))
     refuse_not_finite(list(taken.values()))
     return Plan(
-        blocks=[Block(b.name.removeprefix(prefix), b.module, b.chain) for b in found],
-        layers={
-            b.name.removeprefix(prefix): [taken[n] for n in inside[b.name] if n in taken]
-            for b in found
-        },
+        blocks=[replace(b, name=shown(b.name)) for b in found],
+        layers={shown(b.name): [taken[n] for n in inside[b.name] if n in taken] for b in found},
         outside=[taken[n] for n in outside if n in taken],
-        skipped=[Skipped(s.name.removeprefix(prefix), s.shape, s.reason) for s in skipped.values()],
+        skipped=[replace(s, name=shown(s.name)) for s in skipped.values()],
     )
 
 
@@ -225,9 +226,7 @@ def _tied(model: nn.Module, layers: list[Layer]) -> Iterator[Skipped]:
         yield Skipped(layer.name, tuple(layer.weight.shape), reason)
 
 
-def _indivisible(
-    layers: list[Layer], pattern: Unstructured | SemiStructured, skip: bool
-) -> list[Skipped]:
+def _indivisible(layers: list[Layer], pattern: Pattern, skip: bool) -> list[Skipped]:
     unfit = []
     for layer in layers:
         if not pattern.divides(layer.grouped_columns):

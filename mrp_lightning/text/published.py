@@ -14,12 +14,7 @@ from torch import Tensor
 
 from mrp_lightning.environment import extra, why_no_hub
 from mrp_lightning.errors import DataError, OptionError
-from mrp_lightning.text.windows import (
-    Draws,
-    segments_of_documents,
-    segments_of_text,
-    tokenize,
-)
+from mrp_lightning.text.windows import Draws, segments_of_documents, segments_of_text, tokenize
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,11 +14,7 @@ from mrp_lightning.text.standard_library import Split, standard_library
 
 @dataclass(frozen=True, kw_only=True)
 class OwnText:
-    """A text in splits: a dataset, or files; where there is neither, the standard library.
-
-    Raises:
-        FileNotFoundError: Files do not exist; it lists all.
-    """
+    """A text in splits: a dataset, or existing files; without either, the standard library."""
 
     train_files: Sequence[Path]  # text or .jsonl files of the split train
     eval_files: Sequence[Path]  # those of the splits validation and test
