@@ -58,8 +58,8 @@ class KeepSparsity(Callback):
                 "KeepSparsity: no layer of the model is pruned (none has 5% zeros or more), so "
                 "there is nothing to keep. Give the pruned model, or leave the callback out."
             )
-        stacks: dict[int, nn.Parameter] = {id(layer.parameter): layer.parameter for layer in layers}
-        self._pruned = [(parameter, parameter.detach() == 0) for parameter in stacks.values()]
+        parameters = dict.fromkeys(layer.parameter for layer in layers)  # experts share one
+        self._pruned = [(parameter, parameter.detach() == 0) for parameter in parameters]
         self.removed = {layer.name: int((layer.weight == 0).sum()) for layer in layers}
         for optimizer in trainer.optimizers:
             self._hooks.append(optimizer.register_step_post_hook(self._after_step))

@@ -113,7 +113,7 @@ class CausalLM(LightningModule):
         self.learning_rate, self.weight_decay = learning_rate, weight_decay
         self.warmup_steps = warmup_steps
         self.offload = offload
-        self._offloaded: ExitStack | None = None
+        self._offloaded = ExitStack()
         self.evaluation: dict[str, dict[str, float | int]] = {}
         self._texts = Perplexities()
         self.save_hyperparameters(
@@ -176,8 +176,14 @@ class CausalLM(LightningModule):
             self.model.train()
         self.teardown(stage)  # an exception may have left out the last one
         if self.offload and stage in ("validate", "test"):
-            self._offloaded = ExitStack()
-            self._offloaded.enter_context(held_on_cpu(self, self._blocks))
+            blocks = [block.module for block in find_blocks(self)]
+            offload = Offload(blocks, self.trainer.strategy.root_device)
+            self._offloaded.enter_context(held_on_cpu(self, lambda: blocks))
+            self._offloaded.enter_context(offload.active())
+
+    def teardown(self, stage: str) -> None:
+        """Undo `offload`."""
+        self._offloaded.close()
 
     def on_train_start(self) -> None:
         """Warn of training that would fill the zeros of a pruned model."""
@@ -189,24 +195,6 @@ class CausalLM(LightningModule):
                 f"{len(layers)} layers of this model are pruned ({layers[0].name}, …), and "
                 "training will fill their zeros. Add `callbacks.KeepSparsity` to keep them."
             )
-
-    def on_validation_start(self) -> None:
-        """Offload, now that the rest of the model is on its device."""
-        if self._offloaded is not None:
-            self._offloaded.close()
-            offload = Offload(self._blocks(), self.trainer.strategy.root_device)
-            self._offloaded.enter_context(offload.active())
-
-    on_test_start = on_validation_start
-
-    def _blocks(self) -> list[torch.nn.Module]:
-        return [block.module for block in find_blocks(self)]
-
-    def teardown(self, stage: str) -> None:
-        """Undo `offload`."""
-        if self._offloaded is not None:
-            self._offloaded.close()
-            self._offloaded = None
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Log `train_loss`."""

@@ -1,4 +1,4 @@
-"""What a LightningModule holds: which language models, and what of it a checkpoint is."""
+"""The parts of a LightningModule: its language models, and what of it becomes a checkpoint."""
 
 from collections.abc import Mapping
 from inspect import signature
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from mrp_lightning.errors import DataError
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.trainer import ModuleRunner
-from mrp_lightning.models.batch import longest_input, token_ids
+from mrp_lightning.models.batch import token_ids
 from mrp_lightning.models.positions import longest_sequence
 from mrp_lightning.targets.blocks import without_wrappers
 from mrp_lightning.upstream import uncompiled
@@ -29,7 +29,7 @@ def language_models(module: LightningModule) -> dict[str, PreTrainedModel]:
 
 
 def checkpoint_root(module: LightningModule) -> tuple[str, nn.Module]:
-    """The prefix of what is saved in the names of the LightningModule, and that module.
+    """The module that is saved, after the prefix that its names have in the LightningModule.
 
     It is the one `PreTrainedModel`, or the module that a `ModuleRunner` runs, or else all.
     """
@@ -43,9 +43,9 @@ def checkpoint_root(module: LightningModule) -> tuple[str, nn.Module]:
 
 
 def weights_beside(module: LightningModule) -> dict[str, Tensor]:
-    """What a `state_dict` of a module holds beside what is saved as the model, by name.
+    """The tensors of a module's `state_dict` that are not saved as the model, by name.
 
-    What is tied to a weight of the model is none.
+    A tensor that is tied to a weight of the model is saved with it.
     """
     _, model = checkpoint_root(module)
     inside = {id(x) for x in model.state_dict(keep_vars=True).values()}
@@ -63,9 +63,7 @@ def is_built_later(module: LightningModule) -> bool:
 def check_batch(module: LightningModule, batch: Any) -> None:
     """Refuse windows that are longer than the model's positions, and tokens it does not know.
 
-    Raises:
-        DataError: The windows are longer, or token ids are outside the vocabulary (the message
-            names both numbers), or a `CausalLM` is given images or other inputs beside the text.
+    A `CausalLM` takes no images or other inputs beside the text.
     """
     if isinstance(module, CausalLM) and isinstance(batch, Mapping):
         taken = signature(module.model.forward).parameters.keys() - {"attention_mask"}
@@ -76,20 +74,18 @@ def check_batch(module: LightningModule, batch: Any) -> None:
                 "of the batch would have no part in the calibration. Give the Hugging Face model "
                 "itself to `Trainer.predict`, or your own LightningModule that calls it."
             )
-    models = language_models(module)
-    if len(models) != 1:
+    models, ids = language_models(module), token_ids(batch)
+    if len(models) != 1 or ids is None or not ids.numel():
         return
     (model,) = models.values()
-    limit = longest_sequence(model.config)
-    length = longest_input(batch)
+    limit, length = longest_sequence(model.config), ids.shape[1]
     if limit is not None and length > limit:
         raise DataError(
             f"The calibration sequences have {length} tokens, more than the {limit} positions of "
-            "the model's configuration. "
-            f"Cut them to `sequence_length: {limit}` or less."
+            f"the model's configuration. Cut them to `sequence_length: {limit}` or less."
         )
-    ids, table = token_ids(batch), _embedding(model)
-    if ids is None or not ids.numel() or table is None:
+    table = _embedding(model)
+    if table is None:
         return
     lowest, highest = (int(end) for end in ids.aminmax())
     if lowest < 0 or highest >= len(table):

@@ -178,7 +178,7 @@ class TextDataModule(LightningDataModule):
 
     @property
     def calibration_source(self) -> str:
-        """What the calibration windows are drawn from, by name; of files without their place."""
+        """The name of the text to calibrate on; of files their names without their directories."""
         return self.calibration or self._own.train_name
 
     def predict_dataloader(self) -> DataLoader[Any]:
@@ -202,14 +202,13 @@ class TextDataModule(LightningDataModule):
         """The windows of the test split, or of each published text."""
         return self._evaluation_loaders("test")
 
-    def _evaluation_loaders(self, split: Split) -> DataLoader[Any] | dict[str, Any]:
+    def _evaluation_loaders(self, split: Split) -> DataLoader[Any] | dict[str, DataLoader[Any]]:
+        def loader(windows: Tensor) -> DataLoader[Any]:
+            return self._loader(Windows(windows, len(self._frame()[1])))
+
         if self._published:
-            windows = {name: self.corpus_windows(name) for name in self.evaluation}
-        else:
-            windows = {split: self.evaluation_windows(split)}
-        _, prefix = self._frame()
-        loaders = {name: self._loader(Windows(ids, len(prefix))) for name, ids in windows.items()}
-        return loaders if self._published else loaders[split]
+            return {name: loader(self.corpus_windows(name)) for name in self.evaluation}
+        return loader(self.evaluation_windows(split))
 
     def calibration_windows(self) -> Tensor:
         """Random windows of the calibration text (num_samples, sequence_length), int64.
@@ -220,13 +219,12 @@ class TextDataModule(LightningDataModule):
         tokenizer, prefix = self._frame()
         length = self.sequence_length - len(prefix)
         draws = Draws(count=self.num_samples, length=length, seed=self.seed)
-        return after(prefix, self._draw(tokenizer, draws))
-
-    def _draw(self, tokenizer: Any, draws: Draws) -> Tensor:
         if self._published:
-            return self._published.segments(tokenizer, draws)
-        documents = self.documents("train")
-        return segments_across_documents(documents, tokenizer, draws, "train", separator=_SEPARATOR)
+            return after(prefix, self._published.segments(tokenizer, draws))
+        windows = segments_across_documents(
+            self.documents("train"), tokenizer, draws, "train", separator=_SEPARATOR
+        )
+        return after(prefix, windows)
 
     def evaluation_windows(self, split: Split) -> Tensor:
         """Consecutive windows of a split's joined text (windows, sequence_length), int64.
@@ -265,7 +263,7 @@ class TextDataModule(LightningDataModule):
         return after(prefix, consecutive_windows(tokens, length, name))
 
     def _frame(self) -> tuple[Any, Tensor]:
-        """What tokenizes the text, and what then stands before every window of it (tokens,)."""
+        """The tokenizer of the text, and the prefix (tokens,) that every window of it is given."""
         # Only now: a checkpoint that Lightning restores after `setup` may hold the tokenizer.
         tokenizer = self.tokenizer
         if tokenizer is None:

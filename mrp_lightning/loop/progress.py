@@ -5,7 +5,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import RichProgressBar
@@ -23,7 +22,7 @@ def nested_progress(trainer: Trainer, total: int) -> Iterator[Callable[[int, str
     """Show a task below the running one, in Rich or in tqdm, or nowhere if the trainer has no bar.
 
     Yields:
-        A function that takes how much is done, in layers, and a description of what is being done.
+        A function that takes the number of layers that are done, and what is being done.
     """
     bar = trainer.progress_bar_callback
     if not _has_bar(trainer) or not trainer.is_global_zero:
@@ -36,45 +35,41 @@ def nested_progress(trainer: Trainer, total: int) -> Iterator[Callable[[int, str
             rich.update(task, completed=done, description=text)
             bar.refresh()
 
-        try:
-            yield update_rich
-        finally:
-            bar.refresh()
+        yield update_rich
     else:
-        position = 2 * getattr(bar, "process_position", 0) + 1
-        line = Tqdm(
+        with Tqdm(
             total=total,
             desc="pruning",
-            position=position,
+            position=2 * getattr(bar, "process_position", 0) + 1,
             dynamic_ncols=True,
             file=sys.stdout,
             miniters=0,  # by time: the text changes more often than the count
-        )
+        ) as line:
 
-        def update_tqdm(done: int, text: str) -> None:
-            line.set_description_str(text, refresh=False)
-            line.update(done - line.n)
+            def update_tqdm(done: int, text: str) -> None:
+                line.set_description_str(text, refresh=False)
+                line.update(done - line.n)
 
-        try:
             yield update_tqdm
-        finally:
-            line.close()
 
 
 class PlainLog:
     """Lines where nobody sees a bar: for each finished block, and where a block takes long.
 
+    It counts the time from here, and estimates the rest as if all blocks were alike, but for those
+    that came from a journal.
+
     Args:
-        trainer: The trainer, whose bar may be switched off, or go to a file. The time is counted
-            from here.
+        trainer: The trainer, whose bar may be switched off, or go to a file.
         blocks: The number of blocks in all.
     """
 
     def __init__(self, trainer: Trainer, blocks: int) -> None:
         self._silent = _has_bar(trainer) and sys.stdout.isatty()
         self._blocks = blocks
-        self._start = self._last = time.monotonic()
-        self._pace = _Pace(blocks, self._start)
+        self._done = self._resumed = 0
+        self._start = self._last_line = time.monotonic()
+        self._pruning_since = self._last_block = self._start
 
     def finish(self, done: int, relative_loss: float | None, *, resumed: bool = False) -> None:
         """Log a finished block, with an estimate of the rest.
@@ -84,66 +79,43 @@ class PlainLog:
             relative_loss: That of the last one, `None` if no layer of it is pruned.
             resumed: Whether it was finished by an interrupted run before this one.
         """
-        self._last = time.monotonic()
-        self._pace.finish(done, self._last, resumed=resumed)
+        now = self._last_line = self._last_block = time.monotonic()
+        self._resumed += (done - self._done) * resumed
+        self._done = done
+        if done == self._resumed:
+            self._pruning_since = now
         parts = [f"block {done}/{self._blocks}"]
         if relative_loss is not None:
             parts.append(f"relative loss {relative_loss:.3g}")
-        rest = self._pace.rest(self._last)
-        left = f", about {_duration(rest)} left" if rest is not None else ""
-        parts.append("from the journal" if resumed else _duration(self._last - self._start) + left)
+        rest = self._rest(now)
+        left = f", {rest}" if rest else ""
+        parts.append("from the journal" if resumed else _duration(now - self._start) + left)
         self._say(" · ".join(parts))
 
     @property
     def left(self) -> str:
         """How long it will take yet, empty until a block is finished."""
-        rest = self._pace.rest(time.monotonic())
-        return "" if rest is None else f" · about {_duration(rest)} left"
+        rest = self._rest(time.monotonic())
+        return f" · {rest}" if rest else ""
 
     def move(self, text: str) -> None:
         """Log what is being done, if there was no line for half a minute."""
         now = time.monotonic()
-        if now - self._last >= _LINE_SECONDS:
-            self._last = now
+        if now - self._last_line >= _LINE_SECONDS:
+            self._last_line = now
             self._say(f"{text} · {_duration(now - self._start)}")
+
+    def _rest(self, now: float) -> str:
+        pruned = self._done - self._resumed
+        if not pruned or self._done >= self._blocks:
+            return ""
+        seconds_each = (self._last_block - self._pruning_since) / pruned
+        rest = seconds_each * (self._blocks - self._done) - (now - self._last_block)
+        return f"about {_duration(max(0.0, rest))} left"
 
     def _say(self, line: str) -> None:
         if not self._silent:
             log.info(line)
-
-
-@dataclass
-class _Pace:
-    """How long blocks take, those apart that came from a journal.
-
-    Attributes:
-        blocks: The number of blocks in all.
-        since: When the first block was started that this run prunes itself.
-        done: The number of finished blocks.
-        resumed: How many of them came from a journal.
-        last: When the last one was finished.
-    """
-
-    blocks: int
-    since: float
-    done: int = 0
-    resumed: int = 0
-    last: float = 0.0
-
-    def finish(self, done: int, now: float, *, resumed: bool) -> None:
-        """Count finished blocks."""
-        self.resumed += (done - self.done) * resumed
-        self.done, self.last = done, now
-        if self.done == self.resumed:
-            self.since = now
-
-    def rest(self, now: float) -> float | None:
-        """How many seconds it takes yet if all blocks are alike, `None` where that is not known."""
-        made = self.done - self.resumed
-        if not made or self.done >= self.blocks:
-            return None
-        rest = (self.last - self.since) / made * (self.blocks - self.done)
-        return max(0.0, rest - (now - self.last))
 
 
 class Seldom:

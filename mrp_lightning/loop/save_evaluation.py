@@ -1,4 +1,4 @@
-"""Keeping what `test` finds."""
+"""A callback that keeps what `test` finds."""
 
 import os
 from typing import Any

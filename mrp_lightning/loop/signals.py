@@ -16,11 +16,7 @@ _PATIENCE = 8.0
 
 
 class Interrupted(SystemExit):
-    """A signal ended the pruning. The exit status is 128 and its number, as shells have it.
-
-    Args:
-        number: The number of the signal.
-    """
+    """A signal ended the pruning. The exit status is 128 and its number, as shells have it."""
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
@@ -28,10 +24,9 @@ class Interrupted(SystemExit):
 
 
 def unclaimed_signals() -> list[signal.Signals]:
-    """Which of SIGTERM and SIGINT still do what Python lets them do.
+    """Those of SIGTERM and SIGINT for which the program has no handler of its own.
 
-    One for which the program has a handler of its own, or that it ignores, is none of ours. Nor is
-    any outside the main thread, where Python runs no handlers.
+    Outside the main thread, where Python runs no handlers, there are none.
     """
     if threading.current_thread() is not threading.main_thread():
         return []
@@ -42,15 +37,9 @@ def unclaimed_signals() -> list[signal.Signals]:
 def interruptible(signals: Sequence[signal.Signals], *, at_once: bool = False) -> Iterator[None]:
     """Raise `Interrupted` in this context when one of the signals comes; later ones are ignored.
 
-    Python runs its handlers between two operations of torch. Most take less than a second.
-
-    Args:
-        signals: The signals, of which `unclaimed_signals` knew before a trainer took them.
-        at_once: Whether SIGTERM ends the process, with the same status, where an operation takes
-            many seconds longer.
-
-    Raises:
-        Interrupted: One came.
+    Python runs its handlers between two operations of torch, of which most take less than a second.
+    With `at_once`, SIGTERM ends the process, with the same status, where one takes much longer.
+    `signals` are those that were unclaimed before a trainer took them.
     """
     received: list[int] = []
 

@@ -17,15 +17,8 @@ def streamed_blocks(module: LightningModule) -> StreamedBlocks | None:
 def start_streamed(module: LightningModule, *, processes: int, is_kept: bool) -> None:
     """Let a streamed model be dense, whatever an interrupted run has pruned in its journal.
 
-    Args:
-        module: The module to prune; to one in memory nothing is done.
-        processes: How many processes prune it.
-        is_kept: Whether the run keeps a journal.
-
-    Raises:
-        OptionError: It does not, and nothing would be left of what is pruned; or the module has
-            weights of its own, which are in no checkpoint that can be streamed.
-        StrategyError: There are several processes.
+    To a module in memory nothing is done. `is_kept` says whether the run keeps a journal, without
+    which nothing would be left of what is pruned.
     """
     streamed = streamed_blocks(module)
     if streamed is None:
@@ -49,11 +42,7 @@ def start_streamed(module: LightningModule, *, processes: int, is_kept: bool) ->
 
 
 def check_streamed_plan(module: LightningModule, plan: Plan) -> None:
-    """Refuse a plan whose blocks are not those that stay in files.
-
-    Raises:
-        TargetError: The names of blocks that are others, and of layers that would never be read.
-    """
+    """Refuse a plan with blocks that do not stay in files, and layers that would never be read."""
     streamed = streamed_blocks(module)
     if streamed is None:
         return
