@@ -1,6 +1,8 @@
 """A callback that keeps what `test` finds."""
 
 import os
+from collections.abc import Callable
+from os.path import commonprefix
 from typing import Any
 
 import torch
@@ -8,11 +10,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from mrp_lightning.evaluation.continuation import continuation
 from mrp_lightning.files import output_path
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.models.batch import split_batch
 from mrp_lightning.records import evaluation as records
+
+_PROMPT_TOKENS = 32
+_NEW_TOKENS = 48
 
 
 class SaveEvaluation(Callback):
@@ -74,3 +78,31 @@ class SaveEvaluation(Callback):
             model=pl_module.model.name_or_path or None,
         )
         rank_zero_info(f"Recorded in {path}.")
+
+
+def continuation(
+    logits: Callable[[Tensor], Tensor], tokenizer: Any, window: Tensor
+) -> dict[str, str]:
+    """Let a model go on with the beginning of a window, always by the most likely token.
+
+    Prompt and continuation are together no longer than the window, which the model can take.
+
+    Args:
+        logits: Gives the logits (1, length, vocabulary) of token ids (1, length).
+        tokenizer: The model's, to decode.
+        window: Token ids (length,) without padding.
+
+    Returns:
+        The `prompt` and the `continuation`, as text.
+    """
+    start = min(_PROMPT_TOKENS, len(window) // 2)
+    ids = window[:start]
+    for _ in range(min(_NEW_TOKENS, len(window) - start)):
+        token = logits(ids[None])[0, -1].argmax()
+        if token.item() == tokenizer.eos_token_id:
+            break
+        ids = torch.cat([ids, token[None]])
+    decoded = [tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:start], ids)]
+    # A prompt may end within a character, which only what follows completes.
+    prompt = commonprefix(decoded)  # noqa: RUF071
+    return {"prompt": prompt, "continuation": decoded[1].removeprefix(prompt)}
