@@ -1,4 +1,4 @@
-"""What `CausalLM` is given as its model: a name, a file, a configuration, or a loaded model."""
+"""The model of a `CausalLM`: from a name, a file or a configuration, or one that is loaded."""
 
 import os
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from mrp_lightning.targets.blocks import find_blocks
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
-    """Where a model and its tokenizer come from; `CausalLM` says what the arguments mean."""
+    """The arguments of `CausalLM` by which its model and its tokenizer are loaded."""
 
     model: dict[str, Any] | str | os.PathLike[str] | PreTrainedConfig | torch.nn.Module
     dtype: str | torch.dtype | None

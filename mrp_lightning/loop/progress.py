@@ -1,4 +1,4 @@
-"""Where a pruning is: a second line in the trainer's bar, and a log where nobody sees a bar."""
+"""The progress of a pruning: a line in the trainer's bar, and a log where nobody sees a bar."""
 
 import logging
 import sys
@@ -94,7 +94,7 @@ class PlainLog:
 
     @property
     def left(self) -> str:
-        """How long it will take yet, empty until a block is finished."""
+        """The time that is left, as a text; empty until a block is finished."""
         rest = self._rest(time.monotonic())
         return f" · {rest}" if rest else ""
 

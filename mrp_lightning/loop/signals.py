@@ -80,7 +80,7 @@ def _watched(wanted: bool) -> Iterator[None]:
 
 
 def _is_watched() -> bool:
-    """Whether the program itself is told of signals as they come, as an event loop is."""
+    """Whether the program itself has asked for a byte at each signal, as event loops do."""
     told = signal.set_wakeup_fd(-1)
     if told != -1:
         signal.set_wakeup_fd(told)

@@ -152,7 +152,7 @@ def _checked(callbacks: Callback | Sequence[Callback] | None) -> list[Callback]:
 
 
 def _is_of_the_other_package(value: object) -> bool:
-    """Whether it is of `pytorch_lightning`, whose classes are others with the same names."""
+    """Whether a value is of `pytorch_lightning`, whose classes are others with the same names."""
     names = (kind.__module__ for kind in type(value).__mro__)
     return any(name.partition(".")[0] == "pytorch_lightning" for name in names)
 
