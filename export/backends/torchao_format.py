@@ -19,8 +19,8 @@ from export.packed import huggingface
 from mrp_lightning.environment import device_named
 from mrp_lightning.errors import FormatError, OptionError
 from mrp_lightning.json_files import read_json
-from mrp_lightning.models.loading import load_config, missing_weights
-from mrp_lightning.models.plausible import check_files, check_values
+from mrp_lightning.models.integrity import check_files, check_values, missing_weights
+from mrp_lightning.models.loading import load_config
 from mrp_lightning.models.skeleton import build_without_weights, model_class
 
 QUANT_METHOD = "mrp_torchao24"

@@ -16,10 +16,9 @@ from export.errors import first_line
 from mrp_lightning.errors import FormatError
 from mrp_lightning.files import BESIDE
 from mrp_lightning.json_files import read_json
-from mrp_lightning.models.loading import missing_weights
-from mrp_lightning.models.plausible import check_size, check_values
+from mrp_lightning.models.checkpoint import weight_files
+from mrp_lightning.models.integrity import check_size, check_values, missing_weights
 from mrp_lightning.models.skeleton import build_without_weights, model_class
-from mrp_lightning.models.weight_files import weight_files
 from mrp_lightning.records import report as pruning_report
 
 _REPLACED = {"config.json", "export_report.json"}

@@ -16,7 +16,7 @@ from export.errors import first_line
 from export.packed.packed_format import different_bits
 from mrp_lightning.errors import DataError
 from mrp_lightning.loop.data_module import TextDataModule
-from mrp_lightning.models.positions import longest_sequence
+from mrp_lightning.models.skeleton import longest_sequence
 
 MIN_TOP1_AGREEMENT = 0.995
 MAX_PERPLEXITY_CHANGE = 0.01

@@ -23,8 +23,8 @@ from export.packed.packed_linear import PackedLinear, is_packable
 from export.packed.sparse24_format import SPARSE24
 from export.packed.sparse24_linear import Sparse24Linear
 from mrp_lightning.errors import FormatError, OptionError
-from mrp_lightning.models.loading import as_dtype, explained_damage, load_config
-from mrp_lightning.models.plausible import check_files
+from mrp_lightning.models.integrity import check_files, explained_damage
+from mrp_lightning.models.loading import as_dtype, load_config
 from mrp_lightning.models.skeleton import build_without_weights, model_class
 from mrp_lightning.targets.layers import layers_of
 

@@ -20,7 +20,7 @@ from mrp_lightning.loop.data_module import TextDataModule
 from mrp_lightning.loop.pruning_callback import callbacks_that_prune
 from mrp_lightning.loop.save_evaluation import SaveEvaluation
 from mrp_lightning.loop.trainer import Trainer
-from mrp_lightning.models.damage import explained_checkpoint
+from mrp_lightning.models.integrity import explained_checkpoint
 from mrp_lightning.records.report import NAME
 
 _GPUS = {"cuda", "mps"}

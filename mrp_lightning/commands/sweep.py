@@ -29,7 +29,7 @@ from mrp_lightning.experiments.runs import TRIAL, Run, read_run
 from mrp_lightning.experiments.summary import scores, summarize
 from mrp_lightning.experiments.sweep import Sweep
 from mrp_lightning.experiments.trials import Trial
-from mrp_lightning.models.dequantized import dequantized_once
+from mrp_lightning.models.gguf import dequantized_once
 
 _WHAT = str(Sweep.__doc__).partition("Args:")[0].strip()
 

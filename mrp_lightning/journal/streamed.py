@@ -9,7 +9,7 @@ from mrp_lightning.journal.journal import Journal
 from mrp_lightning.targets.layers import Layer
 
 if TYPE_CHECKING:
-    from mrp_lightning.models.streamed_blocks import StreamedBlocks
+    from mrp_lightning.models.streaming import StreamedBlocks
 
 
 class StreamedJournal(Journal):

@@ -20,8 +20,8 @@ from mrp_lightning.errors import OptionError
 from mrp_lightning.evaluation.perplexity import Perplexities, token_losses
 from mrp_lightning.loop.model_source import ModelSource
 from mrp_lightning.models.batch import split_batch, to_predict
-from mrp_lightning.models.damage import explained_checkpoint
-from mrp_lightning.models.tokenizer_files import tokenizer_files, tokenizer_from_files
+from mrp_lightning.models.integrity import explained_checkpoint
+from mrp_lightning.models.tokenizers import tokenizer_files, tokenizer_from_files
 from mrp_lightning.targets.blocks import find_blocks
 from mrp_lightning.targets.zeros import pruned_layers
 

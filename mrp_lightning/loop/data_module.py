@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from mrp_lightning.errors import DataError, OptionError
 from mrp_lightning.loop.distributed import one_share_each
-from mrp_lightning.models.positions import longest_sequence
+from mrp_lightning.models.skeleton import longest_sequence
 from mrp_lightning.models.tokenizers import load_tokenizer
 from mrp_lightning.text.prefix import Windows, after, frame
 from mrp_lightning.text.published import PublishedTexts

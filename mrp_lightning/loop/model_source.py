@@ -16,8 +16,7 @@ from transformers import (
 from mrp_lightning.errors import OptionError
 from mrp_lightning.models.gguf import located
 from mrp_lightning.models.loading import as_dtype, load_model, make_config
-from mrp_lightning.models.streamed_blocks import StreamedBlocks
-from mrp_lightning.models.streaming import load_streamed
+from mrp_lightning.models.streaming import StreamedBlocks, load_streamed
 from mrp_lightning.models.tokenizers import load_tokenizer, tokenizer_beside
 from mrp_lightning.targets.blocks import find_blocks
 

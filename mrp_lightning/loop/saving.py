@@ -23,8 +23,7 @@ from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.contents import checkpoint_root, language_models, weights_beside
 from mrp_lightning.loop.streaming import streamed_blocks
 from mrp_lightning.models.precision import stored_dtype, wider_dtypes
-from mrp_lightning.models.saving import save_pretrained
-from mrp_lightning.models.streamed_saving import save_streamed
+from mrp_lightning.models.saving import save_pretrained, save_streamed
 from mrp_lightning.records.model_card import model_card
 from mrp_lightning.records.report import NAME, PruningReport
 from mrp_lightning.targets.zeros import pruned_layers

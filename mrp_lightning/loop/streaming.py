@@ -5,7 +5,7 @@ from lightning.pytorch import LightningModule
 from mrp_lightning.errors import OptionError, StrategyError, TargetError
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.contents import weights_beside
-from mrp_lightning.models.streamed_blocks import StreamedBlocks
+from mrp_lightning.models.streaming import StreamedBlocks
 from mrp_lightning.targets.plan import Plan
 
 

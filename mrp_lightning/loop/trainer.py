@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from mrp_lightning.calibration.memory import explained_out_of_memory
 from mrp_lightning.errors import FormatError
 from mrp_lightning.loop.causal_lm import CausalLM
-from mrp_lightning.models.damage import explained_checkpoint, why_no_checkpoint
+from mrp_lightning.models.integrity import explained_checkpoint, why_no_checkpoint
 from mrp_lightning.models.tokenizers import tokenizer_beside
 from mrp_lightning.upstream import in_order, uncompiled
 

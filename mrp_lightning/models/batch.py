@@ -10,24 +10,14 @@ from torch import Tensor
 def split_batch(batch: Any) -> tuple[Tensor, Tensor | None]:
     """Token ids and attention mask of a batch.
 
-    Args:
-        batch: An int64 tensor (batch, length), a tuple or list whose first item is one, or a
-            mapping with `input_ids` and optionally `attention_mask`.
-
     Returns:
         Token ids (batch, length), and the attention mask of the same shape with 1 for tokens and 0
         for padding, or `None` where every position is a token.
 
     Raises:
-        TypeError: `batch` is none of these.
+        TypeError: `batch` is none of those.
     """
-    mask = None
-    if isinstance(batch, Mapping):
-        ids, mask = batch.get("input_ids"), batch.get("attention_mask")
-    elif isinstance(batch, list | tuple):
-        ids = batch[0] if batch else None
-    else:
-        ids = batch
+    ids = _first_tensor(batch)
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32) or ids.ndim != 2:
         got = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
         raise TypeError(
@@ -35,17 +25,23 @@ def split_batch(batch: Any) -> tuple[Tensor, Tensor | None]:
             "one, or a mapping with `input_ids` and optionally `attention_mask`. "
             f"Got {type(batch).__name__} with token ids {got}."
         )
-    return ids, mask
+    return ids, batch.get("attention_mask") if isinstance(batch, Mapping) else None
 
 
 def to_predict(batch: Any) -> Tensor | None:
-    """Which tokens of a batch are to be predicted by its `labels`: all but those with −100.
+    """Which tokens (batch, length) of a batch are to be predicted: all whose label is not −100.
 
-    Returns:
-        A bool tensor (batch, length), or `None` where the batch is no mapping with labels.
+    It is `None` where the batch is no mapping with `labels`.
     """
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     return None if labels is None else labels != -100
+
+
+def token_ids(batch: Any) -> Tensor | None:
+    """The token ids (batch, length) in a batch, `None` where there are none."""
+    ids = _first_tensor(batch)
+    is_ids = isinstance(ids, Tensor) and ids.ndim == 2 and not ids.is_floating_point()
+    return ids if is_ids else None
 
 
 def longest_input(batch: Any) -> int:
@@ -54,10 +50,7 @@ def longest_input(batch: Any) -> int:
     return 0 if ids is None else ids.shape[1]
 
 
-def token_ids(batch: Any) -> Tensor | None:
-    """The token ids (batch, length) in a batch, `None` where there are none."""
+def _first_tensor(batch: Any) -> Any:
+    """What stands in a batch where its token ids are."""
     ids: Any = batch.get("input_ids") if isinstance(batch, Mapping) else batch
-    if isinstance(ids, Sequence) and ids:
-        ids = ids[0]
-    is_ids = isinstance(ids, Tensor) and ids.ndim == 2 and not ids.is_floating_point()
-    return ids if is_ids else None
+    return ids[0] if isinstance(ids, Sequence) and ids else ids

@@ -1,21 +1,33 @@
 """GGUF, llama.cpp's file format: configuration, tokenizer and quantized weights in one file.
 
-transformers reads such a file and dequantizes it. Here are the ways to name one, and what is said
-where it cannot be read.
+transformers reads such a file and dequantizes it. Here are the ways to name one, what is read of
+it, and what is said where it cannot be read.
 """
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from copy import deepcopy
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GgufConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from mrp_lightning.environment import extra, why_no_hub
-from mrp_lightning.errors import DependencyError, FormatError, OptionError
+from mrp_lightning.errors import DependencyError, FormatError, OptionError, TargetError
+from mrp_lightning.models.integrity import check_size, check_values, missing_weights
+from mrp_lightning.models.skeleton import build_without_weights
 from mrp_lightning.upstream import bounded_gguf
 
 _SUFFIX = ".gguf"
@@ -89,7 +101,7 @@ def _beside(directory: Path) -> list[str]:
 
 @contextmanager
 def reading(file: Path) -> Iterator[dict[str, Any]]:
-    """What `from_pretrained` of transformers takes for a GGUF file; what it raises is explained.
+    """Give the arguments by which `from_pretrained` reads a file, and explain what it raises.
 
     Raises:
         DependencyError: The packages that it takes are not installed.
@@ -110,6 +122,11 @@ def reading(file: Path) -> Iterator[dict[str, Any]]:
         raise FormatError(f"`model`: {file} {_why_not_read(file, error)}") from error
 
 
+@lru_cache(maxsize=1)
+def _check_lengths(file: Path, changed: int) -> None:  # noqa: ARG001  (a new file is read again)
+    bounded_gguf(file)
+
+
 @contextmanager
 def _bar_where_wanted() -> Iterator[None]:
     """Let the reader show its bar as transformers shows others: not where they are disabled."""
@@ -121,17 +138,6 @@ def _bar_where_wanted() -> Iterator[None]:
         yield
     finally:
         reader.tqdm = before
-
-
-@lru_cache(maxsize=1)
-def _check_lengths(file: Path, changed: int) -> None:  # noqa: ARG001  (a new file is read again)
-    bounded_gguf(file)
-
-
-def has_tokenizer(file: Path) -> bool:
-    """Whether a GGUF file holds a tokenizer beside the weights."""
-    with reading(file):
-        return "tokenizer.ggml.tokens" in bounded_gguf(file).fields
 
 
 def _why_not_read(file: Path, error: Exception) -> str:
@@ -147,3 +153,69 @@ def _why_not_read(file: Path, error: Exception) -> str:
         f"{field.contents()!r} ({type(error).__name__}: {error}). Give the directory or hub id of "
         "the model that the file was made from."
     )
+
+
+def has_tokenizer(file: Path) -> bool:
+    """Whether a file holds a tokenizer beside the weights."""
+    with reading(file):
+        return "tokenizer.ggml.tokens" in bounded_gguf(file).fields
+
+
+def gguf_config(file: Path) -> PreTrainedConfig:
+    """The configuration in a file."""
+    with reading(file) as place:
+        values = PreTrainedConfig.get_config_dict(**place)[0]
+    check_values(values, file)
+    with reading(file) as place:
+        return AutoConfig.from_pretrained(**place)
+
+
+_KEPT: ContextVar[dict[Hashable, PreTrainedModel] | None] = ContextVar("kept", default=None)
+"""The last model that was dequantized, by what decides it."""
+
+
+@contextmanager
+def dequantized_once() -> Iterator[None]:
+    """Keep the last model that is dequantized in this context: who wants it again gets a copy.
+
+    It takes the memory of one more model.
+    """
+    token = _KEPT.set({})
+    try:
+        yield
+    finally:
+        _KEPT.reset(token)
+
+
+def gguf_model(file: Path, dtype: torch.dtype | None, attention: str | None) -> PreTrainedModel:
+    """The dequantized model of a file, which is the caller's own; see `dequantized_once`."""
+    kept = _KEPT.get()
+    if kept is None:
+        return _dequantize(file, dtype, attention)
+    state = file.absolute(), file.stat().st_mtime_ns, file.stat().st_size, dtype, attention
+    if state not in kept:
+        kept.clear()  # before the next one takes its memory
+        kept[state] = _dequantize(file, dtype, attention)
+    return deepcopy(kept[state])
+
+
+def _dequantize(file: Path, dtype: torch.dtype | None, attention: str | None) -> PreTrainedModel:
+    """The model of a file: nothing of it tells that it was quantized."""
+    options = {"attn_implementation": attention} if attention else {}
+    published = torch.bfloat16
+    # Its weights are quantized, to some bits each.
+    check_size(build_without_weights(gguf_config(file)), 8 * file.stat().st_size, file)
+    with reading(file) as place:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            **place,
+            dtype=dtype or published,
+            quantization_config=GgufConfig(dequantize=True),
+            output_loading_info=True,
+            **options,
+        )
+    model, loading = loaded
+    if problem := missing_weights(file, model, loading):
+        raise TargetError(f"`model`: {problem}")
+    model.name_or_path = model.config.name_or_path = str(file)
+    model.config.dtype = published
+    return model

@@ -12,16 +12,11 @@ from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    build_glob_alternation,
-    rename_source_key,
-)
+from transformers.core_model_loading import build_glob_alternation
 
 from mrp_lightning.errors import FormatError
+from mrp_lightning.models.checkpoint import names_in_model, weight_files
 from mrp_lightning.models.loading import as_dtype
-from mrp_lightning.models.weight_files import weight_files
 from mrp_lightning.upstream import conversions_at_loading, dtypes_kept
 
 _WIDE = {"F32": torch.float32, "F64": torch.float64}
@@ -83,14 +78,9 @@ def _published_wide(model: PreTrainedModel) -> Iterator[tuple[str, torch.dtype]]
     # It may be gone by now, something else, or no source: a name of nothing on the hub.
     with suppress(FormatError, OSError, SafetensorError, HFValidationError):
         stored = {name: _WIDE[kind] for name, kind in _headers(model) if kind in _WIDE}
-        # They keep a state.
-        transforms = deepcopy(conversions_at_loading(model))
-        renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
-        converters = [t for t in transforms if isinstance(t, WeightConverter)]
-        prefix, state = model.base_model_prefix, model.state_dict()
-        for key, dtype in stored.items():
-            name, _ = rename_source_key(key, renamings, converters, prefix, state)
-            yield (name if name in state else key), dtype
+        # They keep a state, so that each use takes a copy.
+        name_in_model = names_in_model(model, deepcopy(conversions_at_loading(model)))
+        yield from ((name_in_model(name), dtype) for name, dtype in stored.items())
 
 
 def _headers(model: PreTrainedModel) -> Iterator[tuple[str, str]]:

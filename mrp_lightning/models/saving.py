@@ -1,14 +1,23 @@
-"""A model back to disk, as a Hugging Face directory."""
+"""A model back to disk, as a Hugging Face directory: whole, or block by block."""
 
+import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from mrp_lightning.models.loading import as_dtype
 from mrp_lightning.models.precision import cast, stored_dtype, wider_dtypes
+from mrp_lightning.models.streaming import StreamedBlocks
+
+_INDEX = "model.safetensors.index.json"
 
 
 def save_pretrained(
@@ -18,7 +27,7 @@ def save_pretrained(
     tokenizer: Any = None,
     dtype: torch.dtype | str | None = None,
     card: str | None = None,
-    state: dict[str, torch.Tensor] | None = None,
+    state: dict[str, Tensor] | None = None,
 ) -> None:
     """Write a Hugging Face directory that `from_pretrained` loads.
 
@@ -51,3 +60,65 @@ def save_pretrained(
         tokenizer.save_pretrained(directory)
     if card is not None:
         (Path(directory) / "README.md").write_text(card, encoding="utf-8")
+
+
+def save_streamed(
+    model: PreTrainedModel,
+    streamed: StreamedBlocks,
+    directory: str | os.PathLike[str],
+    *,
+    tokenizer: Any = None,
+    card: str | None = None,
+) -> dict[str, str]:
+    """Write a Hugging Face directory as `save_pretrained` does, with a file for each block.
+
+    A shard in which a block lies as it is to be stored becomes its file without a copy, where the
+    file system has hard links.
+
+    Returns:
+        The names of the files, by the names of the blocks in them.
+    """
+    directory = Path(directory)
+    save_pretrained(model, directory, tokenizer=tokenizer, card=card, state=streamed.rest)
+    (directory / _INDEX).unlink(missing_ok=True)
+    written = sorted(directory.glob("model*.safetensors"))
+    count = len(written) + len(streamed.blocks)
+    files = [directory / f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
+    for old, new in zip(written, files, strict=False):
+        old.rename(new)
+    mine = dict(zip(streamed.blocks, files[len(written) :], strict=True))
+    dtype, wider = stored_dtype(model), dict[str, torch.dtype]()
+    if is_cast := model.dtype != dtype:
+        wider = wider_dtypes(model, dtype, as_published=True)
+    for name, file in mine.items():
+        if (shard := streamed.shards.get(name)) is not None and not is_cast:
+            _link(shard, file)
+            continue
+        with streamed.pinned(block := streamed.blocks[name]):
+            state = block.state_dict(prefix=f"{name}.")
+            tensors = revert_weight_conversion(
+                model, cast(state, dtype, wider) if is_cast else state
+            )
+            save_file({k: t.contiguous() for k, t in tensors.items()}, file, {"format": "pt"})
+    _write_index(directory / _INDEX, files)
+    return {name: file.name for name, file in mine.items()}
+
+
+def _link(shard: Path, file: Path) -> None:
+    try:
+        os.link(shard, file)
+    except OSError:
+        shutil.copyfile(shard, file)
+
+
+def _write_index(path: Path, files: list[Path]) -> None:
+    """Say in which file each weight is, and how many bytes all have together."""
+    places: dict[str, str] = {}
+    total = 0
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            places |= dict.fromkeys(opened.keys(), file.name)
+        with file.open("rb") as raw:  # the length of the header comes first
+            total += file.stat().st_size - 8 - int.from_bytes(raw.read(8), "little")
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The model that a configuration names, built without weights."""
+"""What a configuration says of its model: its class, its layers without weights, its context."""
 
 import inspect
 from typing import Any
@@ -53,3 +53,19 @@ def build_without_weights(
             f"No model can be built from the configuration {type(config).__name__} (architectures "
             f"{config.architectures}): {type(error).__name__}: {reason}"
         ) from error
+
+
+def longest_sequence(config: PreTrainedConfig) -> int | None:
+    """The most tokens that a model reads at once, as its configuration says.
+
+    For learned positions this is the size of their table; for rotary ones, which go on beyond it,
+    the length that the model was made for. Of a multimodal model the part for text counts. It is
+    `None` where nothing limits it: attention is biased by distance (BLOOM, Falcon with `alibi`,
+    T5), or the model keeps a state instead of positions (Mamba).
+    """
+    text = config.get_text_config()
+    if getattr(text, "alibi", False):
+        return None
+    # MPT has biases by distance, too, but transformers computes them for `max_seq_len` positions.
+    limit: Any = getattr(text, "max_position_embeddings", getattr(text, "max_seq_len", None))
+    return limit if isinstance(limit, int) and limit > 0 else None

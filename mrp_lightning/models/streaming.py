@@ -1,20 +1,193 @@
-"""Models that are larger than memory: loaded without their blocks, and saved block by block."""
+"""Models that are larger than memory: their blocks stay in files, and are read while they run."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from safetensors import safe_open
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.core_model_loading import (
+    convert_and_load_state_dict_in_model,
+    revert_weight_conversion,
+)
+from transformers.modeling_utils import LoadStateDictConfig
+from transformers.utils import logging as transformers_logging
 
-from mrp_lightning.errors import OptionError
+from mrp_lightning.errors import FormatError, OptionError, TargetError
+from mrp_lightning.models.checkpoint import names_in_model
 from mrp_lightning.models.gguf import find_gguf
 from mrp_lightning.models.loading import load_model
-from mrp_lightning.models.streamed_blocks import StreamedBlocks
-from mrp_lightning.upstream import loading_weights_by
+from mrp_lightning.models.moved_blocks import MovedBlocks, applied_in_place
+from mrp_lightning.upstream import APPLY, loading_weights_by
 
 FindBlocks = Callable[[nn.Module], Mapping[str, nn.Module]]
+
+_REST = ""
+"""Stands for the name of a block where weights are in none."""
+
+
+class StreamedBlocks(MovedBlocks):
+    """The blocks of a model, whose weights are read each time that the block runs, then dropped.
+
+    In between a block is on the meta device, and what moves the model leaves it there. A block runs
+    where the rest of the model is. transformers converts what is read as it does for a whole
+    checkpoint: names, stacked experts and dtypes.
+
+    Args:
+        model: The model, without weights.
+        blocks: Its blocks, by name.
+        files: The safetensors files of its checkpoint.
+        loading: How transformers loads it.
+
+    Attributes:
+        blocks: The blocks, by name.
+        shards: Files that hold a block and nothing else, by its name; they may be given away.
+
+    Raises:
+        TargetError: There are no blocks, or their weights are tied to others.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        blocks: Mapping[str, nn.Module],
+        files: list[Path],
+        loading: LoadStateDictConfig,
+    ) -> None:
+        super().__init__(blocks.values())
+        self.blocks, self.shards = dict(blocks), dict[str, Path]()
+        self._model, self._loading = model, loading
+        self._names = {module: name for name, module in blocks.items()}
+        if not blocks:
+            raise TargetError(
+                "`streaming` reads one repeated block after another, and none were found in this "
+                "model. Load it without `streaming`."
+            )
+        _refuse_tied(model, list(blocks))
+        # By block: which tensors, by their names in the checkpoint, are in which file.
+        self._source = self._find(files)
+        self._places = dict(self._source)
+
+    def load_rest(self) -> Any:
+        """Load what is in no block.
+
+        Returns:
+            What transformers says of loading all: which weights are missing, and so on.
+        """
+        shapes: dict[str, Tensor] = {}
+        for files in self._places.values():
+            with _opened(files) as stored:
+                shapes |= {key: torch.empty(s.get_shape(), device="meta") for key, s in stored}
+        elsewhere = replace(self._loading, device_map={"": "meta"})
+        found, _ = convert_and_load_state_dict_in_model(self._model, shapes, elsewhere)
+        if not found.mismatched_keys and not found.conversion_errors:  # which are refused later
+            self._read(_REST)
+        return found
+
+    def install(self) -> None:
+        """Let every block be brought for its own `forward`, and never move with the model.
+
+        What is on the meta device would be lost by a move, so only its dtype changes.
+        """
+        for block in self.blocks.values():
+            block.forward = self.brought(block)
+            setattr(block, APPLY, applied_in_place(block, stays=lambda tensor: tensor.is_meta))
+
+    def bring(self, block: nn.Module) -> None:
+        """Read the weights of a block."""
+        self._read(self._names[block])
+        block.to(self._device)
+
+    def take_away(self, block: nn.Module) -> None:
+        """Drop the weights of a block, but for their shapes and dtypes."""
+        for name, tensor in block.state_dict(keep_vars=True).items():
+            module, _, key = name.rpartition(".")
+            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            if isinstance(tensor, nn.Parameter):
+                empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+            setattr(block.get_submodule(module), key, empty)
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """What a block holds, by the names of a checkpoint; the block is pinned."""
+        state = self.blocks[name].state_dict(prefix=f"{name}.")
+        return revert_weight_conversion(self._model, state)
+
+    def take(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Let a block hold what `tensors` gave; the block is pinned."""
+        self._convert(name, tensors)
+        self.blocks[name].to(self._device)
+
+    def read_from(self, name: str, file: str | PathLike[str]) -> None:
+        """From now on, read a block from a shard, to which its `tensors` were written."""
+        self.shards[name] = Path(file)
+        with safe_open(file, framework="pt") as opened:
+            self._places[name] = {Path(file): list(opened.keys())}
+
+    def settle(self, files: Mapping[str, Path]) -> None:
+        """From now on, read blocks from the files of a checkpoint, which are to stay."""
+        for name, file in files.items():
+            self.read_from(name, file)
+        self._source = dict(self._places)
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Read all blocks from the checkpoint again, as before there were shards."""
+        self._places = dict(self._source)
+        self.shards.clear()
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """All that the model holds, by name; of its blocks, one at a time is in memory."""
+        yield from self.rest.items()
+        for name, block in self.blocks.items():
+            with self.pinned(block):
+                yield from block.state_dict(prefix=f"{name}.").items()
+
+    @property
+    def rest(self) -> dict[str, Tensor]:
+        """The weights that are in no block, by their names in the model."""
+        inside = tuple(f"{name}." for name in self.blocks)
+        state = self._model.state_dict()
+        return {name: tensor for name, tensor in state.items() if not name.startswith(inside)}
+
+    @property
+    def _device(self) -> torch.device:
+        return next((t.device for t in self.rest.values()), torch.device("cpu"))
+
+    def _find(self, files: list[Path]) -> dict[str, dict[Path, list[str]]]:
+        """Which tensors of which files make up each block, and the rest."""
+        name_in_model = names_in_model(self._model, self._loading.weight_mapping or [])
+        places: dict[str, dict[Path, list[str]]] = {name: {} for name in (*self.blocks, _REST)}
+        for file in files:
+            with safe_open(file, framework="pt") as opened:
+                keys = list(opened.keys())
+            for key in keys:
+                target = name_in_model(key)
+                name = next((n for n in self.blocks if target.startswith(f"{n}.")), _REST)
+                places[name].setdefault(file, []).append(key)
+        return places
+
+    def _read(self, name: str) -> None:
+        with _opened(self._places[name]) as stored:
+            self._convert(name, dict(stored))
+
+    def _convert(self, name: str, stored: Mapping[str, Any]) -> None:
+        """Let transformers make parameters of what a checkpoint holds."""
+        # Inference mode would make tensors of which no gradient could be taken later.
+        with torch.inference_mode(False), torch.no_grad(), _without_bars():
+            found, _ = convert_and_load_state_dict_in_model(
+                self._model, dict(stored), self._loading
+            )
+        if found.conversion_errors or found.mismatched_keys:
+            problems = [*found.conversion_errors.values(), *map(str, found.mismatched_keys)]
+            raise FormatError(
+                f"The weights of {name or 'the model'} are not what they were when the model was "
+                "loaded. Load it again.\n" + "\n".join(problems)
+            )
 
 
 def load_streamed(
@@ -62,3 +235,41 @@ def _no_safetensors(files: str) -> OptionError:
         "Load the model without `streaming` where it fits into memory, save it with "
         "`save_pretrained`, and give that directory."
     )
+
+
+@contextmanager
+def _opened(files: Mapping[Path, list[str]]) -> Iterator[Iterator[tuple[str, Any]]]:
+    """Tensors of files by name, none of which is read yet.
+
+    They are read, and not mapped, since what is mapped to be written counts as the process's own
+    memory, all of the file (`ulimit -d`).
+    """
+    with ExitStack() as stack:
+        opened = {
+            file: stack.enter_context(safe_open(file, framework="pt", backend="pread"))
+            for file in files
+        }
+        yield ((key, opened[file].get_slice(key)) for file, keys in files.items() for key in keys)
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Let transformers show no bar, as it does for a whole checkpoint."""
+    before = transformers_logging.set_tqdm_hook(lambda _, args, __: args[0])
+    try:
+        yield
+    finally:
+        transformers_logging.set_tqdm_hook(before)
+
+
+def _refuse_tied(model: PreTrainedModel, blocks: list[str]) -> None:
+    """Refuse what would have to be in two places at once."""
+    inside = tuple(f"{name}." for name in blocks)
+    pairs = model.all_tied_weights_keys.items()
+    tied = [pair for pair in pairs if any(name.startswith(inside) for name in pair)]
+    if tied:
+        listed = "\n".join(f"  {one} and {other}" for one, other in tied)
+        raise TargetError(
+            "`streaming` reads each block by itself, and weights of this model's blocks are tied "
+            f"to others. Load it without `streaming`. Tied are:\n{listed}"
+        )

@@ -1,14 +1,15 @@
-"""Tokenizers from directories and the hub, or a message that helps."""
+"""Tokenizers from directories, the hub and checkpoints, or a message that helps."""
 
 import os
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mrp_lightning.errors import DataError, FormatError
+from mrp_lightning.models.checkpoint import found_at, is_path, why_not_found
 from mrp_lightning.models.gguf import find_gguf, has_tokenizer, reading
-from mrp_lightning.models.location import cause, is_path, place_of
 
 
 def load_tokenizer(source: str | os.PathLike[str] | PreTrainedTokenizerBase, **hub: Any) -> Any:
@@ -51,11 +52,11 @@ def load_tokenizer(source: str | os.PathLike[str] | PreTrainedTokenizerBase, **h
     try:
         # Without a word on it, transformers would ask on the terminal.
         trust = {"trust_remote_code": False}
-        return AutoTokenizer.from_pretrained(**place_of(source), **trust | hub)
+        return AutoTokenizer.from_pretrained(**found_at(source), **trust | hub)
     except OSError as error:
         raise FileNotFoundError(
             f"`tokenizer`: {source} gives no tokenizer. Name the directory or hub id of one. "
-            f"({cause(source, error)})"
+            f"({why_not_found(source, error)})"
         ) from error
     except Exception as error:  # whatever the classes of tokenizers stumble over in their files
         raise DataError(
@@ -67,10 +68,6 @@ def load_tokenizer(source: str | os.PathLike[str] | PreTrainedTokenizerBase, **h
 def tokenizer_beside(source: str, **hub: Any) -> Any:
     """The tokenizer that a model comes with, or `None` where it comes without one.
 
-    Args:
-        source: Directory, hub id or GGUF file of the model.
-        **hub: `revision` and `trust_remote_code`.
-
     Raises:
         DataError: There is one that cannot be loaded.
     """
@@ -81,3 +78,31 @@ def tokenizer_beside(source: str, **hub: Any) -> Any:
         return load_tokenizer(source, **hub)
     except FileNotFoundError:
         return None
+
+
+def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
+    """The contents of the files of a tokenizer by name, which a Lightning checkpoint can hold."""
+    with TemporaryDirectory() as directory:
+        tokenizer.save_pretrained(directory)
+        return {path.name: path.read_bytes() for path in sorted(Path(directory).iterdir())}
+
+
+def tokenizer_from_files(files: dict[str, bytes]) -> PreTrainedTokenizerBase:
+    """The tokenizer of such files; no code comes with it.
+
+    Raises:
+        DataError: The files are no tokenizer.
+    """
+    is_right = isinstance(files, dict) and all(
+        isinstance(name, str) and Path(name).name == name != ".." and isinstance(content, bytes)
+        for name, content in files.items()
+    )
+    if not is_right:
+        raise DataError(
+            "The checkpoint's tokenizer is no mapping of names of files to their bytes. Name a "
+            "tokenizer with `tokenizer`, and load the model's weights alone."
+        )
+    with TemporaryDirectory() as directory:
+        for name, content in files.items():
+            Path(directory, name).write_bytes(content)
+        return load_tokenizer(directory)

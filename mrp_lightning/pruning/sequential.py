@@ -35,7 +35,7 @@ from mrp_lightning.targets.plan import Plan, refuse_not_finite
 from mrp_lightning.tuning.block_tuner import BlockTuner
 
 if TYPE_CHECKING:
-    from mrp_lightning.models.streamed_blocks import StreamedBlocks
+    from mrp_lightning.models.streaming import StreamedBlocks
 
 log = logging.getLogger(__name__)
 

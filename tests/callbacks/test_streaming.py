@@ -162,8 +162,8 @@ def test_a_failed_save_can_be_tried_again(source, prune, tmp_path, monkeypatch):
         raise OSError("No space left")
 
     with monkeypatch.context() as patch:
-        patch.setattr("mrp_lightning.models.streamed_saving.os.link", fail)
-        patch.setattr("mrp_lightning.models.streamed_saving.shutil.copyfile", fail)
+        patch.setattr("mrp_lightning.models.saving.os.link", fail)
+        patch.setattr("mrp_lightning.models.saving.shutil.copyfile", fail)
         with pytest.raises(OSError, match="No space left"):
             prune(model, "streamed", lm={"streaming": True})
         assert not (tmp_path / "streamed").exists()

@@ -19,7 +19,7 @@ from mrp_lightning.commands import sweep as sweep_command
 from mrp_lightning.commands.main import main
 from mrp_lightning.experiments import numbers
 from mrp_lightning.experiments.runs import find_runs
-from mrp_lightning.models import loading
+from mrp_lightning.models import gguf
 from mrp_lightning.records.evaluation import read, record
 
 BASE = {
@@ -270,8 +270,8 @@ def test_a_file_is_dequantized_once_and_the_runs_are_the_same(here, tiny_gguf, m
     content |= {"runs": {"2:4": ["magnitude", "SM"]}, "seeds": [0], "save_checkpoints": True}
     Path("sweep.yaml").write_text(yaml.safe_dump(content))
     made = []
-    dequantize = loading._dequantize
-    monkeypatch.setattr(loading, "_dequantize", lambda *how: made.append(how) or dequantize(*how))
+    dequantize = gguf._dequantize
+    monkeypatch.setattr(gguf, "_dequantize", lambda *how: made.append(how) or dequantize(*how))
     sweep()
     assert len(made) == 1
     assert "de-quantizing" not in capsys.readouterr().err

@@ -16,7 +16,7 @@ from callbacks import MRPCallback
 from mrp_lightning import CausalLM, TextDataModule, Trainer
 from mrp_lightning.commands.main import main
 from mrp_lightning.errors import DependencyError, FormatError, OptionError
-from mrp_lightning.models.dequantized import dequantized_once
+from mrp_lightning.models.gguf import dequantized_once
 from mrp_lightning.models.loading import load_config, load_model
 from mrp_lightning.models.tokenizers import load_tokenizer
 

@@ -10,8 +10,7 @@ from transformers import AutoModelForCausalLM
 from mrp_lightning.files import save_directory
 from mrp_lightning.models.loading import load_model
 from mrp_lightning.models.precision import wider_dtypes
-from mrp_lightning.models.saving import save_pretrained
-from mrp_lightning.models.streamed_saving import save_streamed
+from mrp_lightning.models.saving import save_pretrained, save_streamed
 from mrp_lightning.models.streaming import load_streamed
 from mrp_lightning.targets.blocks import find_blocks
 

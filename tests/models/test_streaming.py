@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, logging
 
 from mrp_lightning.errors import FormatError, OptionError, TargetError
-from mrp_lightning.models.streamed_saving import save_streamed
+from mrp_lightning.models.saving import save_streamed
 from mrp_lightning.models.streaming import load_streamed
 from mrp_lightning.targets.blocks import find_blocks
 

@@ -21,8 +21,7 @@ from export.packed.own_module import load_into
 from mrp_lightning.cli.places import mentions, not_yaml
 from mrp_lightning.errors import FormatError, PatternError
 from mrp_lightning.experiments.runs import FinishedTrial
-from mrp_lightning.models.damage import damaged_files
-from mrp_lightning.models.plausible import check_values
+from mrp_lightning.models.integrity import check_values, damaged_files
 from mrp_lightning.records import evaluation as records
 from mrp_lightning.records.report import PruningReport
 

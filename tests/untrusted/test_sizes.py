@@ -16,8 +16,8 @@ from export.packed.bitmask_format import pack
 from export.packed.huggingface import load
 from export.packed.own_module import load_into
 from mrp_lightning.errors import FormatError, PatternError
+from mrp_lightning.models.integrity import check_values
 from mrp_lightning.models.loading import load_config, load_model
-from mrp_lightning.models.plausible import check_values
 
 GIGABYTE = 2**30
 UP = "model.layers.0.mlp.up_proj"

@@ -1,0 +1,142 @@
+"""Where a checkpoint lies, which files hold its weights, and in what form they are."""
+
+import os
+from collections.abc import Callable, Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from mrp_lightning.environment import why_no_hub
+from mrp_lightning.errors import FormatError
+from mrp_lightning.json_files import read_json
+
+GROUP = "mrp_lightning.checkpoint_formats"
+"""Group of entry points that map a checkpoint's `quant_method` to the module that registers it."""
+
+
+def found_at(source: str | os.PathLike[str]) -> dict[str, Any]:
+    """Where `from_pretrained` is to look: a directory, the hub, or its cache if it is away."""
+    path = Path(source).expanduser()
+    if path.exists():
+        return {"pretrained_model_name_or_path": str(path)}
+    return {
+        "pretrained_model_name_or_path": str(source),
+        "local_files_only": why_no_hub() is not None,
+    }
+
+
+def why_not_found(source: str | os.PathLike[str], error: OSError) -> str:
+    """Why a source gives nothing: transformers' reason, or that the hub is away."""
+    is_here = Path(source).expanduser().exists()
+    return str(error) if is_here else why_no_hub() or str(error)
+
+
+def is_path(source: str) -> bool:
+    """Whether a name that does not exist here can only have been meant as a path.
+
+    The hub is then not asked, which takes long where it cannot be reached. `runs/x` has the form of
+    a hub id; where there is a directory `runs`, it is taken for a path in it.
+    """
+    path = Path(source).expanduser()
+    starts_like_one = path.is_absolute() or source.startswith((".", "~"))
+    return starts_like_one or source.count("/") > 1 or ("/" in source and path.parent.is_dir())
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The files of a Hugging Face directory that transformers would read, none without weights.
+
+    Links are followed: in the hub's cache all files are links. What an index names has to lie in
+    the directory, so that a checkpoint from elsewhere cannot have other files of this machine read.
+
+    Raises:
+        FormatError: An index is damaged, or names files that are not there or not in the directory.
+    """
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        if (directory / name).is_file():
+            return [directory / name]
+        index = directory / f"{name}.index.json"
+        if index.is_file():
+            return _in_index(index)
+    return []
+
+
+def _in_index(index: Path) -> list[Path]:
+    content = read_json(index, "fetch it again")
+    weight_map = content.get("weight_map", {})
+    if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
+        raise FormatError(
+            f"{index}: expected in `weight_map` the name of a file for each tensor. Fetch it again."
+        )
+    names = sorted(set(weight_map.values()))
+    if not names:
+        raise FormatError(f"{index} names no files: its `weight_map` is empty.")
+    if outside := [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]:
+        raise FormatError(
+            f"{index} names files outside of its directory, which are not read: "
+            f"{', '.join(map(repr, outside))}. Do not use this checkpoint, or put the files into "
+            "the directory and name them there."
+        )
+    if missing := [name for name in names if not (index.parent / name).is_file()]:
+        raise FormatError(f"{index} names files that are not there: {', '.join(missing)}.")
+    if not isinstance(content.get("metadata"), dict):
+        raise FormatError(f"{index}: expected an object as `metadata`. Fetch it again.")
+    return [index.parent / name for name in names]
+
+
+def names_in_model(model: PreTrainedModel, conversions: Sequence[Any]) -> Callable[[str], str]:
+    """Tells under which name in the model transformers puts what a file calls by another one.
+
+    Args:
+        model: The model.
+        conversions: How transformers makes its weights of those in the files.
+    """
+    renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
+    converters = [c for c in conversions if isinstance(c, WeightConverter)]
+    prefix, state = model.base_model_prefix, model.state_dict()
+
+    def name_in_model(stored: str) -> str:
+        name, _ = rename_source_key(stored, renamings, converters, prefix, state)
+        return stored if name not in state and stored in state else name
+
+    return name_in_model
+
+
+def register_format(config: Any) -> None:
+    """Import the package that reads a quantized checkpoint, where one is installed for it.
+
+    transformers finds no plug-ins by itself: `from_pretrained` says that a format is unknown if
+    nobody has registered it.
+    """
+    for plugin in entry_points(group=GROUP, name=_method(_quantization(config))):
+        plugin.load()
+
+
+def why_not_readable(config: Any) -> str | None:
+    """What keeps the weights of a checkpoint from being read as they were trained.
+
+    That it is quantized, with the next step. `None` if it is not, if a registered format reads it,
+    or if its configuration asks transformers to dequantize it.
+    """
+    settings = _quantization(config)
+    if not settings or settings.get("dequantize"):
+        return None
+    method = _method(settings)
+    if entry_points(group=GROUP, name=method):
+        return None
+    return (
+        f"quantized ({method}), and its weights cannot be read as matrices: load it in 16 bits. "
+        "Name the checkpoint that it was quantized from, or dequantize this one with transformers "
+        "and save it, or give the dequantized model itself."
+    )
+
+
+def _quantization(config: Any) -> dict[str, Any]:
+    settings = getattr(config, "quantization_config", None) or {}
+    return settings if isinstance(settings, dict) else settings.to_dict()
+
+
+def _method(settings: dict[str, Any]) -> str:
+    return str(settings.get("quant_method", "by an unknown method"))

@@ -1,0 +1,257 @@
+"""Whether a checkpoint is whole and believable, asked before anything is built by it."""
+
+import os
+import pickle
+import re
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import cached_file
+
+from mrp_lightning.environment import is_out_of_memory
+from mrp_lightning.errors import FormatError, OptionError, TargetError
+from mrp_lightning.models.checkpoint import weight_files
+
+MOST_MODULES = 4096
+"""Layers, blocks or experts of one kind that a model has at most. The largest that are published
+have some hundreds."""
+_MOST_LABELS = 10**6
+_COUNT = re.compile(r"(layers?|blocks?|depths?|experts|stages|levels|attention_types)$")
+_FREE = 2**28
+"""Weights that a model may have whatever the size of its files: tables that are computed."""
+_NO_PICKLE = "it is no whole pickle of tensors alone, and only such are read"
+
+
+def check_values(values: Any, source: str | os.PathLike[str]) -> None:
+    """Refuse a configuration that would keep transformers busy for ever, or have it fetch code.
+
+    Args:
+        values: The content of a `config.json`.
+        source: Where it comes from, for the message.
+
+    Raises:
+        FormatError: It is no such thing, or absurd; all reasons are listed.
+    """
+    if not isinstance(values, Mapping):
+        raise FormatError(
+            f"`model`: {source}: expected config.json to hold an object, got a "
+            f"{type(values).__name__}. Fetch it again."
+        )
+    if problems := list(_problems(values, "")):
+        listed = "\n".join(f"  {problem}" for problem in problems)
+        raise FormatError(
+            f"`model`: the configuration of {source} is of no model that could be built. Fetch it "
+            f"again, or correct it:\n{listed}"
+        )
+
+
+def _problems(values: Mapping[Any, Any], above: str) -> Iterator[str]:
+    for key, value in values.items():
+        name = f"{above}{key}"
+        if isinstance(value, Mapping):
+            yield from _problems(value, f"{name}.")
+            continue
+        most = _MOST_LABELS if key == "num_labels" else MOST_MODULES
+        is_count = key == "num_labels" or _COUNT.search(str(key))
+        if is_count and (largest := max(_integers(value), default=0)) > most:
+            yield f"`{name}` is {largest:,}, expected at most {most:,}"
+        if key == "quantization_config" and value is not None:
+            yield f"`{name}` is a {type(value).__name__}, expected an object"
+        if str(key).endswith("attn_implementation") and isinstance(value, str) and "/" in value:
+            yield f"`{name}` is {value!r}: code of the hub, which no checkpoint may ask for"
+
+
+def _integers(value: Any) -> Iterator[int]:
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _integers(item)
+    elif isinstance(value, int):
+        yield value
+
+
+def check_files(directory: Path, model: nn.Module) -> None:
+    """Refuse a directory whose files cannot be those of a model; one without weights may be.
+
+    Args:
+        directory: A Hugging Face model directory.
+        model: The model on the meta device, built by the directory's configuration.
+
+    Raises:
+        FormatError: See `weight_files` and `check_size`.
+    """
+    if files := weight_files(directory):
+        check_size(model, sum(file.stat().st_size for file in files), directory)
+
+
+def check_size(model: nn.Module, num_bytes: int, source: str | os.PathLike[str]) -> None:
+    """Refuse a model that is far larger than the files that its weights are to come from.
+
+    Args:
+        model: The model on the meta device, where it takes no memory.
+        num_bytes: The size of these files. A weight takes a byte or more, but for packed and
+            quantized ones, which take a bit or more.
+        source: Where they are, for the message.
+
+    Raises:
+        FormatError: It is, so that most of its weights could only be made up.
+    """
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
+    needed = sum(tensor.numel() for tensor in tensors)
+    is_packed = getattr(getattr(model, "config", None), "quantization_config", None) is not None
+    if needed > num_bytes * (8 if is_packed else 1) + _FREE:
+        raise FormatError(
+            f"`model`: by its configuration, {source} is a model of {needed:,} weights, but its "
+            f"files hold {num_bytes:,} bytes. They are not those of one model: fetch them again."
+        )
+
+
+def missing_weights(
+    source: str | os.PathLike[str], model: PreTrainedModel, loading: Mapping[str, Any]
+) -> str | None:
+    """Say which of a model's weights a checkpoint lacks, or has in another shape, or `None`.
+
+    Args:
+        source: Where the checkpoint is.
+        model: The model that was loaded from it.
+        loading: What `from_pretrained(output_loading_info=True)` gives beside the model.
+    """
+    if misfits := sorted(loading["mismatched_keys"]):
+        shapes = (f"{name} {tuple(found)}, not {tuple(made)}" for name, found, made in misfits)
+        return (
+            f"the checkpoint {source} has weights of other shapes than its configuration gives "
+            f"{type(model).__name__}: {'; '.join(shapes)}. They are not of one model: fetch them "
+            "again."
+        )
+    missing = sorted(loading["missing_keys"])
+    if not missing:
+        return None
+    return (
+        f"the checkpoint {source} lacks weights of {type(model).__name__}, which would be random: "
+        f"{', '.join(missing)}."
+    )
+
+
+def not_loaded(source: str, error: Exception) -> str:
+    """Say that transformers does not take what it read of a source, and its reason."""
+    reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    return f"`model`: {source} cannot be loaded. {reason}"
+
+
+@contextmanager
+def explained_damage(source: str, revision: str | None) -> Iterator[None]:
+    """Name the files of a model that cannot be read, or say of what else is wrong where it is.
+
+    Raises:
+        FormatError: What is read inside is damaged.
+    """
+    try:
+        yield
+    except Exception as error:  # transformers trusts files, and stumbles in many ways
+        said = isinstance(error, OSError | ImportError | FormatError | OptionError | TargetError)
+        if said or is_out_of_memory(error):
+            raise
+        path: Any = Path(source).expanduser()
+        if not path.is_dir():  # the hub's files lie beside each other in its cache
+            path = Path(str(cached_file(source, "config.json", revision=revision))).parent
+        damaged = damaged_files(path)
+        if not damaged:
+            raise FormatError(not_loaded(source, error)) from error
+        listed = "\n".join(f"  {file}: {reason}" for file, reason in damaged.items())
+        raise FormatError(
+            f"`model`: {len(damaged)} of the files with the weights of {source} cannot be read. "
+            f"Fetch or write them again:\n{listed}"
+        ) from error
+
+
+def damaged_files(directory: Path) -> dict[str, str]:
+    """The files with weights in a model directory that cannot be read, and why, by name.
+
+    Of a safetensors file only the header is read.
+    """
+    reasons = {}
+    for file in sorted((*directory.glob("*.safetensors"), *directory.glob("pytorch_model*.bin"))):
+        reason = _why_no_safetensors(file) if file.suffix == ".safetensors" else why_no_pickle(file)
+        if reason is not None:
+            reasons[file.name] = reason
+    return reasons
+
+
+def _why_no_safetensors(file: Path) -> str | None:
+    try:
+        with safe_open(file, framework="pt"):
+            return None
+    except SafetensorError as error:
+        size = file.stat().st_size
+        return f"its {size:,} bytes are no whole safetensors file ({error})"
+
+
+def read_pickle(file: str | os.PathLike[str], classes: Sequence[type] = ()) -> Any:
+    """The tensors and plain containers in a pickle, on the CPU. Nothing that it names is run.
+
+    Args:
+        file: The pickle, as `torch.save` writes it.
+        classes: Further classes of tensors that it may hold.
+    """
+    with torch.serialization.safe_globals(list(classes)):
+        return torch.load(
+            file, weights_only=True, mmap=zipfile.is_zipfile(file), map_location="cpu"
+        )
+
+
+def why_no_pickle(file: Path) -> str | None:
+    """The reason why `read_pickle` does not take a file, or `None`."""
+    try:
+        read_pickle(file)
+    except pickle.UnpicklingError as error:
+        found = re.search(r"GLOBAL ([\w.]+)", str(error))
+        if found is None:
+            return _NO_PICKLE
+        return (
+            f"it is a pickle that calls {found[1]}, which was not run. If you trust where it comes "
+            "from, save the model there as safetensors"
+        )
+    except (EOFError, RuntimeError) as error:
+        return str(error).splitlines()[0] if str(error) else "it is empty or cut off"
+    except Exception:  # torch's own unpickler stumbles over what is no pickle
+        return _NO_PICKLE
+    return None
+
+
+@contextmanager
+def explained_checkpoint(path: Any) -> Iterator[None]:
+    """Say of a Lightning checkpoint that is read inside why it cannot be.
+
+    Args:
+        path: Its path or URL; anything else is not looked at.
+
+    Raises:
+        FormatError: It is damaged, no such checkpoint, or holds more than may be unpickled.
+    """
+    try:
+        yield
+    except FormatError:
+        raise
+    except Exception as error:  # what is in the file decides; other errors are not of the file
+        reason = None
+        if isinstance(path, str | Path) and Path(path).is_file():
+            reason = why_no_pickle(Path(path)) or why_no_checkpoint(read_pickle(path))
+        elif isinstance(error, pickle.UnpicklingError):
+            reason = "it holds more than tensors and plain containers, and only these are read"
+        if reason is None:
+            raise
+        raise FormatError(f"`ckpt_path`: {path} cannot be read: {reason}.") from error
+
+
+def why_no_checkpoint(content: Any) -> str | None:
+    """The reason why what was read from a file is no checkpoint of Lightning, or `None`."""
+    keys = ("state_dict", "pytorch-lightning_version")
+    if isinstance(content, dict) and all(key in content for key in keys):
+        return None
+    return f"it is no checkpoint of Lightning, which has {' and '.join(keys)}"
