@@ -44,12 +44,6 @@ def token_ids(batch: Any) -> Tensor | None:
     return ids if is_ids else None
 
 
-def longest_input(batch: Any) -> int:
-    """The number of positions of the token ids in a batch, 0 where there are none."""
-    ids = token_ids(batch)
-    return 0 if ids is None else ids.shape[1]
-
-
 def _first_tensor(batch: Any) -> Any:
     """What stands in a batch where its token ids are."""
     ids: Any = batch.get("input_ids") if isinstance(batch, Mapping) else batch
