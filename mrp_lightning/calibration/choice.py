@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ _MOST_KINDS = 8
 
 @dataclass(eq=False)
 class Trace:
-    """One forward of the untouched model; all but the order is by block, at its first call."""
+    """One forward of the untouched model; hidden states are by block, at its first call."""
 
     order: list[int] = field(default_factory=list)  # of the first calls
     calls: Counter[int] = field(default_factory=Counter)  # how often each was called
@@ -40,37 +41,31 @@ def trace(forward: Callable[[Any], Any], batch: Any, blocks: Sequence[Block]) ->
     """Run one batch and note what every block is given and gives; no hidden state is kept."""
     seen = Trace()
 
-    def note_input(k: int) -> Any:
-        def pre(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            seen.calls[k] += 1
-            if seen.calls[k] > 1:
-                return
-            seen.order.append(k)
-            try:
-                seen.inputs[k] = sketch(hidden_input(args, kwargs))
-            except TypeError as error:
-                seen.error = f"{blocks[k].name}: {error}"
+    def note_input(k: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen.calls[k] += 1
+        if seen.calls[k] > 1:
+            return
+        seen.order.append(k)
+        try:
+            seen.inputs[k] = sketch(hidden_input(args, kwargs))
+        except TypeError as error:
+            seen.error = f"{blocks[k].name}: {error}"
 
-        return pre
-
-    def note_output(k: int) -> Any:
-        def post(_: nn.Module, __: Any, output: Any) -> None:
-            if seen.calls[k] > 1:
-                return
-            try:
-                seen.outputs[k] = sketch(hidden_of(output))
-                packed = isinstance(output, tuple | list)
-                seen.containers[k] = Container(type(output), len(output)) if packed else None
-            except TypeError as error:
-                seen.error = f"{blocks[k].name}: {error}"
-
-        return post
+    def note_output(k: int, _: nn.Module, __: Any, output: Any) -> None:
+        if seen.calls[k] > 1:
+            return
+        try:
+            seen.outputs[k] = sketch(hidden_of(output))
+            packed = isinstance(output, tuple | list)
+            seen.containers[k] = Container(type(output), len(output)) if packed else None
+        except TypeError as error:
+            seen.error = f"{blocks[k].name}: {error}"
 
     with ExitStack() as stack:
         for k, block in enumerate(blocks):
-            hook = block.module.register_forward_pre_hook(note_input(k), with_kwargs=True)
-            stack.enter_context(hook)
-            stack.enter_context(block.module.register_forward_hook(note_output(k)))
+            before, after = partial(note_input, k), partial(note_output, k)
+            stack.enter_context(block.module.register_forward_pre_hook(before, with_kwargs=True))
+            stack.enter_context(block.module.register_forward_hook(after))
         stack.enter_context(every_layer_called())
         forward(batch)
     return seen
@@ -173,27 +168,25 @@ def in_order(
     def guarded(batch: Any) -> Any:
         called: list[int] = []
 
-        def note(position: int) -> Any:
-            def pre(_: nn.Module, __: Any) -> None:
-                if position >= num_reached:
-                    raise TargetError(
-                        f"Some batches run {ordered[position].name}, which the first batch does "
-                        "not. Let the first batch be one that runs all blocks, or name those to "
-                        "walk in `blocks`."
-                    )
-                if called and position <= called[-1]:
-                    raise TargetError(
-                        f"A batch runs {ordered[position].name} after {ordered[called[-1]].name}, "
-                        "other than the first batch: there is no block-by-block order for all. "
-                        "Name blocks that always run once and in one order in `blocks`."
-                    )
-                called.append(position)
-
-            return pre
+        def note(position: int, _: nn.Module, __: Any) -> None:
+            if position >= num_reached:
+                raise TargetError(
+                    f"Some batches run {ordered[position].name}, which the first batch does not. "
+                    "Let the first batch be one that runs all blocks, or name those to walk in "
+                    "`blocks`."
+                )
+            if called and position <= called[-1]:
+                raise TargetError(
+                    f"A batch runs {ordered[position].name} after {ordered[called[-1]].name}, "
+                    "other than the first batch: there is no block-by-block order for all. Name "
+                    "blocks that always run once and in one order in `blocks`."
+                )
+            called.append(position)
 
         with ExitStack() as stack:
             for position, block in enumerate(ordered):
-                stack.enter_context(block.module.register_forward_pre_hook(note(position)))
+                hook = block.module.register_forward_pre_hook(partial(note, position))
+                stack.enter_context(hook)
             return forward(batch)
 
     return guarded

@@ -5,21 +5,18 @@ import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from mrp_lightning.calibration.attention_masks import (
-    OF_ATTENTION,
-    OF_TORCH,
-    is_length_first,
-    is_mask,
-    not_padding,
-    takes_mask,
-)
-
 log = logging.getLogger(__name__)
+
+_OF_TORCH = ("src_key_padding_mask", "tgt_key_padding_mask")
+"""What torch's encoders and decoders call the mask (batch, length) of their hidden state."""
+
+_OF_ATTENTION = ("query", "key", "value", "key_padding_mask")
+"""The first arguments of torch's attention."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +40,7 @@ class Padding:
         # Layers some of whose inputs do not match the mask around them, with both shapes: all
         # rows of such an input count as tokens.
         self.unmatched: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
-        self._takers = [module for module in model.modules() if takes_mask(module)]
+        self._takers = [module for module in model.modules() if _takes_mask(module)]
         self._arguments = {
             id(m): list(inspect.signature(m.forward).parameters) for m in self._takers
         }
@@ -89,34 +86,34 @@ class Padding:
         self._tokens.clear()
         self._inputs.clear()
         mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-        self._of_batch = self._tokens_of(mask) if is_mask(mask) else None
+        self._of_batch = self._tokens_of(mask) if _is_mask(mask) else None
 
     def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = dict(zip(self._arguments[id(module)], args, strict=False)) | kwargs
         mask, memory = given.get("attention_mask"), given.get("encoder_hidden_states")
         of_memory = given.get("encoder_attention_mask")
-        if is_mask(mask):
+        if _is_mask(mask):
             self._masks[id(module)] = _Masks(
                 self._tokens_of(mask),
                 memory,
-                self._tokens_of(of_memory) if is_mask(of_memory) else None,
+                self._tokens_of(of_memory) if _is_mask(of_memory) else None,
             )
             return
-        for name in OF_TORCH:
+        for name in _OF_TORCH:
             if isinstance(mask := given.get(name), Tensor) and mask.ndim == 2:
-                is_token = self._tokens_of(mask, not_padding)
+                is_token = self._tokens_of(mask, _not_padding)
                 # The mask is (batch, length) also where hidden states are (length, batch, columns).
-                if is_token is not None and is_length_first(module):
+                if is_token is not None and _is_length_first(module):
                     is_token = is_token.T
                 self._masks[id(module)] = _Masks(is_token)
 
     def _warn(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Say, once, that padding is told to an attention, and to no module around it."""
-        given = dict(zip(OF_ATTENTION, args, strict=False)) | kwargs
+        given = dict(zip(_OF_ATTENTION, args, strict=False)) | kwargs
         mask = given.get("key_padding_mask")
         if self._warned or mask is None or given.get("query") is not given.get("key"):
             return
-        if self._masks_of(module).own is None and self._tokens_of(mask, not_padding) is not None:
+        if self._masks_of(module).own is None and self._tokens_of(mask, _not_padding) is not None:
             self._warned = True
             log.warning(
                 "Some batches have padding, by the `key_padding_mask` of an attention: it counts "
@@ -239,6 +236,36 @@ def rows_taken_from(x: Tensor, source: Tensor, is_token: Tensor) -> Tensor | Non
     if not bool(torch.isin(mine, theirs).all()):
         return None
     return torch.isin(mine, theirs[is_token.flatten().to(x.device)])
+
+
+def _takes_mask(module: nn.Module) -> bool:
+    """Whether a module can be called with the mask of its own hidden state."""
+    try:
+        names = inspect.signature(module.forward).parameters
+    except (TypeError, ValueError):  # compiled to something without a signature
+        return False
+    # nn.Transformer takes both of torch's, and gives each to its encoder or decoder.
+    return "attention_mask" in names or sum(name in names for name in _OF_TORCH) == 1
+
+
+def _not_padding(mask: Tensor) -> Tensor:
+    """Make a mask of torch's True for tokens: it is True, or adds −∞ to scores, for padding."""
+    if mask.is_floating_point():
+        return mask > torch.finfo(mask.dtype).min
+    return mask == 0
+
+
+def _is_length_first(module: nn.Module) -> bool:
+    """Whether the attention in a module takes hidden states as (length, batch, columns)."""
+    inside = (m for m in module.modules() if isinstance(m, nn.MultiheadAttention))
+    return any(not attention.batch_first for attention in inside)
+
+
+def _is_mask(value: Any) -> TypeGuard[Tensor]:
+    """Whether this is a mask (batch, length) of zeros and ones, and not one to add to scores."""
+    if not isinstance(value, Tensor) or value.ndim != 2:
+        return False
+    return not value.is_floating_point() or bool(((value == 0) | (value == 1)).all())
 
 
 def _parents(model: nn.Module) -> dict[int, nn.Module]:

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-CPU = torch.device("cpu")
-
 DIRECTIONS = 32
 """The number of directions that rows are projected onto. A distance is then known to 12% of it
 (1/√(2·DIRECTIONS)) where two tensors differ alike in all columns, and better elsewhere."""
@@ -37,7 +35,7 @@ def sketch(tensor: Tensor) -> Sketch:
     projection = torch.zeros(DIRECTIONS, rows.shape[1], **exact)
     with torch.autocast(rows.device.type, enabled=False):
         for chunk in rows.split(_ROWS):
-            signs = torch.randint(2, (DIRECTIONS, len(chunk)), generator=generator, device=CPU)
+            signs = torch.randint(2, (DIRECTIONS, len(chunk)), generator=generator, device="cpu")
             finite = chunk.float().nan_to_num(0.0, 1e30, -1e30)
             projection += signs.mul_(2).sub_(1).to(**exact) @ finite
     return Sketch(tensor.shape, projection.cpu().double() / DIRECTIONS**0.5)

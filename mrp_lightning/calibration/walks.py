@@ -148,7 +148,7 @@ class Inject(Walk):
     ) -> None:
         super().__init__(forward, batches, blocks, store)
         self.containers = containers
-        self.kept: list[dict[int, Tensor]] = [{} for _ in batches]  # of each, by block
+        self.hidden: list[dict[int, Tensor]] = [{} for _ in batches]  # of each, by block
         self._current = 0
 
     def twin(self) -> "Inject":
@@ -170,8 +170,8 @@ class Inject(Walk):
         """Store it, if the batch reached the block, in place of what its chain had before."""
         if hidden is not None:
             chain = self.blocks[self._current].chain
-            others = {k: x for k, x in self.kept[i].items() if self.blocks[k].chain != chain}
-            self.kept[i] = {**others, self._current: hidden}
+            others = {k: x for k, x in self.hidden[i].items() if self.blocks[k].chain != chain}
+            self.hidden[i] = {**others, self._current: hidden}
 
     def leave(self, k: int) -> None:
         """Go on from block k: hidden states that are kept from now on are of the next block."""
@@ -192,7 +192,7 @@ class Inject(Walk):
         """Let stubs of the blocks before k return what is stored of batch i."""
         with ExitStack() as stack:
             for j, block in enumerate(self.blocks[:k]):
-                stub = _stub(self.containers[j], self.kept[i].get(j))
+                stub = _stub(self.containers[j], self.hidden[i].get(j))
                 stack.enter_context(replaced(block.module, "forward", stub))
             yield
 

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,10 +51,9 @@ class Watch(ABC):
                 if isinstance(layer, Expert):
                     continue
                 module = layer.module
-                before = module.register_forward_pre_hook(self._enter(layer), with_kwargs=True)
-                stack.enter_context(before)
-                after = module.register_forward_hook(self._leave(layer), always_call=True)
-                stack.enter_context(after)
+                enter, leave = partial(self._enter, layer), partial(self._leave, layer)
+                stack.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True))
+                stack.enter_context(module.register_forward_hook(leave, always_call=True))
             stack.enter_context(self._padding.follow([layer.module for layer in self.layers]))
             stack.enter_context(one_by_one(experts))
             # Which rows of an expert are tokens is seen at its first matrix, pruned or not.
@@ -71,18 +71,16 @@ class Watch(ABC):
         self._rows.clear()
         self._inside.clear()
 
-    def _enter(self, layer: Layer) -> Any:
-        def pre(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._inside.add(id(layer))
-            x = args[0] if args else kwargs[next(iter(kwargs))]
-            # The version tells a tensor that was changed in place between two layers.
-            key = (id(x), times_changed(x), layer.reading)
-            self.note(layer, x, key)
+    def _enter(
+        self, layer: Layer, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._inside.add(id(layer))
+        x = args[0] if args else kwargs[next(iter(kwargs))]
+        # The version tells a tensor that was changed in place between two layers.
+        self.note(layer, x, (id(x), times_changed(x), layer.reading))
 
-        return pre
-
-    def _leave(self, layer: Layer) -> Any:
-        return lambda *_: self._inside.discard(id(layer))
+    def _leave(self, layer: Layer, *_: Any) -> None:
+        self._inside.discard(id(layer))
 
     def _multiplied(self, layer: Layer, x: Tensor) -> None:
         if isinstance(layer, Expert):

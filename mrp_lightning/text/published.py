@@ -123,7 +123,6 @@ class PublishedTexts:
 
         Raises:
             DataError: There is no such text, or it is too short for a window.
-            FileNotFoundError: Files are missing; see `locate`.
         """
         ((corpus, excerpt),) = self._needed("predict")
         documents = self._documents(corpus, excerpt)
@@ -137,7 +136,6 @@ class PublishedTexts:
 
         Raises:
             OptionError: There is no such text.
-            FileNotFoundError: Files are missing; see `locate`.
         """
         check_names([name], EVALUATION, "evaluation")
         corpus = CORPORA[name]

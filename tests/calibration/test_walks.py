@@ -96,7 +96,7 @@ class FirstBlocksArguments(Inject):
         handle = self.blocks[0].module.register_forward_pre_hook(pre, with_kwargs=True)
         self.forward(self.batches[i])
         handle.remove()
-        stored = self.kept[i][k - 1] if k else arguments["args"][0]
+        stored = self.hidden[i][k - 1] if k else arguments["args"][0]
         return self.blocks[k].module(stored, *arguments["args"][1:], **arguments["kwargs"])
 
 
