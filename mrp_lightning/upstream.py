@@ -89,6 +89,69 @@ def group_store() -> Any:
     return distributed_c10d._get_default_store()
 
 
+def check(holds: Any, message: str) -> None:
+    """Raise a RuntimeError where a relation of shapes does not hold, which may be symbols.
+
+    Seen in torch 2.13. Code that `torch.compile` and `torch.export` trace cannot ask a symbol by
+    `if`. In its place: a public name of `torch._check`, which torch's pages recommend.
+    """
+    torch._check(holds, lambda: message)
+
+
+def arguments_of_cusparselt() -> set[str]:
+    """The names of the arguments of `matmul_cusparselt` that this torch knows.
+
+    Seen in torch 2.13, as the three functions below. torch's public way to cuSPARSELt,
+    `to_sparse_semi_structured`, is a subclass of tensors that plans each product anew and cannot be
+    told an algorithm. In their place: public operators, once torch has them.
+    """
+    return {argument.name for argument in torch.ops.aten._cslt_sparse_mm.default._schema.arguments}
+
+
+def compress_cusparselt(weight: Tensor) -> Tensor:
+    """A 2:4 weight in cuSPARSELt's layout; see `arguments_of_cusparselt`."""
+    return torch._cslt_compress(weight)
+
+
+def matmul_cusparselt(
+    compressed: Tensor, x: Tensor, bias: Tensor | None, **algorithm: Any
+) -> Tensor:
+    """The transpose of W times `x`, which is (in, tokens); see `arguments_of_cusparselt`."""
+    return torch._cslt_sparse_mm(compressed, x, bias=bias, transpose_result=True, **algorithm)
+
+
+def search_cusparselt(compressed: Tensor, x: Tensor, bias: Tensor | None) -> tuple[int, ...]:
+    """The `alg_id`, and maybe `split_k` and `split_k_mode`, that are fastest for these operands.
+
+    See `arguments_of_cusparselt`; the function that tells but the first is that of older versions.
+    """
+    binding = getattr(torch._C, "_cusparselt", None)
+    if binding is not None and "mm_search" in dir(binding):
+        return tuple(map(int, binding.mm_search(compressed, x, bias, None, None, True)[:3]))
+    return (int(torch._cslt_sparse_mm_search(compressed, x, bias=bias, transpose_result=True)),)
+
+
+def is_cutlass_forced() -> bool:
+    """Whether torch's 2:4 tensors run on CUTLASS though cuSPARSELt is there.
+
+    Seen in torch 2.13, whose class of them documents this attribute as the way to choose. In its
+    place: an argument of `to_sparse_semi_structured`.
+    """
+    from torch.sparse import SparseSemiStructuredTensor
+
+    return SparseSemiStructuredTensor._FORCE_CUTLASS
+
+
+def tiles_of_sparse24(kind: Any, dtype: torch.dtype) -> tuple[int, int] | None:
+    """What divides rows and columns of a class of torch's 2:4 tensors; `None`: no such dtype.
+
+    Seen in torch 2.13. Whoever does not ask first gets an error in the middle of a model. In its
+    place: a public function that says whether a tensor has such a form.
+    """
+    rules = kind._DTYPE_SHAPE_CONSTRAINTS.get(dtype)
+    return None if rules is None else (rules.sparse_min_rows, rules.sparse_min_cols)
+
+
 # Lightning
 
 

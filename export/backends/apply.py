@@ -1,6 +1,6 @@
 """Put a model with packed layers on a back-end; what a back-end refuses stays dense and is listed.
 
-auto         our operator, the kernel chosen by measured table, cuSPARSELt's layout for prefill
+auto         our operator, the kernel chosen by measured times, cuSPARSELt's layout for prefill
 triton       our operator with the Triton kernels alone
 torch        torch's `to_sparse_semi_structured`
 torchao      torchao's `sparsify_`
@@ -38,12 +38,7 @@ TARGETS: Mapping[str, tuple[int, ...]] = {
 
 @dataclass
 class Applied:
-    """What became of each packed layer.
-
-    Attributes:
-        sparse: Names of the layers that the back-end runs.
-        dense: Reason for each layer that was made dense again, by its name.
-    """
+    """Names of the layers that the back-end runs, and of those that it does not, with reasons."""
 
     sparse: list[str] = field(default_factory=list)
     dense: dict[str, str] = field(default_factory=dict)
@@ -52,11 +47,8 @@ class Applied:
 def apply(model: nn.Module, backend: str = "auto", target: str = "both") -> Applied:
     """Prepare all `Sparse24Linear` layers of a model in place, on the device where they are.
 
-    Args:
-        model: Any module.
-        backend: One of `BACKENDS`.
-        target: A key of `TARGETS`. Prefill takes each weight in cuSPARSELt's layout, too, another
-            0.5625 of the dense bytes; decode alone does without.
+    Prefill takes each weight in cuSPARSELt's layout, too, another 0.5625 of the dense bytes; decode
+    alone does without.
 
     Raises:
         OptionError: An unknown back-end or target, or a back-end that cannot run here at all.
@@ -72,7 +64,9 @@ def apply(model: nn.Module, backend: str = "auto", target: str = "both") -> Appl
 
     applied = Applied()
     for name, layer in layers.items():
-        reason = _place(model, name, layer, backend, target)
+        prepared, reason = _prepare(layer, backend, target)
+        if prepared is not layer:
+            model.set_submodule(name, prepared)
         if reason is None:
             applied.sparse.append(name)
         else:
@@ -80,25 +74,20 @@ def apply(model: nn.Module, backend: str = "auto", target: str = "both") -> Appl
     return applied
 
 
-def _place(
-    model: nn.Module, name: str, layer: Sparse24Linear, backend: str, target: str
-) -> str | None:
-    """Place one layer; the reason where it was made dense."""
+def _prepare(layer: Sparse24Linear, backend: str, target: str) -> tuple[nn.Module, str | None]:
+    """The layer as a back-end runs it, and the reason if that is dense."""
     if backend in SUBCLASSES:
         linear = layer.to_linear()
         reason = SUBCLASSES[backend].refuse(linear)
         if reason is None:
             SUBCLASSES[backend].convert(linear)
-        model.set_submodule(name, linear)
-        return reason
+        return linear, reason
     if backend == "auto" and target != "decode" and why_not_compressible(_call(layer)) is None:
         layer.compressed = compress(layer.weight, layer.weight_meta)
     reason = _refusal(layer, backend)
     if reason is None and backend == "auto":
         reason = not_faster(layer, known_times(layer.weight.device), target)
-    if reason is not None:
-        model.set_submodule(name, layer.to_linear())
-    return reason
+    return (layer if reason is None else layer.to_linear()), reason
 
 
 def why_not_here(backend: str, device: torch.device) -> str | None:
@@ -129,16 +118,16 @@ def _refusal(layer: Sparse24Linear, backend: str) -> str | None:
     return None if None in reasons else "; ".join(reason for reason in reasons if reason)
 
 
-def not_faster(layer: Sparse24Linear, table: KernelTimes, target: str) -> str | None:
+def not_faster(layer: Sparse24Linear, times: KernelTimes, target: str) -> str | None:
     """The reason to keep a layer dense, or `None` where its sparse form may pay.
 
-    It is one where the table says that, at every number of tokens of the target, no kernel that can
-    run this layer is faster than a dense weight. What was not measured counts for the small form.
+    There is one if, at every number of tokens of the target, no kernel that can run this layer was
+    measured to be faster than a dense weight. What was not measured counts for the small form.
     """
     verdicts = []
     for tokens in TARGETS[target]:
         call = _call(layer, tokens)
-        rows = table.at(tokens, call.out_features, call.in_features, call.dtype)
+        rows = times.at(call)
         dense = next((row for row in rows if row.kernel == STORED_DENSE), None)
         if dense is None:
             return None

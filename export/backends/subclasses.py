@@ -17,19 +17,18 @@ from torch.sparse import (
 )
 
 from export.errors import first_line
+from export.packed.packed_linear import frozen
+from mrp_lightning import upstream
 
-FP8_MULTIPLE = 32
-"""What divides in_features for the sm_90 kernel; 16 must divide out_features."""
+_NO_TORCHAO = "torchao is not installed (pip install 'torchao==0.18.*')"
 
 
 @dataclass(frozen=True)
 class Subclass:
-    """A back-end that replaces the weight of an `nn.Linear` by a tensor subclass.
+    """A back-end that replaces the weight of an `nn.Linear` by a tensor subclass, in place.
 
-    Attributes:
-        missing: Gives the reason why it cannot be used on a device at all, or `None`.
-        refuse: Gives the reason why it does not take a layer, or `None`.
-        convert: Replaces the weight of a layer in place.
+    `missing` gives the reason why it cannot be used on a device at all, `refuse` the reason why it
+    does not take a layer.
     """
 
     missing: Callable[[torch.device], str | None]
@@ -40,7 +39,7 @@ class Subclass:
 def _torch_missing(device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"`to_sparse_semi_structured` takes CUDA tensors, not {device.type!r} ones"
-    if SparseSemiStructuredTensor._FORCE_CUTLASS:
+    if upstream.is_cutlass_forced():
         major, minor = torch.cuda.get_device_capability(device)
         if major != 8:
             return f"torch's CUTLASS kernels need sm_8x; this device is sm_{major}{minor}"
@@ -49,35 +48,35 @@ def _torch_missing(device: torch.device) -> str | None:
     return None
 
 
-def _torch_refuse(linear: nn.Linear) -> str | None:
-    weight = linear.weight
-    chosen = (
-        SparseSemiStructuredTensorCUTLASS
-        if SparseSemiStructuredTensor._FORCE_CUTLASS
-        else SparseSemiStructuredTensorCUSPARSELT
-    )
-    rules = chosen._DTYPE_SHAPE_CONSTRAINTS.get(weight.dtype)
-    if weight.dtype == torch.float32 or rules is None:
-        name = str(weight.dtype).removeprefix("torch.")
+def why_not_tiled(
+    kind: type[SparseSemiStructuredTensor], shape: tuple[int, ...], dtype: torch.dtype
+) -> str | None:
+    """The reason why one of torch's classes of 2:4 tensors has no form of a weight, or `None`."""
+    tiles = upstream.tiles_of_sparse24(kind, dtype)
+    if dtype == torch.float32 or tiles is None:
+        name = str(dtype).removeprefix("torch.")
         return f"torch's 2:4 tensors take float16 and bfloat16, not {name}"
-    rows, columns = weight.shape
-    if rows % rules.sparse_min_rows or columns % rules.sparse_min_cols:
-        return (
-            f"{rows}×{columns} is not a multiple of {rules.sparse_min_rows}×{rules.sparse_min_cols}"
-        )
+    (rows, columns), (row_tile, column_tile) = shape, tiles
+    if rows % row_tile or columns % column_tile:
+        return f"{rows}×{columns} is not a multiple of {row_tile}×{column_tile}"
     return None
 
 
+def _torch_refuse(linear: nn.Linear) -> str | None:
+    forced = upstream.is_cutlass_forced()
+    kind = SparseSemiStructuredTensorCUTLASS if forced else SparseSemiStructuredTensorCUSPARSELT
+    return why_not_tiled(kind, linear.weight.shape, linear.weight.dtype)
+
+
 def _torch_convert(linear: nn.Linear) -> None:
-    weight = to_sparse_semi_structured(linear.weight.detach().contiguous())
-    linear.weight = nn.Parameter(weight, requires_grad=False)
+    linear.weight = frozen(to_sparse_semi_structured(linear.weight.detach().contiguous()))
 
 
 def _torchao_missing(device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"torchao's 2:4 tensors are for CUDA devices, and this is {device.type!r}"
     if importlib.util.find_spec("torchao") is None:
-        return "torchao is not installed (pip install 'torchao==0.18.*')"
+        return _NO_TORCHAO
     if importlib.util.find_spec("torchao.sparsity") is None:
         return "this torchao has no `torchao.sparsity`; 0.18 was the last to have it"
     return _torch_missing(device)
@@ -86,13 +85,13 @@ def _torchao_missing(device: torch.device) -> str | None:
 def _torchao_convert(linear: nn.Linear) -> None:
     from torchao.sparsity import semi_sparse_weight, sparsify_
 
-    linear.weight = nn.Parameter(linear.weight.detach().contiguous(), requires_grad=False)
+    linear.weight = frozen(linear.weight.detach().contiguous())
     sparsify_(linear, semi_sparse_weight())
 
 
 def _fp8_missing(device: torch.device) -> str | None:
     if importlib.util.find_spec("torchao") is None:
-        return "torchao is not installed (pip install 'torchao==0.18.*')"
+        return _NO_TORCHAO
     if device.type != "cuda":
         return f"torchao's fp8 2:4 kernel runs on CUDA devices, not on {device.type!r}"
     major, minor = torch.cuda.get_device_capability(device)
@@ -117,8 +116,8 @@ def _fp8_refuse(linear: nn.Linear) -> str | None:
         name = str(linear.weight.dtype).removeprefix("torch.")
         return f"fp8 with scales by row starts from bfloat16, not {name}"
     rows, columns = linear.weight.shape
-    if columns % FP8_MULTIPLE or rows % 16:
-        return f"the fp8 kernel needs in % {FP8_MULTIPLE} == 0 and out % 16 == 0: {rows}×{columns}"
+    if columns % 32 or rows % 16:  # the kernel's tile
+        return f"the fp8 kernel needs in % 32 == 0 and out % 16 == 0: {rows}×{columns}"
     return None
 
 
@@ -129,7 +128,7 @@ def _fp8_convert(linear: nn.Linear) -> None:
     config = Float8DynamicActivationFloat8WeightConfig(
         granularity=PerRow(), packing_format=Float8PackingFormat.SPARSE_2D_DATA_2D_METADATA
     )
-    linear.weight = nn.Parameter(linear.weight.detach().contiguous(), requires_grad=False)
+    linear.weight = frozen(linear.weight.detach().contiguous())
     quantize_(linear, config)
 
 

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.sparse import SparseSemiStructuredTensorCUTLASS as Stored
-from torch.sparse._semi_structured_conversions import sparse_semi_structured_to_dense_cutlass
 from transformers import PreTrainedModel
 
-from export.backends.subclasses import SUBCLASSES
+from export.backends.subclasses import SUBCLASSES, why_not_tiled
 from export.packed import huggingface
 from mrp_lightning.environment import device_named
 from mrp_lightning.errors import FormatError, OptionError
@@ -25,19 +24,11 @@ from mrp_lightning.models.skeleton import build_without_weights, model_class
 
 QUANT_METHOD = "mrp_torchao24"
 FORMAT_VERSION = 1
-DTYPES = (torch.float16, torch.bfloat16)
 
 
 def why_not_storable(shape: tuple[int, int], dtype: torch.dtype) -> str | None:
     """The reason why torchao has no tensor for a 2:4 weight, or `None`."""
-    if dtype not in DTYPES:
-        name = str(dtype).removeprefix("torch.")
-        return f"torchao's 2:4 tensors are float16 or bfloat16, not {name}"
-    rules = Stored._DTYPE_SHAPE_CONSTRAINTS[dtype]
-    (rows, columns), (row_tile, column_tile) = shape, rules[:2]
-    if rows % row_tile or columns % column_tile:
-        return f"{rows}×{columns} is not a multiple of torchao's {row_tile}×{column_tile}"
-    return None
+    return why_not_tiled(Stored, shape, dtype)
 
 
 def store(weight: Tensor) -> Tensor:
@@ -55,9 +46,7 @@ def store(weight: Tensor) -> Tensor:
 
 def restore(tensor: Tensor) -> Tensor:
     """The weight of a stored tensor, bit by bit; any other tensor as it is."""
-    if not isinstance(tensor, Stored):
-        return tensor
-    return sparse_semi_structured_to_dense_cutlass(tensor.packed, tensor.meta)
+    return tensor.to_dense() if isinstance(tensor, Stored) else tensor
 
 
 def read(file: str | os.PathLike[str]) -> dict[str, Tensor]:

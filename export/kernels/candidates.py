@@ -28,10 +28,8 @@ SOME_TOKENS = 256
 class PackedWeight(NamedTuple):
     """The weight W (out, in) of a layer, as kernels read it.
 
-    Attributes:
-        values: Kept values (out, in / 2).
-        meta: Columns of the kept values, uint8 (out, in / 8).
-        compressed: W in cuSPARSELt's layout, or `None`.
+    The values are (out, in / 2), `meta` has their columns, uint8 (out, in / 8), and `compressed` is
+    W in cuSPARSELt's layout.
     """
 
     values: Tensor
@@ -41,15 +39,9 @@ class PackedWeight(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """What a kernel is asked for: (tokens, in) times the transpose of (out, in).
+    """A product that a kernel is asked for: (tokens, in) times the transpose of (out, in).
 
-    Attributes:
-        tokens: Rows of the input.
-        out_features: Rows of the weight.
-        in_features: Columns of the weight.
-        dtype: Dtype of input and weight.
-        device: Device of input and weight.
-        compressed: Whether the weight is there in cuSPARSELt's layout, too.
+    `compressed` says whether the weight is there in cuSPARSELt's layout, too.
     """
 
     tokens: int
@@ -132,11 +124,7 @@ def why_not_compressible(call: Call) -> str | None:
 
 
 def compress(values: Tensor, meta: Tensor) -> Tensor:
-    """The weight in cuSPARSELt's layout.
-
-    Args:
-        values: Kept values (out, in / 2).
-        meta: Columns of the kept values, uint8 (out, in / 8).
+    """A packed weight in cuSPARSELt's layout.
 
     Raises:
         RuntimeError: The library refuses the weight; see `why_not_compressible`.
@@ -144,16 +132,13 @@ def compress(values: Tensor, meta: Tensor) -> Tensor:
     return cusparselt.compress(_unpacked(values, meta))
 
 
-def _gemv(x: Tensor, weight: PackedWeight, bias: Tensor | None, **config: int) -> Tensor:
+def _by_triton(
+    kernel: str, x: Tensor, weight: PackedWeight, bias: Tensor | None, **config: int
+) -> Tensor:
     from export.kernels import triton_kernels
 
-    return triton_kernels.gemv(x, weight.values, weight.meta, bias, **config)
-
-
-def _gemm(x: Tensor, weight: PackedWeight, bias: Tensor | None, **config: int) -> Tensor:
-    from export.kernels import triton_kernels
-
-    return triton_kernels.gemm(x, weight.values, weight.meta, bias, **config)
+    multiply: Callable[..., Tensor] = getattr(triton_kernels, kernel)
+    return multiply(x, weight.values, weight.meta, bias, **config)
 
 
 def _cusparselt(x: Tensor, weight: PackedWeight, bias: Tensor | None, **config: int) -> Tensor:
@@ -183,7 +168,7 @@ def _interpreting() -> bool:
 
 KERNELS: dict[str, Kernel] = {
     "triton-gemv": Kernel(
-        _gemv,
+        functools.partial(_by_triton, "gemv"),
         _refuse_gemv,
         tuple(
             {"rows": rows, "groups": groups}
@@ -191,7 +176,7 @@ KERNELS: dict[str, Kernel] = {
         ),
     ),
     "triton-gemm": Kernel(
-        _gemm,
+        functools.partial(_by_triton, "gemm"),
         _refuse_gemm,
         (
             *({"rows": 16, "columns": 128, "split": split} for split in (4, 2, 8)),

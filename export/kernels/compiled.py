@@ -25,12 +25,10 @@ _lock = threading.Lock()
 
 
 def load() -> bool:
-    """Let the compiled kernels take the operators' calls on the CPU, if they can be had.
+    """Let the compiled kernels take the operators' calls on the CPU, and say whether they do.
 
-    The first call on a machine compiles them into torch's cache of extensions.
-
-    Returns:
-        Whether they do. If not, a warning has said why, once.
+    The first call on a machine compiles them into torch's cache of extensions. If they cannot be
+    had, a warning says why, once.
     """
     with _lock:
         return _load()

@@ -1,4 +1,4 @@
-"""cuSPARSELt on plain tensors: the one place that touches torch's private functions for it.
+"""cuSPARSELt on plain tensors.
 
 cuSPARSELt multiplies with the sparse tensor cores (sm_80 and newer) and needs its own layout,
 which depends on library and device: it is built at load and never written to disk. Each call sets
@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from mrp_lightning import upstream
 
 DTYPES = (torch.float16, torch.bfloat16)
 WEIGHT_MULTIPLE = 16  # rows and columns of the sparse operand, 16-bit dtypes
@@ -40,9 +42,8 @@ def missing(device: torch.device) -> str | None:
         return f"cuSPARSELt runs on CUDA devices, not on {device.type!r}"
     if not torch.backends.cusparselt.is_available():
         return f"torch {torch.__version__} was built without cuSPARSELt"
-    arguments = {a.name for a in torch.ops.aten._cslt_sparse_mm.default._schema.arguments}
-    lacking = {"transpose_result", "alg_id", "split_k", "split_k_mode"} - arguments
-    if lacking:
+    needed = {"transpose_result", "alg_id", "split_k", "split_k_mode"}
+    if lacking := needed - upstream.arguments_of_cusparselt():
         return f"torch {torch.__version__} calls cuSPARSELt without {sorted(lacking)}; use 2.11+"
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
@@ -71,28 +72,20 @@ def version() -> int | None:
 
 def compress(weight: Tensor) -> Tensor:
     """A 2:4 weight (out, in) in the library's layout. It does not check that the weight is 2:4."""
-    return torch._cslt_compress(weight.contiguous())
+    return upstream.compress_cusparselt(weight.contiguous())
 
 
 def matmul(
     x: Tensor, compressed: Tensor, bias: Tensor | None, algorithm: Algorithm = Algorithm()
 ) -> Tensor:
     """X Wᵀ + b: x is (tokens, in), the result (tokens, out) and contiguous."""
-    tokens = x.shape[0]
-    return torch._cslt_sparse_mm(
-        compressed, _padded(x).t(), bias=bias, transpose_result=True, **asdict(algorithm)
-    )[:tokens]
+    y = upstream.matmul_cusparselt(compressed, _padded(x).t(), bias, **asdict(algorithm))
+    return y[: x.shape[0]]
 
 
 def search(x: Tensor, compressed: Tensor, bias: Tensor | None) -> Algorithm:
     """Let the library try its algorithms on these very operands. Not inside a CUDA graph."""
-    dense = _padded(x).t()
-    binding = getattr(torch._C, "_cusparselt", None)
-    if binding is not None and "mm_search" in dir(binding):
-        found = binding.mm_search(compressed, dense, bias, None, None, True)
-        return Algorithm(*(int(value) for value in found[:3]))
-    alg_id = torch._cslt_sparse_mm_search(compressed, dense, bias=bias, transpose_result=True)
-    return Algorithm(int(alg_id))  # no split-k from this one
+    return Algorithm(*upstream.search_cusparselt(compressed, _padded(x).t(), bias))
 
 
 def _padded(x: Tensor) -> Tensor:

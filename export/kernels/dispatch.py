@@ -1,7 +1,7 @@
 """The operator on CUDA devices: a kernel is chosen for every call, by its shape, and runs.
 
-The choice is the fastest usable kernel of the measured table or, where nothing was measured, the
-first usable one of the default order.
+The choice is the kernel that was measured to be the fastest of the usable ones or, where nothing
+was measured, the first usable one of the default order.
 """
 
 import functools
@@ -21,7 +21,7 @@ FEW_TOKENS = 64
 MANY_TOKENS_ORDER = ("cusparselt", "unpack-dense")
 
 log = logging.getLogger(__name__)
-_times: dict[str, KernelTimes] = {}  # by device; what `use_times` set, or what was found on disk
+_times: dict[str, KernelTimes] = {}  # by device; `use_times` set them, or they were on the disk
 
 
 @linear24.register_kernel("cuda")
@@ -55,8 +55,7 @@ def multiply(
 def choose(call: Call) -> tuple[str, Mapping[str, int]]:
     """The name in `KERNELS` of the kernel that takes a call, and its configuration."""
     kernels = usable(call)
-    table = known_times(call.device)
-    rows = table.at(call.tokens, call.out_features, call.in_features, call.dtype)
+    rows = known_times(call.device).at(call)
     measured = next((row for row in rows if row.kernel in kernels), None)
     if measured is not None:
         name, config = measured.kernel, measured.config
@@ -69,26 +68,25 @@ def choose(call: Call) -> tuple[str, Mapping[str, int]]:
 
 
 def known_times(device: torch.device) -> KernelTimes:
-    """The table in use on a device: set by `use_times`, else read from the cache directory."""
+    """The times in use on a device: set by `use_times`, else read from the cache directory."""
     key = _key(device)
     if key not in _times:
         here = environment(device)
         path = cache_path(here)
-        table = KernelTimes(here)
+        _times[key] = KernelTimes(here)
         if path.exists():
             try:
-                table = KernelTimes.load(path)
+                _times[key] = KernelTimes.load(path)
             except FormatError as error:
                 log.warning("%s Until then kernels are chosen by number of tokens alone.", error)
-        _times[key] = table
     return _times[key]
 
 
-def use_times(table: KernelTimes | None, device: torch.device) -> None:
-    """Choose by this table from now on; `None`: by the one in the cache directory again."""
+def use_times(times: KernelTimes | None, device: torch.device) -> None:
+    """Choose by these times from now on; `None`: by those in the cache directory again."""
     _times.pop(_key(device), None)
-    if table is not None:
-        _times[_key(device)] = table
+    if times is not None:
+        _times[_key(device)] = times
     choose.cache_clear()
 
 

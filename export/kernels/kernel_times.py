@@ -1,19 +1,21 @@
-"""The measured table: how long each kernel took on this device, by shape and number of tokens."""
+"""How long each kernel took on this device, by shape and number of tokens."""
 
 import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from export.kernels import cusparselt
+from export.kernels.candidates import Call
 from mrp_lightning.errors import FormatError
 from mrp_lightning.files import save_text
-from mrp_lightning.json_files import read_json
+from mrp_lightning.json_files import as_dataclass, read_json
 
 VERSION = 1
 STORED_DENSE = "stored dense"
@@ -21,19 +23,11 @@ STORED_DENSE = "stored dense"
 
 
 @dataclass(frozen=True)
-class Measurement:
-    """One kernel on one problem.
+class Contestant:
+    """A kernel on one problem: (tokens, in) times the transpose of (out, in), in one dtype.
 
-    Attributes:
-        out_features: Rows of the weight.
-        in_features: Columns of the weight.
-        dtype: Dtype of weight and input as torch prints it, without `torch.`.
-        tokens: Rows of the input.
-        kernel: A key of `KERNELS`, or `STORED_DENSE`.
-        config: The best configuration of the kernel.
-        microseconds: Median time of the repeats.
-        low: 20th percentile of the repeats, microseconds.
-        high: 80th percentile of the repeats, microseconds.
+    The dtype is written as torch prints it, without `torch.`, and the kernel is a key of `KERNELS`,
+    or `STORED_DENSE`.
     """
 
     out_features: int
@@ -41,26 +35,30 @@ class Measurement:
     dtype: str
     tokens: int
     kernel: str
+
+    @property
+    def problem(self) -> tuple[int, int, str, int]:
+        """All but the kernel: the shape, the dtype and the number of tokens."""
+        return self.out_features, self.in_features, self.dtype, self.tokens
+
+
+@dataclass(frozen=True)
+class Measurement(Contestant):
+    """The time of a kernel, in its best configuration.
+
+    In microseconds: the median of the repeats, and their 20th and 80th percentiles.
+    """
+
     config: Mapping[str, int]
     microseconds: float
     low: float
     high: float
 
-    @property
-    def problem(self) -> tuple[int, int, str, int]:
-        """What all kernels are compared on: the shape, the dtype and the number of tokens."""
-        return self.out_features, self.in_features, self.dtype, self.tokens
-
 
 @dataclass(frozen=True)
-class Failure:
-    """A kernel that could not be measured on one problem, and why."""
+class Failure(Contestant):
+    """The reason why a kernel could not be measured."""
 
-    out_features: int
-    in_features: int
-    dtype: str
-    tokens: int
-    kernel: str
     reason: str
 
 
@@ -69,21 +67,20 @@ class KernelTimes:
     """Measurements of one environment: a device and the versions of the libraries there."""
 
     environment: Mapping[str, Any]
-    measurements: tuple[Measurement, ...] = field(default=())
+    measurements: tuple[Measurement, ...] = ()
 
-    def at(
-        self, tokens: int, out_features: int, in_features: int, dtype: torch.dtype
-    ) -> list[Measurement]:
+    def at(self, call: Call) -> list[Measurement]:
         """What was measured for a shape at the nearest number of tokens, the fastest first.
 
         Nearest by ratio, and within a factor of two: else nothing is known. One token is a problem
         of its own, for which no other number of tokens stands in.
         """
-        name = str(dtype).removeprefix("torch.")
+        tokens = call.tokens
+        shape = call.out_features, call.in_features, str(call.dtype).removeprefix("torch.")
         same = [
             m
             for m in self.measurements
-            if (m.out_features, m.in_features, m.dtype) == (out_features, in_features, name)
+            if (m.out_features, m.in_features, m.dtype) == shape
             and (m.tokens == 1) == (tokens == 1)
             and m.tokens <= 2 * tokens <= 4 * m.tokens
         ]
@@ -93,7 +90,7 @@ class KernelTimes:
         return sorted((m for m in same if m.tokens == nearest), key=lambda m: m.microseconds)
 
     def merged(self, measurements: Iterable[Measurement]) -> "KernelTimes":
-        """This table with newer measurements in the place of older ones of the same problem."""
+        """These times, with newer ones in the place of older ones of the same problem."""
         new = tuple(measurements)
         measured = {m.problem for m in new}
         kept = tuple(m for m in self.measurements if m.problem not in measured)
@@ -109,7 +106,7 @@ class KernelTimes:
         """Read what `save` wrote.
 
         Raises:
-            FormatError: The file is no such table.
+            FormatError: The file is no such table, or of another version.
         """
         content = read_json(path, "measure again")
         if content.get("version") != VERSION:
@@ -117,25 +114,15 @@ class KernelTimes:
                 f"{path} is a table of version {content.get('version')!r}, not {VERSION}. Delete "
                 "it and measure again."
             )
-        try:
-            measurements = tuple(Measurement(**m) for m in content["measurements"])
-            if not all(isinstance(m.microseconds, int | float) for m in measurements):
-                raise TypeError("`microseconds` is no number")
-            return cls(dict(content["environment"]), measurements)
-        except (KeyError, TypeError, ValueError) as error:
-            raise FormatError(
-                f"{path} is not a table of measurements ({error}). Delete it and measure again."
-            ) from error
+        return as_dataclass(cls, content, str(path), "measure again")
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """What measurements depend on: the device and the versions of what runs there."""
+    """The device and the versions of what runs there, on which measurements depend."""
     found: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda}
     if device.type == "cuda":
         found["device"] = torch.cuda.get_device_name(device)
         found["cusparselt"] = cusparselt.version()
-        from importlib.metadata import PackageNotFoundError, version
-
         try:
             found["triton"] = version("triton")
         except PackageNotFoundError:

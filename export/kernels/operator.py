@@ -10,6 +10,7 @@ Under autocast all floating operands are cast, as those of `F.linear` are.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +19,10 @@ from torch.nn import functional as F
 
 from export.kernels import compiled
 from export.packed import bitmask_format
-from export.packed.sparse24_format import unpack
+from export.packed.bitmask_format import BITMASK
+from export.packed.packed_format import PackedFormat
+from export.packed.sparse24_format import SPARSE24, unpack
+from mrp_lightning import upstream
 
 MAX_ERROR_RATIO = 1.5
 """Largest error of a kernel, as a multiple of the error of the dense product in the same dtype."""
@@ -49,19 +53,6 @@ def linear24(
     return F.linear(x, unpack(weight, meta), bias)
 
 
-@linear24.register_fake
-def _fake24(
-    x: Tensor,
-    weight: Tensor,
-    meta: Tensor,
-    bias: Tensor | None,
-    compressed: Tensor | None = None,
-) -> Tensor:
-    del meta, bias, compressed
-    torch._check(x.shape[-1] == 2 * weight.shape[1], lambda: "x must have the weight's columns")
-    return x.new_empty(*x.shape[:-1], weight.shape[0])
-
-
 @torch.library.custom_op("mrp_lightning::linear_bitmask", mutates_args=())
 def linear_bitmask(
     x: Tensor, values: Tensor, bits: Tensor, offsets: Tensor, bias: Tensor | None
@@ -89,96 +80,78 @@ def linear_bitmask(
 
 
 def _check_bitmask(x: Tensor, bits: Tensor) -> None:
-    torch._check(
-        bitmask_format.bytes_of(x.shape[-1]) == bits.shape[1],
-        lambda: "x must have the weight's columns",
-    )
+    _check_columns(bitmask_format.bytes_of(x.shape[-1]) == bits.shape[1])
+
+
+def _check_columns(fit: Any) -> None:
+    upstream.check(fit, "x must have the weight's columns")
+
+
+@linear24.register_fake
+def _fake24(x: Tensor, weight: Tensor, meta: Tensor, *_: Tensor | None) -> Tensor:
+    del meta
+    _check_columns(x.shape[-1] == 2 * weight.shape[1])
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
 @linear_bitmask.register_fake
-def _fake_bitmask(
-    x: Tensor, values: Tensor, bits: Tensor, offsets: Tensor, bias: Tensor | None
-) -> Tensor:
-    del values, offsets, bias
+def _fake_bitmask(x: Tensor, values: Tensor, bits: Tensor, *_: Tensor | None) -> Tensor:
+    del values
     _check_bitmask(x, bits)
     return x.new_empty(*x.shape[:-1], bits.shape[0])
 
 
-def _save24(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Keep what the gradient of the input needs."""
     del output
-    _, *weight, _, _ = inputs
-    ctx.save_for_backward(*weight)
-
-
-def _backward24(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Gradients of the input and the bias, for prompts, adapters and attributions."""
-    _refuse_training(ctx)
-    grad_x = grad @ unpack(*ctx.saved_tensors) if ctx.needs_input_grad[0] else None
-    grad_bias = grad.sum_to_size(grad.shape[-1:]) if ctx.needs_input_grad[3] else None
-    return grad_x, None, None, grad_bias, None
-
-
-def _save_bitmask(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    del output
-    x, values, bits, _, _ = inputs
+    x, values, places, *_ = inputs
     ctx.columns = x.shape[-1]
-    ctx.save_for_backward(values, bits)
+    ctx.save_for_backward(values, places)
 
 
-def _backward_bitmask(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    _refuse_training(ctx)
-    grad_x = None
-    if ctx.needs_input_grad[0]:
-        values, bits = ctx.saved_tensors
-        grad_x = grad @ bitmask_format.unpack(values, bits, ctx.columns)
-    grad_bias = grad.sum_to_size(grad.shape[-1:]) if ctx.needs_input_grad[4] else None
-    return grad_x, None, None, None, grad_bias
-
-
-def _refuse_training(ctx: Any) -> None:
+def _backward(form: PackedFormat, bias: int, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Gradients of the input and the bias, for prompts, adapters and attributions."""
     if ctx.needs_input_grad[1]:
         raise NotImplementedError(
             "A packed weight cannot be trained: call `model.dequantize()` first, or freeze it "
             "with `weight.requires_grad_(False)`."
         )
+    grads: list[Tensor | None] = [None] * 5
+    if ctx.needs_input_grad[0]:
+        values, places = ctx.saved_tensors
+        grads[0] = grad @ form.unpack(values, places, ctx.columns)
+    if ctx.needs_input_grad[bias]:
+        grads[bias] = grad.sum_to_size(grad.shape[-1:])
+    return tuple(grads)
+
+
+def _autocast(
+    operator: Callable[..., Tensor], bias: int, device: str, *operands: Tensor | None
+) -> Tensor:
+    """Call an operator with its operands as autocast gives them to `F.linear`."""
+    cast = [
+        _cast(operand, device) if place in (0, 1, bias) else operand
+        for place, operand in enumerate(operands)
+    ]
+    if operator is linear24 and cast[1] is not operands[1]:
+        cast[4:] = [None]  # cuSPARSELt's layout holds the weight in the dtype that it had
+    with torch.autocast(device, enabled=False):
+        return operator(*cast)
 
 
 def _cast(tensor: Tensor | None, device: str) -> Tensor | None:
-    """A tensor as autocast gives it to `F.linear`."""
     if tensor is None or tensor.device.type != device or tensor.dtype == torch.float64:
         return tensor
     return tensor.to(torch.get_autocast_dtype(device))
 
 
-def _autocast24(
-    device: str,
-    x: Tensor,
-    weight: Tensor,
-    meta: Tensor,
-    bias: Tensor | None,
-    compressed: Tensor | None = None,
-) -> Tensor:
-    values = _cast(weight, device)
-    if values is not weight:
-        compressed = None  # which holds the weight in the dtype that it had
-    with torch.autocast(device, enabled=False):
-        return linear24(_cast(x, device), values, meta, _cast(bias, device), compressed)
-
-
-def _autocast_bitmask(
-    device: str, x: Tensor, values: Tensor, bits: Tensor, offsets: Tensor, bias: Tensor | None
-) -> Tensor:
-    cast = [_cast(tensor, device) for tensor in (x, values, bias)]
-    with torch.autocast(device, enabled=False):
-        return linear_bitmask(cast[0], cast[1], bits, offsets, cast[2])
-
-
-linear24.register_autograd(_backward24, setup_context=_save24)
-linear_bitmask.register_autograd(_backward_bitmask, setup_context=_save_bitmask)
-
 # `torch.library.register_autocast` casts to a dtype that is chosen here, not by the user.
 _LIBRARY = torch.library.Library("mrp_lightning", "IMPL")
-for _device in ("cpu", "cuda"):
-    _key = f"Autocast{_device.upper()}"
-    _LIBRARY.impl("linear24", functools.partial(_autocast24, _device), _key)
-    _LIBRARY.impl("linear_bitmask", functools.partial(_autocast_bitmask, _device), _key)
+for _operator, _name, _form, _bias in (
+    (linear24, "linear24", SPARSE24, 3),
+    (linear_bitmask, "linear_bitmask", BITMASK, 4),
+):
+    _operator.register_autograd(functools.partial(_backward, _form, _bias), setup_context=_save)
+    for _device in ("cpu", "cuda"):
+        _kernel = functools.partial(_autocast, _operator, _bias, _device)
+        _LIBRARY.impl(_name, _kernel, f"Autocast{_device.upper()}")

@@ -96,15 +96,15 @@ def test_float32_has_no_sparse_kernel_and_is_multiplied_dense(all_kernels_usable
 )
 def test_a_table_speaks_for_numbers_of_tokens_near_the_measured_ones(tokens, found):
     measured = KernelTimes({}, (row("a", 1.0, 1), row("b", 1.0, 8), row("c", 1.0, 16)))
-    rows = measured.at(tokens, 64, 32, torch.bfloat16)
+    rows = measured.at(call(tokens))
     assert (rows[0].tokens if rows else None) == found
 
 
 def test_a_table_does_not_speak_for_other_shapes_or_dtypes():
     measured = KernelTimes({}, (row("a", 1.0),))
-    assert measured.at(8, 64, 32, torch.bfloat16)
-    assert not measured.at(8, 32, 64, torch.bfloat16)
-    assert not measured.at(8, 64, 32, torch.float16)
+    assert measured.at(call(8))
+    assert not measured.at(call(8, shape=(32, 64)))
+    assert not measured.at(call(8, torch.float16))
 
 
 def test_newer_measurements_replace_those_of_the_same_problem():

@@ -70,7 +70,7 @@ def test_layers_that_torchao_does_not_take_stay_dense(torchao, pruned, tmp_path)
     report = json.loads((tmp_path / "out" / "export_report.json").read_text())
     dense = {row["name"]: row["dense_because"] for row in report["layers"] if row["dense_because"]}
     assert dense == {
-        f"model.layers.{k}.self_attn.{name}": "16×64 is not a multiple of torchao's 32×64"
+        f"model.layers.{k}.self_attn.{name}": "16×64 is not a multiple of 32×64"
         for k in (0, 1)
         for name in ("k_proj", "v_proj")
     }
