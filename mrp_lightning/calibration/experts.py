@@ -47,13 +47,13 @@ def blend(own: HessianAccumulator, pool: HessianAccumulator) -> tuple[Tensor, fl
 
     as if the missing m − n tokens were like those of an average expert. Returns H and s.
     """
-    share = max(0.0, 1 - own.num_tokens / (TOKENS_PER_COLUMN * own.columns))
-    if share == 0:
+    s = max(0.0, 1 - own.num_tokens / (TOKENS_PER_COLUMN * own.columns))
+    if s == 0:
         return own.hessian(), 0.0
-    hessian = pool.hessian().mul_(share)
+    hessian = pool.hessian().mul_(s)
     if own.num_tokens:
-        hessian.add_(own.hessian(), alpha=1 - share)
-    return hessian, share
+        hessian.add_(own.hessian(), alpha=1 - s)
+    return hessian, s
 
 
 def portions(layers: Sequence[Layer]) -> list[list[Layer]]:

@@ -228,11 +228,11 @@ def rows_taken_from(x: Tensor, source: Tensor, is_token: Tensor) -> Tensor | Non
     factors = torch.randint(2**62, (columns,), generator=generator).to(x.device)
     as_integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
 
-    def fingerprints(rows: Tensor) -> Tensor:
+    def hashes(rows: Tensor) -> Tensor:
         bits = rows.reshape(-1, columns).contiguous().view(as_integer)
         return (bits.to(torch.int64) * factors).sum(1)  # exact, modulo 2^64
 
-    mine, theirs = fingerprints(x), fingerprints(source)
+    mine, theirs = hashes(x), hashes(source)
     if not bool(torch.isin(mine, theirs).all()):
         return None
     return torch.isin(mine, theirs[is_token.flatten().to(x.device)])

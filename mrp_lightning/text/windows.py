@@ -25,7 +25,7 @@ class Draws:
 
 
 def tokenize(tokenizer: Any, text: str, *, special_tokens: bool = True) -> Tensor:
-    """The token ids of a whole text (tokens,), int32; special tokens are such as BOS."""
+    """The token ids of a whole text (tokens,), int32, with special tokens, such as BOS, or not."""
     encoded = tokenizer(text, add_special_tokens=special_tokens, verbose=False)
     return torch.tensor(encoded["input_ids"], dtype=torch.int32)
 
