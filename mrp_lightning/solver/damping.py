@@ -25,9 +25,9 @@ class DampedHessian:
     """H + λI, positive definite, with the triangular factor of its inverse.
 
     λ is `ratio` times the mean diagonal of H over the inputs that are not dead. H is kept, not
-    copied or changed. It is factorised when this is made; whatever else follows is computed when it
-    is first needed. Dead inputs, whose diagonal is zero, are cut off from all others, so no weight
-    of theirs ever moves.
+    copied or changed. The sum is factorised at once; whatever else follows from it is computed when
+    it is first needed. Dead inputs, whose diagonal is zero, are cut off from all others, so no
+    weight of theirs ever moves.
 
     Attributes:
         factor: Upper triangular U with UᵀU = (H + λI)⁻¹, (columns, columns).

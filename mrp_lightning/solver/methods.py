@@ -25,7 +25,7 @@ NAMED = {
 
 @dataclass(frozen=True)
 class Method:
-    """A mask, which says what weights go, and how the others make up for them."""
+    """A mask, which says what weights go, and a compensation, which makes up for them."""
 
     name: str  # as the user wrote it
     mask: Mask

@@ -107,7 +107,7 @@ def prune(
     target: Tensor | None = None,
     processes: Processes = ALONE,
 ) -> Solution:
-    """Prune a weight whose Hessian is checked already, and raise what `prune_weight` does.
+    """Prune a weight whose Hessian is checked already; `prune_weight` says what is raised.
 
     Mask and compensation work on the `target` (see `dense_target`), where one is given, in place of
     the dense weight. The processes share the rows: all of them call this with the same weight and

@@ -64,11 +64,11 @@ def after(prefix: Tensor, windows: Tensor) -> Tensor:
 class Windows(Dataset[Any]):
     """Windows to train and evaluate on, which say how much of each is a prefix.
 
-    An item is the token ids (length,), int64. With a prefix of some tokens, which `ids` (count,
-    length) begin with, it is a mapping of `input_ids` and `labels`, both of that form, where a
-    label of −100 says that the token is not to be predicted: neither those of the prefix nor the
-    first of the text. So the same tokens are predicted as without a prefix, though not always from
-    the same ones.
+    An item is the token ids (length,), int64. Where the `ids` (count, length) begin with a prefix
+    of some tokens, it is a mapping of `input_ids` and `labels`, both of that form, where a label of
+    −100 says that the token is not to be predicted: neither those of the prefix nor the first of
+    the text. So the same tokens are predicted as without a prefix, though not always from the same
+    ones.
     """
 
     def __init__(self, ids: Tensor, prefix: int = 0) -> None:
