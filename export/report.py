@@ -117,51 +117,43 @@ class ExportReport:
         console = Console(width=None if sys.stdout.isatty() else 120, markup=False)
         console.print(_sizes(self))
         if self.dense:
-            console.print(_dense(self.dense))
+            # Layers that differ in numbers only and have the same reason share a row.
+            reasons = {layer.name: layer.reason or "" for layer in self.dense}
+            console.print(_table("Dense layers", ("layer", "why"), alike(reasons)))
         if self.parity is not None:
-            console.print(_parity(self.parity))
+            rows = _parity_rows(self.parity)
+            console.print(_table("Parity with the source", ("what", "result"), rows))
         if self.benchmark is not None:
             sys.stdout.write(tables(self.benchmark))
         for note in self.notes:
             console.print(note, highlight=False)
 
 
+def _table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
 def _sizes(report: ExportReport) -> Table:
     totals = report.totals
-    table = Table(title="Size", title_justify="left")
-    table.add_column("")
-    for column in ("with zeros", "packed", "ratio"):
-        table.add_column(column, justify="right")
-    dense, packed = totals["packed_layers_dense_bytes"], totals["packed_layers_packed_bytes"]
     kind = "bitmask" if report.format == "bitmask" else "2:4"
     name = f"{totals['packed_layers']} {kind} layers"
-    table.add_row(name, _mebibytes(dense), _mebibytes(packed), f"{packed / dense:.4f}")
+    sizes = {name: (totals["packed_layers_dense_bytes"], totals["packed_layers_packed_bytes"])}
     if report.exported_bytes is not None and report.format != "dense":
-        before, after = report.source_bytes, report.exported_bytes
-        table.add_row(
-            "weight files", _mebibytes(before), _mebibytes(after), f"{after / before:.4f}"
-        )
+        sizes["weight files"] = (report.source_bytes, report.exported_bytes)
+    rows = [
+        (what, _mebibytes(dense), _mebibytes(packed), f"{packed / dense:.4f}")
+        for what, (dense, packed) in sizes.items()
+    ]
+    table = _table("Size", ("", "with zeros", "packed", "ratio"), rows)
+    for column in table.columns[1:]:
+        column.justify = "right"
     if totals["negative_zeros"]:
         table.caption = f"{totals['negative_zeros']} weights were −0.0 and are +0.0 now"
-    return table
-
-
-def _dense(layers: Iterable[LayerChoice]) -> Table:
-    """Layers that differ in numbers only and have the same reason share a row."""
-    table = Table(title="Dense layers", title_justify="left")
-    table.add_column("layer", overflow="fold")
-    table.add_column("why", overflow="fold")
-    for names, reason in alike({layer.name: layer.reason or "" for layer in layers}):
-        table.add_row(names, reason)
-    return table
-
-
-def _parity(parity: Parity) -> Table:
-    table = Table(title="Parity with the source", title_justify="left")
-    for column in ("what", "result"):
-        table.add_column(column, overflow="fold")
-    for what, result in _parity_rows(parity):
-        table.add_row(what, result)
     return table
 
 

@@ -19,14 +19,10 @@ _EXPECTED = "Input should be "
 
 
 def as_json(content: Any) -> str:
-    """The text of a JSON file, indented, with a newline at its end.
-
-    Args:
-        content: Mappings, lists and tuples of strings, numbers, bools and `None`. Numbers that are
-            not finite, which JSON lacks, become null.
+    """The text of a JSON file; numbers that are not finite, which JSON lacks, become null.
 
     Raises:
-        TypeError: There is something else in it.
+        TypeError: The content is more than mappings, lists, tuples, strings, numbers and `None`.
     """
     return json.dumps(_finite(content), indent=2, allow_nan=False) + "\n"
 
@@ -36,8 +32,8 @@ def read_json(path: str | os.PathLike[str], remedy: str, version: int | None = N
 
     Args:
         path: The file.
-        remedy: What to do if it cannot be read, such as "prune again".
-        version: What its `format_version` has to be; `None` for a file that has none.
+        remedy: The next step if it cannot be read, such as "prune again".
+        version: The `format_version` that it has to have; `None` for a file that has none.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -70,17 +66,11 @@ def read_as(
 
 
 def as_dataclass(kind: type[T], content: Any, source: str, remedy: str) -> T:
-    """Make a dataclass of what was read from a JSON file.
+    """Make a dataclass, whose fields may be dataclasses in their turn, of a file's JSON object.
 
     Types are those of JSON: a bool is no number, and a number no text, but 1 is the float 1.0. Keys
-    that the dataclass does not have are passed over; those that are missing have its defaults. What
-    its `__post_init__` refuses by a `ValueError` is a problem like any other.
-
-    Args:
-        kind: The dataclass, whose fields may be dataclasses in their turn.
-        content: Mappings, lists, strings, numbers, bools and `None`.
-        source: Where it comes from, for the message.
-        remedy: What to do if it is refused, such as "prune again".
+    that the dataclass does not have are passed over; those that are missing have its defaults. A
+    `ValueError` of its `__post_init__` is listed with the other problems.
 
     Raises:
         FormatError: Values are missing, or of other types; all are listed.
@@ -102,17 +92,7 @@ def as_dataclass(kind: type[T], content: Any, source: str, remedy: str) -> T:
 
 
 def check_version(content: Any, source: str, version: int, remedy: str) -> None:
-    """Refuse what was written in another version of a format.
-
-    Args:
-        content: What was read.
-        source: Where it comes from, for the message.
-        version: What its `format_version` has to be.
-        remedy: What to do otherwise, such as "prune again".
-
-    Raises:
-        FormatError: It has another `format_version`, or none.
-    """
+    """Raise a `FormatError` where `format_version` is missing or another one."""
     found = content.get("format_version") if isinstance(content, dict) else None
     if found != version:
         raise FormatError(

@@ -49,7 +49,7 @@ def token_losses(
 class MeanLoss(Metric):
     """Mean negative log-likelihood over all predicted tokens, whatever the batches.
 
-    The sum over a window is taken in float32 and the sum over windows in float64.
+    Sums over a window are in float32, those over windows in float64.
     """
 
     full_state_update = False
@@ -95,22 +95,16 @@ class Perplexity(MeanLoss):
 
 
 class Perplexities:
-    """The metrics of the texts of a `test` or `validate` run.
+    """The metrics of the texts of a `test` or `validate` run, from its dataloaders.
 
-    Args:
-        loaders: One dataloader, whose text has no name, several, or several by name.
-        device: Where the batches are.
+    A single text without a name is called "text"; several without names are numbered.
     """
 
     def __init__(self, loaders: Any = None, device: torch.device | None = None) -> None:
-        named = {"text": loaders}
-        if isinstance(loaders, Mapping):
-            named = {str(name): loader for name, loader in loaders.items()}
-        elif isinstance(loaders, list | tuple) and len(loaders) == 1:
-            named = {"text": loaders[0]}
-        elif isinstance(loaders, list | tuple):
-            named = {str(index): loader for index, loader in enumerate(loaders)}
-        self.names = list(named)
+        if isinstance(loaders, list | tuple):
+            loaders = dict(enumerate(loaders)) if len(loaders) != 1 else loaders[0]
+        named = loaders if isinstance(loaders, Mapping) else {"text": loaders}
+        self.names = [str(name) for name in named]
         self._data = [getattr(loader, "dataset", None) for loader in named.values()]
         self._metrics = [(MeanLoss().to(device), Perplexity().to(device)) for _ in named]
 
@@ -121,9 +115,9 @@ class Perplexities:
         return {f"loss{suffix}": loss, f"perplexity{suffix}": perplexity}
 
     def figures(self) -> dict[str, dict[str, float | int]]:
-        """What was found so far, by text; texts without a batch are left out.
+        """The figures so far by text; texts without a batch are left out.
 
-        Of `Windows` the `prefix` is named, too: how many tokens, not counted, stood before each.
+        Those of `Windows` name the `prefix`, too: how many tokens, not counted, stood before each.
         """
         found = {}
         for name, (_, metric), data in zip(self.names, self._metrics, self._data, strict=True):

@@ -70,12 +70,10 @@ def load_tasks(
     manager = _manager(names, include_path)
     matching = {name: manager.match_tasks([name]) for name in names}
     if unknown := [name for name, found in matching.items() if not found]:
-        nearest = [
-            f"{name} (nearest: {', '.join(_nearest(name, manager.all_tasks)) or 'none'})"
-            for name in unknown
-        ]
+        nearest = {name: difflib.get_close_matches(name, manager.all_tasks) for name in unknown}
+        told = [f"{name} (nearest: {', '.join(x) or 'none'})" for name, x in nearest.items()]
         raise OptionError(
-            f"`--tasks`: lm-eval has no task {'; '.join(nearest)}. `lm_eval ls tasks` lists all; "
+            f"`--tasks`: lm-eval has no task {'; '.join(told)}. `lm_eval ls tasks` lists all; "
             "a directory with tasks of your own is given as `--include-path`."
         )
     loaded: list[Any] = []
@@ -220,10 +218,6 @@ def _manager(names: Sequence[str], include_path: str | PathLike[str] | None) -> 
     return own if set(names) <= set(own.all_subtasks) else TaskManager(include_path=path)
 
 
-def _nearest(name: str, known: Sequence[str]) -> list[str]:
-    return difflib.get_close_matches(name, known, n=3)
-
-
 def _data_of(name: str, manager: Any) -> str:
     config = manager.task_index[name].cfg or {}
     parts = [config.get("dataset_path"), config.get("dataset_name")]
@@ -246,7 +240,7 @@ def _one_process() -> Iterator[None]:
 
 @contextmanager
 def _quiet(logger: str) -> Iterator[None]:
-    """Only errors of one logger."""
+    """Let one logger show errors alone."""
     found = logging.getLogger(logger)
     level = found.level
     found.setLevel(logging.ERROR)

@@ -56,22 +56,17 @@ def model_card(
         "- every layer: `pruning_report.json`",
     ]
     title = f"{Path(name).name if name else 'Model'}, pruned to {kind} sparsity"
-    text = new_card(title, lines, base_model=base_model if is_on_hub else None, library=library)
+    hub = {"base_model": base_model if is_on_hub else None, "library_name": library}
+    text = new_card(title, lines, **hub)
     commands = [report.provenance.get("command"), trained.get("command")]
     text = with_section(text, "Recipe", ["```yaml", *_recipe(config), "```", *made_by(*commands)])
     dense = [f"- `{row.name}`: {row.skipped}" for row in report.layers if row.skipped is not None]
     return with_section(text, "Left dense", dense) if dense else text
 
 
-def new_card(
-    title: str,
-    lines: Sequence[str] = (),
-    *,
-    base_model: str | None = None,
-    library: str | None = None,
-) -> str:
-    """A card of a pruned model with the metadata that the hub reads."""
-    data = ModelCardData(base_model=base_model, library_name=library, tags=["pruned", "sparse"])
+def new_card(title: str, lines: Sequence[str] = (), **metadata: Any) -> str:
+    """A card of a pruned model, with metadata as `ModelCardData` takes them."""
+    data = ModelCardData(tags=["pruned", "sparse"], **metadata)
     return "\n".join(["---", data.to_yaml(), "---", "", f"# {title}", "", *lines]).rstrip() + "\n"
 
 
@@ -93,12 +88,7 @@ def in_markdown(text: str) -> str:
 
 
 def with_perplexities(card: str, perplexity: Mapping[str, Mapping[str, Any]]) -> str:
-    """A card with perplexities, in a section and in the metadata, in place of those it had.
-
-    Args:
-        card: The text of the card.
-        perplexity: The perplexities by text, as in `Evaluation`.
-    """
+    """A card with perplexities, as in `Evaluation`, in a section and in the metadata."""
     found = {
         text: scores
         for text, scores in perplexity.items()

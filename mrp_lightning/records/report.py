@@ -128,11 +128,7 @@ class PruningReport:
     def load(cls, path: str | PathLike[str]) -> "PruningReport":
         """Read a `pruning_report.json`, also one of an older run.
 
-        Args:
-            path: The file.
-
-        Returns:
-            The report, with `totals`, `versions` and `config` as they are stored.
+        `totals`, `versions` and `config` are as they are stored.
 
         Raises:
             FileNotFoundError: There is no such file.
