@@ -28,15 +28,14 @@ OURS = (
     *("pruning_report.json", "export_report.json", "evaluation.json", "run.json"),
     *("report.html", "report-figures/*.png"),
 )
-"""What this package writes into a directory. What else a run wrote its report lists, in `files`."""
-
+"""The files that this package writes into any directory. Others are in a report, as `files`."""
 
 BESIDE = "module.safetensors"
 """The weights that a LightningModule has beside the one Hugging Face model that is saved."""
 
 
 def output_path(path: str | os.PathLike[str]) -> Path:
-    """Where what a user named is written: no shell has put the home in place of a `~` in YAML."""
+    """The path that a user named, also in YAML, where no shell puts the home in place of a `~`."""
     return Path(path).expanduser()
 
 
@@ -161,25 +160,16 @@ def save_directory(
     sources: Iterable[str | os.PathLike[str]] = (),
     ours: Sequence[str] = OURS,
 ) -> Iterator[Path]:
-    """Give a temporary directory beside `path` that becomes `path` when the block ends well.
+    """Give an empty directory beside `path` that becomes `path` when the block ends well.
 
-    When the block raises, the temporary directory is removed and `path` is as it was. What is
-    written gets the permissions that the umask gives to new files.
-
-    Args:
-        path: The directory that will be written; those above it are made.
-        overwrite: Whether a directory that is there may be replaced, as a whole.
-        argument: What the user calls this path, for messages.
-        sources: Directories that are read, and must stay.
-        ours: Names of files that may be replaced; see `check_output_dir`.
-
-    Yields:
-        The temporary directory, which is empty.
+    When the block raises, that directory is removed and `path` is as it was. The files get the
+    permissions that the umask gives to new ones. The arguments are those of `check_output_dir`.
 
     Raises:
         FileExistsError: `check_output_dir` refuses `path`, before the block or after it.
         PermissionError: The same.
-        OSError: What was replaced could not be put back after a failure; it says where it is.
+        OSError: A directory that was replaced could not be put back after a failure; the message
+            says where it is.
     """
     refuse = partial(
         check_output_dir, overwrite=overwrite, argument=argument, sources=list(sources), ours=ours
@@ -203,64 +193,14 @@ def save_directory(
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def visible_files(directory: Path) -> Iterator[Path]:
-    """All files in a directory and below it but hidden ones."""
-    for file in directory.rglob("*"):
-        hidden = any(part.startswith(".") for part in file.relative_to(directory).parts)
-        if file.is_file() and not hidden:
-            yield file
-
-
 def _remove_abandoned(path: Path) -> None:
-    """Remove what killed processes left half-written for this directory."""
+    """Remove the directories that killed processes left half-written for this one."""
     for staging in path.parent.glob(f".{glob.escape(path.name)}.*{_STAGING}"):
         lock = FileLock(staging / _LOCK)
         with suppress(Timeout, OSError):
             lock.acquire(timeout=0)  # a process that is alive holds it
             shutil.rmtree(staging)
             lock.release()
-
-
-def save_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a file in one step: whoever reads it meanwhile sees the old or the new content.
-
-    When that fails, the old content stays and nothing else is left behind. The file gets the
-    permissions that the umask gives to new files.
-
-    Args:
-        path: The file; the directories above it are made.
-        text: The content, written as UTF-8.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def move_durably(partial: Path, path: Path) -> None:
-    """Rename a file that is whole to `path`, so that it also survives that the machine goes down.
-
-    Raises:
-        OSError: It cannot be written through to the disk, or renamed.
-    """
-    _flush(partial)
-    partial.replace(path)
-    _flush(path.parent)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _make_readable(directory: Path) -> None:
@@ -299,3 +239,49 @@ def _put_back(old: Path, path: Path, reason: BaseException) -> None:
             f"{path} could be neither replaced ({reason!r}) nor put back ({error}). What it held "
             f"is in {old}: move it to {path}."
         ) from reason
+
+
+def visible_files(directory: Path) -> Iterator[Path]:
+    """All files in a directory and below it but hidden ones."""
+    for file in directory.rglob("*"):
+        hidden = any(part.startswith(".") for part in file.relative_to(directory).parts)
+        if file.is_file() and not hidden:
+            yield file
+
+
+def save_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a file as UTF-8 in one step: whoever reads it meanwhile sees old or new content.
+
+    The directories above it are made. When writing fails, the old content stays and nothing else
+    is left behind. The file gets the permissions that the umask gives to new ones.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def move_durably(partial: Path, path: Path) -> None:
+    """Rename a file that is whole to `path`, so that it also survives that the machine goes down.
+
+    Raises:
+        OSError: It cannot be written through to the disk, or renamed.
+    """
+    _flush(partial)
+    partial.replace(path)
+    _flush(path.parent)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -21,7 +21,7 @@ _CPU = torch.device("cpu")
 class Processes:
     """All processes of torch's default group, or this one alone.
 
-    Args:
+    Attributes:
         rank: The number of this process, from 0.
         size: The number of processes. With one, nothing is communicated.
         device: The device whose tensors the processes exchange.
@@ -32,21 +32,15 @@ class Processes:
     device: torch.device = _CPU
 
     def share(self, rows: int) -> slice:
-        """Which of so many rows are this process's: consecutive ones.
-
-        Shares differ by one row at most; some are empty where there are fewer rows than processes.
-        """
+        """The consecutive rows of this process, of so many; shares differ by one row at most."""
         return slice(self._start(self.rank, rows), self._start(self.rank + 1, rows))
 
     def gather_rows(self, mine: Tensor, rows: int) -> Tensor:
-        """Put the shares of all processes together.
+        """All rows, put together from the shares of all processes, on the device of `mine`.
 
         Args:
             mine: The rows of this process's share, (its rows, …), of any dtype.
             rows: The number of rows of all shares.
-
-        Returns:
-            All rows, on the device of `mine`.
         """
         if self.size == 1:
             return mine
@@ -76,14 +70,14 @@ class Processes:
         return tensor
 
     def numbers(self, *mine: float) -> list[list[float]]:
-        """What each process calls this with, by process; float64."""
+        """The numbers that each process gives, by process; float64."""
         if self.size == 1:
             return [list(mine)]
         sent = torch.tensor(mine, dtype=torch.float64, device=self.device)
         return [found.tolist() for found in self._gather(sent)]
 
     def all(self, mine: Any) -> list[Any]:
-        """What each process calls this with, by process: plain containers of strings, numbers."""
+        """The value that each process gives, by process: plain containers of strings, numbers."""
         if self.size == 1:
             return [mine]
         received: list[Any] = [None] * self.size

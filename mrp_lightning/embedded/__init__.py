@@ -1,4 +1,4 @@
-"""What lets everything run without a hub: a text, and a small model that was trained on it."""
+"""The small model that comes with the package, so that everything runs without a hub."""
 
 from pathlib import Path
 

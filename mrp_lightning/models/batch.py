@@ -1,4 +1,4 @@
-"""What a batch may look like: a tensor, a sequence that starts with one, or a mapping."""
+"""The forms of a batch: a tensor, a sequence that starts with one, or a mapping."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,14 +8,13 @@ from torch import Tensor
 
 
 def split_batch(batch: Any) -> tuple[Tensor, Tensor | None]:
-    """Token ids and attention mask of a batch.
+    """The token ids (batch, length) and the attention mask of a batch.
 
-    Returns:
-        Token ids (batch, length), and the attention mask of the same shape with 1 for tokens and 0
-        for padding, or `None` where every position is a token.
+    The mask, of the same shape, has 1 for tokens and 0 for padding; it is `None` where every
+    position is a token.
 
     Raises:
-        TypeError: `batch` is none of those.
+        TypeError: The batch has none of the forms.
     """
     ids = _first_tensor(batch)
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32) or ids.ndim != 2:
@@ -45,6 +44,6 @@ def token_ids(batch: Any) -> Tensor | None:
 
 
 def _first_tensor(batch: Any) -> Any:
-    """What stands in a batch where its token ids are."""
+    """The item of a batch that stands where token ids do, whatever it is."""
     ids: Any = batch.get("input_ids") if isinstance(batch, Mapping) else batch
     return ids[0] if isinstance(ids, Sequence) and ids else ids

@@ -6,6 +6,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import try_to_load_from_cache
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -32,6 +33,14 @@ def why_not_found(source: str | os.PathLike[str], error: OSError) -> str:
     """Why a source gives nothing: transformers' reason, or that the hub is away."""
     is_here = Path(source).expanduser().exists()
     return str(error) if is_here else why_no_hub() or str(error)
+
+
+def directory_of(source: str, revision: str | None = None) -> Path | None:
+    """The directory of a source, or that in the hub's cache; `None` where neither is here."""
+    if source and (directory := Path(source).expanduser()).is_dir():
+        return directory
+    cached = try_to_load_from_cache(source, "config.json", revision=revision)
+    return Path(cached).parent if isinstance(cached, str) else None
 
 
 def is_path(source: str) -> bool:
@@ -115,10 +124,10 @@ def register_format(config: Any) -> None:
 
 
 def why_not_readable(config: Any) -> str | None:
-    """What keeps the weights of a checkpoint from being read as they were trained.
+    """Say that a checkpoint is quantized, so that its weights are no matrices, and the next step.
 
-    That it is quantized, with the next step. `None` if it is not, if a registered format reads it,
-    or if its configuration asks transformers to dequantize it.
+    It is `None` if the checkpoint is not, if a registered format reads it, or if its configuration
+    asks transformers to dequantize it.
     """
     settings = _quantization(config)
     if not settings or settings.get("dequantize"):

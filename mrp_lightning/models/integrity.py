@@ -13,11 +13,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.utils import cached_file
 
 from mrp_lightning.environment import is_out_of_memory
 from mrp_lightning.errors import FormatError, OptionError, TargetError
-from mrp_lightning.models.checkpoint import weight_files
+from mrp_lightning.models.checkpoint import directory_of, weight_files
 
 MOST_MODULES = 4096
 """Layers, blocks or experts of one kind that a model has at most. The largest that are published
@@ -157,10 +156,8 @@ def explained_damage(source: str, revision: str | None) -> Iterator[None]:
         said = isinstance(error, OSError | ImportError | FormatError | OptionError | TargetError)
         if said or is_out_of_memory(error):
             raise
-        path: Any = Path(source).expanduser()
-        if not path.is_dir():  # the hub's files lie beside each other in its cache
-            path = Path(str(cached_file(source, "config.json", revision=revision))).parent
-        damaged = damaged_files(path)
+        directory = directory_of(source, revision)
+        damaged = {} if directory is None else damaged_files(directory)
         if not damaged:
             raise FormatError(not_loaded(source, error)) from error
         listed = "\n".join(f"  {file}: {reason}" for file, reason in damaged.items())

@@ -59,22 +59,18 @@ class MovedBlocks(ABC):
 
 
 def applied_in_place(block: nn.Module, stays: Callable[[Tensor], bool]) -> Callable[..., nn.Module]:
-    """What a block can have as its `APPLY`, so that a model can be moved without it.
+    """An `APPLY` for a block that lets its model move without it.
 
-    Of the tensors that stay it changes the dtype alone.
-
-    Args:
-        block: The block.
-        stays: Whether a tensor stays on its device.
+    Of the tensors that `stays` is true of, it changes the dtype alone.
     """
     apply = getattr(block, APPLY)
 
-    def converted(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
-        return (
-            tensor.to(fn(torch.empty(0, dtype=tensor.dtype)).dtype) if stays(tensor) else fn(tensor)
-        )
-
     def apply_in_place(fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        return apply(lambda tensor: converted(fn, tensor), recurse)
+        def convert(tensor: Tensor) -> Tensor:
+            if not stays(tensor):
+                return fn(tensor)
+            return tensor.to(fn(torch.empty(0, dtype=tensor.dtype)).dtype)
+
+        return apply(convert, recurse)
 
     return apply_in_place

@@ -3,11 +3,9 @@
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -15,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
 
 from mrp_lightning.errors import FormatError
-from mrp_lightning.models.checkpoint import names_in_model, weight_files
+from mrp_lightning.models.checkpoint import directory_of, names_in_model, weight_files
 from mrp_lightning.models.loading import as_dtype
 from mrp_lightning.upstream import conversions_at_loading, dtypes_kept
 
@@ -30,15 +28,11 @@ def stored_dtype(model: PreTrainedModel) -> torch.dtype:
 def wider_dtypes(
     model: PreTrainedModel, dtype: torch.dtype, *, as_published: bool
 ) -> dict[str, torch.dtype]:
-    """What is stored in more than `dtype`, by its name in the model.
+    """The dtypes of weights that are stored in more than `dtype`, by their names in the model.
 
-    It is what transformers keeps in float32 in a model that it loads in `dtype`.
-
-    Args:
-        model: The model.
-        dtype: The precision of all other weights.
-        as_published: Whether it is also what the files hold so from which the model was loaded, as
-            far as these are safetensors and still there.
+    These are the weights that transformers keeps in float32 in a model that it loads in `dtype`
+    and, `as_published`, those that are wider in the files from which the model was loaded, as far
+    as these are safetensors and still there.
     """
     found: dict[str, torch.dtype] = {}
     if kept := dtypes_kept(model, dtype):
@@ -85,14 +79,8 @@ def _published_wide(model: PreTrainedModel) -> Iterator[tuple[str, torch.dtype]]
 
 def _headers(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
     """The names and dtypes of the tensors of the safetensors files that a model was loaded from."""
-    source = model.name_or_path or ""
-    directory = Path(source).expanduser()
-    if not source or not directory.is_dir():
-        cached = try_to_load_from_cache(source, "config.json")
-        if not isinstance(cached, str):
-            return
-        directory = Path(cached).parent
-    for file in weight_files(directory):
+    directory = directory_of(model.name_or_path or "")
+    for file in weight_files(directory) if directory else ():
         if file.suffix == ".safetensors":
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 (no mapping)

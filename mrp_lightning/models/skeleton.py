@@ -1,4 +1,4 @@
-"""What a configuration says of its model: its class, its layers without weights, its context."""
+"""A model as its configuration tells it: class, layers without weights, longest text."""
 
 import inspect
 from typing import Any

@@ -113,12 +113,12 @@ class StreamedBlocks(MovedBlocks):
             setattr(block.get_submodule(module), key, empty)
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """What a block holds, by the names of a checkpoint; the block is pinned."""
+        """The tensors of a block that is pinned, by the names of a checkpoint."""
         state = self.blocks[name].state_dict(prefix=f"{name}.")
         return revert_weight_conversion(self._model, state)
 
     def take(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """Let a block hold what `tensors` gave; the block is pinned."""
+        """Let a block that is pinned hold what `tensors` gave."""
         self._convert(name, tensors)
         self.blocks[name].to(self._device)
 
