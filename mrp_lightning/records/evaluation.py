@@ -62,7 +62,8 @@ def record(
 ) -> Path:
     """Add results to `evaluation.json`; those of other texts and tasks stay as they are.
 
-    Perplexities go into the card of a model that was pruned, too, where that is beside it.
+    Perplexities go into the card of a model that was pruned, too, where that is beside it: into its
+    text, and into the results that the Hugging Face hub reads.
 
     The file is replaced in one step: whoever reads it meanwhile sees the old or the new content.
 

@@ -103,23 +103,8 @@ def with_perplexities(card: str, perplexity: Mapping[str, Mapping[str, Any]]) ->
     ]
     header = ["| text | perplexity | context | tokens |", "| --- | --- | --- | --- |"]
     card = with_section(card, "Perplexity", [*header, *rows])
-    if (metadata := REGEX_YAML_BLOCK.match(card)) is None:
-        return card
-    results = [
-        EvalResult(
-            task_type="text-generation",
-            dataset_type=" ".join(text.split()),
-            dataset_name=" ".join(text.split()),
-            metric_type="perplexity",
-            metric_value=scores["perplexity"],
-            metric_name=f"Perplexity of windows of {scores['context']} tokens",
-        )
-        for text, scores in found.items()
-    ]
     try:
-        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(metadata[2])):
-            raise ValueError("aliases in it could stand for any number of values")
-        return _with_results(card, results)
+        return _with_results(card, found)
     except Exception as error:  # the parser's, and whatever values of the wrong kind lead to
         log.warning(
             "The metadata of the model card cannot be read, and stays as it is (%s: %s). The "
@@ -140,8 +125,23 @@ def add_perplexities(directory: Path, perplexity: Mapping[str, Mapping[str, Any]
         save_text(file, with_perplexities(card, perplexity))
 
 
-def _with_results(text: str, results: Sequence[EvalResult]) -> str:
-    """A card with results in its metadata; those of the same texts and metrics are replaced."""
+def _with_results(text: str, perplexity: Mapping[str, Mapping[str, Any]]) -> str:
+    """A card with perplexities among the results of its metadata, if it has any metadata."""
+    if (metadata := REGEX_YAML_BLOCK.match(text)) is None:
+        return text
+    if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(metadata[2])):
+        raise ValueError("aliases in it could stand for any number of values")
+    results = [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=" ".join(name.split()),
+            dataset_name=" ".join(name.split()),
+            metric_type="perplexity",
+            metric_value=scores["perplexity"],
+            metric_name=f"Perplexity of windows of {scores['context']} tokens",
+        )
+        for name, scores in perplexity.items()
+    ]
     card = ModelCard(text)
     data = card.data
     assert isinstance(data, ModelCardData)

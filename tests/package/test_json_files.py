@@ -1,0 +1,82 @@
+"""A JSON object becomes a dataclass, or all that is wrong with it is said."""
+
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from mrp_lightning.errors import FormatError
+from mrp_lightning.json_files import as_dataclass, read_as
+
+
+@dataclass(frozen=True)
+class Point:
+    x: float
+    label: str | None = None
+
+    def __post_init__(self):
+        if self.x < 0:
+            raise ValueError(f"`x` is {self.x}, and has to be positive")
+
+
+@dataclass
+class Drawing:
+    points: tuple[Point, ...]
+    named: dict[int, Point] = field(default_factory=dict)
+    sizes: dict[str, float | int | None] = field(default_factory=dict)
+
+
+def test_what_fits_is_read(tmp_path):
+    (tmp_path / "a.json").write_text(
+        '{"format_version": 1, "of_a_newer_version": [], "named": {"3": {"x": 1.5, "label": "b"}},'
+        '"points": [{"x": 1}], "sizes": {"samples": 5153, "acc": 0.5, "lost": null}}'
+    )
+    found = read_as(Drawing, tmp_path / "a.json", "draw it again", 1)
+    assert found == Drawing(
+        points=(Point(1.0),),
+        named={3: Point(1.5, "b")},
+        sizes={"samples": 5153, "acc": 0.5, "lost": None},
+    )
+    assert [type(found.points[0].x), type(found.sizes["samples"])] == [float, int]
+
+
+def test_all_that_does_not_fit_is_listed():
+    content = {
+        "points": [{"x": True}, {"x": "1"}, {"label": 1}, {"x": -1}, 3],
+        "named": {"3": {"x": None}, "b": {"x": 1}},
+        "sizes": {"a": True, "b": [1], "c": {"x": 1}},
+    }
+    with pytest.raises(FormatError) as caught:
+        as_dataclass(Drawing, content, "a.json", "draw it again")
+    first, *listed = str(caught.value).splitlines()
+    assert first == "a.json is not as mrp-lightning writes it. Delete it, or draw it again."
+    assert [line.strip() for line in listed] == [
+        "`points[0].x` is True, expected a valid number",
+        "`points[1].x` is '1', expected a valid number",
+        "`points[2].x` is missing",
+        "`points[2].label` is 1, expected a valid string",
+        "`points[3]`: `x` is -1.0, and has to be positive",
+        "`points[4]` is 3, expected an object",
+        "`named.3.x` is None, expected a valid number",
+        "`named.b` is 'b', expected a valid integer, unable to parse string as an integer",
+        "`sizes.a` is True, expected a valid number",
+        "`sizes.b` is [1], expected a valid number",
+        "`sizes.c` is {'x': 1}, expected a valid number",
+    ]
+
+
+def test_what_is_nested_too_deeply_is_refused():
+    nested: dict = {}
+    for _ in range(500):
+        nested = {"a": nested}
+    with pytest.raises(FormatError, match="the whole: Invalid JSON: recursion limit exceeded"):
+        as_dataclass(Drawing, nested, "a.json", "draw it again")
+
+
+def test_nothing_of_it_is_loaded_before_a_file_is_read():
+    code = "import sys, mrp_lightning.records.report; print('pydantic' in sys.modules)"
+    root = Path(__file__).parents[2]
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root)
+    assert shown.stdout.strip() == "False", shown.stderr
