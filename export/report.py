@@ -1,4 +1,4 @@
-"""What an export did: a table on the terminal, and `export_report.json`."""
+"""The report of an export: tables on the terminal, and `export_report.json`."""
 
 import sys
 from collections.abc import Iterable

@@ -1,1 +1,1 @@
-"""What is written beside a model: the report of its pruning, its evaluation, its card."""
+"""The files beside a model: the report of its pruning, its evaluation, its card."""

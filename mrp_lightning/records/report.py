@@ -1,4 +1,4 @@
-"""What a run did to each layer, and the file that says so."""
+"""`pruning_report.json`: what a run did to each layer."""
 
 import logging
 from dataclasses import dataclass, field

@@ -1,9 +1,10 @@
-"""What was done to a layer, and to a block: the rows of a report."""
+"""The rows of a report: what was done to a layer, and to a block."""
 
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
 
+@dataclass(frozen=True, kw_only=True)
 class _Row:
     """A row of `pruning_report.json`."""
 
@@ -12,23 +13,22 @@ class _Row:
 
     def to_dict(self) -> dict[str, Any]:
         """The row of `pruning_report.json`."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
         return {
             key: list(value) if isinstance(value, tuple) else value
-            for key, value in values.items()
+            for key, value in vars(self).items()
             if key in self._always or not (value is None or value is False)
         }
 
     @classmethod
     def from_dict(cls, row: dict[str, Any]) -> Self:
         """The row that `to_dict` gave. What an older version did not write has its default."""
-        known = {f.name: row[f.name] for f in fields(cls) if f.name in row}  # type: ignore[arg-type]
+        known = {f.name: row[f.name] for f in fields(cls) if f.name in row}
         return cls(**{key: tuple(x) if isinstance(x, list) else x for key, x in known.items()})
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerReport(_Row):
-    """What was done to one layer. The measures of a layer that was left dense are `None`.
+    """The row of one layer in the report. The measures of a layer that was left dense are `None`.
 
     Attributes:
         name: The name of the layer in the checkpoint.
@@ -99,7 +99,7 @@ class LayerReport(_Row):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockReport(_Row):
-    """What was done to a block as a whole. What was not asked for is `None`.
+    """The row of a block as a whole in the report. What was not asked for is `None`.
 
     Attributes:
         name: The name of the block in the model.
