@@ -77,18 +77,19 @@ def as_dataclass(kind: type[T], content: Any, source: str, remedy: str) -> T:
     """
     from pydantic import TypeAdapter, ValidationError  # only where a file is read
 
+    refused = f"{source} is not as mrp-lightning writes it. Delete it, or {remedy}."
     try:
         # As JSON, in which strict types still let a list be a tuple and an object a dataclass.
         return TypeAdapter(kind).validate_json(json.dumps(content), strict=True)
+    except TypeError as error:  # what a pickle can hold, and JSON cannot
+        raise FormatError(f"{refused}\n  {error}") from error
     except ValidationError as error:
         problems: dict[str, str] = {}
         for found in error.errors(include_url=False):
             place = _place(found, content)
             problems.setdefault(place, _problem(place, found))  # of a union the first kind
         listed = "\n".join(f"  {problem}" for problem in problems.values())
-        raise FormatError(
-            f"{source} is not as mrp-lightning writes it. Delete it, or {remedy}.\n{listed}"
-        ) from error
+        raise FormatError(f"{refused}\n{listed}") from error
 
 
 def check_version(content: Any, source: str, version: int, remedy: str) -> None:

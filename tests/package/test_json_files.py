@@ -67,6 +67,13 @@ def test_all_that_does_not_fit_is_listed():
     ]
 
 
+def test_more_than_json_is_refused():
+    with pytest.raises(FormatError, match="a.ckpt is not .*\n  Object of type set is not JSON"):
+        as_dataclass(Drawing, {"points": set()}, "a.ckpt", "draw it again")
+    found = as_dataclass(Drawing, {"points": [{"x": float("inf")}]}, "a.ckpt", "draw it again")
+    assert found.points == (Point(float("inf")),)
+
+
 def test_what_is_nested_too_deeply_is_refused():
     nested: dict = {}
     for _ in range(500):
