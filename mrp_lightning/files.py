@@ -53,9 +53,9 @@ def check_output_dir(
     Args:
         path: The directory that will be written; it and those above it need not exist. A symbolic
             link stands for what it points to, and `~` for the home directory.
-        overwrite: Whether a directory that is there may be replaced. It may if it holds nothing but
-            what this package writes: files that its reports list, and those that `ours` names.
-        argument: What the user calls this path, for the message.
+        overwrite: Whether a directory that is there may be replaced, if it holds nothing but what
+            this package writes: files that its reports list, and those that `ours` names.
+        argument: The name that the user knows this path by.
         sources: Directories that are read, and must stay.
         num_bytes: How much will be written.
         ours: Names of files that may be replaced, with shell wildcards.

@@ -18,7 +18,7 @@ from export.packed import huggingface
 from mrp_lightning.environment import device_named
 from mrp_lightning.errors import FormatError, OptionError
 from mrp_lightning.json_files import read_json
-from mrp_lightning.models.integrity import check_files, check_values, missing_weights
+from mrp_lightning.models.integrity import check_files, check_values, missing_weights, read_pickle
 from mrp_lightning.models.loading import load_config
 from mrp_lightning.models.skeleton import build_without_weights, model_class
 
@@ -51,8 +51,7 @@ def restore(tensor: Tensor) -> Tensor:
 
 def read(file: str | os.PathLike[str]) -> dict[str, Tensor]:
     """The tensors of a file, torchao's among them, on the CPU. No code of the file is run."""
-    with torch.serialization.safe_globals([Stored]):
-        return torch.load(file, map_location="cpu", weights_only=True)
+    return read_pickle(file, [Stored])
 
 
 def load(directory: str | os.PathLike[str], **options: Any) -> PreTrainedModel:

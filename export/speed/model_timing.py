@@ -19,6 +19,7 @@ from export.errors import first_line
 from export.speed.timing import Timing, captured, graphed, microseconds, take_turns
 from export.speed.tuning import REPEATS
 from mrp_lightning.errors import OptionError
+from mrp_lightning.upstream import attention_of
 
 SPARE = 16
 """Further places in the cache, for the steps of the warm-up."""
@@ -133,7 +134,7 @@ def _attends_to_all(model: PreTrainedModel) -> bool:
     config = model.config
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     windowed = getattr(config, "sliding_window", None) is not None
-    return config._attn_implementation == "sdpa" and kinds == {"full_attention"} and not windowed
+    return attention_of(config) == "sdpa" and kinds == {"full_attention"} and not windowed
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from mrp_lightning.loop.capture import Step
 from mrp_lightning.loop.contents import checkpoint_root, language_models
 from mrp_lightning.loop.streaming import streamed_blocks
 from mrp_lightning.processes import Processes
+from mrp_lightning.upstream import attention_of
 
 _OF_NO_FORWARD = ("_name_or_path", "transformers_version")
 _NOTHING = torch.empty(0)
@@ -62,6 +63,6 @@ def _configuration(module: LightningModule) -> str | None:
     found = []
     for model in language_models(module).values():
         config = {k: v for k, v in model.config.to_dict().items() if k not in _OF_NO_FORWARD}
-        config["attention"] = model.config._attn_implementation
+        config["attention"] = attention_of(model.config)
         found.append((json.dumps(config, sort_keys=True, default=str), _NOTHING))
     return digest(found) if found else None

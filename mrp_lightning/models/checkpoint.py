@@ -96,11 +96,9 @@ def _in_index(index: Path) -> list[Path]:
 
 
 def names_in_model(model: PreTrainedModel, conversions: Sequence[Any]) -> Callable[[str], str]:
-    """Tells under which name in the model transformers puts what a file calls by another one.
+    """The rule by which transformers names in a model what has another name in a file.
 
-    Args:
-        model: The model.
-        conversions: How transformers makes its weights of those in the files.
+    `conversions` are those by which it makes the model's weights of the tensors in the files.
     """
     renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
     converters = [c for c in conversions if isinstance(c, WeightConverter)]

@@ -34,16 +34,9 @@ _SUFFIX = ".gguf"
 
 
 def located(source: str, gguf_file: str | None, revision: str | None = None) -> str:
-    """The source of a model, be it a GGUF file that is named beside its directory or hub id.
+    """The path of a GGUF file in a directory or, at a revision, on the hub, which is asked for it.
 
-    Args:
-        source: A directory or a hub id; of the hub the file is fetched, or found in its cache.
-        gguf_file: The name of the file there; `None` where the model is no such file, or `source`
-            says it all.
-        revision: The branch, tag or commit on the hub.
-
-    Returns:
-        The path of the file; without `gguf_file` the source as it is.
+    Without `gguf_file` it is the source as it is.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -71,9 +64,7 @@ def located(source: str, gguf_file: str | None, revision: str | None = None) -> 
 def find_gguf(source: str) -> Path | None:
     """The GGUF file that a model comes from; `None` where it comes from something else.
 
-    Args:
-        source: Path of the file; a directory without a `config.json` that holds exactly one; or any
-            other source of a model.
+    The source is the path of the file, or a directory without a `config.json` that holds just one.
 
     Raises:
         FileNotFoundError: `source` is a name of such a file, but there is none.

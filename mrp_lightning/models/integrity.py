@@ -29,14 +29,10 @@ _NO_PICKLE = "it is no whole pickle of tensors alone, and only such are read"
 
 
 def check_values(values: Any, source: str | os.PathLike[str]) -> None:
-    """Refuse a configuration that would keep transformers busy for ever, or have it fetch code.
-
-    Args:
-        values: The content of a `config.json`.
-        source: Where it comes from, for the message.
+    """Refuse a `config.json` that would keep transformers busy for ever, or have it fetch code.
 
     Raises:
-        FormatError: It is no such thing, or absurd; all reasons are listed.
+        FormatError: It holds no object, or is absurd; all reasons are listed.
     """
     if not isinstance(values, Mapping):
         raise FormatError(
@@ -76,15 +72,7 @@ def _integers(value: Any) -> Iterator[int]:
 
 
 def check_files(directory: Path, model: nn.Module) -> None:
-    """Refuse a directory whose files cannot be those of a model; one without weights may be.
-
-    Args:
-        directory: A Hugging Face model directory.
-        model: The model on the meta device, built by the directory's configuration.
-
-    Raises:
-        FormatError: See `weight_files` and `check_size`.
-    """
+    """`check_size` of the files in a directory; one without weights is believed."""
     if files := weight_files(directory):
         check_size(model, sum(file.stat().st_size for file in files), directory)
 
@@ -99,7 +87,7 @@ def check_size(model: nn.Module, num_bytes: int, source: str | os.PathLike[str])
         source: Where they are, for the message.
 
     Raises:
-        FormatError: It is, so that most of its weights could only be made up.
+        FormatError: Most of the weights could only be made up.
     """
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
     needed = sum(tensor.numel() for tensor in tensors)
@@ -116,10 +104,7 @@ def missing_weights(
 ) -> str | None:
     """Say which of a model's weights a checkpoint lacks, or has in another shape, or `None`.
 
-    Args:
-        source: Where the checkpoint is.
-        model: The model that was loaded from it.
-        loading: What `from_pretrained(output_loading_info=True)` gives beside the model.
+    `loading` is what `from_pretrained(output_loading_info=True)` gives beside the model.
     """
     if misfits := sorted(loading["mismatched_keys"]):
         shapes = (f"{name} {tuple(found)}, not {tuple(made)}" for name, found, made in misfits)
@@ -190,11 +175,9 @@ def _why_no_safetensors(file: Path) -> str | None:
 
 
 def read_pickle(file: str | os.PathLike[str], classes: Sequence[type] = ()) -> Any:
-    """The tensors and plain containers in a pickle, on the CPU. Nothing that it names is run.
+    """The tensors and plain containers in a file of `torch.save`. Nothing that it names is run.
 
-    Args:
-        file: The pickle, as `torch.save` writes it.
-        classes: Further classes of tensors that it may hold.
+    It may hold tensors of further classes, where these are given.
     """
     with torch.serialization.safe_globals(list(classes)):
         return torch.load(
@@ -223,10 +206,7 @@ def why_no_pickle(file: Path) -> str | None:
 
 @contextmanager
 def explained_checkpoint(path: Any) -> Iterator[None]:
-    """Say of a Lightning checkpoint that is read inside why it cannot be.
-
-    Args:
-        path: Its path or URL; anything else is not looked at.
+    """Say of a Lightning checkpoint that is read inside why it cannot be; it may be at a URL.
 
     Raises:
         FormatError: It is damaged, no such checkpoint, or holds more than may be unpickled.

@@ -56,9 +56,7 @@ def load_config(source: str, **hub: Any) -> PreTrainedConfig:
     Raises:
         FileNotFoundError: `source` is none of these.
         FormatError: transformers does not know the model, or may not run the code that comes with
-            it; or the GGUF file is damaged.
-        OptionError: The directory holds several GGUF files and nothing else.
-        DependencyError: The extra that reads GGUF files is not installed.
+            it; or the GGUF file is damaged. `find_gguf` and `reading` raise more.
     """
     if file := find_gguf(source):
         return gguf_config(file)
@@ -108,12 +106,10 @@ def load_model(source: str, dtype: torch.dtype | None, **options: Any) -> PreTra
         **options: `revision`, `trust_remote_code` and `attn_implementation`.
 
     Raises:
-        FileNotFoundError: `source` is none of these.
         TargetError: The checkpoint is quantized, or lacks weights that the model needs.
         FormatError: Files of the checkpoint are damaged, hold more than tensors, or do not fit its
-            configuration; or its index names files outside of its directory.
-        OptionError: The directory holds several GGUF files and nothing else.
-        DependencyError: The extra that reads GGUF files is not installed.
+            configuration; or its index names files outside of its directory. `load_config` raises
+            more.
     """
     if file := find_gguf(source):
         return gguf_model(file, dtype, options.get("attn_implementation"))

@@ -13,11 +13,7 @@ from mrp_lightning.models.gguf import find_gguf, has_tokenizer, reading
 
 
 def load_tokenizer(source: str | os.PathLike[str] | PreTrainedTokenizerBase, **hub: Any) -> Any:
-    """The tokenizer of a directory, hub id or GGUF file.
-
-    Args:
-        source: Directory, hub id or GGUF file; a tokenizer is given back as it is.
-        **hub: `revision` and `trust_remote_code`.
+    """The tokenizer of a directory, hub id or GGUF file; a tokenizer is given back as it is.
 
     Raises:
         FileNotFoundError: There is no tokenizer.
