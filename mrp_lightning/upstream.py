@@ -35,7 +35,7 @@ def uncompiled(module: nn.Module) -> nn.Module:
 
 
 def pads(conv: nn.Conv2d) -> list[int]:
-    """What `torch.nn.functional.pad` takes so that a convolution needs no padding of its own.
+    """The pads, as `torch.nn.functional.pad` takes them, that do what a convolution's padding does.
 
     Seen in torch 2.13. `conv.padding` is a pair of numbers or a word, and the word gives uneven
     pads for even kernels; torch has worked that out. In its place: `pad` with a convolution's
@@ -45,7 +45,7 @@ def pads(conv: nn.Conv2d) -> list[int]:
 
 
 def times_changed(tensor: Tensor) -> int:
-    """How often a tensor was changed in place; 0 in inference mode, which does not count.
+    """The number of times that a tensor was changed in place; inference mode counts none.
 
     Seen in torch 2.13. Layers that are given the same tensor share a Hessian, unless something was
     added to it in between. Nothing public tells that.
@@ -143,7 +143,7 @@ def is_cutlass_forced() -> bool:
 
 
 def tiles_of_sparse24(kind: Any, dtype: torch.dtype) -> tuple[int, int] | None:
-    """What divides rows and columns of a class of torch's 2:4 tensors; `None`: no such dtype.
+    """The tile that divides a 2:4 tensor's rows and columns; `None` for dtypes that it cannot have.
 
     Seen in torch 2.13. Whoever does not ask first gets an error in the middle of a model. In its
     place: a public function that says whether a tensor has such a form.
@@ -192,7 +192,7 @@ def works_in_children(trainer: Any) -> bool:
 
 
 def strategy_as_given(trainer: Any) -> Any:
-    """What a trainer was given as its `strategy`: a word, or an object.
+    """The word, or the object, that a trainer was given as its `strategy`.
 
     Seen in Lightning 2.6. A message names the strategy as the user did. In its place: a property
     of trainers.
@@ -230,7 +230,7 @@ def attention_of(config: Any) -> str | None:
 
 
 def dtypes_kept(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """What transformers keeps in float32 in a model that it loads in `dtype`, by patterns of names.
+    """The dtypes that transformers keeps in a model that it loads in `dtype`, by patterns of names.
 
     Seen in transformers 5.23. What is saved has to be what a loading would give. Nothing public
     tells it.
@@ -239,7 +239,7 @@ def dtypes_kept(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
 
 
 def conversions_at_loading(model: Any) -> list[Any]:
-    """How transformers made a model's weights of what was in its files.
+    """The steps by which transformers made a model's weights of the tensors in its files.
 
     Seen in transformers 5.23, whose `save_pretrained` reverts them. They say which tensor of a file
     became which of the model. In its place: `transformers.core_model_loading`, once it has a

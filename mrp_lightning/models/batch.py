@@ -28,7 +28,7 @@ def split_batch(batch: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def to_predict(batch: Any) -> Tensor | None:
-    """Which tokens (batch, length) of a batch are to be predicted: all whose label is not −100.
+    """True (batch, length) for tokens that are to be predicted: all whose label is not −100.
 
     It is `None` where the batch is no mapping with `labels`.
     """

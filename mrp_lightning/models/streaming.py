@@ -28,15 +28,15 @@ from mrp_lightning.upstream import APPLY, loading_weights_by
 FindBlocks = Callable[[nn.Module], Mapping[str, nn.Module]]
 
 _REST = ""
-"""Stands for the name of a block where weights are in none."""
+"""The key, in place of a block's name, of the weights that are in no block."""
 
 
 class StreamedBlocks(MovedBlocks):
-    """The blocks of a model, whose weights are read each time that the block runs, then dropped.
+    """The blocks of a model, each of which is read from files when it runs, and dropped after it.
 
-    In between a block is on the meta device, and what moves the model leaves it there. A block runs
-    where the rest of the model is. transformers converts what is read as it does for a whole
-    checkpoint: names, stacked experts and dtypes.
+    In between a block is on the meta device, and stays there when the model moves. It runs where
+    the rest of the model is. transformers converts names, stacked experts and dtypes as it does for
+    a whole checkpoint.
 
     Args:
         model: The model, without weights.
@@ -74,11 +74,7 @@ class StreamedBlocks(MovedBlocks):
         self._places = dict(self._source)
 
     def load_rest(self) -> Any:
-        """Load what is in no block.
-
-        Returns:
-            What transformers says of loading all: which weights are missing, and so on.
-        """
+        """Load the weights that are in no block; the findings given are about the whole checkpoint."""
         shapes: dict[str, Tensor] = {}
         for files in self._places.values():
             with _opened(files) as stored:
@@ -159,7 +155,7 @@ class StreamedBlocks(MovedBlocks):
         return next((t.device for t in self.rest.values()), torch.device("cpu"))
 
     def _find(self, files: list[Path]) -> dict[str, dict[Path, list[str]]]:
-        """Which tensors of which files make up each block, and the rest."""
+        """The tensors that make up each block, and the rest, by file."""
         name_in_model = names_in_model(self._model, self._loading.weight_mapping or [])
         places: dict[str, dict[Path, list[str]]] = {name: {} for name in (*self.blocks, _REST)}
         for file in files:
