@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from callbacks import MRPCallback
 from mrp_lightning import CausalLM, HessianAccumulator, TextDataModule, Trainer, prune_weight
 from mrp_lightning.embedded import STDLIB_LLAMA
-from mrp_lightning.experiments.page.drawing import PAPER, RULE, STYLE, color_of, looks_of_methods
+from mrp_lightning.experiments.page.drawing import PAPER, RULE, STYLE, color_of, looks
 
 DIRECTORY = Path(__file__).with_name("methods")
 SPARSITY = 0.7
@@ -138,8 +138,8 @@ def draw_errors(errors: Mapping[str, list[float]]) -> Figure:
     """How far the hidden states are from those of the dense model, block by block."""
     figure = Figure(figsize=(4.8, 3.2), layout="constrained")
     axes = figure.subplots()
-    looks = looks_of_methods([str(recipe["method"]) for recipe in RECIPES.values()])
-    for (name, values), look in zip(errors.items(), looks, strict=True):
+    methods = [str(recipe["method"]) for recipe in RECIPES.values()]
+    for (name, values), look in zip(errors.items(), looks(methods), strict=True):
         axes.plot(values, label=name, **look.line)
     axes.set(xlabel="after block", ylabel="‖x̂ − x_d‖² / ‖x_d‖²", ylim=(0, None))
     axes.set_xticks(range(len(values)))

@@ -16,8 +16,6 @@ from mrp_lightning.cli.lightning_cli import ConciseParser
 from mrp_lightning.environment import extra
 from mrp_lightning.errors import OptionError
 from mrp_lightning.evaluation.zeroshot import Tasks, load_tasks
-from mrp_lightning.experiments import tables
-from mrp_lightning.experiments.configuration import difference
 from mrp_lightning.experiments.execute import (
     configure,
     evaluate_again,
@@ -25,8 +23,10 @@ from mrp_lightning.experiments.execute import (
     require_pruning,
     why_no_model,
 )
+from mrp_lightning.experiments.models import find_models
+from mrp_lightning.experiments.page import tables
 from mrp_lightning.experiments.runs import TRIAL, Run, read_run
-from mrp_lightning.experiments.summary import scores, summarize
+from mrp_lightning.experiments.scores import scores
 from mrp_lightning.experiments.sweep import Sweep
 from mrp_lightning.experiments.trials import Trial
 from mrp_lightning.models.gguf import dequantized_once
@@ -44,17 +44,16 @@ def main(args: list[str]) -> None:
     sweep = read_sweep(args)
     if sweep.page:
         with extra("report", "`page`"):
-            from mrp_lightning.experiments.document import write_document
+            from mrp_lightning.experiments.page.page import write_markdown
     console = Console()
     failed = make_runs(sweep, console)
     runs = _comparable(sweep, finished_runs(sweep, sweep.trials), console)
     if runs:
-        summary = summarize(runs.values())
-        tables.write(summary, Path(sweep.out))
-        console.print(Markdown(tables.markdown(summary)))
+        text = tables.write(find_models(list(runs.values())), Path(sweep.out))
+        console.print(Markdown(text))
         console.print(f"The tables are in {sweep.out}/results.md, results.csv and results.json.")
     if runs and sweep.page:
-        write_document(
+        write_markdown(
             Path(sweep.page),
             list(runs.values()),
             title=sweep.title,
@@ -126,25 +125,20 @@ def make_runs(sweep: Sweep, console: Console) -> dict[Trial, str]:
 
 def finished_runs(sweep: Sweep, trials: Sequence[Trial]) -> dict[Trial, Run]:
     """The runs that are there, in the order of their trials."""
-    directories = {trial: Path(sweep.out, trial.directory) for trial in trials}
-    return {
-        trial: read_run(directory, str(trial.directory))
-        for trial, directory in directories.items()
-        if (directory / TRIAL).exists()
-    }
+    made = [trial for trial in trials if (sweep.directory(trial) / TRIAL).exists()]
+    return {trial: read_run(sweep.directory(trial), str(trial.directory)) for trial in made}
 
 
 def _make(trial: Trial, sweep: Sweep, tasks: Tasks | None) -> str:
     """Make a run or, where another process made it meanwhile, what it lacks; returns its scores."""
-    directory = Path(sweep.out, trial.directory)
+    directory = sweep.directory(trial)
     if not (directory / TRIAL).exists():
-        cli = configure(trial, sweep)
-        execute(trial, cli, directory, tasks=tasks, save_checkpoint=sweep.save_checkpoints)
+        execute(trial, sweep, tasks)
     run = read_run(directory, str(trial.directory))
     if tasks is not None and _lacks(run, tasks.names):
-        evaluate_again(trial, sweep, directory, tasks)
+        evaluate_again(trial, sweep, tasks)
         run = read_run(directory, str(trial.directory))
-    found = [f"{measure} {measure.write(score)}" for measure, score in scores(run).items()]
+    found = [f"{score} {score.write(value.value)}" for score, value in scores(run).items()]
     return f"{trial.directory}: {', '.join(found)}"
 
 
@@ -180,7 +174,7 @@ def _comparable(sweep: Sweep, runs: Mapping[Trial, Run], console: Console) -> di
 
 def _differs(sweep: Sweep, trial: Trial, run: Run) -> str:
     """How the configuration of a run differs from the sweep's, if it does."""
-    return difference(run.finished.config, configure(trial, sweep)) if run.finished else ""
+    return configure(trial, sweep).difference(run.finished.config) if run.finished else ""
 
 
 def _lacks(run: Run, tasks: Sequence[str]) -> bool:

@@ -2,26 +2,21 @@
 
 import itertools
 import math
-import statistics
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
+from mrp_lightning.experiments.models import Model, Result
 from mrp_lightning.experiments.numbers import number, perplexity
-from mrp_lightning.experiments.summary import Average, Measure, Summary
+from mrp_lightning.experiments.page.parts import Part, Row, Table, columns
+from mrp_lightning.experiments.scores import Score, deviation, mean, measured, text, values
 from mrp_lightning.experiments.trials import Trial
 
+Results = Mapping[Trial, Result]
 
-@dataclass(frozen=True)
-class Finding:
-    """One case of a claim.
 
-    Attributes:
-        claim: What the paper says.
-        where: Model, setting and text.
-        holds: Whether it is so here.
-        evidence: The numbers that say so.
-    """
+class Finding(NamedTuple):
+    """One case of a claim: what the paper says, of what, whether it is so, and the numbers."""
 
     claim: str
     where: str
@@ -33,72 +28,99 @@ class Gain(NamedTuple):
     """By how much the perplexity of one trial is below that of another.
 
     Attributes:
-        seeds: The difference for each seed.
+        mean: The mean difference over the seeds.
+        deviation: Its standard deviation; 0 for one seed.
         ratio: The mean of the trial that should be worse divided by that of the other.
+        words: The difference, without its sign.
     """
 
-    seeds: Average
+    mean: float
+    deviation: float
     ratio: float
+    words: str
 
     @property
     def sign(self) -> str:
         """What the perplexity of the better trial is."""
-        return "lower" if self.seeds.mean > 0 else "higher"
-
-    def __str__(self) -> str:
-        sign = 1 if self.seeds.mean > 0 else -1
-        return Average(sign * gain for gain in self.seeds).text(number)
+        return "lower" if self.mean > 0 else "higher"
 
 
-def findings(summary: Summary) -> list[Finding]:
-    """Every claim in every case that the runs can decide."""
-    texts = dict.fromkeys(m for found in summary.values() for m in found if m.is_perplexity)
-    pruned = [trial for trial in summary if trial.method and not (trial.changed or trial.recipe)]
+def claims_part(models: Sequence[Model]) -> list[Part]:
+    """Every claim with its cases; nothing where the runs decide none."""
+    found = findings(models)
+    tables = []
+    for claim in dict.fromkeys(finding.claim for finding in found):
+        cases = [finding for finding in found if finding.claim == claim]
+        held = sum(finding.holds for finding in cases)
+        rows = [Row("yes" if f.holds else "no", [f.where, f.evidence]) for f in cases]
+        caption = f"{claim}: so in {held} of {len(cases)} cases."
+        tables.append(
+            Table(caption, columns("holds:", "where:", "evidence:"), {"": rows}, group="claim")
+        )
+    return [Part("What the paper claims", tables=tables)] if tables else []
+
+
+def findings(models: Sequence[Model]) -> list[Finding]:
+    """Every claim in every case that the runs of sweeps can decide."""
+    results: dict[Trial, Result] = {}
+    for result in (result for model in models for result in model.rows if result.trial.model):
+        results.setdefault(result.trial, result)
+    scores = measured(run for result in results.values() for run in result.runs)
     found: list[Finding] = []
-    for text in texts:
+    for score in [score for score in scores if score.metric == "perplexity"]:
+        cases = (replace(t, method="SM") for t in results if t.method and not _is_special(t))
         gains = {}  # of SM over SparseGPT
-        for case in dict.fromkeys(replace(trial, method="SM") for trial in pruned):
-            if over := gain(summary, replace(case, method="SS"), case, text):
+        for case in dict.fromkeys(cases):
+            if over := gain(results, replace(case, method="SS"), case, score):
                 gains[case] = over
-        found += _better_than_sparsegpt(gains, text)
-        found += _mm_is_sm(summary, gains, text)
-        found += _grows_with_sparsity(gains, text)
-        found += _ablations(summary, text)
+        found += _better_than_sparsegpt(gains, score)
+        found += _mm_is_sm(results, gains, score)
+        found += _grows_with_sparsity(gains, score)
+        found += _ablations(results, score)
     return found
 
 
-def gain(summary: Summary, worse: Trial, better: Trial, text: Measure) -> Gain | None:
+def gain(results: Results, worse: Trial, better: Trial, score: Score) -> Gain | None:
     """What `better` gains over `worse`, seed by seed; `None` where they cannot be compared."""
-    high, low = (summary.get(trial, {}).get(text, {}) for trial in (worse, better))
-    pairs = [(high[seed], low[seed]) for seed in high if seed in low]
-    if not pairs or not all(map(math.isfinite, itertools.chain(*pairs))):
+    if worse not in results or better not in results:
         return None
-    ratio = statistics.fmean(a for a, _ in pairs) / statistics.fmean(b for _, b in pairs)
-    return Gain(Average(a - b for a, b in pairs), ratio)
+    high, low = (values(results[trial].runs, score) for trial in (worse, better))
+    seeds = high.index.intersection(low.index)
+    high, low = high[seeds], low[seeds]
+    if not len(seeds) or not all(map(math.isfinite, [*high, *low])):
+        return None
+    over = high - low
+    words = text(over if over.mean() > 0 else -over, number)
+    ratio = float(high.mean() / low.mean())
+    return Gain(float(over.mean()), deviation(over) or 0.0, ratio, words)
 
 
-def _better_than_sparsegpt(gains: Mapping[Trial, Gain], text: Measure) -> Iterator[Finding]:
+def _is_special(trial: Trial) -> bool:
+    return bool(trial.changed or trial.recipe)
+
+
+def _better_than_sparsegpt(gains: Mapping[Trial, Gain], score: Score) -> Iterator[Finding]:
     for case, over in gains.items():
         yield Finding(
             "SM is better than SparseGPT",
-            _where(case, text),
-            over.seeds.mean > (over.seeds.deviation or 0),
-            f"perplexity {over.sign} by {over}, factor {1 / over.ratio:.3f}",
+            _where(case, score),
+            over.mean > over.deviation,
+            f"perplexity {over.sign} by {over.words}, factor {1 / over.ratio:.3f}",
         )
 
 
-def _mm_is_sm(summary: Summary, gains: Mapping[Trial, Gain], text: Measure) -> Iterator[Finding]:
+def _mm_is_sm(results: Results, gains: Mapping[Trial, Gain], score: Score) -> Iterator[Finding]:
     for case, over in gains.items():
-        if between := gain(summary, case, replace(case, method="MM"), text):
+        if between := gain(results, case, replace(case, method="MM"), score):
             yield Finding(
                 "MM is as good as SM: they differ by less than a fifth of SM's gain over SparseGPT",
-                _where(case, text),
-                abs(between.seeds.mean) < 0.2 * over.seeds.mean,
-                f"perplexity of MM {between.sign} by {between}; SM's gain {over}",
+                _where(case, score),
+                abs(between.mean) < 0.2 * over.mean,
+                f"perplexity of MM {between.sign} by {between.words}; SM's gain {over.words}",
             )
 
 
-def _grows_with_sparsity(gains: Mapping[Trial, Gain], text: Measure) -> Iterator[Finding]:
+def _grows_with_sparsity(gains: Mapping[Trial, Gain], score: Score) -> Iterator[Finding]:
     percents: dict[Trial, dict[float, float]] = {}
     for case, over in gains.items():
         if case.setting.endswith("%"):
@@ -109,24 +131,24 @@ def _grows_with_sparsity(gains: Mapping[Trial, Gain], text: Measure) -> Iterator
         if len(ordered) > 1:
             yield Finding(
                 "The gap to SparseGPT grows with sparsity",
-                _where(same, text),
+                _where(same, score),
                 all(a[1] < b[1] for a, b in itertools.pairwise(ordered)),
                 "perplexity SparseGPT / SM: "
                 + ", ".join(f"{percent:g}% {ratio:.3f}" for percent, ratio in ordered),
             )
 
 
-def _ablations(summary: Summary, text: Measure) -> Iterator[Finding]:
+def _ablations(results: Results, score: Score) -> Iterator[Finding]:
     claims = {
         "damping": ("Smaller damping is better", False),
         "num_samples": ("More calibration samples are better", True),
     }
     lines: dict[tuple[Trial, str], dict[float, float]] = {}
-    for trial, found in summary.items():
-        change = trial.changed
-        if change and change.option in claims and change.number is not None and text in found:
+    for trial, result in results.items():
+        change, average = trial.changed, mean(result.runs, score)
+        if change and change.option in claims and change.number is not None and average is not None:
             line = lines.setdefault((replace(trial, changed=None), change.option), {})
-            line[change.number] = Average(found[text].values()).mean
+            line[change.number] = average
     for (trial, option), line in lines.items():
         if len(line) < 2:
             continue
@@ -134,14 +156,13 @@ def _ablations(summary: Summary, text: Measure) -> Iterator[Finding]:
         ordered = sorted(line.items(), reverse=not more_is_better)  # from the worst by the claim
         yield Finding(
             claim,
-            f"{_where(trial, text)}, {trial.recipe or trial.method}",
+            f"{_where(trial, score)}, {trial.recipe or trial.method}",
             all(a[1] >= b[1] for a, b in itertools.pairwise(ordered)),
             "perplexity at " + ", ".join(f"{value:g}: {perplexity(x)}" for value, x in ordered),
         )
 
 
-def _where(trial: Trial, text: Measure) -> str:
+def _where(trial: Trial, score: Score) -> str:
     size = f"S={trial.columns}" if trial.columns else ""
-    name = text.name.partition("/")[2].replace("text", "")
-    parts = [trial.model, trial.setting, size, name]
-    return ", ".join(part for part in parts if part)
+    name = "" if score.of == "text" else score.of
+    return ", ".join(part for part in (trial.model, trial.setting, size, name) if part)

@@ -1,92 +1,138 @@
-"""What decides the result of a run: its configuration, and whether another one is the same."""
+"""The configuration of a run: files and options as one, flat, and beside that of another run."""
 
 import json
-import re
-from collections.abc import Iterator, Mapping
+import logging
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from jsonargparse import ArgumentError
-from lightning.pytorch.cli import LightningCLI
+from jsonargparse import ArgumentError, Namespace
+from jsonargparse.typing import Path_fr
+from lightning.pytorch.cli import LightningArgumentParser
+from transformers.utils import logging as transformers_logging
 
-BAR = "trainer.enable_progress_bar"
-_WITHOUT_A_SAY = re.compile(
-    rf"{re.escape(BAR)}|model\.streaming|trainer\.callbacks\.\d+\.init_args\.resume"
-)
-"""Options without a say in the result."""
-
-
-def described(cli: LightningCLI) -> dict[str, Any]:
-    """The configuration of a command line by dotted key, with its defaults."""
-    return dict(_flatten(_nested(cli, cli.config)))
+from mrp_lightning.cli.lightning_cli import PruningCLI
+from mrp_lightning.journal.same import differences
+from mrp_lightning.loop import progress
 
 
-def difference(before: Mapping[str, Any], cli: LightningCLI) -> str:
-    """How a command line differs from a configuration, such as "`data.seed` was 4, is 5".
-
-    An option that `before` does not have was not there when it was described. If it has its default
-    now, it is no difference.
+class Configured(PruningCLI):
+    """The command line of some files, with options set; models and data are made by `build`.
 
     Args:
-        before: What `described` gave; older versions left out what is `None`.
-        cli: The command line.
+        files: As `--config` takes them.
+        options: Values by dotted key. Where a key passes a list, its last item is meant.
     """
-    now = described(cli)
-    keys = [key for key in {**before, **now} if not _WITHOUT_A_SAY.fullmatch(key)]
-    changed = [key for key in keys if before.get(key) != now.get(key)]
-    defaults = _defaults(cli, {key for key in changed if key not in before})
-    changed = [key for key in changed if key not in defaults or defaults[key] != now[key]]
-    return "; ".join(f"`{key}` was {before.get(key)}, is {now.get(key)}" for key in changed)
+
+    def __init__(self, files: Sequence[Path_fr], options: Mapping[str, Any]) -> None:
+        self._options = options
+        with quiet():
+            super().__init__([f"--config={file.absolute}" for file in files], run=False)
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parse the files, whatever they leave to the options, then all of it."""
+        given = Namespace()  # a file may lack what is required
+        for key, value in self._options.items():
+            if not key.startswith("trainer.callbacks"):
+                given[key] = value
+        found = _nested(parser, parser.parse_args(args, namespace=given))
+        for key, value in self._options.items():
+            _set(found, key.split("."), value)
+        self.config = parser.parse_object(found)
+
+    def instantiate_classes(self) -> None:
+        """Make nothing yet: a configuration can be looked at before a model is loaded."""
+
+    def build(self) -> None:
+        """Make the trainer, the model and the data."""
+        super().instantiate_classes()
+
+    def described(self) -> dict[str, Any]:
+        """The configuration by dotted key, with its defaults."""
+        return dict(_flat(_nested(self.parser, self.config)))
+
+    def difference(self, before: Mapping[str, Any]) -> str:
+        """How it differs from what `described` gave of another run, or an older version of it."""
+        return "; ".join(differences(before, self.described(), self._defaults))
+
+    def _defaults(self, keys: Iterable[str]) -> dict[str, Any]:
+        """What some options are without being given, beside the others as they are.
+
+        Those of a callback, say, are found by parsing what names it.
+        """
+        wanted, parser = set(keys), self.parser
+        given = _without(_nested(parser, self.config), wanted)
+        exits, parser.exit_on_error = parser.exit_on_error, False
+        try:
+            found = _nested(parser, parser.parse_object(given))
+        except ArgumentError:
+            return {}  # one of them has no default
+        finally:
+            parser.exit_on_error = exits
+        return {key: value for key, value in _flat(found) if key in wanted}
 
 
-def _defaults(cli: LightningCLI, keys: set[str]) -> dict[str, Any]:
-    """What some options are without being given, beside the others as they are.
-
-    Those of a callback, say, are found by parsing what names it.
-    """
-    if not keys:
-        return {}
-    parser, given = cli.parser, _without(_nested(cli, cli.config), keys)
-    exits, parser.exit_on_error = parser.exit_on_error, False
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence what every run would say again, but for where it is."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    levels = [logger.level for logger in loggers]
+    argv, bars = sys.argv, transformers_logging.is_progress_bar_enabled()
+    sys.argv = argv[:1]  # LightningCLI warns when it is given arguments beside these
+    transformers_logging.disable_progress_bar()
+    for logger in loggers:
+        logger.setLevel(logging.WARNING)
+    progress.log.setLevel(logging.INFO)
     try:
-        found = _nested(cli, parser.parse_object(given))
-    except ArgumentError:
-        return {}  # one of them has no default
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+            warnings.filterwarnings("ignore", message=".*LeafSpec.*")
+            yield
     finally:
-        parser.exit_on_error = exits
-    return {key: value for key, value in _flatten(found) if key in keys}
+        sys.argv = argv
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+        progress.log.setLevel(logging.NOTSET)
+        if bars:
+            transformers_logging.enable_progress_bar()
 
 
-def _nested(cli: LightningCLI, config: Any) -> dict[str, Any]:
-    nested: dict[str, Any] = json.loads(cli.parser.dump(config, format="json", skip_unset=False))
+def _nested(parser: LightningArgumentParser, config: Any) -> dict[str, Any]:
+    nested: dict[str, Any] = json.loads(parser.dump(config, format="json", skip_unset=False))
     return nested
 
 
-def _flatten(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    parts = dict(_parts(values, prefix))
-    if not parts:
-        yield prefix, values
-    for key, value in parts.items():
-        yield from _flatten(value, key)
+def _set(values: Any, path: Sequence[str], value: Any) -> None:
+    """Set a value in nested ones; what has no place for it makes room."""
+    first, *rest = path
+    if not rest:
+        values[first] = value
+        return
+    if not (isinstance(values.get(first), dict | list) and values[first]):
+        values[first] = {}
+    inner = values[first]
+    _set(inner[-1] if isinstance(inner, list) else inner, rest, value)
 
 
-def _without(values: Any, keys: set[str], prefix: str = "") -> Any:
-    """Nested values without some; what held nothing else becomes `None`, and is left out."""
-    if prefix in keys:
-        return None
-    if not (parts := dict(_parts(values, prefix))):
-        return values
-    kept = [_without(value, keys, key) for key, value in parts.items()]
+def _flat(values: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """The values in mappings, and in lists of mappings, by dotted key."""
+    if isinstance(values, list) and any(isinstance(value, dict) for value in values):
+        values = dict(enumerate(values))
+    if not isinstance(values, dict) or not values:
+        yield key, values
+        return
+    for name, value in values.items():
+        yield from _flat(value, f"{key}.{name}" if key else name)
+
+
+def _without(values: Any, keys: set[str], key: str = "") -> Any:
+    """Nested values without some, and without mappings that held nothing else."""
     if isinstance(values, list):
-        return [value for value in kept if value is not None] or None
-    found = zip(values, parts.values(), kept, strict=True)
-    return {name: now for name, was, now in found if now is not None or was is None} or None
-
-
-def _parts(values: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    """The values in a mapping, or in a list of mappings, by dotted key."""
-    if isinstance(values, dict):
-        for key, value in values.items():
-            yield f"{prefix}.{key}" if prefix else key, value
-    elif isinstance(values, list) and any(isinstance(value, dict) for value in values):
-        for index, value in enumerate(values):
-            yield f"{prefix}.{index}", value
+        return [_without(value, keys, f"{key}.{i}") for i, value in enumerate(values)]
+    if not isinstance(values, dict):
+        return values
+    names = {name: f"{key}.{name}" if key else name for name in values}
+    kept = {n: _without(values[n], keys, full) for n, full in names.items() if full not in keys}
+    return {name: value for name, value in kept.items() if value or value == values[name]}

@@ -41,9 +41,9 @@ def percent(value: float) -> str:
 
 
 @_of_finite
-def percent_points(value: float) -> str:
-    """A fraction in percent, without the sign."""
-    return f"{100 * value:.2f}"
+def points(value: float) -> str:
+    """What is in percent already, without the sign."""
+    return f"{value:.2f}"
 
 
 @_of_finite
@@ -78,9 +78,7 @@ def duration(value: float) -> str:
     if value < 120:
         return f"{seconds(value)} s"
     minutes, rest = divmod(round(value), 60)
-    if minutes < 120:
-        return f"{minutes} min {rest} s"
-    return f"{minutes // 60} h {minutes % 60} min"
+    return f"{minutes} min {rest} s" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def scientific(value: float, decimals: int = 1) -> str:
@@ -88,6 +86,6 @@ def scientific(value: float, decimals: int = 1) -> str:
     return f"{value:.{decimals}e}".replace("e-", "e−")
 
 
-def change(before: float, after: float) -> str:
-    """The relative change in percent, with its sign."""
-    return f"{'+' if after >= before else '−'}{abs(100 * (after / before - 1)):.1f}%"
+def signed(value: float, write: Callable[[float], str]) -> str:
+    """With its sign, a minus at which no line is broken."""
+    return f"{'−' if value < 0 else '+'}{write(abs(value))}"

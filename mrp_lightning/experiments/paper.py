@@ -4,12 +4,19 @@ From "Pruning Foundation Models for High Accuracy without Retraining", arXiv:241
 Perplexities of WikiText2, PTB and C4 are over windows of 2048 tokens (others report 4096 for the
 same models). That of LAMBADA, and accuracies, are zero-shot; which accuracies are normalised by
 length the paper does not say. Wanda's values for LLaMA2 are from the paper of Wanda.
+
+A row is one value of one table, which another table may repeat: `model`, `setting` and `method` as
+in a `Trial`, `block_size` (a number of columns, or `all`; empty where the table gives none),
+`metric` (`perplexity/<text>`, or `accuracy/<task>` in percent), `value` as printed, and `table`,
+its label in the paper: `llama2`, `others`, `mamba` (Tables 1, 2, 3), `app:opt`, `app:bloom`,
+`app:others` (Tables A1, A2, A3).
 """
 
-import csv
-from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from typing import Any
+
+import pandas as pd
 
 from mrp_lightning.experiments.trials import Trial
 
@@ -17,36 +24,12 @@ CONTEXT = 2048
 """Tokens a window of the perplexities of WikiText2, PTB and C4."""
 
 
-@dataclass(frozen=True)
-class PaperValue:
-    """One value of one table; another table may repeat it.
-
-    Attributes:
-        model: The name of the model, such as `LLaMA2-7B`.
-        setting: `dense`, a percentage such as `50%`, or a pattern such as `2:4`.
-        method: The canonical name of the method; empty for the dense model.
-        block_size: A number of columns, or `all`; empty where the table gives none.
-        metric: `perplexity/<text>`, or `accuracy/<task>` in percent.
-        value: The value as printed; a large one often has one digit.
-        table: The label of the table in the paper: `llama2`, `others`, `mamba` (Tables 1, 2, 3),
-            `app:opt`, `app:bloom`, `app:others` (Tables A1, A2, A3).
-    """
-
-    model: str
-    setting: str
-    method: str
-    block_size: str
-    metric: str
-    value: float
-    table: str
-
-
 @cache
-def paper_values() -> tuple[PaperValue, ...]:
-    """All values, in the order of the tables."""
-    text = files(__package__).joinpath("paper.csv").read_text("utf-8")
-    rows = csv.DictReader(text.splitlines())
-    return tuple(PaperValue(**{**row, "value": float(row["value"])}) for row in rows)  # type: ignore[arg-type]
+def paper_values() -> tuple[Any, ...]:
+    """All values, in the order of the tables: rows with the columns of `paper.csv`."""
+    with files(__package__).joinpath("paper.csv").open(encoding="utf-8") as file:
+        table = pd.read_csv(file, dtype=str, keep_default_na=False).astype({"value": float})
+    return tuple(table.itertuples(index=False))
 
 
 def reported(trial: Trial, metric: str) -> float | None:

@@ -4,11 +4,12 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from mrp_lightning.errors import FormatError
-from mrp_lightning.experiments.trials import Trial
+from mrp_lightning.experiments.trials import Trial, method_rank
 from mrp_lightning.files import save_text
 from mrp_lightning.journal.unfinished import find_journal, unfinished_report
 from mrp_lightning.json_files import as_json, read_json
@@ -78,7 +79,7 @@ class Run:
         name: Its path from the directory that was searched.
         report: What was pruned; `None` for a dense model.
         evaluation: What the model can do; empty where that was not measured.
-        finished: The trial, if a sweep made the run.
+        finished: What a sweep says of it, if a sweep made the run.
         exported: What `export_report.json` calls the format of the weights, if there is one.
         weight_bytes: Size of the safetensors files in bytes; `None` where there are none.
         files: The files that the page keeps as raw data, by name.
@@ -95,6 +96,13 @@ class Run:
     files: Mapping[str, bytes] = field(default_factory=dict)
     unfinished: str | None = None
 
+    @cached_property
+    def trial(self) -> Trial:
+        """The trial of its sweep, or what its report tells of one."""
+        if self.finished:
+            return self.finished.trial
+        return Trial.of_report(self.report.config) if self.report else Trial("")
+
     @property
     def layers(self) -> Sequence[LayerReport]:
         """All layers, pruned and left dense."""
@@ -103,17 +111,12 @@ class Run:
     @property
     def pruned(self) -> Sequence[LayerReport]:
         """The pruned layers, in the order in which they were pruned."""
-        return [layer for layer in self.layers if layer.skipped is None]
+        return self.report.pruned if self.report else []
 
     @property
     def config(self) -> Mapping[str, Any]:
         """The arguments of the pruning."""
         return self.report.config if self.report else {}
-
-    @property
-    def versions(self) -> Mapping[str, str]:
-        """The versions of the libraries that pruned, or else that evaluated."""
-        return self.report.versions if self.report else self.evaluation.versions
 
     @property
     def is_beside(self) -> bool:
@@ -127,11 +130,10 @@ class Run:
 
 
 def find_runs(root: Path) -> list[Run]:
-    """The runs in a directory and beneath it, by name; hidden directories are passed over.
+    """The runs in a directory and beneath it, dense ones first, then by setting, method and name.
 
-    A journal, or the directory that an unfinished run will write, is that run alone.
-
-    If all of them are pruned, the dense runs beside `root` are returned too.
+    Hidden directories are passed over. A journal, or the directory that an unfinished run will
+    write, is that run alone. If all runs are pruned, the dense ones beside `root` are added.
 
     Raises:
         FileNotFoundError: There are none.
@@ -147,9 +149,8 @@ def find_runs(root: Path) -> list[Run]:
             f"`RUN_DIR`: no {report.NAME} and no {records.NAME} in {root} or beneath it. A run "
             "with `save_dir` writes the first, `zeroshot` and `test` the second."
         )
-    if all(run.report for run in runs):
-        runs += _dense_beside(root)
-    return runs
+    beside = _dense_beside(root) if all(run.report for run in runs) else ()
+    return sorted([*runs, *beside], key=_rank)
 
 
 def read_run(directory: Path, name: str) -> Run:
@@ -219,3 +220,11 @@ def _below(root: Path) -> Iterator[Path]:
 def _name(directory: Path, root: Path) -> str:
     relative = directory.relative_to(root).as_posix()
     return directory.resolve().name if relative == "." else relative
+
+
+def _rank(run: Run) -> tuple[Any, ...]:
+    trial = run.trial
+    if trial.method is None:
+        return (0.0,)
+    setting = (trial.sparsity, ":" in trial.setting, trial.setting)
+    return *setting, method_rank(trial.method), not run.complete, run.exported or ""

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 from jsonargparse.typing import Path_fr
@@ -139,6 +140,10 @@ class Sweep:
         }
         named |= {Trial(trial.model) for trial in named}
         return [trial for trial in self.trials if trial in named]
+
+    def directory(self, trial: Trial) -> Path:
+        """Where the run of a trial lies."""
+        return Path(self.out, trial.directory)
 
     def options(self, trial: Trial) -> dict[str, Any]:
         """What a trial changes of the configuration `base`, by dotted key."""

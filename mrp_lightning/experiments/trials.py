@@ -3,17 +3,44 @@
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
 from mrp_lightning.errors import OptionError
-from mrp_lightning.experiments.methods import canonical_method, method_label
-from mrp_lightning.solver.methods import parse_method
+from mrp_lightning.solver.compensations import ColumnSweep, NoCompensation
+from mrp_lightning.solver.exact import ExactCompensation
+from mrp_lightning.solver.methods import MASKS, NAMED, parse_method
 from mrp_lightning.solver.patterns import Pattern, make_pattern
 
 CALLBACK = "trainer.callbacks.init_args"
 """The key of the arguments of the last callback, which prunes."""
+
+METHODS = ("magnitude", "wanda", "SS", "MS", "SM", "MM")
+"""The paper's methods in the order in which they are shown; all others follow."""
+
+_LABELS = {"wanda": "Wanda", "SS": "SparseGPT"}
+_CANONICAL = {pair: name for name, pair in reversed(NAMED.items())}  # the first of several names
+_COMPENSATIONS = [each.name for each in (NoCompensation, ColumnSweep, ExactCompensation)]
+_PAIRS = [f"{mask}+{compensation}" for mask in MASKS for compensation in _COMPENSATIONS]
+_ORDER = list(dict.fromkeys((*METHODS, *(_CANONICAL.get(pair, pair) for pair in _PAIRS))))
+
+
+def canonical_method(name: str) -> str:
+    """The one name of a method: `sparsegpt` and `S+S` are `SS`, `wanda+M` is itself.
+
+    Raises:
+        MethodError: There is no such method.
+    """
+    method = parse_method(name)
+    pair = f"{method.mask.name}+{method.compensation.name}"
+    return _CANONICAL.get(pair, pair)
+
+
+def method_rank(method: str) -> int:
+    """The place of a canonical method in the order; it decides its colour and marker, too."""
+    return _ORDER.index(method)
 
 
 @dataclass(frozen=True)
@@ -68,7 +95,7 @@ class Trial:
     """The dense model, or one method or recipe at one sparsity with one calibration set.
 
     Attributes:
-        model: The name of the model in the sweep.
+        model: The name of the model in the sweep; empty for a run that no sweep made.
         setting: `dense`, a percentage such as `50%`, or a pattern such as `2:4`.
         method: The canonical name of the method; `None` for the dense model.
         block_size: Columns a block; `None` for all columns, and where it means nothing.
@@ -96,8 +123,7 @@ class Trial:
         if self.method is None:
             return PurePosixPath(self.model, "dense")
         parts = [self.setting_name, self.recipe or self.method]
-        if has_blocks(self.method):
-            parts.append("sall" if self.block_size is None else f"s{self.block_size}")
+        parts += [f"s{self.columns}"] if self.columns else []
         parts += [self.changed.name] if self.changed else []
         parts += [] if self.seed is None else [f"seed{self.seed}"]
         return PurePosixPath(self.model, "-".join(parts))
@@ -105,7 +131,7 @@ class Trial:
     @property
     def label(self) -> str:
         """What was done, for a reader: the recipe, or what the field calls the method."""
-        return self.recipe or method_label(self.method)
+        return self.recipe or _LABELS.get(self.method or "", self.method or "")
 
     @property
     def setting_name(self) -> str:
@@ -113,8 +139,16 @@ class Trial:
         return self.setting.replace(":", "of").rstrip("%")
 
     @property
+    def sparsity(self) -> float:
+        """The fraction of the weights that is removed."""
+        if self.method is None:
+            return 0.0
+        percent = self.setting.endswith("%")
+        return float(self.setting[:-1]) / 100 if percent else parse_setting(self.setting).sparsity
+
+    @property
     def columns(self) -> str:
-        """The block size as the tables write it."""
+        """The block size for a reader; empty where it means nothing."""
         if self.method is None or not has_blocks(self.method):
             return ""
         return "all" if self.block_size is None else str(self.block_size)
@@ -126,7 +160,7 @@ class Trial:
         percent = self.setting.endswith("%")
         options = {
             f"{CALLBACK}.pattern": None if percent else self.setting,
-            f"{CALLBACK}.sparsity": float(self.setting[:-1]) / 100 if percent else None,
+            f"{CALLBACK}.sparsity": self.sparsity if percent else None,
             f"{CALLBACK}.method": self.method,
         }
         if has_blocks(self.method):
@@ -150,6 +184,12 @@ class Trial:
         """
         changed = content.get("changed")
         return cls(**{**content, "changed": Change(*changed) if changed else None})
+
+    @classmethod
+    def of_report(cls, config: Mapping[str, Any]) -> "Trial":
+        """The trial that the arguments in a report describe, of a model without a name."""
+        pattern = make_pattern(config.get("sparsity"), config.get("pattern"))
+        return cls("", str(pattern), str(config.get("method")), config.get("block_size"))
 
 
 def parse_setting(setting: str) -> Pattern:

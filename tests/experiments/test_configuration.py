@@ -8,7 +8,6 @@ pytest.importorskip("jsonargparse", reason="the command line needs the extra `cl
 
 from jsonargparse.typing import Path_fr
 
-from mrp_lightning.experiments.configuration import described, difference
 from mrp_lightning.experiments.execute import configure
 from mrp_lightning.experiments.sweep import ModelTrials, Sweep
 from mrp_lightning.experiments.trials import Trial
@@ -36,16 +35,16 @@ def command(tmp_path):
 
 def stored(cli, *without):
     """What a run keeps of a command line, but for what begins like this."""
-    config = json.loads(json.dumps(described(cli)))
+    config = json.loads(json.dumps(cli.described()))
     left = {key: value for key, value in config.items() if not key.startswith(without or ("-",))}
     assert (len(left) < len(config)) == bool(without)
     return left
 
 
 def test_the_same_configuration_is_the_same(command):
-    assert difference(stored(command()), command()) == ""
+    assert command().difference(stored(command())) == ""
     tuned = {"tuning": {"epochs": 3}, "target": "dense"}
-    assert difference(stored(command(**tuned)), command(**tuned)) == ""
+    assert command(**tuned).difference(stored(command(**tuned))) == ""
 
 
 @pytest.mark.parametrize(
@@ -62,38 +61,38 @@ def test_the_same_configuration_is_the_same(command):
 )
 def test_an_option_that_is_new_and_has_its_default_is_no_difference(command, option):
     now = command(tuning={"epochs": 3})
-    assert difference(stored(now, option), now) == ""
+    assert now.difference(stored(now, option)) == ""
 
 
 @pytest.mark.parametrize(
     ("option", "given", "message"),
     [
-        ("target", {"target": "dense"}, "`{}.target` was None, is dense"),
-        ("damping", {"damping": 0.1}, "`{}.damping` was None, is 0.1"),
-        ("tuning.held_out", {"tuning": {"held_out": 0.5}}, "`{}.tuning.held_out` was None, is 0.5"),
-        ("tuning", {"tuning": {"held_out": 0.1}}, "`{}.tuning.held_out` was None, is 0.1"),
-        ("block_size", {}, "`{}.block_size` was None, is 64"),
+        ("target", {"target": "dense"}, '`{}.target` was null, is "dense"'),
+        ("damping", {"damping": 0.1}, "`{}.damping` was null, is 0.1"),
+        ("tuning.held_out", {"tuning": {"held_out": 0.5}}, "`{}.tuning.held_out` was null, is 0.5"),
+        ("tuning", {"tuning": {"held_out": 0.1}}, "`{}.tuning.held_out` was null, is 0.1"),
+        ("block_size", {}, "`{}.block_size` was null, is 64"),
     ],
 )
 def test_one_that_is_new_and_has_another_value_is(command, option, given, message):
     now = command(**given)
-    assert message.format(CALLBACK) in difference(stored(now, f"{CALLBACK}.{option}"), now)
+    assert message.format(CALLBACK) in now.difference(stored(now, f"{CALLBACK}.{option}"))
 
 
 def test_what_has_no_default_is_a_difference(command):
-    found = difference(stored(command(), "model.model"), command())
-    assert found == "`model.model` was None, is somewhere"
+    found = command().difference(stored(command(), "model.model"))
+    assert found == '`model.model` was null, is "somewhere"'
 
 
 def test_a_value_of_none_is_kept_and_is_no_default(command):
-    assert described(command())[f"{CALLBACK}.pattern"] is None
+    assert command().described()[f"{CALLBACK}.pattern"] is None
     whole = command(tuning={"epochs": 3}, ignore="mlp")
     before = stored(whole) | {f"{CALLBACK}.damping": None, f"{CALLBACK}.ignore": None}
-    assert difference(before, whole) == (
-        f"`{CALLBACK}.damping` was None, is 0.01; `{CALLBACK}.ignore` was None, is mlp"
+    assert whole.difference(before) == (
+        f'`{CALLBACK}.damping` was null, is 0.01; `{CALLBACK}.ignore` was null, is "mlp"'
     )
 
 
 def test_options_without_a_say_may_differ(command):
     before = stored(command()) | {f"{CALLBACK}.resume": False, "model.streaming": True}
-    assert difference(before, command()) == ""
+    assert command().difference(before) == ""

@@ -95,7 +95,8 @@ def test_a_sweep_keeps_every_value_and_is_not_repeated(here, tiny_llama, capsys)
     assert "perplexity @32" in page
     assert "--page=docs/page.md" in page
     drawn = Path("docs/page/tiny-perplexity.svg").read_text()
-    assert all(f">{name}</text>" in drawn for name in ("SparseGPT", "SM", "dense", "50%", "2:4"))
+    assert all(f">{name}</text>" in drawn for name in ("SparseGPT", "SM", "50%", "2:4"))
+    assert "tick: dense" in drawn
 
     # Again: nothing is made. One run lost: that one is made.
     (lost,) = Path("out/tiny").glob("50-SM-s128-seed0")
@@ -134,7 +135,7 @@ seeds: [0]
 def test_recipes_are_rows_of_the_tables(here):
     for package in ("matplotlib", "pandas"):
         pytest.importorskip(package, reason="the page needs the extra `report`")
-    from mrp_lightning.experiments.page import models
+    from mrp_lightning.experiments.models import find_models
 
     Path("recipes.yaml").write_text(RECIPES)
     sweep("--config=recipes.yaml", "--page=docs/page.md", "--continuations=true")
@@ -147,24 +148,25 @@ def test_recipes_are_rows_of_the_tables(here):
         "learning_rate": 5e-4,
     }
     lines = Path("docs/page.md").read_text().splitlines()
-    cells = [line.split(" | ")[:2] for line in lines if line.startswith("| 2:4")]
+    cells = [line.split(" | ")[:2] for line in lines if line.startswith("| 2:4 |")]
     assert [name for _, name in cells] == ["SM", "tuned", "SM+dense"]
     page = "\n".join(lines)
     for block in report["blocks"]:
         before, after = map(numbers.relative_loss, (block["error_before"], block["error_after"]))
-        assert f"| {block['name']} | {before} → {after} |" in page
+        assert f"| 2:4, tuned | {block['name']} | {before} | {after} |" in page
     recorded = json.loads(Path("out/tiny/2of4-tuned-seed0/evaluation.json").read_text())
     said = recorded["continuations"]["text"]["continuation"].strip("\n")
     assert "2:4 tuned:\n" + textwrap.indent(said, "    ") in page
-    assert "Windows of tiny have no BOS before them." in page
+    assert "Windows of text have no BOS before them." in page
     pictures = re.findall(r"!\[.*\]\((.*)\)", page)
-    assert pictures == ["page/tiny-loss-by-block.svg"]
-    drawn = Path("docs", pictures[0]).read_text()
-    assert all(f">{text}</text>" in drawn for text in ("SM", "tuned", "SM+dense", "tiny, 2:4"))
+    assert "page/tiny-loss-by-kind-2of4.svg" in pictures
+    for picture in pictures:
+        drawn = Path("docs", picture).read_text()
+        assert all(f">{text}</text>" in drawn for text in ("SM", "tuned", "SM+dense"))
     with Path("out/results.csv").open() as file:
         assert {row["method"] for row in csv.DictReader(file)} == {"", "SM", "tuned", "SM+dense"}
-    (model,) = models.find_models(find_runs(Path("out")))
-    assert [variant.label for variant in model.variants] == ["SM", "SM+dense", "tuned"]
+    (model,) = find_models(find_runs(Path("out")))
+    assert [result.label for result in model.results] == ["SM", "SM+dense", "tuned"]
 
     # The same runs are found again; a recipe that is now another one is not mixed in.
     sweep("--config=recipes.yaml")
@@ -177,7 +179,7 @@ def test_recipes_are_rows_of_the_tables(here):
     ("change", "message"),
     [
         (("held_out: 0.5", "held_out: 1.5"), "`tuning.held_out`"),
-        (("target: dense}", "allocation: dlp}"), "allocation: dlp"),
+        (("target: dense}", "allocation: output}"), "allocation: output"),
         (("target: dense}", "traget: dense}"), "`target`"),
     ],
 )
@@ -345,9 +347,9 @@ def test_ablations_are_drawn(here):
     options = '{"trainer.callbacks.init_args.damping": [0.1, 0.01]}'
     again = ["--only=*/2of4-S[SM]-*-seed0", f"--vary={options}", "--page=page.md"]
     sweep(*again)
-    picture = Path("page/someone-a model-2of4-damping.svg")
+    picture = Path("page/someone-a-model-damping-2of4.svg")
     drawn = picture.read_bytes()
-    assert "](page/someone-a%20model-2of4-damping.svg)" in Path("page.md").read_text()
+    assert "](page/someone-a-model-damping-2of4.svg)" in Path("page.md").read_text()
     assert "Smaller damping is better" in Path("page.md").read_text()
     picture.unlink()
     sweep(*again)
@@ -362,11 +364,11 @@ def test_any_kind_of_value_is_varied_and_drawn(here):
     }
     sweep("--only=tiny/2of4-SM-*-seed0", f"--vary={json.dumps(options)}", "--page=page.md")
     page = Path("page.md").read_text()
-    assert "| bfloat16 |" in page
+    assert "| SM, dtype bfloat16 |" in page
     assert '["text.txt", "other.txt"]' in page
     for option in ("dtype", "train_files"):
-        assert f"page/tiny-2of4-{option}.svg" in page
-        assert Path(f"page/tiny-2of4-{option}.svg").stat().st_size > 1000
+        assert f"page/tiny-{option.replace('_', '-')}-2of4.svg" in page
+        assert Path(f"page/tiny-{option.replace('_', '-')}-2of4.svg").stat().st_size > 1000
     with Path("out/results.csv").open() as file:
         means = {r["changed"]: r["mean"] for r in csv.DictReader(file) if "perp" in r["measure"]}
     assert means["dtype=float32"] == means['train_files=["text.txt"]']  # as they are without it

@@ -10,7 +10,6 @@ pytest.importorskip("jsonargparse", reason="the command line needs the extra `cl
 
 from mrp_lightning.commands.sweep import read_sweep
 from mrp_lightning.errors import OptionError
-from mrp_lightning.experiments.configuration import described
 from mrp_lightning.experiments.execute import configure
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -26,7 +25,7 @@ def test_every_run_can_be_configured(path):
     sweep = read_sweep([f"--config={path}"])
     assert len(sweep.selected) > 5
     for trial in sweep.selected[::7]:
-        options = described(configure(trial, sweep))
+        options = configure(trial, sweep).described()
         assert options["model.model"] == sweep.models[trial.model].options["model.model"]
         assert options.get("trainer.callbacks.0.init_args.method") == trial.method
 
@@ -47,7 +46,7 @@ def test_the_real_model_may_be_pruned_on_wikitext2_too():
     alone, both = read_sweep(texts[:1]), read_sweep(texts)
     assert both.trials[: len(alone.trials)] == alone.trials
     assert len(both.trials) == 2 * len(alone.trials)
-    options = described(configure(both.trials[-1], both))
+    options = configure(both.trials[-1], both).described()
     assert options["data.train_files"] == ["runs/wikitext2/valid.txt"]
     assert options["data.eval_files"] == ["runs/wikitext2/test.txt"]
 

@@ -7,21 +7,36 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
 from mrp_lightning.experiments import numbers
 from mrp_lightning.experiments.claims import findings
-from mrp_lightning.experiments.runs import FinishedTrial, read_run
-from mrp_lightning.experiments.summary import Average, Measure, Summary, scores, summarize
-from mrp_lightning.experiments.tables import markdown, write
+from mrp_lightning.experiments.models import Model, Result, find_models
+from mrp_lightning.experiments.page.tables import markdown, write
+from mrp_lightning.experiments.runs import FinishedTrial, Run, read_run
+from mrp_lightning.experiments.scores import Score, deviation, scores, text, values
 from mrp_lightning.experiments.trials import Change, Trial
-from mrp_lightning.records.evaluation import record
+from mrp_lightning.records.evaluation import Evaluation, record
+from mrp_lightning.records.report import PruningReport
+
+PTB = Score("perplexity", "ptb", 64)
 
 
-def summary(perplexities: dict[Trial, list[float]], *measure: Any) -> Summary:
+def models(
+    perplexities: dict[Trial, list[float]], of: str = "wikitext2", context: int = 2048
+) -> list[Model]:
     """The first perplexity is that of seed 0, and so on."""
-    found = Measure(*(measure or ("perplexity/wikitext2", 2048)))
-    return {trial: {found: dict(enumerate(values))} for trial, values in perplexities.items()}
+    results = []
+    for trial, found in perplexities.items():
+        runs = []
+        for seed, value in enumerate(found):
+            scores = {of: {"perplexity": value, "context": context}}
+            finished = FinishedTrial(Trial.from_dict({**trial.to_dict(), "seed": seed}), "", {})
+            evaluation = Evaluation(perplexity=scores)
+            runs.append(Run(Path(), "", None, evaluation, finished=finished))
+        results.append(Result(runs, trial.label))
+    return [Model(next(iter(perplexities)).model, None, results)]
 
 
 def test_zero_shot_results_are_named_and_averaged_as_in_the_paper(tmp_path):
@@ -35,62 +50,64 @@ def test_zero_shot_results_are_named_and_averaged_as_in_the_paper(tmp_path):
     }
     record(tmp_path, zeroshot=zeroshot)
     measured = scores(read_run(tmp_path, "run"))
-    assert measured[Measure("perplexity/lambada")] == 29
-    assert measured[Measure("accuracy/hellaswag")] == 35
+    named = {score.name: value.value for score, value in measured.items()}
+    assert named["perplexity/lambada"] == 29
+    assert named["accuracy/hellaswag"] == 35
+    assert named["acc/hellaswag"] == 30
     expected = statistics.mean([40, 35, 25, 45, 60, 50])
-    assert math.isclose(measured[Measure("accuracy/average")], expected)
+    assert math.isclose(named["accuracy/average"], expected)
 
 
-def finish(root: Path, seed: int) -> None:
-    FinishedTrial(Trial("m", "2:4", "SM", 128, seed), "a machine", {}).save(root / f"{seed}")
+def finish(directory: Path, seed: int, **found: Any) -> Run:
+    """A run of a sweep, and what was found about it."""
+    FinishedTrial(Trial("m", "2:4", "SM", 128, seed), "a machine", {}).save(directory)
+    PruningReport({"method": "SM", "pattern": "2:4"}, complete=True).save(directory)
+    record(directory, **found)
+    return read_run(directory, directory.name)
 
 
 def test_averages_are_over_the_seeds(tmp_path):
     perplexities = [7.0, 8.0, 8.5]
-    for seed, value in enumerate(perplexities):
-        FinishedTrial(Trial("m", "2:4", "SM", 128, seed), "a machine", {}).save(
-            tmp_path / f"{seed}"
-        )
-        record(tmp_path / f"{seed}", perplexity={"ptb": {"perplexity": value, "context": 64}})
-    found = summarize(read_run(tmp_path / f"{seed}", "") for seed in range(3))
-    assert found == {
-        Trial("m", "2:4", "SM", 128): {Measure("perplexity/ptb", 64): dict(enumerate(perplexities))}
-    }
-    average = Average(perplexities)
-    assert average.mean == statistics.mean(perplexities)
-    assert average.deviation == statistics.stdev(perplexities)
-    assert average.text(numbers.perplexity) == "7.833 ± 0.764"
+    runs = [
+        finish(tmp_path / f"{s}", s, perplexity={"ptb": {"perplexity": value, "context": 64}})
+        for s, value in enumerate(perplexities)
+    ]
+    ((result,),) = [model.results for model in find_models(runs)]
+    assert result.trial == Trial("m", "2:4", "SM", 128)
+    found = values(result.runs, PTB)
+    assert dict(found) == dict(enumerate(perplexities))
+    assert found.mean() == statistics.mean(perplexities)
+    assert deviation(found) == statistics.stdev(perplexities)
+    assert text(found, numbers.perplexity) == "7.833 ± 0.764"
+    assert text(pd.Series([7.0, math.inf]), numbers.perplexity) == "7.000 (1 of 2 not finite)"
 
 
 def test_runs_that_were_evaluated_on_different_tasks_share_a_table(tmp_path):
-    for seed, tasks in enumerate([{}, {"piqa": {"acc": 0.5}}, {"piqa": {"acc": 0.75}}]):
-        FinishedTrial(Trial("m", "2:4", "SM", 128, seed), "a machine", {}).save(
-            tmp_path / f"{seed}"
-        )
-        record(tmp_path / f"{seed}", perplexity={"ptb": {"perplexity": 7.0}}, zeroshot=tasks)
-    found = summarize(read_run(tmp_path / f"{seed}", "") for seed in range(3))
-    write(found, tmp_path)
+    runs = [
+        finish(tmp_path / f"{s}", s, perplexity={"ptb": {"perplexity": 7.0}}, zeroshot=tasks)
+        for s, tasks in enumerate([{}, {"piqa": {"acc": 0.5}}, {"piqa": {"acc": 0.75}}])
+    ]
+    write(find_models(runs), tmp_path)
     rows = csv.DictReader((tmp_path / "results.csv").read_text().splitlines())
-    assert {r["measure"]: (r["mean"], r["seeds"]) for r in rows} == {
-        "perplexity/ptb": ("7.0", "3"),
-        "accuracy/piqa": ("62.5", "2"),
-    }
+    found = {r["measure"]: (r["mean"], r["seeds"]) for r in rows}
+    assert found["perplexity/ptb"] == ("7.0", "3")
+    assert found["accuracy/piqa"] == ("62.5", "2")
 
 
 def test_a_recipe_is_none_of_the_papers_methods():
     of_method, of_recipe = (
         Trial("OPT-125M", "2:4", "SM", 128, recipe=name) for name in (None, "longer")
     )
-    table = markdown(summary({of_method: [52.5], of_recipe: [51.0]}))
-    of_one, of_other = table.splitlines()[-2:]
+    table = markdown(models({of_method: [52.5], of_recipe: [51.0]}))
+    of_one, of_other = table.strip().splitlines()[-2:]
     assert "SM" in of_one
-    assert of_other == "| 2:4 | longer | 51.000 |  |  |"
+    assert of_other == "| 2:4 | longer | **51.000** |  |  |"
     sparsegpt = Trial("OPT-125M", "2:4", "SS", 128)
-    assert findings(summary({of_recipe: [51.0], sparsegpt: [60.0]})) == []
+    assert findings(models({of_recipe: [51.0], sparsegpt: [60.0]})) == []
 
 
 def test_the_papers_value_stands_beside_ours(tmp_path):
-    table = summary({Trial("OPT-125M", "2:4", "SM", 128): [52.5]})
+    table = models({Trial("OPT-125M", "2:4", "SM", 128): [52.5]})
     text = markdown(table)
     assert "| 52.500 | 52.4 | +0.1 |" in text
     write(table, tmp_path)
@@ -102,20 +119,20 @@ def test_the_papers_value_stands_beside_ours(tmp_path):
 
 def test_another_context_is_not_compared_with_the_paper():
     trial = Trial("OPT-125M", "2:4", "SM", 128)
-    table = summary({trial: [52.5]}, "perplexity/wikitext2", 1024)
+    table = models({trial: [52.5]}, "wikitext2", 1024)
     assert "paper" not in markdown(table)
     assert "perplexity wikitext2 @1024" in markdown(table)
 
 
 def test_an_ablation_is_not_compared_with_the_paper():
     changed = Change("data.num_samples", 8)
-    table = summary({Trial("OPT-125M", "2:4", "SM", 128, None, changed): [52.5]})
+    table = models({Trial("OPT-125M", "2:4", "SM", 128, None, changed): [52.5]})
     assert "paper" not in markdown(table)
 
 
 @pytest.mark.parametrize("values", [[math.inf], [math.inf, 7.0], [math.inf, math.inf]])
 def test_an_infinite_perplexity_has_no_mean(tmp_path, values):
-    write(summary({Trial("OPT-125M", "80%", "magnitude"): values}), tmp_path)
+    write(models({Trial("OPT-125M", "80%", "magnitude"): values}), tmp_path)
     (row,) = json.loads((tmp_path / "results.json").read_text())["results"]
     assert (row["mean"], row["deviation"]) == (None, None)
     assert "not finite" in (tmp_path / "results.md").read_text()
@@ -134,15 +151,15 @@ def test_numbers_keep_what_says_something():
 def runs(**perplexities: list[float]) -> dict[Trial, list[float]]:
     """`SS_50=[…]` is SparseGPT at 50%."""
     named = {}
-    for name, values in perplexities.items():
+    for name, found in perplexities.items():
         method, _, setting = name.partition("_")
         setting = setting.replace("of", ":") if "of" in setting else f"{setting}%"
-        named[Trial("m", setting, method, 128)] = values
+        named[Trial("m", setting, method, 128)] = found
     return named
 
 
 def verdicts(perplexities: dict[Trial, list[float]]) -> dict[str, bool]:
-    return {found.claim.split(":")[0]: found.holds for found in findings(summary(perplexities))}
+    return {found.claim.split(":")[0]: found.holds for found in findings(models(perplexities))}
 
 
 def test_a_gain_is_judged_seed_by_seed():

@@ -1,14 +1,13 @@
-"""Drawing a picture once, for light and dark paper, and the axes that several pictures share.
+"""How pictures look: once, for light and dark paper, with the axes that several of them share.
 
 The page turns the lightness of pictures round on dark paper, by a filter of CSS.
 """
 
 import io
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from math import log10
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 from cycler import cycler
@@ -18,9 +17,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from mrp_lightning.experiments.methods import method_rank
-from mrp_lightning.experiments.page.layers import OUTSIDE, Block
-from mrp_lightning.experiments.page.models import Variant
+from mrp_lightning.experiments.page.parts import Picture
+from mrp_lightning.experiments.trials import method_rank
 
 WIDTH = 4.2
 """Inches. The text of a picture of this width is readable on a phone."""
@@ -63,30 +61,25 @@ STYLE: Any = {
 }
 _DASHES = ((0, ()), (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1.2, 1, 1.2)))
 _MARKERS = ("o", "s", "^", "D", "P", "X", "v", "<", ">", "h", "p", "*")
+_DENSE: Any = {"color": INK, "linewidth": 1.2, "markersize": 13, "markeredgewidth": 1.6}
 _WIDE_RANGE = 20
 
 
-@dataclass(frozen=True)
-class Picture:
-    """A picture of the page.
+class Look(NamedTuple):
+    """The options of a line, those of a mark without one, and by how much it is moved in its row.
 
-    Attributes:
-        name: The name of its PNG file, without the ending; pictures of a page may share it.
-        caption: What stands above it.
-        alt: What it shows, in words and numbers, for those who cannot see it.
-        svg: The picture without a background.
-        png: The picture on light paper, for use elsewhere.
+    Colour and marker are by method, dashes by the order among lines of one method. Lines and
+    open markers are the smaller the later they are drawn, and marks in rows are moved apart, so
+    that all are seen where their values are the same.
     """
 
-    name: str
-    caption: str
-    alt: str
-    svg: bytes
-    png: bytes
+    line: dict[str, Any]
+    mark: dict[str, Any]
+    shift: float = 0.0
 
 
-def render(name: str, caption: str, words: str, draw: Callable[[], Figure]) -> Picture:
-    """Draw a picture; see `Picture` for the texts. `words` is what it shows, after the caption."""
+def picture(name: str, caption: str, words: str, draw: Callable[[], Figure]) -> Picture:
+    """Draw a picture; `words` is what it shows, after the caption."""
     alt = f"{caption} {words}"
     with warnings.catch_warnings(), matplotlib.rc_context(STYLE):
         # A name in a script that matplotlib's font lacks is still right in the SVG.
@@ -104,44 +97,26 @@ def color_of(method: str) -> str:
     return SERIES[method_rank(method) % len(SERIES)]
 
 
-@dataclass(frozen=True)
-class Look:
-    """How a variant is drawn, so that all are seen where their values are the same.
+def looks(methods: Sequence[str | None]) -> Iterator[Look]:
+    """The looks of what is drawn into one picture, by canonical methods; `None` is the dense model.
 
-    Colour and marker are by method, dashes by the order among variants of one method. Lines and
-    open markers are the smaller the later they are drawn, and marks in rows are moved apart.
-
-    Attributes:
-        line: Options of a line with markers.
-        mark: Options of a mark without a line.
-        shift: Where a mark stands in its row, between −0.5 and 0.5.
+    The dense model is a dashed line, or a tick.
     """
-
-    line: dict[str, Any]
-    mark: dict[str, Any]
-    shift: float
-
-
-def looks(variants: Sequence[Variant]) -> dict[Variant, Look]:
-    """The look of each variant among the others."""
-    return dict(zip(variants, looks_of_methods([v.method for v in variants]), strict=True))
-
-
-def looks_of_methods(methods: Sequence[str]) -> list[Look]:
-    """The looks of what is drawn into one picture, by its canonical methods."""
-    found = []
-    for i, method in enumerate(methods):
-        turn, marker = methods[:i].count(method), _MARKERS[method_rank(method) % len(_MARKERS)]
-        mark = {"color": color_of(method), "marker": marker}
-        later = i / (len(methods) - 1) if len(methods) > 1 else 1.0
-        line: dict[str, Any] = {
-            "linestyle": _DASHES[turn % len(_DASHES)],
-            "linewidth": 4.6 - 3.4 * later,
-        }
+    pruned = [method for method in methods if method is not None]
+    i = -1
+    for method in methods:
+        if method is None:
+            tick = _DENSE | {"marker": "|", "linestyle": ""}
+            yield Look(_DENSE | {"linestyle": (0, (4, 2))}, tick)
+            continue
+        i += 1
+        dashes = _DASHES[pruned[:i].count(method) % len(_DASHES)]
+        mark = {"color": color_of(method), "marker": _MARKERS[method_rank(method) % len(_MARKERS)]}
+        later = i / (len(pruned) - 1) if len(pruned) > 1 else 1.0
+        line: dict[str, Any] = mark | {"linestyle": dashes, "linewidth": 2.6 - 1.6 * later}
         line |= {"markersize": 8 - 4 * later, "markerfacecolor": "none", "markeredgewidth": 1.2}
-        shift = (i + 0.5) / len(methods) - 0.5
-        found.append(Look(mark | line, mark | {"linestyle": "", "markersize": 5}, shift))
-    return found
+        shift = (i + 0.5) / len(pruned) - 0.5
+        yield Look(line, mark | {"linestyle": "", "markersize": 5}, shift)
 
 
 def new_figure(height: float) -> tuple[Figure, Axes]:
@@ -156,43 +131,40 @@ def add_legend(figure: Figure, lines: dict[str, dict[str, Any]]) -> None:
         return
     handles = [Line2D([], [], **options | {"markersize": 5}) for options in lines.values()]
     columns = max(1, min(len(lines), 48 // (max(map(len, lines)) + 6)))
-    figure.legend(
-        handles,
-        list(lines),
-        loc="outside upper left",
-        ncols=columns,
-        handlelength=2.2,
-        columnspacing=1.2,
-        borderaxespad=0.2,
-    )
+    how: Any = {"handlelength": 2.2, "columnspacing": 1.2, "borderaxespad": 0.2}
+    figure.legend(handles, list(lines), loc="outside upper left", ncols=columns, **how)
 
 
-def set_block_axis(axes: Axes, blocks: Sequence[Block]) -> None:
-    """Show blocks from left to right; a rule and a name for each stack where there are several."""
+def set_block_axis(axes: Axes, blocks: Sequence[str]) -> None:
+    """Show blocks from left to right; a rule and a name for each stack where there are several.
+
+    A block is called by its stack and its number, such as `model.layers.3`; the empty name is what
+    stands in no block.
+    """
+    places = [stack_and_number(block) for block in blocks]
+    stacks = [stack for stack, _ in places]
     axes.set_xlim(-0.6, len(blocks) - 0.4)
-    step = next(s for s in (1, 2, 5, 10, 20, 50, 100, 200, 500) if len(blocks) / s <= 10)
-    ticks = [i for i, b in enumerate(blocks) if b.number is not None and b.number % step == 0]
-    axes.set_xticks(ticks, [str(blocks[i].number) for i in ticks])
+    step = next(s for s in (1, 2, 5, 10, 20, 50, 100, 200, 500, 10**9) if len(blocks) / s <= 10)
+    ticks = {i: str(n) for i, (_, n) in enumerate(places) if n is not None and n % step == 0}
+    axes.set_xticks(list(ticks), list(ticks.values()))
     axes.xaxis.grid(False)
-    stacks = list(dict.fromkeys(block.stack for block in blocks))
-    if len(stacks) == 1:
+    if len(set(stacks)) == 1:
         axes.set_xlabel("block")
         return
-    for stack in stacks:
-        at = [i for i, block in enumerate(blocks) if block.stack == stack]
-        if at[0]:
-            axes.axvline(at[0] - 0.5, color=RULE, linewidth=0.8)
-        axes.annotate(
-            "other" if stack == OUTSIDE.stack else stack.split(".")[0],
-            ((at[0] + at[-1]) / 2, 0),
-            xycoords=axes.get_xaxis_transform(),
-            xytext=(0, -16),
-            textcoords="offset points",
-            va="top",
-            ha="center",
-            color=MUTED,
-            annotation_clip=False,
-        )
+    for stack in dict.fromkeys(stacks):
+        first, number = stacks.index(stack), stacks.count(stack)
+        if first:
+            axes.axvline(first - 0.5, color=RULE, linewidth=0.8)
+        place, name = (first + (number - 1) / 2, 0), stack.split(".")[0] or "other"
+        how: Any = {"xycoords": axes.get_xaxis_transform(), "textcoords": "offset points"}
+        how |= {"va": "top", "ha": "center", "color": MUTED, "annotation_clip": False}
+        axes.annotate(name, place, (0, -16), **how)
+
+
+def stack_and_number(block: str) -> tuple[str, int | None]:
+    """The list that a block is in, and its place in that: `None` for a block in no list."""
+    stack, _, number = block.rpartition(".")
+    return (stack, int(number)) if number.isdecimal() and len(number) < 10 else (block, None)
 
 
 def set_name_axis(axes: Axes, names: Sequence[str]) -> None:

@@ -1,22 +1,16 @@
 """What a reader has to know before trusting the numbers."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
+from mrp_lightning.experiments.models import Model
 from mrp_lightning.experiments.numbers import scientific
-from mrp_lightning.experiments.page.models import Model
 from mrp_lightning.experiments.runs import Run
 from mrp_lightning.records.rows import LayerReport
 
 
-@dataclass(frozen=True)
-class Note:
-    """Something to know.
-
-    Attributes:
-        text: What it is, and what it means.
-        runs: The names of the runs that it is said of.
-    """
+class Note(NamedTuple):
+    """Something to know: what it is and means, and the names of the runs that it is said of."""
 
     text: str
     runs: Sequence[str]
@@ -106,18 +100,13 @@ def _worst(
 
 def _of_texts(model: Model) -> Iterator[Note]:
     """Perplexities of one text are comparable only if they are of the same windows."""
-    lengths: dict[str, dict[tuple, list[str]]] = {}
+    names = ("context", "windows", "tokens")
+    found: dict[str, dict[str, list[str]]] = {}
     for run in model.runs:
         for text, scores in run.evaluation.perplexity.items():
-            length = (scores.get("context"), scores.get("windows"), scores.get("tokens"))
-            lengths.setdefault(text, {}).setdefault(length, []).append(run.name)
-    for text, found in lengths.items():
-        if len(found) > 1:
-            parts = (
-                f"context {context}, {windows} windows, {tokens} tokens in {', '.join(names)}"
-                for (context, windows, tokens), names in found.items()
-            )
-            yield Note(
-                f"Perplexity on {text} was not measured on the same windows: {'; '.join(parts)}.",
-                [],
-            )
+            sizes = ", ".join(f"{name} {scores.get(name)}" for name in names)
+            found.setdefault(text, {}).setdefault(sizes, []).append(run.name)
+    for text, by_sizes in found.items():
+        if len(by_sizes) > 1:
+            parts = "; ".join(f"{sizes} in {', '.join(runs)}" for sizes, runs in by_sizes.items())
+            yield Note(f"Perplexity on {text} was not measured on the same windows: {parts}.", [])

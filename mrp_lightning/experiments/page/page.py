@@ -1,30 +1,33 @@
-"""The page: one file that needs no other, no script and no network."""
+"""The page: one HTML file that needs no other, no script and no network, or one in Markdown."""
 
-import base64
 import io
 import itertools
 import re
 import shutil
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
-
-from jinja2 import Environment, FunctionLoader, StrictUndefined
-from markupsafe import Markup
+from typing import NamedTuple
+from urllib.parse import quote
 
 from mrp_lightning.environment import __version__
 from mrp_lightning.experiments import numbers
+from mrp_lightning.experiments.claims import claims_part
+from mrp_lightning.experiments.models import Model, find_models
 from mrp_lightning.experiments.page import headline
-from mrp_lightning.experiments.page.blocks import block_part
-from mrp_lightning.experiments.page.details import dense_layers, settings
-from mrp_lightning.experiments.page.drawing import Picture, color_of
-from mrp_lightning.experiments.page.layer_parts import LayerParts
-from mrp_lightning.experiments.page.models import Model, find_models
+from mrp_lightning.experiments.page.details import dense_part, settings_part
+from mrp_lightning.experiments.page.drawing import PAPER, color_of
+from mrp_lightning.experiments.page.layers import Layers
 from mrp_lightning.experiments.page.notes import Note, notes
-from mrp_lightning.experiments.page.parts import Part
-from mrp_lightning.experiments.page.results import continuations, results, zero_shot
+from mrp_lightning.experiments.page.outcomes import (
+    continuations_part,
+    results_part,
+    zero_shot_part,
+)
+from mrp_lightning.experiments.page.parts import Part, Picture
+from mrp_lightning.experiments.page.render import read_template, render
+from mrp_lightning.experiments.page.weights import weights_part
 from mrp_lightning.experiments.runs import Run
 from mrp_lightning.files import check_output_dir, save_directory, save_text
 
@@ -32,8 +35,7 @@ GENERATOR = "mrp-lightning report"
 """Marks a page as one that may be written again."""
 
 
-@dataclass(frozen=True)
-class Section:
+class Section(NamedTuple):
     """What the page says about a model."""
 
     id: str
@@ -46,21 +48,32 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
-    """A page and its pictures.
+    """A page about runs.
 
     Attributes:
+        title: The heading.
         html: The whole page, which has the pictures in it.
         pictures: The pictures by the names of their PNG files, without the ending.
     """
 
+    title: str
     html: str
-    pictures: Mapping[str, Picture]
+    pictures: dict[str, Picture]
+
+
+def parts_of(model: Model, *, brief: bool = False, continuations: bool = True) -> list[Part]:
+    """All parts that have something to show; in brief those that compare, without the details."""
+    found = [results_part(model), zero_shot_part(model)]
+    found += [continuations_part(model)] if continuations else []
+    found += Layers(model).parts(brief=brief) if model.results else []
+    found += [] if brief else [weights_part(model), dense_part(model), settings_part(model)]
+    return [part for part in found if part]
 
 
 def make_page(
     runs: Sequence[Run], name: str, title: str | None = None, *, command: str = ""
 ) -> Page:
-    """The page about runs.
+    """The HTML page about runs.
 
     Args:
         runs: At least one run.
@@ -69,46 +82,38 @@ def make_page(
         command: The command line that makes the page again.
     """
     models = find_models(runs)
-    ids = _unique([model.name for model in models])
     sections = [
         Section(
             id=f"model-{id_}",
             title=headline.title(model),
             headline=headline.headline(model),
             notes=notes(model),
-            parts=_parts(model),
+            parts=parts_of(model),
             num_runs=len(model.runs),
         )
-        for id_, model in zip(ids, models, strict=True)
+        for id_, model in zip(_unique([model.name for model in models]), models, strict=True)
     ]
-    prefixes = [f"{id_}-" if len(models) > 1 else "" for id_ in ids]
-    pictures = [
-        (f"{prefix}{picture.name}", picture)
-        for prefix, section in zip(prefixes, sections, strict=True)
-        for part in section.parts
-        for picture in part.all_pictures
-    ]
-    names = _unique([name for name, _ in pictures])
+    named = zip((model.name for model in models), (s.parts for s in sections), strict=True)
+    pictures = _named(list(named))
     alone = sections[0].title if len(sections) == 1 else f"{name}: {len(models)} models"
     raw = _zipped(runs)
-    html = (
-        _environment()
-        .get_template("page.html")
-        .render(
-            title=title or alone,
-            subtitle=_subtitle(runs, models),
-            models=sections,
-            generator=GENERATOR,
-            version=__version__,
-            command=command,
-            css=_read("style.css"),
-            raw=raw,
-            raw_name=f"{_slug(name)}.zip",
-            raw_size=numbers.memory(len(raw)),
-            num_files=sum(len(run.files) for run in runs),
-        )
+    html = render(
+        "page.html",
+        title=title or alone,
+        subtitle=_subtitle(runs, models),
+        parts=claims_part(models),
+        sections=sections,
+        generator=GENERATOR,
+        version=__version__,
+        command=command,
+        color=color_of,
+        css=read_template("style.css"),
+        raw=raw,
+        raw_name=f"{_slug(name)}.zip",
+        raw_size=numbers.memory(len(raw)),
+        num_files=sum(len(run.files) for run in runs),
     )
-    return Page(html, dict(zip(names, (picture for _, picture in pictures), strict=True)))
+    return Page(title or alone, html, pictures)
 
 
 def check_out(out: Path, *, overwrite: bool = False) -> None:
@@ -152,14 +157,70 @@ def write_page(page: Page, out: Path, *, overwrite: bool = False) -> None:
     save_text(out, page.html)
 
 
-def _parts(model: Model) -> list[Part]:
-    """All parts that have something to show."""
-    measured = model.variants or any(run.evaluation.perplexity for run in model.runs)
-    found = [results(model) if measured else None, zero_shot(model), continuations(model)]
-    if model.variants:
-        found += [block_part(model), *LayerParts(model).parts()]
-    found += [dense_layers(model), settings(model)]
-    return [part for part in found if part]
+def write_markdown(
+    path: Path,
+    runs: Sequence[Run],
+    *,
+    title: str,
+    description: str,
+    command: str,
+    continuations: bool = False,
+) -> None:
+    """Write a page of a sweep in Markdown, and its pictures into the directory of its name.
+
+    Args:
+        path: The Markdown file.
+        runs: Runs that a sweep made.
+        title: The heading.
+        description: What is run, and why.
+        command: The command line that makes it again.
+        continuations: Whether it shows what the models write.
+    """
+    models = find_models(runs)
+    parts = {
+        model.name: parts_of(model, brief=True, continuations=continuations) for model in models
+    }
+    finished = [run.finished for run in runs if run.finished]
+    seeds = len({found.trial.seed for found in finished} - {None})
+    spread = f"mean ± standard deviation over {seeds} calibration sets; " if seeds > 1 else ""
+    facts = (
+        f"{' / '.join(dict.fromkeys(found.machine for found in finished))}. "
+        f"Perplexity @ the context in tokens; {spread}"
+        "relative loss is the mean over layers of ‖δx‖² / ‖wx‖²; seconds are those of the pruning."
+    )
+    directory = path.with_suffix("")
+    pictures = _named(list(parts.items()), always=True)
+    files = {id(picture): directory / f"{name}.svg" for name, picture in pictures.items()}
+    for name, picture in pictures.items():
+        directory.mkdir(parents=True, exist_ok=True)
+        paper = f'\\1<rect width="100%" height="100%" fill="{PAPER}"/>'.encode()
+        svg = re.sub(rb"(<svg[^>]*>)", paper, picture.svg, count=1)
+        (directory / f"{name}.svg").write_bytes(svg)
+    text = render(
+        "page.md",
+        title=title,
+        head=[*([description.strip()] if description else []), f"```\n{command}\n```", facts],
+        parts=claims_part(models),
+        sections=[{"title": name, "parts": found} for name, found in parts.items()],
+        source=lambda picture: quote(files[id(picture)].relative_to(path.parent).as_posix()),
+    )
+    save_text(path, text)
+
+
+def _named(
+    sections: Sequence[tuple[str, Sequence[Part]]], *, always: bool = False
+) -> dict[str, Picture]:
+    """Pictures by the names of their files, which begin with the model where there are several."""
+    several = always or len(sections) > 1
+    prefixes = _unique([name for name, _ in sections])
+    pictures = [
+        (f"{prefix}-{picture.name}" if several else picture.name, picture)
+        for prefix, (_, parts) in zip(prefixes, sections, strict=True)
+        for part in parts
+        for picture in part.all_pictures
+    ]
+    names = _unique([name for name, _ in pictures])
+    return dict(zip(names, (picture for _, picture in pictures), strict=True))
 
 
 def _subtitle(runs: Sequence[Run], models: Sequence[Model]) -> str:
@@ -198,22 +259,3 @@ def _unique(names: Sequence[str]) -> list[str]:
         tries = (slug if i == 1 else f"{slug}-{i}" for i in itertools.count(1))
         given.append(next(name for name in tries if name not in given))
     return given
-
-
-def _environment() -> Environment:
-    environment = Environment(
-        loader=FunctionLoader(_read), autoescape=True, undefined=StrictUndefined
-    )
-    environment.filters["breakable"] = _breakable
-    environment.filters["color"] = color_of
-    environment.filters["base64"] = lambda content: base64.b64encode(content).decode()
-    return environment
-
-
-def _breakable(name: str) -> Markup:
-    """A name that may be broken after its dots."""
-    return Markup(".<wbr>").join(name.split("."))
-
-
-def _read(name: str) -> str:
-    return resources.files(__package__).joinpath(name).read_text("utf-8")

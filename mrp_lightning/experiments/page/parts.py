@@ -1,18 +1,16 @@
-"""What a page is made of: tables and pictures, in parts."""
+"""What a page is made of: tables and pictures, in parts. HTML and Markdown draw the same parts."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
-
-from mrp_lightning.experiments.page.drawing import Picture
 
 
 class Column(NamedTuple):
-    """A column: its header, what stands below that, and whether it holds numbers or prose."""
+    """A column: its header, what stands below that, and whether it holds numbers, text or prose."""
 
     label: str
     detail: str = ""
-    numeric: bool = True
-    prose: bool = False
+    kind: str = "number"
 
 
 class Row(NamedTuple):
@@ -29,11 +27,34 @@ class Row(NamedTuple):
 
 
 class Table(NamedTuple):
-    """A table: the first column is that of the headers of rows, which stand in named groups."""
+    """A table: the first column is that of the headers of rows, which stand in named groups.
+
+    `group` says what the names of the groups are.
+    """
 
     caption: str
     columns: Sequence[Column]
     groups: Mapping[str, Sequence[Row]]
+    group: str = "sparsity"
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture of the page.
+
+    Attributes:
+        name: The name of its file, without the ending; pictures of a page may share it.
+        caption: What stands above it.
+        alt: What it shows, in words and numbers, for those who cannot see it.
+        svg: The picture without a background.
+        png: The picture on light paper, for use elsewhere.
+    """
+
+    name: str
+    caption: str
+    alt: str
+    svg: bytes
+    png: bytes
 
 
 class Fold(NamedTuple):
@@ -45,16 +66,21 @@ class Fold(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A part of the page: what has to be known, tables, groups of pictures, and folds."""
+    """A part of the page: what has to be known, tables, pictures, and folds."""
 
     title: str
     text: str = ""
     tables: Sequence[Table] = ()
-    pictures: Sequence[Sequence[Picture]] = ()
+    pictures: Sequence[Picture] = ()
     folds: Sequence[Fold] = ()
 
     @property
     def all_pictures(self) -> list[Picture]:
         """Every picture, those of the folds, too."""
-        shown = [picture for group in self.pictures for picture in group]
-        return shown + [picture for fold in self.folds for picture in fold.pictures]
+        return [*self.pictures, *(picture for fold in self.folds for picture in fold.pictures)]
+
+
+def columns(*labels: str) -> list[Column]:
+    """Columns by their headers: of numbers, or of text where a colon follows."""
+    kinds = {label: "text" if label.endswith(":") else "number" for label in labels}
+    return [Column(label.removesuffix(":"), kind=kind) for label, kind in kinds.items()]

@@ -1,7 +1,7 @@
-"""The pictures of a page: along the blocks, in rows, beside the dense model, as maps, as counts."""
+"""The pictures of a page, each of a table of numbers: lines, marks in rows, and maps."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -13,181 +13,135 @@ from matplotlib.patches import Rectangle
 from mrp_lightning.experiments.numbers import Write
 from mrp_lightning.experiments.page.drawing import (
     HEAT,
-    INK,
     MUTED,
     PAPER,
     WIDTH,
-    Picture,
     add_legend,
     looks,
     new_figure,
-    render,
+    picture,
     set_block_axis,
     set_name_axis,
     set_value_axis,
 )
-from mrp_lightning.experiments.page.layers import Block, short_kinds
-from mrp_lightning.experiments.page.models import Variant
-from mrp_lightning.experiments.page.weights import MAGNITUDES
-from mrp_lightning.experiments.summary import Average
+from mrp_lightning.experiments.page.parts import Picture
+
+Methods = Mapping[str, str | None]
+"""The canonical methods, which decide the colours, by label; `None` is the dense model."""
+
+_LISTED = 12
+"""So many values of a line are listed in words; of longer ones the ends are named."""
 
 
-def along_blocks(
+class Scale(NamedTuple):
+    """An axis of values: its name, how they are written, and what they are divided by."""
+
+    name: str
+    write: Write
+    divisor: float = 1.0
+    zero: bool = True
+
+
+def draw_lines(
     name: str,
     caption: str,
-    found: Mapping[Variant, pd.DataFrame],
-    blocks: Sequence[Block],
-    axis: str,
-    write: Write,
-    scale: float = 1,
+    values: pd.DataFrame,
+    methods: Methods,
+    scale: Scale,
+    *,
+    across: str | None = None,
+    band: tuple[pd.DataFrame, pd.DataFrame] | None = None,
 ) -> Picture:
-    """A line for each variant; a band from the smallest to the largest of several runs.
+    """A line for each column of a table.
 
     Args:
-        name: The name of the PNG file.
+        name: The name of the file.
         caption: What is shown.
-        found: By variant the `mean`, `min` and `max` over its runs, by the index of the block.
-        blocks: All blocks.
-        axis: The name of the values.
-        write: How a value is written.
-        scale: What a value is divided by to be drawn.
+        values: By place: numbers, names, or the names of blocks.
+        methods: Those of the columns.
+        scale: The axis of the values.
+        across: The name of the axis of places; `None` where they are blocks.
+        band: The lower and the upper end of what is shaded around each line.
     """
+    is_number = pd.api.types.is_numeric_dtype(values.index)
+    places = list(values.index) if is_number else list(range(len(values)))
 
     def draw() -> Figure:
         figure, axes = new_figure(2.5)
-        styles = {variant: look.line for variant, look in looks(list(found)).items()}
-        for variant, values in found.items():
-            style = styles[variant] | ({} if len(blocks) <= 16 else {"marker": ""})
-            drawn = values / scale
-            axes.plot(drawn.index, drawn["mean"], **style)
-            if len(variant.runs) > 1:
-                band = {"color": style["color"], "alpha": 0.18, "linewidth": 0}
-                axes.fill_between(drawn.index, drawn["min"], drawn["max"], **band)
-        set_block_axis(axes, blocks)
-        set_value_axis(axes, "y", list(pd.concat(found).stack() / scale))
-        axes.set_ylabel(axis)
-        add_legend(figure, {variant.label: style for variant, style in styles.items()})
+        legend = {}
+        for label, look in zip(values, looks([methods[x] for x in values]), strict=True):
+            style = look.line | ({} if len(values) <= 16 else {"marker": ""})
+            drawn = pd.Series(values[label].to_numpy(), places).dropna() / scale.divisor
+            axes.plot(drawn.index, drawn, **style)
+            for low, high in [band] if band else []:
+                ends = (low[label] / scale.divisor, high[label] / scale.divisor)
+                axes.fill_between(places, *ends, color=style["color"], alpha=0.18, linewidth=0)
+            legend[label] = style
+        if across is None:
+            set_block_axis(axes, list(values.index))
+        elif is_number:
+            set_value_axis(axes, "x", places, zero=False)
+        else:
+            axes.set_xticks(places, list(values.index))
+        axes.set(**{} if across is None else {"xlabel": across}, ylabel=scale.name)
+        set_value_axis(axes, "y", _drawn(values, scale), zero=scale.zero)
+        add_legend(figure, legend)
         return figure
 
-    def words(variant: Variant) -> str:
-        mean = found[variant]["mean"]
-        low, high = mean.idxmin(), mean.idxmax()
-        return (
-            f"mean {write(mean.mean())}, from {write(mean[low])} in block {blocks[low]} to "
-            f"{write(mean[high])} in block {blocks[high]}"
-        )
-
-    return render(name, caption, _of_each(found, words), draw)
+    return picture(name, caption, _words(values, scale), draw)
 
 
-def over_names(
-    name: str,
-    caption: str,
-    axis: str,
-    labels: Mapping[str, str],
-    found: Mapping[Variant, Mapping[str, float]],
-    write: Callable[[float], str],
-    *,
-    dense: Mapping[str, float] | None = None,
-    zero: bool = True,
-    scale: float = 1,
+def draw_rows(
+    name: str, caption: str, values: pd.DataFrame, methods: Methods, scale: Scale
 ) -> Picture:
-    """A mark for each variant in each row, and a tick where the dense model is.
-
-    Args:
-        name: The name of the PNG file.
-        caption: What is shown.
-        axis: The name of the values.
-        labels: The rows, and what they are called.
-        found: The values of each variant by row.
-        write: How a value is written.
-        dense: The values of the dense model by row.
-        zero: Whether the axis starts at 0.
-        scale: What a value is divided by to be drawn.
-    """
-    rows, dense = {row: i for i, row in enumerate(labels)}, dense or {}
+    """A mark for each column of a table in each of its rows, and a tick for the dense model."""
+    dense = [label for label in values if methods[label] is None]
+    num_marks = len(values.columns) - len(dense)
 
     def draw() -> Figure:
-        figure, axes = new_figure(0.95 + max(0.24, 0.08 + 0.075 * len(found)) * len(rows))
-        ticks = [x / scale for x in dense.values()]
-        axes.plot(ticks, [rows[row] for row in dense], "|", color=INK, ms=13, mew=1.6)
-        styles = looks(list(found))
-        for variant, look in styles.items():
-            at = [rows[row] + 0.8 * look.shift for row in found[variant]]
-            axes.plot([x / scale for x in found[variant].values()], at, **look.mark)
-        shown = [x / scale for values in [dense, *found.values()] for x in values.values()]
-        set_name_axis(axes, list(labels.values()))
-        set_value_axis(axes, "x", shown, zero=zero)
-        axes.set_xlabel(f"{axis}; tick: dense" if dense else axis)
-        add_legend(figure, {variant.label: look.mark for variant, look in styles.items()})
+        figure, axes = new_figure(0.95 + max(0.24, 0.08 + 0.075 * num_marks) * len(values))
+        legend: dict[str, Any] = {}
+        for label, look in zip(values, looks([methods[x] for x in values]), strict=True):
+            at = np.arange(len(values)) + 0.8 * look.shift
+            axes.plot(values[label] / scale.divisor, at, **look.mark)
+            legend |= {} if label in dense else {label: look.mark}
+        set_name_axis(axes, list(values.index))
+        set_value_axis(axes, "x", _drawn(values, scale), zero=scale.zero)
+        axes.set_xlabel(f"{scale.name}; tick: dense" if dense else scale.name)
+        add_legend(figure, legend)
         return figure
 
-    def listed(values: Mapping[str, float]) -> str:
-        return ", ".join(f"{row} {write(x)}" for row, x in values.items())
-
-    before = f"Dense: {listed(dense)}. " if dense else ""
-    return render(name, caption, before + _of_each(found, lambda v: listed(found[v])), draw)
+    return picture(name, caption, _words(values, scale), draw)
 
 
-def beside_dense(
-    name: str,
-    caption: str,
-    scores: Mapping[Variant, Average],
-    dense: float | None,
-    axis: str,
-    write: Write,
-) -> Picture:
-    """A mark for the mean of each variant, ± its deviation, and a line where the dense model is."""
-
-    def draw() -> Figure:
-        figure, axes = new_figure(0.75 + 0.27 * len(scores))
-        for i, (variant, look) in enumerate(looks(list(scores)).items()):
-            mean, deviation = scores[variant].mean, scores[variant].deviation
-            axes.errorbar(mean, i, xerr=deviation, elinewidth=1.2, **look.mark)
-            at = (mean + (deviation or 0), i)
-            axes.annotate(write(mean), at, (7, 0), textcoords="offset points", va="center")
-        every = [score.mean for score in scores.values()] + ([] if dense is None else [dense])
-        set_name_axis(axes, [variant.label for variant in scores])
-        set_value_axis(axes, "x", every, zero=False)
-        if dense is not None:
-            axes.axvline(dense, color=INK, linewidth=1, linestyle=(0, (4, 2)))
-            axes.set_title(f"dense {write(dense)}", loc="left", fontsize=9)
-        axes.margins(x=0.18)
-        axes.yaxis.grid(False)
-        axes.set_xlabel(axis)
-        return figure
-
-    before = "" if dense is None else f"Dense: {write(dense)}. "
-    words = _of_each(scores, lambda variant: write(scores[variant].mean))
-    return render(name, caption, before + words, draw)
-
-
-def scale_of(values: Sequence[float]) -> Normalize:
+def common_scale(tables: list[pd.DataFrame]) -> Normalize:
     """Equal ratios from the smallest to the largest value, or from 0 if that is among them."""
+    values = [x for table in tables for x in table.stack().dropna()]
     low, high = min(values, default=0.0), max(values, default=0.0)
     return LogNorm(low, high) if 0 < low < high else Normalize(0.0, high or 1.0)
 
 
-def cell_map(
+def draw_map(
     name: str,
     caption: str,
     cells: pd.DataFrame,
     dense: pd.DataFrame,
-    blocks: Sequence[Block],
-    scale: Normalize,
+    labels: Mapping[str, str],
+    colors: Normalize,
     write: Write,
 ) -> Picture:
     """Colour by value; hatched where layers were left dense.
 
     Args:
-        name: The name of the PNG file.
+        name: The name of the file.
         caption: What is shown.
-        cells: The values, kinds by the indices of blocks; NaN where there is none.
+        cells: The values, kinds of layers by blocks; NaN where there is none.
         dense: Of the same form: where layers were left dense.
-        blocks: All blocks.
-        scale: From values to colours.
+        labels: What the kinds are called.
+        colors: From values to colours.
         write: How a value is written.
     """
+    blocks = list(cells.columns)
     hatched = np.argwhere(dense.to_numpy() & cells.isna().to_numpy())
 
     def draw() -> Figure:
@@ -197,80 +151,51 @@ def cell_map(
         gap = 1.5 if len(blocks) <= 40 else 0  # points
         x, y = (np.arange(length + 1) - 0.5 for length in cells.T.shape)
         edges: Any = {"edgecolors": PAPER if gap else "none", "linewidth": gap}
-        axes.pcolormesh(x, y, np.ma.masked_invalid(cells), norm=scale, cmap=HEAT, **edges)
+        axes.pcolormesh(x, y, np.ma.masked_invalid(cells), norm=colors, cmap=HEAT, **edges)
         for row, column in hatched:
             axes.add_patch(_hatched(column - 0.5, row - 0.5, 1))
         set_block_axis(axes, blocks)
-        short = short_kinds(list(cells.index))
-        set_name_axis(axes, [short[kind] for kind in cells.index])
+        set_name_axis(axes, [labels[kind] for kind in cells.index])
         axes.grid(False)
         axes.spines[:].set_visible(False)
-        _draw_key(key, scale, write, has_dense=len(hatched) > 0)
+        _draw_key(key, colors, write, has_dense=len(hatched) > 0)
         return figure
 
     values = cells.stack().dropna()
-    ends = [(i, blocks[i[1]]) for i in (values.idxmin(), values.idxmax())]
     low, high = (
-        f"{write(values[i])} ({i[0] if block.number is None else f'{block}.{i[0]}'})"
-        for i, block in ends
+        f"{write(values[at])} ({'.'.join(part for part in reversed(at) if part)})"
+        for at in (values.idxmin(), values.idxmax())
     )
     words = f"From {low} to {high}."
     if len(hatched):
         words += f" Left dense: {len(hatched)} of {len(hatched) + len(values)} cells."
-    return render(name, caption, words, draw)
+    return picture(name, caption, words, draw)
 
 
-def magnitudes(
-    name: str,
-    caption: str,
-    dense: np.ndarray | None,
-    kept: Mapping[Variant, np.ndarray],
-    num_weights: int,
-) -> Picture:
-    """A line for the kept weights of each variant over their size, and one for the dense weights.
-
-    Args:
-        name: The name of the PNG file.
-        caption: What is shown.
-        dense: How many dense weights are in each bin of `MAGNITUDES`.
-        kept: How many weights each variant kept in each bin.
-        num_weights: The number of weights before pruning, of which the axis shows the share.
-    """
-    centers = np.sqrt(MAGNITUDES[1:] * MAGNITUDES[:-1])
-    every = np.sum([*kept.values(), *([] if dense is None else [dense])], axis=0)
-    low, high = np.searchsorted(np.cumsum(every) / every.sum(), [0.002, 0.9999])
-    shown = slice(low, high + 1)
-
-    def draw() -> Figure:
-        figure, axes = new_figure(2.6)
-        lines: dict[str, dict[str, Any]] = {}
-        if dense is not None:
-            lines["dense"] = {"color": INK, "linewidth": 1.2, "linestyle": (0, (4, 2))}
-            axes.plot(centers[shown], 100 * dense[shown] / num_weights, **lines["dense"])
-        for variant, look in looks(list(kept)).items():
-            line = lines[variant.label] = look.line | {"marker": ""}
-            axes.plot(centers[shown], 100 * kept[variant][shown] / num_weights, **line)
-        set_value_axis(axes, "x", list(centers[shown]))
-        axes.set(xlabel="|weight|", ylabel="% of all weights", ylim=(0, None))
-        axes.xaxis.grid(False)
-        add_legend(figure, lines)
-        return figure
-
-    def median(counts: np.ndarray) -> str:
-        return f"{centers[np.searchsorted(np.cumsum(counts), counts.sum() / 2)]:.2g}"
-
-    before = "" if dense is None else f"Dense: the median of |w| is about {median(dense)}. "
-    return render(name, caption, before + _of_each(kept, lambda v: median(kept[v])), draw)
+def _drawn(values: pd.DataFrame, scale: Scale) -> list[float]:
+    return list(values.stack().dropna() / scale.divisor)
 
 
-def _draw_key(axes: Axes, scale: Normalize, write: Write, *, has_dense: bool) -> None:
+def _words(values: pd.DataFrame, scale: Scale) -> str:
+    """What each column shows, in words."""
+
+    def shown(column: pd.Series) -> str:
+        if len(column) <= _LISTED:
+            return ", ".join(f"{place or '(none)'} {scale.write(x)}" for place, x in column.items())
+        ends = [f"{scale.write(column[at])} at {at}" for at in (column.idxmin(), column.idxmax())]
+        return f"mean {scale.write(column.mean())}, from {ends[0]} to {ends[1]}"
+
+    return " ".join(f"{label}: {shown(values[label].dropna())}." for label in values)
+
+
+def _draw_key(axes: Axes, colors: Normalize, write: Write, *, has_dense: bool) -> None:
     axes.set_axis_off()
     axes.set_xlim(0, 40)
     axes.set_ylim(0, 1)
     text: dict[str, Any] = {"va": "center", "color": MUTED, "fontsize": 8}
-    axes.text(3.5, 0.5, write(scale.vmin) if scale.vmin else "0", **text, ha="right")
+    axes.text(3.5, 0.5, write(colors.vmin) if colors.vmin else "0", **text, ha="right")
     axes.pcolormesh(np.linspace(4, 12, 65), [0, 1], np.linspace(0, 1, 64)[None], cmap=HEAT)
-    axes.text(12.5, 0.5, write(scale.vmax), **text)
+    axes.text(12.5, 0.5, write(colors.vmax), **text)
     if has_dense:
         axes.add_patch(_hatched(21.6, 0, 2))
         axes.text(24.1, 0.5, "left dense", **text)
@@ -278,7 +203,3 @@ def _draw_key(axes: Axes, scale: Normalize, write: Write, *, has_dense: bool) ->
 
 def _hatched(x: float, y: float, width: float) -> Rectangle:
     return Rectangle((x, y), width, 1, hatch="////", fill=False, edgecolor=MUTED, linewidth=0)
-
-
-def _of_each(variants: Mapping[Variant, Any], words: Callable[[Variant], str]) -> str:
-    return " ".join(f"{variant.label}: {words(variant)}." for variant in variants)

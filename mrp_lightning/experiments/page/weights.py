@@ -1,12 +1,17 @@
-"""How large the weights of a model on disk are."""
+"""The part on the sizes of the weights that are kept, where they are on disk."""
 
 import logging
-from collections.abc import Set
+from collections.abc import Iterator, Set
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import torch
 from safetensors import SafetensorError, safe_open
+
+from mrp_lightning.experiments.models import Model, Result, by_setting
+from mrp_lightning.experiments.page.parts import Part
+from mrp_lightning.experiments.page.pictures import Scale, draw_lines
 
 log = logging.getLogger(__name__)
 
@@ -15,6 +20,28 @@ MAGNITUDES = np.logspace(*DECADES, (DECADES[1] - DECADES[0]) * BINS_A_DECADE + 1
 """The edges of the bins of `count_magnitudes`."""
 _EXACT = 2**24
 """So many numbers can be counted in float32, which torch.histc does."""
+
+
+def weights_part(model: Model) -> Part | None:
+    """How large the kept weights are, where they are on disk, beside those of the dense model."""
+    pictures = []
+    methods = {"dense": None} | {result.label: result.method for result in model.results}
+    for setting, results in by_setting(model.originals).items():
+        counts = dict(found for result in results for found in _counted(model, result))
+        if not counts:
+            continue
+        table = pd.DataFrame(counts, np.sqrt(MAGNITUDES[1:] * MAGNITUDES[:-1]))
+        total = table.sum(axis=1).cumsum() / table.sum(axis=None)
+        medians = (table.cumsum() >= table.sum() / 2).idxmax()
+        listed = ", ".join(f"{label} {median:.2g}" for label, median in medians.items())
+        caption = f"Sizes of the kept weights at {setting}. Medians of |w|: {listed}."
+        weights = next(run.report.totals["weights"] for run in results[0].runs if run.report)
+        shown = 100 / weights * table[(total > 0.002) & (total.shift(fill_value=0) < 0.9999)]
+        scale = Scale("% of all weights", "{:.2g}".format)
+        name = f"weights-{setting}"
+        pictures.append(draw_lines(name, caption, shown, methods, scale, across="|weight|"))
+    text = "Of all pruned layers, in the first run of each result, without the removed weights."
+    return Part("Kept weights", text, pictures=pictures) if pictures else None
 
 
 def count_magnitudes(directory: Path, layers: Set[str]) -> np.ndarray | None:
@@ -43,3 +70,16 @@ def count_magnitudes(directory: Path, layers: Set[str]) -> np.ndarray | None:
         log.warning("The weights in %s cannot be read, so they are not shown: %s", directory, error)
         return None
     return None if names else counts.numpy()
+
+
+def _counted(model: Model, result: Result) -> Iterator[tuple[str, np.ndarray]]:
+    """The counts of the dense weights and of those that the first run of a result has kept."""
+    run, layers = result.runs[0], {layer.name for layer in result.runs[0].pruned}
+    kept = None if run.exported else count_magnitudes(run.directory, layers)
+    if not layers or kept is None:
+        return
+    sources = [run.config.get("base_model"), model.dense and model.dense.evaluation.model]
+    places = [Path(source) for source in sources if source and Path(source).is_dir()]
+    if places and (dense := count_magnitudes(places[0], layers)) is not None:
+        yield "dense", dense
+    yield result.label, kept

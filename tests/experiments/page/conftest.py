@@ -1,6 +1,7 @@
 """Runs on disk, written by the code that writes them after real pruning."""
 
 import random
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +32,7 @@ CONFIG = {
 def layer(
     name: str, shape: tuple[int, int] = (16, 16), rng: random.Random | None = None, **changes: Any
 ) -> LayerReport:
-    """A pruned layer."""
+    """A pruned layer, in the block of the first number in its name."""
     rng = rng or random.Random(name)
     loss = rng.uniform(0.01, 0.2)
     values: dict[str, Any] = {
@@ -45,6 +46,7 @@ def layer(
         "seconds": rng.uniform(0.01, 3),
         "tokens": 4096,
         "dead_inputs": 0,
+        "block": (found := re.match(r"(.*?\.\d+)\.", name)) and found[1],
     }
     return LayerReport(name=name, shape=shape, **{**values, **changes})
 

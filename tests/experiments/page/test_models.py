@@ -5,10 +5,10 @@ import shutil
 
 import pytest
 
-from mrp_lightning.experiments.methods import METHODS, canonical_method, method_rank
-from mrp_lightning.experiments.page.models import find_models
+from mrp_lightning.experiments.models import find_models
 from mrp_lightning.experiments.page.notes import notes
 from mrp_lightning.experiments.runs import find_runs
+from mrp_lightning.experiments.trials import METHODS, canonical_method, method_rank
 from mrp_lightning.solver.methods import MASKS, NAMED
 
 
@@ -20,7 +20,7 @@ def test_seeds_are_runs_of_one_variant(sweep):
     (model,) = models_of(sweep)
     assert model.name == "someone/tiny"
     assert model.dense.name == "tiny/dense"
-    assert [(v.setting, v.label, len(v.runs)) for v in model.variants] == [
+    assert [(v.setting, v.label, len(v.runs)) for v in model.results] == [
         ("2:4", "magnitude", 2),
         ("2:4", "SparseGPT", 2),
         ("2:4", "SM", 2),
@@ -34,7 +34,7 @@ def test_what_was_varied_is_in_the_label(tmp_path, save_run):
     for damping in (0.1, 0.01):
         save_run(tmp_path / f"{damping}", damping=damping)
     (model,) = models_of(tmp_path)
-    assert [v.label for v in model.variants] == ["SM, damping 0.01", "SM, damping 0.1"]
+    assert [v.label for v in model.results] == ["SM, damping 0.01", "SM, damping 0.1"]
 
 
 def test_the_dense_run_beside_a_run_is_found(tmp_path, save_run, save_perplexity):
@@ -59,7 +59,7 @@ def test_settings_in_directories_of_their_own_are_one_model(tmp_path, save_run, 
     for setting, sparsity in {"50": 0.5, "70": 0.7}.items():
         save_run(tmp_path / setting / "SM", pattern=None, sparsity=sparsity)
     (model,) = models_of(tmp_path)
-    assert [v.setting for v in model.variants] == ["50%", "70%"]
+    assert [v.setting for v in model.results] == ["50%", "70%"]
 
 
 def test_models_of_other_shapes_are_not_mixed(tmp_path, save_run, save_perplexity):
@@ -88,7 +88,7 @@ def test_a_packed_copy_is_no_second_measurement(tmp_path, save_run):
     shutil.copytree(tmp_path / "sm", tmp_path / "sm-sparse24")
     (tmp_path / "sm-sparse24" / "export_report.json").write_text('{"format": "packed"}')
     (model,) = models_of(tmp_path)
-    assert [v.label for v in model.variants] == ["SM", "SM, packed"]
+    assert [v.label for v in model.results] == ["SM", "SM, packed"]
     assert [v.label for v in model.originals] == ["SM"]
 
 
@@ -103,7 +103,7 @@ def test_an_incomplete_run_is_in_no_mean(tmp_path, save_run):
     save_run(tmp_path / "whole", seed=0)
     save_run(tmp_path / "half", seed=1, blocks=1, complete=False)
     (model,) = models_of(tmp_path)
-    assert [(v.label, len(v.runs)) for v in model.variants] == [("SM", 1), ("SM, incomplete", 1)]
+    assert [(v.label, len(v.runs)) for v in model.results] == [("SM", 1), ("SM, incomplete", 1)]
     (note,) = notes(model)
     assert note.text.startswith("Incomplete: the run ended after 3 pruned layers.")
     assert note.runs == ["half"]

@@ -1,0 +1,144 @@
+"""The parts on what the models can do: perplexity, zero-shot tasks, text, before and after."""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+import pandas as pd
+
+from mrp_lightning.experiments.models import Model, Result, by_setting
+from mrp_lightning.experiments.page.parts import Column, Part, Picture, Row, Table, columns
+from mrp_lightning.experiments.page.pictures import Scale, draw_lines, draw_rows
+from mrp_lightning.experiments.page.tables import results_table, zero_shot_table
+from mrp_lightning.experiments.scores import Score, deviation, mean, measured, values
+
+
+def results_part(model: Model) -> Part | None:
+    """Perplexity, loss and time of all results."""
+    table = results_table(model)
+    if table is None:
+        return None
+    compared = any(len(results) > 1 for results in by_setting(model.originals).values())
+    sentences = ["Lower is better; the lowest of each sparsity is bold."] if compared else []
+    sentences += _prefixes(model)
+    texts = [score for score in measured(model.runs) if score.of and not score.zero_shot]
+    pictures = [p for text in texts for p in (*_settings(model, text), *_options(model, text))]
+    return Part("Results", " ".join(sentences), [table], pictures)
+
+
+def zero_shot_part(model: Model) -> Part | None:
+    """Tasks before and after; nothing where there are none."""
+    table = zero_shot_table(model)
+    if table is None:
+        return None
+    scores = [score for score in measured(model.runs) if score.in_percent]
+    pictures = []
+    for setting, results in by_setting(model.results).items():
+        shown = [*(r for r in model.rows if r.method is None), *results]
+        frame = pd.DataFrame({r.label: {str(s): _finite(r, s) for s in scores} for r in shown})
+        frame = frame.astype(float).dropna(how="all").dropna(axis=1, how="all")
+        if set(frame) - {"dense"}:
+            name, caption = f"zeroshot-{setting}", f"Zero-shot results at {setting}, in percent."
+            scale = Scale("%", "{:.2f}".format, zero=False)
+            pictures.append(draw_rows(name, caption, frame, _methods(shown), scale))
+    return Part("Zero-shot", "", [table], pictures)
+
+
+def continuations_part(model: Model) -> Part | None:
+    """What the first run of each result writes after the same words, where that is recorded."""
+    tables: dict[tuple[str, str], dict[str, list[Row]]] = {}
+    for result in [r for r in model.rows if r.method is None or r in model.originals]:
+        for text, found in result.runs[0].evaluation.continuations.items():
+            start = {"": [Row("prompt", [found["prompt"]])]}
+            groups = tables.setdefault((text, found["prompt"]), start)
+            written = Row(result.label, [found["continuation"]])
+            groups.setdefault(result.setting, []).append(written)
+    if not tables:
+        return None
+    shown = [*columns("method:"), Column("text", kind="prose")]
+    return Part(
+        "What the models write",
+        "Always the most likely token, after the first words of the text.",
+        [Table(f"On {text}", shown, rows) for (text, _), rows in tables.items()],
+    )
+
+
+def _settings(model: Model, score: Score) -> Iterator[Picture]:
+    """Marks for the results of each setting, and ticks where the dense model is."""
+    plain = [result for result in model.results if not result.trial.changed]
+    found = {result: mean(result.runs, score) for result in plain}
+    known = {result: value for result, value in found.items() if value is not None}
+    lost = [f"{r.label} at {r.setting}" for r, value in known.items() if not math.isfinite(value)]
+    if len(known) - len(lost) < 2:
+        return
+    settings = list(by_setting(known))
+    by_label: dict[str, dict[str, float | None]] = {}
+    if model.dense is not None:
+        by_label["dense"] = dict.fromkeys(settings, _finite(model.rows[0], score))
+    for result in known:
+        by_label.setdefault(result.label, {})[result.setting] = _finite(result, score)
+    frame = pd.DataFrame(by_label, settings, dtype=float).dropna(axis=1, how="all")
+    caption = f"{_named(score)} by sparsity."
+    caption += f" Not finite: {', '.join(lost)}." if lost else ""
+    name, scale = str(score).partition(" @")[0], Scale(str(score), score.write, zero=False)
+    yield draw_rows(name, caption, frame, _methods(model.rows), scale)
+
+
+def _options(model: Model, score: Score) -> Iterator[Picture]:
+    """A line for each recipe or method over the values of each option that was varied."""
+    groups: dict[tuple[str, str], list[Result]] = {}
+    for result in model.results:
+        if result.trial.changed and _finite(result, score) is not None:
+            groups.setdefault((result.setting, result.trial.changed.option), []).append(result)
+    for (setting, option), results in groups.items():
+        sizes = {result.trial.columns for result in results} - {""}
+        methods, rows = {}, []
+        are_numbers = all(r.trial.changed and r.trial.changed.number is not None for r in results)
+        for result in results:
+            change, found = result.trial.changed, values(result.runs, score)
+            assert change is not None
+            size = f", S={result.trial.columns}" if len(sizes) > 1 else ""
+            label = f"{result.trial.label}{size}"
+            place = change.number if are_numbers else change.value_text
+            methods[label] = result.method
+            rows.append((label, place, float(found.mean()), deviation(found) or 0.0))
+        table = pd.DataFrame(rows, columns=["label", "place", "mean", "spread"])
+        order = sorted if are_numbers else list
+        places = order(dict.fromkeys(table["place"]))
+        shaped = table.set_index(["place", "label"]).unstack(sort=False).reindex(places)
+        means, spread = shaped["mean"], shaped["spread"]
+        caption = f"{_named(score)} over {option} at {setting}."
+        name = f"{option}-{setting}" + (f"-{score.of}" if score.of != "text" else "")
+        how = (methods, Scale(str(score), score.write, zero=False))
+        band = (means - spread, means + spread)
+        yield draw_lines(name, caption, means, *how, across=option, band=band)
+
+
+def _finite(result: Result, score: Score) -> float | None:
+    found = mean(result.runs, score)
+    return found if found is not None and math.isfinite(found) else None
+
+
+def _methods(results: Iterable[Result]) -> dict[str, str | None]:
+    return {result.label: result.method for result in results}
+
+
+def _named(score: Score) -> str:
+    return "Perplexity" if score.of == "text" else f"Perplexity on {score.of}"
+
+
+def _prefixes(model: Model) -> Sequence[str]:
+    """How the windows of texts begin, where that is recorded."""
+    found: dict[float, list[str]] = {}
+    for run in model.runs:
+        for text, scores in run.evaluation.perplexity.items():
+            if (tokens := scores.get("prefix")) is not None:
+                found.setdefault(tokens, []).append(text)
+    return [
+        f"Windows of {', '.join(dict.fromkeys(texts))} {_begin(tokens)}."
+        for tokens, texts in found.items()
+    ]
+
+
+def _begin(tokens: float) -> str:
+    own = f"begin with {tokens} of the tokenizer's own, such as BOS"
+    return own if tokens else "have no BOS before them"
