@@ -227,4 +227,5 @@ def _rank(run: Run) -> tuple[Any, ...]:
     if trial.method is None:
         return (0.0,)
     setting = (trial.sparsity, ":" in trial.setting, trial.setting)
-    return *setting, method_rank(trial.method), not run.complete, run.exported or ""
+    method = (method_rank(trial.method), trial.recipe or "")
+    return *setting, *method, not run.complete, run.exported or ""
