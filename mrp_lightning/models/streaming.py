@@ -74,7 +74,7 @@ class StreamedBlocks(MovedBlocks):
         self._places = dict(self._source)
 
     def load_rest(self) -> Any:
-        """Load the weights that are in no block; the findings given are about the whole checkpoint."""
+        """Load the weights that are in no block, and say what was found about all weights."""
         shapes: dict[str, Tensor] = {}
         for files in self._places.values():
             with _opened(files) as stored:
