@@ -1,4 +1,4 @@
-"""A checkpoint on disk, read shard by shard."""
+"""A checkpoint on disk, read file by file."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -26,13 +26,13 @@ _WEIGHTS = {".safetensors", ".bin", ".ckpt", ".pt", ".pth", ".h5", ".msgpack", "
 
 
 @dataclass(frozen=True)
-class Shard:
-    """One file of weights.
+class WeightFile:
+    """A file of weights.
 
     Attributes:
         name: Name of the safetensors file that will be written in its place.
         read: Reads its tensors, by name.
-        metadata: What the file says of itself, such as its framework.
+        metadata: The file's own, such as its framework.
         num_tensors: Number of tensors in it; `None` where only reading it would tell.
         num_bytes: Size of the file, in bytes.
     """
@@ -49,40 +49,36 @@ class Checkpoint:
     """A checkpoint on disk.
 
     Attributes:
-        path: What the user named.
+        path: The directory or file that the user named.
         config: The content of its `config.json`; empty for the weights of a user's own module, of
             which only its `pruning_report.json` tells.
-        shards: The files of weights.
+        files: The files of weights.
         companions: All other files, relative to `path`: tokenizer, chat template, reports.
     """
 
     path: Path
     config: dict[str, Any]
-    shards: list[Shard]
+    files: list[WeightFile]
     companions: list[Path]
 
     @property
     def num_tensors(self) -> int | None:
         """Number of tensors; `None` where only reading them would tell."""
-        counts = [shard.num_tensors for shard in self.shards]
+        counts = [file.num_tensors for file in self.files]
         return None if None in counts else sum(count or 0 for count in counts)
 
     @property
     def num_bytes(self) -> int:
         """Size of the files of weights, in bytes."""
-        return sum(shard.num_bytes for shard in self.shards)
+        return sum(file.num_bytes for file in self.files)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Read all tensors with their names, with one file at a time in memory."""
-        for shard in self.shards:
-            yield from shard.read().items()
+        for file in self.files:
+            yield from file.read().items()
 
     def pretrained_config(self) -> PreTrainedConfig:
-        """The configuration as transformers' object.
-
-        Raises:
-            FormatError: transformers knows no such configuration.
-        """
+        """The configuration as transformers' object; a FormatError where it knows none such."""
         try:
             if self.path.is_dir():
                 return AutoConfig.from_pretrained(self.path, trust_remote_code=False)
@@ -104,13 +100,10 @@ class Checkpoint:
         check_size(build_without_weights(config), self.num_bytes, self.path)
         options: dict[str, Any] = {"dtype": "auto", "output_loading_info": True}
         options["ignore_mismatched_sizes"] = True  # told by `missing_weights`, with their names
-        if self.path.is_dir():
-            model, loading = model_class(config).from_pretrained(self.path, **options)
-        else:
-            state = dict(self.tensors())
-            model, loading = model_class(config).from_pretrained(
-                None, config=config, state_dict=state, **options
-            )
+        source = self.path if self.path.is_dir() else None
+        if source is None:
+            options |= {"config": config, "state_dict": dict(self.tensors())}
+        model, loading = model_class(config).from_pretrained(source, **options)
         if problem := missing_weights(self.path, model, loading):
             raise FormatError(problem)
         return model
@@ -119,9 +112,8 @@ class Checkpoint:
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Find the weights of a Hugging Face directory, or of a Lightning checkpoint of a `CausalLM`.
 
-    A directory without a `config.json` is one of a user's own module, as pruning writes it:
-    `model.safetensors` and `pruning_report.json`. Of several forms safetensors are taken first.
-    Nothing is unpickled but tensors and plain containers.
+    A directory without a `config.json` is one of a user's own module, as pruning writes it. Nothing
+    is unpickled but tensors and plain containers.
 
     Raises:
         FileNotFoundError: Nothing of that kind is there.
@@ -148,31 +140,23 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
             f"`CKPT`: {path} holds no weights: expected model.safetensors or pytorch_model.bin, or "
             "an index of their shards."
         )
-    shards = [_shard(file) for file in files]
-    if len(shards) == 1:  # its index, if it has one, is not written again
-        shards = [replace(shards[0], name="model.safetensors")]
-    return Checkpoint(path, config, shards, _companions(path))
+    opened = [_weight_file(file) for file in files]
+    if len(opened) == 1:  # its index, if it has one, is not written again
+        opened = [replace(opened[0], name="model.safetensors")]
+    return Checkpoint(path, config, opened, _companions(path))
 
 
-def _shard(file: Path) -> Shard:
+def _weight_file(file: Path) -> WeightFile:
     num_bytes = file.stat().st_size
     if file.suffix != ".safetensors":
-        return Shard(_safetensors_name(file.name), lambda: _load_pickle(file), {}, None, num_bytes)
+        name = file.name.removeprefix("pytorch_").replace(".bin", ".safetensors")
+        return WeightFile(name, lambda: _load_pickle(file), {}, None, num_bytes)
     try:
         with safe_open(file, framework="pt") as opened:
             metadata, count = opened.metadata() or {}, len(opened.keys())
     except Exception as error:  # safetensors raises its own error, which is no public class
         raise FormatError(f"{file} is no complete safetensors file: {error}") from error
-    return Shard(file.name, lambda: load_file(file), metadata, count, num_bytes)
-
-
-def pickle_name(name: str) -> str:
-    """The name of the pickle, or index of pickles, in place of a safetensors file."""
-    return f"pytorch_{name}".replace(".safetensors", ".bin")
-
-
-def _safetensors_name(name: str) -> str:
-    return name.removeprefix("pytorch_").replace(".bin", ".safetensors")
+    return WeightFile(file.name, lambda: load_file(file), metadata, count, num_bytes)
 
 
 def _load_pickle(file: Path) -> dict[str, Any]:
@@ -206,8 +190,9 @@ def _lightning_checkpoint(file: Path) -> Checkpoint:
         if name.startswith("model.")
     }
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    shard = Shard("model.safetensors", lambda: dict(tensors), {}, len(tensors), num_bytes)
-    return Checkpoint(file, config, [shard], [])
+    name = "model.safetensors"
+    weights = WeightFile(name, lambda: dict(tensors), {}, len(tensors), num_bytes)
+    return Checkpoint(file, config, [weights], [])
 
 
 def _companions(path: Path) -> list[Path]:

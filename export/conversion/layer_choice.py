@@ -1,4 +1,4 @@
-"""What is known of a layer of a checkpoint, and whether its zeros are worth a packed form."""
+"""A linear layer of a checkpoint, and whether its zeros are worth a packed form."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -75,10 +75,8 @@ def form_of(
 def judge(choice: LayerChoice, form: PackedFormat, expected: bool) -> LayerChoice:
     """Say what keeps a layer from being packed in this format, if anything does."""
     choice = replace(choice, form=form)
-    if choice.reason is None and (reason := form.why_not(choice.shape)):
+    if reason := choice.reason or form.why_not(choice.shape):
         return replace(choice, reason=reason)
-    if choice.reason is not None:
-        return choice
     size = choice.shape[0] * choice.shape[1]
     if form is SPARSE24 and choice.broken_groups:
         reason = f"not 2:4: {choice.broken_groups} of {size // GROUP} groups have more than two "
@@ -94,11 +92,7 @@ def judge(choice: LayerChoice, form: PackedFormat, expected: bool) -> LayerChoic
 def refuse_misfits(
     checkpoint: Checkpoint, choices: list[LayerChoice], expected: set[str], allow_partial: bool
 ) -> None:
-    """Refuse a checkpoint of which layers that should be pruned are not, or none can be packed.
-
-    Raises:
-        PatternError: All such layers are listed.
-    """
+    """Refuse a checkpoint of which layers that should be pruned are not, or none can be packed."""
     offending = [choice for choice in choices if choice.misfit and choice.name in expected]
     if offending and not allow_partial:
         many = f"{len(offending)} of {len(expected)} layers"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.sparse import SparseSemiStructuredTensor
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
 from export.backends.torchao_format import load, restore
 from export.conversion.checkpoint import Checkpoint, open_checkpoint
@@ -37,13 +37,10 @@ _MANY_TOKENS = 256
 
 @dataclass(frozen=True)
 class OperatorError:
-    """Frobenius error of a layer's output, relative to a product in higher precision.
+    """Frobenius errors of a layer's output, relative to a product in higher precision.
 
-    Attributes:
-        name: Name of the layer.
-        packed: Error of the operator.
-        dense: Error of the dense product in the model's dtype.
-        bit_equal: Whether the two products have the same bits, as they have on a CPU.
+    They are those of the operator and of the dense product in the model's dtype. On a CPU the two
+    products have the same bits.
     """
 
     name: str
@@ -59,13 +56,13 @@ class OperatorError:
 
 @dataclass
 class Parity:
-    """What was compared, and what failed.
+    """The results of all comparisons.
 
     Attributes:
         tensors: Number of tensors that were compared bit by bit.
         operators: Errors of the packed layers, one by one.
         text: Comparison of the logits; `None` where the model predicts no next token.
-        failures: What is not equal; empty where the gate is passed.
+        failures: All that is not equal; empty where the gates are passed.
     """
 
     tensors: int = 0
@@ -78,11 +75,7 @@ class Parity:
         return asdict(self)
 
     def require(self) -> None:
-        """Refuse an export that failed.
-
-        Raises:
-            ParityError: It lists all failures.
-        """
+        """Refuse an export that failed by a `ParityError` that lists all failures."""
         if self.failures:
             listed = "\n".join(f"  {failure}" for failure in self.failures)
             raise ParityError(f"The export does not compute what its source computes:\n{listed}")
@@ -99,22 +92,18 @@ def check_parity(
 ) -> Parity:
     """Compare an exported directory, as it is on disk, with its source.
 
-    A failed gate ends the comparison: what follows could only fail too.
-
-    Args:
-        source: The pruned checkpoint.
-        directory: The exported one.
-        layers: The source's layers.
-        text: Files to compare the logits on; none means the embedded text.
-        device: The device that the models run on.
-        track: Shows the progress of each comparison.
+    A failed gate ends the comparison: what follows could only fail too. The logits are compared on
+    the files of `text`, or else on the embedded text.
     """
     parity = Parity()
-    parity.failures += _compare_bits(source, directory, layers, parity, track)
+    _compare_bits(source, directory, layers, parity, track)
     if parity.failures:
         return parity
     model = load(directory) if source.config else None
-    packed = _packed_in(model) if model is not None else _packed_in_file(directory, layers)
+    if model is not None:
+        packed = {n: m for n, m in model.named_modules() if isinstance(m, PackedLinear)}
+    else:
+        packed = _packed_in_file(directory, layers)
     parity.operators += [
         operator_error(name, layer, device)
         for name, layer in track(packed.items(), len(packed), "comparing products")
@@ -127,7 +116,7 @@ def check_parity(
         for error in parity.operators
         if not error.passes
     ]
-    if not parity.failures and model is not None and type(model).__name__ in _causal_models():
+    if not parity.failures and model is not None and _predicts_tokens(model):
         windows, origin = text_windows(source, model, text)
         parity.text = compare_text(
             source.load(), model, windows, origin=origin, device=device, track=track
@@ -142,17 +131,19 @@ def _compare_bits(
     layers: Sequence[LayerChoice],
     parity: Parity,
     track: Track,
-) -> list[str]:
-    """Every tensor of the source against what the exported files hold in its place."""
+) -> None:
+    """Every tensor of the source against that of the exported files in its place."""
     choices = {layer.tensor: layer for layer in layers if layer.reason is None}
-    exported = {shard.name: shard for shard in open_checkpoint(directory).shards}
-    failures = [f"{s.name}: the file is missing" for s in source.shards if s.name not in exported]
-    for shard in track(source.shards, len(source.shards), "comparing bits"):
-        stored = exported[shard.name].read() if shard.name in exported else {}
-        for name, tensor in shard.read().items():
-            failures += _compare_tensor(name, tensor, choices.get(name), stored)
+    exported = {file.name: file for file in open_checkpoint(directory).files}
+    for file in track(source.files, len(source.files), "comparing bits"):
+        stored = {}
+        if file.name in exported:
+            stored = exported[file.name].read()
+        else:
+            parity.failures.append(f"{file.name}: the file is missing")
+        for name, tensor in file.read().items():
+            parity.failures += _compare_tensor(name, tensor, choices.get(name), stored)
             parity.tensors += 1
-    return failures
 
 
 def _compare_tensor(
@@ -176,20 +167,16 @@ def _compare_tensor(
     return []
 
 
-def _packed_in(model: nn.Module) -> dict[str, PackedLinear]:
-    return {n: module for n, module in model.named_modules() if isinstance(module, PackedLinear)}
-
-
 def _packed_in_file(directory: Path, layers: Sequence[LayerChoice]) -> dict[str, PackedLinear]:
     """The packed layers of a module that only its owner can build."""
     tensors = dict(open_checkpoint(directory).tensors())
-    return {
-        layer.name: CONFIGS[layer.form.quant_method].layer.from_packed(
-            tensors[layer.tensor], tensors[layer.form.places_beside(layer.tensor)], layer.shape[1]
-        )
-        for layer in layers
-        if layer.form.places_beside(layer.tensor) in tensors
-    }
+    packed = {}
+    for layer in layers:
+        values, places = layer.tensor, layer.form.places_beside(layer.tensor)
+        if places in tensors:
+            kind = CONFIGS[layer.form.quant_method].layer
+            packed[layer.name] = kind.from_packed(tensors[values], tensors[places], layer.shape[1])
+    return packed
 
 
 def operator_error(
@@ -251,9 +238,7 @@ def _error_at(
     )
 
 
-def _causal_models() -> set[str]:
-    """Names of the classes that predict the next token."""
-    found: set[str] = set()
-    for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-        found |= {names} if isinstance(names, str) else set(names)
-    return found
+def _predicts_tokens(model: PreTrainedModel) -> bool:
+    """Whether transformers lists the class of a model among those that predict the next token."""
+    kinds = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model.config), ())
+    return type(model) in (kinds if isinstance(kinds, tuple) else (kinds,))

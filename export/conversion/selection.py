@@ -1,5 +1,8 @@
 """Which layers of a checkpoint are packed, and why the others stay dense."""
 
+import functools
+import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -7,17 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
 
 from export.conversion.checkpoint import Checkpoint
 from export.conversion.layer_choice import LayerChoice, form_of, judge, refuse_misfits
-from export.conversion.model_names import ParameterNames, is_read_directly
 from export.conversion.tracking import Track, silently
-from export.packed.bitmask_format import BITMASK, count_kept
-from export.packed.packed_format import PackedFormat
+from export.packed.bitmask_format import count_kept
+from export.packed.packed_format import PackedFormat, why_no_matrix
 from export.packed.packed_linear import is_packable
 from export.packed.sparse24_format import broken_groups, positive_zeros
 from mrp_lightning.errors import FormatError
 from mrp_lightning.json_files import read_json
+from mrp_lightning.models.checkpoint import names_in_model
 from mrp_lightning.models.skeleton import build_without_weights
 from mrp_lightning.records.report import NAME, PruningReport
 from mrp_lightning.solver.patterns import Unstructured
@@ -26,6 +30,9 @@ from mrp_lightning.targets.names import matches, require_matches
 from mrp_lightning.targets.plan import make_plan
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_SKIPPED = "left out by `--skip`"
+_TIED = "its weight is tied to another module's"  # packed, they would no longer be tied
+_NOWHERE = "the files hold no weight of its own for it"
 
 
 def choose_layers(
@@ -64,10 +71,8 @@ def choose_layers(
             f"{checkpoint.path} is already packed or quantized (`quant_method` {method!r}). Give "
             "the pruned checkpoint, with dense weights."
         )
-    if checkpoint.config:
-        choices, expected = _choose_by_model(checkpoint, skip, track)
-    else:
-        choices, expected = _choose_by_report(checkpoint, skip, track)
+    choose = _choose_by_model if checkpoint.config else _choose_by_report
+    choices, expected = choose(checkpoint, skip, track)
     form = form or form_of(choices, expected, allow_partial)
     choices = [judge(choice, form, choice.name in expected) for choice in choices]
     choices = [replace(layer, reason=layer.reason or refuse(layer)) for layer in choices]
@@ -78,25 +83,23 @@ def choose_layers(
 def _choose_by_model(
     checkpoint: Checkpoint, skip: Sequence[str], track: Track
 ) -> tuple[list[LayerChoice], set[str]]:
-    """The layers of a transformers model, and which of them should be 2:4."""
+    """The layers of a transformers model, and which of them should be pruned."""
     model = build_without_weights(checkpoint.pretrained_config())
     modules = {name: module for name, module in model.named_modules() if is_packable(module)}
     require_matches("--skip", skip, list(modules))
     expected = _expected(checkpoint, model)
     reasons = dict(_reasons(model, modules, skip))
-    names = ParameterNames(model)
+    name_in_model = names_in_model(model, get_model_conversion_mapping(model))
 
     choices, converted = [], set()
-    for tensor_name, tensor in track(
-        checkpoint.tensors(), checkpoint.num_tensors, "counting zeros"
-    ):
-        parameter, is_converted = names.of(tensor_name)
+    for stored, tensor in track(checkpoint.tensors(), checkpoint.num_tensors, "counting zeros"):
+        parameter, is_converted = name_in_model(stored)
         name, _, kind = parameter.rpartition(".")
         if is_converted:
             converted.add(parameter)
         elif kind == "weight" and name in modules:
-            choice = LayerChoice(name, tensor_name, (0, 0), tensor.dtype, is_conv1d(modules[name]))
-            choices.append(_look(choice, tensor, reasons.get(name)))
+            transposed = is_conv1d(modules[name])
+            choices.append(_look(name, stored, tensor, transposed, reasons.get(name)))
     seen = {choice.name for choice in choices}
     return [*choices, *_without_tensor(model, expected - seen, converted)], expected
 
@@ -104,34 +107,25 @@ def _choose_by_model(
 def _choose_by_report(
     checkpoint: Checkpoint, skip: Sequence[str], track: Track
 ) -> tuple[list[LayerChoice], set[str]]:
-    """The layers of a user's own module, which its report lists; all of them should be 2:4."""
+    """The layers of a user's own module, which its report lists; all of them should be pruned."""
     shapes = {row.name: row.shape for row in PruningReport.load(checkpoint.path / NAME).pruned}
     require_matches("--skip", skip, list(shapes))
     # safetensors stores tied tensors once, and notes under which other names they are known.
-    tied = {name for shard in checkpoint.shards for pair in shard.metadata.items() for name in pair}
+    tied = {name for file in checkpoint.files for pair in file.metadata.items() for name in pair}
     choices = {}
-    for tensor_name, tensor in track(
-        checkpoint.tensors(), checkpoint.num_tensors, "counting zeros"
-    ):
-        name, _, kind = tensor_name.rpartition(".")
+    for stored, tensor in track(checkpoint.tensors(), checkpoint.num_tensors, "counting zeros"):
+        name, _, kind = stored.rpartition(".")
         if kind != "weight" or name not in shapes:
             continue
-        rows, columns = shapes[name]
-        reason = "its weight is tied to another module's" if tensor_name in tied else None
+        reason = _TIED if stored in tied else None
         if any(matches(name, pattern) for pattern in skip):
-            reason = "left out by `--skip`"
-        if tensor.ndim != 2:
-            reason = reason or BITMASK.why_not(tensor.shape)
-            choice = LayerChoice(name, tensor_name, (rows, columns), tensor.dtype, reason=reason)
-        else:
-            transposed = _is_transposed(tensor, (rows, columns))
-            choice = LayerChoice(name, tensor_name, (0, 0), tensor.dtype, transposed)
-            choice = _look(choice, tensor, reason)
-        choices[name] = choice
+            reason = _SKIPPED
+        rows, columns = shapes[name]
+        transposed = tensor.ndim == 2 and _is_transposed(tensor, (rows, columns))
+        choices[name] = _look(name, stored, tensor, transposed, reason, (rows, columns))
     for name in sorted(shapes.keys() - choices.keys()):
         rows, columns = shapes[name]
-        reason = "the file holds no weight of its own for it"
-        choices[name] = LayerChoice(name, "", (rows, columns), torch.float32, reason=reason)
+        choices[name] = LayerChoice(name, "", (rows, columns), torch.float32, reason=_NOWHERE)
     return list(choices.values()), set(shapes)
 
 
@@ -142,14 +136,25 @@ def _is_transposed(tensor: Tensor, shape: tuple[int, int]) -> bool:
     return bool(broken_groups(tensor)) and not broken_groups(tensor.T)
 
 
-def _look(choice: LayerChoice, tensor: Tensor, reason: str | None) -> LayerChoice:
-    """Fill in what the weight itself says; `reason` is what is known without it."""
-    if tensor.ndim != 2:
-        return replace(choice, reason=reason or BITMASK.why_not(tensor.shape))
+def _look(
+    name: str,
+    stored: str,
+    tensor: Tensor,
+    transposed: bool,
+    reason: str | None,
+    shape: tuple[int, int] = (0, 0),
+) -> LayerChoice:
+    """What a weight itself says of its layer; `reason` is what is known without looking at it.
+
+    `shape` is that of the layer, for a weight that is no matrix.
+    """
+    choice = LayerChoice(name, stored, shape, tensor.dtype, transposed)
+    if no_matrix := why_no_matrix(tensor.shape):
+        return replace(choice, reason=reason or no_matrix)
     weight = choice.matrix(tensor)
+    rows, columns = weight.shape
     if reason is None and weight.dtype not in _DTYPES:
         reason = f"its weight is {weight.dtype}"
-    rows, columns = weight.shape
     choice = replace(choice, shape=(rows, columns), reason=reason)
     if reason is not None:
         return choice
@@ -176,13 +181,13 @@ def _without_tensor(
         elif f"{name}.weight" in converted:
             reason = "transformers computes its weight from other tensors while loading"
         else:
-            reason = "the files hold no weight of its own for it"
+            reason = _NOWHERE
         rows, columns = layer.weight.shape
         yield LayerChoice(name, "", (rows, columns), layer.weight.dtype, reason=reason)
 
 
 def _expected(checkpoint: Checkpoint, model: nn.Module) -> set[str]:
-    """Names of the layers that should be 2:4."""
+    """Names of the layers that should be pruned."""
     report = checkpoint.path / NAME
     if report.is_file():
         try:
@@ -206,8 +211,32 @@ def _reasons(
         owners[id(parameter)] = owners.get(id(parameter), 0) + 1
     for name, module in modules.items():
         if any(matches(name, pattern) for pattern in skip):
-            yield name, "left out by `--skip`"
-        elif owners[id(module.weight)] > 1:  # packed, they would no longer be tied
-            yield name, "its weight is tied to another module's"
+            yield name, _SKIPPED
+        elif owners[id(module.weight)] > 1:
+            yield name, _TIED
         elif is_read_directly(model, name):
             yield name, "the module around it multiplies with its weight itself"
+
+
+def is_read_directly(model: nn.Module, name: str) -> bool:
+    """Whether a layer's weight is multiplied by the module that holds it, and not by the layer.
+
+    Mamba multiplies by `self.dt_proj.weight`, and torch's `MultiheadAttention` by its `out_proj`'s:
+    such code needs the dense matrix.
+    """
+    owner, _, child = name.rpartition(".")
+    parent = model.get_submodule(owner)
+    kind: Any = type(parent)
+    return isinstance(parent, nn.MultiheadAttention) or child in _read_directly(kind)
+
+
+@functools.cache
+def _read_directly(kind: type) -> frozenset[str]:
+    """Names of the children whose weights the code of a class multiplies with."""
+    try:
+        source = inspect.getsource(kind)
+    except (OSError, TypeError):  # a class without a file, such as one typed at a prompt
+        return frozenset()
+    weight = r"self\.(\w+)\.weight\b"
+    uses = rf"{weight}\s*@|@\s*{weight}|\blinear\([^()]*,\s*{weight}"
+    return frozenset(name for found in re.findall(uses, source) for name in found if name)

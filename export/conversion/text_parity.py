@@ -27,10 +27,10 @@ _TOKENIZERS = ("tokenizer*", "vocab.*", "*.model")
 
 @dataclass(frozen=True)
 class TextParity:
-    """The whole model on the same tokens, before and after.
+    """The pruned model and the exported one on the same tokens.
 
     Attributes:
-        text: Where the tokens come from, for the report.
+        text: The origin of the tokens, for the report.
         tokens: Number of tokens that were predicted.
         top1_agreement: Fraction of positions at which the likeliest token is the same.
         perplexity_before: Perplexity of the pruned model.
@@ -134,7 +134,7 @@ def _logits(model: PreTrainedModel, window: Tensor, device: torch.device | str) 
 
 
 def text_failures(text: TextParity) -> list[str]:
-    """What keeps the export from passing; nothing, where all logits have the same bits."""
+    """The reasons why the export does not pass; none, where all logits have the same bits."""
     if text.bit_equal:
         return []
     failures = []

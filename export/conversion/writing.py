@@ -1,4 +1,4 @@
-"""Write a pruned checkpoint packed, as torchao's tensors, or dense, in the shards that it has."""
+"""Write a pruned checkpoint packed, as torchao's tensors, or dense, file by file as it is."""
 
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from export.backends import torchao_format
-from export.conversion.checkpoint import Checkpoint, pickle_name
+from export.conversion.checkpoint import Checkpoint
 from export.conversion.layer_choice import LayerChoice
 from export.packed.sparse24_format import positive_zeros
 from mrp_lightning.files import save_text
@@ -20,15 +20,10 @@ from mrp_lightning.json_files import as_json
 def write_packed(
     source: Checkpoint, directory: Path, layers: Sequence[LayerChoice]
 ) -> Iterator[str]:
-    """Write the checkpoint with some weights packed, one shard after the other.
+    """Write a checkpoint with some weights packed into an empty directory.
 
-    Args:
-        source: The pruned checkpoint.
-        directory: An existing empty directory.
-        layers: The layers to pack, at least one, all in the same format.
-
-    Yields:
-        The name of each layer that was packed.
+    There is at least one layer, and all are packed in the same format. The names of the layers are
+    given one by one as they are packed.
     """
     form = layers[0].form
 
@@ -38,11 +33,7 @@ def write_packed(
 
     names = [layer.name for layer in layers]
     modules = {layer.name: layer.kept for layer in layers} if form.counted else names
-    settings = {
-        "quant_method": form.quant_method,
-        "format_version": form.version,
-        "modules": modules,
-    }
+    settings = _settings(form.quant_method, form.version, modules)
     yield from _write(source, directory, layers, convert, settings)
 
 
@@ -55,11 +46,8 @@ def write_torchao(
         weight = positive_zeros(tensor.to(device))[0]
         return {layer.tensor: torchao_format.store(weight)}
 
-    settings = {
-        "quant_method": torchao_format.QUANT_METHOD,
-        "format_version": torchao_format.FORMAT_VERSION,
-        "modules": [layer.name for layer in layers],
-    }
+    names = [layer.name for layer in layers]
+    settings = _settings(torchao_format.QUANT_METHOD, torchao_format.FORMAT_VERSION, names)
     yield from _write(source, directory, layers, convert, settings, in_pickles=True)
 
 
@@ -74,6 +62,11 @@ def write_dense(
     yield from _write(source, directory, layers, convert, None)
 
 
+def _settings(quant_method: str, version: int, modules: Any) -> dict[str, Any]:
+    """The `quantization_config` of a packed checkpoint."""
+    return {"quant_method": quant_method, "format_version": version, "modules": modules}
+
+
 def _write(
     source: Checkpoint,
     directory: Path,
@@ -86,10 +79,10 @@ def _write(
     chosen = {layer.tensor: layer for layer in layers}
     weight_map: dict[str, str] = {}
     total = 0
-    for shard in source.shards:
+    for weights in source.files:
         converted: dict[str, Tensor] = {}
         others: dict[str, Tensor] = {}
-        for name, tensor in shard.read().items():
+        for name, tensor in weights.read().items():
             if name in chosen:
                 converted |= convert(chosen[name], tensor)
                 yield chosen[name].name
@@ -97,25 +90,31 @@ def _write(
                 others[name] = tensor
         tensors = {**converted, **others}
         # An unfinished file is never seen: the directory is moved into place when it is whole.
-        file = pickle_name(shard.name) if in_pickles else shard.name
+        file = weights.name
         if in_pickles:
+            file = _pickle_name(file)
             torch.save({**converted, **_unshared(others)}, directory / file)
         else:
-            save_file(_unshared(tensors), directory / file, {"format": "pt", **shard.metadata})
+            save_file(_unshared(tensors), directory / file, {"format": "pt", **weights.metadata})
         weight_map |= dict.fromkeys(tensors, file)
         total += sum(tensor.nbytes for tensor in tensors.values())
-    if len(source.shards) > 1:
+    if len(source.files) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         name = "model.safetensors.index.json"
-        _write_json(directory / (pickle_name(name) if in_pickles else name), index)
+        save_text(directory / (_pickle_name(name) if in_pickles else name), as_json(index))
     config = dict(source.config)
     if settings is not None:
         config["quantization_config"] = settings
     if config:
-        _write_json(directory / "config.json", config)
+        save_text(directory / "config.json", as_json(config))
     for companion in source.companions:
         (directory / companion).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source.path / companion, directory / companion)
+
+
+def _pickle_name(name: str) -> str:
+    """The name of the pickle, or index of pickles, in place of a safetensors file."""
+    return f"pytorch_{name}".replace(".safetensors", ".bin")
 
 
 def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -129,7 +128,3 @@ def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         seen.add(storage.data_ptr())
         result[name] = tensor if whole and not shared else tensor.contiguous().clone()
     return result
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    save_text(path, as_json(content))

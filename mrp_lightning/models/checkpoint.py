@@ -95,18 +95,23 @@ def _in_index(index: Path) -> list[Path]:
     return [index.parent / name for name in names]
 
 
-def names_in_model(model: PreTrainedModel, conversions: Sequence[Any]) -> Callable[[str], str]:
+def names_in_model(
+    model: PreTrainedModel, conversions: Sequence[Any]
+) -> Callable[[str], tuple[str, bool]]:
     """The rule by which transformers names in a model what has another name in a file.
 
-    `conversions` are those by which it makes the model's weights of the tensors in the files.
+    It also tells whether the model's tensor is computed from that of the file, alone or with
+    others. `conversions` are those by which the model's weights are made of the tensors in files.
     """
     renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
     converters = [c for c in conversions if isinstance(c, WeightConverter)]
     prefix, state = model.base_model_prefix, model.state_dict()
 
-    def name_in_model(stored: str) -> str:
-        name, _ = rename_source_key(stored, renamings, converters, prefix, state)
-        return stored if name not in state and stored in state else name
+    def name_in_model(stored: str) -> tuple[str, bool]:
+        name, converter = rename_source_key(stored, renamings, converters, prefix, state)
+        if name not in state and stored in state:
+            return stored, False
+        return name, converter is not None
 
     return name_in_model
 

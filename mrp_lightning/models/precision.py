@@ -74,7 +74,7 @@ def _published_wide(model: PreTrainedModel) -> Iterator[tuple[str, torch.dtype]]
         stored = {name: _WIDE[kind] for name, kind in _headers(model) if kind in _WIDE}
         # They keep a state, so that each use takes a copy.
         name_in_model = names_in_model(model, deepcopy(conversions_at_loading(model)))
-        yield from ((name_in_model(name), dtype) for name, dtype in stored.items())
+        yield from ((name_in_model(name)[0], dtype) for name, dtype in stored.items())
 
 
 def _headers(model: PreTrainedModel) -> Iterator[tuple[str, str]]:

@@ -162,7 +162,7 @@ class StreamedBlocks(MovedBlocks):
             with safe_open(file, framework="pt") as opened:
                 keys = list(opened.keys())
             for key in keys:
-                target = name_in_model(key)
+                target, _ = name_in_model(key)
                 name = next((n for n in self.blocks if target.startswith(f"{n}.")), _REST)
                 places[name].setdefault(file, []).append(key)
         return places

@@ -12,12 +12,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tiny_configs import FAMILIES, Family
 from transformers import SiglipVisionConfig, SiglipVisionModel
+from transformers.conversion_mapping import get_model_conversion_mapping
 
 import export
 from export.conversion.checkpoint import open_checkpoint
-from export.conversion.model_names import ParameterNames, is_read_directly
-from export.conversion.selection import choose_layers
+from export.conversion.selection import choose_layers, is_read_directly
 from export.to_sparse import main
+from mrp_lightning.models.checkpoint import names_in_model
 from mrp_lightning.models.skeleton import build_without_weights
 from mrp_lightning.solver.patterns import SemiStructured
 from mrp_lightning.targets.plan import make_plan
@@ -140,11 +141,10 @@ def test_the_projection_of_torchs_own_attention_stays_dense():
 
 def test_weights_that_transformers_puts_together_are_told_apart():
     config = transformers.AutoConfig.for_model("mixtral", **FAMILIES["mixtral"].config)
-    names = ParameterNames(build_without_weights(config))
+    model = build_without_weights(config)
+    name_in_model = names_in_model(model, get_model_conversion_mapping(model))
+    query = "model.layers.0.self_attn.q_proj.weight"
+    assert name_in_model(query) == (query, False)
     layer = "model.layers.0"
-    assert names.of(f"{layer}.self_attn.q_proj.weight") == (
-        f"{layer}.self_attn.q_proj.weight",
-        False,
-    )
-    expert = names.of(f"{layer}.block_sparse_moe.experts.1.w2.weight")
+    expert = name_in_model(f"{layer}.block_sparse_moe.experts.1.w2.weight")
     assert expert == (f"{layer}.mlp.experts.down_proj", True)
