@@ -8,7 +8,6 @@ torchao-fp8  torchao's fp8 + 2:4, which changes what the model computes
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -36,19 +35,12 @@ TARGETS: Mapping[str, tuple[int, ...]] = {
 """The numbers of tokens that decide whether a layer is worth keeping sparse."""
 
 
-@dataclass
-class Applied:
-    """Names of the layers that the back-end runs, and of those that it does not, with reasons."""
-
-    sparse: list[str] = field(default_factory=list)
-    dense: dict[str, str] = field(default_factory=dict)
-
-
-def apply(model: nn.Module, backend: str = "auto", target: str = "both") -> Applied:
+def apply(model: nn.Module, backend: str = "auto", target: str = "both") -> dict[str, str]:
     """Prepare all `Sparse24Linear` layers of a model in place, on the device where they are.
 
-    Prefill takes each weight in cuSPARSELt's layout, too, another 0.5625 of the dense bytes; decode
-    alone does without.
+    The back-end does not run all of them: the others are made dense again, and what is given is the
+    reason for each of these, by its name. Prefill takes each weight in cuSPARSELt's layout, too,
+    another 0.5625 of the dense bytes; decode alone does without.
 
     Raises:
         OptionError: An unknown back-end or target, or a back-end that cannot run here at all.
@@ -62,16 +54,14 @@ def apply(model: nn.Module, backend: str = "auto", target: str = "both") -> Appl
         if reason := why_not_here(backend, device):
             raise OptionError(f"`--backend {backend}` cannot run here: {reason}.")
 
-    applied = Applied()
+    dense = {}
     for name, layer in layers.items():
         prepared, reason = _prepare(layer, backend, target)
         if prepared is not layer:
             model.set_submodule(name, prepared)
-        if reason is None:
-            applied.sparse.append(name)
-        else:
-            applied.dense[name] = reason
-    return applied
+        if reason is not None:
+            dense[name] = reason
+    return dense
 
 
 def _prepare(layer: Sparse24Linear, backend: str, target: str) -> tuple[nn.Module, str | None]:
@@ -100,15 +90,9 @@ def why_not_here(backend: str, device: torch.device) -> str | None:
 
 
 def _call(layer: Sparse24Linear, tokens: int = 1) -> Call:
-    weight = layer.weight
-    return Call(
-        tokens,
-        layer.out_features,
-        layer.in_features,
-        weight.dtype,
-        weight.device,
-        compressed=layer.compressed is not None,
-    )
+    weight, compressed = layer.weight, layer.compressed is not None
+    shape = layer.out_features, layer.in_features
+    return Call(tokens, *shape, weight.dtype, weight.device, compressed)
 
 
 def _refusal(layer: Sparse24Linear, backend: str) -> str | None:

@@ -27,14 +27,10 @@ _WEIGHTS = {".safetensors", ".bin", ".ckpt", ".pt", ".pth", ".h5", ".msgpack", "
 
 @dataclass(frozen=True)
 class WeightFile:
-    """A file of weights.
+    """A file of weights, by the name of the safetensors file that will be written in its place.
 
-    Attributes:
-        name: Name of the safetensors file that will be written in its place.
-        read: Reads its tensors, by name.
-        metadata: The file's own, such as its framework.
-        num_tensors: Number of tensors in it; `None` where only reading it would tell.
-        num_bytes: Size of the file, in bytes.
+    Its metadata are those of a safetensors file. The number of its tensors is `None` where only
+    reading it would tell.
     """
 
     name: str
@@ -63,7 +59,7 @@ class Checkpoint:
 
     @property
     def num_tensors(self) -> int | None:
-        """Number of tensors; `None` where only reading them would tell."""
+        """Number of tensors, where reading all of them is not needed to tell."""
         counts = [file.num_tensors for file in self.files]
         return None if None in counts else sum(count or 0 for count in counts)
 

@@ -16,19 +16,15 @@ from mrp_lightning.targets.names import without_numbers
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """One linear layer of the checkpoint.
+    """One linear layer of the checkpoint, by the name of its module in the model.
 
     Attributes:
-        name: Name of the module in the model.
         tensor: Name of its weight in the files; empty where no tensor there is its weight.
         shape: Shape of the weight, (rows, columns).
-        dtype: Dtype of the stored weight.
         transposed: Whether the file holds (columns, rows), as for `Conv1D`.
         form: The format that it is packed in.
         kept: Number of weights that are not zero.
         broken_groups: Number of groups of four columns with more than two non-zeros.
-        negative_zeros: Number of −0.0 in the weight.
-        not_finite: Number of NaN and ±inf in the weight.
         misfit: Whether it stays dense because of its zeros: they break the pattern or are too few.
         reason: The reason why it stays dense; `None` for a layer that is packed.
     """

@@ -52,13 +52,10 @@ def choose_layers(
     module, of which only the report tells what its layers are. Pruned layers without a packed form
     (experts, convolutions) are listed.
 
-    Args:
-        checkpoint: The pruned checkpoint.
-        form: The format to pack in; `None` lets the pattern decide: 2:4, or else bitmasks.
-        skip: Name patterns (see `names.matches`) of layers that stay dense.
-        allow_partial: Leave layers dense that should be pruned so and are not.
-        refuse: Gives the reason why the format that will be written has no form for a layer.
-        track: Shows the progress over the tensors.
+    Without a `form` the pattern decides: 2:4, or else bitmasks. `skip` holds name patterns (see
+    `names.matches`) of layers that stay dense, `allow_partial` leaves those dense, too, that should
+    be pruned and are not, and `refuse` gives the reason why what will be written has no form for a
+    layer.
 
     Raises:
         PatternError: Layers break the pattern, all listed; or no layer is left to pack.

@@ -27,17 +27,11 @@ _TOKENIZERS = ("tokenizer*", "vocab.*", "*.model")
 
 @dataclass(frozen=True)
 class TextParity:
-    """The pruned model and the exported one on the same tokens.
+    """The pruned model and the exported one on the same tokens, and the origin of these.
 
-    Attributes:
-        text: The origin of the tokens, for the report.
-        tokens: Number of tokens that were predicted.
-        top1_agreement: Fraction of positions at which the likeliest token is the same.
-        perplexity_before: Perplexity of the pruned model.
-        perplexity_after: Perplexity of the exported model.
-        divergence: Mean Kullback-Leibler divergence, in nats.
-        max_difference: Largest absolute difference of a logit.
-        bit_equal: Whether all logits have the same bits.
+    `tokens` were predicted, and the likeliest one was the same at a fraction `top1_agreement` of
+    them. The divergence is the mean of Kullback and Leibler's, in nats; the difference is the
+    largest of a logit.
     """
 
     text: str
@@ -95,28 +89,25 @@ def compare_text(
         reference.append(_logits(before, window, device))
     _move(before, "cpu")
     _move(after, device).eval()
-    agreements = []
-    losses_before, losses_after, divergences, differences = [], [], [], []
-    equal = True
+    of_tokens, differences, equal = [], [], True
     pairs = zip(windows, reference, strict=True)
     for window, expected in track(pairs, len(windows), "logits of the export"):
         found = _logits(after, window, device)
         equal &= not different_bits(found, expected)
-        p, q = expected.float().log_softmax(-1), found.float().log_softmax(-1)
-        targets = window[1:]
-        agreements.append((p.argmax(-1) == q.argmax(-1)).double())
-        losses_before.append(F.nll_loss(p, targets, reduction="none").double())
-        losses_after.append(F.nll_loss(q, targets, reduction="none").double())
-        divergences.append(F.kl_div(q, p, log_target=True, reduction="none").sum(-1).double())
         differences.append(float((found.float() - expected.float()).abs().max()))
-    losses = torch.cat(losses_before)
+        p, q = expected.float().log_softmax(-1), found.float().log_softmax(-1)
+        agree = (p.argmax(-1) == q.argmax(-1)).double()
+        losses = [F.nll_loss(logs, window[1:], reduction="none").double() for logs in (p, q)]
+        divergence = F.kl_div(q, p, log_target=True, reduction="none").sum(-1).double()
+        of_tokens.append(torch.stack([agree, *losses, divergence]))
+    means = torch.cat(of_tokens, dim=1).mean(dim=1)
     return TextParity(
         text=origin,
-        tokens=losses.numel(),
-        top1_agreement=float(torch.cat(agreements).mean()),
-        perplexity_before=float(losses.mean().exp()),
-        perplexity_after=float(torch.cat(losses_after).mean().exp()),
-        divergence=float(torch.cat(divergences).mean()),
+        tokens=sum(rows.shape[1] for rows in of_tokens),
+        top1_agreement=float(means[0]),
+        perplexity_before=float(means[1].exp()),
+        perplexity_after=float(means[2].exp()),
+        divergence=float(means[3]),
         max_difference=max(differences),
         bit_equal=equal,
     )

@@ -86,13 +86,11 @@ def _refuse_triton(call: Call) -> str | None:
         return f"the Triton kernels take float16 and bfloat16, not {name}"
     if call.in_features % 8:
         return f"in_features {call.in_features} is not a multiple of 8"
-    largest = max(
-        call.out_features * call.in_features,
-        call.tokens * max(call.out_features, call.in_features),
-    )
-    return (
-        f"{largest} elements in one tensor; at most {LARGEST - 1}" if largest >= LARGEST else None
-    )
+    wide = max(call.out_features, call.in_features)
+    largest = max(call.out_features * call.in_features, call.tokens * wide)
+    if largest >= LARGEST:
+        return f"{largest} elements in one tensor; at most {LARGEST - 1}"
+    return None
 
 
 def _refuse_gemv(call: Call) -> str | None:
@@ -143,7 +141,7 @@ def _by_triton(
 
 def _cusparselt(x: Tensor, weight: PackedWeight, bias: Tensor | None, **config: int) -> Tensor:
     assert weight.compressed is not None
-    return cusparselt.matmul(x, weight.compressed, bias, cusparselt.Algorithm(**config))
+    return cusparselt.matmul(x, weight.compressed, bias, **config)
 
 
 def _unpack_dense(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:

@@ -6,8 +6,6 @@ up its product on the host, so it is only fast inside a CUDA graph, and the defa
 often slow.
 """
 
-from dataclasses import asdict, dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,21 +17,9 @@ WEIGHT_MULTIPLE = 16  # rows and columns of the sparse operand, 16-bit dtypes
 TOKEN_MULTIPLE = 8  # the dense operand, 16-bit dtypes
 # NVIDIA's release notes: 0.8.0 lost speed on Hopper, 0.8.1 has it back. torch 2.11 pins 0.8.0.
 SLOW_ON_HOPPER = 800  # counted as major·1000 + minor·100 + patch
-
-
-@dataclass(frozen=True)
-class Algorithm:
-    """What `search` found; the default of each field is the library's own.
-
-    Attributes:
-        alg_id: Number of the algorithm.
-        split_k: Number of parts of the columns that are summed apart.
-        split_k_mode: How the parts are added, −1 for the library's choice.
-    """
-
-    alg_id: int = 0
-    split_k: int = 1
-    split_k_mode: int = -1
+DEFAULT = {"alg_id": 0, "split_k": 1, "split_k_mode": -1}
+"""The library's own choice: the number of an algorithm, in how many pieces of the columns it sums
+apart, and how these are added, −1 for any way."""
 
 
 def missing(device: torch.device) -> str | None:
@@ -42,8 +28,7 @@ def missing(device: torch.device) -> str | None:
         return f"cuSPARSELt runs on CUDA devices, not on {device.type!r}"
     if not torch.backends.cusparselt.is_available():
         return f"torch {torch.__version__} was built without cuSPARSELt"
-    needed = {"transpose_result", "alg_id", "split_k", "split_k_mode"}
-    if lacking := needed - upstream.arguments_of_cusparselt():
+    if lacking := {"transpose_result", *DEFAULT} - upstream.arguments_of_cusparselt():
         return f"torch {torch.__version__} calls cuSPARSELt without {sorted(lacking)}; use 2.11+"
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
@@ -54,9 +39,8 @@ def missing(device: torch.device) -> str | None:
 def refuse(out_features: int, in_features: int, dtype: torch.dtype) -> str | None:
     """The reason why a weight of this shape and dtype cannot be compressed, or `None`."""
     if dtype not in DTYPES:
-        return (
-            f"cuSPARSELt takes float16 and bfloat16 here, not {str(dtype).removeprefix('torch.')}"
-        )
+        name = str(dtype).removeprefix("torch.")
+        return f"cuSPARSELt takes float16 and bfloat16 here, not {name}"
     if out_features % WEIGHT_MULTIPLE or in_features % WEIGHT_MULTIPLE:
         return (
             f"cuSPARSELt needs both dimensions to be multiples of {WEIGHT_MULTIPLE}, "
@@ -75,17 +59,15 @@ def compress(weight: Tensor) -> Tensor:
     return upstream.compress_cusparselt(weight.contiguous())
 
 
-def matmul(
-    x: Tensor, compressed: Tensor, bias: Tensor | None, algorithm: Algorithm = Algorithm()
-) -> Tensor:
+def matmul(x: Tensor, compressed: Tensor, bias: Tensor | None, **algorithm: int) -> Tensor:
     """X Wᵀ + b: x is (tokens, in), the result (tokens, out) and contiguous."""
-    y = upstream.matmul_cusparselt(compressed, _padded(x).t(), bias, **asdict(algorithm))
-    return y[: x.shape[0]]
+    return upstream.matmul_cusparselt(compressed, _padded(x).t(), bias, **algorithm)[: x.shape[0]]
 
 
-def search(x: Tensor, compressed: Tensor, bias: Tensor | None) -> Algorithm:
+def search(x: Tensor, compressed: Tensor) -> dict[str, int]:
     """Let the library try its algorithms on these very operands. Not inside a CUDA graph."""
-    return Algorithm(*upstream.search_cusparselt(compressed, _padded(x).t(), bias))
+    found = upstream.search_cusparselt(compressed, _padded(x).t(), None)
+    return DEFAULT | dict(zip(DEFAULT, found, strict=False))  # older versions tell the first alone
 
 
 def _padded(x: Tensor) -> Tensor:

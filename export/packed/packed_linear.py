@@ -80,10 +80,8 @@ class PackedLinear(nn.Module):
     ) -> Self:
         """An uninitialised layer of the shape of an `nn.Linear` or of transformers' `Conv1D`.
 
-        Args:
-            linear: The dense layer, with or without data.
-            device: Where the tensors are made; `None` is where the dense weight is.
-            **sizes: `num_kept`, where the class cannot tell it from the shape.
+        It is made where the dense weight is, if no device is given. `sizes` is `num_kept`, where
+        the class cannot tell that from the shape.
         """
         (dense,) = layers_of("", linear)
         weight = dense.weight

@@ -13,11 +13,11 @@ from export.kernels import cusparselt
 from export.kernels.dispatch import known_times, use_times
 from export.kernels.kernel_times import Failure, Measurement, cache_path
 from export.packed.sparse24_linear import Sparse24Linear
+from export.speed.kernel_timing import measure
 from export.speed.model_timing import time_models
 from export.speed.options import SpeedOptions
 from export.speed.tables import SpeedReport
 from export.speed.timing import microseconds, take_turns
-from export.speed.tuning import measure
 from export.speed.twins import dense_copy, storage_bytes
 from mrp_lightning.errors import OptionError
 
@@ -31,10 +31,8 @@ def compare(
 ) -> SpeedReport:
     """Measure the layers, put the model on a back-end, and time it against its dense twin.
 
-    Args:
-        sparse: A model on a CUDA device, with packed layers; it is left on the back-end.
-        options: What to measure.
-        report_on: Is called with the report whenever there is more in it.
+    `report_on` is called with the report whenever there is more in it. The model, with its packed
+    layers, is left on the back-end.
 
     Raises:
         OptionError: The model is not on a CUDA device, or the back-end cannot run there.
@@ -58,17 +56,9 @@ def compare(
         report.failures += failures
         report_on(report)
     dense = dense_copy(sparse)
-    report.stayed_dense = apply(sparse, options.backend, options.target).dense
+    report.stayed_dense = apply(sparse, options.backend, options.target)
     report.dense_bytes, report.sparse_bytes = storage_bytes(dense), storage_bytes(sparse)
-    for times in time_models(
-        dense,
-        sparse,
-        batch_sizes=options.batch_sizes,
-        prompt_tokens=options.prompt_tokens,
-        new_tokens=options.new_tokens,
-        compile_mode=options.compile_mode,
-        phases=options.phases,
-    ):
+    for times in time_models(dense, sparse, options):
         report.models += times
         report_on(report)
     return report
@@ -78,25 +68,19 @@ def compare(
 def measure_layers(
     model: PreTrainedModel, tokens: Sequence[int]
 ) -> Iterator[tuple[list[Measurement], list[Failure]]]:
-    """Time each shape of the model's packed layers once, by all kernels.
+    """Time each shape of the packed layers of a model on a CUDA device once, by all kernels.
 
-    Kernels are chosen by these times from now on, in later processes too.
-
-    Args:
-        model: A model on a CUDA device, with packed layers.
-        tokens: Numbers of tokens to measure at.
-
-    Yields:
-        What was measured for each shape and number of tokens, and what could not be.
+    Kernels are chosen by these times from now on, in later processes too. For each shape and number
+    of tokens it gives what was measured, and what could not be.
     """
     layers = [m for m in model.modules() if isinstance(m, Sparse24Linear)]
     for shape in dict.fromkeys((m.out_features, m.in_features, m.weight.dtype) for m in layers):
         if not tokens:
             return
         for found, failures in measure(*shape, model.device, tokens):
-            table = known_times(model.device).merged(found)
-            table.save(cache_path(table.environment))
-            use_times(table, model.device)
+            times = known_times(model.device).merged(found)
+            times.save(cache_path(times.environment))
+            use_times(times, model.device)
             yield found, failures
 
 
@@ -109,7 +93,7 @@ def bandwidth(device: torch.device) -> float:
 
 
 def _versions() -> dict[str, str]:
-    """What the measured table does not depend on, and a reader wants to know."""
+    """Versions on which the times of kernels do not depend, and that a reader wants to know."""
     found = {"transformers": transformers.__version__}
     query = ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm", "--format=csv,noheader"]
     try:

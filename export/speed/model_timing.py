@@ -5,7 +5,7 @@ All contestants replay CUDA graphs. Each side runs as captured eager code and as
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +16,9 @@ from transformers import AttentionInterface, PreTrainedModel, StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from export.errors import first_line
+from export.speed.kernel_timing import REPEATS
+from export.speed.options import SpeedOptions
 from export.speed.timing import Timing, captured, graphed, microseconds, take_turns
-from export.speed.tuning import REPEATS
 from mrp_lightning.errors import OptionError
 from mrp_lightning.upstream import attention_of
 
@@ -29,17 +30,15 @@ AttentionInterface.register(MASKLESS, sdpa_attention_forward)  # and no function
 
 @dataclass(frozen=True)
 class ModelTime:
-    """One way to run one side of a comparison.
+    """The time of one way to run one side of a comparison, or the reason why there is none.
 
     Attributes:
         phase: `prefill` (a forward of the prompt) or `decode` (one token after it).
         side: `dense` or `sparse`.
         way: `eager` or `compiled`; both are captured in a CUDA graph.
-        batch_size: Number of sequences.
         tokens: Number of prompt tokens of each sequence.
-        timing: Time of one forward; `None` where it failed.
+        timing: Time of one forward.
         compile_seconds: Time of compiling and capturing, 0 for eager.
-        failure: The reason where there is no timing.
     """
 
     phase: str
@@ -58,11 +57,8 @@ class Decoder:
     A step reads nothing back to the host, so that it can be captured: it is given the attention
     mask of all places, from which OPT would else make one of the length it has reached.
 
-    Args:
-        model: A causal language model in evaluation mode.
-        prompt: Token ids (batch, length).
-        new_tokens: Steps between two rewinds.
-        forward: The model, compiled or not; `None` is the model itself.
+    The model is in evaluation mode, the prompt is (batch, length), there are at most `new_tokens`
+    steps between two rewinds, and `forward` is the model, compiled or not.
     """
 
     def __init__(
@@ -139,51 +135,29 @@ def _attends_to_all(model: PreTrainedModel) -> bool:
 
 @torch.no_grad()
 def time_models(
-    dense: PreTrainedModel,
-    sparse: PreTrainedModel,
-    *,
-    batch_sizes: Sequence[int] = (1,),
-    prompt_tokens: int = 2048,
-    new_tokens: int = 128,
-    compile_mode: str | None = "default",
-    phases: Sequence[str] = ("prefill", "decode"),
-    repeats: int = REPEATS,
+    dense: PreTrainedModel, sparse: PreTrainedModel, options: SpeedOptions
 ) -> Iterator[list[ModelTime]]:
-    """Time prefill and decode of both models, on the CUDA device where they are.
+    """Time prefill and decode of the same weights, dense and on a back-end, on a CUDA device.
 
-    Args:
-        dense: The pruned weights as ordinary matrices.
-        sparse: The same weights on a back-end.
-        batch_sizes: Numbers of sequences at a time.
-        prompt_tokens: Length of each prompt.
-        new_tokens: Decode steps of one repeat.
-        compile_mode: Mode of `torch.compile`; `None` leaves the compiled contestants out.
-        phases: Which of the two to time.
-        repeats: Rounds of the measurement.
-
-    Yields:
-        The ways of both sides, for each batch size and phase.
+    For each batch size and phase all ways of both sides are given.
     """
     if dense.device.type != "cuda":
         raise OptionError(f"Speed is measured on CUDA devices; the model is on {dense.device}.")
     sides = {"dense": dense, "sparse": sparse}
-    for batch_size in batch_sizes:
-        ids = torch.randint(dense.config.vocab_size, (batch_size, prompt_tokens))
-        for phase in phases:
-            yield _compare(sides, phase, ids.to(dense.device), new_tokens, compile_mode, repeats)
+    for batch_size in options.batch_sizes:
+        ids = torch.randint(dense.config.vocab_size, (batch_size, options.prompt_tokens))
+        for phase in options.phases:
+            yield _compare(sides, phase, ids.to(dense.device), options)
 
 
 def _compare(
-    sides: Mapping[str, PreTrainedModel],
-    phase: str,
-    prompt: Tensor,
-    new_tokens: int,
-    compile_mode: str | None,
-    repeats: int,
+    sides: Mapping[str, PreTrainedModel], phase: str, prompt: Tensor, options: SpeedOptions
 ) -> list[ModelTime]:
     """Time all ways of all sides in turns. One that fails does not keep others from running."""
     torch.compiler.reset()  # once: code that is forgotten takes its kernels out of captured graphs
-    modes = {"eager": None} if compile_mode is None else {"eager": None, "compiled": compile_mode}
+    modes: dict[str, str | None] = {"eager": None}
+    if options.compile_mode is not None:
+        modes["compiled"] = options.compile_mode
     runs: dict[str, Callable[[], float]] = {}
     compile_seconds: dict[str, float] = {}
     failures: dict[str, str] = {}
@@ -191,12 +165,12 @@ def _compare(
     for name, (side, way) in ways.items():
         start = time.perf_counter()
         try:
-            runs[name] = _contestant(sides[side], phase, prompt, new_tokens, modes[way])
+            runs[name] = _contestant(sides[side], phase, prompt, options.new_tokens, modes[way])
         except Exception as error:
             failures[name] = first_line(error)
         compile_seconds[name] = 0.0 if modes[way] is None else time.perf_counter() - start
     try:
-        timings = take_turns(runs, repeats)
+        timings = take_turns(runs, REPEATS)
     except Exception as error:
         timings, failures = {}, dict.fromkeys(runs, first_line(error)) | failures
     return [

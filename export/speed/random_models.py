@@ -7,38 +7,25 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from export.packed.sparse24_format import why_not_packable
-from export.speed.tuning import random_24
+from export.speed.kernel_timing import random_24
 
+_OF_ALL = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 16384,
+}
+_LLAMA = {"model_type": "llama", **_OF_ALL}
+_OPT = {"model_type": "opt", "word_embed_proj_dim": 4096, **_OF_ALL}
 SHAPES: dict[str, dict[str, Any]] = {
-    "llama2-7b": {
-        "model_type": "llama",
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "max_position_embeddings": 16384,
-    },
+    "llama2-7b": {**_LLAMA, "vocab_size": 32000, "intermediate_size": 11008},
     "llama3-8b": {
-        "model_type": "llama",
+        **_LLAMA,
         "vocab_size": 128256,
-        "hidden_size": 4096,
         "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
         "num_key_value_heads": 8,
-        "max_position_embeddings": 16384,
     },
-    "opt-6.7b": {
-        "model_type": "opt",
-        "vocab_size": 50272,
-        "hidden_size": 4096,
-        "word_embed_proj_dim": 4096,
-        "ffn_dim": 16384,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "max_position_embeddings": 16384,
-    },
+    "opt-6.7b": {**_OPT, "vocab_size": 50272, "ffn_dim": 16384},
 }
 """Shapes of published models; room for positions is larger, so that long prompts can be timed."""
 

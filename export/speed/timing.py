@@ -1,8 +1,7 @@
 """How a time is taken on a CUDA device: replayed graphs, cold weights, contestants in turns."""
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,13 +14,7 @@ WARM_UP = 3
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds over the repeats.
-
-    Attributes:
-        median: 50th percentile, microseconds.
-        low: 20th percentile, microseconds.
-        high: 80th percentile, microseconds.
-    """
+    """Median, 20th and 80th percentile of the repeats, in microseconds."""
 
     median: float
     low: float
@@ -36,34 +29,32 @@ def copies(weight_bytes: int) -> int:
 def take_turns(measure: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, Timing]:
     """Measure each contestant once a round, so that a drifting clock meets all of them alike.
 
-    Args:
-        measure: The contestants by name; each runs once and returns microseconds.
-        repeats: Rounds, at least 2.
+    Each contestant runs once and returns microseconds. There are at least two rounds.
     """
     times: dict[str, list[float]] = {name: [] for name in measure}
     for _ in range(repeats):
         for name, once in measure.items():
             times[name].append(once())
-    return {name: _summary(values) for name, values in times.items()}
-
-
-def _summary(values: Sequence[float]) -> Timing:
-    fifths = statistics.quantiles(values, n=5, method="inclusive")
-    return Timing(statistics.median(values), fifths[0], fifths[-1])
+    timings = {}
+    for name, values in times.items():
+        low, *_, high = statistics.quantiles(values, n=5, method="inclusive")
+        timings[name] = Timing(statistics.median(values), low, high)
+    return timings
 
 
 def captured(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
     """Run the calls until they are warm, and capture them in one CUDA graph.
 
     Host time is not in it: eager cuSPARSELt spends more time planning on the host than computing.
-
-    Args:
-        calls: Functions that run `WARM_UP` times and are captured once, for their effect alone.
     """
-    with _side_stream():
+    # CUDA graphs ask that the warm-up runs on another stream than the default one.
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
         for _ in range(WARM_UP):  # compiles, allocates and fills caches outside the capture
             for call in calls:
                 call()
+    torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for call in calls:
@@ -72,11 +63,7 @@ def captured(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
 
 
 def graphed(calls: Sequence[Callable[[], object]]) -> Callable[[], float]:
-    """Capture the calls in one CUDA graph; the result replays it and gives microseconds a call.
-
-    Args:
-        calls: One function for each copy of a weight.
-    """
+    """Capture the calls in one CUDA graph; the result replays it and gives microseconds a call."""
     kept = list(calls)
     graph = captured(kept)
     for _ in range(WARM_UP):
@@ -98,13 +85,3 @@ def microseconds(call: Callable[[], object]) -> float:
     end.record()
     end.synchronize()
     return start.elapsed_time(end) * 1e3
-
-
-@contextmanager
-def _side_stream() -> Iterator[None]:
-    # CUDA graphs ask that the warm-up runs on another stream than the default one.
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        yield
-    torch.cuda.current_stream().wait_stream(stream)

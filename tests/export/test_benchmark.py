@@ -12,7 +12,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import import_utils
 
 from export import benchmark as command
-from export.backends.apply import Applied
 from export.benchmark import main
 from export.kernels.dispatch import known_times, use_times
 from export.kernels.kernel_times import STORED_DENSE, Failure, KernelTimes, Measurement
@@ -20,12 +19,12 @@ from export.packed.sparse24_format import broken_groups
 from export.packed.sparse24_linear import Sparse24Linear
 from export.speed import comparison, random_models
 from export.speed.comparison import compare
+from export.speed.kernel_timing import random_24
 from export.speed.model_timing import Decoder, ModelTime, prefill, without_masks
 from export.speed.options import SpeedOptions, add_arguments
 from export.speed.random_models import SHAPES, prunable, random_model
 from export.speed.tables import SpeedReport, alike, speed_ups, tables
 from export.speed.timing import COLD_BYTES, Timing, copies, take_turns
-from export.speed.tuning import random_24
 from export.speed.twins import dense_copy, packed_copy, storage_bytes
 from mrp_lightning.errors import OptionError
 
@@ -342,15 +341,15 @@ def test_layers_and_models_are_compared_and_reported_as_they_come(
                 [Failure(*problem, "cusparselt", "no float32")],
             )
 
-    def time_models(dense, sparse, **options):
+    def time_models(dense, sparse, options):
         assert not any(isinstance(m, Sparse24Linear) for m in dense.modules())
-        assert options["compile_mode"] is None
-        for phase in options["phases"]:
+        assert options.compile_mode is None
+        for phase in options.phases:
             yield [timed(phase, "dense", "eager", 2.0), timed(phase, "sparse", "eager", 1.0)]
 
     def apply(model, backend, target):
         assert (backend, target) == ("triton", "decode")
-        return Applied(dense={"model.layers.0.mlp.up_proj": "refused"})
+        return {"model.layers.0.mlp.up_proj": "refused"}
 
     monkeypatch.setattr(comparison, "measure", measure)
     monkeypatch.setattr(comparison, "time_models", time_models)

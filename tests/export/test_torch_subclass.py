@@ -7,7 +7,7 @@ from torch.sparse import SparseSemiStructuredTensorCUTLASS
 
 from export.backends.apply import apply
 from export.packed.sparse24_linear import Sparse24Linear
-from export.speed.tuning import random_24
+from export.speed.kernel_timing import random_24
 
 CPU = torch.device("cpu")
 
@@ -29,9 +29,7 @@ def test_the_layer_computes_the_same(torch_subclass_on_cpu, backend, tokens):
     x = torch.randn(tokens, 64, dtype=torch.bfloat16)
     with torch.no_grad():
         expected = model(x)
-        applied = apply(model, backend)
-        assert applied.sparse == ["0"]
-        assert applied.dense == {"1": "33×32 is not a multiple of 32×64"}
+        assert apply(model, backend) == {"1": "33×32 is not a multiple of 32×64"}
         assert isinstance(model[0].weight, SparseSemiStructuredTensorCUTLASS)
         assert type(model[1]) is nn.Linear
         # The bias is added after the product was rounded, where the operator rounds once.

@@ -16,7 +16,7 @@ from export.kernels import triton_kernels
 from export.kernels.candidates import KERNELS, Call, PackedWeight
 from export.kernels.dispatch import choose, multiply
 from export.packed.sparse24_format import pack
-from export.speed.tuning import random_24
+from export.speed.kernel_timing import random_24
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPES = [(16, 64), (70, 520), (33, 8), (64, 1024)]
