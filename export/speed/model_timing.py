@@ -19,7 +19,6 @@ from export.errors import first_line
 from export.speed.kernel_timing import REPEATS
 from export.speed.options import SpeedOptions
 from export.speed.timing import Timing, captured, graphed, microseconds, take_turns
-from mrp_lightning.errors import OptionError
 from mrp_lightning.upstream import attention_of
 
 SPARE = 16
@@ -141,8 +140,6 @@ def time_models(
 
     For each batch size and phase all ways of both sides are given.
     """
-    if dense.device.type != "cuda":
-        raise OptionError(f"Speed is measured on CUDA devices; the model is on {dense.device}.")
     sides = {"dense": dense, "sparse": sparse}
     for batch_size in options.batch_sizes:
         ids = torch.randint(dense.config.vocab_size, (batch_size, options.prompt_tokens))
