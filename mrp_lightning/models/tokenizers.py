@@ -35,30 +35,27 @@ def load_tokenizer(source: str | os.PathLike[str] | PreTrainedTokenizerBase, **h
         except FormatError as error:
             if has_tokenizer(file):
                 raise
-            raise FileNotFoundError(
-                f"`tokenizer`: {file} gives no tokenizer, it holds only weights. Name the "
-                "directory or hub id of one."
-            ) from error
+            raise _nothing_at(file, "It holds only weights.") from error
     path = Path(source).expanduser()
     if not path.exists() and is_path(str(source)):
-        raise FileNotFoundError(
-            f"`tokenizer`: {source} gives no tokenizer, there is no such directory. Name the "
-            "directory or hub id of one."
-        )
+        raise _nothing_at(source, "There is no such directory.")
     try:
         # Without a word on it, transformers would ask on the terminal.
         trust = {"trust_remote_code": False}
         return AutoTokenizer.from_pretrained(**found_at(source), **trust | hub)
     except OSError as error:
-        raise FileNotFoundError(
-            f"`tokenizer`: {source} gives no tokenizer. Name the directory or hub id of one. "
-            f"({why_not_found(source, error)})"
-        ) from error
+        raise _nothing_at(source, why_not_found(source, error)) from error
     except Exception as error:  # whatever the classes of tokenizers stumble over in their files
         raise DataError(
             f"`tokenizer`: the tokenizer of {source} cannot be loaded; its files are incomplete or "
             f"damaged, or need an option. ({error})"
         ) from error
+
+
+def _nothing_at(source: str | os.PathLike[str], reason: str) -> FileNotFoundError:
+    return FileNotFoundError(
+        f"`tokenizer`: {source} gives no tokenizer. Name the directory or hub id of one. ({reason})"
+    )
 
 
 def tokenizer_beside(source: str, **hub: Any) -> Any:
