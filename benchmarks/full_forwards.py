@@ -9,9 +9,10 @@ import torch
 from families import batches, build, runner
 from torch import Tensor, nn
 
-from mrp_lightning.pruning.sequential import SequentialPruner
+from mrp_lightning.pruning.job import Job
+from mrp_lightning.pruning.sequential import prune_model
+from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.records.report import PruningReport
-from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.plan import Plan, make_plan
 
 
@@ -49,8 +50,8 @@ def prune_and_compare(
     time: it shares neither hooks nor stubs with the walk.
     """
     model, twin = build(family), build(family)
-    recipe = Recipe.of(pattern=pattern, method="SM")
-    plan = make_plan(model, recipe.pattern)
+    settings = Settings(pattern=pattern, method="SM")
+    plan = make_plan(model, settings.recipe.pattern)
     done = CheckedRun(model, plan, PruningReport({}))
     names = [block.name for block in plan.blocks]
     run, run_twin = (runner(m, use_cache=use_cache) for m in (model, twin))
@@ -79,14 +80,15 @@ def prune_and_compare(
             error = distance(seen[name], expected[name])
             done.errors[name] = max(error, done.errors.get(name, 0.0))
 
-        SequentialPruner(
+        job = Job(
             model=model,
             forward=run_and_compare,
             batches=batches(family, padding=padding),
             plan=plan,
-            recipe=recipe,
+            settings=settings,
             report=done.report,
-        ).prune()
+        )
+        prune_model(job)
     return done
 
 

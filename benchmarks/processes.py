@@ -43,12 +43,11 @@ from mrp_lightning.environment import machine
 from mrp_lightning.processes import Processes
 from mrp_lightning.pruning import prune_layer
 from mrp_lightning.pruning.block import BlockPruner
-from mrp_lightning.pruning.extensions import Extensions
-from mrp_lightning.pruning.sequential import SequentialPruner
-from mrp_lightning.records.report import PruningReport
+from mrp_lightning.pruning.job import Job
+from mrp_lightning.pruning.sequential import prune_model
+from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.solver.conjugate_gradients import LowRankModel
 from mrp_lightning.solver.input_hessian import InputHessian
-from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.plan import make_plan
 from mrp_lightning.tuning.block_tuner import BlockTuner, BlockTuning
 
@@ -131,20 +130,19 @@ def work(options: argparse.Namespace) -> None:
     loaded = CausalLM(options.model, dtype="float32")
     data.tokenizer = loaded.tokenizer
     windows = data.calibration_windows()[options.rank :: options.size]
-    recipe = Recipe.of(method=options.method, sparsity=options.sparsity)
     tuning = BlockTuning(epochs=options.epochs) if options.epochs else None
+    settings = Settings(method=options.method, sparsity=options.sparsity, tuning=tuning)
     clock = Clock()
     watch(clock)
-    SequentialPruner(
+    job = Job(
         model=loaded.model,
         forward=lambda ids: loaded.model(input_ids=ids, use_cache=False),
         batches=windows.split(options.batch),
-        plan=make_plan(loaded.model, recipe.pattern),
-        recipe=recipe,
-        report=PruningReport({}),
-        extensions=Extensions(tuning=tuning),
+        plan=make_plan(loaded.model, settings.recipe.pattern),
+        settings=settings,
         processes=processes,
-    ).prune()
+    )
+    prune_model(job)
     if options.rank == 0:
         print(json.dumps(clock.seconds))
 

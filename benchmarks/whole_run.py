@@ -33,8 +33,9 @@ from mrp_lightning.environment import machine
 from mrp_lightning.evaluation.perplexity import Perplexity, token_losses
 from mrp_lightning.models.loading import load_model
 from mrp_lightning.models.tokenizers import load_tokenizer
-from mrp_lightning.pruning.sequential import SequentialPruner
-from mrp_lightning.records.report import PruningReport
+from mrp_lightning.pruning.job import Job
+from mrp_lightning.pruning.sequential import prune_model
+from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.plan import make_plan
 from mrp_lightning.text.standard_library import standard_library
@@ -49,7 +50,7 @@ COLUMNS = ("layers", *PARTS, "rest")
 
 
 @dataclass(frozen=True)
-class Job:
+class Comparison:
     """What all methods have in common.
 
     Attributes:
@@ -107,15 +108,15 @@ def load(options: argparse.Namespace) -> Any:
 
 
 @torch.no_grad()
-def run(method: str, job: Job) -> Result:
+def run(method: str, given: Comparison) -> Result:
     """Prune by one method, in this process."""
-    options, device = job.options, job.options.device
+    options, device = given.options, given.options.device
     torch.set_num_threads(options.threads)
     logging.disable(logging.INFO)
     transformers_logging.disable_progress_bar()
     model = load(options)
     batch_size = 1 if method in ORIGINALS else options.batch_size
-    windows = list(job.windows.to(device).split(batch_size))
+    windows = list(given.windows.to(device).split(batch_size))
     _forget_peak(device)
     watch = Stopwatch(_clock(device))
     losses: list[float] = []
@@ -130,29 +131,28 @@ def run(method: str, job: Job) -> Result:
         originals.prune_model(original, model, windows, plan, watch.part, seen)
     else:
         watch.count_parts()
-        losses += _prune(model, windows, Recipe.of(method=method, pattern="2:4"), watch)
+        losses += _prune(model, windows, Settings(method=method, pattern="2:4"), watch)
     with watch.part("end"):
         pass
     seconds = {part: watch.seconds[part] for part in COLUMNS}
     peak = _peak(device)
-    found = None if job.test is None else perplexity(model, job.test)
+    found = None if given.test is None else perplexity(model, given.test)
     return Result(seconds, peak, sum(losses) / len(losses), found)
 
 
 def _prune(
-    model: Any, windows: Sequence[Tensor], recipe: Recipe, watch: Stopwatch
+    model: Any, windows: Sequence[Tensor], settings: Settings, watch: Stopwatch
 ) -> Iterator[float]:
-    report = PruningReport({})
-    SequentialPruner(
+    job = Job(
         model=model,
         forward=watch.counted("forwards", lambda ids: model(input_ids=ids, use_cache=False)),
         batches=windows,
-        plan=make_plan(model, recipe.pattern),
-        recipe=recipe,
-        report=report,
+        plan=make_plan(model, settings.recipe.pattern),
+        settings=settings,
         device=model.device,
-    ).prune()
-    return (row.relative_loss for row in report.pruned if row.relative_loss is not None)
+    )
+    prune_model(job)
+    return (row.relative_loss for row in job.report.pruned if row.relative_loss is not None)
 
 
 def perplexity(model: Any, windows: Tensor) -> float:
@@ -189,14 +189,14 @@ def _peak(device: torch.device) -> float:
     return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) / 2**10
 
 
-def make_job(options: argparse.Namespace) -> Job:
+def make_comparison(options: argparse.Namespace) -> Comparison:
     """Tokenize the texts, and draw the windows."""
     draws = Draws(count=options.samples, length=options.length, seed=0)
     if options.shape:
         generator = torch.Generator().manual_seed(0)
         vocabulary = SHAPES[options.shape]["vocab_size"]
         size = (options.samples, options.length)
-        return Job(options, torch.randint(vocabulary, size, generator=generator), None)
+        return Comparison(options, torch.randint(vocabulary, size, generator=generator), None)
     tokenizer = load_tokenizer(str(options.model))
     read = (path.read_text(encoding="utf-8") for path in options.text)
     text = "\n".join(read if options.text else standard_library("train"))
@@ -205,21 +205,21 @@ def make_job(options: argparse.Namespace) -> Job:
     if options.perplexity:
         tokens = tokenize(tokenizer, options.perplexity.read_text(encoding="utf-8"))
         test = consecutive_windows(tokens, options.length, "test")[: options.windows]
-    return Job(options, windows, test)
+    return Comparison(options, windows, test)
 
 
-def in_a_process(method: str, job: Job) -> Result:
+def in_a_process(method: str, given: Comparison) -> Result:
     """Run one method in a fresh process, so that its peak memory is its own."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max_workers=1, mp_context=spawn) as pool:
-        return pool.submit(run, method, job).result()
+        return pool.submit(run, method, given).result()
 
 
 def main() -> None:
     """Print the table, row by row as they come."""
     options = _parser().parse_args()
     start = time.process_time()
-    job = make_job(options)
+    given = make_comparison(options)
     tokenizing = time.process_time() - start
     unit = "CPU s" if options.device.type == "cpu" else "s"
     name = options.shape or options.model.name
@@ -242,7 +242,7 @@ def main() -> None:
     base = None
     theirs = [m for m, (_, option) in ORIGINALS.items() if getattr(options, option)]
     for method in [*theirs, *options.methods]:
-        result = in_a_process(method, job)
+        result = in_a_process(method, given)
         base = base or (result.total if theirs else None)
         cells = [
             method,

@@ -1,41 +1,22 @@
 """Pruning in Lightning's predict loop."""
 
 import logging
-from contextlib import ExitStack
 from os import PathLike
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
-from callbacks.journaling import check_places, open_journal
-from callbacks.pruned import Pruned
-from callbacks.result import tell_result
-from callbacks.session import Session, outside_the_loop
 from mrp_lightning.errors import DataError, OptionError
 from mrp_lightning.loop import progress
-from mrp_lightning.loop.capture import require_batches
-from mrp_lightning.loop.contents import checkpoint_root, is_built_later
-from mrp_lightning.loop.distributed import (
-    all_or_none,
-    processes_of,
-    require_whole_models,
-    warn_of_repeats,
-)
-from mrp_lightning.loop.predict_loop import PruningRun
+from mrp_lightning.loop.run import Output, Run
+from mrp_lightning.loop.saving import Pruned
 from mrp_lightning.loop.signals import Interrupted
-from mrp_lightning.loop.streaming import check_streamed_plan, start_streamed, streamed_blocks
-from mrp_lightning.pruning.extensions import Extensions
+from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.records.report import PruningReport
-from mrp_lightning.solver.recipe import Recipe
-from mrp_lightning.targets.names import as_patterns
-from mrp_lightning.targets.plan import Plan, make_plan
 from mrp_lightning.tuning.block_tuner import BlockTuning
 
 log = logging.getLogger(__name__)
-
-_RECIPE = ("method", "sparsity", "pattern", "block_size", "damping", "tolerance")
-_EXTENSIONS = ("target", "target_weight", "allocation", "tuning")
 
 
 class PruningCallback(Callback):
@@ -70,10 +51,9 @@ class PruningCallback(Callback):
             for what those blocks have lost. It runs each block twice as often. Not for methods
             without compensation. See docs/methods.md for this and the next three.
         target_weight: How far it aims there, in (0, 1]. `None` is ½, by measurement.
-        allocation: "uniform": all blocks get the same sparsity. "dlp": those whose weights and
-            inputs are small get less, and the model the same in all, for one more pass over the
-            calibration data. "output": those whose pruning changes the model's output more get
-            less, for a dry run of the pruning. For `sparsity` only.
+        allocation: "uniform": all blocks get the same sparsity. "output": those whose pruning
+            changes the model's output more get less, and the model the same in all, for a dry run
+            of the pruning. For `sparsity` only.
         tuning: Whether, or how, the kept weights of each block are tuned towards its outputs in the
             dense model once it is pruned. The report's losses of layers are those before that.
         targets: The names of the linear layers to prune, with shell wildcards: runs of whole name
@@ -103,6 +83,8 @@ class PruningCallback(Callback):
             gives it removes the journal (`remove_journal`), which outlives the run.
 
     Attributes:
+        settings: The arguments that say what is pruned and how, checked.
+        output: The arguments that say where the result goes.
         report: What was done to each layer, `None` before the first run. After an exception it
             lists the layers that are pruned, and all others are untouched. `report.complete` is
             true once all are pruned and `save_dir`, if there is one, is written.
@@ -137,44 +119,32 @@ class PruningCallback(Callback):
         resume: bool = True,
         journal_beside: str | PathLike[str] | None = None,
     ) -> None:
-        self.true_sequential = true_sequential
-        self.targets, self.ignore, self.blocks = targets, ignore, blocks
-        self.offload, self.skip_indivisible = offload, skip_indivisible
-        self.save_dir, self.overwrite, self.resume = save_dir, overwrite, resume
-        self.journal_beside = journal_beside
-        self.report: PruningReport | None = None
-        self._configure(
-            {
-                "method": method,
-                "sparsity": sparsity,
-                "pattern": pattern,
-                "block_size": block_size,
-                "damping": damping,
-                "tolerance": tolerance,
-                "target": target,
-                "target_weight": target_weight,
-                "allocation": allocation,
-                "tuning": tuning,
-                "targets": list(as_patterns(targets)) or None,
-                "ignore": list(as_patterns(ignore)) or None,
-                "blocks": list(as_patterns(blocks)) or None,
-                "true_sequential": true_sequential,
-                "offload": offload,
-                "skip_indivisible": skip_indivisible,
-            }
+        self.settings = Settings.of(
+            method=method,
+            sparsity=sparsity,
+            pattern=pattern,
+            block_size=block_size,
+            damping=damping,
+            tolerance=tolerance,
+            target=target,
+            target_weight=target_weight,
+            allocation=allocation,
+            tuning=tuning,
+            targets=targets,
+            ignore=ignore,
+            blocks=blocks,
+            true_sequential=true_sequential,
+            offload=offload,
+            skip_indivisible=skip_indivisible,
         )
-        self._session: Session | None = None
+        self.output = Output(save_dir, overwrite, resume, journal_beside)
+        self.report: PruningReport | None = None
+        self._run: Run | None = None
         self._pruned: Pruned | None = None
-
-    def _configure(self, config: dict[str, Any]) -> None:
-        self.recipe = Recipe.of(**{key: config[key] for key in _RECIPE})
-        asked = {key: config[key] for key in _EXTENSIONS if key in config}
-        self.extensions = Extensions.of(self.recipe, **asked)
-        self._config = config | self.extensions.config()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check everything that can be checked before the data is read."""
-        self._end_session()
+        self._end_run()
         if stage != "predict":
             if self._pruned is None:
                 log.warning(
@@ -183,9 +153,9 @@ class PruningCallback(Callback):
                     getattr(stage, "value", stage),
                 )
             return
-        unsaved = None if self._is_done else self._pruned
-        if unsaved is not None and unsaved.is_of(pl_module) and self.save_dir is not None:
-            self._save_as_asked(self.save_dir, unsaved)
+        unsaved, save_dir = None if self._is_done else self._pruned, self.output.save_dir
+        if unsaved is not None and unsaved.is_of(pl_module) and save_dir is not None:
+            self._save_as_asked(save_dir, unsaved)
         if self._is_done:
             log.warning("This %s has pruned already; predict only predicts.", type(self).__name__)
             return
@@ -193,65 +163,37 @@ class PruningCallback(Callback):
         mine = [c for c in callbacks if isinstance(c, PruningCallback) and not c._is_done]
         if len(mine) > 1:
             raise OptionError("A predict run takes one PruningCallback; run predict once for each.")
-        require_whole_models(trainer, type(self).__name__)
-        require_batches(pl_module)
-        is_kept = self._beside(trainer) is not None
-        start_streamed(pl_module, processes=trainer.world_size, is_kept=is_kept)
-        if trainer.is_global_zero and not _is_rehearsal(trainer):
-            check_places(self.save_dir, self.journal_beside, pl_module, overwrite=self.overwrite)
-        if not is_built_later(pl_module):
-            self._make_plan(pl_module)
-        self._session = Session()
-        if self.offload:
-            self._session.hold(pl_module, as_patterns(self.blocks))
+        run = Run(trainer, pl_module, self.settings, self.output)
+        run.check(type(self).__name__)
+        run.start()
+        self._run = run
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start to store batches."""
-        if self._session is not None:
+        if self._run is not None:
             trainer.predict_loop.return_predictions = False
-            self._session.capture(pl_module, self._make_plan(pl_module))
+            self._run.capture()
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prune, report, save."""
-        if self._session is None:
+        run = self._run
+        if run is None or not (batches := run.num_batches()):
             return
-        session, processes = self._session, processes_of(trainer)
-        batches = int(sum(count for (count,) in processes.numbers(len(session.steps))))
-        if not batches:
-            return
-        self._end_session()
-        with outside_the_loop(session.signals, processes), ExitStack() as held:
-            with all_or_none(processes):
-                warn_of_repeats(session.steps, processes)
-                run = PruningRun(
-                    trainer=trainer,
-                    module=pl_module,
-                    steps=session.steps,
-                    plan=session.plan,
-                    recipe=self.recipe,
-                    extensions=self.extensions,
-                    true_sequential=self.true_sequential,
-                    offload=self.offload,
-                    processes=processes,
-                    config={**self._config, "batches": batches},
-                )
-                self.report = run.report
-                opened = open_journal(run, self._beside(trainer), resume=self.resume)
-                journal = held.enter_context(opened)
-                run.prune(journal)
-            pruned = Pruned(pl_module, journal if self.journal_beside is None else None)
+        self._end_run()
+        self.report = run.report
+        with run.pruned(batches) as pruned:
             self._pruned = pruned
-            is_rehearsal = _is_rehearsal(trainer)
-            if self.save_dir is not None and not is_rehearsal:
-                run.report.complete = False  # until it is saved
+            if run.save_dir is None:
+                pruned.complete()
+            else:
                 try:
-                    self._save_as_asked(self.save_dir, pruned)
+                    self._save_as_asked(run.save_dir, pruned)
                 finally:
                     trainer.strategy.barrier("saved")
-            tell_result(run.report, self.recipe, self.save_dir, is_rehearsal=is_rehearsal)
+            run.tell_result()
 
     def _save_as_asked(self, directory: str | PathLike[str], pruned: Pruned) -> None:
-        self.save(directory, overwrite=self.overwrite)
+        pruned.save(directory, overwrite=self.output.overwrite)
         pruned.let_go()  # a callback that is done would keep all weights in memory
 
     def save(self, directory: str | PathLike[str], *, overwrite: bool = False) -> None:
@@ -269,21 +211,21 @@ class PruningCallback(Callback):
             SaveError: It could not be written, or may not be replaced. The pruned model is still
                 in memory.
         """
-        if self._pruned is None or self.report is None:
+        if self._pruned is None:
             raise OptionError(
                 f"{type(self).__name__}.save: nothing is pruned yet. Run `trainer.predict` first."
             )
-        self._pruned.save(directory, self.report, overwrite=overwrite)
+        self._pruned.save(directory, overwrite=overwrite)
 
     @property
     def state_key(self) -> str:
-        """By which Lightning finds the state of a callback with this recipe in a checkpoint."""
-        return self._generate_state_key(**{k: self._config[k] for k in (*_RECIPE, *_EXTENSIONS)})
+        """By which Lightning finds the state of a callback with these settings in a checkpoint."""
+        return self._generate_state_key(**self.settings.state())
 
     def state_dict(self) -> dict[str, Any]:
-        """The arguments and the report, for a Lightning checkpoint of the model."""
+        """The settings and the report, for a Lightning checkpoint of the model."""
         report = None if self.report is None else self.report.to_dict()
-        return {"recipe": self._config, "report": report}
+        return {"recipe": self.settings.config(), "report": report}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what was done to the model of a checkpoint; it is not pruned again.
@@ -299,8 +241,8 @@ class PruningCallback(Callback):
         report = stored and PruningReport.from_dict(stored, "the callback's state")
         if report and report.complete:
             self.report = report
-            self._configure(dict(state_dict["recipe"]))
-            self._end_session()
+            self.settings = Settings.of(**state_dict["recipe"])
+            self._end_run()
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
@@ -308,7 +250,7 @@ class PruningCallback(Callback):
         """Leave nothing behind; Lightning does not call `teardown` after an exception."""
         if isinstance(exception, Interrupted):
             progress.log.warning("Stopped by %s.", exception.signal.name)
-        self._end_session()
+        self._end_run()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse to have done nothing.
@@ -316,9 +258,9 @@ class PruningCallback(Callback):
         Raises:
             DataError: There was no batch to calibrate on.
         """
-        if self._session is None:
+        if self._run is None:
             return
-        self._end_session()
+        self._end_run()
         size = trainer.world_size
         where = "" if size == 1 else f" to process {trainer.global_rank} of {size}"
         raise DataError(
@@ -326,33 +268,11 @@ class PruningCallback(Callback):
             "Give it calibration data, and check `limit_predict_batches`."
         )
 
-    def _beside(self, trainer: Trainer) -> str | PathLike[str] | None:
-        """The directory beside which the journal lies; `None` where nothing is kept."""
-        return None if _is_rehearsal(trainer) else self.journal_beside or self.save_dir
-
-    def _end_session(self) -> None:
-        if self._session is not None:
-            self._session.close()
-            self._session = None
+    def _end_run(self) -> None:
+        if self._run is not None:
+            self._run.close()
+            self._run = None
 
     @property
     def _is_done(self) -> bool:
         return self.report is not None and self.report.complete
-
-    def _make_plan(self, pl_module: LightningModule) -> Plan:
-        plan = make_plan(
-            pl_module,
-            self.recipe.pattern,
-            targets=self.targets,
-            ignore=self.ignore,
-            blocks=self.blocks,
-            skip_indivisible=self.skip_indivisible,
-            prefix=checkpoint_root(pl_module)[0],
-            allow_meta=streamed_blocks(pl_module) is not None,
-        )
-        check_streamed_plan(pl_module, plan)
-        return plan
-
-
-def _is_rehearsal(trainer: Trainer) -> bool:
-    return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]

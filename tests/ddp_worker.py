@@ -21,7 +21,7 @@ from mrp_lightning.pruning.block import BlockPruner
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
 QUIET |= {"enable_model_summary": False}
-PRUNE: dict[str, Any] = {"sparsity": 0.5, "allocation": "dlp", "target": "dense", "tuning": True}
+PRUNE: dict[str, Any] = {"sparsity": 0.5, "allocation": "output", "target": "dense", "tuning": True}
 
 
 def data(text: str) -> TextDataModule:
@@ -41,7 +41,7 @@ def die_in_block_1() -> None:
     prune = BlockPruner.prune
 
     def killed(self, layers):
-        if self.k == 1 and self.processes.rank == 0:
+        if self.k == 1 and self.job.processes.rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         return prune(self, layers)
 

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from mrp_lightning import prune_weight
 from mrp_lightning.journal.journal import Journal
 from mrp_lightning.processes import ALONE, Processes
-from mrp_lightning.pruning.extensions import Extensions
-from mrp_lightning.pruning.sequential import SequentialPruner
+from mrp_lightning.pruning import sequential
+from mrp_lightning.pruning.job import Job, Listener
+from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.records.report import PruningReport
-from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.layers import is_conv1d, is_linear
 from mrp_lightning.targets.plan import make_plan
 
@@ -43,23 +43,30 @@ def prune_model(
     journal: Journal | None = None,
     **choices: Any,
 ) -> PruningReport:
-    recipe = Recipe.of(sparsity=sparsity, pattern=pattern, method=method, tolerance=tolerance)
-    report = PruningReport({"method": method, "pattern": pattern})
-    SequentialPruner(
+    settings = Settings.of(
+        sparsity=sparsity,
+        pattern=pattern,
+        method=method,
+        tolerance=tolerance,
+        true_sequential=true_sequential,
+        offload=offload,
+        **beyond or {},
+    )
+    listener = Listener()
+    listener.say = say
+    job = Job(
         model=model,
         forward=forward or (lambda batch: model(**batch)),
         batches=batches,
-        plan=make_plan(model, recipe.pattern, **choices),
-        recipe=recipe,
-        report=report,
-        true_sequential=true_sequential,
-        offload=offload,
-        extensions=Extensions(**beyond or {}),
-        say=say,
+        plan=make_plan(model, settings.recipe.pattern, **choices),
+        settings=settings,
+        report=PruningReport({"method": method, "pattern": pattern}),
+        listener=listener,
         processes=processes,
         journal=journal,
-    ).prune()
-    return report
+    )
+    sequential.prune_model(job)
+    return job.report
 
 
 def inputs_of(model: nn.Module, layers: list[nn.Module], batches: Batches) -> list[Tensor]:

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mrp_lightning.allocation.dense_pass import DensePass
+from mrp_lightning.calibration.padding import Padding
+from mrp_lightning.calibration.walks import Walk
 from mrp_lightning.errors import TargetError
+from mrp_lightning.processes import Processes
 
 TOKENS = 4096
 """After how many rows of the output no further batch is run."""
@@ -26,17 +28,22 @@ class OutputChange:
     dense model returned for them is kept in memory.
 
     Args:
-        dense: A pass over the dense model, at its start.
+        model: The module whose forward the walk runs.
+        walk: A walk over the dense model, at its start.
+        padding: What tells tokens from padding.
+        processes: The processes that share the batches.
 
     Raises:
         TargetError: The model returns nothing that can be compared.
     """
 
-    def __init__(self, dense: DensePass) -> None:
-        self._walk, self._padding, self._processes = dense.walk, dense.padding, dense.processes
-        self._vocabularies = _vocabularies(dense.model)
+    def __init__(
+        self, model: nn.Module, walk: Walk, padding: Padding, processes: Processes
+    ) -> None:
+        self._walk, self._padding, self._processes = walk, padding, processes
+        self._vocabularies = _vocabularies(model)
         self._dense: list[Tensor] = []
-        enough = TOKENS / dense.processes.size
+        enough = TOKENS / processes.size
         while len(self._dense) < len(self._walk.batches) and sum(map(len, self._dense)) < enough:
             self._dense.append(self._rows(0, len(self._dense)).clone())
 
@@ -66,7 +73,7 @@ class OutputChange:
                 "`allocation: output` compares what `predict_step` returns, with and without each "
                 "block pruned: expected a tensor of floating point numbers, or a mapping, tuple or "
                 f"list that holds one; got {type(returned).__name__}. Let it return the logits, "
-                "or take `allocation: dlp`."
+                "or leave `allocation` out."
             )
         kept = self._padding.rows_of_output(output)
         rows = output.reshape(-1, output.shape[-1] if output.ndim else 1)

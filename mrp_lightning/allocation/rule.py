@@ -3,14 +3,14 @@
 import math
 from collections.abc import Mapping
 
-from mrp_lightning.allocation.dense_pass import Measure
+from mrp_lightning.allocation.dry_run import Change
 from mrp_lightning.errors import OptionError
 from mrp_lightning.solver.patterns import Pattern, SemiStructured, Unstructured
 from mrp_lightning.targets.layers import Layer
 
-ALLOCATIONS = ("uniform", "dlp", "output")
+ALLOCATIONS = ("uniform", "output")
 SPREAD = 0.15
-"""How far, at most, blocks are from the mean: DLP's α, which is published for 70%."""
+"""How far, at most, blocks are from the mean."""
 STEEPNESS = 7.0
 """By how much the logarithm of what a block does grows with its sparsity, by measurement."""
 
@@ -33,33 +33,7 @@ def check_allocation(allocation: str, pattern: Pattern) -> None:
         )
 
 
-def allocate(sparsity: float, measures: Mapping[str, Measure]) -> dict[str, float]:
-    """Give blocks sparsities whose mean over all of their weights is the one that is asked for.
-
-    With I_b = 1 − S_b / ΣS of the measures S, scaled to d_b from 0 (the largest S) to 2α (the
-    smallest), a block gets s + mean(d) − d_b: one whose weights and inputs are small is pruned
-    least. α is `SPREAD`, or less where that would leave (0, 1).
-
-    Source: Chen et al., "DLP: Dynamic Layerwise Pruning in Large Language Models", 2025; there
-    blocks have one size.
-
-    Args:
-        sparsity: The fraction of all weights to remove, s.
-        measures: The measure of each block, by name.
-    """
-    values = {name: measure.value for name, measure in measures.items()}
-    low, high = min(values.values()), max(values.values())
-    reach = 2 * min(SPREAD, sparsity / 2, (1 - sparsity) / 2)
-    spared = {
-        name: reach * (high - value) / (high - low) if high > low else 0.0
-        for name, value in values.items()
-    }
-    sizes = {name: sum(map(_size, measure.layers)) for name, measure in measures.items()}
-    mean = math.fsum(spared[name] * sizes[name] for name in sizes) / sum(sizes.values())
-    return {name: sparsity + mean - value for name, value in spared.items()}
-
-
-def allocate_by_output(sparsity: float, measures: Mapping[str, Measure]) -> dict[str, float]:
+def allocate(sparsity: float, changes: Mapping[str, Change]) -> dict[str, float]:
     """Give blocks sparsities whose mean over all of their weights is the one that is asked for.
 
     A block that alone, pruned to sparsity s, changes the model's output by E_b is taken to change
@@ -69,10 +43,10 @@ def allocate_by_output(sparsity: float, measures: Mapping[str, Measure]) -> dict
 
     Args:
         sparsity: The fraction of all weights to remove, s.
-        measures: The measure of each block, by name.
+        changes: What pruning each block alone does to the output, by the name of the block.
     """
-    logs = {name: math.log(max(measure.value, 1e-30)) for name, measure in measures.items()}
-    sizes = {name: sum(map(_size, measure.layers)) for name, measure in measures.items()}
+    logs = {name: math.log(max(change.of_output, 1e-30)) for name, change in changes.items()}
+    sizes = {name: sum(map(_size, change.layers)) for name, change in changes.items()}
     reach = min(SPREAD, sparsity / 2, (1 - sparsity) / 2)
 
     def spread(level: float) -> dict[str, float]:
@@ -89,7 +63,7 @@ def allocate_by_output(sparsity: float, measures: Mapping[str, Measure]) -> dict
 
 
 def patterns_of_layers(
-    sparsities: Mapping[str, float], measures: Mapping[str, Measure]
+    sparsities: Mapping[str, float], changes: Mapping[str, Change]
 ) -> dict[str, Unstructured]:
     """The pattern of each layer, by name: blocks keep their sparsity, and all together the total.
 
@@ -98,7 +72,7 @@ def patterns_of_layers(
     patterns: dict[str, Unstructured] = {}
     asked, removed = 0.0, 0
     for name, sparsity in sparsities.items():
-        for layer in measures[name].layers:
+        for layer in changes[name].layers:
             asked += sparsity * _size(layer)
             count = min(max(math.floor(asked + 0.5) - removed, 1), _size(layer) - 1)
             removed += count

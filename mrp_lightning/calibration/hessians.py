@@ -26,6 +26,12 @@ class InputGroup:
     """How far the input is from that of the dense model; `None` where that is not asked for, or
     where the rows of the two are not the same tokens."""
 
+    def hand_over(self) -> HessianAccumulator:
+        """Give the accumulator away, so that whoever takes it can free it."""
+        accumulator = self.accumulator
+        del self.accumulator
+        return accumulator
+
 
 class InputsDiffer(Exception):  # noqa: N818 (a message between two parts of the walk, not an error)
     """Layers that shared an input in one batch do not in another."""
@@ -143,8 +149,31 @@ class Calibration(Watch):
 
     @property
     def not_called(self) -> list[Layer]:
-        """The layers that no batch reached."""
-        return [layer for layer in self.layers if id(layer) not in self._group_of]
+        """The layers that no batch reached, but experts that the inputs of others can stand for."""
+        called = (layer for group in self.groups for layer in group.layers)
+        pooled = {x.siblings for x in called if isinstance(x, Expert)} | self._pools.keys()
+        return [
+            layer
+            for layer in self.layers
+            if id(layer) not in self._group_of
+            and not (isinstance(layer, Expert) and layer.siblings in pooled)
+        ]
+
+    def hand_over(self) -> Iterator[tuple[InputGroup, HessianAccumulator | None]]:
+        """Give the groups away one by one, so that whoever takes them can free their Hessians.
+
+        A group of an expert comes with the Hessian of all experts' inputs. Experts that no batch
+        reached come last, each with a group of its own.
+        """
+        pools, alone = self.pools(), set(map(id, self.not_called))
+        for layer in self.layers:
+            if id(layer) not in self._group_of and id(layer) not in alone:
+                empty = HessianAccumulator(layer.columns, layer.name)
+                self.groups.append(InputGroup([layer], empty, 0))
+        while self.groups:
+            group = self.groups.pop(0)
+            first = group.layers[0]
+            yield group, pools[first.siblings] if isinstance(first, Expert) else None
 
     def note_expert(self, expert: Expert, tokens: Tensor) -> None:
         """Add tokens to the Hessian of an expert, or to that of all of them."""

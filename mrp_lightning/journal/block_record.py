@@ -1,4 +1,4 @@
-"""What a run keeps of one block that is done, and the shard of the journal that it is in."""
+"""What a run keeps of one block that is done, and the entry of the journal that it is in."""
 
 import json
 from collections.abc import Callable, Sequence

@@ -8,6 +8,7 @@ import hashlib
 import logging
 import shutil
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from os import PathLike
 from pathlib import Path
@@ -22,9 +23,9 @@ from mrp_lightning.files import move_durably, output_path
 from mrp_lightning.journal.block_record import BlockRecord
 from mrp_lightning.journal.manifest import (
     NAME,
+    Entry,
     Fingerprint,
     Manifest,
-    Shard,
     digest,
     plain,
 )
@@ -56,7 +57,8 @@ class Journal:
         fingerprint: Fingerprint,
         *,
         resume: bool = True,
-        about: dict[str, Any] | None = None,
+        about: Mapping[str, Any] | None = None,
+        defaults: Mapping[str, Any] | None = None,
     ) -> Self:
         """Start the journal of a run, or go on with it.
 
@@ -65,6 +67,8 @@ class Journal:
             fingerprint: What decides the result.
             resume: Whether to go on with a journal that is there. Otherwise it is removed.
             about: What to keep about the run; see `Manifest`.
+            defaults: The defaults of settings, by name: a journal that was begun before a setting
+                existed was begun with its default.
 
         Raises:
             JournalError: A live process holds it, it is damaged, or it is of another run: all
@@ -83,7 +87,7 @@ class Journal:
         try:
             journal = cls(path, Manifest(plain(fingerprint), plain(about or {})), lock)
             if resume and (path / NAME).exists():
-                journal._go_on()
+                journal._go_on(defaults or {})
             else:
                 journal._start_afresh()
         except BaseException:
@@ -93,15 +97,15 @@ class Journal:
 
     def __contains__(self, step: int) -> bool:
         """Whether a step is done, and what was done is whole."""
-        return step in self.manifest.shards and step not in self._damaged
+        return step in self.manifest.entries and step not in self._damaged
 
     def read(self, step: int) -> BlockRecord | None:
         """What was done in a step, `None` if it is still to be done."""
         return BlockRecord.load(self.file(step)) if step in self else None
 
     def file(self, step: int) -> Path:
-        """The shard of a step that is done."""
-        return self.path / self.manifest.shards[step].file
+        """The file of a step that is done."""
+        return self.path / self.manifest.entries[step].file
 
     def write(self, step: int, record: BlockRecord) -> None:
         """Keep what was done in a step.
@@ -118,9 +122,9 @@ class Journal:
         partial = file.with_name(f"{file.name}.partial")
         try:
             record.save(partial)
-            shard = Shard(file.name, _sha256(partial), digest(sorted(record.weights.items())))
+            entry = Entry(file.name, _sha256(partial), digest(sorted(record.weights.items())))
             move_durably(partial, file)
-            self._keep(step, shard)
+            self._keep(step, entry)
             self.manifest.seconds = time.monotonic() - self._start
             self.manifest.cpu_seconds = time.process_time() - self._cpu_start
             self.manifest.save(self.path)
@@ -159,40 +163,42 @@ class Journal:
         """Let go of it."""
         self.close()
 
-    def _go_on(self) -> None:
+    def _go_on(self, defaults: Mapping[str, Any]) -> None:
         before = Manifest.load(self.path)
-        if found := differences(before.fingerprint, self.manifest.fingerprint):
+        found = differences(before.fingerprint, self.manifest.fingerprint, lambda _: defaults)
+        if found:
             listed = "\n".join(f"  {difference}" for difference in found)
             raise JournalError(
-                f"{self.path} is the journal of an unfinished run, {len(before.shards)} blocks far,"
-                " with other settings than this one. Set `resume: false` to give it up and start "
-                "afresh, name another `save_dir`, or go on with the settings it was started with. "
+                f"{self.path} is the journal of an unfinished run, {len(before.entries)} blocks "
+                "far, with other settings than this one. Set `resume: false` to give it up and "
+                "start afresh, name another `save_dir`, or go on with the settings it was started "
+                "with. "
                 f"What differs:\n{listed}"
             )
         before.about = self.manifest.about
         self.manifest = before
         self._start -= before.seconds
         self._cpu_start -= before.cpu_seconds
-        for step, shard in before.shards.items():
-            file = self.path / shard.file
-            if not file.is_file() or _sha256(file) != shard.sha256:
+        for step, entry in before.entries.items():
+            file = self.path / entry.file
+            if not file.is_file() or _sha256(file) != entry.sha256:
                 log.warning("%s is damaged or missing. Its block is pruned again.", file)
                 self._damaged.add(step)
 
-    def _keep(self, step: int, shard: Shard) -> None:
-        """Enter a shard. If it differs from the damaged one before, what follows is void."""
-        before = self.manifest.shards.get(step)
-        if before is not None and before.weights != shard.weights:
-            void = [later for later in self.manifest.shards if later > step]
+    def _keep(self, step: int, entry: Entry) -> None:
+        """Take an entry in. If it differs from the damaged one before, what follows is void."""
+        before = self.manifest.entries.get(step)
+        if before is not None and before.weights != entry.weights:
+            void = [later for later in self.manifest.entries if later > step]
             for later in void:
-                del self.manifest.shards[later]
+                del self.manifest.entries[later]
             if void:
                 log.warning("The block came out otherwise. Those after it are pruned again.")
-        self.manifest.shards[step] = shard
+        self.manifest.entries[step] = entry
         self._damaged.discard(step)
 
     def _start_afresh(self) -> None:
-        (self.path / NAME).unlink(missing_ok=True)  # first: shards without it are nothing
+        (self.path / NAME).unlink(missing_ok=True)  # first: what it does not name is nothing
         for file in self.path.glob("block-*.safetensors*"):
             file.unlink()
         self._save_manifest()
@@ -237,7 +243,7 @@ def remove_journal(beside: str | PathLike[str]) -> None:
 def _remove(path: Path, lock: FileLock) -> None:
     with suppress(Timeout, OSError):
         lock.acquire(timeout=0)
-        (path / NAME).unlink(missing_ok=True)  # first: shards without it are nothing
+        (path / NAME).unlink(missing_ok=True)  # first: what it does not name is nothing
         shutil.rmtree(path, ignore_errors=True)
         lock.release(force=True)
 

@@ -1,4 +1,4 @@
-"""What a journal says of itself: which run it is of, how far that came, and what its shards are."""
+"""What a journal says of itself: which run it is of, how far that came, and what it holds."""
 
 import hashlib
 import json
@@ -22,8 +22,8 @@ Fingerprint = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Shard:
-    """A file with what was done to one block.
+class Entry:
+    """An entry of a journal: the file with what was done to one block.
 
     Attributes:
         file: Its name in the journal.
@@ -46,7 +46,7 @@ class Manifest:
         seconds: How long the run took so far.
         cpu_seconds: The CPU time that it took, in all threads.
         allocation: The sparsity of blocks and of layers, by name, once they are allocated.
-        shards: The shards that are written, by the number of their step.
+        entries: What is done, by the number of its step.
     """
 
     fingerprint: Fingerprint
@@ -54,12 +54,12 @@ class Manifest:
     seconds: float = 0.0
     cpu_seconds: float = 0.0
     allocation: dict[str, dict[str, float]] = field(default_factory=dict)
-    shards: dict[int, Shard] = field(default_factory=dict)
+    entries: dict[int, Entry] = field(default_factory=dict)
 
     def save(self, directory: Path) -> None:
         """Write `manifest.json` in one step."""
         content = {"format_version": FORMAT_VERSION, **asdict(self)}
-        content["shards"] = {str(step): asdict(shard) for step, shard in self.shards.items()}
+        content["shards"] = {str(step): entry for step, entry in content.pop("entries").items()}
         content["sha256"] = _checksum(content)
         partial = directory / f"{NAME}.partial"
         partial.write_text(json.dumps(content, indent=1), encoding="utf-8")
@@ -89,8 +89,8 @@ class Manifest:
                 "or set `resume: false` to start the run afresh."
             )
         del content["format_version"]
-        shards = {int(step): Shard(**shard) for step, shard in content["shards"].items()}
-        return cls(**content | {"shards": shards})
+        entries = {int(step): Entry(**entry) for step, entry in content.pop("shards").items()}
+        return cls(**content, entries=entries)
 
 
 def plain(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class _StreamedRecord(BlockRecord):
     step: int
 
     def restore(self, layers: Sequence[Layer], before: Callable[[Layer], None]) -> None:
-        """Let the block hold what the shard does, now and whenever it is read."""
+        """Let the block hold what the entry does, now and whenever it is read."""
         for layer in self.pruned(layers):
             before(layer)
         self.journal.streamed.take(self.name, self.weights)

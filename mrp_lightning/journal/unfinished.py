@@ -42,14 +42,14 @@ def unfinished_report(journal: Path) -> tuple[PruningReport, str]:
         provenance=about["provenance"],
         model_weights=about.get("model_weights"),
     )
-    for _, shard in sorted(manifest.shards.items()):
+    for _, entry in sorted(manifest.entries.items()):
         try:
-            record = BlockRecord.load(journal / shard.file)
+            record = BlockRecord.load(journal / entry.file)
         except (OSError, SafetensorError) as error:
             raise JournalError(
-                f"{journal / shard.file} is damaged ({error}). The run makes it again when it goes "
+                f"{journal / entry.file} is damaged ({error}). The run makes it again when it goes "
                 "on."
             ) from error
         report.layers += record.rows
         report.blocks += [] if record.block is None else [record.block]
-    return report, f"{len(manifest.shards)} of {about['blocks']} blocks are pruned so far"
+    return report, f"{len(manifest.entries)} of {about['blocks']} blocks are pruned so far"

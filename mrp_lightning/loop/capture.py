@@ -1,7 +1,8 @@
-"""Keeping the calibration batches of a predict loop, without running the model on them."""
+"""What pruning changes in a module while the predict loop only keeps its batches."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,8 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
+from mrp_lightning.calibration.forwards import replaced
+from mrp_lightning.calibration.offload import CPU, held_on_cpu
 from mrp_lightning.calibration.walks import StopForward
 from mrp_lightning.errors import DataError
 from mrp_lightning.upstream import movable
@@ -129,3 +132,27 @@ class StepCapture:
             self._module.__dict__.pop("predict_step", None)
         else:
             self._module.predict_step = self._own  # type: ignore[method-assign]
+
+
+@contextmanager
+def blocks_on_cpu(
+    module: LightningModule, blocks: Callable[[], Sequence[nn.Module]]
+) -> Iterator[None]:
+    """Let what `configure_model` makes be made on the CPU, and the blocks stay there.
+
+    Lightning calls `configure_model` with the accelerator as the default device, and moves the
+    whole module to it before the first hook of a callback that could stop it.
+
+    Args:
+        module: The LightningModule, before it is set up.
+        blocks: Finds its blocks, once they are made.
+    """
+    original = module.configure_model
+
+    @functools.wraps(original)  # Lightning looks whether it is overridden
+    def configure_model() -> None:
+        with CPU:
+            original()
+
+    with replaced(module, "configure_model", configure_model), held_on_cpu(module, blocks):
+        yield

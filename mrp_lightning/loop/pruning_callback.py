@@ -1,10 +1,10 @@
 """How a `PruningCallback`, which belongs to another package, is known here."""
 
-from os import PathLike
 from typing import Any, Protocol, runtime_checkable
 
 from lightning.pytorch import Trainer
 
+from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.records.report import PruningReport
 
 
@@ -13,17 +13,12 @@ class Pruning(Protocol):
     """What is needed of a callback that prunes.
 
     Attributes:
+        settings: How it prunes.
         report: What was done to each layer, `None` before the first run.
-        save_dir: The directory for the pruned model, `None` if it is not saved.
-        overwrite: Whether `save_dir` may be replaced.
-        journal_beside: The directory beside which the journal lies, in place of `save_dir`. Whoever
-            sets it removes the journal.
     """
 
+    settings: Settings
     report: PruningReport | None
-    save_dir: str | PathLike[str] | None
-    overwrite: bool
-    journal_beside: str | PathLike[str] | None
 
 
 def callbacks_that_prune(trainer: Trainer) -> list[Pruning]:

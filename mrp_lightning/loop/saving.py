@@ -1,17 +1,22 @@
-"""Writing a LightningModule that was pruned, or trained."""
+"""Writing a LightningModule that was pruned, or trained; a pruned one in memory until then."""
 
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
+from weakref import ref
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from safetensors import SafetensorError
 from safetensors.torch import save_file, save_model
 from torch import nn
 from transformers import PreTrainedModel
 
 from mrp_lightning.environment import command
-from mrp_lightning.errors import OptionError
+from mrp_lightning.errors import OptionError, SaveError
 from mrp_lightning.files import (
     BESIDE,
     check_output_dir,
@@ -19,9 +24,12 @@ from mrp_lightning.files import (
     save_directory,
     visible_files,
 )
+from mrp_lightning.journal.journal import Journal, journal_path
+from mrp_lightning.journal.shared import SharedJournal
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.contents import checkpoint_root, language_models, weights_beside
 from mrp_lightning.loop.streaming import streamed_blocks
+from mrp_lightning.loop.trainer import as_lightning_module
 from mrp_lightning.models.precision import stored_dtype, wider_dtypes
 from mrp_lightning.models.saving import save_pretrained, save_streamed
 from mrp_lightning.records.model_card import model_card
@@ -62,6 +70,19 @@ def check_save_dir(
         _check_generation(model)
 
 
+def journal_bytes(beside: str | PathLike[str], module: LightningModule) -> int:
+    """How much more of a disk a journal may take: the weights, less what it holds already.
+
+    That of a streamed model takes nothing more where its files become files of the checkpoint.
+    """
+    model: Any = checkpoint_root(module)[1]
+    if streamed_blocks(module) is not None and model.dtype == stored_dtype(model):
+        return 0
+    there = sum(file.stat().st_size for file in journal_path(beside).glob("*.safetensors"))
+    weights = sum(p.numel() * p.element_size() for p in module.parameters())
+    return max(0, weights - there)
+
+
 def _check_generation(model: PreTrainedModel) -> None:
     """Let transformers write the generation config, which it refuses if it was made invalid."""
     with TemporaryDirectory() as directory:
@@ -72,6 +93,89 @@ def _check_generation(model: PreTrainedModel) -> None:
                 "The model could not be saved: transformers refuses its `generation_config`. Mend "
                 f"`model.generation_config` first. {error}"
             ) from error
+
+
+class Pruned:
+    """A module that is pruned, until it is saved or somebody else's alone.
+
+    Args:
+        module: The LightningModule.
+        report: The report of the run, which this completes.
+        journal: Is removed once the model is saved, `None` if there is none.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        report: PruningReport,
+        journal: Journal | SharedJournal | None,
+    ) -> None:
+        self.report = report
+        self._kept: LightningModule | None = module
+        self._seen = ref(module), ref(checkpoint_root(module)[1])
+        self._journal = journal
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy in another process knows of no model that is let go."""
+        return {**vars(self), "_seen": (_gone, _gone)}
+
+    def is_of(self, module: LightningModule) -> bool:
+        """Whether a LightningModule holds this very model."""
+        mine = self._module()
+        return mine is not None and checkpoint_root(module)[1] is checkpoint_root(mine)[1]
+
+    def let_go(self) -> None:
+        """Keep the module no longer than others do."""
+        self._kept = None
+
+    def complete(self) -> None:
+        """Say in the report that all is done that was asked for. Nothing else says so."""
+        self.report.complete = True
+
+    def save(self, directory: str | PathLike[str], *, overwrite: bool) -> None:
+        """Write the model with its report, which is complete from then on.
+
+        Args:
+            directory: The directory that is made; it appears when it is whole.
+            overwrite: Whether what this package wrote there before may be replaced.
+
+        Raises:
+            OptionError: The module was let go, and is gone.
+            SaveError: It could not be written, or may not be replaced.
+        """
+        module = self._module()
+        if module is None:
+            raise OptionError(
+                "The pruned model is no longer in memory: it was saved in `save_dir`. Copy that "
+                f"directory to {directory}."
+            )
+        try:
+            if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
+                written = replace(self.report, complete=True)
+                save_pruned(module, directory, written, overwrite=overwrite)
+                self.report.files = written.files
+        except (OSError, SafetensorError) as error:
+            raise SaveError(
+                f"The model is pruned, but could not be saved in {directory}: {error}. It is still "
+                "in memory: `callback.save(directory)` writes it, and so does another `predict` "
+                "with this callback, which does not prune again."
+            ) from error
+        self.complete()
+        if self._journal is not None:
+            self._journal.remove()
+            self._journal = None
+
+    def _module(self) -> LightningModule | None:
+        """The module, or one around its model if only that is still in memory."""
+        module, model = (seen() for seen in self._seen)
+        if module is None and model is not None:
+            module = as_lightning_module(model)
+        assert module is None or isinstance(module, LightningModule)
+        return self._kept or module
+
+
+def _gone() -> None:
+    """Stand in for a reference to what is no longer in memory."""
 
 
 def save_pruned(

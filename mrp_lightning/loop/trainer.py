@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from mrp_lightning.calibration.memory import explained_out_of_memory
 from mrp_lightning.errors import FormatError
 from mrp_lightning.loop.causal_lm import CausalLM
+from mrp_lightning.loop.pruning_callback import callbacks_that_prune
 from mrp_lightning.models.integrity import explained_checkpoint, why_no_checkpoint
 from mrp_lightning.models.tokenizers import tokenizer_beside
 from mrp_lightning.upstream import in_order, uncompiled
@@ -92,7 +93,7 @@ class Trainer(pl.Trainer):
 
     def _explained_memory(self) -> AbstractContextManager[None]:
         """Explain a lack of memory where a callback prunes, such as for the model as a whole."""
-        offloads = [c.offload for c in self.callbacks if hasattr(c, "offload")]
+        offloads = [callback.settings.offload for callback in callbacks_that_prune(self)]
         if not offloads:
             return nullcontext()
         return explained_out_of_memory(self.strategy.root_device, offload=any(offloads))

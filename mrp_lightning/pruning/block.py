@@ -12,14 +12,12 @@ from mrp_lightning.calibration.experts import blend, portions
 from mrp_lightning.calibration.hessians import Calibration, InputGroup, InputsDiffer
 from mrp_lightning.calibration.padding import Padding
 from mrp_lightning.calibration.walks import Walk
-from mrp_lightning.processes import ALONE, Processes
-from mrp_lightning.pruning.prune_layer import Aim, prune_layer
-from mrp_lightning.records.report import PruningReport
+from mrp_lightning.pruning.job import Job
+from mrp_lightning.pruning.prune_layer import Aim, Calibrated, prune_layer
 from mrp_lightning.records.rows import LayerReport
 from mrp_lightning.solver.hessian import HessianAccumulator
 from mrp_lightning.solver.input_hessian import InputHessian
 from mrp_lightning.solver.patterns import Pattern
-from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.layers import Expert, Layer
 
 log = logging.getLogger(__name__)
@@ -27,44 +25,31 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class BlockPruner:
-    """Prunes the layers of one block in place.
+    """Prunes the layers of one block in place, and enters them into the report of the job.
 
     Attributes:
+        job: How the layers are pruned, with whom, and the report.
         walk: The walk, which runs the block.
         k: The number of the block in the walk.
-        recipe: How layers are pruned.
-        true_sequential: Whether the layers are pruned one after another, each calibrated on the
-            outputs of those before it.
         padding: What tells tokens from padding.
-        report: The report to which the layers are added, each as soon as it is pruned.
         tell: Called with what is being done.
         dense: What the dense model computes, where it is needed.
-        target_weight: α, from 0 (each layer aims at its own outputs) to 1 (at those that it has in
-            the dense model).
         patterns: The patterns of layers, by name, that are not the recipe's.
-        processes: The processes that share the batches and the rows of the layers.
     """
 
+    job: Job
     walk: Walk
     k: int
-    recipe: Recipe
-    true_sequential: bool
     padding: Padding
-    report: PruningReport
     tell: Callable[[str], None]
     dense: DenseStream | None = None
-    target_weight: float = 0.0
     patterns: Mapping[str, Pattern] = field(default_factory=dict)
-    processes: Processes = ALONE
 
     def prune(self, layers: list[Layer]) -> list[LayerReport]:
         """Calibrate and prune layers of the block, all from one pass or stage by stage.
 
-        Args:
-            layers: The layers.
-
         Returns:
-            What was done to those that are pruned.
+            The rows of those that are pruned.
         """
         rows: list[LayerReport] = []
         for stage in self._stages(layers):
@@ -75,7 +60,7 @@ class BlockPruner:
 
     def _stages(self, layers: list[Layer]) -> list[list[Layer]]:
         """The layers in groups that are pruned one after another, in the order of their calls."""
-        if not layers or not self.true_sequential:
+        if not layers or not self.job.settings.true_sequential:
             return [layers] if layers else []
         order = Calibration(layers, self.padding)
         mine = None
@@ -85,7 +70,7 @@ class BlockPruner:
             place = {id(layer): i for i, layer in enumerate(layers)}
             mine = [[place[id(layer)] for layer in group.layers] for group in order.groups]
         # What the first process sees that has a batch holds for all.
-        groups = next(found for found in self.processes.all(mine) if found is not None)
+        groups = next(found for found in self.job.processes.all(mine) if found is not None)
         stages: dict[Hashable, list[Layer]] = {}
         for n, group in enumerate(groups):
             first = layers[group[0]]
@@ -101,9 +86,9 @@ class BlockPruner:
 
     def _calibrate(self, layers: list[Layer], pooled: list[Expert]) -> Calibration:
         """Collect the Hessians of layers in one pass over the batches of all processes."""
-        name = self.walk.blocks[self.k].name or "model"
+        name = self._name or "model"
         batches = len(self.walk.batches)
-        dense = self.dense if self.target_weight else None
+        dense = self.dense if self.job.settings.target_weight else None
         for share in (True, False):
             calibration = Calibration(
                 layers, self.padding, share=share, pooled=pooled, paired=dense is not None
@@ -121,7 +106,7 @@ class BlockPruner:
             except InputsDiffer:
                 differ = True
             try:
-                calibration.sum_over(self.processes, differ=differ)
+                calibration.sum_over(self.job.processes, differ=differ)
                 return calibration
             except InputsDiffer:
                 assert share
@@ -129,84 +114,54 @@ class BlockPruner:
         raise AssertionError
 
     def _prune_calibrated(self, calibration: Calibration) -> list[LayerReport]:
-        rows: list[LayerReport] = []
-        pools = calibration.pools()
         for layer in calibration.not_called:
-            if isinstance(layer, Expert) and layer.siblings in pools:
-                empty = HessianAccumulator(layer.columns, layer.name)
-                calibration.groups.append(InputGroup([layer], empty, 0))
-            else:
-                self._skip(layer, self._why_not_called(layer))
-        while calibration.groups:
-            group = calibration.groups.pop(0)
-            expert = group.layers[0]
-            if isinstance(expert, Expert):
-                rows += self._prune_expert(expert, group, pools[expert.siblings])
-            else:
-                rows += self._prune_group(group)
+            self._skip(layer, self._why_not_called(layer))
+        rows: list[LayerReport] = []
+        for group, pool in calibration.hand_over():
+            rows += self._prune_group(group, pool)
         _tell_of_help([row for row in rows if row.shared_hessian])
         return rows
 
-    def _prune_group(self, group: InputGroup) -> list[LayerReport]:
-        """Prune the layers that share an input."""
-        first = group.layers[0]
-        if group.accumulator.num_tokens == 0:
+    def _prune_group(self, group: InputGroup, pool: HessianAccumulator | None) -> list[LayerReport]:
+        """Prune the layers that share an input, or an expert with the help of all of them."""
+        first, own = group.layers[0], group.hand_over()
+        tokens = own.num_tokens
+        if not (own if pool is None else pool).num_tokens:
             for layer in group.layers:
                 self._skip(layer, "saw no tokens, only padding")
             return []
-        hessian = group.accumulator.hessian().to(first.weight.device)
-        tokens = group.accumulator.num_tokens
-        del group.accumulator
-        inputs = InputHessian(hessian, name=first.name)
-        aim = self._aim(group, hessian.device)
-        return [self._prune_layer(layer, inputs, tokens, aim=aim) for layer in group.layers]
+        hessian, shared = (own.hessian(), None) if pool is None else blend(own, pool)
+        del own
+        hessian = hessian.to(first.weight.device)
+        calibrated = Calibrated(
+            InputHessian(hessian, name=first.name), tokens, shared, self._aim(group, hessian.device)
+        )
+        return [self._prune_layer(layer, calibrated) for layer in group.layers]
 
     def _aim(self, group: InputGroup, device: torch.device) -> Aim | None:
-        if not self.target_weight:
+        weight = self.job.settings.target_weight
+        if weight is None:
             return None
         if self.dense is None:
-            return Aim(self.target_weight, own="it is outside the blocks")
+            return Aim(weight, own="it is outside the blocks")
         if group.shift is None:
-            return Aim(self.target_weight, own="its inputs do not pair with the dense model's")
-        return Aim(self.target_weight, group.shift.matrix().to(device))
+            return Aim(weight, own="its inputs do not pair with the dense model's")
+        return Aim(weight, group.shift.matrix().to(device))
 
-    def _prune_expert(
-        self, expert: Expert, group: InputGroup, pool: HessianAccumulator
-    ) -> list[LayerReport]:
-        own = group.accumulator
-        if pool.num_tokens == 0:
-            self._skip(expert, "saw no tokens, only padding")
-            return []
-        hessian, shared = blend(own, pool)
-        hessian = hessian.to(expert.weight.device)
-        inputs = InputHessian(hessian, name=expert.name)
-        aim = self._aim(group, hessian.device)
-        return [self._prune_layer(expert, inputs, own.num_tokens, shared, aim)]
-
-    def _prune_layer(
-        self,
-        layer: Layer,
-        inputs: InputHessian,
-        tokens: int,
-        shared: float | None = None,
-        aim: Aim | None = None,
-    ) -> LayerReport:
+    def _prune_layer(self, layer: Layer, calibrated: Calibrated) -> LayerReport:
         self.tell(layer.name)
         if self.dense is not None:
             self.dense.remember(layer)
-        pattern = self.patterns.get(layer.name, self.recipe.pattern)
+        recipe = self.job.settings.recipe
         row = prune_layer(
             layer,
-            inputs,
-            replace(self.recipe, pattern=pattern),
-            tokens,
-            shared,
-            aim,
+            calibrated,
+            replace(recipe, pattern=self.patterns.get(layer.name, recipe.pattern)),
             tell=lambda where: self.tell(f"{layer.name}, {where}"),
-            processes=self.processes,
+            processes=self.job.processes,
         )
-        self.report.layers.append(row)
-        log.info("%s: relative loss %.4g, %.1f s", row.name, row.relative_loss, row.seconds)
+        row = replace(row, block=self._name)
+        self.job.report.add(row)
         self.tell(layer.name)
         return row
 
@@ -216,7 +171,12 @@ class BlockPruner:
         return "not called in the forward"
 
     def _skip(self, layer: Layer, reason: str) -> None:
-        self.report.skip(layer.name, tuple(layer.weight.shape), reason)
+        self.job.report.skip(layer.name, tuple(layer.weight.shape), reason, self._name)
+
+    @property
+    def _name(self) -> str | None:
+        """The name of the block, `None` where the layers are outside the blocks."""
+        return self.walk.blocks[self.k].name or None
 
 
 def _tell_of_help(helped: list[LayerReport]) -> None:

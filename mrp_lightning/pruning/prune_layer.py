@@ -44,34 +44,43 @@ class Aim:
         return dense_target(weight, self.shift, inputs.damped(recipe.damping), self.target_weight)
 
 
+@dataclass(frozen=True, eq=False)
+class Calibrated:
+    """What calibration found of the input that some layers share.
+
+    Attributes:
+        inputs: The Hessian of the input.
+        tokens: The number of inputs that it was summed over.
+        shared: The part of it, from 0 to 1, that is that of all experts; `None` for other layers.
+        aim: What is aimed at in place of the layer's own outputs, where that is asked for.
+    """
+
+    inputs: InputHessian
+    tokens: int
+    shared: float | None = None
+    aim: Aim | None = None
+
+
 def prune_layer(
     layer: Layer,
-    inputs: InputHessian,
+    calibrated: Calibrated,
     recipe: Recipe,
-    tokens: int,
-    shared: float | None = None,
-    aim: Aim | None = None,
     tell: Callable[[str], None] = lambda _: None,
     processes: Processes = ALONE,
 ) -> LayerReport:
-    """Prune a layer in place, in one copy at the end.
+    """Prune a layer in place, in one copy at the end, and say what was done.
 
     Args:
         layer: The layer.
-        inputs: The Hessian of its inputs.
+        calibrated: The Hessian of its inputs, and its target.
         recipe: How it is pruned.
-        tokens: Number of inputs that the Hessian was summed over.
-        shared: The part of the Hessian, from 0 to 1, that is that of all experts.
-        aim: What is aimed at in place of the layer's own outputs, where that is asked for.
         tell: Called with where the solution is, in words.
         processes: The processes that share the rows; all of them prune the layer.
-
-    Returns:
-        What was done.
 
     Raises:
         HessianError: The Hessian is unusable.
     """
+    inputs, aim = calibrated.inputs, calibrated.aim
     weight = layer.weight.contiguous()  # a copy of Conv1D's, whose rows are strided
     already = recipe.pattern.holds(weight == 0)
     if already:
@@ -93,10 +102,10 @@ def prune_layer(
         damping=solution.damping_used,
         iterations=solution.iterations,
         gap=solution.gap,
-        tokens=tokens,
+        tokens=calibrated.tokens,
         dead_inputs=solution.dead_inputs,
         already_pruned=already,
-        shared_hessian=shared,
+        shared_hessian=calibrated.shared,
         raised_damping=(
             solution.damping_ratio if solution.damping_ratio > recipe.damping else None
         ),

@@ -59,10 +59,17 @@ class PruningReport:
     model_weights: int | None = None
     resumed_blocks: int = 0
 
-    def skip(self, name: str, shape: tuple[int, ...], reason: str) -> None:
-        """Add a layer that is left dense, and why."""
+    def skip(
+        self, name: str, shape: tuple[int, ...], reason: str, block: str | None = None
+    ) -> None:
+        """Add a layer that is left dense, and why; `block` is the name of the one that it is in."""
         log.info("%s is left dense: %s", name, reason)
-        self.layers.append(LayerReport(name=name, shape=shape, skipped=reason))
+        self.layers.append(LayerReport(name=name, shape=shape, skipped=reason, block=block))
+
+    def add(self, row: LayerReport) -> None:
+        """Add a layer that is pruned."""
+        log.info("%s: relative loss %.4g, %.1f s", row.name, row.relative_loss, row.seconds)
+        self.layers.append(row)
 
     @property
     def pruned(self) -> list[LayerReport]:

@@ -45,6 +45,10 @@ class Plan:
         """The number of layers to prune."""
         return sum(map(len, self.layers.values())) + len(self.outside)
 
+    def block_of(self, name: str) -> str | None:
+        """The name of the block in which a weight is, `None` for one outside the blocks."""
+        return next((b.name for b in self.blocks if f"{name}.".startswith(f"{b.name}.")), None)
+
 
 def make_plan(
     model: nn.Module,

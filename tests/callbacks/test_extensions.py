@@ -21,7 +21,7 @@ def test_all_of_it_together(precision, llama, loader, quiet, tmp_path, caplog):
     callback = MRPCallback(
         sparsity=0.6,
         target="dense",
-        allocation="dlp",
+        allocation="output",
         tuning=TUNING,
         save_dir=tmp_path / "run",
         true_sequential=True,
@@ -74,7 +74,7 @@ def test_a_predict_step_without_gradients_cannot_be_tuned(llama, loader, quiet, 
 
 
 def test_mistakes_are_told_when_the_callback_is_made():
-    with pytest.raises(OptionError, match="`allocation: dlp`"):
-        MRPCallback(pattern="2:4", allocation="dlp")
+    with pytest.raises(OptionError, match="`allocation: output`"):
+        MRPCallback(pattern="2:4", allocation="output")
     with pytest.raises(MethodError, match="`target: dense`"):
         MRPCallback(method="wanda", pattern="2:4", target="dense")

@@ -290,7 +290,8 @@ def test_the_report_has_its_fixed_form(llama, loader, quiet):
     assert report["format_version"] == 1
     assert len(report["layers"]) == 4
     for row in report["layers"]:
-        assert list(row) == KEYS
+        assert list(row) == [*KEYS, "block"]
+        assert row["block"] in ("model.layers.0", "model.layers.1")
         assert row["method"] == "wanda"
         assert row["iterations"] is None
         assert row["gap"] is None

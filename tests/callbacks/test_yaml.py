@@ -37,21 +37,21 @@ callback:
     overwrite: true
 """)
     assert type(callback) is PruningCallback
-    assert (callback.recipe.pattern.kept, callback.recipe.pattern.group) == (4, 8)
-    assert callback.recipe.method.name == "MM"
-    assert callback.recipe.block_size is None
-    assert callback.recipe.damping == 0.01
-    assert callback.true_sequential
-    assert callback.targets == ["q_proj", "layers.*.mlp"]
-    assert callback.ignore == "down_proj"
-    assert callback.save_dir == "runs/x"
+    assert (callback.settings.recipe.pattern.kept, callback.settings.recipe.pattern.group) == (4, 8)
+    assert callback.settings.recipe.method.name == "MM"
+    assert callback.settings.recipe.block_size is None
+    assert callback.settings.recipe.damping == 0.01
+    assert callback.settings.true_sequential
+    assert callback.settings.targets == ("q_proj", "layers.*.mlp")
+    assert callback.settings.ignore == ("down_proj",)
+    assert callback.output.save_dir == "runs/x"
 
 
 def test_the_methods_default():
     callback = parse("callback: {class_path: callbacks.MRPCallback, init_args: {sparsity: 0.7}}")
     assert type(callback) is MRPCallback
-    assert callback.recipe.method.name == "SM"
-    assert callback.recipe.pattern.sparsity == 0.7
+    assert callback.settings.recipe.method.name == "SM"
+    assert callback.settings.recipe.pattern.sparsity == 0.7
 
 
 def test_an_unquoted_pattern_is_explained():
@@ -76,11 +76,11 @@ def test_what_goes_beyond_single_layers_is_read(text, expected):
     callback = parse(f"""
 callback:
   class_path: callbacks.MRPCallback
-  init_args: {{sparsity: 0.7, target: dense, allocation: dlp, tuning: {text}}}
+  init_args: {{sparsity: 0.7, target: dense, allocation: output, tuning: {text}}}
 """)
-    asked = callback.extensions
+    asked = callback.settings
     assert asked.tuning == expected
-    assert asked.allocation == "dlp"
+    assert asked.allocation == "output"
     assert asked.target_weight == 0.5
 
 

@@ -3,6 +3,7 @@
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -17,15 +18,13 @@ from torch.utils.data import DataLoader
 from callbacks import MRPCallback
 from mrp_lightning import BlockTuning, CausalLM, HessianAccumulator, Trainer, prune_weight
 from mrp_lightning.calibration.offload import held_on_cpu
-from mrp_lightning.pruning.extensions import Extensions
-from mrp_lightning.pruning.sequential import SequentialPruner
-from mrp_lightning.records.report import PruningReport
-from mrp_lightning.solver.recipe import Recipe
+from mrp_lightning.pruning.job import Job
+from mrp_lightning.pruning.sequential import prune_model
+from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.targets import plan as plan_module
 from mrp_lightning.targets.plan import make_plan
 
 CPU = torch.device("cpu")
-PLAIN = Extensions()
 QUIET = {
     "logger": False,
     "enable_progress_bar": False,
@@ -89,28 +88,32 @@ def pruned(
     *,
     offload: bool,
     sparsity: float | None = None,
-    extensions: Extensions = PLAIN,
+    beyond: dict[str, Any] | None = None,
 ) -> dict[str, torch.Tensor]:
     model = build(family)
     # The others compute differently on different devices.
     model.set_attn_implementation("eager")
     model.set_experts_implementation("eager")
-    recipe = Recipe.of(pattern=None if sparsity else "2:4", sparsity=sparsity, method="SM")
-    plan = make_plan(model, recipe.pattern)
+    settings = Settings.of(
+        pattern=None if sparsity else "2:4",
+        sparsity=sparsity,
+        method="SM",
+        offload=offload,
+        **beyond or {},
+    )
+    plan = make_plan(model, settings.recipe.pattern)
     blocks = [block.module for block in plan.blocks]
     with held_on_cpu(model, lambda: blocks if offload else []):
         model.to(device)
-    SequentialPruner(
+    job = Job(
         model=model,
         forward=runner(model),
         batches=[{k: v.to(device) for k, v in batch.items()} for batch in batches(family)],
         plan=plan,
-        recipe=recipe,
-        report=PruningReport({}),
+        settings=settings,
         device=device,
-        offload=offload,
-        extensions=extensions,
-    ).prune()
+    )
+    prune_model(job)
     ends = {p.device.type for block in blocks for p in block.parameters()}
     assert ends == {CPU.type if offload else device.type}
     return {layer.name: layer.weight.cpu() for block in plan.layers.values() for layer in block}
@@ -126,7 +129,12 @@ def test_the_walk_stays_on_its_device(second, family):
         torch.testing.assert_close(found, expected, rtol=0, atol=2e-3)
 
 
-TUNED = BlockTuning(epochs=1, learning_rate=1e-4)
+BEYOND = {
+    "target": "dense",
+    "target_weight": 1.0,
+    "allocation": "output",
+    "tuning": BlockTuning(epochs=1, learning_rate=1e-4),
+}
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +146,7 @@ def fresh():
 
 def compare_what_goes_beyond_single_layers(family):
     with second_device.second_device() as device:
-        choice = {"sparsity": 0.6, "extensions": Extensions(1.0, "dlp", TUNED)}
+        choice = {"sparsity": 0.6, "beyond": BEYOND}
         expected = pruned(family, CPU, offload=False, **choice)
         for offload in (False, True):
             found = pruned(family, device, offload=offload, **choice)

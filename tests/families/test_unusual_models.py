@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from mrp_lightning import prune_weight
 from mrp_lightning.errors import TargetError
-from mrp_lightning.pruning.sequential import SequentialPruner
+from mrp_lightning.pruning.job import Job
+from mrp_lightning.pruning.sequential import prune_model
+from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.records.report import PruningReport
-from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.plan import make_plan
 
 WIDTH = 16
@@ -129,11 +130,11 @@ def inputs(*means: float) -> list[Tensor]:
 
 
 def prune(model: nn.Module, batches: list[Tensor], **choices: Any) -> PruningReport:
-    recipe = Recipe.of(pattern="2:4", method="SM", tolerance=1e-9)
-    report = PruningReport({})
-    plan = make_plan(model, recipe.pattern, **choices)
-    SequentialPruner(model, model, batches, plan, recipe, report).prune()
-    return report
+    settings = Settings(pattern="2:4", method="SM", tolerance=1e-9)
+    plan = make_plan(model, settings.recipe.pattern, **choices)
+    job = Job(model=model, forward=model, batches=batches, plan=plan, settings=settings)
+    prune_model(job)
+    return job.report
 
 
 @torch.no_grad()

@@ -12,9 +12,9 @@ import torch
 
 from mrp_lightning.models.loading import load_model
 from mrp_lightning.models.tokenizers import load_tokenizer
-from mrp_lightning.pruning.sequential import SequentialPruner
-from mrp_lightning.records.report import PruningReport
-from mrp_lightning.solver.recipe import Recipe
+from mrp_lightning.pruning.job import Job
+from mrp_lightning.pruning.sequential import prune_model
+from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.targets.plan import make_plan
 from mrp_lightning.text.windows import Draws, segments_of_text, tokenize
 
@@ -26,16 +26,16 @@ def mean_loss(directory, text):
     model = load_model(str(directory), torch.float32)
     draws = Draws(count=3, length=24, seed=0)
     windows = segments_of_text(tokenize(load_tokenizer(str(directory)), text), draws, "")
-    recipe, report = Recipe.of(method="SM", pattern="2:4"), PruningReport({})
-    SequentialPruner(
+    settings = Settings(method="SM", pattern="2:4")
+    job = Job(
         model=model,
         forward=lambda ids: model(input_ids=ids, use_cache=False),
         batches=list(windows.split(1)),
-        plan=make_plan(model, recipe.pattern),
-        recipe=recipe,
-        report=report,
-    ).prune()
-    losses = [row.relative_loss for row in report.pruned]
+        plan=make_plan(model, settings.recipe.pattern),
+        settings=settings,
+    )
+    prune_model(job)
+    losses = [row.relative_loss for row in job.report.pruned]
     return sum(losses) / len(losses)
 
 

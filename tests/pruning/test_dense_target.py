@@ -14,7 +14,7 @@ from slow_pruning import (
 )
 from torch import Tensor, nn
 
-DENSE = {"target_weight": 1.0}
+DENSE = {"target": "dense", "target_weight": 1.0}
 
 
 @pytest.mark.parametrize("family", ["llama", "opt", "gpt2", "gemma3_text"])
@@ -31,7 +31,7 @@ def test_gives_the_weights_of_a_slow_rewrite(family, build, batches):
 @torch.no_grad()
 def test_the_target_weight_and_true_sequential(build, batches):
     ours, theirs, dense = build("llama"), build("llama"), build("llama")
-    beyond = {"target_weight": 0.5}
+    beyond = {"target": "dense", "target_weight": 0.5}
     prune_model(ours, batches, true_sequential=True, tolerance=TOLERANCE, beyond=beyond)
     slow_prune(theirs, "model.layers", batches, one_after_another, dense, 0.5)
     assert_same_weights(ours, theirs)

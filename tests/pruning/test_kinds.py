@@ -10,11 +10,12 @@ from torch.nn import functional
 from mrp_lightning import prune_weight
 from mrp_lightning.calibration import experts
 from mrp_lightning.errors import PatternError
-from mrp_lightning.pruning.sequential import SequentialPruner
+from mrp_lightning.pruning.job import Job
+from mrp_lightning.pruning.sequential import prune_model as prune_job
+from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.records.report import PruningReport
 from mrp_lightning.solver.hessian import HessianAccumulator
 from mrp_lightning.solver.patterns import make_pattern
-from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.layers import Conv2d, layers_of
 from mrp_lightning.targets.plan import make_plan
 
@@ -29,19 +30,16 @@ def prune_model(
     true_sequential: bool = False,
     **choices: Any,
 ) -> PruningReport:
-    recipe = Recipe.of(pattern=pattern, method="SM")
-    report = PruningReport({})
-    plan = make_plan(model, recipe.pattern, **choices)
-    SequentialPruner(
+    settings = Settings(pattern=pattern, method="SM", true_sequential=true_sequential)
+    job = Job(
         model=model,
         forward=lambda batch: model(**batch),
         batches=batches,
-        plan=plan,
-        recipe=recipe,
-        report=report,
-        true_sequential=true_sequential,
-    ).prune()
-    return report
+        plan=make_plan(model, settings.recipe.pattern, **choices),
+        settings=settings,
+    )
+    prune_job(job)
+    return job.report
 
 
 def assert_close_weights(ours: Tensor, expected: Tensor) -> None:

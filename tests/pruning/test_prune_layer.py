@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from mrp_lightning.pruning.prune_layer import prune_layer
+from mrp_lightning.pruning.prune_layer import Calibrated, prune_layer
 from mrp_lightning.solver.input_hessian import InputHessian
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.layers import layers_of
@@ -38,7 +38,7 @@ def test_the_relative_loss_does_not_depend_on_the_precision_of_the_user(settings
         linear.weight.copy_(dense)
         (layer,) = layers_of("fc1", linear)
         recipe = Recipe.of(method="SM", pattern="2:4")
-        row = prune_layer(layer, InputHessian(hessian), recipe, tokens=400)
+        row = prune_layer(layer, Calibrated(InputHessian(hessian), tokens=400), recipe)
         return row, linear.weight
 
     row, weight = prune()

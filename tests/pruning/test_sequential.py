@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from mrp_lightning import prune_weight
 from mrp_lightning.errors import HessianError
-from mrp_lightning.pruning.sequential import SequentialPruner
-from mrp_lightning.records.report import PruningReport
+from mrp_lightning.pruning.job import Job
+from mrp_lightning.pruning.sequential import prune_model as prune_job
+from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.layers import is_conv1d
 from mrp_lightning.targets.plan import make_plan
@@ -123,16 +124,7 @@ def test_offload_gives_the_same_bits_and_leaves_no_hook(family, build, batches):
         for batch in batches:
             batch["decoder_input_ids"] = batch["input_ids"][:, :7]
     prune_model(ours, batches)
-    recipe = Recipe.of(pattern="2:4", method="SM")
-    SequentialPruner(
-        model=theirs,
-        forward=lambda batch: theirs(**batch),
-        batches=batches,
-        plan=make_plan(theirs, recipe.pattern),
-        recipe=recipe,
-        report=PruningReport({}),
-        offload=True,
-    ).prune()
+    prune_model(theirs, batches, offload=True)
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(a, b)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in theirs.modules())
@@ -212,17 +204,16 @@ def test_an_interrupted_run_leaves_whole_layers_and_says_which(build, batches, m
 
     monkeypatch.setattr(prune_layer, "prune", prune)
     recipe = Recipe.of(pattern="2:4", method="SM")
-    report = PruningReport({})
-    pruner = SequentialPruner(
+    job = Job(
         model=model,
         forward=lambda batch: model(**batch),
         batches=batches,
         plan=make_plan(model, recipe.pattern),
-        recipe=recipe,
-        report=report,
+        settings=Settings(pattern="2:4", method="SM"),
     )
+    report = job.report
     with pytest.raises(KeyboardInterrupt):
-        pruner.prune()
+        prune_job(job)
     assert not report.complete
     done = {row.name for row in report.layers}
     assert len(done) == 9

@@ -2,7 +2,8 @@
 
 from types import SimpleNamespace
 
-from mrp_lightning.loop.predict_loop import _log_layers
+from mrp_lightning.loop.listener import TrainerListener
+from mrp_lightning.records.report import PruningReport
 from mrp_lightning.records.rows import LayerReport
 
 
@@ -19,6 +20,8 @@ def test_many_layers_are_logged_each_once_with_its_place():
         log_metrics=lambda metrics, step: logged.append((step, metrics["prune_layer/loss"])),
         save=lambda: None,
     )
-    _log_layers(SimpleNamespace(loggers=[logger]), pruned, pruned[40:])
+    trainer = SimpleNamespace(loggers=[logger], progress_bar_callback=None)
+    listener = TrainerListener(trainer, 1, PruningReport({}), lambda *_: None)
+    listener.log_layers(pruned, pruned[40:])
     assert logged == [(i, float(i)) for i in range(40, 100)]
     assert len(compared) < 100  # as many as the layers of a model, not of them squared

@@ -2,21 +2,24 @@
 
 import pytest
 
-from mrp_lightning import BlockTuning, MethodError, OptionError, Recipe
-from mrp_lightning.pruning.extensions import Extensions
+from mrp_lightning import BlockTuning, MethodError, OptionError
+from mrp_lightning.pruning.settings import Settings
 
 
-def made(method="SM", pattern=None, **options) -> Extensions:
+def made(method="SM", pattern=None, **options) -> Settings:
     sparsity = None if pattern else 0.5
-    return Extensions.of(Recipe.of(method=method, sparsity=sparsity, pattern=pattern), **options)
+    return Settings.of(**{"method": method, "sparsity": sparsity, "pattern": pattern} | options)
 
 
 def test_all_is_off_by_default():
-    assert made() == Extensions(0.0, "uniform", None)
+    settings = made()
+    assert (settings.target_weight, settings.tuning, settings.targets) == (None, None, ())
+    given = {"method": "SM", "sparsity": 0.5}
+    assert settings.config() == Settings.defaults() | given
 
 
 def test_the_target_weight_has_a_default():
-    assert made().target_weight == 0.0
+    assert made().target_weight is None
     assert made(target="dense").target_weight == 0.5
     assert made(target="dense", tuning=True, target_weight=0.25).target_weight == 0.25
 
@@ -28,7 +31,12 @@ def test_tuning_may_be_said_in_three_ways(tuning):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"target": "dense", "target_weight": 0.3}, {"tuning": True}, {"allocation": "dlp"}],
+    [
+        {},
+        {"target": "dense", "target_weight": 0.3},
+        {"tuning": True},
+        {"allocation": "output", "targets": "mlp", "blocks": ["a", "b"]},
+    ],
 )
 def test_what_a_report_keeps_gives_the_same_again(options):
     asked = made(**options)
@@ -42,7 +50,7 @@ def test_what_a_report_keeps_gives_the_same_again(options):
         ({"target_weight": 0.5}, "`target_weight` 0.5 means nothing without `target: dense`"),
         ({"target": "dense", "target_weight": 0.0}, r"in \(0, 1\]; got 0.0"),
         ({"target": "dense", "target_weight": True}, r"in \(0, 1\]; got True"),
-        ({"allocation": "dlp", "pattern": "2:4"}, "Give `sparsity` in place of `pattern`"),
+        ({"allocation": "output", "pattern": "2:4"}, "Give `sparsity` in place of `pattern`"),
         ({"tuning": {"epochs": 0}}, "`tuning.epochs` must be a whole number"),
     ],
 )

@@ -1,0 +1,343 @@
+"""One pruning in Lightning's predict loop: from its `setup` until the module is pruned."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from os import PathLike
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
+
+from mrp_lightning.environment import command
+from mrp_lightning.journal.fingerprint import Fingerprint, fingerprint
+from mrp_lightning.journal.journal import Journal, require_free
+from mrp_lightning.journal.shared import SharedJournal
+from mrp_lightning.journal.streamed import StreamedJournal
+from mrp_lightning.loop.capture import Step, StepCapture, blocks_on_cpu, eager, require_batches
+from mrp_lightning.loop.contents import (
+    check_batch,
+    checkpoint_root,
+    is_built_later,
+    language_models,
+)
+from mrp_lightning.loop.data_module import TextDataModule
+from mrp_lightning.loop.distributed import (
+    all_or_none,
+    one_voice,
+    processes_of,
+    require_whole_models,
+    warn_of_repeats,
+)
+from mrp_lightning.loop.listener import listening
+from mrp_lightning.loop.progress import log
+from mrp_lightning.loop.saving import Pruned, check_save_dir, journal_bytes
+from mrp_lightning.loop.signals import interruptible, unclaimed_signals
+from mrp_lightning.loop.streaming import check_streamed_plan, start_streamed, streamed_blocks
+from mrp_lightning.models.batch import token_ids
+from mrp_lightning.processes import Processes
+from mrp_lightning.pruning.job import Job
+from mrp_lightning.pruning.sequential import prune_model
+from mrp_lightning.pruning.settings import Settings
+from mrp_lightning.records.report import PruningReport
+from mrp_lightning.targets.blocks import find_blocks
+from mrp_lightning.targets.plan import Plan, make_plan
+from mrp_lightning.upstream import predict_data
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where the result of a pruning goes.
+
+    Attributes:
+        save_dir: The directory of the pruned model, `None` if it is not saved.
+        overwrite: Whether `save_dir` may be replaced.
+        resume: Whether to go on with a journal that is there.
+        journal_beside: The directory beside which the journal lies, if that is not `save_dir`.
+            Then the journal outlives the run.
+    """
+
+    save_dir: str | PathLike[str] | None
+    overwrite: bool
+    resume: bool
+    journal_beside: str | PathLike[str] | None
+
+
+class Run:
+    """One `predict` that prunes.
+
+    It changes the module for the time of the loop, and `close` takes all changes back.
+
+    Args:
+        trainer: The trainer, which has set up its strategy.
+        module: The LightningModule to prune.
+        settings: How it is pruned.
+        output: Where the result goes. With `fast_dev_run`, nothing is written.
+
+    Attributes:
+        report: What is done to each layer, filled while layers are pruned.
+    """
+
+    def __init__(
+        self, trainer: Trainer, module: LightningModule, settings: Settings, output: Output
+    ) -> None:
+        self.trainer, self.module, self.settings, self.output = trainer, module, settings, output
+        self.report = PruningReport({})
+        self._changes = ExitStack()
+        self._signals = unclaimed_signals()  # Lightning takes SIGTERM later
+        self._capture: StepCapture | None = None
+        rehearsal = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
+        self.save_dir = None if rehearsal else output.save_dir
+        self._beside = None if rehearsal else output.journal_beside or output.save_dir
+
+    def check(self, caller: str) -> None:
+        """Refuse, before the data is read, what cannot be pruned or written.
+
+        Args:
+            caller: The name of what prunes, for messages.
+        """
+        trainer, module = self.trainer, self.module
+        require_whole_models(trainer, caller)
+        require_batches(module)
+        start_streamed(module, processes=trainer.world_size, is_kept=self._beside is not None)
+        if trainer.is_global_zero and self._beside is not None:
+            if self.save_dir is not None:
+                check_save_dir(
+                    self.save_dir,
+                    module,
+                    overwrite=self.output.overwrite,
+                    journal_bytes=journal_bytes(self._beside, module),
+                )
+            require_free(self._beside)
+        if not is_built_later(module):
+            self._make_plan()
+
+    def start(self) -> None:
+        """Keep the blocks on the CPU, where that is asked for, when Lightning moves the module."""
+        if self.settings.offload:
+
+            def blocks() -> list[nn.Module]:
+                return [block.module for block in find_blocks(self.module, self.settings.blocks)]
+
+            self._changes.enter_context(blocks_on_cpu(self.module, blocks))
+
+    def capture(self) -> None:
+        """Store the batches of the loop in place of running the model on them."""
+        self._changes.close()
+        self._plan = plan = self._make_plan()
+        stop_at = [block.module for block in plan.blocks] or [x.module for x in plan.outside]
+        self._capture = StepCapture(
+            self.module, stop_at, lambda batch: check_batch(self.module, batch)
+        )
+        self._changes.callback(self._capture.remove)
+        self._changes.enter_context(interruptible(self._signals))
+
+    def close(self) -> None:
+        """Give the module back as it was."""
+        self._changes.close()
+
+    def num_batches(self) -> int:
+        """How many batches all processes have stored; all of them call this."""
+        steps = [] if self._capture is None else self._capture.steps
+        return int(sum(count for (count,) in processes_of(self.trainer).numbers(len(steps))))
+
+    @contextmanager
+    def pruned(self, batches: int) -> Iterator[Pruned]:
+        """Prune the module in place, and hold the journal until the context is left.
+
+        The loop may be in inference mode, and is not in this context.
+
+        Args:
+            batches: What `num_batches` gave.
+
+        Yields:
+            The module, pruned and not saved yet.
+        """
+        self.close()
+        assert self._capture is not None
+        processes = processes_of(self.trainer)
+        with (
+            interruptible(self._signals, at_once=True),
+            torch.inference_mode(False),
+            torch.no_grad(),
+            eager(),
+            one_voice(processes),
+            ExitStack() as held,
+        ):
+            with all_or_none(processes):
+                steps = self._capture.steps
+                warn_of_repeats(steps, processes)
+                self._describe(steps, processes, batches)
+                journal = held.enter_context(self._open_journal(steps, processes))
+                self._prune(steps, processes, journal)
+            outlives = self.output.journal_beside is not None
+            yield Pruned(self.module, self.report, None if outlives else journal)
+
+    def tell_result(self) -> None:
+        """Log what was done, and warn of layers that had the pattern before."""
+        totals, recipe = self.report.totals, self.settings.recipe
+        if totals["already_pruned"]:
+            log.warning(
+                "%d of %d layers already had the pattern %s.",
+                totals["already_pruned"],
+                totals["layers"],
+                recipe.pattern,
+            )
+        where = f"The model is in {self.save_dir}."
+        if self.save_dir is None:
+            reason = "no `save_dir`" if self.output.save_dir is None else "`fast_dev_run`"
+            where = f"The model is pruned in memory only ({reason})."
+        rank_zero_info(
+            f"Pruned {totals['layers']} layers to {recipe.pattern} with {recipe.method} in "
+            f"{totals['seconds']:.1f} s: {totals['share']:.0%} of the model's weights are in them, "
+            f"and {totals['skipped']} more are left dense. Mean output error of a layer, relative "
+            f"to its output: {totals['relative_loss']:.4f}. {where}"
+        )
+
+    def _prune(
+        self, steps: list[Step], processes: Processes, journal: Journal | SharedJournal | None
+    ) -> None:
+        trainer, report = self.trainer, self.report
+        for logger in trainer.loggers:
+            logger.log_hyperparams({"prune": report.config})
+        with listening(trainer, self._plan, report) as listener:
+            prune_model(
+                Job(
+                    model=self.module,
+                    plan=self._plan,
+                    settings=self.settings,
+                    forward=self._forward,
+                    batches=steps,
+                    batch_of=lambda step: step.batch,
+                    device=trainer.strategy.root_device,
+                    streamed=streamed_blocks(self.module),
+                    processes=processes,
+                    journal=journal,
+                    report=report,
+                    listener=listener,
+                )
+            )
+        for name in ("sparsity", "relative_loss"):
+            trainer.callback_metrics[f"prune/{name}"] = torch.tensor(report.totals[name])
+
+    def _forward(self, step: Step) -> Any:
+        strategy = self.trainer.strategy
+        on_device = step.to(strategy.root_device)
+        # The strategy's, for its precision.
+        return strategy.predict_step(*on_device.args, **on_device.kwargs)
+
+    def _make_plan(self) -> Plan:
+        settings, module = self.settings, self.module
+        plan = make_plan(
+            module,
+            settings.recipe.pattern,
+            targets=settings.targets,
+            ignore=settings.ignore,
+            blocks=settings.blocks,
+            skip_indivisible=settings.skip_indivisible,
+            prefix=checkpoint_root(module)[0],
+            allow_meta=streamed_blocks(module) is not None,
+        )
+        check_streamed_plan(module, plan)
+        return plan
+
+    def _describe(self, steps: list[Step], processes: Processes, batches: int) -> None:
+        """Let the report say how the run is made, and where its data comes from."""
+        config = self.settings.config() | {"batches": batches}
+        config["precision"] = str(self.trainer.precision)
+        if processes.size > 1:
+            config["processes"] = processes.size
+        if base_model := getattr(checkpoint_root(self.module)[1], "name_or_path", None):
+            config["base_model"] = base_model
+        self.report.config.update(config)
+        data = _about_data(self.trainer, steps, processes)
+        self.report.provenance.update(command=command(), data=data)
+
+    @contextmanager
+    def _open_journal(
+        self, steps: list[Step], processes: Processes
+    ) -> Iterator[Journal | SharedJournal | None]:
+        """Start the journal of the run, or go on with it; say how far it came if the run fails.
+
+        The first of the processes keeps it.
+        """
+        if self._beside is None:
+            yield None
+            return
+        report, plan = self.report, self._plan
+        found = self._fingerprint(steps, processes)
+        if processes.rank:
+            yield SharedJournal(None, processes)
+            return
+        about = {
+            "config": report.config,
+            "provenance": report.provenance,
+            "versions": report.versions,
+            "model_weights": sum(p.numel() for p in self.module.parameters()),
+            "blocks": sum(1 for layers in plan.layers.values() if layers) + bool(plan.outside),
+            "layers": plan.num_layers,
+        }
+        streamed = streamed_blocks(self.module)
+        kind = Journal if streamed is None else StreamedJournal
+        journal = kind.open(
+            self._beside,
+            found,
+            resume=self.output.resume,
+            about=about,
+            defaults=Settings.defaults(),
+        )
+        if isinstance(journal, StreamedJournal) and streamed is not None:
+            journal.streamed = streamed
+        with journal:
+            try:
+                yield journal if processes.size == 1 else SharedJournal(journal, processes)
+            except BaseException:
+                log.warning(
+                    "%d of %d blocks are pruned, and kept in %s. Start the same run again: it goes "
+                    "on there.",
+                    len(journal.manifest.entries),
+                    about["blocks"],
+                    journal.path,
+                )
+                raise
+
+    def _fingerprint(self, steps: list[Step], processes: Processes) -> Fingerprint:
+        streamed, module = streamed_blocks(self.module), self.module
+        held = chain(module.named_parameters(), module.named_buffers())
+        settings = {k: v for k, v in self.report.config.items() if k != "base_model"}
+        return fingerprint(
+            settings
+            | {
+                "device": self.trainer.strategy.root_device.type,
+                "model": type(checkpoint_root(module)[1]).__name__,
+                "whole blocks in the journal": streamed is not None,
+            },
+            [model.config for model in language_models(module).values()],
+            held if streamed is None else streamed.named_tensors(),
+            steps,
+            processes,
+        )
+
+
+def _about_data(trainer: Trainer, steps: list[Step], processes: Processes) -> dict[str, Any]:
+    """What calibrates, each `None` where it is not known; all processes call this.
+
+    Returns:
+        `samples` and `sequence_length` (the longest) of token ids, and `source`, `seed` and `bos`
+        of a `TextDataModule`.
+    """
+    mine = [list(ids.shape) for step in steps if (ids := token_ids(step.batch)) is not None]
+    shapes = [shape for theirs in processes.all(mine) for shape in theirs]
+    # What this call was given: the trainer remembers the datamodule of an earlier one.
+    data = predict_data(trainer)
+    text = data if isinstance(data, TextDataModule) else None
+    return {
+        "source": text and text.calibration_source,
+        "samples": sum(samples for samples, _ in shapes) or None,
+        "sequence_length": max((length for _, length in shapes), default=None),
+        "seed": None if text is None else text.seed,
+        "bos": text and text.bos,
+    }

@@ -1,0 +1,146 @@
+"""How a model is to be pruned: all that is chosen before the model is seen, checked once."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from numbers import Real
+from typing import Any
+
+from mrp_lightning.allocation.rule import check_allocation
+from mrp_lightning.errors import MethodError, OptionError, TargetError
+from mrp_lightning.solver.recipe import Recipe
+from mrp_lightning.targets.names import as_patterns
+from mrp_lightning.tuning.block_tuner import BlockTuning
+
+TARGETS = ("own", "dense")
+TARGET_WEIGHT = 0.5
+"""The default of `target_weight`, by measurement: see docs/methods.md."""
+
+_NAMES = ("targets", "ignore", "blocks")
+_OF_STATE = (
+    *("method", "sparsity", "pattern", "block_size", "damping", "tolerance"),
+    *("target", "target_weight", "allocation", "tuning"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The arguments of a pruning, of which `callbacks.PruningCallback` documents each.
+
+    `Settings.of` makes one from what users give.
+
+    Attributes:
+        target_weight: α, above 0 and at most 1, where the target is dense; `None` where each layer
+            aims at its own outputs. `None` with `target: dense` becomes the default.
+        recipe: How each layer is pruned, which follows from the first six.
+
+    Raises:
+        PatternError: `sparsity`, `pattern` or `block_size` are malformed.
+        MethodError: There is no such method, or it has no compensation and the target is dense.
+        OptionError: Another argument is out of range, or does not go with the others.
+    """
+
+    method: str
+    sparsity: float | None = None
+    pattern: str | None = None
+    block_size: int | None = 128
+    damping: float = 0.01
+    tolerance: float = 1e-6
+    target: str = "own"
+    target_weight: float | None = None
+    allocation: str = "uniform"
+    tuning: BlockTuning | None = None
+    targets: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
+    blocks: tuple[str, ...] = ()
+    true_sequential: bool = False
+    offload: bool = False
+    skip_indivisible: bool = False
+    recipe: Recipe = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        recipe = Recipe.of(
+            method=self.method,
+            sparsity=self.sparsity,
+            pattern=self.pattern,
+            block_size=self.block_size,
+            damping=self.damping,
+            tolerance=self.tolerance,
+        )
+        check_allocation(self.allocation, recipe.pattern)
+        object.__setattr__(self, "recipe", recipe)
+        object.__setattr__(self, "target_weight", self._checked_target_weight(recipe))
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        tuning: bool | BlockTuning | Mapping[str, Any] | None = None,
+        targets: Sequence[str] | str | None = None,
+        ignore: Sequence[str] | str | None = None,
+        blocks: Sequence[str] | str | None = None,
+        **others: Any,
+    ) -> "Settings":
+        """Take what users may write in several ways, and what `config` gave."""
+        if isinstance(tuning, Mapping):
+            tuning = BlockTuning(**tuning)
+        return cls(
+            tuning=BlockTuning() if tuning is True else tuning or None,
+            targets=as_patterns(targets),
+            ignore=as_patterns(ignore),
+            blocks=as_patterns(blocks),
+            **others,
+        )
+
+    def _checked_target_weight(self, recipe: Recipe) -> float | None:
+        weight = self.target_weight
+        if self.target not in TARGETS:
+            raise OptionError(f"`target` must be one of {', '.join(TARGETS)}; got {self.target!r}.")
+        if self.target == "own":
+            if weight is not None:
+                raise OptionError(
+                    f"`target_weight` {weight!r} means nothing without `target: dense`. "
+                    "Give both, or leave it out."
+                )
+            return None
+        if recipe.method.compensation.name == "none":
+            raise MethodError(
+                f"`target: dense` moves the weights that are kept, and the method {recipe.method} "
+                "moves none. Take a method with a compensation, such as "
+                f'"{recipe.method.mask.name}+M", or leave `target` out.'
+            )
+        if weight is None:
+            return TARGET_WEIGHT
+        if isinstance(weight, bool) or not isinstance(weight, Real) or not 0 < weight <= 1:
+            raise OptionError(f"`target_weight` must be a number in (0, 1]; got {weight!r}.")
+        return float(weight)
+
+    def require_blocks(self) -> None:
+        """Refuse what cannot be done in a model that is pruned in one pass.
+
+        Raises:
+            TargetError: There are no blocks, and a setting works on them.
+        """
+        needing = {"allocation": self.allocation != "uniform", "tuning": self.tuning is not None}
+        named = [f"`{name}`" for name, is_asked_for in needing.items() if is_asked_for]
+        if named:
+            raise TargetError(
+                f"{' and '.join(named)} work on repeated blocks, and none were found in this "
+                "model. Name them in `blocks`, or leave this out."
+            )
+
+    def config(self) -> dict[str, Any]:
+        """The settings as a report keeps them, in plain values that `Settings` takes again."""
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
+        names = {key: list(value) or None for key, value in plain.items() if key in _NAMES}
+        return plain | names | {"tuning": None if self.tuning is None else asdict(self.tuning)}
+
+    def state(self) -> dict[str, Any]:
+        """Those of `config` by which the states of callbacks are told apart in a checkpoint."""
+        config = self.config()
+        return {name: config[name] for name in _OF_STATE}
+
+    @classmethod
+    def defaults(cls) -> dict[str, Any]:
+        """The settings that need not be given, as `config` has them."""
+        found = {f.name: f.default for f in fields(cls) if f.default is not MISSING}
+        return found | dict.fromkeys(_NAMES)
