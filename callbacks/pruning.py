@@ -84,7 +84,6 @@ class PruningCallback(Callback):
 
     Attributes:
         settings: The arguments that say what is pruned and how, checked.
-        output: The arguments that say where the result goes.
         report: What was done to each layer, `None` before the first run. After an exception it
             lists the layers that are pruned, and all others are untouched. `report.complete` is
             true once all are pruned and `save_dir`, if there is one, is written.
@@ -137,7 +136,8 @@ class PruningCallback(Callback):
             offload=offload,
             skip_indivisible=skip_indivisible,
         )
-        self.output = Output(save_dir, overwrite, resume, journal_beside)
+        self.save_dir, self.overwrite, self.resume = save_dir, overwrite, resume
+        self.journal_beside = journal_beside
         self.report: PruningReport | None = None
         self._run: Run | None = None
         self._pruned: Pruned | None = None
@@ -153,9 +153,9 @@ class PruningCallback(Callback):
                     getattr(stage, "value", stage),
                 )
             return
-        unsaved, save_dir = None if self._is_done else self._pruned, self.output.save_dir
-        if unsaved is not None and unsaved.is_of(pl_module) and save_dir is not None:
-            self._save_as_asked(save_dir, unsaved)
+        unsaved = None if self._is_done else self._pruned
+        if unsaved is not None and unsaved.is_of(pl_module) and self.save_dir is not None:
+            self._save_as_asked(self.save_dir, unsaved)
         if self._is_done:
             log.warning("This %s has pruned already; predict only predicts.", type(self).__name__)
             return
@@ -163,7 +163,8 @@ class PruningCallback(Callback):
         mine = [c for c in callbacks if isinstance(c, PruningCallback) and not c._is_done]
         if len(mine) > 1:
             raise OptionError("A predict run takes one PruningCallback; run predict once for each.")
-        run = Run(trainer, pl_module, self.settings, self.output)
+        output = Output(self.save_dir, self.overwrite, self.resume, self.journal_beside)
+        run = Run(trainer, pl_module, self.settings, output)
         run.check(type(self).__name__)
         run.start()
         self._run = run
@@ -193,7 +194,7 @@ class PruningCallback(Callback):
             run.tell_result()
 
     def _save_as_asked(self, directory: str | PathLike[str], pruned: Pruned) -> None:
-        pruned.save(directory, overwrite=self.output.overwrite)
+        pruned.save(directory, overwrite=self.overwrite)
         pruned.let_go()  # a callback that is done would keep all weights in memory
 
     def save(self, directory: str | PathLike[str], *, overwrite: bool = False) -> None:

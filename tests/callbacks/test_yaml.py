@@ -44,7 +44,7 @@ callback:
     assert callback.settings.true_sequential
     assert callback.settings.targets == ("q_proj", "layers.*.mlp")
     assert callback.settings.ignore == ("down_proj",)
-    assert callback.output.save_dir == "runs/x"
+    assert callback.save_dir == "runs/x"
 
 
 def test_the_methods_default():
