@@ -70,7 +70,7 @@ def test_two_processes_give_what_one_gives(killed, given):
         # Sums in another order may decide between two weights that are as dispensable.
         assert row["relative_loss"] == pytest.approx(same.relative_loss, abs=1e-3)
         assert row["tokens"] == same.tokens
-        assert row["sparsity"] == pytest.approx(same.sparsity)
+        assert row["sparsity"] == pytest.approx(same.sparsity, abs=2 / 512)
     assert first["report"]["config"]["processes"] == 2
     assert first["report"]["config"]["batches"] == callback.report.config["batches"] == 4
     assert first["report"]["provenance"]["data"] == callback.report.provenance["data"]
