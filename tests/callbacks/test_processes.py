@@ -76,7 +76,7 @@ def test_two_processes_give_what_one_gives(killed, given):
     assert first["report"]["provenance"]["data"] == callback.report.provenance["data"]
     saved = AutoModelForCausalLM.from_pretrained(out / "first")
     for ours, theirs in zip(saved.parameters(), one.model.parameters(), strict=True):
-        assert ((ours == 0) != (theirs == 0)).float().mean() < 5e-3
+        assert ((ours == 0) != (theirs == 0)).float().mean() < 1e-2
 
     # No window counts twice in `test`, although the processes have unequal numbers of them.
     trainer.test(one, datamodule=data(text), verbose=False)
