@@ -25,7 +25,7 @@ def test_a_checkpoint_carries_report_and_recipe(llama, loader, quiet, tmp_path):
     other, dense = MRPCallback(pattern="2:4", damping=0.02), CausalLM(llama())
     logits = trainer(other, quiet).predict(dense, loader, ckpt_path=tmp_path / "pruned.ckpt")
     assert other.report.to_dict() == callback.report.to_dict()
-    assert other.recipe == callback.recipe
+    assert other.settings == callback.settings
     assert other.state_dict() == callback.state_dict()
     weights = module.model.state_dict()
     assert all(torch.equal(t, weights[n]) for n, t in dense.model.state_dict().items())
