@@ -213,7 +213,7 @@ def _self_test(
             if output is None:
                 return f"{name} was not called"
             ours = sketch(hidden_of(output))
-            walk.keep(0, walk.stored(output))
+            walk.keep(position, 0, walk.stored(output))
         except Exception as problem:  # whatever a stubbed model stumbles over
             if is_out_of_memory(problem):
                 raise
@@ -221,7 +221,6 @@ def _self_test(
         error = relative_error(ours, real.outputs[k], real.inputs[k])
         if not error <= SELF_TEST_TOLERANCE:
             return f"{name}: relative error {error:.1e}"
-        walk.leave(position)
     return None
 
 

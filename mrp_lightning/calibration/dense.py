@@ -48,9 +48,8 @@ class DenseStream:
         """Make the dense outputs of block k the inputs of the next."""
         for i in range(len(self._walk.batches) if self._keeps_outputs else 0):
             self.outputs[i] = self._walk.stored(self.output(k, i))
-            self._walk.keep(i, self.outputs[i])
+            self._walk.keep(k, i, self.outputs[i])
             yield i
-        self._walk.leave(k)
         later = {id(p) for block in self._walk.runs_after(k) for p in block.module.parameters()}
         self._dense = {
             key: (layer, dense)

@@ -137,10 +137,6 @@ class Padding:
             self._tokens[key] = mask, None if bool(is_token.all()) else is_token
         return self._tokens[key][1]
 
-    def tokens(self, x: Tensor, module: nn.Module, name: str) -> Tensor:
-        """Take the rows of a layer's input that are tokens, (tokens, ..., columns); see `rows`."""
-        return taken(x, self.rows(x, module, name))
-
     def rows(self, x: Tensor, module: nn.Module, name: str) -> Tensor | None:
         """Tell which rows of a layer's input are tokens, a bool for each; `None` where all are.
 

@@ -53,17 +53,9 @@ class Walk(ABC):
         """Make the outputs of block k, as it is now, the inputs of the next."""
         yield from ()
 
-    def step(self, k: int, i: int) -> None:
-        """Run block k on batch i, once and for all: its output is the input of the next."""
-        self.output(k, i)
-
-    def keep(self, i: int, hidden: Tensor | None) -> None:
-        """Take the hidden state that the current block returned for batch i as its new input."""
-        del i, hidden  # most walks store none
-
-    def leave(self, k: int) -> None:
-        """Go on from block k, of which all outputs are kept, to the next."""
-        del k
+    def keep(self, k: int, i: int, hidden: Tensor | None) -> None:
+        """Take the hidden state that block k returned for batch i as the input of the next."""
+        del k, i, hidden  # most walks store none
 
     def stored(self, output: Any) -> Tensor | None:
         """The hidden state in what a block returned, where such are stored."""
@@ -149,7 +141,6 @@ class Inject(Walk):
         super().__init__(forward, batches, blocks, store)
         self.containers = containers
         self.hidden: list[dict[int, Tensor]] = [{} for _ in batches]  # of each, by block
-        self._current = 0
 
     def twin(self) -> "Inject":
         """Another walk over the same model and batches, with hidden states of its own."""
@@ -158,24 +149,15 @@ class Inject(Walk):
     def advance(self, k: int) -> Iterator[int]:
         """Store the outputs of block k in place of its inputs."""
         for i in range(len(self.batches)):
-            self.step(k, i)
+            self.keep(k, i, self.stored(self.output(k, i)))
             yield i
-        self.leave(k)
 
-    def step(self, k: int, i: int) -> None:
-        """Store the output in place of the input."""
-        self.keep(i, self.stored(self.output(k, i)))
-
-    def keep(self, i: int, hidden: Tensor | None) -> None:
+    def keep(self, k: int, i: int, hidden: Tensor | None) -> None:
         """Store it, if the batch reached the block, in place of what its chain had before."""
         if hidden is not None:
-            chain = self.blocks[self._current].chain
-            others = {k: x for k, x in self.hidden[i].items() if self.blocks[k].chain != chain}
-            self.hidden[i] = {**others, self._current: hidden}
-
-    def leave(self, k: int) -> None:
-        """Go on from block k: hidden states that are kept from now on are of the next block."""
-        self._current = k + 1
+            chain = self.blocks[k].chain
+            others = {j: x for j, x in self.hidden[i].items() if self.blocks[j].chain != chain}
+            self.hidden[i] = {**others, k: hidden}
 
     def output(self, k: int, i: int) -> Any:
         """Run block k on what the model makes of the stored outputs of batch i."""

@@ -4,7 +4,7 @@ from thread_processes import together
 from torch import Tensor, nn
 
 from mrp_lightning.calibration.hessians import Calibration, InputsDiffer
-from mrp_lightning.calibration.padding import Padding
+from mrp_lightning.calibration.padding import Padding, taken
 from mrp_lightning.targets.layers import Layer, Linear
 
 
@@ -136,9 +136,11 @@ def test_padding_is_cut_from_inputs_of_any_shape(shape):
     expected = x.reshape(6, -1, 4)[mask.flatten().bool()].reshape(-1, 4)
     for call in (lambda: model(x, mask), lambda: model(x, attention_mask=mask)):
         seen = []
-        model.layer.register_forward_pre_hook(
-            lambda module, args, seen=seen: seen.append(padding.tokens(args[0], module, "layer"))
-        )
+
+        def note(module, args, seen=seen):
+            seen.append(taken(args[0], padding.rows(args[0], module, "layer")))
+
+        model.layer.register_forward_pre_hook(note)
         with padding.watch():
             padding.start_batch(None)
             call()
@@ -151,5 +153,5 @@ def test_rows_that_cannot_be_matched_with_the_mask_are_said():
     padding = Padding(model)
     padding.start_batch({"attention_mask": torch.tensor([[0, 1, 1], [1, 1, 0]])})
     x = torch.randn(5, 4)
-    assert padding.tokens(x, model.layer, "experts.0.up") is x
+    assert padding.rows(x, model.layer, "experts.0.up") is None
     assert padding.unmatched == {"experts.0.up": ((5, 4), (2, 3))}

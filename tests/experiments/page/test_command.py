@@ -107,7 +107,9 @@ def test_an_evaluation_without_numbers_is_named(tmp_path, save_perplexity):
     save_perplexity(tmp_path, wikitext2=5.0)
     path = tmp_path / "evaluation.json"
     path.write_text(path.read_text().replace("5.0", '"five"'))
-    with pytest.raises(FormatError, match=r"(?s)evaluation.json .*perplexity.wikitext2.perplexity` is 'five'"):
+    with pytest.raises(
+        FormatError, match=r"(?s)evaluation.json .*perplexity.wikitext2.perplexity` is 'five'"
+    ):
         main([str(tmp_path)])
 
 
