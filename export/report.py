@@ -9,9 +9,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from export.conversion.layer_choice import LayerChoice
+from export.conversion.layer_choice import LayerChoice, alike
 from export.conversion.parity import Parity
-from export.speed.tables import SpeedReport, alike, tables
+from export.speed.tables import SpeedReport, tables
 from mrp_lightning.environment import versions
 from mrp_lightning.files import save_text, visible_files
 from mrp_lightning.json_files import as_json

@@ -14,7 +14,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from export.backends.torchao_format import read
 from export.errors import first_line
 from mrp_lightning.errors import FormatError
-from mrp_lightning.files import BESIDE
+from mrp_lightning.files import BESIDE, visible_files
 from mrp_lightning.json_files import read_json
 from mrp_lightning.models.checkpoint import weight_files
 from mrp_lightning.models.integrity import check_size, check_values, missing_weights
@@ -198,13 +198,12 @@ def _companions(path: Path) -> list[Path]:
     """
     modules = (path / "modules.json").is_file()
     files = []
-    for file in sorted(path.rglob("*")):
+    for file in sorted(visible_files(path)):
         relative = file.relative_to(path)
-        hidden = any(part.startswith(".") for part in relative.parts)
         weights = file.suffix in _WEIGHTS or file.name.endswith(".index.json")
         weights = weights and str(relative) != BESIDE
         replaced = str(relative) in _REPLACED or (weights and (file.parent == path or not modules))
-        if file.is_file() and not hidden and not replaced:
+        if not replaced:
             files.append(relative)
     inside = [path.resolve()]
     if inside[0].parent.name == "snapshots":  # of the hub's cache, where every file is a link

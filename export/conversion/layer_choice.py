@@ -1,6 +1,6 @@
 """A linear layer of a checkpoint, and whether its zeros are worth a packed form."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -98,22 +98,31 @@ def refuse_misfits(
             problem = f"has too few zeros in {many}. Prune it"
         raise PatternError(
             f"{checkpoint.path} {problem}, leave these out with `--skip`, or pack what fits with "
-            f"`--allow-partial`:\n{_by_kind(offending)}"
+            f"`--allow-partial`:\n{_listed(offending)}"
         )
     if all(choice.reason is not None for choice in choices):
-        raise PatternError(
-            f"{checkpoint.path} has no layer that can be packed:\n{_by_kind(choices)}"
-        )
+        listed = _listed(choices)
+        raise PatternError(f"{checkpoint.path} has no layer that can be packed:\n{listed}")
 
 
-def _by_kind(choices: Sequence[LayerChoice]) -> str:
-    """A line for each kind of layer and reason: layers that differ in numbers only are one."""
-    kinds: dict[tuple[str, str], list[LayerChoice]] = {}
-    for choice in choices:
-        name, reason = (without_numbers(s) for s in (choice.name, choice.reason or ""))
-        kinds.setdefault((name, reason), []).append(choice)
-    lines = []
-    for (name, _), (first, *more) in kinds.items():
-        many = f"{name} ({1 + len(more)} layers), such as " if more else ""
-        lines.append(f"  {many}{first.name}: {first.reason}")
-    return "\n".join(lines)
+def _listed(choices: Sequence[LayerChoice]) -> str:
+    reasons = {choice.name: choice.reason or "" for choice in choices}
+    return "\n".join(f"  {layers}: {reason}" for layers, reason in alike(reasons))
+
+
+def alike(reasons: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Layers with their reasons; those that differ in numbers only are one, with their count.
+
+    Where numbers in the reasons differ, too, one layer stands for all.
+    """
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, reason in reasons.items():
+        groups.setdefault((without_numbers(name), without_numbers(reason)), []).append(name)
+    found = []
+    for (pattern, _), names in groups.items():
+        first = names[0]
+        layers = first if len(names) == 1 else f"{pattern} ({len(names)} layers)"
+        if len({reasons[name] for name in names}) > 1:
+            layers += f", such as {first}"
+        found.append((layers, reasons[first]))
+    return found

@@ -96,7 +96,7 @@ class PackedQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, **_: Any
     ) -> PreTrainedModel:
-        pack_modules(model, self.quantization_config.layer, self.quantization_config.sizes)
+        pack_modules(model, self.quantization_config)
         return model
 
     def _process_model_after_weight_loading(
@@ -180,44 +180,38 @@ for _method in CONFIGS:
     register_quantizer(_method)(PackedQuantizer)
 
 
-def pack_modules(
-    model: nn.Module, layer: type[PackedLinear], sizes: Mapping[str, Mapping[str, int]]
-) -> None:
+def pack_modules(model: nn.Module, config: PackedConfig) -> None:
     """Replace linear layers by uninitialised packed ones of their shape.
-
-    `sizes` has, by name of a layer, the options of its class that do not follow from its shape.
 
     Raises:
         FormatError: Layers of these names do not exist, are not linear, or cannot be packed so.
     """
     modules = dict(model.named_modules())
-    if problems := list(misfits(modules, layer, sizes)):
-        listed = "\n".join(f"  {problem}" for problem in problems)
+    if problems := misfits(modules, config):
+        listed = "\n".join(f"  {problem}" for problem in problems.values())
         raise FormatError(
             f"`quantization_config.modules` does not fit {type(model).__name__}. The class must be "
             f"the one that was exported; else export the pruned model again:\n{listed}"
         )
-    for name, of_layer in sizes.items():
-        packed = layer.like(modules[name], None, **of_layer)
+    for name, sizes in config.sizes.items():
+        packed = config.layer.like(modules[name], None, **sizes)
         model.set_submodule(name, packed.train(modules[name].training))
 
 
-def misfits(
-    modules: Mapping[str, nn.Module],
-    layer: type[PackedLinear],
-    sizes: Mapping[str, Mapping[str, int]],
-) -> Iterator[str]:
-    """Name the layers that cannot be packed so, and why, before memory is taken for them."""
-    for name, of_layer in sizes.items():
+def misfits(modules: Mapping[str, nn.Module], config: PackedConfig) -> dict[str, str]:
+    """The problems of layers that cannot be packed so, by name, before memory is taken for them."""
+    problems = {}
+    for name, sizes in config.sizes.items():
         if name not in modules or not is_packable(modules[name]):
-            yield f"{name}: the module has no linear layer of this name"
+            problems[name] = f"{name}: the module has no linear layer of this name"
             continue
         (dense,) = layers_of(name, modules[name])
         rows, columns = dense.weight.shape
-        if reason := layer.FORMAT.why_not((rows, columns)):
-            yield f"{name}: {reason}"
-        elif (kept := of_layer.get("num_kept", 0)) > rows * columns:
-            yield f"{name}: {kept:,} values are kept of {rows}×{columns} weights"
+        if reason := config.layer.FORMAT.why_not((rows, columns)):
+            problems[name] = f"{name}: {reason}"
+        elif (kept := sizes.get("num_kept", 0)) > rows * columns:
+            problems[name] = f"{name}: {kept:,} values are kept of {rows}×{columns} weights"
+    return problems
 
 
 def load(directory: str | os.PathLike[str], **options: Any) -> PreTrainedModel:

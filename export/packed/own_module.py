@@ -48,7 +48,7 @@ def load_into(module: Module, directory: str | os.PathLike[str]) -> Module:
             f"module must be built as the one that was pruned:\n{listed}"
         )
     if packed is not None:
-        pack_modules(module, packed.layer, packed.sizes)
+        pack_modules(module, packed)
     module.load_state_dict(tensors)
     if packed is not None and _has_fast_path(module, packed.sizes):
         log.warning(
@@ -122,10 +122,10 @@ def _packed_problems(
     Tensors that are missing or of another shape are left for the caller to tell.
     """
     modules = dict(module.named_modules())
-    form = packed.layer.FORMAT
+    form, problems = packed.layer.FORMAT, misfits(modules, packed)
+    yield from problems.values()
     for name, sizes in packed.sizes.items():
-        if problem := next(misfits(modules, packed.layer, {name: sizes}), None):
-            yield problem
+        if name in problems:
             continue
         layer = packed.layer.like(modules[name], "meta", **sizes)
         expected = {f"{name}.{key}": tensor.shape for key, tensor in layer.state_dict().items()}

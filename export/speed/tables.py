@@ -5,11 +5,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from export.conversion.layer_choice import alike
 from export.kernels.kernel_times import STORED_DENSE, Failure, Measurement
 from export.speed.model_timing import ModelTime
 from mrp_lightning.files import save_text
 from mrp_lightning.json_files import as_json
-from mrp_lightning.targets.names import without_numbers
 
 VALUE_BYTES = 2
 """Bytes of a float16 or bfloat16 value."""
@@ -70,17 +70,6 @@ def tables(report: SpeedReport) -> str:
         )
     parts += [f"Stayed dense: {layers}: {why}." for layers, why in alike(report.stayed_dense)]
     return "\n\n".join(parts) + "\n"
-
-
-def alike(reasons: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Layers with their reasons; those that differ in numbers only are one, with their count."""
-    groups: dict[tuple[str, str], list[str]] = {}
-    for name, reason in reasons.items():
-        groups.setdefault((without_numbers(name), reason), []).append(name)
-    return [
-        (names[0] if len(names) == 1 else f"{pattern} ({len(names)} layers)", reason)
-        for (pattern, reason), names in groups.items()
-    ]
 
 
 def speed_ups(rows: Sequence[ModelTime]) -> dict[tuple[str, int], float]:

@@ -13,6 +13,7 @@ from transformers.utils import import_utils
 
 from export import benchmark as command
 from export.benchmark import main
+from export.conversion.layer_choice import alike
 from export.kernels.dispatch import known_times, use_times
 from export.kernels.kernel_times import STORED_DENSE, Failure, KernelTimes, Measurement
 from export.packed.sparse24_format import broken_groups
@@ -23,7 +24,7 @@ from export.speed.kernel_timing import random_24
 from export.speed.model_timing import Decoder, ModelTime, prefill, without_masks
 from export.speed.options import SpeedOptions, add_arguments
 from export.speed.random_models import SHAPES, prunable, random_model
-from export.speed.tables import SpeedReport, alike, speed_ups, tables
+from export.speed.tables import SpeedReport, speed_ups, tables
 from export.speed.timing import COLD_BYTES, Timing, copies, take_turns
 from export.speed.twins import dense_copy, packed_copy, storage_bytes
 from mrp_lightning.errors import OptionError
