@@ -10,6 +10,7 @@ from one part to the next, so that each may run on a machine of its own.
 
 import argparse
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -41,10 +42,18 @@ def tests() -> list[Command]:
     return [[*pytest, "-m", "gpu", *marked], [*pytest, "tests/export/test_triton.py"]]
 
 
-def speed(phase: str, tokens: list[str], *options: str) -> list[Command]:
-    """Packed against dense: layers of all tokens, and whole models, in one phase."""
-    command = ["-m", "export.benchmark", "--target", phase, "--out", f"{OUT}/{phase}", *options]
-    return [[*command, "--layer-tokens", *tokens, "--shape", shape] for shape in SHAPES]
+def speed(phase: str, tokens: list[int], **more: int) -> list[Command]:
+    """Packed against dense: layers of all tokens, and whole models, in one phase.
+
+    It is `python -m export.benchmark`, without the package that reads command lines.
+    """
+    options = {"target": phase, "layer_tokens": tokens, **more}
+    code = (
+        "from export.benchmark import SpeedOptions, measure_shapes; "
+        "measure_shapes([{shape!r}], SpeedOptions(**{options}), out={out!r})"
+    )
+    out = f"{OUT}/{phase}"
+    return [["-c", code.format(shape=shape, options=options, out=out)] for shape in SHAPES]
 
 
 def solver() -> list[Command]:
@@ -63,10 +72,10 @@ def walk() -> list[Command]:
 
 PARTS = {
     "tests": tests,
-    "decode": lambda: speed("decode", ["1", "4", "16"], "--prompt-tokens", "128"),
+    "decode": lambda: speed("decode", [1, 4, 16], prompt_tokens=128),
     "solver": solver,
     "walk": walk,
-    "prefill": lambda: speed("prefill", ["256", "2048", "8192"]),
+    "prefill": lambda: speed("prefill", [256, 2048, 8192]),
 }
 """The commands of each part, the most important part first."""
 
@@ -88,7 +97,7 @@ def run(part: str, more: list[str]) -> bool:
 
         for command in commands:
             left = LIMIT - (time.monotonic() - start)
-            write(f"\n```\npython {' '.join(command)}\n```\n\n")
+            write(f"\n```\npython {shlex.join(command)}\n```\n\n")
             if left <= 0:
                 write(f"Not run: the part had used up its {LIMIT:.0f} s.\n")
                 well = False
@@ -129,6 +138,8 @@ def main() -> None:
     options, more = parser.parse_known_args()
     if more and not options.part:
         parser.error(f"options of a command need the name of a part: {' '.join(more)}")
+    if more and PARTS[options.part]()[-1][0] == "-c":
+        parser.error(f"`{options.part}` takes no options: {' '.join(more)}")
     if not torch.cuda.is_available():
         raise SystemExit("torch sees no CUDA device here, and all of this needs one.")
     if not find_spec("pytest") and options.part in (None, "tests"):

@@ -6,41 +6,63 @@ A shape is filled with random 2:4 weights: speed does not depend on what the wei
 measured is written as it comes; what fails is listed with its reason.
 """
 
-import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from export.backends.apply import why_not_here
 from export.speed.comparison import compare
-from export.speed.options import LAYER_TOKENS, SpeedOptions, add_arguments, positive
+from export.speed.options import LAYER_TOKENS, SpeedOptions, add_arguments
 from export.speed.random_models import SHAPES, prunable, random_model
 from export.speed.tables import SpeedReport, tables
 from export.speed.twins import packed_copy
+from mrp_lightning.cli.command import make_parser, number_from, told
+from mrp_lightning.errors import OptionError
 
 log = logging.getLogger(__name__)
 
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line. Status 1: a shape could not be measured to its end."""
-    parser = _parser()
-    parsed = parser.parse_args(args)
+    with told():
+        parsed = _parser().parse_args(args)
+        measure_shapes(parsed.shape, SpeedOptions.of(parsed), parsed.dtype, parsed.out)
+
+
+def measure_shapes(
+    shapes: Sequence[str],
+    options: SpeedOptions,
+    dtype: str = "bfloat16",
+    out: str | os.PathLike[str] | None = None,
+) -> None:
+    """Measure shapes one after the other, and print what was found.
+
+    Args:
+        shapes: Keys of `SHAPES`.
+        options: What to measure.
+        dtype: Dtype of the weights, `bfloat16` or `float16`.
+        out: Directory for SHAPE-BACKEND.md and .json, which grow as it runs; `None` writes none.
+
+    Raises:
+        OptionError: There is no CUDA device, or the back-end cannot run on it.
+        SystemExit: With status 1 and their names if shapes could not be measured to their end.
+    """
     if not torch.cuda.is_available():
-        parser.error("speed is measured on a CUDA device, and this machine has none")
+        raise OptionError("speed is measured on a CUDA device, and this machine has none.")
     device = torch.device("cuda", torch.cuda.current_device())
-    if reason := why_not_here(parsed.backend, device):
-        parser.error(f"--backend {parsed.backend} cannot run here: {reason}")
-    options = SpeedOptions.of(parsed, layer_tokens=parsed.layer_tokens)
-    dtype = getattr(torch, parsed.dtype)
+    if reason := why_not_here(options.backend, device):
+        raise OptionError(f"`--backend {options.backend}` cannot run here: {reason}.")
     failed = []
-    for shape in parsed.shape:
-        path = parsed.out and parsed.out / f"{shape}-{options.backend}"
+    for shape in shapes:
+        path = None if out is None else Path(out, f"{shape}-{options.backend}")
         sys.stdout.write(f"## {shape}, {options.backend}\n\n")
         try:
-            report = measure_shape(shape, dtype, device, options, path)
+            report = measure_shape(shape, getattr(torch, dtype), device, options, path)
         except Exception:  # the shapes that follow may fit where this one did not
             log.exception("%s was not measured to its end.", shape)
             failed.append(shape)
@@ -56,12 +78,7 @@ def measure_shape(
 ) -> SpeedReport:
     """Fill a published shape with random weights, and measure it.
 
-    Args:
-        shape: A key of `SHAPES`.
-        dtype: Dtype of the weights.
-        device: A CUDA device.
-        options: What to measure.
-        path: Where to write the report as it grows, without suffix; `None` writes none.
+    `path` is where to write the report as it grows, without suffix; `None` writes none.
     """
 
     def save(report: SpeedReport) -> None:
@@ -76,19 +93,15 @@ def measure_shape(
     return report
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m export.benchmark",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _parser() -> Any:
+    parser = make_parser("python -m export.benchmark", str(__doc__))
     parser.add_argument("--shape", choices=SHAPES, nargs="+", required=True)
     add_arguments(parser, batch_sizes=[1])
     parser.add_argument(
         "--layer-tokens",
-        type=positive,
+        type=number_from(1),
         nargs="*",
-        default=LAYER_TOKENS,
+        default=[*LAYER_TOKENS],
         metavar="N",
         help="time every kernel on each layer shape at so many tokens; no number: only the models",
     )

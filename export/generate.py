@@ -1,8 +1,6 @@
 """`python -m export.generate DIR --prompt TEXT`: stream what a model writes, and tell its speed."""
 
-import argparse
 import os
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,13 +14,11 @@ from transformers.utils import logging as transformers_logging
 
 from export.backends.torchao_format import load
 from export.errors import first_line
-from export.speed.options import positive
 from export.speed.twins import storage_bytes
-from mrp_lightning import errors
+from mrp_lightning.cli.command import make_parser, number_from, told
 from mrp_lightning.environment import device_named, machine
+from mrp_lightning.errors import DataError
 from mrp_lightning.models.tokenizers import load_tokenizer
-
-_USER_ERRORS = (errors.DataError, errors.FormatError, errors.OptionError, OSError)
 
 
 @dataclass(frozen=True)
@@ -41,6 +37,12 @@ class Speed:
     rate: float
     num_bytes: int
 
+    def __str__(self) -> str:
+        return (
+            f"[{self.tokens} tokens: the first after {self.first:.2f} s, then {self.rate:.1f} a "
+            f"second; {self.num_bytes / 2**20:,.0f} MiB of weights]"
+        )
+
 
 class TimedStreamer(TextStreamer):
     """Print tokens as they come, and note when they came."""
@@ -57,23 +59,18 @@ class TimedStreamer(TextStreamer):
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line. Status 2: a mistake of the user's."""
-    options = _parser().parse_args(args)
     transformers_logging.disable_progress_bar()
-    try:
+    with told():
+        options = _parser().parse_args(args)
         device = device_named(options.device)
         print(f"On {machine(device)}\n")
-        speeds = {}
+        speeds = []
         for directory in filter(None, (options.compare, options.directory)):
             print(f"--- {directory}")
-            speeds[directory] = write(directory, options.prompt, options.max_new_tokens, device)
-            print(_line(speeds[directory]) + "\n")
-    except _USER_ERRORS as error:
-        sys.stderr.write(f"error: {error}\n")
-        raise SystemExit(2) from error
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
-    if options.compare and speeds[options.compare].rate:
-        before, after = speeds[options.compare], speeds[options.directory]
+            speeds.append(write(directory, options.prompt, options.max_new_tokens, device))
+            print(f"{speeds[-1]}\n")
+    if options.compare and speeds[0].rate:
+        before, after = speeds
         print(
             f"{after.rate / before.rate:.2f} times the tokens a second, "
             f"{after.num_bytes / before.num_bytes:.2f} of the memory"
@@ -100,13 +97,13 @@ def write(
     model.to(device)
     try:
         tokenizer = load_tokenizer(directory)
-    except (FileNotFoundError, errors.DataError) as error:
-        raise errors.DataError(
+    except (FileNotFoundError, DataError) as error:
+        raise DataError(
             f"{directory} holds no tokenizer that can be loaded: {first_line(error)}"
         ) from error
     tokens = tokenizer(prompt, return_tensors="pt").to(device)
     if not tokens["input_ids"].numel():
-        raise errors.DataError("`--prompt` is empty; give the beginning of a text.")
+        raise DataError("`--prompt` is empty; give the beginning of a text.")
     tokens = {key: tokens[key] for key in ("input_ids", "attention_mask")}
     streamer = TimedStreamer(tokenizer)
     with torch.inference_mode():
@@ -123,22 +120,15 @@ def write(
     )
 
 
-def _line(speed: Speed) -> str:
-    return (
-        f"[{speed.tokens} tokens: the first after {speed.first:.2f} s, then {speed.rate:.1f} a "
-        f"second; {speed.num_bytes / 2**20:,.0f} MiB of weights]"
-    )
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m export.generate", description=__doc__)
+def _parser() -> Any:
+    parser = make_parser("python -m export.generate", str(__doc__))
     parser.add_argument("directory", metavar="DIR", help="a packed (or dense) model")
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="how the text begins")
     parser.add_argument(
         "--compare", metavar="DENSE_DIR", help="a model that writes the same first, to compare with"
     )
     parser.add_argument(
-        "--max-new-tokens", type=positive, default=128, metavar="N", help="default: 128"
+        "--max-new-tokens", type=number_from(1), default=128, metavar="N", help="default: 128"
     )
     parser.add_argument("--device", help="default: cuda if present")
     return parser

@@ -1,15 +1,15 @@
 """`python -m export.to_sparse CKPT`: pack a pruned checkpoint, prove it equal, time it."""
 
-import argparse
 import logging
 import signal
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -28,21 +28,13 @@ from export.report import NO_CUDA, ExportReport
 from export.speed.comparison import compare
 from export.speed.options import SpeedOptions, add_arguments
 from mrp_lightning import errors
+from mrp_lightning.cli.command import make_parser, told
 from mrp_lightning.environment import device_named
 from mrp_lightning.files import check_output_dir, save_directory
 
 log = logging.getLogger(__name__)
 
 _FORMS = {"packed": SPARSE24, "torchao": SPARSE24, "bitmask": BITMASK}
-_USER_ERRORS = (
-    errors.DataError,
-    errors.FormatError,
-    errors.OptionError,
-    errors.PatternError,
-    errors.TargetError,
-    OSError,  # files that are not there, exist already, or cannot be written: a full disk, too
-    SafetensorError,
-)
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -51,26 +43,17 @@ def main(args: Sequence[str] | None = None) -> None:
     Status 0: the export is written and equal to its source. 1: it is not equal. 2: a mistake of the
     user's. 130 and 143: interrupted. But for 0 nothing is written.
     """
-    options = _parser().parse_args(args)
-    signal.signal(signal.SIGTERM, _stop)
+    # SIGTERM ends it by an exception, so that what is half written is removed.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(errors.ended_by(number)))
     # A line for each file of each model that the gate loads says nothing.
     logging.getLogger("transformers").setLevel(logging.ERROR)
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
-    try:
-        convert(options)
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted: nothing was written\n")
-        raise SystemExit(130) from None
-    except errors.ParityError as error:
-        sys.stderr.write(f"error: {error}\n")
-        raise SystemExit(1) from error
-    except _USER_ERRORS as error:
-        sys.stderr.write(f"error: {error}\n")
-        raise SystemExit(2) from error
+    with told(interrupted="interrupted: nothing was written"):
+        convert(_parser().parse_args(args))
 
 
-def convert(options: argparse.Namespace) -> ExportReport:
+def convert(options: Namespace) -> ExportReport:
     """Validate, pack, compare, measure and report.
 
     Raises:
@@ -111,96 +94,79 @@ def convert(options: argparse.Namespace) -> ExportReport:
         options.format = options.format or layers[0].form.option
         out = _output(options)
         report = ExportReport(str(options.checkpoint), options.format, layers, source.num_bytes)
-        if options.check_only:
-            _check(source, report, out, options, device, track)
-        else:
+        export = _Export(source, report, options, device, track)
+        if not options.check_only:
             with save_directory(out, overwrite=options.overwrite, argument="--out") as staging:
-                _export(source, report, staging, options, device, track)
-                _compare(source, report, staging, options, device, track)
-                _measure(report, staging, options, device)
+                export.write(staging)
+                export.compare(staging)
+                export.measure(staging)
                 if report.format != "dense":
                     write_card(source, report, staging)
                 report.save(staging)
+        elif (out / "export_report.json").is_file():
+            export.compare(out)
+        else:
+            report.notes.append(f"checked only: {out} does not exist, and nothing was written")
     report.print()
     if not options.check_only:
         sys.stdout.write(f"Written to {out}\n")
     return report
 
 
-def _export(
-    source: Checkpoint,
-    report: ExportReport,
-    staging: Path,
-    options: argparse.Namespace,
-    device: torch.device,
-    track: Track,
-) -> None:
-    layers = report.packed
-    if options.format == "torchao":
-        written = write_torchao(source, staging, layers, device)
-    elif options.format == "dense":
-        written = write_dense(source, staging, layers)
-    else:
-        written = write_packed(source, staging, layers)
-    for _ in track(written, len(layers), "writing layers"):
-        pass
+@dataclass(frozen=True)
+class _Export:
+    """A checkpoint that is exported, and what is asked and found."""
 
+    source: Checkpoint
+    report: ExportReport
+    options: Namespace
+    device: torch.device
+    track: Track
 
-def _check(
-    source: Checkpoint,
-    report: ExportReport,
-    out: Path,
-    options: argparse.Namespace,
-    device: torch.device,
-    track: Track,
-) -> None:
-    """Compare with what was exported before, if that is there."""
-    if (out / "export_report.json").is_file():
-        _compare(source, report, out, options, device, track)
-    else:
-        report.notes.append(f"checked only: {out} does not exist, and nothing was written")
+    def write(self, directory: Path) -> None:
+        layers = self.report.packed
+        if self.report.format == "torchao":
+            written = write_torchao(self.source, directory, layers, self.device)
+        elif self.report.format == "dense":
+            written = write_dense(self.source, directory, layers)
+        else:
+            written = write_packed(self.source, directory, layers)
+        for _ in self.track(written, len(layers), "writing layers"):
+            pass
 
+    def compare(self, directory: Path) -> None:
+        """Refuse an export that is not equal to its source."""
+        report, text = self.report, self.options.text
+        report.exported_bytes = open_checkpoint(directory).num_bytes
+        report.parity = check_parity(
+            self.source, directory, report.layers, text=text, device=self.device, track=self.track
+        )
+        report.parity.require()
+        if report.parity.text is None:
+            is_model = bool(self.source.config)
+            reason = "the model predicts no next token" if is_model else "the module is your own"
+            report.notes.append(f"logits not compared: {reason}")
 
-def _compare(
-    source: Checkpoint,
-    report: ExportReport,
-    directory: Path,
-    options: argparse.Namespace,
-    device: torch.device,
-    track: Track,
-) -> None:
-    report.exported_bytes = open_checkpoint(directory).num_bytes
-    report.parity = check_parity(
-        source, directory, report.layers, text=options.text, device=device, track=track
-    )
-    report.parity.require()
-    if report.parity.text is None:
-        reason = "the model predicts no next token" if source.config else "the module is your own"
-        report.notes.append(f"logits not compared: {reason}")
-
-
-def _measure(
-    report: ExportReport, directory: Path, options: argparse.Namespace, device: torch.device
-) -> None:
-    """Time the export, where that has a meaning and was asked for."""
-    if device.type != "cuda":
-        untried = "" if options.backend == "auto" else f", back-end {options.backend} not tried"
-        report.notes.append(f"{NO_CUDA}{untried}")
-    elif report.format == "dense":
-        report.notes.append("speed not measured: the dense format runs as its source does")
-    elif report.format == "bitmask":
-        report.notes.append("speed not measured: no kernel for bitmasks runs on CUDA devices")
-    elif report.format == "torchao":
-        report.notes.append("speed not measured: `--format packed --backend torchao` measures it")
-    elif not options.benchmark:
-        report.notes.append("speed not measured: ask for it with --benchmark")
-    else:
-        try:
-            model = cast(PreTrainedModel, load(directory).eval().to(device))
-            report.benchmark = compare(model, SpeedOptions.of(options))
-        except Exception as error:  # no reason to lose a proven export
-            log.exception("The benchmark failed; the export is written all the same.")
-            report.notes.append(f"speed not measured: {type(error).__name__}: {error}")
+    def measure(self, directory: Path) -> None:
+        """Time the export, where that has a meaning and was asked for."""
+        why_not = {
+            "dense": "the dense format runs as its source does",
+            "bitmask": "no kernel for bitmasks runs on CUDA devices",
+            "torchao": "`--format packed --backend torchao` measures it",
+        }.get(self.report.format)
+        notes, backend = self.report.notes, self.options.backend
+        if self.device.type != "cuda":
+            untried = "" if backend == "auto" else f", back-end {backend} not tried"
+            notes.append(f"{NO_CUDA}{untried}")
+        elif why_not or not self.options.benchmark:
+            notes.append(f"speed not measured: {why_not or 'ask for it with --benchmark'}")
+        else:
+            try:
+                model = cast(PreTrainedModel, load(directory).eval().to(self.device))
+                self.report.benchmark = compare(model, SpeedOptions.of(self.options))
+            except Exception as error:  # no reason to lose a proven export
+                log.exception("The benchmark failed; the export is written all the same.")
+                notes.append(f"speed not measured: {type(error).__name__}: {error}")
 
 
 def _why_not_torchao(layer: LayerChoice) -> str | None:
@@ -209,7 +175,7 @@ def _why_not_torchao(layer: LayerChoice) -> str | None:
     return why_not_storable(layer.shape, layer.dtype)
 
 
-def _output(options: argparse.Namespace) -> Path:
+def _output(options: Namespace) -> Path:
     source = Path(options.checkpoint).expanduser().resolve()
     form = _FORMS.get(options.format)
     suffix = options.format if form is None or options.format == "torchao" else form.suffix
@@ -220,23 +186,15 @@ def _output(options: argparse.Namespace) -> Path:
         raise errors.OptionError(
             f"`--out` {out} must neither be the source {source}, nor hold it, nor lie in it."
         )
-    for place in (Path.cwd(), Path.home().resolve()):
-        if out == place or out in place.parents:
-            raise errors.OptionError(f"`--out` {out} would replace {place}. Name a new directory.")
     if not options.check_only:
         check_output_dir(out, overwrite=options.overwrite, argument="--out")
     return out
 
 
-def _stop(*_: Any) -> None:
-    """End by an exception, so that what is half written is removed."""
-    raise SystemExit(143)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m export.to_sparse",
-        description="Pack a checkpoint that was pruned, prove that it computes the same, "
+def _parser() -> Any:
+    parser = make_parser(
+        "python -m export.to_sparse",
+        "Pack a checkpoint that was pruned, prove that it computes the same, "
         "and measure its speed.",
     )
     parser.add_argument(

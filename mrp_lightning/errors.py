@@ -1,4 +1,12 @@
-"""The errors that users meet, by kind, so that they can be told apart in code."""
+"""The errors that users meet, by kind, so that they can be told apart in code and by a shell."""
+
+FAILED, MISTAKE = 1, 2
+"""Exit statuses: what was asked for could not be done; what was asked for cannot be."""
+
+
+def ended_by(signal: int) -> int:
+    """The exit status of a process that a signal ends, as shells have it."""
+    return 128 + signal
 
 
 class PatternError(ValueError):

@@ -1,11 +1,12 @@
 """What a comparison of speed is asked for, in code and on the command lines that measure."""
 
-import argparse
+from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from export.backends.apply import BACKENDS, TARGETS
+from mrp_lightning.cli.command import number_from
 
 LAYER_TOKENS = (1, 4, 8, 16, 64, 256, 1024, 4096, 16384)
 
@@ -39,34 +40,19 @@ class SpeedOptions:
         return ("prefill", "decode") if self.target == "both" else (self.target,)
 
     @classmethod
-    def of(cls, parsed: argparse.Namespace, **others: Any) -> Self:
-        """The options of a command line whose parser `add_arguments` was given.
-
-        Args:
-            parsed: What the parser found.
-            **others: Fields that are no arguments of every command line.
-        """
-        return cls(
-            backend=parsed.backend,
-            target=parsed.target,
-            compile_mode=None if parsed.compile == "none" else parsed.compile,
-            batch_sizes=parsed.batch_sizes,
-            prompt_tokens=parsed.prompt_tokens,
-            new_tokens=parsed.new_tokens,
-            **others,
-        )
+    def of(cls, parsed: Namespace) -> Self:
+        """The options of a command line whose parser `add_arguments` was given."""
+        names = [field.name for field in fields(cls)]
+        return cls(**{name: getattr(parsed, name) for name in names if name in parsed})
 
 
-def add_arguments(parser: argparse._ActionsContainer, batch_sizes: Sequence[int]) -> None:
-    """Add the arguments of `SpeedOptions` to a command line.
-
-    Args:
-        parser: The parser, or a group of its arguments.
-        batch_sizes: The default of `--batch-sizes`.
-    """
+def add_arguments(parser: Any, batch_sizes: Sequence[int]) -> None:
+    """Add the arguments of `SpeedOptions` but `layer_tokens` to a command line, or to a group."""
     parser.add_argument("--backend", choices=BACKENDS, default="auto", help="what to measure")
     parser.add_argument(
         "--compile",
+        dest="compile_mode",
+        type=lambda mode: None if mode == "none" else mode,
         default="default",
         metavar="MODE",
         help="mode of torch.compile, for both sides; none: eager code alone",
@@ -77,15 +63,9 @@ def add_arguments(parser: argparse._ActionsContainer, batch_sizes: Sequence[int]
         default="both",
         help="what to keep weights ready for; both keeps two layouts in memory (default: both)",
     )
+    number = number_from(1)
     parser.add_argument(
-        "--batch-sizes", nargs="+", type=positive, default=list(batch_sizes), metavar="N"
+        "--batch-sizes", nargs="+", type=number, default=[*batch_sizes], metavar="N"
     )
-    parser.add_argument("--prompt-tokens", type=positive, default=2048, metavar="N")
-    parser.add_argument("--new-tokens", type=positive, default=128, metavar="N")
-
-
-def positive(text: str) -> int:
-    """A positive number on a command line."""
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"expected a positive number, got {text!r}")
-    return int(text)
+    parser.add_argument("--prompt-tokens", type=number, default=2048, metavar="N")
+    parser.add_argument("--new-tokens", type=number, default=128, metavar="N")

@@ -2,9 +2,9 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
@@ -12,8 +12,8 @@ from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from mrp_lightning.cli.places import mentions, not_yaml
-from mrp_lightning.cli.typos import explain
+from mrp_lightning.cli.given import Given, given
+from mrp_lightning.cli.parser import Parser
 from mrp_lightning.errors import OptionError
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.data_module import TextDataModule
@@ -36,30 +36,8 @@ class SaveConfigToLog(SaveConfigCallback):
             super().setup(trainer, pl_module, stage)
 
 
-class ConciseParser(LightningArgumentParser):
-    """Lightning's parser, which says what is wrong without the usage of all options.
-
-    Options are not abbreviated: what is short for one today may be short for two tomorrow.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, allow_abbrev=False, **kwargs)
-        self._given: Sequence[str] = ()
-
-    def parse_args(self, args: Sequence[str] | None = None, *more: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Parse a command line, and remember it for messages."""
-        self._given = sys.argv[1:] if args is None else args
-        if broken := not_yaml(self._given):
-            self.error(broken)
-        return super().parse_args(args, *more, **kwargs)
-
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """End with the mistake, its place and the nearest name, status 2."""
-        if not self.exit_on_error:  # a parser inside another one, which reports
-            super().error(message, ex)
-        parser = getattr(ex, "subcommand_parser", None) or self
-        sys.stderr.write(f"error: {explain(message, parser, self._given)}\n")
-        self.exit(2)
+class LightningParser(Parser, LightningArgumentParser):
+    """The parser of every command line, with what Lightning adds to it."""
 
 
 class PruningCLI(LightningCLI):
@@ -74,8 +52,8 @@ class PruningCLI(LightningCLI):
     """
 
     def __init__(self, args: list[str] | None = None, *, run: bool = True) -> None:
-        given = sys.argv[1:] if args is None else args
-        model, data = _keys(given, "model"), _keys(given, "data")
+        found = given(sys.argv[1:] if args is None else args)
+        model, data = _keys(found, "model"), _keys(found, "data")
         own_model, own_data = "class_path" in model, "class_path" in data
         of_text = not own_data and (not own_model or bool(data))
         super().__init__(
@@ -87,7 +65,7 @@ class PruningCLI(LightningCLI):
             save_config_kwargs={"overwrite": True},
             seed_everything_default=0,
             auto_configure_optimizers=False,
-            parser_class=ConciseParser,
+            parser_class=LightningParser,
             parser_kwargs={
                 "epilog": "More commands, each with its own --help: layers (what would be pruned), "
                 "zeroshot (tasks of lm-eval), report (a page on a run), sweep (many runs), "
@@ -156,13 +134,10 @@ class PruningCLI(LightningCLI):
             )
 
 
-def _keys(args: Sequence[str], group: str) -> set[str]:
+def _keys(given: Iterable[Given], group: str) -> set[str]:
     """The keys that a command line and its files set in a group of options."""
-    commands = LightningCLI.subcommands()
-    paths = {group, *(f"{command}.{group}" for command in commands)}
-    in_files = {mention.word for mention in mentions(args) if mention.path in paths}
-    options = (arg.partition("=")[0] for arg in args if arg.startswith(f"--{group}."))
-    return in_files | {option.split(".")[1] for option in options}
+    paths = [one.path.split(".") for one in given]
+    return {path[1] for path in paths if path[0] == group and len(path) > 1}
 
 
 def _is_there(accelerator: str) -> bool:

@@ -4,7 +4,6 @@ The model is built from its configuration on the meta device: no weights are rea
 that a model of any size is listed in seconds. Blocks and layers are those of the callback's plan.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Iterable, Sequence
@@ -15,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from mrp_lightning.cli.model_options import add_model_options
+from mrp_lightning.cli.command import add_model_options, make_parser
 from mrp_lightning.models.gguf import located
 from mrp_lightning.models.loading import load_config
 from mrp_lightning.models.skeleton import build_without_weights
@@ -183,11 +182,10 @@ def print_listing(listing: Listing) -> None:
         )
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False,
-        prog="python -m mrp_lightning layers",
-        description="List what would be pruned and what would stay dense, and why. No weights are "
+def _parser() -> Any:
+    parser = make_parser(
+        "python -m mrp_lightning layers",
+        "List what would be pruned and what would stay dense, and why. No weights are "
         "needed: of the model only the configuration is read.",
     )
     add_model_options(parser)

@@ -1,7 +1,6 @@
 """The command line: LightningCLI (`predict` prunes, `test` gives perplexity), and what it lacks."""
 
 import gc
-import inspect
 import signal
 import sys
 from collections.abc import Callable
@@ -10,25 +9,11 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
-from mrp_lightning import errors
+from mrp_lightning.cli.command import told
 from mrp_lightning.environment import extra
+from mrp_lightning.errors import DependencyError, OptionError, ended_by
 
-# What a user can put right: shown as a line, not as a traceback.
-_USER_ERRORS: tuple[Any, ...] = (
-    *(
-        error
-        for _, error in inspect.getmembers(errors, inspect.isclass)
-        if issubclass(error, Exception) and not issubclass(error, Warning)
-    ),
-    FileExistsError,
-    FileNotFoundError,
-    PermissionError,
-)
-
-
-_BY_SIGNALS = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 _OF_LIGHTNING = ("predict", "test", "validate", "fit")
 
 # Each is `main` of a module of this package, loaded when it is asked for.
@@ -45,24 +30,18 @@ def main(args: list[str] | None = None) -> None:
     """
     given = sys.argv[1:] if args is None else args
     try:
-        _require_own_packages()
-        command = _command(given[0]) if given else None
-        if command is not None:
-            command(given[1:])
-        else:
-            _run_lightning(args)
+        with told():
+            _require_own_packages()
+            if command := _command(given[0]) if given else None:
+                command(given[1:])
+            else:
+                _run_lightning(args)
     except SystemExit as end:
         if type(end).__name__ == "SIGTERMException":  # of Lightning's loops
-            end.code = 128 + signal.SIGTERM
-        if args is None and end.code in _BY_SIGNALS:
+            end.code = ended_by(signal.SIGTERM)
+        if args is None and end.code in (ended_by(signal.SIGINT), ended_by(signal.SIGTERM)):
             gc.freeze()  # Python's last search for garbage may take longer than schedulers wait
         raise
-    except Exception as error:
-        message = _user_error(error)
-        if message is None:
-            raise
-        sys.stderr.write(f"error: {message}\n")
-        raise SystemExit(2) from error
 
 
 def _command(name: str) -> Callable[[list[str]], None] | None:
@@ -80,7 +59,7 @@ def _command(name: str) -> Callable[[list[str]], None] | None:
     known = [*_OF_LIGHTNING, *_COMMANDS, *(plugin.name for plugin in entry_points(group=GROUP))]
     near = get_close_matches(name, known, n=1)
     meant = f"Did you mean `{near[0]}`?" if near else f"There are {', '.join(known)}."
-    raise errors.OptionError(f"there is no command `{name}`. {meant}")
+    raise OptionError(f"there is no command `{name}`. {meant}")
 
 
 def _run_lightning(args: list[str] | None) -> None:
@@ -94,7 +73,7 @@ def _run_lightning(args: list[str] | None) -> None:
         PruningCLI(args)
     except MisconfigurationException as error:
         reason = " ".join(str(error).split())
-        raise errors.OptionError(f"Lightning refuses this configuration: {reason}") from error
+        raise OptionError(f"Lightning refuses this configuration: {reason}") from error
 
 
 def _require_own_packages() -> None:
@@ -113,15 +92,8 @@ def _require_own_packages() -> None:
         found = Path(spec.origin)
         found = found.parent if found.name == "__init__.py" else found
         if found.resolve() != (beside / name).resolve() and (beside / name).is_dir():
-            raise errors.DependencyError(
+            raise DependencyError(
                 f"{found} hides the package `{name}` of mrp-lightning, because `python -m` looks "
                 "in the working directory first. Start `mrp-lightning …` or `python -P -m "
                 "mrp_lightning …` in its place, or rename yours."
             )
-
-
-def _user_error(error: BaseException | None) -> BaseException | None:
-    """The user's mistake behind an error; jsonargparse wraps what a constructor raises."""
-    while error is not None and not isinstance(error, _USER_ERRORS):
-        error = error.__cause__
-    return error

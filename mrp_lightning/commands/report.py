@@ -1,11 +1,12 @@
 """`python -m mrp_lightning report`: one HTML page about a run, or about all runs in a directory."""
 
-import argparse
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from mrp_lightning.cli.command import make_parser
 from mrp_lightning.environment import extra
 from mrp_lightning.experiments.runs import find_runs
 
@@ -27,11 +28,10 @@ def main(args: Sequence[str]) -> None:
     sys.stdout.write(f"{num}: {out}{where}\n")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False,
-        prog="python -m mrp_lightning report",
-        description="Write one HTML page, which needs no other file, about the runs in a directory "
+def _parser() -> Any:
+    parser = make_parser(
+        "python -m mrp_lightning report",
+        "Write one HTML page, which needs no other file, about the runs in a directory "
         "and beneath it: pruning_report.json, evaluation.json. The pictures are written as PNG "
         "files beside it.",
     )

@@ -12,9 +12,9 @@ import lightning.pytorch  # noqa: F401
 from rich.console import Console
 from rich.markdown import Markdown
 
-from mrp_lightning.cli.lightning_cli import ConciseParser
+from mrp_lightning.cli.parser import Parser
 from mrp_lightning.environment import extra
-from mrp_lightning.errors import OptionError
+from mrp_lightning.errors import FAILED, OptionError
 from mrp_lightning.evaluation.zeroshot import Tasks, load_tasks
 from mrp_lightning.experiments.execute import (
     configure,
@@ -68,7 +68,7 @@ def main(args: list[str]) -> None:
             names.setdefault(error, []).append(str(trial.directory))
         lines = "".join(f"\n  {', '.join(named)}: {error}" for error, named in names.items())
         sys.stderr.write(f"error: {len(failed)} runs failed, all others were made:{lines}\n")
-        raise SystemExit(1)
+        raise SystemExit(FAILED)
 
 
 def read_sweep(args: list[str]) -> Sweep:
@@ -77,7 +77,7 @@ def read_sweep(args: list[str]) -> Sweep:
     Raises:
         OptionError: A setting, a method or `only` is wrong.
     """
-    parser = ConciseParser(prog="python -m mrp_lightning sweep", description=_WHAT)
+    parser = Parser(prog="python -m mrp_lightning sweep", description=_WHAT)
     parser.add_argument("--config", action="config", help="YAML of a sweep; may be repeated.")
     parser.add_class_arguments(Sweep)
     parsed = parser.instantiate(parser.parse_args(args))

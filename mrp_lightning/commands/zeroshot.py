@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from mrp_lightning.cli.model_options import add_model_options
+from mrp_lightning.cli.command import add_model_options, make_parser, number_from
 from mrp_lightning.environment import device_named
 from mrp_lightning.errors import OptionError
 from mrp_lightning.evaluation.zeroshot import PAPER_TASKS, evaluate, load_tasks, summarize
@@ -122,25 +122,24 @@ def _check_writable(path: Path) -> None:
         raise PermissionError(f"`--out`: {path} cannot be written.")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False,
-        prog="python -m mrp_lightning zeroshot",
-        description="Run tasks of lm-eval on a dense, pruned or packed checkpoint. The results are "
+def _parser() -> Any:
+    parser = make_parser(
+        "python -m mrp_lightning zeroshot",
+        "Run tasks of lm-eval on a dense, pruned or packed checkpoint. The results are "
         "added to evaluation.json in its directory.",
     )
     add_model_options(parser)
     parser.add_argument(
         "--tasks",
         type=_names,
-        default=PAPER_TASKS,
+        default=",".join(PAPER_TASKS),
         metavar="NAME,NAME",
         help=f"tasks or groups of lm-eval, * is a wildcard (default: {','.join(PAPER_TASKS)})",
     )
     parser.add_argument("--include-path", metavar="DIR", help="YAML files of more tasks")
     parser.add_argument(
         "--num-fewshot",
-        type=_count(0),
+        type=number_from(0),
         default=0,
         metavar="N",
         help="solved examples in each prompt (default: 0)",
@@ -153,7 +152,7 @@ def _parser() -> argparse.ArgumentParser:
         help="requests at once, or auto: as many as fit (default: 8)",
     )
     parser.add_argument(
-        "--limit", type=_count(1), metavar="N", help="only N samples a task, for a quick look"
+        "--limit", type=number_from(1), metavar="N", help="only N samples a task, for a quick look"
     )
     parser.add_argument("--device", help="where to run (default: cuda if present)")
     parser.add_argument("--dtype", help="of the weights (default: as stored)")
@@ -170,14 +169,5 @@ def _names(text: str) -> tuple[str, ...]:
     return names
 
 
-def _count(least: int) -> Any:
-    def parse(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"expected a number from {least}, got {text}")
-        return int(text)
-
-    return parse
-
-
 def _batch_size(text: str) -> int | str:
-    return text if text == "auto" else int(_count(1)(text))
+    return text if text == "auto" else number_from(1)(text)

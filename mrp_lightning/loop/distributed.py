@@ -18,7 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed import PrefixStore
 
 from mrp_lightning import upstream
-from mrp_lightning.errors import DataError, NumericalWarning, StrategyError
+from mrp_lightning.errors import FAILED, DataError, NumericalWarning, StrategyError
 from mrp_lightning.loop.capture import Step
 from mrp_lightning.models.batch import token_ids
 from mrp_lightning.processes import Processes
@@ -212,4 +212,4 @@ def _end(left: threading.Event, processes: Processes, reason: str) -> None:
         processes.size,
         reason,
     )
-    os._exit(1)
+    os._exit(FAILED)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from mrp_lightning.errors import ended_by
 from mrp_lightning.loop.progress import log
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -19,7 +20,7 @@ class Interrupted(SystemExit):
     """A signal ended the pruning. The exit status is 128 and its number, as shells have it."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(128 + number)
+        super().__init__(ended_by(number))
         self.signal = signal.Signals(number)
 
 
@@ -95,4 +96,4 @@ def _end_in_time(reading: int, left: threading.Event) -> None:
                 "Stopped by SIGTERM in a long operation. What the journal has, it keeps: start the "
                 "same run again, and it goes on there."
             )
-            os._exit(128 + signal.SIGTERM)
+            os._exit(ended_by(signal.SIGTERM))

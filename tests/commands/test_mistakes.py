@@ -58,7 +58,7 @@ def test_predict_with_nothing_that_prunes(callbacks, arguments, capsys):
         ("data: {num_sample: 3}", "num_sample", "`data.num_samples`"),
         ("model: {modle: there}", "modle", "`model.model`"),
         ("trainer: {acelerator: cpu}", "acelerator", "`trainer.accelerator`"),
-        ("dta: {num_samples: 3}", "dta", "`data.num_samples`"),
+        ("dta: {num_samples: 3}", "dta", "`data`"),
         (
             "trainer: {callbacks: "
             "[{class_path: callbacks.MRPCallback, init_args: {patern: '2:4'}}]}",
@@ -73,9 +73,9 @@ def test_predict_with_nothing_that_prunes(callbacks, arguments, capsys):
         (
             "trainer: {callbacks: {class_path: calbacks.MRPCallback}}",
             "calbacks",
-            "`callbacks`",
+            "`callbacks.MRPCallback`",
         ),
-        ("trainer: {callbacks: {class_path: MRPCalback}}", "MRPCalback", "with its module"),
+        ("trainer: {callbacks: {class_path: MRPCalback}}", "MRPCalback", "`callbacks.MRPCallback`"),
     ],
 )
 def test_a_name_that_does_not_exist_in_yaml(yaml, wrong, meant, arguments, tmp_path, capsys):
@@ -105,7 +105,7 @@ def test_a_name_that_does_not_exist_on_the_command_line(option, meant, arguments
     ("lines", "number", "meant"),
     [
         (["data:", "  seed: 1", "  num_sample: 3"], 3, "`data.num_samples`"),
-        (["", "dta:", "  num_samples: 3"], 2, "`data.num_samples`"),
+        (["", "dta:", "  num_samples: 3"], 2, "`data`"),
         (["data:", "  # how many", "  num_samples: many"], 3, "many"),
         (
             [
@@ -165,8 +165,8 @@ def test_options_are_not_abbreviated(options, meant, arguments, capsys):
             ["models: {tiny: {options: {}}}", "seed: 3"],
             "line 2: there is no option `seed`.*`seeds`",
         ),
-        (["models: {tiny: {optons: {}}}"], "required: options.*line 1, has `optons`"),
-        (["modls: {tiny: {options: {}}}"], "required: models.*line 1, has `modls`"),
+        (["models: {tiny: {optons: {}}}"], "line 1: .*required: options.*`options` by `optons`"),
+        (["modls: {tiny: {options: {}}}"], "line 1: .*required: models.*`models` by `modls`"),
     ],
 )
 def test_a_mistake_in_a_sweep_is_a_line(lines, message, tmp_path, capsys):

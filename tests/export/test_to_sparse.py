@@ -328,12 +328,21 @@ def test_mistakes_are_one_line(llama, capsys, tmp_path):
     assert "no complete safetensors file" in refusal([str(llama), "--overwrite"], capsys)
 
 
-@pytest.mark.parametrize("place", [".", "..", "~"])
-def test_no_directory_that_one_works_in_is_overwritten(place, llama, capsys, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        (".", "is the working directory"),
+        ("..", "holds the working directory"),
+        ("~", "is the home directory"),
+    ],
+)
+def test_no_directory_that_one_works_in_is_overwritten(
+    place, said, llama, capsys, monkeypatch, tmp_path
+):
     (tmp_path / "work" / "here").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "work" / "here")
-    monkeypatch.setenv("HOME", str(tmp_path / "work"))
-    assert "would replace" in refusal([str(llama), "--overwrite", "--out", place], capsys)
+    monkeypatch.setenv("HOME", str(tmp_path / "work" / "here" if place == "~" else tmp_path))
+    assert said in refusal([str(llama), "--overwrite", "--out", place], capsys)
     assert (tmp_path / "work" / "here").is_dir()
 
 

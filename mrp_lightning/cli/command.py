@@ -1,0 +1,87 @@
+"""What all commands share: their options, and how a mistake of the user's ends them."""
+
+import argparse
+import inspect
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from safetensors import SafetensorError
+
+from mrp_lightning import errors
+from mrp_lightning.environment import extra
+
+USER_ERRORS: tuple[Any, ...] = (
+    *(
+        error
+        for _, error in inspect.getmembers(errors, inspect.isclass)
+        if issubclass(error, Exception) and not issubclass(error, Warning)
+    ),
+    OSError,  # files that are not there, exist already, or cannot be written: a full disk, too
+    SafetensorError,
+)
+"""What a user can put right: shown as a line, not as a traceback."""
+
+
+@contextmanager
+def told(interrupted: str = "interrupted") -> Iterator[None]:
+    """End the process with one line where something inside fails that a user can put right.
+
+    Args:
+        interrupted: What is said of Ctrl-C.
+
+    Raises:
+        SystemExit: With `MISTAKE`; with `FAILED` if a result is not what it must be; with the
+            status of an interrupted process.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        sys.stderr.write(f"{interrupted}\n")
+        raise SystemExit(errors.ended_by(signal.SIGINT)) from None
+    except Exception as error:
+        mistake: BaseException | None = error
+        while mistake is not None and not isinstance(mistake, USER_ERRORS):
+            mistake = mistake.__cause__  # jsonargparse wraps what a constructor raises
+        if mistake is None:
+            raise
+        sys.stderr.write(f"error: {mistake}\n")
+        failed = isinstance(mistake, errors.ParityError)
+        raise SystemExit(errors.FAILED if failed else errors.MISTAKE) from error
+
+
+def make_parser(prog: str, description: str) -> Any:
+    """The parser of a command whose options are added one by one.
+
+    Args:
+        prog: What the user types, such as `python -m mrp_lightning layers`.
+        description: What the command does, for `--help`.
+
+    Raises:
+        DependencyError: jsonargparse is not installed.
+    """
+    with extra("cli", "The command line"):
+        from mrp_lightning.cli.parser import Parser
+    plain = argparse.RawDescriptionHelpFormatter
+    return Parser(prog=prog, description=description, formatter_class=plain)
+
+
+def add_model_options(parser: Any) -> None:
+    """Let a command take `--model`, and what says where and how it is read."""
+    parser.add_argument("--model", required=True, help="a model directory, hub id or GGUF file")
+    parser.add_argument("--gguf-file", metavar="NAME", help="the GGUF file in that directory")
+    parser.add_argument("--revision", help="branch, tag or commit on the hub")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the model's own code")
+
+
+def number_from(least: int) -> Callable[[str | int], int]:
+    """The type of an option that is a whole number of at least so much."""
+
+    def number(text: str | int) -> int:  # jsonargparse gives it the default, too
+        if not str(text).isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"expected a number from {least}, got {text!r}")
+        return int(text)
+
+    return number

@@ -1,0 +1,48 @@
+"""The parser of every command line: jsonargparse's, which tells a mistake in one line."""
+
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from jsonargparse import ArgumentParser
+
+from mrp_lightning.cli.given import given
+from mrp_lightning.cli.mistakes import explain
+from mrp_lightning.errors import OptionError
+
+
+class Parser(ArgumentParser):
+    """jsonargparse's parser, which raises what is wrong, without the usage of all options.
+
+    Options are not abbreviated: what is short for one today may be short for two tomorrow.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, allow_abbrev=False, **kwargs)
+        self._words: Sequence[str] = ()
+
+    def parse_args(self, args: Sequence[str] | None = None, *more: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """Parse a command line, and remember it for messages.
+
+        Raises:
+            OptionError: There is a mistake in it, or in one of its YAML files.
+        """
+        self._words = sys.argv[1:] if args is None else args
+        given(self._words, files=self._takes_files())
+        return super().parse_args(args, *more, **kwargs)
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Raise the mistake with its place and the nearest name."""
+        if not self.exit_on_error:  # a parser inside another one, which reports
+            super().error(message, ex)
+        parser = getattr(ex, "subcommand_parser", None) or self
+        options = [
+            name.lstrip("-").removesuffix("+")
+            for action in parser._actions
+            for name in action.option_strings
+        ]
+        found = given(self._words, files=self._takes_files())
+        raise OptionError(explain(message, options, found)) from ex
+
+    def _takes_files(self) -> bool:
+        return "--config" in self._option_string_actions
