@@ -59,10 +59,10 @@ def measure_shapes(
         raise OptionError(f"`--backend {options.backend}` cannot run here: {reason}.")
     failed = []
     for shape in shapes:
-        path = None if out is None else Path(out, f"{shape}-{options.backend}")
         sys.stdout.write(f"## {shape}, {options.backend}\n\n")
+        path = None if out is None else Path(out, f"{shape}-{options.backend}")
         try:
-            report = measure_shape(shape, getattr(torch, dtype), device, options, path)
+            report = _measure(shape, getattr(torch, dtype), device, options, path)
         except Exception:  # the shapes that follow may fit where this one did not
             log.exception("%s was not measured to its end.", shape)
             failed.append(shape)
@@ -73,13 +73,10 @@ def measure_shapes(
         raise SystemExit(f"not measured to the end: {', '.join(failed)}")
 
 
-def measure_shape(
+def _measure(
     shape: str, dtype: torch.dtype, device: torch.device, options: SpeedOptions, path: Path | None
 ) -> SpeedReport:
-    """Fill a published shape with random weights, and measure it.
-
-    `path` is where to write the report as it grows, without suffix; `None` writes none.
-    """
+    """Measure one shape, and save the report as it grows."""
 
     def save(report: SpeedReport) -> None:
         if path is not None:
@@ -95,20 +92,14 @@ def measure_shape(
 
 def _parser() -> Any:
     parser = make_parser("python -m export.benchmark", str(__doc__))
-    parser.add_argument("--shape", choices=SHAPES, nargs="+", required=True)
+    option = parser.add_argument
+    option("--shape", choices=SHAPES, nargs="+", required=True)
     add_arguments(parser, batch_sizes=[1])
-    parser.add_argument(
-        "--layer-tokens",
-        type=number_from(1),
-        nargs="*",
-        default=[*LAYER_TOKENS],
-        metavar="N",
-        help="time every kernel on each layer shape at so many tokens; no number: only the models",
-    )
-    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="write SHAPE-BACKEND.md and .json there as it runs"
-    )
+    what = "time every kernel on each layer shape at so many tokens; no number: only the models"
+    tokens = {"type": number_from(1), "nargs": "*", "default": [*LAYER_TOKENS]}
+    option("--layer-tokens", **tokens, metavar="N", help=what)
+    option("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
+    option("--out", metavar="DIR", help="write SHAPE-BACKEND.md and .json there as it runs")
     return parser
 
 

@@ -122,15 +122,14 @@ def write(
 
 def _parser() -> Any:
     parser = make_parser("python -m export.generate", str(__doc__))
-    parser.add_argument("directory", metavar="DIR", help="a packed (or dense) model")
-    parser.add_argument("--prompt", required=True, metavar="TEXT", help="how the text begins")
-    parser.add_argument(
-        "--compare", metavar="DENSE_DIR", help="a model that writes the same first, to compare with"
-    )
-    parser.add_argument(
-        "--max-new-tokens", type=number_from(1), default=128, metavar="N", help="default: 128"
-    )
-    parser.add_argument("--device", help="default: cuda if present")
+    option = parser.add_argument
+    option("directory", metavar="DIR", help="a packed (or dense) model")
+    option("--prompt", required=True, metavar="TEXT", help="how the text begins")
+    what = "a model that writes the same first, to compare with"
+    option("--compare", metavar="DENSE_DIR", help=what)
+    what = "default: 128"
+    option("--max-new-tokens", type=number_from(1), default=128, metavar="N", help=what)
+    option("--device", help="default: cuda if present")
     return parser
 
 

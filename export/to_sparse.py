@@ -197,50 +197,30 @@ def _parser() -> Any:
         "Pack a checkpoint that was pruned, prove that it computes the same, "
         "and measure its speed.",
     )
-    parser.add_argument(
-        "checkpoint",
-        metavar="CKPT",
-        help="a Hugging Face directory, what pruning wrote of your own LightningModule, or a "
-        "Lightning .ckpt of mrp_lightning.CausalLM",
+    option = parser.add_argument
+    what = (
+        "a Hugging Face directory, what pruning wrote of your own LightningModule, or a "
+        "Lightning .ckpt of mrp_lightning.CausalLM"
     )
-    parser.add_argument(
-        "--out",
-        metavar="DIR",
-        help="default: CKPT-sparse24, or CKPT-FORMAT for the others",
-    )
-    parser.add_argument(
-        "--format",
-        choices=("packed", "bitmask", "dense", "torchao"),
-        help="packed is for 2:4, bitmask for any pattern; dense keeps the zeros, for software that "
+    option("checkpoint", metavar="CKPT", help=what)
+    what = "default: CKPT-sparse24, or CKPT-FORMAT for the others"
+    option("--out", metavar="DIR", help=what)
+    what = (
+        "packed is for 2:4, bitmask for any pattern; dense keeps the zeros, for software that "
         "knows no sparsity; torchao writes its own 2:4 tensors, on a CUDA device (default: packed "
-        "where the checkpoint is 2:4, else bitmask)",
+        "where the checkpoint is 2:4, else bitmask)"
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace what is in --out")
-    parser.add_argument(
-        "--skip",
-        nargs="+",
-        default=[],
-        metavar="PATTERN",
-        help="layers that stay dense: name parts with wildcards, such as lm_head or layers.0",
-    )
-    parser.add_argument(
-        "--allow-partial",
-        action="store_true",
-        help="leave layers dense that were to be pruned and are not",
-    )
-    parser.add_argument(
-        "--check-only",
-        action="store_true",
-        help="write nothing: check the source, and compare it with --out if that exists",
-    )
-    parser.add_argument(
-        "--text",
-        nargs="+",
-        default=[],
-        metavar="FILE",
-        help="text or .jsonl to compare logits on (default: the embedded text)",
-    )
-    parser.add_argument("--device", help="where to compare and measure (default: cuda if present)")
+    option("--format", choices=("packed", "bitmask", "dense", "torchao"), help=what)
+    option("--overwrite", action="store_true", help="replace what is in --out")
+    what = "layers that stay dense: name parts with wildcards, such as lm_head or layers.0"
+    option("--skip", nargs="+", default=[], metavar="PATTERN", help=what)
+    what = "leave layers dense that were to be pruned and are not"
+    option("--allow-partial", action="store_true", help=what)
+    what = "write nothing: check the source, and compare it with --out if that exists"
+    option("--check-only", action="store_true", help=what)
+    what = "text or .jsonl to compare logits on (default: the embedded text)"
+    option("--text", nargs="+", default=[], metavar="FILE", help=what)
+    option("--device", help="where to compare and measure (default: cuda if present)")
     speed = parser.add_argument_group("speed, on a CUDA device")
     speed.add_argument("--benchmark", action="store_true", help="measure prefill and decode")
     add_arguments(speed, batch_sizes=[1, 8])

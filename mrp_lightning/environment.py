@@ -19,10 +19,7 @@ __version__ = "0.1.0"
 
 
 def device_named(name: str | None) -> torch.device:
-    """The device of `--device`.
-
-    Args:
-        name: cpu, cuda or cuda:N; `None` is CUDA where there is one.
+    """The device of `--device`: cpu, cuda or cuda:N; `None` is CUDA where there is one.
 
     Raises:
         OptionError: It is none of these, or is not there.
@@ -108,14 +105,10 @@ def _tells_more_than_loading(record: logging.LogRecord) -> bool:
 
 @contextmanager
 def extra(name: str, what: str) -> Iterator[None]:
-    """Import what one of this package's extras brings, or say how to install it.
-
-    Args:
-        name: The extra, as `pyproject.toml` calls it.
-        what: What needs it, for the message.
+    """Import what an extra of `pyproject.toml` brings, or say how to install it.
 
     Raises:
-        DependencyError: An import inside failed.
+        DependencyError: An import inside failed, which `what` needs.
     """
     try:
         yield

@@ -48,24 +48,18 @@ class SpeedOptions:
 
 def add_arguments(parser: Any, batch_sizes: Sequence[int]) -> None:
     """Add the arguments of `SpeedOptions` but `layer_tokens` to a command line, or to a group."""
-    parser.add_argument("--backend", choices=BACKENDS, default="auto", help="what to measure")
-    parser.add_argument(
-        "--compile",
-        dest="compile_mode",
-        type=lambda mode: None if mode == "none" else mode,
-        default="default",
-        metavar="MODE",
-        help="mode of torch.compile, for both sides; none: eager code alone",
+    option, number = parser.add_argument, number_from(1)
+    option("--backend", choices=BACKENDS, default="auto", help="what to measure")
+    what = "mode of torch.compile, for both sides; none: eager code alone"
+    option(
+        "--compile", dest="compile_mode", type=_mode, default="default", metavar="MODE", help=what
     )
-    parser.add_argument(
-        "--target",
-        choices=tuple(TARGETS),
-        default="both",
-        help="what to keep weights ready for; both keeps two layouts in memory (default: both)",
-    )
-    number = number_from(1)
-    parser.add_argument(
-        "--batch-sizes", nargs="+", type=number, default=[*batch_sizes], metavar="N"
-    )
-    parser.add_argument("--prompt-tokens", type=number, default=2048, metavar="N")
-    parser.add_argument("--new-tokens", type=number, default=128, metavar="N")
+    what = "what to keep weights ready for; both keeps two layouts in memory (default: both)"
+    option("--target", choices=TARGETS, default="both", help=what)
+    option("--batch-sizes", nargs="+", type=number, default=[*batch_sizes], metavar="N")
+    option("--prompt-tokens", type=number, default=2048, metavar="N")
+    option("--new-tokens", type=number, default=128, metavar="N")
+
+
+def _mode(text: str) -> str | None:
+    return None if text == "none" else text

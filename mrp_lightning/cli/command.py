@@ -53,19 +53,16 @@ def told(interrupted: str = "interrupted") -> Iterator[None]:
 
 
 def make_parser(prog: str, description: str) -> Any:
-    """The parser of a command whose options are added one by one.
-
-    Args:
-        prog: What the user types, such as `python -m mrp_lightning layers`.
-        description: What the command does, for `--help`.
+    """The parser of a command whose options are added one by one; `prog` is what the user types.
 
     Raises:
         DependencyError: jsonargparse is not installed.
     """
     with extra("cli", "The command line"):
         from mrp_lightning.cli.parser import Parser
-    plain = argparse.RawDescriptionHelpFormatter
-    return Parser(prog=prog, description=description, formatter_class=plain)
+    raw, filled = argparse.RawDescriptionHelpFormatter, argparse.HelpFormatter
+    formatter = raw if "\n" in description else filled
+    return Parser(prog=prog, description=description, formatter_class=formatter)
 
 
 def add_model_options(parser: Any) -> None:

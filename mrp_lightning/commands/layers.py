@@ -28,15 +28,7 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True)
 class PlannedLayer:
-    """A layer that would be pruned.
-
-    Attributes:
-        name: As in the checkpoint.
-        kind: Class of the module that holds the weight.
-        shape: Rows (output features) and columns (input features).
-        parameters: Weights in it.
-        block: The block it stands in, `None` outside the blocks.
-    """
+    """A layer that would be pruned; `kind` is the class of its module."""
 
     name: str
     kind: str
@@ -96,15 +88,9 @@ def main(args: Sequence[str] | None = None) -> None:
     source = located(options.model, options.gguf_file, options.revision)
     config = load_config(source, revision=options.revision, trust_remote_code=trust)
     model = build_without_weights(config, trust_remote_code=trust)
-    listing = list_layers(
-        model,
-        options.model,
-        pattern,
-        targets=options.targets,
-        ignore=options.ignore,
-        blocks=options.blocks,
-        skip_indivisible=options.skip_indivisible,
-    )
+    chosen = ("targets", "ignore", "blocks", "skip_indivisible")
+    choices = {name: getattr(options, name) for name in chosen}
+    listing = list_layers(model, options.model, pattern, **choices)
     if options.json:
         sys.stdout.write(json.dumps(asdict(listing), indent=2) + "\n")
     else:
@@ -112,10 +98,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def list_layers(
-    model: nn.Module,
-    source: str,
-    pattern: Unstructured | SemiStructured | None,
-    **choices: Any,
+    model: nn.Module, source: str, pattern: Unstructured | SemiStructured | None, **choices: Any
 ) -> Listing:
     """What `make_plan` would prune of a model, and all else that it holds.
 
@@ -123,28 +106,31 @@ def list_layers(
         model: On any device.
         source: Where it comes from.
         pattern: What to prune to; `None` is any.
-        **choices: `targets`, `ignore`, `blocks`, `skip_indivisible`; see `make_plan`.
-
-    Raises:
-        TargetError: See `make_plan`.
-        PatternError: See `make_plan`.
+        **choices: See `make_plan`, also for the errors.
     """
-    fits_all = Unstructured(0.5)
-    plan = make_plan(model, pattern or fits_all, allow_meta=True, **choices)
-    layers = _planned(plan)
-    skipped = _left_out(model, plan)
+    plan = make_plan(model, pattern or Unstructured(0.5), allow_meta=True, **choices)
+    places = [(block.name, layer) for block in plan.blocks for layer in plan.layers[block.name]]
+    layers = [
+        PlannedLayer(
+            layer.name,
+            type(layer.module).__name__,
+            list(layer.weight.shape),
+            layer.weight.numel(),
+            block,
+        )
+        for block, layer in [*places, *((None, layer) for layer in plan.outside)]
+    ]
     pruned = sum(layer.parameters for layer in layers)
     vectors = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim < 2)
     total = sum(parameter.numel() for parameter in model.parameters())
-    config = getattr(model, "config", None)
     return Listing(
         model=source,
         model_class=type(model).__name__,
         pattern=None if pattern is None else str(pattern),
-        quantization=_quantization(config),
+        quantization=_quantization(getattr(model, "config", None)),
         blocks=[{"name": b.name, "class": type(b.module).__name__} for b in plan.blocks],
         layers=layers,
-        skipped=skipped,
+        skipped=_left_out(model, plan),
         totals={
             "layers": len(layers),
             "parameters": pruned,
@@ -164,11 +150,11 @@ def print_listing(listing: Listing) -> None:
     where = f"{len(listing.blocks)} blocks ({', '.join(classes)})" if classes else "no blocks"
     what = "pruned" if listing.pattern is None else f"pruned to {listing.pattern}"
     console.print(f"{listing.model}: {listing.model_class}, {where}", highlight=False)
-    pruned = _alike(listing.layers, "kind")
-    console.print(_table(f"Would be {what}", ("name", "kind", "rows × columns", "layers"), pruned))
+    columns = ("name", "kind", "rows × columns", "layers")
+    console.print(_table(f"Would be {what}", columns, listing.layers))
     if listing.skipped:
-        left = _alike(listing.skipped, "reason")
-        console.print(_table("Would stay dense", ("name", "why", "shape", "weights"), left))
+        columns = ("name", "reason", "shape", "weights")
+        console.print(_table("Would stay dense", columns, listing.skipped))
     totals = listing.totals
     console.print(
         f"{totals['layers']} layers with {totals['parameters']:,} of {totals['model_parameters']:,}"
@@ -197,16 +183,6 @@ def _parser() -> Any:
     parser.add_argument("--skip-indivisible", action="store_true", help="as for the callback")
     parser.add_argument("--json", action="store_true", help="print every layer as JSON")
     return parser
-
-
-def _planned(plan: Plan) -> list[PlannedLayer]:
-    places = [(block.name, layer) for block in plan.blocks for layer in plan.layers[block.name]]
-    rows = []
-    for block, layer in [*places, *((None, layer) for layer in plan.outside)]:
-        shape = list(layer.weight.shape)
-        kind = type(layer.module).__name__
-        rows.append(PlannedLayer(layer.name, kind, shape, shape[0] * shape[1], block))
-    return rows
 
 
 def _left_out(model: nn.Module, plan: Plan) -> list[LeftOut]:
@@ -244,25 +220,19 @@ def _quantization(config: Any) -> str | None:
     return str(settings.get("quant_method", "unknown method"))
 
 
-def _table(
-    title: str, headers: Sequence[str], groups: dict[tuple[str, str, str], list[Any]]
-) -> Table:
-    """A row for each group: what its members share, their number and their parameters."""
+def _table(title: str, columns: Sequence[str], listed: Iterable[Any]) -> Table:
+    """A row for all that share name without numbers, shape, and what the second column says."""
+    name, attribute, shape, number = columns
+    groups: dict[tuple[str, str, str], list[Any]] = {}
+    for one in listed:
+        size = " × ".join(map(str, one.shape))
+        shared = (without_numbers(one.name), getattr(one, attribute), size)
+        groups.setdefault(shared, []).append(one)
     table = Table(title=title, title_justify="left")
-    for header in headers[:3]:
-        table.add_column(header, overflow="fold")
-    for header in (headers[3], "parameters"):
-        table.add_column(header, justify="right")
+    for column in (name, attribute, shape):
+        table.add_column(column, overflow="fold")
+    for column in (number, "parameters"):
+        table.add_column(column, justify="right")
     for shared, rows in groups.items():
         table.add_row(*shared, f"{len(rows)}", f"{sum(row.parameters for row in rows):,}")
     return table
-
-
-def _alike(rows: Iterable[Any], key: str) -> dict[tuple[str, str, str], list[Any]]:
-    """Rows by name without numbers, by what `key` says, and by shape."""
-    groups: dict[tuple[str, str, str], list[Any]] = {}
-    for row in rows:
-        name = without_numbers(row.name)
-        shape = " × ".join(map(str, row.shape))
-        groups.setdefault((name, getattr(row, key), shape), []).append(row)
-    return groups

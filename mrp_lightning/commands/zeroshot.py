@@ -1,9 +1,9 @@
 """`python -m mrp_lightning zeroshot`: run lm-eval's tasks on a checkpoint and keep the results."""
 
-import argparse
 import json
 import os
 import sys
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,9 @@ def main(args: Sequence[str] | None = None) -> None:
     """Evaluate, print a table, and write the results."""
     options = _parser().parse_args(args)
     device = device_named(options.device)
+    names = [name.strip() for name in options.tasks.split(",") if name.strip()]
+    if not names:
+        raise OptionError("`--tasks`: expected names of tasks, separated by commas.")
     options.model = located(options.model, options.gguf_file, options.revision)
     if options.out is not None:
         _check_writable(options.out)
@@ -41,17 +44,14 @@ def main(args: Sequence[str] | None = None) -> None:
         read(Path(options.model).expanduser())  # what cannot be read cannot be added to
     hub = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
     load_config(options.model, **hub)
-    tasks = load_tasks(
-        options.tasks, include_path=options.include_path, num_fewshot=options.num_fewshot
-    )
+    tasks = load_tasks(names, include_path=options.include_path, num_fewshot=options.num_fewshot)
     model = CausalLM(options.model, dtype=options.dtype, **hub).to(device)
     results = evaluate(
         model.model, model.tokenizer, tasks, batch_size=options.batch_size, limit=options.limit
     )
     summary = summarize(results)
     print_results(options.model, summary)
-    for line in _write(options, results, summary):
-        sys.stdout.write(f"{line}\n")
+    _write(options, results, summary)
 
 
 def print_results(model: str, zeroshot: Mapping[str, Scores]) -> None:
@@ -78,33 +78,32 @@ def print_results(model: str, zeroshot: Mapping[str, Scores]) -> None:
         console.print(f"The mean takes acc_norm of {' and '.join(by_length)}, acc of the others.")
 
 
-def _write(
-    options: argparse.Namespace, results: Mapping[str, Any], summary: Mapping[str, Scores]
-) -> list[str]:
+def _write(options: Namespace, results: Mapping[str, Any], summary: Mapping[str, Scores]) -> None:
     """Keep the results, and say where."""
-    written = []
     directory = Path(options.model).expanduser()
-    if directory.is_dir() and os.access(directory, os.W_OK):
+    is_writable = directory.is_dir() and os.access(directory, os.W_OK)
+    if is_writable:
         there = read(directory).zeroshot if (directory / NAME).exists() else {}
         fuller = [task for task in summary if _samples(there, task) > _samples(summary, task)]
         new = {task: scores for task, scores in summary.items() if task not in fuller}
         path = record(directory, zeroshot=new, model=options.model)
-        written.append(f"Recorded in {path}")
-        written += [
-            f"but for {task}: {_samples(there, task)} samples are recorded there, these were "
-            f"{_samples(summary, task)}"
-            for task in fuller
-        ]
+        print(f"Recorded in {path}")
+        for task in fuller:
+            print(
+                f"but for {task}: {_samples(there, task)} samples are recorded there, these were "
+                f"{_samples(summary, task)}"
+            )
     if options.out is not None:
         from lm_eval.utils import handle_non_serializable
 
         text = json.dumps(results, indent=2, default=handle_non_serializable, ensure_ascii=False)
         options.out.write_text(text + "\n", encoding="utf-8")
-        written.append(f"lm-eval's results are in {options.out}")
-    return written or [
-        f"Not recorded: {options.model} is no local directory that can be written. "
-        "`--out FILE` keeps the results."
-    ]
+        print(f"lm-eval's results are in {options.out}")
+    elif not is_writable:
+        print(
+            f"Not recorded: {options.model} is no local directory that can be written. "
+            "`--out FILE` keeps the results."
+        )
 
 
 def _samples(zeroshot: Mapping[str, Scores], task: str) -> float:
@@ -129,45 +128,21 @@ def _parser() -> Any:
         "added to evaluation.json in its directory.",
     )
     add_model_options(parser)
-    parser.add_argument(
-        "--tasks",
-        type=_names,
-        default=",".join(PAPER_TASKS),
-        metavar="NAME,NAME",
-        help=f"tasks or groups of lm-eval, * is a wildcard (default: {','.join(PAPER_TASKS)})",
-    )
-    parser.add_argument("--include-path", metavar="DIR", help="YAML files of more tasks")
-    parser.add_argument(
-        "--num-fewshot",
-        type=number_from(0),
-        default=0,
-        metavar="N",
-        help="solved examples in each prompt (default: 0)",
-    )
-    parser.add_argument(
-        "--batch-size",
-        type=_batch_size,
-        default=8,
-        metavar="N",
-        help="requests at once, or auto: as many as fit (default: 8)",
-    )
-    parser.add_argument(
-        "--limit", type=number_from(1), metavar="N", help="only N samples a task, for a quick look"
-    )
-    parser.add_argument("--device", help="where to run (default: cuda if present)")
-    parser.add_argument("--dtype", help="of the weights (default: as stored)")
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="all that lm-eval returns, as JSON"
-    )
+    option, tasks = parser.add_argument, ",".join(PAPER_TASKS)
+    what = f"tasks or groups of lm-eval, * is a wildcard (default: {tasks})"
+    option("--tasks", default=tasks, metavar="NAME,NAME", help=what)
+    option("--include-path", metavar="DIR", help="YAML files of more tasks")
+    what = "solved examples in each prompt (default: 0)"
+    option("--num-fewshot", type=number_from(0), default=0, metavar="N", help=what)
+    what = "requests at once, or auto: as many as fit (default: 8)"
+    option("--batch-size", type=_batch_size, default=8, metavar="N", help=what)
+    what = "only N samples a task, for a quick look"
+    option("--limit", type=number_from(1), metavar="N", help=what)
+    option("--device", help="where to run (default: cuda if present)")
+    option("--dtype", help="of the weights (default: as stored)")
+    option("--out", type=Path, metavar="FILE", help="all that lm-eval returns, as JSON")
     return parser
 
 
-def _names(text: str) -> tuple[str, ...]:
-    names = tuple(name.strip() for name in text.split(",") if name.strip())
-    if not names:
-        raise argparse.ArgumentTypeError("expected names of tasks, separated by commas")
-    return names
-
-
-def _batch_size(text: str) -> int | str:
+def _batch_size(text: str | int) -> int | str:
     return text if text == "auto" else number_from(1)(text)
