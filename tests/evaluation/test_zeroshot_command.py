@@ -170,7 +170,7 @@ def test_a_missing_lm_eval_is_named_with_its_extra(monkeypatch, own, capsys):
         ([f"--model={STDLIB_LLAMA}", "--out=."], "`--out`: expected a file"),
         ([f"--model={STDLIB_LLAMA}", "--device=gpu"], "`--device`"),
         ([f"--model={STDLIB_LLAMA}", "--batch-size=0"], "--batch-size: expected a number from 1"),
-        ([f"--model={STDLIB_LLAMA}", "--tasks=,"], "--tasks: expected names"),
+        ([f"--model={STDLIB_LLAMA}", "--tasks=,"], "`--tasks`: expected names"),
     ],
 )
 def test_a_mistake_is_one_line(options, message, tmp_path, monkeypatch, capsys):
