@@ -17,9 +17,8 @@ from mrp_lightning.cli.parser import Parser
 from mrp_lightning.errors import OptionError
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.data_module import TextDataModule
-from mrp_lightning.loop.pruning_callback import callbacks_that_prune
 from mrp_lightning.loop.save_evaluation import SaveEvaluation
-from mrp_lightning.loop.trainer import Trainer
+from mrp_lightning.loop.trainer import Trainer, callbacks_that_prune
 from mrp_lightning.models.integrity import explained_checkpoint
 from mrp_lightning.records.report import NAME
 

@@ -15,8 +15,8 @@ from mrp_lightning.experiments.sweep import Sweep
 from mrp_lightning.experiments.trials import CALLBACK, Trial
 from mrp_lightning.journal.journal import remove_journal
 from mrp_lightning.loop.causal_lm import CausalLM
-from mrp_lightning.loop.pruning_callback import callbacks_that_prune
 from mrp_lightning.loop.save_evaluation import SaveEvaluation
+from mrp_lightning.loop.trainer import callbacks_that_prune
 from mrp_lightning.models.gguf import located
 from mrp_lightning.models.loading import load_config
 from mrp_lightning.records.evaluation import NAME, Scores, record

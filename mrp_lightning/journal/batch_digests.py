@@ -1,4 +1,4 @@
-"""What tells the batches of one run from those of another."""
+"""Digests by which the batches of one run are told from those of another."""
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -46,11 +46,8 @@ def _leaves(
 ) -> Iterator[tuple[str, Tensor]]:
     """All tensors of a collection, by their place; the name of anything else says what it is.
 
-    Args:
-        data: The collection.
-        path: Its place.
-        unknown: Takes the types of what cannot be told apart.
-        above: The objects that hold it, which may hold themselves.
+    `unknown` takes the types of what cannot be told apart, and `above` are the objects that hold
+    the collection, which may hold themselves.
     """
     if isinstance(data, Tensor):
         yield path, data

@@ -1,4 +1,4 @@
-"""What a run keeps of one block that is done, and the entry of the journal that it is in."""
+"""The record of one block that is done, and the file of the journal that holds it."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from mrp_lightning.targets.layers import Layer
 
 @dataclass(frozen=True, eq=False)
 class BlockRecord:
-    """What was done to one block, or to the layers outside the blocks.
+    """The record of one block, or of the layers outside the blocks.
 
     Attributes:
         name: The name of the block, empty for the layers outside.
@@ -45,9 +45,7 @@ class BlockRecord:
     def restore(self, layers: Sequence[Layer], before: Callable[[Layer], None]) -> None:
         """Write the weights back into the layers of the block.
 
-        Args:
-            layers: The layers of the block.
-            before: Called with each layer that is pruned, before any is written.
+        `before` is called with each layer that is pruned, before any is written.
 
         Raises:
             JournalError: Layers that were pruned are not among them.

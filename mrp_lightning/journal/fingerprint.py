@@ -1,4 +1,4 @@
-"""What decides the result of a run, so that another one can go on with it."""
+"""The fingerprint of a run: all that decides its result, so that another one can go on with it."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence

@@ -60,10 +60,10 @@ class Journal:
         about: Mapping[str, Any] | None = None,
         defaults: Mapping[str, Any] | None = None,
     ) -> Self:
-        """Start the journal of a run, or go on with it.
+        """Start the journal of a run, or go on with one of the same fingerprint.
 
         Args:
-            beside: The directory that the run will write; the journal lies beside it.
+            beside: The directory that the run will write.
             fingerprint: What decides the result.
             resume: Whether to go on with a journal that is there. Otherwise it is removed.
             about: What to keep about the run; see `Manifest`.
@@ -108,11 +108,7 @@ class Journal:
         return self.path / self.manifest.entries[step].file
 
     def write(self, step: int, record: BlockRecord) -> None:
-        """Keep what was done in a step.
-
-        Args:
-            step: The number of the block in the walk; that of the layers outside follows.
-            record: What was done.
+        """Keep what was done in a step: a block of the walk, or after all the layers outside.
 
         Raises:
             SaveError: It cannot be written. What was kept before is whole.

@@ -1,4 +1,4 @@
-"""What a journal says of itself: which run it is of, how far that came, and what it holds."""
+"""The manifest of a journal: which run it is of, how far that came, and what it holds."""
 
 import hashlib
 import json

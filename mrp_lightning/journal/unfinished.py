@@ -22,13 +22,7 @@ def find_journal(path: str | PathLike[str]) -> Path | None:
 
 
 def unfinished_report(journal: Path) -> tuple[PruningReport, str]:
-    """Read what a run has done so far, also while it goes on.
-
-    Args:
-        journal: The directory of its journal.
-
-    Returns:
-        The report, which is not complete, and how far the run is, in words.
+    """Read the report of a run that is not complete, and in words how far it is.
 
     Raises:
         JournalError: The journal is damaged, or of another version of mrp-lightning.

@@ -9,10 +9,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from mrp_lightning.calibration.memory import peak_memory
 from mrp_lightning.loop.progress import PlainLog, Seldom, nested_progress
-from mrp_lightning.pruning.job import Listener, Progress
+from mrp_lightning.pruning.job import Job, Listener, Progress
 from mrp_lightning.records.report import PruningReport
 from mrp_lightning.records.rows import LayerReport
-from mrp_lightning.targets.plan import Plan
 
 _LAYER_METRICS = ("loss", "relative_loss", "sparsity", "damping", "iterations", "gap", "seconds")
 
@@ -84,11 +83,10 @@ class TrainerListener(Listener):
 
 
 @contextmanager
-def listening(trainer: Trainer, plan: Plan, report: PruningReport) -> Iterator[TrainerListener]:
-    """Give a trainer's listener to a pruning, with a bar of its own below the trainer's."""
-    steps = len(plan.blocks) + bool(plan.outside)
-    with nested_progress(trainer, plan.num_layers) as show:
-        yield TrainerListener(trainer, steps, report, show)
+def listening(trainer: Trainer, job: Job) -> Iterator[TrainerListener]:
+    """Give a trainer's listener to a job, with a bar of its own below the trainer's."""
+    with nested_progress(trainer, job.plan.num_layers) as show:
+        yield TrainerListener(trainer, job.steps, job.report, show)
 
 
 def _mean_loss(rows: list[LayerReport]) -> float:

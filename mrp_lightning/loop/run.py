@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any
 
@@ -13,16 +12,15 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
 from mrp_lightning.environment import command
-from mrp_lightning.journal.fingerprint import Fingerprint, fingerprint
-from mrp_lightning.journal.journal import Journal, require_free
-from mrp_lightning.journal.shared import SharedJournal
-from mrp_lightning.journal.streamed import StreamedJournal
+from mrp_lightning.journal.journal import require_free
 from mrp_lightning.loop.capture import Step, StepCapture, blocks_on_cpu, eager, require_batches
 from mrp_lightning.loop.contents import (
     check_batch,
+    check_streamed_plan,
     checkpoint_root,
     is_built_later,
-    language_models,
+    start_streamed,
+    streamed_blocks,
 )
 from mrp_lightning.loop.data_module import TextDataModule
 from mrp_lightning.loop.distributed import (
@@ -32,11 +30,11 @@ from mrp_lightning.loop.distributed import (
     require_whole_models,
     warn_of_repeats,
 )
+from mrp_lightning.loop.journaling import open_journal
 from mrp_lightning.loop.listener import listening
 from mrp_lightning.loop.progress import log
 from mrp_lightning.loop.saving import Pruned, check_save_dir, journal_bytes
 from mrp_lightning.loop.signals import interruptible, unclaimed_signals
-from mrp_lightning.loop.streaming import check_streamed_plan, start_streamed, streamed_blocks
 from mrp_lightning.models.batch import token_ids
 from mrp_lightning.processes import Processes
 from mrp_lightning.pruning.job import Job
@@ -168,13 +166,17 @@ class Run:
             ExitStack() as held,
         ):
             with all_or_none(processes):
-                steps = self._capture.steps
-                warn_of_repeats(steps, processes)
-                self._describe(steps, processes, batches)
-                journal = held.enter_context(self._open_journal(steps, processes))
-                self._prune(steps, processes, journal)
+                warn_of_repeats(self._capture.steps, processes)
+                self._describe(self._capture.steps, processes, batches)
+                job = self._job(self._capture.steps, processes)
+                if self._beside is not None:
+                    opened = open_journal(
+                        job, self.module, self.trainer, self._beside, resume=self.output.resume
+                    )
+                    job = replace(job, journal=held.enter_context(opened))
+                self._prune(job)
             outlives = self.output.journal_beside is not None
-            yield Pruned(self.module, self.report, None if outlives else journal)
+            yield Pruned(self.module, self.report, None if outlives else job.journal)
 
     def tell_result(self) -> None:
         """Log what was done, and warn of layers that had the pattern before."""
@@ -197,29 +199,26 @@ class Run:
             f"to its output: {totals['relative_loss']:.4f}. {where}"
         )
 
-    def _prune(
-        self, steps: list[Step], processes: Processes, journal: Journal | SharedJournal | None
-    ) -> None:
+    def _job(self, steps: list[Step], processes: Processes) -> Job:
+        return Job(
+            model=self.module,
+            plan=self._plan,
+            settings=self.settings,
+            forward=self._forward,
+            batches=steps,
+            batch_of=lambda step: step.batch,
+            device=self.trainer.strategy.root_device,
+            streamed=streamed_blocks(self.module),
+            processes=processes,
+            report=self.report,
+        )
+
+    def _prune(self, job: Job) -> None:
         trainer, report = self.trainer, self.report
         for logger in trainer.loggers:
             logger.log_hyperparams({"prune": report.config})
-        with listening(trainer, self._plan, report) as listener:
-            prune_model(
-                Job(
-                    model=self.module,
-                    plan=self._plan,
-                    settings=self.settings,
-                    forward=self._forward,
-                    batches=steps,
-                    batch_of=lambda step: step.batch,
-                    device=trainer.strategy.root_device,
-                    streamed=streamed_blocks(self.module),
-                    processes=processes,
-                    journal=journal,
-                    report=report,
-                    listener=listener,
-                )
-            )
+        with listening(trainer, job) as listener:
+            prune_model(replace(job, listener=listener))
         for name in ("sparsity", "relative_loss"):
             trainer.callback_metrics[f"prune/{name}"] = torch.tensor(report.totals[name])
 
@@ -255,71 +254,6 @@ class Run:
         self.report.config.update(config)
         data = _about_data(self.trainer, steps, processes)
         self.report.provenance.update(command=command(), data=data)
-
-    @contextmanager
-    def _open_journal(
-        self, steps: list[Step], processes: Processes
-    ) -> Iterator[Journal | SharedJournal | None]:
-        """Start the journal of the run, or go on with it; say how far it came if the run fails.
-
-        The first of the processes keeps it.
-        """
-        if self._beside is None:
-            yield None
-            return
-        report, plan = self.report, self._plan
-        found = self._fingerprint(steps, processes)
-        if processes.rank:
-            yield SharedJournal(None, processes)
-            return
-        about = {
-            "config": report.config,
-            "provenance": report.provenance,
-            "versions": report.versions,
-            "model_weights": sum(p.numel() for p in self.module.parameters()),
-            "blocks": sum(1 for layers in plan.layers.values() if layers) + bool(plan.outside),
-            "layers": plan.num_layers,
-        }
-        streamed = streamed_blocks(self.module)
-        kind = Journal if streamed is None else StreamedJournal
-        journal = kind.open(
-            self._beside,
-            found,
-            resume=self.output.resume,
-            about=about,
-            defaults=Settings.defaults(),
-        )
-        if isinstance(journal, StreamedJournal) and streamed is not None:
-            journal.streamed = streamed
-        with journal:
-            try:
-                yield journal if processes.size == 1 else SharedJournal(journal, processes)
-            except BaseException:
-                log.warning(
-                    "%d of %d blocks are pruned, and kept in %s. Start the same run again: it goes "
-                    "on there.",
-                    len(journal.manifest.entries),
-                    about["blocks"],
-                    journal.path,
-                )
-                raise
-
-    def _fingerprint(self, steps: list[Step], processes: Processes) -> Fingerprint:
-        streamed, module = streamed_blocks(self.module), self.module
-        held = chain(module.named_parameters(), module.named_buffers())
-        settings = {k: v for k, v in self.report.config.items() if k != "base_model"}
-        return fingerprint(
-            settings
-            | {
-                "device": self.trainer.strategy.root_device.type,
-                "model": type(checkpoint_root(module)[1]).__name__,
-                "whole blocks in the journal": streamed is not None,
-            },
-            [model.config for model in language_models(module).values()],
-            held if streamed is None else streamed.named_tensors(),
-            steps,
-            processes,
-        )
 
 
 def _about_data(trainer: Trainer, steps: list[Step], processes: Processes) -> dict[str, Any]:

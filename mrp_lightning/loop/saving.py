@@ -27,8 +27,12 @@ from mrp_lightning.files import (
 from mrp_lightning.journal.journal import Journal, journal_path
 from mrp_lightning.journal.shared import SharedJournal
 from mrp_lightning.loop.causal_lm import CausalLM
-from mrp_lightning.loop.contents import checkpoint_root, language_models, weights_beside
-from mrp_lightning.loop.streaming import streamed_blocks
+from mrp_lightning.loop.contents import (
+    checkpoint_root,
+    language_models,
+    streamed_blocks,
+    weights_beside,
+)
 from mrp_lightning.loop.trainer import as_lightning_module
 from mrp_lightning.models.precision import stored_dtype, wider_dtypes
 from mrp_lightning.models.saving import save_pretrained, save_streamed
@@ -47,16 +51,8 @@ def check_save_dir(
 ) -> None:
     """Refuse what `save_pruned` and `save_trained` could not write, before any work.
 
-    Args:
-        directory: The directory that will be made; see `check_output_dir`.
-        module: The LightningModule that will be saved.
-        overwrite: Whether a directory that is not empty may be replaced.
-        dtype: The type that floating weights will have; `None` is that of the checkpoint.
-        journal_bytes: How much more of the disk is needed.
-
-    Raises:
-        OptionError: transformers would not write the model's `generation_config`, or the disk has
-            not enough room.
+    A directory that may not be replaced is refused, a disk with less room than the weights, in
+    `dtype`, and the journal take, and a `generation_config` that transformers would not write.
     """
     model = checkpoint_root(module)[1]
     beside = sum(tensor.nbytes for tensor in weights_beside(module).values())
@@ -189,16 +185,8 @@ def save_pruned(
 
     A `PreTrainedModel` becomes a Hugging Face directory, any other module `model.safetensors` with
     the names of its `state_dict`. Weights that a LightningModule has beside its one
-    `PreTrainedModel` go into a file of their own, with the names of its `state_dict`.
-
-    Args:
-        module: The LightningModule that holds the pruned model.
-        directory: The directory that is made.
-        report: The report of the run. It notes the names of all files that are written.
-        overwrite: Whether a directory that is not empty may be replaced.
-
-    Raises:
-        FileExistsError: The directory may not be replaced; see `check_output_dir`.
+    `PreTrainedModel` go into a file of their own, with the names of its `state_dict`. The report
+    notes the names of all files that are written.
     """
     _, model = checkpoint_root(module)
     streamed, files = streamed_blocks(module), dict[str, str]()
@@ -235,17 +223,8 @@ def save_trained(
     """Write a model that was trained, as a Hugging Face directory that appears when it is whole.
 
     If the model was loaded from a directory of a pruned one, and is still as sparse, the report
-    comes along: it says which layers are pruned.
-
-    Args:
-        module: The LightningModule that holds the model.
-        directory: The directory that is made.
-        dtype: The type of the stored floating weights.
-        overwrite: Whether a directory that is not empty may be replaced.
-        steps: How many optimizer steps it was trained for.
-
-    Raises:
-        FileExistsError: The directory may not be replaced; see `check_output_dir`.
+    comes along: it says which layers are pruned. `steps` is how many optimizer steps the model was
+    trained for, and `dtype` the type in which its floating weights are stored.
     """
     model, tokenizer = module.model, module.tokenizer
     report, card = _kept_report(model, model.name_or_path), None
@@ -286,11 +265,8 @@ def sources_of(module: LightningModule) -> list[str]:
 def num_bytes(model: nn.Module, dtype: torch.dtype | None = None) -> int:
     """How much of a disk the weights of a model will take, in the precision that they are saved in.
 
-    What is on the meta device is counted, too.
-
-    Args:
-        model: The model.
-        dtype: The type of floating weights; `None` is that of the checkpoint.
+    What is on the meta device is counted, too. `dtype` is the type of floating weights; `None` is
+    that of the checkpoint.
     """
     held = (*model.named_parameters(), *model.named_buffers())  # what is tied only once
     if not isinstance(model, PreTrainedModel):

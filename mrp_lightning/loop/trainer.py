@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, ProgressBar
@@ -13,9 +13,10 @@ from transformers import PreTrainedModel
 from mrp_lightning.calibration.memory import explained_out_of_memory
 from mrp_lightning.errors import FormatError
 from mrp_lightning.loop.causal_lm import CausalLM
-from mrp_lightning.loop.pruning_callback import callbacks_that_prune
 from mrp_lightning.models.integrity import explained_checkpoint, why_no_checkpoint
 from mrp_lightning.models.tokenizers import tokenizer_beside
+from mrp_lightning.pruning.settings import Settings
+from mrp_lightning.records.report import PruningReport
 from mrp_lightning.upstream import in_order, uncompiled
 
 
@@ -139,6 +140,25 @@ class TensorsOnly(TorchCheckpointIO):
             if reason := why_no_checkpoint(content):
                 raise FormatError(f"`ckpt_path`: {path} cannot be read: {reason}.")
             return content
+
+
+@runtime_checkable
+class Pruning(Protocol):
+    """A callback that prunes, as it is known here: `PruningCallback` belongs to another package.
+
+    Attributes:
+        settings: How it prunes.
+        report: What was done to each layer, `None` before the first run.
+    """
+
+    settings: Settings
+    report: PruningReport | None
+
+
+def callbacks_that_prune(trainer: pl.Trainer) -> list[Pruning]:
+    """The callbacks of a trainer that prune, in their order."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return [callback for callback in callbacks if isinstance(callback, Pruning)]
 
 
 def _checked(callbacks: Callback | Sequence[Callback] | None) -> list[Callback]:

@@ -70,29 +70,23 @@ class BlockTuning:
             raise OptionError(". ".join(wrong) + ".")
 
 
-class Part(NamedTuple):
+class Windows(NamedTuple):
     """Some windows of a calibration batch.
 
     Attributes:
         batch: The number of the batch.
-        windows: Which windows of it.
+        chosen: Which windows of it.
     """
 
     batch: int
-    windows: slice
+    chosen: slice
 
 
 class BlockTuner:
-    """Tunes one block after another, along a walk and beside a dense stream.
+    """Tunes one block after another, along a walk of the model and beside a dense stream.
 
-    Args:
-        model: The module whose forward the walk runs.
-        walk: The walk over the pruned model.
-        dense: The dense stream, which keeps its outputs.
-        padding: What tells tokens from padding, which counts nowhere.
-        tuning: How it is done.
-        say: Called with what a user should be told.
-        processes: The processes that share the windows. A step takes some of each.
+    The stream keeps its outputs, and padding counts nowhere. A step takes windows of each process,
+    and `say` is called with what a user should be told.
     """
 
     def __init__(
@@ -111,10 +105,7 @@ class BlockTuner:
         self._num_blocks: int | None = None  # until the time is estimated
 
     def check(self, layers: Mapping[str, Sequence[Layer]]) -> None:
-        """Refuse, before anything is pruned, what cannot be tuned.
-
-        Args:
-            layers: The layers that will be pruned, by block.
+        """Refuse, before anything is pruned, layers (by block) that cannot be tuned.
 
         Raises:
             TargetError: Weights are in float16, blocks do not return their hidden state where it is
@@ -161,16 +152,10 @@ class BlockTuner:
     def tune(
         self, k: int, layers: Sequence[Layer], report: BlockReport, tell: Callable[[str], None]
     ) -> BlockReport:
-        """Tune layers of block k in place; the dense stream has just left it, the walk has not.
+        """Tune the pruned layers of block k in place, and add what was done to its report.
 
-        Args:
-            k: The number of the block in the walk.
-            layers: Its layers that are pruned.
-            report: What else was done to the block.
-            tell: Called with what is being done.
-
-        Returns:
-            The report with what was done; its errors are `None` where there was nothing to tune.
+        The dense stream has just left the block, the walk has not. The errors stay `None` where
+        there was nothing to tune.
         """
         start, name = time.perf_counter(), self.walk.blocks[k].name
         trained, held_out = self._split()
@@ -214,7 +199,7 @@ class BlockTuner:
             seconds=time.perf_counter() - start,
         )
 
-    def _split(self) -> tuple[list[Part], list[Part]]:
+    def _split(self) -> tuple[list[Windows], list[Windows]]:
         """The windows to train on, and the last ones, which are held out."""
         sizes = [0 if hidden is None else len(hidden) for hidden in self.dense.outputs]
         counts = [int(count) for (count,) in self.processes.numbers(sum(sizes))]
@@ -226,13 +211,13 @@ class BlockTuner:
         for i, size in enumerate(sizes):
             mine = min(max(rest, 0), size)
             rest -= size
-            trained += [Part(i, slice(0, mine))] if mine else []
-            held_out += [Part(i, slice(mine, size))] if mine < size else []
+            trained += [Windows(i, slice(0, mine))] if mine else []
+            held_out += [Windows(i, slice(mine, size))] if mine < size else []
         return trained, held_out
 
-    def _steps(self, parts: Sequence[Part]) -> list[list[Part]]:
+    def _steps(self, parts: Sequence[Windows]) -> list[list[Windows]]:
         """Group parts into steps, as many in all processes; the last ones may be empty."""
-        steps: list[list[Part]] = [[]]
+        steps: list[list[Windows]] = [[]]
         for part in parts:
             steps[-1].append(part)
             if sum(map(_count, steps[-1])) >= self.tuning.batch_size / self.processes.size:
@@ -242,7 +227,7 @@ class BlockTuner:
         most = max(count for (count,) in self.processes.numbers(len(steps)))
         return steps + [[] for _ in range(int(most) - len(steps))]
 
-    def _held_out(self, k: int, parts: Sequence[Part]) -> tuple[float, float]:
+    def _held_out(self, k: int, parts: Sequence[Windows]) -> tuple[float, float]:
         """‖y − y_d‖² / ‖y_d‖² over the held-out windows, and ‖y_d‖² of a window."""
         with torch.no_grad():
             sums = [(*map(float, self._errors(k, part)), _count(part)) for part in parts]
@@ -251,16 +236,16 @@ class BlockTuner:
         error, energy, windows = map(math.fsum, everywhere)
         return error / energy if energy else 0.0, energy / windows
 
-    def _errors(self, k: int, part: Part) -> tuple[Tensor, Tensor]:
+    def _errors(self, k: int, part: Windows) -> tuple[Tensor, Tensor]:
         """‖y − y_d‖² and ‖y_d‖² over the tokens of some windows."""
         outputs, target = self._outputs(k, part.batch), self.dense.outputs[part.batch]
         assert target is not None
         block = self.walk.blocks[k]
         rows = self.padding.rows(outputs, block.module, block.name)
         target = target.to(outputs.device, outputs.dtype)
-        ours, theirs = (x[part.windows].float() for x in (outputs, target))
+        ours, theirs = (x[part.chosen].float() for x in (outputs, target))
         if rows is not None:
-            is_token = rows.view(len(outputs), -1)[part.windows].flatten()
+            is_token = rows.view(len(outputs), -1)[part.chosen].flatten()
             ours, theirs = (x.reshape(len(is_token), -1)[is_token] for x in (ours, theirs))
         return (ours - theirs).square().sum(), theirs.square().sum()
 
@@ -294,5 +279,5 @@ class BlockTuner:
         self._num_blocks = None
 
 
-def _count(part: Part) -> int:
-    return part.windows.stop - part.windows.start
+def _count(part: Windows) -> int:
+    return part.chosen.stop - part.chosen.start

@@ -13,7 +13,7 @@ from callbacks import MRPCallback
 from mrp_lightning import CausalLM, Trainer
 from mrp_lightning.errors import OptionError, StrategyError, TargetError
 from mrp_lightning.journal.journal import Journal
-from mrp_lightning.loop.streaming import start_streamed
+from mrp_lightning.loop.contents import start_streamed
 from mrp_lightning.tuning.block_tuner import BlockTuning
 
 TUNING = BlockTuning(epochs=1, learning_rate=1e-3, batch_size=2)
