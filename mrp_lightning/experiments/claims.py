@@ -1,18 +1,22 @@
 """What the paper claims, and whether the runs of a sweep bear it out."""
 
 import itertools
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from mrp_lightning.experiments.models import Model, Result
+import numpy as np
+import pandas as pd
+
+from mrp_lightning.experiments.models import Model
 from mrp_lightning.experiments.numbers import number, perplexity
 from mrp_lightning.experiments.page.parts import Part, Row, Table, columns
-from mrp_lightning.experiments.scores import Score, deviation, mean, measured, text, values
-from mrp_lightning.experiments.trials import Trial
+from mrp_lightning.experiments.scores import deviation, scores, text
 
-Results = Mapping[Trial, Result]
+_CASE = ["model", "setting", "size"]
+_ABLATIONS = {
+    "damping": ("Smaller damping is better", False),
+    "num_samples": ("More calibration samples are better", True),
+}
 
 
 class Finding(NamedTuple):
@@ -24,27 +28,6 @@ class Finding(NamedTuple):
     evidence: str
 
 
-class Gain(NamedTuple):
-    """By how much the perplexity of one trial is below that of another.
-
-    Attributes:
-        mean: The mean difference over the seeds.
-        deviation: Its standard deviation; 0 for one seed.
-        ratio: The mean of the trial that should be worse divided by that of the other.
-        words: The difference, without its sign.
-    """
-
-    mean: float
-    deviation: float
-    ratio: float
-    words: str
-
-    @property
-    def sign(self) -> str:
-        """What the perplexity of the better trial is."""
-        return "lower" if self.mean > 0 else "higher"
-
-
 def claims_part(models: Sequence[Model]) -> list[Part]:
     """Every claim with its cases; nothing where the runs decide none."""
     found = findings(models)
@@ -54,115 +37,119 @@ def claims_part(models: Sequence[Model]) -> list[Part]:
         held = sum(finding.holds for finding in cases)
         rows = [Row("yes" if f.holds else "no", [f.where, f.evidence]) for f in cases]
         caption = f"{claim}: so in {held} of {len(cases)} cases."
-        tables.append(
-            Table(caption, columns("holds:", "where:", "evidence:"), {"": rows}, group="claim")
-        )
+        header = columns("holds:", "where:", "evidence:")
+        tables.append(Table(caption, header, {"": rows}, group="claim"))
     return [Part("What the paper claims", tables=tables)] if tables else []
 
 
 def findings(models: Sequence[Model]) -> list[Finding]:
     """Every claim in every case that the runs of sweeps can decide."""
-    results: dict[Trial, Result] = {}
-    for result in (result for model in models for result in model.rows if result.trial.model):
-        results.setdefault(result.trial, result)
-    scores = measured(run for result in results.values() for run in result.runs)
+    rows = [
+        {
+            "model": trial.model,
+            "setting": trial.setting,
+            "size": f"S={trial.columns}" if trial.columns else "",
+            "text": "" if score.of == "text" else score.of,
+            "context": score.context or 0,
+            "how": trial.recipe or trial.method,
+            "option": trial.changed.option if trial.changed else "",
+            "value": trial.changed.number if trial.changed else None,
+            "is_plain": not (trial.changed or trial.recipe),
+            "seed": -1 if trial.seed is None else trial.seed,
+            "perplexity": value.value,
+        }
+        for model in models
+        for result in model.results
+        for run in result.runs
+        if (trial := run.trial).model
+        for score, value in scores(run).items()
+        if score.metric == "perplexity"
+    ]
+    if not rows:
+        return []
+    table = pd.DataFrame(rows)
     found: list[Finding] = []
-    for score in [score for score in scores if score.metric == "perplexity"]:
-        cases = (replace(t, method="SM") for t in results if t.method and not _is_special(t))
-        gains = {}  # of SM over SparseGPT
-        for case in dict.fromkeys(cases):
-            if over := gain(results, replace(case, method="SS"), case, score):
-                gains[case] = over
-        found += _better_than_sparsegpt(gains, score)
-        found += _mm_is_sm(results, gains, score)
-        found += _grows_with_sparsity(gains, score)
-        found += _ablations(results, score)
+    for (name, _), of_text in table.groupby(["text", "context"], sort=False):
+        plain = of_text[of_text["is_plain"]]
+        found += _of_methods(plain, str(name)) if len(plain) else []
+        found += _ablations(of_text[of_text["value"].notna()], str(name))
     return found
 
 
-def gain(results: Results, worse: Trial, better: Trial, score: Score) -> Gain | None:
-    """What `better` gains over `worse`, seed by seed; `None` where they cannot be compared."""
-    if worse not in results or better not in results:
-        return None
-    high, low = (values(results[trial].runs, score) for trial in (worse, better))
-    seeds = high.index.intersection(low.index)
-    high, low = high[seeds], low[seeds]
-    if not len(seeds) or not all(map(math.isfinite, [*high, *low])):
-        return None
-    over = high - low
-    words = text(over if over.mean() > 0 else -over, number)
-    ratio = float(high.mean() / low.mean())
-    return Gain(float(over.mean()), deviation(over) or 0.0, ratio, words)
-
-
-def _is_special(trial: Trial) -> bool:
-    return bool(trial.changed or trial.recipe)
-
-
-def _better_than_sparsegpt(gains: Mapping[Trial, Gain], score: Score) -> Iterator[Finding]:
-    for case, over in gains.items():
+def _of_methods(plain: pd.DataFrame, name: str) -> Iterator[Finding]:
+    """What is claimed of SM: seed by seed where both methods have a perplexity."""
+    by_method = plain.pivot_table("perplexity", [*_CASE, "seed"], "how", "first", sort=False)
+    cases = dict(list(by_method.groupby(level=_CASE, sort=False)))
+    gains = {case: found for case, of in cases.items() if (found := _gain(of, "SS", "SM"))}
+    for case, gain in gains.items():
         yield Finding(
             "SM is better than SparseGPT",
-            _where(case, score),
-            over.mean > over.deviation,
-            f"perplexity {over.sign} by {over.words}, factor {1 / over.ratio:.3f}",
+            _where(*case, name),
+            gain.mean > gain.deviation,
+            f"perplexity {gain.sign} by {gain.words}, factor {1 / gain.ratio:.3f}",
         )
-
-
-def _mm_is_sm(results: Results, gains: Mapping[Trial, Gain], score: Score) -> Iterator[Finding]:
-    for case, over in gains.items():
-        if between := gain(results, case, replace(case, method="MM"), score):
+    for case, gain in gains.items():
+        if between := _gain(cases[case], "SM", "MM"):
             yield Finding(
                 "MM is as good as SM: they differ by less than a fifth of SM's gain over SparseGPT",
-                _where(case, score),
-                abs(between.mean) < 0.2 * over.mean,
-                f"perplexity of MM {between.sign} by {between.words}; SM's gain {over.words}",
+                _where(*case, name),
+                abs(between.mean) < 0.2 * gain.mean,
+                f"perplexity of MM {between.sign} by {between.words}; SM's gain {gain.words}",
             )
-
-
-def _grows_with_sparsity(gains: Mapping[Trial, Gain], score: Score) -> Iterator[Finding]:
-    percents: dict[Trial, dict[float, float]] = {}
-    for case, over in gains.items():
-        if case.setting.endswith("%"):
-            ratios = percents.setdefault(replace(case, setting=""), {})
-            ratios[float(case.setting[:-1])] = over.ratio
-    for same, ratios in percents.items():
+    percents: dict[tuple[str, str], dict[float, float]] = {}
+    for (model, setting, size), gain in gains.items():
+        if setting.endswith("%"):
+            percents.setdefault((model, size), {})[float(setting[:-1])] = gain.ratio
+    for (model, size), ratios in percents.items():
         ordered = sorted(ratios.items())
         if len(ordered) > 1:
+            listed = ", ".join(f"{percent:g}% {ratio:.3f}" for percent, ratio in ordered)
             yield Finding(
                 "The gap to SparseGPT grows with sparsity",
-                _where(same, score),
+                _where(model, size, name),
                 all(a[1] < b[1] for a, b in itertools.pairwise(ordered)),
-                "perplexity SparseGPT / SM: "
-                + ", ".join(f"{percent:g}% {ratio:.3f}" for percent, ratio in ordered),
+                f"perplexity SparseGPT / SM: {listed}",
             )
 
 
-def _ablations(results: Results, score: Score) -> Iterator[Finding]:
-    claims = {
-        "damping": ("Smaller damping is better", False),
-        "num_samples": ("More calibration samples are better", True),
-    }
-    lines: dict[tuple[Trial, str], dict[float, float]] = {}
-    for trial, result in results.items():
-        change, average = trial.changed, mean(result.runs, score)
-        if change and change.option in claims and change.number is not None and average is not None:
-            line = lines.setdefault((replace(trial, changed=None), change.option), {})
-            line[change.number] = average
-    for (trial, option), line in lines.items():
-        if len(line) < 2:
-            continue
-        claim, more_is_better = claims[option]
-        ordered = sorted(line.items(), reverse=not more_is_better)  # from the worst by the claim
-        yield Finding(
-            claim,
-            f"{_where(trial, score)}, {trial.recipe or trial.method}",
-            all(a[1] >= b[1] for a, b in itertools.pairwise(ordered)),
-            "perplexity at " + ", ".join(f"{value:g}: {perplexity(x)}" for value, x in ordered),
-        )
+class _Gain(NamedTuple):
+    """By how much the perplexity of one method is below that of another.
+
+    `mean` and `deviation` are over the seeds, `ratio` is that of the means, and `words` is the
+    difference without its `sign`.
+    """
+
+    mean: float
+    deviation: float
+    ratio: float
+    sign: str
+    words: str
 
 
-def _where(trial: Trial, score: Score) -> str:
-    size = f"S={trial.columns}" if trial.columns else ""
-    name = "" if score.of == "text" else score.of
-    return ", ".join(part for part in (trial.model, trial.setting, size, name) if part)
+def _gain(case: pd.DataFrame, worse: str, better: str) -> _Gain | None:
+    """What one method gains over another, `None` where they cannot be compared."""
+    if not {worse, better} <= set(case):
+        return None
+    both = case[[worse, better]].dropna()
+    if both.empty or not np.isfinite(both).all(axis=None):
+        return None
+    over = both[worse] - both[better]
+    sign, size = ("lower", over) if over.mean() > 0 else ("higher", -over)
+    ratio = both[worse].mean() / both[better].mean()
+    return _Gain(over.mean(), deviation(over) or 0.0, ratio, sign, text(size, number))
+
+
+def _ablations(varied: pd.DataFrame, name: str) -> Iterator[Finding]:
+    """What is claimed of options, from the worst value by the claim to the best."""
+    for (*case, how, option), of in varied.groupby([*_CASE, "how", "option"], sort=False):
+        means = of.groupby("value")["perplexity"].mean()
+        if option in _ABLATIONS and len(means) > 1:
+            claim, more_is_better = _ABLATIONS[option]
+            ordered = means.sort_index(ascending=more_is_better)
+            listed = ", ".join(f"{value:g}: {perplexity(x)}" for value, x in ordered.items())
+            holds = all(a >= b for a, b in itertools.pairwise(ordered))
+            yield Finding(claim, _where(*case, name, how), holds, f"perplexity at {listed}")
+
+
+def _where(*parts: str) -> str:
+    return ", ".join(part for part in parts if part)

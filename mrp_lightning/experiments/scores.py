@@ -9,6 +9,7 @@ import pandas as pd
 
 from mrp_lightning.evaluation.zeroshot import PAPER_TASKS
 from mrp_lightning.experiments import numbers
+from mrp_lightning.experiments.models import Result
 from mrp_lightning.experiments.numbers import MISSING, Write
 from mrp_lightning.experiments.runs import Run
 from mrp_lightning.records.evaluation import (
@@ -136,6 +137,12 @@ def mean(runs: Iterable[Run], score: Score) -> float | None:
     """The mean over the runs; infinite where a value is, `None` where there is none."""
     found = values(runs, score)
     return None if found.empty else float(found.mean())
+
+
+def finite_means(results: Iterable[Result], score: Score) -> dict[Result, float]:
+    """The means of the results whose values are all finite."""
+    means = {result: mean(result.runs, score) for result in results}
+    return {r: found for r, found in means.items() if found is not None and math.isfinite(found)}
 
 
 def deviation(found: pd.Series) -> float | None:

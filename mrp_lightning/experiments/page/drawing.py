@@ -7,10 +7,11 @@ import io
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from math import log10
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import matplotlib
-from cycler import cycler
+from matplotlib import rc_params_from_file
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
@@ -23,42 +24,14 @@ from mrp_lightning.experiments.trials import method_rank
 WIDTH = 4.2
 """Inches. The text of a picture of this width is readable on a phone."""
 
-# Text has a contrast of 4.5 and more with the paper, lines of 3 and more; turned round, too.
-PAPER, RULE, MUTED, INK = "#fdfdfb", "#dddedb", "#5b646d", "#1c2024"
-SERIES = (
-    *("#7b838c", "#a06d14", "#c04a2b", "#5d7822", "#0a6d74", "#5b50a4"),
-    *("#ad3977", "#2d6db3", "#87583a", "#3b7d50", "#8a3dae", "#69692a"),
+STYLE = rc_params_from_file(Path(__file__).with_name("page.mplstyle"), use_default_template=False)
+PAPER, RULE, MUTED, INK = (
+    "#fdfdfb",
+    *(STYLE[key] for key in ("grid.color", "axes.labelcolor", "text.color")),
 )
+SERIES = tuple(STYLE["axes.prop_cycle"].by_key()["color"])
 """One colour a method, in the order of `method_rank`."""
 HEAT = LinearSegmentedColormap.from_list("mrp-lightning", ("#e2efed", "#06363b"))
-STYLE: Any = {
-    "font.family": ["sans-serif"],
-    "font.size": 9,
-    "text.parse_math": False,  # names may hold anything
-    "text.color": INK,
-    "axes.prop_cycle": cycler(color=SERIES),
-    "axes.edgecolor": RULE,
-    "axes.labelcolor": MUTED,
-    "axes.labelsize": 9,
-    "axes.axisbelow": True,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.spines.left": False,
-    "axes.grid": True,
-    "grid.color": RULE,
-    "grid.linewidth": 0.6,
-    "xtick.color": RULE,
-    "xtick.labelcolor": MUTED,
-    "ytick.color": RULE,
-    "ytick.labelcolor": MUTED,
-    "ytick.major.size": 0,
-    "hatch.linewidth": 0.7,
-    "legend.frameon": False,
-    "figure.facecolor": "none",
-    "axes.facecolor": "none",
-    "svg.fonttype": "none",
-    "svg.hashsalt": "mrp-lightning",  # the same runs give the same bytes
-}
 _DASHES = ((0, ()), (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1.2, 1, 1.2)))
 _MARKERS = ("o", "s", "^", "D", "P", "X", "v", "<", ">", "h", "p", "*")
 _DENSE: Any = {"color": INK, "linewidth": 1.2, "markersize": 13, "markeredgewidth": 1.6}

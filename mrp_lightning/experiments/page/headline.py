@@ -1,6 +1,6 @@
 """The few values at the head of a model: what it costs to be sparse."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from math import isfinite
 from statistics import fmean
 from typing import NamedTuple
@@ -13,6 +13,7 @@ from mrp_lightning.experiments.scores import (
     Score,
     cell,
     detail,
+    finite_means,
     mean,
     measured,
 )
@@ -40,38 +41,33 @@ def title(model: Model) -> str:
     return f"{model.name}, {settings} by {how}"
 
 
-def headline(model: Model) -> list[Value]:
+def headline(model: Model) -> Iterator[Value]:
     """Of one result every value, of several the best of each setting."""
     texts = [score for score in measured(model.runs) if score.of and not score.zero_shot]
-    if not model.results:
-        return [
-            Value(f"Perplexity, {s.of}", cell(model.before, s), detail(model.runs, s))
-            for s in texts
-        ]
     if len(model.originals) == 1:
-        return [*_of_one(model, model.originals[0], texts)]
-    found = []
+        (result,) = model.originals
+        for text in texts:
+            if mean(result.runs, text) is not None:
+                yield _perplexity(model, result, text, f"Perplexity on {text.of}")
+        yield from _costs(model, result)
+        return
+    if not model.results:
+        for text in texts:
+            found = cell(model.before, text)
+            yield Value(f"Perplexity on {text.of}", found, _how_measured(model, text))
     for setting, results in by_setting(model.originals).items():
         for score in [*texts, RELATIVE_LOSS]:
-            means = {result: mean(result.runs, score) for result in results}
-            finite = {r: x for r, x in means.items() if x is not None and isfinite(x)}
-            if not finite:
-                continue
-            best = min(finite, key=lambda result: finite[result])
-            if score is RELATIVE_LOSS:
-                label = f"{setting}, relative layer loss"
-                found.append(Value(label, cell(best.runs, score), f"lowest: {best.label}"))
-            else:
-                label = f"{setting}, perplexity on {score.of}"
-                found.append(_perplexity(model, best, score, label))
-            break
-    return found
+            if means := finite_means(results, score):
+                best = min(means, key=lambda result: means[result])
+                if score.of:
+                    yield _perplexity(model, best, score, f"{setting}, perplexity on {score.of}")
+                else:
+                    found, label = cell(best.runs, score), f"{setting}, relative layer loss"
+                    yield Value(label, found, f"lowest: {best.label}")
+                break
 
 
-def _of_one(model: Model, result: Result, texts: Sequence[Score]) -> Iterator[Value]:
-    for text in texts:
-        if mean(result.runs, text) is not None:
-            yield _perplexity(model, result, text, f"Perplexity on {text.of}")
+def _costs(model: Model, result: Result) -> Iterator[Value]:
     report = result.runs[0].report
     assert report is not None  # a result is pruned
     totals = report.totals
@@ -81,9 +77,8 @@ def _of_one(model: Model, result: Result, texts: Sequence[Score]) -> Iterator[Va
     removed += f"; {totals['skipped']} left dense" if totals["skipped"] else ""
     yield Value("Weights removed", numbers.percent(totals["sparsity"]), removed)
     for copy in model.results:
-        sizes = [run.weight_bytes for run in copy.runs if run.weight_bytes]
-        if sizes:
-            exported = copy.runs[0].exported
+        exported = copy.runs[0].exported
+        if sizes := [run.weight_bytes for run in copy.runs if run.weight_bytes]:
             label = f"Weight files, {exported}" if exported else "Weight files"
             kept = "" if exported else "with the removed weights as zeros"
             yield Value(label, numbers.memory(fmean(sizes)), kept)
@@ -101,5 +96,9 @@ def _perplexity(model: Model, result: Result, text: Score, label: str) -> Value:
         change = numbers.signed(100 * (after / before - 1), "{:.1f}%".format)
         details += [change] if isfinite(after) else []
     details += [f"mean of {len(result.runs)} runs"] if len(result.runs) > 1 else []
-    details += [f"context {text.context}"] if text.context else []
-    return Value(label, value, ", ".join([*details, detail(model.runs, text)]))
+    return Value(label, value, ", ".join([*details, _how_measured(model, text)]))
+
+
+def _how_measured(model: Model, text: Score) -> str:
+    context = f"context {text.context}, " if text.context else ""
+    return context + detail(model.runs, text)

@@ -62,25 +62,14 @@ _SPARSITY = Quantity(
     ("map",),
     colors=Normalize(0.0, 1.0),
 )
-_DAMPING = Quantity(
-    "damping",
-    "λ that was added to the diagonal of the Hessian",
-    Scale("λ", numbers.number),
-    ("several", "map"),
-)
-_GAP = Quantity(
-    "gap",
-    "Certified distance to the optimal loss",
-    Scale("gap", numbers.number),
-    ("several", "map"),
-    over="max",
-)
-_ITERATIONS = Quantity(
-    "iterations",
-    "Iterations of the exact compensation",
-    Scale("iterations", numbers.number),
-    ("several", "map"),
-)
+_SOLVER = [
+    Quantity(key, what, Scale(name, numbers.number), ("several", "map"), over)
+    for key, what, name, over in (
+        ("damping", "λ that was added to the diagonal of the Hessian", "λ", "mean"),
+        ("gap", "Certified distance to the optimal loss", "gap", "max"),
+        ("iterations", "Iterations of the exact compensation", "iterations", "mean"),
+    )
+]
 _SECONDS = Quantity(
     "seconds",
     "Seconds to prune the layers",
@@ -111,7 +100,7 @@ _LOSS_PART = (
 )
 _PARTS = (
     ("Sparsity", "", (_SPARSITY,)),
-    ("Damping, gap and iterations", "", (_DAMPING, _GAP, _ITERATIONS)),
+    ("Damping, gap and iterations", "", _SOLVER),
     (
         "Time and memory",
         "The first layer of those that share an input pays for preparing the Hessian. Running the "

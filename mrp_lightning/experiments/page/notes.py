@@ -1,10 +1,9 @@
 """What a reader has to know before trusting the numbers."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from mrp_lightning.experiments.models import Model
-from mrp_lightning.experiments.numbers import scientific
 from mrp_lightning.experiments.runs import Run
 from mrp_lightning.records.rows import LayerReport
 
@@ -45,57 +44,36 @@ def _of_layers(run: Run) -> Iterator[str]:
     """What is said of the layers that have a problem, with the worst of them."""
     tolerance = run.config.get("tolerance")
     if isinstance(tolerance, int | float):
-        found = [x for x in run.pruned if (x.gap or 0) > tolerance]
-        yield from _worst(
-            found,
-            lambda x: x.gap or 0,
-            f"may be further from the optimal loss than the tolerance of "
-            f"{scientific(tolerance, 0)}",
-            lambda x: f"by at most {scientific(x.gap or 0)}, relative to it.",
-        )
-    yield from _worst(
-        [x for x in run.pruned if x.raised_damping],
-        lambda x: x.raised_damping or 0,
-        "needed more damping than was asked for",
-        lambda x: f"{x.raised_damping:g}. More calibration tokens would help.",
-    )
-    yield from _worst(
-        [x for x in run.pruned if x.dead_inputs],
-        lambda x: (x.dead_inputs or 0) / x.shape[1],
-        "had input features that were always 0",
-        lambda x: f"{x.dead_inputs:,} of {x.shape[1]:,}.",
-    )
+        near = f"may be further from the optimal loss than the tolerance of {tolerance:.0e}"
+        gaps = {x: x.gap for x in run.pruned if x.gap and x.gap > tolerance}
+        how = "by at most {0.gap:.1e}, relative to it."
+        yield from _worst(gaps, near.replace("e-", "e−"), how)
+    raised = {x: x.raised_damping for x in run.pruned if x.raised_damping}
+    more = "{0.raised_damping:g}. More calibration tokens would help."
+    yield from _worst(raised, "needed more damping than was asked for", more)
+    dead = {x: x.dead_inputs / x.shape[1] for x in run.pruned if x.dead_inputs}
+    of_all = "{0.dead_inputs:,} of {0.shape[1]:,}."
+    yield from _worst(dead, "had input features that were always 0", of_all)
     for reason in dict.fromkeys(x.own_target for x in run.pruned if x.own_target):
         number = sum(x.own_target == reason for x in run.pruned)
         yield f"{number} of {len(run.pruned)} layers kept their own target: {reason}."
-    helped = [x for x in run.pruned if x.shared_hessian]
-    if helped:
+    if helped := sum(bool(x.shared_hessian) for x in run.pruned):
         yield (
-            f"{len(helped)} experts saw fewer tokens than they have input features; the Hessian of "
+            f"{helped} experts saw fewer tokens than they have input features; the Hessian of "
             "all experts' tokens made up for it. More calibration data would help them."
         )
-    yield from _worst(
-        [
-            x
-            for x in run.pruned
-            if x.tokens is not None and x.tokens < x.shape[1] and not x.shared_hessian
-        ],
-        lambda x: -(x.tokens or 0) / x.shape[1],
-        "saw fewer tokens than they have input features",
-        lambda x: f"{x.tokens:,} for {x.shape[1]:,}. More calibration data would help.",
-    )
+    alone = [x for x in run.pruned if x.tokens is not None and not x.shared_hessian]
+    few = {x: 1 - (x.tokens or 0) / x.shape[1] for x in alone if (x.tokens or 0) < x.shape[1]}
+    tokens = "{0.tokens:,} for {0.shape[1]:,}. More calibration data would help."
+    yield from _worst(few, "saw fewer tokens than they have input features", tokens)
 
 
-def _worst(
-    layers: Sequence[LayerReport],
-    badness: Callable[[LayerReport], float],
-    problem: str,
-    amount: Callable[[LayerReport], str],
-) -> Iterator[str]:
-    if layers:
-        worst = max(layers, key=badness)
-        number = "1 layer" if len(layers) == 1 else f"{len(layers)} layers"
-        yield f"{number} {problem}: {worst.name} {amount(worst)}"
+def _worst(badness: Mapping[LayerReport, float], problem: str, amount: str) -> Iterator[str]:
+    """How many layers have a problem, and by how much the worst of them."""
+    if badness:
+        worst = max(badness, key=lambda layer: badness[layer])
+        number = "1 layer" if len(badness) == 1 else f"{len(badness)} layers"
+        yield f"{number} {problem}: {worst.name} {amount.format(worst).replace('e-', 'e−')}"
 
 
 def _of_texts(model: Model) -> Iterator[Note]:

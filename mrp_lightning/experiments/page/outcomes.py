@@ -1,6 +1,5 @@
 """The parts on what the models can do: perplexity, zero-shot tasks, text, before and after."""
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import pandas as pd
@@ -9,7 +8,7 @@ from mrp_lightning.experiments.models import Model, Result, by_setting
 from mrp_lightning.experiments.page.parts import Column, Part, Picture, Row, Table, columns
 from mrp_lightning.experiments.page.pictures import Scale, draw_lines, draw_rows
 from mrp_lightning.experiments.page.tables import results_table, zero_shot_table
-from mrp_lightning.experiments.scores import Score, deviation, mean, measured, values
+from mrp_lightning.experiments.scores import Score, deviation, finite_means, measured, values
 
 
 def results_part(model: Model) -> Part | None:
@@ -34,8 +33,9 @@ def zero_shot_part(model: Model) -> Part | None:
     pictures = []
     for setting, results in by_setting(model.results).items():
         shown = [*(r for r in model.rows if r.method is None), *results]
-        frame = pd.DataFrame({r.label: {str(s): _finite(r, s) for s in scores} for r in shown})
-        frame = frame.astype(float).dropna(how="all").dropna(axis=1, how="all")
+        means = {str(s): {r.label: x for r, x in finite_means(shown, s).items()} for s in scores}
+        frame = pd.DataFrame(means, [r.label for r in shown], dtype=float).T
+        frame = frame.dropna(how="all").dropna(axis=1, how="all")
         if set(frame) - {"dense"}:
             name, caption = f"zeroshot-{setting}", f"Zero-shot results at {setting}, in percent."
             scale = Scale("%", "{:.2f}".format, zero=False)
@@ -64,30 +64,27 @@ def continuations_part(model: Model) -> Part | None:
 
 def _settings(model: Model, score: Score) -> Iterator[Picture]:
     """Marks for the results of each setting, and ticks where the dense model is."""
-    plain = [result for result in model.results if not result.trial.changed]
-    found = {result: mean(result.runs, score) for result in plain}
-    known = {result: value for result, value in found.items() if value is not None}
-    lost = [f"{r.label} at {r.setting}" for r, value in known.items() if not math.isfinite(value)]
-    if len(known) - len(lost) < 2:
+    plain = [r for r in model.results if not r.trial.changed and len(values(r.runs, score))]
+    finite = finite_means(plain, score)
+    if len(finite) < 2:
         return
-    settings = list(by_setting(known))
-    by_label: dict[str, dict[str, float | None]] = {}
-    if model.dense is not None:
-        by_label["dense"] = dict.fromkeys(settings, _finite(model.rows[0], score))
-    for result in known:
-        by_label.setdefault(result.label, {})[result.setting] = _finite(result, score)
-    frame = pd.DataFrame(by_label, settings, dtype=float).dropna(axis=1, how="all")
+    settings = list(by_setting(plain))
+    before = finite_means(model.rows[:1], score) if model.dense else {}
+    found = {result.label: dict.fromkeys(settings, x) for result, x in before.items()}
+    for result, value in finite.items():
+        found.setdefault(result.label, {})[result.setting] = value
+    lost = [f"{result.label} at {result.setting}" for result in plain if result not in finite]
     caption = f"{_named(score)} by sparsity."
     caption += f" Not finite: {', '.join(lost)}." if lost else ""
     name, scale = str(score).partition(" @")[0], Scale(str(score), score.write, zero=False)
-    yield draw_rows(name, caption, frame, _methods(model.rows), scale)
+    yield draw_rows(name, caption, pd.DataFrame(found, settings), _methods(model.rows), scale)
 
 
 def _options(model: Model, score: Score) -> Iterator[Picture]:
     """A line for each recipe or method over the values of each option that was varied."""
     groups: dict[tuple[str, str], list[Result]] = {}
     for result in model.results:
-        if result.trial.changed and _finite(result, score) is not None:
+        if result.trial.changed and finite_means([result], score):
             groups.setdefault((result.setting, result.trial.changed.option), []).append(result)
     for (setting, option), results in groups.items():
         sizes = {result.trial.columns for result in results} - {""}
@@ -111,11 +108,6 @@ def _options(model: Model, score: Score) -> Iterator[Picture]:
         how = (methods, Scale(str(score), score.write, zero=False))
         band = (means - spread, means + spread)
         yield draw_lines(name, caption, means, *how, across=option, band=band)
-
-
-def _finite(result: Result, score: Score) -> float | None:
-    found = mean(result.runs, score)
-    return found if found is not None and math.isfinite(found) else None
 
 
 def _methods(results: Iterable[Result]) -> dict[str, str | None]:

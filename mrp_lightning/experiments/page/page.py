@@ -6,7 +6,6 @@ import re
 import shutil
 import zipfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
@@ -46,17 +45,9 @@ class Section(NamedTuple):
     num_runs: int
 
 
-@dataclass(frozen=True)
-class Page:
-    """A page about runs.
+class Page(NamedTuple):
+    """The whole page, which has the pictures in it, and these by the names of their PNG files."""
 
-    Attributes:
-        title: The heading.
-        html: The whole page, which has the pictures in it.
-        pictures: The pictures by the names of their PNG files, without the ending.
-    """
-
-    title: str
     html: str
     pictures: dict[str, Picture]
 
@@ -86,7 +77,7 @@ def make_page(
         Section(
             id=f"model-{id_}",
             title=headline.title(model),
-            headline=headline.headline(model),
+            headline=list(headline.headline(model)),
             notes=notes(model),
             parts=parts_of(model),
             num_runs=len(model.runs),
@@ -113,7 +104,7 @@ def make_page(
         raw_size=numbers.memory(len(raw)),
         num_files=sum(len(run.files) for run in runs),
     )
-    return Page(title or alone, html, pictures)
+    return Page(html, pictures)
 
 
 def check_out(out: Path, *, overwrite: bool = False) -> None:

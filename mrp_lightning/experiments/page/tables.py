@@ -1,7 +1,7 @@
 """The tables of scores: results and zero-shot tasks of a model, and all results for programs."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from mrp_lightning.experiments.scores import (
     cell,
     detail,
     deviation,
+    finite_means,
     mean,
     measured,
     values,
@@ -129,17 +130,14 @@ def _score_table(
     return Table(caption, header, groups)
 
 
-def _lowest(results: Sequence[Result], scores: Sequence[Score]) -> Mapping[Score, list[Result]]:
+def _lowest(results: Sequence[Result], scores: Sequence[Score]) -> Mapping[Score, set[Result]]:
     """For each score the results whose mean is the lowest, where means differ."""
-
-    def lowest() -> Iterator[tuple[Score, list[Result]]]:
-        for score in scores:
-            means = {result: mean(result.runs, score) for result in results}
-            finite = {r: x for r, x in means.items() if x is not None and math.isfinite(x)}
-            if len(set(finite.values())) > 1:
-                yield score, [r for r, x in finite.items() if x == min(finite.values())]
-
-    return dict(lowest())
+    found = {score: finite_means(results, score) for score in scores}
+    differ = {score: means for score, means in found.items() if len(set(means.values())) > 1}
+    return {
+        score: {result for result, x in means.items() if x == min(means.values())}
+        for score, means in differ.items()
+    }
 
 
 def _beside(result: Result, score: Score) -> list[str]:
