@@ -47,15 +47,14 @@ def main(args: list[str]) -> None:
             from mrp_lightning.experiments.page.page import write_markdown
     console = Console()
     failed = make_runs(sweep, console)
-    runs = _comparable(sweep, finished_runs(sweep, sweep.trials), console)
-    if runs:
-        text = tables.write(find_models(list(runs.values())), Path(sweep.out))
+    if runs := _comparable(sweep, console):
+        text = tables.write(find_models(runs), Path(sweep.out))
         console.print(Markdown(text))
         console.print(f"The tables are in {sweep.out}/results.md, results.csv and results.json.")
     if runs and sweep.page:
         write_markdown(
             Path(sweep.page),
-            list(runs.values()),
+            runs,
             title=sweep.title,
             description=sweep.description,
             command=shlex.join(["python", "-m", "mrp_lightning", "sweep", *args]),
@@ -106,7 +105,10 @@ def make_runs(sweep: Sweep, console: Console) -> dict[Trial, str]:
     console.print(f"{len(sweep.selected)} runs, of which {len(waiting)} are to be made.")
     if incomplete:
         console.print(f"{len(incomplete)} more are to be evaluated on `zeroshot`.")
-    failed = _without_model(sweep, waiting)
+    reasons = {
+        model: why_no_model(model, sweep) for model in dict.fromkeys(t.model for t in waiting)
+    }
+    failed = {trial: reason for trial in waiting if (reason := reasons[trial.model])}
     work = [trial for trial in [*waiting, *incomplete] if trial not in failed]
     for _, numbered in groupby(enumerate(work, start=1), key=lambda pair: pair[1].model):
         with dequantized_once():
@@ -155,21 +157,15 @@ def _require_same_configurations(sweep: Sweep, finished: Mapping[Trial, Run]) ->
         )
 
 
-def _without_model(sweep: Sweep, trials: Sequence[Trial]) -> dict[Trial, str]:
-    """The trials of models that cannot be had, and why."""
-    models = dict.fromkeys(trial.model for trial in trials)
-    reasons = {model: why_no_model(model, sweep) for model in models}
-    return {trial: reason for trial in trials if (reason := reasons[trial.model])}
-
-
-def _comparable(sweep: Sweep, runs: Mapping[Trial, Run], console: Console) -> dict[Trial, Run]:
-    """The runs without those that were not selected and are of another configuration."""
-    others = [trial for trial in runs if trial not in sweep.selected]
-    stale = [trial for trial in others if _differs(sweep, trial, runs[trial])]
+def _comparable(sweep: Sweep, console: Console) -> list[Run]:
+    """The finished runs without those that were not selected and are of another configuration."""
+    runs = finished_runs(sweep, sweep.trials)
+    others = {trial: run for trial, run in runs.items() if trial not in sweep.selected}
+    stale = [trial for trial, run in others.items() if _differs(sweep, trial, run)]
     if stale:
         names = ", ".join(runs[trial].name for trial in stale)
         console.print(f"Left out, as made with another configuration: {names}.", soft_wrap=True)
-    return {trial: run for trial, run in runs.items() if trial not in stale}
+    return [run for trial, run in runs.items() if trial not in stale]
 
 
 def _differs(sweep: Sweep, trial: Trial, run: Run) -> str:

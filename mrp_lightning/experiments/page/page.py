@@ -5,9 +5,9 @@ import itertools
 import re
 import shutil
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from mrp_lightning.environment import __version__
@@ -18,7 +18,7 @@ from mrp_lightning.experiments.page import headline
 from mrp_lightning.experiments.page.details import dense_part, settings_part
 from mrp_lightning.experiments.page.drawing import PAPER, color_of
 from mrp_lightning.experiments.page.layers import Layers
-from mrp_lightning.experiments.page.notes import Note, notes
+from mrp_lightning.experiments.page.notes import notes
 from mrp_lightning.experiments.page.outcomes import (
     continuations_part,
     results_part,
@@ -32,17 +32,6 @@ from mrp_lightning.files import check_output_dir, save_directory, save_text
 
 GENERATOR = "mrp-lightning report"
 """Marks a page as one that may be written again."""
-
-
-class Section(NamedTuple):
-    """What the page says about a model."""
-
-    id: str
-    title: str
-    headline: Sequence[headline.Value]
-    notes: Sequence[Note]
-    parts: Sequence[Part]
-    num_runs: int
 
 
 class Page(NamedTuple):
@@ -73,20 +62,21 @@ def make_page(
         command: The command line that makes the page again.
     """
     models = find_models(runs)
-    sections = [
-        Section(
-            id=f"model-{id_}",
-            title=headline.title(model),
-            headline=list(headline.headline(model)),
-            notes=notes(model),
-            parts=parts_of(model),
-            num_runs=len(model.runs),
-        )
+    sections: list[dict[str, Any]] = [
+        {
+            "id": f"model-{id_}",
+            "title": headline.title(model),
+            "headline": list(headline.headline(model)),
+            "notes": notes(model),
+            "parts": parts_of(model),
+            "num_runs": len(model.runs),
+        }
         for id_, model in zip(_unique([model.name for model in models]), models, strict=True)
     ]
-    named = zip((model.name for model in models), (s.parts for s in sections), strict=True)
-    pictures = _named(list(named))
-    alone = sections[0].title if len(sections) == 1 else f"{name}: {len(models)} models"
+    pictures = _named(
+        {model: section["parts"] for model, section in zip(models, sections, strict=True)}
+    )
+    alone = sections[0]["title"] if len(sections) == 1 else f"{name}: {len(models)} models"
     raw = _zipped(runs)
     html = render(
         "page.html",
@@ -168,9 +158,7 @@ def write_markdown(
         continuations: Whether it shows what the models write.
     """
     models = find_models(runs)
-    parts = {
-        model.name: parts_of(model, brief=True, continuations=continuations) for model in models
-    }
+    parts = {m: parts_of(m, brief=True, continuations=continuations) for m in models}
     finished = [run.finished for run in runs if run.finished]
     seeds = len({found.trial.seed for found in finished} - {None})
     spread = f"mean ± standard deviation over {seeds} calibration sets; " if seeds > 1 else ""
@@ -179,34 +167,29 @@ def write_markdown(
         f"Perplexity @ the context in tokens; {spread}"
         "relative loss is the mean over layers of ‖δx‖² / ‖wx‖²; seconds are those of the pruning."
     )
-    directory = path.with_suffix("")
-    pictures = _named(list(parts.items()), always=True)
-    files = {id(picture): directory / f"{name}.svg" for name, picture in pictures.items()}
-    for name, picture in pictures.items():
-        directory.mkdir(parents=True, exist_ok=True)
-        paper = f'\\1<rect width="100%" height="100%" fill="{PAPER}"/>'.encode()
-        svg = re.sub(rb"(<svg[^>]*>)", paper, picture.svg, count=1)
-        (directory / f"{name}.svg").write_bytes(svg)
+    directory, files = path.with_suffix(""), {}
+    for name, picture in _named(parts, always=True).items():
+        files[id(picture)] = quote(f"{directory.name}/{name}.svg")
+        paper = f'\\1<rect width="100%" height="100%" fill="{PAPER}"/>'
+        drawn = re.sub("(<svg[^>]*>)", paper, picture.svg.decode(), count=1)
+        save_text(directory / f"{name}.svg", drawn)
     text = render(
         "page.md",
         title=title,
         head=[*([description.strip()] if description else []), f"```\n{command}\n```", facts],
         parts=claims_part(models),
-        sections=[{"title": name, "parts": found} for name, found in parts.items()],
-        source=lambda picture: quote(files[id(picture)].relative_to(path.parent).as_posix()),
+        sections=[{"title": model.name, "parts": found} for model, found in parts.items()],
+        source=lambda picture: files[id(picture)],
     )
     save_text(path, text)
 
 
-def _named(
-    sections: Sequence[tuple[str, Sequence[Part]]], *, always: bool = False
-) -> dict[str, Picture]:
+def _named(found: Mapping[Model, Sequence[Part]], *, always: bool = False) -> dict[str, Picture]:
     """Pictures by the names of their files, which begin with the model where there are several."""
-    several = always or len(sections) > 1
-    prefixes = _unique([name for name, _ in sections])
+    several = always or len(found) > 1
     pictures = [
-        (f"{prefix}-{picture.name}" if several else picture.name, picture)
-        for prefix, (_, parts) in zip(prefixes, sections, strict=True)
+        (f"{model.name}-{picture.name}" if several else picture.name, picture)
+        for model, parts in found.items()
         for part in parts
         for picture in part.all_pictures
     ]

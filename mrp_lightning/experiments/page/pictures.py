@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
@@ -15,7 +14,6 @@ from mrp_lightning.experiments.page.drawing import (
     HEAT,
     MUTED,
     PAPER,
-    WIDTH,
     add_legend,
     looks,
     new_figure,
@@ -84,7 +82,8 @@ def draw_lines(
         else:
             axes.set_xticks(places, list(values.index))
         axes.set(**{} if across is None else {"xlabel": across}, ylabel=scale.name)
-        set_value_axis(axes, "y", _drawn(values, scale), zero=scale.zero)
+        shown = pd.concat([values, *(band or ())])
+        set_value_axis(axes, "y", _drawn(shown, scale), zero=scale.zero)
         add_legend(figure, legend)
         return figure
 
@@ -145,20 +144,25 @@ def draw_map(
     hatched = np.argwhere(dense.to_numpy() & cells.isna().to_numpy())
 
     def draw() -> Figure:
-        heights = [0.13, max(0.21 * len(cells), 0.25)]
-        figure = Figure(figsize=(WIDTH, 0.75 + sum(heights)), layout="constrained")
-        key, axes = figure.subplots(2, 1, height_ratios=heights)
+        figure, axes = new_figure(0.8 + max(0.21 * len(cells), 0.25))
         gap = 1.5 if len(blocks) <= 40 else 0  # points
         x, y = (np.arange(length + 1) - 0.5 for length in cells.T.shape)
         edges: Any = {"edgecolors": PAPER if gap else "none", "linewidth": gap}
-        axes.pcolormesh(x, y, np.ma.masked_invalid(cells), norm=colors, cmap=HEAT, **edges)
+        mesh = axes.pcolormesh(x, y, np.ma.masked_invalid(cells), norm=colors, cmap=HEAT, **edges)
+        left: Any = {"hatch": "////", "fill": False, "edgecolor": MUTED, "linewidth": 0}
         for row, column in hatched:
-            axes.add_patch(_hatched(column - 0.5, row - 0.5, 1))
+            axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, **left))
         set_block_axis(axes, blocks)
         set_name_axis(axes, [labels[kind] for kind in cells.index])
         axes.grid(False)
         axes.spines[:].set_visible(False)
-        _draw_key(key, colors, write, has_dense=len(hatched) > 0)
+        how: Any = {"location": "top", "shrink": 0.4, "aspect": 14, "anchor": (0.0, 0.0)}
+        key = figure.colorbar(mesh, ax=axes, ticks=[colors.vmin, colors.vmax], **how)
+        key.set_ticklabels([write(colors.vmin) if colors.vmin else "0", write(colors.vmax)])
+        key.outline.set_visible(False)
+        key.minorticks_off()
+        if len(hatched):
+            figure.legend([Rectangle((0, 0), 1, 1, **left)], ["left dense"], loc="upper right")
         return figure
 
     values = cells.stack().dropna()
@@ -186,20 +190,3 @@ def _words(values: pd.DataFrame, scale: Scale) -> str:
         return f"mean {scale.write(column.mean())}, from {ends[0]} to {ends[1]}"
 
     return " ".join(f"{label}: {shown(values[label].dropna())}." for label in values)
-
-
-def _draw_key(axes: Axes, colors: Normalize, write: Write, *, has_dense: bool) -> None:
-    axes.set_axis_off()
-    axes.set_xlim(0, 40)
-    axes.set_ylim(0, 1)
-    text: dict[str, Any] = {"va": "center", "color": MUTED, "fontsize": 8}
-    axes.text(3.5, 0.5, write(colors.vmin) if colors.vmin else "0", **text, ha="right")
-    axes.pcolormesh(np.linspace(4, 12, 65), [0, 1], np.linspace(0, 1, 64)[None], cmap=HEAT)
-    axes.text(12.5, 0.5, write(colors.vmax), **text)
-    if has_dense:
-        axes.add_patch(_hatched(21.6, 0, 2))
-        axes.text(24.1, 0.5, "left dense", **text)
-
-
-def _hatched(x: float, y: float, width: float) -> Rectangle:
-    return Rectangle((x, y), width, 1, hatch="////", fill=False, edgecolor=MUTED, linewidth=0)
