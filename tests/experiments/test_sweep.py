@@ -159,10 +159,10 @@ def test_recipes_are_rows_of_the_tables(here):
     assert "2:4 tuned:\n" + textwrap.indent(said, "    ") in page
     assert "Windows of text have no BOS before them." in page
     pictures = re.findall(r"!\[.*\]\((.*)\)", page)
-    assert "page/tiny-loss-by-kind-2of4.svg" in pictures
-    for picture in pictures:
-        drawn = Path("docs", picture).read_text()
-        assert all(f">{text}</text>" in drawn for text in ("SM", "tuned", "SM+dense"))
+    assert "page/tiny-loss-by-block-2of4.svg" in pictures
+    drawn = Path("docs/page/tiny-loss-by-block-2of4.svg").read_text()
+    assert all(f">{text}</text>" in drawn for text in ("SM", "tuned", "SM+dense"))
+    assert all(Path("docs", picture).is_file() for picture in pictures)
     with Path("out/results.csv").open() as file:
         assert {row["method"] for row in csv.DictReader(file)} == {"", "SM", "tuned", "SM+dense"}
     (model,) = find_models(find_runs(Path("out")))

@@ -31,7 +31,7 @@ PAPER, RULE, MUTED, INK = (
 )
 SERIES = tuple(STYLE["axes.prop_cycle"].by_key()["color"])
 """One colour a method, in the order of `method_rank`."""
-HEAT = LinearSegmentedColormap.from_list("mrp-lightning", ("#e2efed", "#06363b"))
+HEAT = LinearSegmentedColormap.from_list("mrp-lightning", ("#e2efed", "#06363b"), 64)
 _DASHES = ((0, ()), (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1.2, 1, 1.2)))
 _MARKERS = ("o", "s", "^", "D", "P", "X", "v", "<", ">", "h", "p", "*")
 _DENSE: Any = {"color": INK, "linewidth": 1.2, "markersize": 13, "markeredgewidth": 1.6}
