@@ -1,34 +1,22 @@
 """Bars for long work. The working functions know them as a way to iterate."""
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Protocol, TypeVar
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-T = TypeVar("T")
+Track = Callable[[Iterable[Any], int | None, str], Iterable[Any]]
+"""Iterates, and shows how far it is: takes the items, their number if it is known, and a word of
+what is done with them."""
 
 
-class Track(Protocol):
-    """A way to iterate that shows how far it is."""
-
-    def __call__(self, sequence: Iterable[T], total: int | None, description: str) -> Iterable[T]:
-        """Give the items one by one.
-
-        Args:
-            sequence: The items.
-            total: Number of items; `None` if it is not known.
-            description: What is done with them, for the bar.
-        """
-        ...
-
-
-def silently(sequence: Iterable[T], total: int | None, description: str) -> Iterable[T]:
+def silently(items: Iterable[Any], total: int | None, description: str) -> Iterable[Any]:
     """Iterate without a bar."""
     del total, description
-    return sequence
+    return items
 
 
 @contextmanager
@@ -38,8 +26,6 @@ def bars() -> Iterator[Track]:
     console = Console(stderr=True)
     off = not sys.stderr.isatty()
     with Progress(*columns, TimeRemainingColumn(), console=console, disable=off) as progress:
-
-        def track(sequence: Iterable[T], total: int | None, description: str) -> Iterable[T]:
-            return progress.track(sequence, total=total, description=description)
-
-        yield track
+        yield lambda items, total, description: progress.track(
+            items, total=total, description=description
+        )
