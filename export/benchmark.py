@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from export.backends.apply import why_not_here
+from export.backends.apply import check_backend
 from export.speed.comparison import compare
 from export.speed.options import LAYER_TOKENS, SpeedOptions, add_arguments
 from export.speed.random_models import SHAPES, prunable, random_model
@@ -55,8 +55,7 @@ def measure_shapes(
     if not torch.cuda.is_available():
         raise OptionError("speed is measured on a CUDA device, and this machine has none.")
     device = torch.device("cuda", torch.cuda.current_device())
-    if reason := why_not_here(options.backend, device):
-        raise OptionError(f"`--backend {options.backend}` cannot run here: {reason}.")
+    check_backend(options.backend, device)
     failed = []
     for shape in shapes:
         sys.stdout.write(f"## {shape}, {options.backend}\n\n")

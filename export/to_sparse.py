@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from export.backends.apply import why_not_here
+from export.backends.apply import check_backend, why_not_here
 from export.backends.torchao_format import load, why_not_storable
 from export.conversion.checkpoint import Checkpoint, open_checkpoint
 from export.conversion.layer_choice import LayerChoice
@@ -64,9 +64,8 @@ def convert(options: Namespace) -> ExportReport:
         FileExistsError: The output exists.
     """
     device = device_named(options.device)
-    measured = options.benchmark and device.type == "cuda"
-    if measured and (reason := why_not_here(options.backend, device)):
-        raise errors.OptionError(f"`--backend {options.backend}` cannot run here: {reason}.")
+    if options.benchmark and device.type == "cuda":
+        check_backend(options.backend, device)
     if options.format == "torchao" and (reason := why_not_here("torchao", device)):
         raise errors.OptionError(
             f"`--format torchao` cannot be written here: {reason}. Run it where torchao runs, or "

@@ -51,9 +51,7 @@ def apply(model: nn.Module, backend: str = "auto", target: str = "both") -> dict
         raise OptionError(f"`--target {target}` is none of {', '.join(TARGETS)}.")
     layers = {n: m for n, m in model.named_modules() if isinstance(m, Sparse24Linear)}
     for device in {layer.weight.device for layer in layers.values()}:
-        if reason := why_not_here(backend, device):
-            raise OptionError(f"`--backend {backend}` cannot run here: {reason}.")
-
+        check_backend(backend, device)
     dense = {}
     for name, layer in layers.items():
         prepared, reason = _prepare(layer, backend, target)
@@ -78,6 +76,12 @@ def _prepare(layer: Sparse24Linear, backend: str, target: str) -> tuple[nn.Modul
     if reason is None and backend == "auto":
         reason = not_faster(layer, known_times(layer.weight.device), target)
     return (layer if reason is None else layer.to_linear()), reason
+
+
+def check_backend(backend: str, device: torch.device) -> None:
+    """Refuse a back-end that cannot run on a device at all, by an `OptionError`."""
+    if reason := why_not_here(backend, device):
+        raise OptionError(f"`--backend {backend}` cannot run here: {reason}.")
 
 
 def why_not_here(backend: str, device: torch.device) -> str | None:

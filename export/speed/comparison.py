@@ -8,7 +8,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from export.backends.apply import apply, why_not_here
+from export.backends.apply import apply, check_backend
 from export.kernels import cusparselt
 from export.kernels.dispatch import known_times, use_times
 from export.kernels.kernel_times import Failure, Measurement, cache_path
@@ -40,8 +40,7 @@ def compare(
     device = sparse.device
     if device.type != "cuda":
         raise OptionError(f"Speed is measured on CUDA devices; the model is on {device}.")
-    if reason := why_not_here(options.backend, device):
-        raise OptionError(f"`--backend {options.backend}` cannot run here: {reason}.")
+    check_backend(options.backend, device)
     report = SpeedReport(
         environment={**known_times(device).environment, **_versions()},
         backend=options.backend,

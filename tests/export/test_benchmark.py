@@ -322,7 +322,7 @@ def as_if_on_cuda(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(PreTrainedModel, "device", property(lambda _: device))
     monkeypatch.setattr(comparison, "bandwidth", lambda device: 2e12)
-    monkeypatch.setattr(comparison, "why_not_here", lambda backend, device: None)
+    monkeypatch.setattr(comparison, "check_backend", lambda backend, device: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     yield device
     use_times(None, device)
