@@ -301,3 +301,15 @@ def bounded_gguf(file: Path) -> Any:
             return found
 
     return Bounded(file)
+
+
+# argparse
+
+
+def options_of(parser: Any) -> list[str]:
+    """The options that a parser knows, with their dashes.
+
+    Seen in Python 3.11, and in jsonargparse 4.53, whose parser is one of argparse. A message names
+    the option that a mistyped one is nearest to. In its place: a public list of a parser's actions.
+    """
+    return [name for action in parser._actions for name in action.option_strings]

@@ -83,9 +83,13 @@ class PruningCLI(LightningCLI):
 
     def _parse_ckpt_path(self) -> None:
         """Read the checkpoint's hyperparameters, or say why they cannot be read."""
-        path = self.config.get(self.config.get("subcommand") or "", {}).get("ckpt_path")
+        path = self._given("ckpt_path")
         with explained_checkpoint(path):
             super()._parse_ckpt_path()
+
+    def _given(self, key: str) -> Any:
+        """The value of a key of the subcommand that runs, `None` where it has none."""
+        return self.config.get(self.config.get("subcommand") or "", self.config).get(key)
 
     def before_instantiate_classes(self) -> None:
         """Refuse an accelerator that is not there, before a model is loaded.
@@ -93,7 +97,7 @@ class PruningCLI(LightningCLI):
         Raises:
             OptionError: This machine has no such accelerator.
         """
-        wanted = self._get(self.config, "trainer.accelerator")
+        wanted = self._given("trainer.accelerator")
         there = {name for name in AcceleratorRegistry if _is_there(name)}
         missing = set(AcceleratorRegistry) - there
         if missing >= _GPUS:

@@ -9,6 +9,7 @@ from jsonargparse import ArgumentParser
 from mrp_lightning.cli.given import given
 from mrp_lightning.cli.mistakes import explain
 from mrp_lightning.errors import OptionError
+from mrp_lightning.upstream import options_of
 
 
 class Parser(ArgumentParser):
@@ -36,13 +37,9 @@ class Parser(ArgumentParser):
         if not self.exit_on_error:  # a parser inside another one, which reports
             super().error(message, ex)
         parser = getattr(ex, "subcommand_parser", None) or self
-        options = [
-            name.lstrip("-").removesuffix("+")
-            for action in parser._actions
-            for name in action.option_strings
-        ]
+        options = [name.lstrip("-").removesuffix("+") for name in options_of(parser)]
         found = given(self._words, files=self._takes_files())
         raise OptionError(explain(message, options, found)) from ex
 
     def _takes_files(self) -> bool:
-        return "--config" in self._option_string_actions
+        return "--config" in options_of(self)
