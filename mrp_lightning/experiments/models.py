@@ -6,6 +6,7 @@ a copy of a run in another format.
 """
 
 import json
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -205,6 +206,10 @@ def _results(runs: Sequence[Run]) -> list[Result]:
         alike = {key: groups[key][0] for key in keys}
         varied = _varied([_options(run) for run in alike.values()])
         labels |= {key: _label(run, varied) for key, run in alike.items()}
+    names = Counter((found[0].trial.setting, labels[key]) for key, found in groups.items())
+    for key, found in groups.items():  # options that only one of two runs has tell nothing apart
+        if names[found[0].trial.setting, labels[key]] > 1:
+            labels[key] += f" ({found[0].name})"
     return [Result(found, labels[key]) for key, found in groups.items()]
 
 

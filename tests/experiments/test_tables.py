@@ -11,8 +11,8 @@ import pandas as pd
 import pytest
 
 from mrp_lightning.experiments import numbers
-from mrp_lightning.experiments.claims import findings
 from mrp_lightning.experiments.models import Model, Result, find_models
+from mrp_lightning.experiments.page.claims import findings
 from mrp_lightning.experiments.page.tables import markdown, write
 from mrp_lightning.experiments.runs import FinishedTrial, Run, read_run
 from mrp_lightning.experiments.scores import Score, deviation, scores, text, values

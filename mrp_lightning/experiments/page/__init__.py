@@ -1,1 +1,1 @@
-"""The HTML page about runs: `models` → `layers`, `scores` → `pictures`, `parts` → `page`."""
+"""Pages about runs, HTML and Markdown: parts of tables and pictures, which two templates draw."""

@@ -12,9 +12,9 @@ from urllib.parse import quote
 
 from mrp_lightning.environment import __version__
 from mrp_lightning.experiments import numbers
-from mrp_lightning.experiments.claims import claims_part
 from mrp_lightning.experiments.models import Model, find_models
 from mrp_lightning.experiments.page import headline
+from mrp_lightning.experiments.page.claims import claims_part
 from mrp_lightning.experiments.page.details import dense_part, settings_part
 from mrp_lightning.experiments.page.drawing import PAPER, color_of
 from mrp_lightning.experiments.page.layers import Layers

@@ -168,3 +168,10 @@ def test_perplexities_of_different_windows_are_told_apart(tmp_path, save_run, sa
 
 def test_a_good_run_has_no_notes(sweep):
     assert notes(models_of(sweep)[0]) == []
+
+
+def test_runs_that_nothing_tells_apart_have_names_of_their_own(tmp_path, save_run):
+    save_run(tmp_path / "older")
+    save_run(tmp_path / "newer", target="own")
+    (model,) = models_of(tmp_path)
+    assert [v.label for v in model.results] == ["SM (newer)", "SM (older)"]
