@@ -141,7 +141,7 @@ def _look(
     reason: str | None,
     shape: tuple[int, int] = (0, 0),
 ) -> LayerChoice:
-    """What a weight itself says of its layer; `reason` is what is known without looking at it.
+    """Look at the weight of a layer, unless there is a `reason` already why it stays dense.
 
     `shape` is that of the layer, for a weight that is no matrix.
     """

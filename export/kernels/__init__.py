@@ -1,1 +1,1 @@
-"""What multiplies with a packed weight on a CUDA device, and what chooses among them."""
+"""Kernels that multiply with a packed weight, and the choice among them."""

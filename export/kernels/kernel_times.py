@@ -70,7 +70,7 @@ class KernelTimes:
     measurements: tuple[Measurement, ...] = ()
 
     def at(self, call: Call) -> list[Measurement]:
-        """What was measured for a shape at the nearest number of tokens, the fastest first.
+        """The measurements for a shape at the nearest number of tokens, the fastest first.
 
         Nearest by ratio, and within a factor of two: else nothing is known. One token is a problem
         of its own, for which no other number of tokens stands in.
@@ -106,7 +106,7 @@ class KernelTimes:
         """Read what `save` wrote.
 
         Raises:
-            FormatError: The file is no such table, or of another version.
+            FormatError: The file is no such thing, or of another version.
         """
         content = read_json(path, "measure again")
         if content.get("version") != VERSION:
@@ -133,7 +133,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def cache_path(environment: Mapping[str, Any]) -> Path:
-    """Where the table of an environment is kept; `XDG_CACHE_HOME` moves it."""
+    """The file in which the times of an environment are kept; `XDG_CACHE_HOME` moves it."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     digest = hashlib.sha256(json.dumps(environment, sort_keys=True).encode()).hexdigest()[:12]
     return root / "mrp-lightning" / f"sparse24-{digest}.json"

@@ -77,7 +77,7 @@ def row_offsets(bits: Tensor) -> Tensor:
 
 
 def damage(values: Tensor, bits: Tensor, columns: int) -> str | None:
-    """What shows that these tensors were not packed together, or `None`."""
+    """The reason why these tensors were never packed together, or `None`."""
     marked = int(_counts(bits).sum())
     if marked != values.numel():
         return f"{marked} weights are marked as kept, and there are {values.numel()} values"
@@ -89,8 +89,8 @@ def damage(values: Tensor, bits: Tensor, columns: int) -> str | None:
 
 def _counts(bits: Tensor) -> Tensor:
     """Kept weights of each row."""
-    table = [byte.bit_count() for byte in range(256)]
-    set_bits = torch.tensor(table, dtype=torch.uint8, device=bits.device)
+    counts = [byte.bit_count() for byte in range(256)]
+    set_bits = torch.tensor(counts, dtype=torch.uint8, device=bits.device)
     # Indices of int32 take four bytes for each of `bits`; to index with brackets takes twelve.
     return set_bits.index_select(0, bits.flatten().int()).view_as(bits).sum(dim=1)
 

@@ -1,4 +1,4 @@
-"""What a packed format is: names for the files, and functions that turn a weight into it."""
+"""A packed format: names for the files, and functions that turn a weight into it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The choice of a kernel, the measured table, and what each back-end refuses."""
+"""The choice of a kernel, the measured times, and what each back-end refuses."""
 
 import contextlib
 import itertools
