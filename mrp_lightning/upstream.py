@@ -102,8 +102,8 @@ def arguments_of_cusparselt() -> set[str]:
     """The names of the arguments of `matmul_cusparselt` that this torch knows.
 
     Seen in torch 2.13, as the three functions below. torch's public way to cuSPARSELt,
-    `to_sparse_semi_structured`, is a subclass of tensors that plans each product anew and cannot be
-    told an algorithm. In their place: public operators, once torch has them.
+    `to_sparse_semi_structured`, gives a subclass of tensors, which neither safetensors nor an
+    operator of ours takes. In their place: public operators, once torch has them.
     """
     return {argument.name for argument in torch.ops.aten._cslt_sparse_mm.default._schema.arguments}
 
@@ -116,14 +116,15 @@ def compress_cusparselt(weight: Tensor) -> Tensor:
 def matmul_cusparselt(
     compressed: Tensor, x: Tensor, bias: Tensor | None, **algorithm: Any
 ) -> Tensor:
-    """The transpose of W times `x`, which is (in, tokens); see `arguments_of_cusparselt`."""
+    """(W x)ᵀ + bias for x (in, tokens); see `arguments_of_cusparselt`."""
     return torch._cslt_sparse_mm(compressed, x, bias=bias, transpose_result=True, **algorithm)
 
 
 def search_cusparselt(compressed: Tensor, x: Tensor, bias: Tensor | None) -> tuple[int, ...]:
     """The `alg_id`, and maybe `split_k` and `split_k_mode`, that are fastest for these operands.
 
-    See `arguments_of_cusparselt`; the function that tells but the first is that of older versions.
+    The operator for it tells the first alone; a binding, where torch has one, tells all. See
+    `arguments_of_cusparselt`.
     """
     binding = getattr(torch._C, "_cusparselt", None)
     if binding is not None and "mm_search" in dir(binding):

@@ -67,7 +67,7 @@ def matmul(x: Tensor, compressed: Tensor, bias: Tensor | None, **algorithm: int)
 def search(x: Tensor, compressed: Tensor) -> dict[str, int]:
     """Let the library try its algorithms on these very operands. Not inside a CUDA graph."""
     found = upstream.search_cusparselt(compressed, _padded(x).t(), None)
-    return DEFAULT | dict(zip(DEFAULT, found, strict=False))  # older versions tell the first alone
+    return DEFAULT | dict(zip(DEFAULT, found, strict=False))  # or the first alone
 
 
 def _padded(x: Tensor) -> Tensor:
