@@ -174,7 +174,13 @@ class Run:
                         job, self.module, self.trainer, self._beside, resume=self.output.resume
                     )
                     job = replace(job, journal=held.enter_context(opened))
-                self._prune(job)
+                for logger in self.trainer.loggers:
+                    logger.log_hyperparams({"prune": self.report.config})
+                with listening(self.trainer, job) as listener:
+                    prune_model(replace(job, listener=listener))
+                for name in ("sparsity", "relative_loss"):
+                    found = torch.tensor(self.report.totals[name])
+                    self.trainer.callback_metrics[f"prune/{name}"] = found
             outlives = self.output.journal_beside is not None
             yield Pruned(self.module, self.report, None if outlives else job.journal)
 
@@ -212,15 +218,6 @@ class Run:
             processes=processes,
             report=self.report,
         )
-
-    def _prune(self, job: Job) -> None:
-        trainer, report = self.trainer, self.report
-        for logger in trainer.loggers:
-            logger.log_hyperparams({"prune": report.config})
-        with listening(trainer, job) as listener:
-            prune_model(replace(job, listener=listener))
-        for name in ("sparsity", "relative_loss"):
-            trainer.callback_metrics[f"prune/{name}"] = torch.tensor(report.totals[name])
 
     def _forward(self, step: Step) -> Any:
         strategy = self.trainer.strategy

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -55,7 +56,12 @@ class BlockPruner:
         for stage in self._stages(layers):
             for part in portions(stage):
                 pooled = [x for x in stage if isinstance(x, Expert) and x not in part]
-                rows += self._prune_calibrated(self._calibrate(part, pooled))
+                calibration = self._calibrate(part, pooled)
+                for layer in calibration.not_called:
+                    self._skip(layer, self._why_not_called(layer))
+                for group, pool in calibration.hand_over():
+                    rows += self._prune_group(group, pool)
+        _tell_of_help([row for row in rows if row.shared_hessian])
         return rows
 
     def _stages(self, layers: list[Layer]) -> list[list[Layer]]:
@@ -113,15 +119,6 @@ class BlockPruner:
                 log.info("%s: layers share inputs in some batches only", name)
         raise AssertionError
 
-    def _prune_calibrated(self, calibration: Calibration) -> list[LayerReport]:
-        for layer in calibration.not_called:
-            self._skip(layer, self._why_not_called(layer))
-        rows: list[LayerReport] = []
-        for group, pool in calibration.hand_over():
-            rows += self._prune_group(group, pool)
-        _tell_of_help([row for row in rows if row.shared_hessian])
-        return rows
-
     def _prune_group(self, group: InputGroup, pool: HessianAccumulator | None) -> list[LayerReport]:
         """Prune the layers that share an input, or an expert with the help of all of them."""
         first, own = group.layers[0], group.hand_over()
@@ -136,7 +133,22 @@ class BlockPruner:
         calibrated = Calibrated(
             InputHessian(hessian, name=first.name), tokens, shared, self._aim(group, hessian.device)
         )
-        return [self._prune_layer(layer, calibrated) for layer in group.layers]
+        recipe, rows = self.job.settings.recipe, []
+        for layer in group.layers:
+            self.tell(layer.name)
+            if self.dense is not None:
+                self.dense.remember(layer)
+            row = prune_layer(
+                layer,
+                calibrated,
+                replace(recipe, pattern=self.patterns.get(layer.name, recipe.pattern)),
+                tell=partial(self._tell_of, layer),
+                processes=self.job.processes,
+            )
+            rows.append(replace(row, block=self._name))
+            self.job.report.add(rows[-1])
+            self.tell(layer.name)
+        return rows
 
     def _aim(self, group: InputGroup, device: torch.device) -> Aim | None:
         weight = self.job.settings.target_weight
@@ -148,22 +160,8 @@ class BlockPruner:
             return Aim(weight, own="its inputs do not pair with the dense model's")
         return Aim(weight, group.shift.matrix().to(device))
 
-    def _prune_layer(self, layer: Layer, calibrated: Calibrated) -> LayerReport:
-        self.tell(layer.name)
-        if self.dense is not None:
-            self.dense.remember(layer)
-        recipe = self.job.settings.recipe
-        row = prune_layer(
-            layer,
-            calibrated,
-            replace(recipe, pattern=self.patterns.get(layer.name, recipe.pattern)),
-            tell=lambda where: self.tell(f"{layer.name}, {where}"),
-            processes=self.job.processes,
-        )
-        row = replace(row, block=self._name)
-        self.job.report.add(row)
-        self.tell(layer.name)
-        return row
+    def _tell_of(self, layer: Layer, where: str) -> None:
+        self.tell(f"{layer.name}, {where}")
 
     def _why_not_called(self, layer: Layer) -> str:
         if isinstance(next(self.padding.around(layer.module), None), nn.MultiheadAttention):
