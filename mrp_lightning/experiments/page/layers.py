@@ -86,7 +86,7 @@ _MEMORY = Quantity(
 )
 _ERROR = Quantity(
     "error_after",
-    "Error of the blocks on held-out windows, after tuning",
+    "Error on held-out windows, after tuning",
     Scale("error", numbers.relative_loss),
     ("blocks",),
 )
@@ -181,10 +181,8 @@ class Layers:
         """A line for each result; a band from the smallest to the largest of several runs."""
         if len(self._blocks) < 2:
             return
-        key = quantity.key
-        held = table.dropna(subset=[key]).astype({key: float})
-        by = ["setting", "label", "run", "block"]
-        over = held.groupby(by, sort=False)[key].agg(quantity.over)
+        held = _held(table, quantity).groupby(["setting", "label", "run", "block"], sort=False)
+        over = held[quantity.key].agg(quantity.over)
         for setting, values in over.groupby(level="setting", sort=False):
             of_runs = values.groupby(["block", "label"], sort=False)
             labels = list(dict.fromkeys(values.index.get_level_values("label")))
@@ -192,7 +190,8 @@ class Layers:
                 getattr(of_runs, end)().unstack().reindex(index=self._blocks, columns=labels)
                 for end in ("mean", "min", "max")
             )
-            caption = f"{quantity.what}, by block at {setting}: {quantity.over} over its layers."
+            of_layers = "" if table is self.of_blocks else f": {quantity.over} over its layers"
+            caption = f"{quantity.what}, by block at {setting}{of_layers}."
             name = f"{_short(quantity)}-by-block-{setting}"
             band = (low, high) if of_runs.size().max() > 1 else None
             yield draw_lines(name, caption, mean, self._methods, quantity.scale, band=band)
@@ -209,10 +208,8 @@ class Layers:
 
     def _of_kinds(self, quantity: Quantity) -> pd.DataFrame:
         """Values by setting and label (rows) and kind (columns)."""
-        key = quantity.key
-        held = self._pruned.dropna(subset=[key]).astype({key: float})
-        over = held.groupby(["setting", "label", "kind"], sort=False)[key]
-        values = over.agg(_over_blocks(quantity)).unstack(sort=False)
+        held = _held(self._pruned, quantity).groupby(["setting", "label", "kind"], sort=False)
+        values = held[quantity.key].agg(_over_blocks(quantity)).unstack(sort=False)
         return values[[kind for kind in self._kinds if kind in values]]
 
     def _maps(self, quantity: Quantity) -> tuple[list[Picture], list[str]]:
@@ -292,6 +289,11 @@ def _in_order(blocks: Iterable[Any]) -> list[str]:
     found = {block: stack_and_number(block) for block in dict.fromkeys(blocks)}
     stacks = [stack for stack, _ in found.values()]
     return sorted(found, key=lambda b: (not b, stacks.index(found[b][0]), found[b][1] or 0))
+
+
+def _held(table: pd.DataFrame, quantity: Quantity) -> pd.DataFrame:
+    """The rows that have a value."""
+    return table.dropna(subset=[quantity.key]).astype({quantity.key: float})
 
 
 def _short(quantity: Quantity) -> str:

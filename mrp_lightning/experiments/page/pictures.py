@@ -160,7 +160,8 @@ def draw_map(
         key = figure.colorbar(mesh, ax=axes, ticks=[colors.vmin, colors.vmax], **how)
         key.set_ticklabels([write(colors.vmin) if colors.vmin else "0", write(colors.vmax)])
         key.outline.set_visible(False)
-        key.solids.set_rasterized(False)
+        if key.solids is not None:
+            key.solids.set_rasterized(False)  # an image in the SVG
         key.minorticks_off()
         if len(hatched):
             figure.legend([Rectangle((0, 0), 1, 1, **left)], ["left dense"], loc="upper right")
