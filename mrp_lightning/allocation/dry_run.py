@@ -18,7 +18,7 @@ from mrp_lightning.targets.layers import Layer
 
 @dataclass(frozen=True)
 class Change:
-    """What pruning one block alone does.
+    """The effect of pruning one block alone.
 
     Attributes:
         of_output: The mean change of the model's output; see `OutputChange`.

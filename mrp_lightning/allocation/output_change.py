@@ -65,7 +65,7 @@ class OutputChange:
         return changes / rows
 
     def _rows(self, k: int, i: int) -> Tensor:
-        """What the model returns for batch i, (tokens, columns)."""
+        """The rows (tokens, columns) that the model returns for batch i."""
         returned = self._walk.finish(k, i)
         output = _found_in(returned)
         if output is None:

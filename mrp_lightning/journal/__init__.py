@@ -1,1 +1,1 @@
-"""What an unfinished run keeps of each pruned block, and what tells one run from another."""
+"""A journal keeps each pruned block of an unfinished run; a fingerprint tells runs apart."""

@@ -65,7 +65,7 @@ class BlockRecord:
                 parameter.copy_(self.weights[name])
 
     def pruned(self, layers: Sequence[Layer]) -> list[Layer]:
-        """Those of the layers that were pruned."""
+        """The layers that were pruned, of those given."""
         names = {row.name for row in self.rows if row.skipped is None}
         return [layer for layer in layers if layer.name in names]
 

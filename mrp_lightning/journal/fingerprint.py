@@ -1,14 +1,18 @@
 """The fingerprint of a run: all that decides its result, so that another one can go on with it."""
 
+import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import fields, is_dataclass
+from enum import Enum
 from typing import Any
+from uuid import uuid4
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mrp_lightning.environment import versions
-from mrp_lightning.journal.batch_digests import digest_of, together
 from mrp_lightning.journal.manifest import Fingerprint, digest
 from mrp_lightning.journal.same import with_a_say
 from mrp_lightning.processes import Processes
@@ -17,6 +21,9 @@ from mrp_lightning.upstream import attention_of
 _OF_NO_FORWARD = ("_name_or_path", "transformers_version")
 _LIBRARIES = ("mrp_lightning", "torch", "transformers", "cuda")
 _NOTHING = torch.empty(0)
+_PLAIN = (str, int, float, complex, type(None), Enum, type, range, slice, torch.dtype, torch.device)
+"""Types whose `repr` says all of a value."""
+_UNKNOWN = "unknown: "
 
 
 def fingerprint(
@@ -53,3 +60,88 @@ def _forward_of(config: Any) -> str:
     found = {k: v for k, v in config.to_dict().items() if k not in _OF_NO_FORWARD}
     found["attention"] = attention_of(config)
     return json.dumps(found, sort_keys=True, default=str)
+
+
+def digest_of(steps: Sequence[Any]) -> str:
+    """The digest of all that the steps of this process are called with.
+
+    Of objects it is that of what would be copied of them. Where that is not to be had, this is a
+    text that says so, and that is never the same again.
+    """
+    unknown: dict[str, None] = {}
+    found = digest(_leaves(list(steps), "", unknown, ()))
+    if not unknown:
+        return found
+    kinds = ", ".join(unknown)
+    return f"{_UNKNOWN}what is in {kinds} of the batches cannot be compared ({uuid4().hex[:8]})"
+
+
+def together(digests: Sequence[str]) -> str:
+    """One digest of those of all processes."""
+    unknown = [one for one in digests if one.startswith(_UNKNOWN)]
+    if unknown or len(digests) == 1:
+        return (unknown or list(digests))[0]
+    return digest((one, _NOTHING) for one in digests)
+
+
+def _leaves(
+    data: Any, path: str, unknown: dict[str, None], above: tuple[Any, ...]
+) -> Iterator[tuple[str, Tensor]]:
+    """All tensors of a collection, by their place; the name of anything else says what it is.
+
+    `unknown` takes the types of what cannot be told apart, and `above` are the objects that hold
+    the collection, which may hold themselves.
+    """
+    if isinstance(data, Tensor):
+        yield path, data
+        return
+    if isinstance(data, _PLAIN):
+        yield f"{path} = {data!r}", _NOTHING
+        return
+    if (content := _bytes_of(data)) is not None:
+        yield f"{path} = {content}", _NOTHING
+        return
+    if any(data is other for other in above):
+        yield f"{path} = above", _NOTHING
+        return
+    parts = _parts(data)
+    if not isinstance(data, Mapping | list | tuple) and not is_dataclass(data):
+        yield f"{path} = {type(data).__name__}", _NOTHING
+    if parts is None:
+        unknown[type(data).__name__] = None
+        return
+    for name, value in parts:
+        yield from _leaves(value, f"{path}.{name}", unknown, (*above, data))
+
+
+def _bytes_of(data: Any) -> str | None:
+    """The digest of raw content; `None` of anything else."""
+    if isinstance(data, np.ndarray | np.generic) and not data.dtype.hasobject:
+        kind, raw = f"{data.dtype.str} {data.shape}", np.ascontiguousarray(data).tobytes()
+    elif isinstance(data, bytes | bytearray):
+        kind, raw = "bytes", bytes(data)
+    else:
+        return None
+    return f"{kind} {hashlib.sha256(raw).hexdigest()}"
+
+
+def _parts(data: Any) -> Iterator[tuple[Any, Any]] | None:
+    """The parts of an object, by name or place; `None` where they cannot be seen."""
+    if isinstance(data, Mapping):
+        return iter(data.items())
+    if isinstance(data, list | tuple):
+        return iter(enumerate(data))
+    if isinstance(data, Set):
+        return iter(enumerate(sorted(data, key=repr)))
+    if is_dataclass(data):
+        return ((field.name, getattr(data, field.name)) for field in fields(data))
+    try:
+        reduced = data.__reduce_ex__(4)  # as for a copy
+    except Exception:  # whatever an object says that cannot be copied
+        return None
+    if isinstance(reduced, str):
+        return iter([("name", reduced)])
+    make, arguments, state, items, entries = (*reduced, None, None, None)[:5]
+    name = getattr(make, "__qualname__", type(make).__name__)
+    held = (name, arguments, state, list(items or ()), list(entries or ()))
+    return iter(enumerate(held))

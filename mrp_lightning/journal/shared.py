@@ -36,7 +36,7 @@ class SharedJournal:
         return done
 
     def read(self, step: int) -> BlockRecord | None:
-        """What was done in a step, `None` if it is still to be done."""
+        """The record of a step, `None` if it is still to be done."""
         mine = None if self._journal is None else self._journal.read(step)
         about = None
         if mine is not None:

@@ -22,7 +22,7 @@ class StreamedJournal(Journal):
     streamed: "StreamedBlocks"
 
     def read(self, step: int) -> BlockRecord | None:
-        """What was done in a step, `None` if it is still to be done."""
+        """The record of a step, `None` if it is still to be done."""
         record = super().read(step)
         if record is None or record.name not in self.streamed.blocks:
             return record

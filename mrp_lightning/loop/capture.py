@@ -1,4 +1,4 @@
-"""What pruning changes in a module while the predict loop only keeps its batches."""
+"""Keeping the batches of a predict loop, and the blocks on the CPU, without running the model."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What a trainer's bar, log and loggers are told of a pruning."""
+"""A listener that tells a trainer's bar, log and loggers of a pruning."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -70,7 +70,7 @@ class TrainerListener(Listener):
             self._log({key: value for key, value in metrics.items() if value is not None}, step)
 
     def _cost(self, rows: list[LayerReport], seconds: float) -> dict[str, float]:
-        """What a block took: its seconds, and the most memory of the process or the GPU so far."""
+        """The seconds of a block, and the most memory of the process or the GPU so far."""
         device = self._trainer.strategy.root_device
         peaks = [*(row.peak_memory for row in rows), peak_memory(device)]
         known = [peak for peak in peaks if peak is not None]

@@ -254,7 +254,7 @@ class Run:
 
 
 def _about_data(trainer: Trainer, steps: list[Step], processes: Processes) -> dict[str, Any]:
-    """What calibrates, each `None` where it is not known; all processes call this.
+    """Describe the calibration data, `None` where it is not known; all processes call this.
 
     Returns:
         `samples` and `sequence_length` (the longest) of token ids, and `source`, `seed` and `bos`

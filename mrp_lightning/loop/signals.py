@@ -25,7 +25,7 @@ class Interrupted(SystemExit):
 
 
 def unclaimed_signals() -> list[signal.Signals]:
-    """Those of SIGTERM and SIGINT for which the program has no handler of its own.
+    """The signals of SIGTERM and SIGINT for which the program has no handler of its own.
 
     Outside the main thread, where Python runs no handlers, there are none.
     """

@@ -62,7 +62,7 @@ class Listener:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Job:
-    """What is pruned, how, on what data, together with whom, and who is told of it.
+    """One pruning: the model, how it is pruned, on what data, with whom, and who is told of it.
 
     Attributes:
         model: The module whose forward `forward` runs. It is pruned in place.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mrp_lightning.allocation.dry_run import DryRun
-from mrp_lightning.allocation.sparsities import Sparsities, find_sparsities
+from mrp_lightning.allocation.rule import Sparsities, find_sparsities
 from mrp_lightning.calibration.choice import choose_walk
 from mrp_lightning.calibration.dense import DenseStream
 from mrp_lightning.calibration.memory import explained_out_of_memory, peak_rss

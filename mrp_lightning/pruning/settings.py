@@ -135,7 +135,7 @@ class Settings:
         return plain | names | {"tuning": None if self.tuning is None else asdict(self.tuning)}
 
     def state(self) -> dict[str, Any]:
-        """Those of `config` by which the states of callbacks are told apart in a checkpoint."""
+        """The part of `config` by which the states of callbacks are told apart in a checkpoint."""
         config = self.config()
         return {name: config[name] for name in _OF_STATE}
 
