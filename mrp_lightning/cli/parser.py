@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser
 
-from mrp_lightning.cli.given import given
+from mrp_lightning.cli.given import Given, given
 from mrp_lightning.cli.mistakes import explain
 from mrp_lightning.errors import OptionError
 from mrp_lightning.upstream import options_of
@@ -16,7 +16,12 @@ class Parser(ArgumentParser):
     """jsonargparse's parser, which raises what is wrong, without the usage of all options.
 
     Options are not abbreviated: what is short for one today may be short for two tomorrow.
+
+    Attributes:
+        besides: What is given beside the command line, in an object that is parsed; for messages.
     """
+
+    besides: Sequence[Given] = ()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, allow_abbrev=False, **kwargs)
@@ -38,7 +43,7 @@ class Parser(ArgumentParser):
             super().error(message, ex)
         parser = getattr(ex, "subcommand_parser", None) or self
         options = [name.lstrip("-").removesuffix("+") for name in options_of(parser)]
-        found = given(self._words, files=self._takes_files())
+        found = [*given(self._words, files=self._takes_files()), *self.besides]
         raise OptionError(explain(message, options, found)) from ex
 
     def _takes_files(self) -> bool:

@@ -13,7 +13,9 @@ from jsonargparse.typing import Path_fr
 from lightning.pytorch.cli import LightningArgumentParser
 from transformers.utils import logging as transformers_logging
 
+from mrp_lightning.cli.given import Given
 from mrp_lightning.cli.lightning_cli import PruningCLI
+from mrp_lightning.cli.parser import Parser
 from mrp_lightning.journal.same import differences
 from mrp_lightning.loop import progress
 
@@ -33,6 +35,12 @@ class Configured(PruningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse the files, whatever they leave to the options, then all of it."""
+        assert isinstance(parser, Parser)
+        parser.besides = [
+            Given(key.replace(".init_args", ""), str(value))
+            for option in self._options.items()
+            for key, value in _flat(option[1], option[0])
+        ]
         given = Namespace()  # a file may lack what is required
         for key, value in self._options.items():
             if not key.startswith("trainer.callbacks"):

@@ -225,19 +225,19 @@ def _varied(options: Collection[Mapping[str, Any]]) -> list[str]:
     values: dict[str, set[str]] = {}
     for config in options:
         for key, value in config.items():
-            values.setdefault(key, set()).add(_plain(value))
+            values.setdefault(key, set()).add(plain(value))
     return [key for key, found in values.items() if len(found) > 1]
 
 
 def _label(run: Run, varied: Sequence[str]) -> str:
     options, changed = _options(run), run.trial.changed
     more = [f"{changed.option} {changed.value_text}"] if changed else []
-    more += [f"{key} {_plain(options[key])}" for key in varied if key in options]
+    more += [f"{key} {plain(options[key])}" for key in varied if key in options]
     more += [run.exported] if run.exported else []
     more += [] if run.complete else ["incomplete"]
     return ", ".join([run.trial.label, *more])
 
 
-def _plain(value: Any) -> str:
+def plain(value: Any) -> str:
     """A value of the configuration as YAML would have it."""
     return value if isinstance(value, str) else json.dumps(value)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mrp_lightning.experiments import numbers
-from mrp_lightning.experiments.models import Model
+from mrp_lightning.experiments.models import Model, plain
 from mrp_lightning.experiments.numbers import Write
 from mrp_lightning.experiments.page.parts import Fold, Part, Row, Table, columns
 from mrp_lightning.experiments.runs import Run
@@ -99,7 +99,7 @@ def _keys(caption: str, found: Sequence[Mapping[str, Any]], header: str) -> Tabl
     """Keys and their values in several mappings, each different value once."""
     rows = []
     for key in dict.fromkeys(key for mapping in found for key in mapping):
-        values = dict.fromkeys(_as_text(mapping[key]) for mapping in found if key in mapping)
+        values = dict.fromkeys(plain(mapping[key]) for mapping in found if key in mapping)
         rows.append(Row(key, [", ".join(values)]))
     return Table(caption, columns(f"{header}:", "value:"), {"": rows})
 
@@ -114,11 +114,3 @@ def _layer_table(run: Run) -> Table:
         groups.setdefault("" if layer.skipped is None else "left dense", []).append(row)
     shown = columns("layer:", "shape", *(label for _, label, _ in held))
     return Table(f"Layers of {run.name}", shown, groups)
-
-
-def _as_text(value: object) -> str:
-    if value is None:
-        return "none"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

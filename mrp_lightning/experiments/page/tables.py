@@ -50,12 +50,8 @@ def markdown(models: Sequence[Model]) -> str:
 
 def rows(models: Sequence[Model]) -> list[dict[str, Any]]:
     """A row for each result and score, with the paper's value and the difference if it has one."""
-    return [
-        _row(model, result, score)
-        for model in models
-        for result in model.rows
-        for score in measured(result.runs)
-    ]
+    every = ((model, result) for model in models for result in model.rows)
+    return [_row(*of, score) for of in every for score in measured(of[1].runs)]
 
 
 def _row(model: Model, result: Result, score: Score) -> dict[str, Any]:
