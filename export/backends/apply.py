@@ -38,9 +38,9 @@ TARGETS: Mapping[str, tuple[int, ...]] = {
 def apply(model: nn.Module, backend: str = "auto", target: str = "both") -> dict[str, str]:
     """Prepare all `Sparse24Linear` layers of a model in place, on the device where they are.
 
-    The back-end does not run all of them: the others are made dense again, and what is given is the
-    reason for each of these, by its name. Prefill takes each weight in cuSPARSELt's layout, too,
-    another 0.5625 of the dense bytes; decode alone does without.
+    Layers that the back-end does not take are made dense again; the reason for each is returned by
+    its name. Prefill takes each weight in cuSPARSELt's layout, too, another 0.5625 of the dense
+    bytes; decode alone does without.
 
     Raises:
         OptionError: An unknown back-end or target, or a back-end that cannot run here at all.

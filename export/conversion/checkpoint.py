@@ -59,7 +59,7 @@ class Checkpoint:
 
     @property
     def num_tensors(self) -> int | None:
-        """Number of tensors, where reading all of them is not needed to tell."""
+        """Number of tensors; `None` where only reading them would tell."""
         counts = [file.num_tensors for file in self.files]
         return None if None in counts else sum(count or 0 for count in counts)
 

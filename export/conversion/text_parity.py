@@ -30,8 +30,8 @@ class TextParity:
     """The pruned model and the exported one on the same tokens, and the origin of these.
 
     `tokens` were predicted, and the likeliest one was the same at a fraction `top1_agreement` of
-    them. The divergence is the mean of Kullback and Leibler's, in nats; the difference is the
-    largest of a logit.
+    them. `divergence` is the mean Kullback-Leibler divergence in nats, `max_difference` the largest
+    absolute difference of a logit.
     """
 
     text: str

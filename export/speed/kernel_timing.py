@@ -87,9 +87,9 @@ def measure(
 
 @dataclass(frozen=True)
 class _Contest:
-    """All kernels at one number of tokens: those that run, with their configurations, and why not.
+    """All kernels at one number of tokens: who takes part, in which configuration, or why not.
 
-    The winners of other numbers of tokens are known to it, and its own are added to them.
+    It knows the winners of other numbers of tokens, and adds its own to them.
     """
 
     call: Call
@@ -127,7 +127,7 @@ class _Contest:
     def _enter(self, name: str, kernel: Kernel) -> str | None:
         """Let a kernel's fastest configuration that computes the right thing take part.
 
-        The reason why none does, or `None`.
+        If none does, the reason is returned.
         """
         best: tuple[float, Config, Once] | None = None
         reasons = []
