@@ -23,9 +23,7 @@ from mrp_lightning.loop import progress
 class Configured(PruningCLI):
     """The command line of some files, with options set; models and data are made by `build`.
 
-    Args:
-        files: As `--config` takes them.
-        options: Values by dotted key. Where a key passes a list, its last item is meant.
+    Options are values by dotted key. Where a key passes a list, its last item is meant.
     """
 
     def __init__(self, files: Sequence[Path_fr], options: Mapping[str, Any]) -> None:

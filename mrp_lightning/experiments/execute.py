@@ -77,12 +77,7 @@ def execute(trial: Trial, sweep: Sweep, tasks: Tasks | None = None) -> None:
     """Prune and evaluate one model, and write what was found into the directory of its run.
 
     That gets `pruning_report.json`, `evaluation.json`, and at last `run.json`. A journal is kept
-    beside it until all is written, and gone on with.
-
-    Args:
-        trial: Which way to prune which model.
-        sweep: The sweep that it belongs to.
-        tasks: Tasks of lm-eval, to evaluate beside perplexity.
+    beside it until all is written, and gone on with. `tasks` are evaluated beside perplexity.
     """
     cli, directory = configure(trial, sweep), sweep.directory(trial)
     config = cli.described()
@@ -109,10 +104,7 @@ def execute(trial: Trial, sweep: Sweep, tasks: Tasks | None = None) -> None:
 def evaluate_again(trial: Trial, sweep: Sweep, tasks: Tasks) -> None:
     """Evaluate the model of a finished run on tasks, and add what is found to its evaluation.
 
-    Args:
-        trial: A trial whose model is dense, or lies in the directory of its run.
-        sweep: The sweep that it belongs to.
-        tasks: Tasks of lm-eval.
+    The model is dense, or lies in the directory of its run.
     """
     options, directory = sweep.options(Trial(trial.model)), sweep.directory(trial)
     if trial.method is not None:

@@ -35,12 +35,8 @@ def paper_values() -> tuple[Any, ...]:
 def reported(trial: Trial, metric: str) -> float | None:
     """The paper's value for a trial; `None` where it has none.
 
-    The tables never contradict each other. Where none of them gives a block size (Mamba,
-    magnitude, Wanda), the value stands for any.
-
-    Args:
-        trial: What was run, with the paper's name of the model.
-        metric: `perplexity/<text>` or `accuracy/<task>`.
+    The trial has the paper's name of the model. The tables never contradict each other. Where none
+    of them gives a block size (Mamba, magnitude, Wanda), the value stands for any.
     """
     if trial.changed or trial.recipe:
         return None

@@ -70,12 +70,9 @@ class Score(NamedTuple):
 
 
 class Value(NamedTuple):
-    """The value of a score in one run: infinite if it was not finite.
+    """The value of a score in one run, infinite if it was not finite; fractions are in percent.
 
-    Attributes:
-        value: The number; fractions are in percent.
-        error: Its standard error.
-        detail: How it was measured.
+    `error` is its standard error, and `detail` says how it was measured.
     """
 
     value: float

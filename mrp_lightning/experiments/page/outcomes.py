@@ -101,7 +101,8 @@ def _options(model: Model, score: Score) -> Iterator[Picture]:
         table = pd.DataFrame(rows, columns=["label", "place", "mean", "spread"])
         order = sorted if are_numbers else list
         places = order(dict.fromkeys(table["place"]))
-        shaped = table.set_index(["place", "label"]).unstack(sort=False).reindex(places)
+        shaped = table.pivot_table(["mean", "spread"], "place", "label", "first", sort=False)
+        shaped = shaped.reindex(places)
         means, spread = shaped["mean"], shaped["spread"]
         caption = f"{_named(score)} over {option} at {setting}."
         name = f"{option}-{setting}" + (f"-{score.of}" if score.of != "text" else "")

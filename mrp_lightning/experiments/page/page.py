@@ -53,13 +53,9 @@ def parts_of(model: Model, *, brief: bool = False, continuations: bool = True) -
 def make_page(
     runs: Sequence[Run], name: str, title: str | None = None, *, command: str = ""
 ) -> Page:
-    """The HTML page about runs.
+    """The HTML page about runs that are called `name` together, made again by `command`.
 
-    Args:
-        runs: At least one run.
-        name: What the runs are called together.
-        title: The heading; made from what was found if not given.
-        command: The command line that makes the page again.
+    A title that is not given is made from what was found.
     """
     models = find_models(runs)
     sections: list[dict[str, Any]] = [
@@ -147,15 +143,9 @@ def write_markdown(
     command: str,
     continuations: bool = False,
 ) -> None:
-    """Write a page of a sweep in Markdown, and its pictures into the directory of its name.
+    """Write a page about the runs of a sweep in Markdown, made again by `command`.
 
-    Args:
-        path: The Markdown file.
-        runs: Runs that a sweep made.
-        title: The heading.
-        description: What is run, and why.
-        command: The command line that makes it again.
-        continuations: Whether it shows what the models write.
+    Its pictures lie in the directory of its name. It shows what the models write only if asked.
     """
     models = find_models(runs)
     parts = {m: parts_of(m, brief=True, continuations=continuations) for m in models}

@@ -40,14 +40,10 @@ class Table(NamedTuple):
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture of the page.
+    """A picture: as SVG without a background, and as PNG on light paper, for use elsewhere.
 
-    Attributes:
-        name: The name of its file, without the ending; pictures of a page may share it.
-        caption: What stands above it.
-        alt: What it shows, in words and numbers, for those who cannot see it.
-        svg: The picture without a background.
-        png: The picture on light paper, for use elsewhere.
+    `name` is that of its file, without the ending, which pictures of a page may share. The caption
+    stands above it, and `alt` says what it shows in words and numbers.
     """
 
     name: str

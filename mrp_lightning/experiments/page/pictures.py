@@ -50,16 +50,10 @@ def draw_lines(
     across: str | None = None,
     band: tuple[pd.DataFrame, pd.DataFrame] | None = None,
 ) -> Picture:
-    """A line for each column of a table.
+    """A line for each column of a table, over its index: numbers, names, or the names of blocks.
 
-    Args:
-        name: The name of the file.
-        caption: What is shown.
-        values: By place: numbers, names, or the names of blocks.
-        methods: Those of the columns.
-        scale: The axis of the values.
-        across: The name of the axis of places; `None` where they are blocks.
-        band: The lower and the upper end of what is shaded around each line.
+    `across` is the name of that axis, `None` where it is blocks. `band` holds the lower and the
+    upper end of what is shaded around each line.
     """
     is_number = pd.api.types.is_numeric_dtype(values.index)
     places = list(values.index) if is_number else list(range(len(values)))
@@ -129,16 +123,9 @@ def draw_map(
     colors: Normalize,
     write: Write,
 ) -> Picture:
-    """Colour by value; hatched where layers were left dense.
+    """A map of kinds of layers (rows, called by `labels`) by blocks, coloured by value.
 
-    Args:
-        name: The name of the file.
-        caption: What is shown.
-        cells: The values, kinds of layers by blocks; NaN where there is none.
-        dense: Of the same form: where layers were left dense.
-        labels: What the kinds are called.
-        colors: From values to colours.
-        write: How a value is written.
+    A cell is NaN where there is no value, and hatched where `dense` says that layers were left so.
     """
     blocks = list(cells.columns)
     hatched = np.argwhere(dense.to_numpy() & cells.isna().to_numpy())

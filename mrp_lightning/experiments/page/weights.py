@@ -45,15 +45,9 @@ def weights_part(model: Model) -> Part | None:
 
 
 def count_magnitudes(directory: Path, layers: Set[str]) -> np.ndarray | None:
-    """How many weights of some layers have each magnitude; zeros are in no bin.
+    """How many weights of some layers are in each bin of `MAGNITUDES`; zeros are in none.
 
-    Args:
-        directory: A checkpoint in safetensors, which is read tensor by tensor.
-        layers: The names of the layers.
-
-    Returns:
-        The number of weights in each bin of `MAGNITUDES`; `None` where the directory does not hold
-        the weights of all layers.
+    The checkpoint is read tensor by tensor. `None` where it does not hold all of the layers.
     """
     counts = torch.zeros(len(MAGNITUDES) - 1, dtype=torch.float64)
     names = {f"{layer}.weight" for layer in layers}
