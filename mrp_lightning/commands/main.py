@@ -68,9 +68,12 @@ def _run_lightning(args: list[str] | None) -> None:
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
     from mrp_lightning.cli.lightning_cli import PruningCLI
+    from mrp_lightning.loop.signals import interruptible, unclaimed_signals
 
     try:
-        PruningCLI(args)
+        # From the first file that is read: a trainer asks for signals between batches only.
+        with interruptible(unclaimed_signals(), at_once=True):
+            PruningCLI(args)
     except MisconfigurationException as error:
         reason = " ".join(str(error).split())
         raise OptionError(f"Lightning refuses this configuration: {reason}") from error

@@ -1,5 +1,6 @@
 """One pruning in Lightning's predict loop: from its `setup` until the module is pruned."""
 
+import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -34,7 +35,7 @@ from mrp_lightning.loop.journaling import open_journal
 from mrp_lightning.loop.listener import listening
 from mrp_lightning.loop.progress import log
 from mrp_lightning.loop.saving import Pruned, check_save_dir, journal_bytes
-from mrp_lightning.loop.signals import interruptible, unclaimed_signals
+from mrp_lightning.loop.signals import Interrupted, interruptible, unclaimed_signals
 from mrp_lightning.models.batch import token_ids
 from mrp_lightning.processes import Processes
 from mrp_lightning.pruning.job import Job
@@ -123,8 +124,14 @@ class Run:
             self._changes.enter_context(blocks_on_cpu(self.module, blocks))
 
     def capture(self) -> None:
-        """Store the batches of the loop in place of running the model on them."""
+        """Store the batches of the loop in place of running the model on them.
+
+        Raises:
+            Interrupted: SIGTERM came since the trainer took it, which only its loops ask for.
+        """
         self._changes.close()
+        if self.trainer.received_sigterm and signal.SIGTERM in self._signals:
+            raise Interrupted(signal.SIGTERM)
         self._plan = plan = self._make_plan()
         stop_at = [block.module for block in plan.blocks] or [x.module for x in plan.outside]
         self._capture = StepCapture(

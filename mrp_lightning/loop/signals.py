@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C while a model is pruned: the run ends in seconds, and can go on."""
+"""SIGTERM and Ctrl-C: a command ends in seconds, and a pruning can go on where it was."""
 
 import os
 import signal
@@ -17,11 +17,23 @@ _PATIENCE = 8.0
 
 
 class Interrupted(SystemExit):
-    """A signal ended the pruning. The exit status is 128 and its number, as shells have it."""
+    """A signal ended what was done. The exit status is 128 and its number, as shells have it."""
 
     def __init__(self, number: int) -> None:
         super().__init__(ended_by(number))
         self.signal = signal.Signals(number)
+
+
+class _Stop:
+    """A handler that raises `Interrupted` once."""
+
+    def __init__(self) -> None:
+        self._received = False
+
+    def __call__(self, number: int, _: Any) -> None:
+        if not self._received:
+            self._received = True
+            raise Interrupted(number)
 
 
 def unclaimed_signals() -> list[signal.Signals]:
@@ -31,7 +43,10 @@ def unclaimed_signals() -> list[signal.Signals]:
     """
     if threading.current_thread() is not threading.main_thread():
         return []
-    return [number for number in _SIGNALS if signal.getsignal(number) in _DEFAULTS]
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    return [
+        n for n, handler in handlers.items() if handler in _DEFAULTS or isinstance(handler, _Stop)
+    ]
 
 
 @contextmanager
@@ -42,13 +57,7 @@ def interruptible(signals: Sequence[signal.Signals], *, at_once: bool = False) -
     With `at_once`, SIGTERM ends the process, with the same status, where one takes much longer.
     `signals` are those that were unclaimed before a trainer took them.
     """
-    received: list[int] = []
-
-    def stop(number: int, _: Any) -> None:
-        if not received:
-            received.append(number)
-            raise Interrupted(number)
-
+    stop = _Stop()
     before = {number: signal.signal(number, stop) for number in signals}
     try:
         with _watched(at_once and signal.SIGTERM in signals):

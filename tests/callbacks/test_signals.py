@@ -4,10 +4,13 @@ import hashlib
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
+from lightning.pytorch import LightningDataModule
 from torch import nn
 
 from callbacks import MRPCallback
@@ -82,6 +85,53 @@ def test_a_signal_while_batches_are_read(handlers, llama, loader, quiet):
     assert ended.value.code == 143
     assert "predict_step" not in module.__dict__
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_signal_before_the_first_batch(handlers, llama, loader, quiet):
+    module = CausalLM(llama())
+
+    class Sending(LightningDataModule):
+        def predict_dataloader(self):
+            os.kill(os.getpid(), signal.SIGTERM)
+            return loader
+
+    with pytest.raises(SystemExit) as ended:
+        Trainer(**quiet).predict(
+            module, datamodule=Sending(), callbacks=[MRPCallback(pattern="2:4")]
+        )
+    assert ended.value.code == 143
+    assert not any(bool((p == 0).all(0).any()) for p in module.model.parameters() if p.ndim == 2)
+
+
+SLOW = """
+import os, sys, time
+import torch
+from mrp_lightning import TextDataModule
+from mrp_lightning.commands.main import main
+
+def predict_dataloader(self):
+    print("reading", flush=True)
+    time.sleep(60)
+
+TextDataModule.predict_dataloader = predict_dataloader
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_command_ends_at_once_while_it_reads_text(number, status, tiny_llama, tmp_path):
+    (tmp_path / "text.txt").write_text("import this\n" * 3000)
+    options = [f"--model.model={tiny_llama}", f"--data.train_files={tmp_path / 'text.txt'}"]
+    options += ["--trainer.callbacks=callbacks.MRPCallback", "--trainer.callbacks.pattern=2:4"]
+    command = [sys.executable, "-c", SLOW, "predict", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            if line.strip() == "reading":
+                break
+        start = time.monotonic()
+        process.send_signal(number)
+        assert process.wait(timeout=50) == status
+        assert time.monotonic() - start < 30  # of the 60 that reading takes
 
 
 def test_handlers_of_the_program_are_left_alone(
