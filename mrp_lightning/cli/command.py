@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from mrp_lightning import errors
 from mrp_lightning.environment import extra
 
-USER_ERRORS: tuple[Any, ...] = (
+_USER_ERRORS: tuple[Any, ...] = (
     *(
         error
         for _, error in inspect.getmembers(errors, inspect.isclass)
@@ -43,7 +43,7 @@ def told(interrupted: str = "interrupted") -> Iterator[None]:
         raise SystemExit(errors.ended_by(signal.SIGINT)) from None
     except Exception as error:
         mistake: BaseException | None = error
-        while mistake is not None and not isinstance(mistake, USER_ERRORS):
+        while mistake is not None and not isinstance(mistake, _USER_ERRORS):
             mistake = mistake.__cause__  # jsonargparse wraps what a constructor raises
         if mistake is None:
             raise

@@ -22,9 +22,6 @@ from mrp_lightning.loop.trainer import Trainer, callbacks_that_prune
 from mrp_lightning.models.integrity import explained_checkpoint
 from mrp_lightning.records.report import NAME
 
-_GPUS = {"cuda", "mps"}
-"""What Lightning takes for `gpu`."""
-
 
 class SaveConfigToLog(SaveConfigCallback):
     """Keep the configuration beside the logs, where there are logs."""
@@ -98,9 +95,10 @@ class PruningCLI(LightningCLI):
             OptionError: This machine has no such accelerator.
         """
         wanted = self._given("trainer.accelerator")
-        there = {name for name in AcceleratorRegistry if _is_there(name)}
-        missing = set(AcceleratorRegistry) - there
-        if missing >= _GPUS:
+        found = {name: AcceleratorRegistry[name]["accelerator"] for name in AcceleratorRegistry}
+        there = {name for name, accelerator in found.items() if accelerator.is_available()}
+        missing = found.keys() - there
+        if missing >= {"cuda", "mps"}:  # what Lightning takes for `gpu`
             missing.add("gpu")
         if wanted in missing:
             raise OptionError(
@@ -141,7 +139,3 @@ def _keys(given: Iterable[Given], group: str) -> set[str]:
     """The keys that a command line and its files set in a group of options."""
     paths = [one.path.split(".") for one in given]
     return {path[1] for path in paths if path[0] == group and len(path) > 1}
-
-
-def _is_there(accelerator: str) -> bool:
-    return bool(AcceleratorRegistry[accelerator]["accelerator"].is_available())

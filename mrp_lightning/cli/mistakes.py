@@ -27,9 +27,10 @@ def explain(message: str, options: Sequence[str], given: Sequence[Given]) -> str
             return f"{one.place}{wrong}. {_meant(name, known)}"
     text = " ".join(message.split())
     text = text if len(text) < 300 else message  # what several types find wrong has lines
+    missing = named - {one.leaf for one in given}
     for one in given:
         is_known = {one.path, one.leaf} & {*named, *options}
-        if not is_known and (near := get_close_matches(one.leaf, named, n=1, cutoff=0.8)):
+        if not is_known and (near := get_close_matches(one.leaf, missing, n=1, cutoff=0.8)):
             return f"{one.place}{text}. Did you mean `{near[0]}` by `{one.leaf}`?"
     about = [one for one in given if one.path in named or {*one.path.rsplit(".", 1)} <= named]
     about = [one for one in about if one.value in message] or about

@@ -25,7 +25,7 @@ class Parser(ArgumentParser):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, allow_abbrev=False, **kwargs)
-        self._words: Sequence[str] = ()
+        self._given: Sequence[Given] = ()
 
     def parse_args(self, args: Sequence[str] | None = None, *more: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """Parse a command line, and remember it for messages.
@@ -33,8 +33,8 @@ class Parser(ArgumentParser):
         Raises:
             OptionError: There is a mistake in it, or in one of its YAML files.
         """
-        self._words = sys.argv[1:] if args is None else args
-        given(self._words, files=self._takes_files())
+        takes_files = "--config" in options_of(self)
+        self._given = given(sys.argv[1:] if args is None else args, files=takes_files)
         return super().parse_args(args, *more, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
@@ -43,8 +43,4 @@ class Parser(ArgumentParser):
             super().error(message, ex)
         parser = getattr(ex, "subcommand_parser", None) or self
         options = [name.lstrip("-").removesuffix("+") for name in options_of(parser)]
-        found = [*given(self._words, files=self._takes_files()), *self.besides]
-        raise OptionError(explain(message, options, found)) from ex
-
-    def _takes_files(self) -> bool:
-        return "--config" in options_of(self)
+        raise OptionError(explain(message, options, [*self._given, *self.besides])) from ex

@@ -266,3 +266,15 @@ def test_help_names_every_command(capsys):
     shown = " ".join(capsys.readouterr().out.split())
     for command in ("layers", "zeroshot", "report", "sweep", "export"):
         assert f"{command} (" in shown
+
+
+def test_a_name_that_was_given_is_not_taken_for_another(arguments, capsys):
+    callback = ["--trainer.callbacks=callbacks.MRPCallback", "--trainer.callbacks.pattern=2:4"]
+    wrong = ["--trainer.callbacks.targets=[q_proj]", "--trainer.callbacks.target=[1]"]
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        main([*arguments, *callback, *wrong])
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert "target" in error
+    assert "Did you mean" not in error

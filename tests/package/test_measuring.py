@@ -97,6 +97,17 @@ def test_without_a_gpu_it_says_so(monkeypatch):
         gpu.main()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here is a GPU")
+@pytest.mark.parametrize("part", ["decode", "prefill"])
+def test_speed_needs_no_package_that_reads_command_lines(part):
+    _, code = gpu.PARTS[part]()[0]
+    without = f"import sys; sys.modules['jsonargparse'] = None; {code}"
+    ended = subprocess.run(
+        [sys.executable, "-c", without], capture_output=True, text=True, cwd=ROOT
+    )
+    assert "speed is measured on a CUDA device, and this machine has none" in ended.stderr
+
+
 def test_every_part_names_files_that_are_there():
     named = [argument for make in gpu.PARTS.values() for command in make() for argument in command]
     scripts = {argument for argument in named if argument.endswith(".py")}
