@@ -1,5 +1,6 @@
 """Write what was trained as a Hugging Face directory."""
 
+import logging
 from os import PathLike
 
 import torch
@@ -8,6 +9,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.saving import check_save_dir, save_trained
 from mrp_lightning.models.loading import as_dtype
+
+log = logging.getLogger(__name__)
 
 
 class SaveModel(Callback):
@@ -41,6 +44,12 @@ class SaveModel(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check before training that the result can be written."""
+        if stage == "predict":
+            log.warning(
+                "This %s saves what `fit` trains; in `predict` it does nothing. A callback that "
+                "prunes saves by its own `save_dir`.",
+                type(self).__name__,
+            )
         if stage != "fit":
             return
         if not isinstance(pl_module, CausalLM):

@@ -18,7 +18,7 @@ from export.packed import huggingface
 from mrp_lightning.environment import device_named
 from mrp_lightning.errors import FormatError, OptionError
 from mrp_lightning.json_files import read_json
-from mrp_lightning.models.integrity import check_files, check_values, missing_weights, read_pickle
+from mrp_lightning.models.integrity import check_files, check_values, misfits, read_pickle
 from mrp_lightning.models.loading import load_config
 from mrp_lightning.models.skeleton import build_without_weights, model_class
 
@@ -101,7 +101,7 @@ def _load_dense(directory: Path, options: dict[str, Any]) -> nn.Module:
     model, loading = model_class(config).from_pretrained(
         None, config=config, state_dict=state, output_loading_info=True, **options
     )
-    if problem := missing_weights(directory, model, loading):
+    if problem := misfits(directory, model, loading):
         raise FormatError(problem)
     return model
 

@@ -17,7 +17,7 @@ from mrp_lightning.errors import FormatError
 from mrp_lightning.files import BESIDE, visible_files
 from mrp_lightning.json_files import read_json
 from mrp_lightning.models.checkpoint import weight_files
-from mrp_lightning.models.integrity import check_size, check_values, missing_weights
+from mrp_lightning.models.integrity import check_size, check_values, misfits
 from mrp_lightning.models.skeleton import build_without_weights, model_class
 from mrp_lightning.records import report as pruning_report
 
@@ -95,12 +95,12 @@ class Checkpoint:
         config = self.pretrained_config()
         check_size(build_without_weights(config), self.num_bytes, self.path)
         options: dict[str, Any] = {"dtype": "auto", "output_loading_info": True}
-        options["ignore_mismatched_sizes"] = True  # told by `missing_weights`, with their names
+        options["ignore_mismatched_sizes"] = True  # told by `misfits`, with their names
         source = self.path if self.path.is_dir() else None
         if source is None:
             options |= {"config": config, "state_dict": dict(self.tensors())}
         model, loading = model_class(config).from_pretrained(source, **options)
-        if problem := missing_weights(self.path, model, loading):
+        if problem := misfits(self.path, model, loading):
             raise FormatError(problem)
         return model
 

@@ -26,7 +26,7 @@ from transformers.utils import logging as transformers_logging
 
 from mrp_lightning.environment import extra, why_no_hub
 from mrp_lightning.errors import DependencyError, FormatError, OptionError, TargetError
-from mrp_lightning.models.integrity import check_size, check_values, missing_weights
+from mrp_lightning.models.integrity import check_size, check_values, misfits
 from mrp_lightning.models.skeleton import build_without_weights
 from mrp_lightning.upstream import bounded_gguf
 
@@ -40,7 +40,9 @@ def located(source: str, gguf_file: str | None, revision: str | None = None) -> 
 
     Raises:
         FileNotFoundError: There is no such file.
+        OptionError: The source is empty.
     """
+    _refuse_empty(source)
     if gguf_file is None:
         return source
     directory = Path(source).expanduser()
@@ -68,8 +70,9 @@ def find_gguf(source: str) -> Path | None:
 
     Raises:
         FileNotFoundError: `source` is a name of such a file, but there is none.
-        OptionError: The directory holds several.
+        OptionError: The directory holds several, or the source is empty.
     """
+    _refuse_empty(source)
     path = Path(source).expanduser()
     if path.suffix == _SUFFIX and not path.is_dir():
         if not path.is_file():
@@ -84,6 +87,15 @@ def find_gguf(source: str) -> Path | None:
             f"them with `gguf_file`, or give its path: {path / found[0]}."
         )
     return path / found[0] if found else None
+
+
+def _refuse_empty(source: str) -> None:
+    """Refuse the name of nothing, which as a path would be the working directory."""
+    if not source.strip():
+        raise OptionError(
+            f"`model` or `tokenizer` is empty ({source!r}). Name a directory, a hub id or a .gguf "
+            "file; the working directory is `.`."
+        )
 
 
 def _beside(directory: Path) -> list[str]:
@@ -205,7 +217,7 @@ def _dequantize(file: Path, dtype: torch.dtype | None, attention: str | None) ->
             **options,
         )
     model, loading = loaded
-    if problem := missing_weights(file, model, loading):
+    if problem := misfits(file, model, loading):
         raise TargetError(f"`model`: {problem}")
     model.name_or_path = model.config.name_or_path = str(file)
     model.config.dtype = published

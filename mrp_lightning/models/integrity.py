@@ -4,7 +4,7 @@ import os
 import pickle
 import re
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -99,27 +99,59 @@ def check_size(model: nn.Module, num_bytes: int, source: str | os.PathLike[str])
         )
 
 
-def missing_weights(
+def misfits(
     source: str | os.PathLike[str], model: PreTrainedModel, loading: Mapping[str, Any]
 ) -> str | None:
-    """Say which of a model's weights a checkpoint lacks, or has in another shape, or `None`.
+    """Say what a checkpoint lacks of a model, has in another shape or has beyond it, or `None`.
 
     `loading` is what `from_pretrained(output_loading_info=True)` gives beside the model.
     """
-    if misfits := sorted(loading["mismatched_keys"]):
-        shapes = (f"{name} {tuple(found)}, not {tuple(made)}" for name, found, made in misfits)
+    if mismatched := sorted(loading["mismatched_keys"]):
+        shapes = (f"{name} {tuple(found)}, not {tuple(made)}" for name, found, made in mismatched)
         return (
             f"the checkpoint {source} has weights of other shapes than its configuration gives "
             f"{type(model).__name__}: {'; '.join(shapes)}. They are not of one model: fetch them "
             "again."
         )
-    missing = sorted(loading["missing_keys"])
-    if not missing:
-        return None
-    return (
-        f"the checkpoint {source} lacks weights of {type(model).__name__}, which would be random: "
-        f"{', '.join(missing)}."
-    )
+    if missing := sorted(loading["missing_keys"]):
+        return (
+            f"the checkpoint {source} lacks weights of {type(model).__name__}, which would be "
+            f"random: {', '.join(missing)}."
+        )
+    if surplus := list(_surplus(model, loading["unexpected_keys"])):
+        return (
+            f"the checkpoint {source} is of a larger model than its configuration makes: "
+            f"{'; '.join(surplus)}. The rest would be left out. Correct the configuration (such as "
+            "`num_hidden_layers`), or fetch the files again."
+        )
+    return None
+
+
+def _surplus(model: PreTrainedModel, unexpected: Iterable[str]) -> Iterator[str]:
+    """Yield of each list of blocks how many a checkpoint holds beyond those that a model has.
+
+    Other tensors that the model has no place for, such as a buffer of old, are no part of it. Nor
+    are the blocks that predict further tokens, which follow the last one in some families.
+    """
+    made: dict[str, int] = {}
+    for name in model.state_dict():
+        for blocks, index in _places(name):
+            made[blocks] = max(made.get(blocks, 0), index + 1)
+    found: dict[str, set[int]] = {}
+    further = getattr(model.config, "num_nextn_predict_layers", None) or 0
+    for name in unexpected:
+        # A checkpoint of the base model leaves out the first part of the names.
+        for blocks, index in (*_places(name), *_places(f"{model.base_model_prefix}.{name}")):
+            if index >= made.get(blocks, index + 1) + further:
+                found.setdefault(blocks, set()).add(index)
+    for blocks, indices in sorted(found.items()):
+        yield f"{made[blocks]} of `{blocks}`, and the files hold {len(indices)} more"
+
+
+def _places(name: str) -> Iterator[tuple[str, int]]:
+    """Yield the lists in which a tensor is, by its name, with the index in each."""
+    for part in re.finditer(r"\.(\d+)(?=\.)", name):
+        yield name[: part.start()], int(part[1])
 
 
 def not_loaded(source: str, error: Exception) -> str:

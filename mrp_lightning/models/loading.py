@@ -21,7 +21,7 @@ from mrp_lightning.models.integrity import (
     check_files,
     check_values,
     explained_damage,
-    missing_weights,
+    misfits,
     not_loaded,
 )
 from mrp_lightning.models.skeleton import build_without_weights
@@ -106,7 +106,8 @@ def load_model(source: str, dtype: torch.dtype | None, **options: Any) -> PreTra
         **options: `revision`, `trust_remote_code` and `attn_implementation`.
 
     Raises:
-        TargetError: The checkpoint is quantized, or lacks weights that the model needs.
+        TargetError: The checkpoint is quantized, lacks weights that the model needs, or holds more
+            blocks than its configuration makes.
         FormatError: Files of the checkpoint are damaged, hold more than tensors, or do not fit its
             configuration; or its index names files outside of its directory. `load_config` raises
             more.
@@ -129,7 +130,7 @@ def load_model(source: str, dtype: torch.dtype | None, **options: Any) -> PreTra
             **options,
         )
     model, loading = loaded
-    if problem := missing_weights(source, model, loading):
+    if problem := misfits(source, model, loading):
         raise TargetError(f"`model`: {problem}")
     # A checkpoint loaded in another precision is still saved in its own (see saving.py).
     model.config.dtype = published or model.dtype

@@ -35,6 +35,13 @@ def test_other_loops_of_its_trainer_go_on(llama, loader, quiet, tmp_path):
         trainer.fit(module, loader)
 
 
+def test_predict_says_that_nothing_is_saved(llama, loader, quiet, tmp_path, caplog):
+    save = SaveModel(tmp_path / "out")
+    pl.Trainer(callbacks=[save], **quiet).predict(CausalLM(llama()), loader)
+    assert "SaveModel saves what `fit` trains; in `predict` it does nothing" in caplog.text
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_dtype_that_is_none_is_refused_before_training(llama, loader, quiet, tmp_path):
     save = SaveModel(tmp_path / "out", dtype="int8")
     trainer = pl.Trainer(max_steps=1, callbacks=[save], **quiet)

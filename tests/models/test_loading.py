@@ -7,15 +7,16 @@ import re
 import shutil
 import socketserver
 import threading
+from functools import partial
 
 import huggingface_hub
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
-from mrp_lightning import environment
-from mrp_lightning.errors import DataError, FormatError, TargetError
+from mrp_lightning import CausalLM, environment
+from mrp_lightning.errors import DataError, FormatError, OptionError, TargetError
 from mrp_lightning.models.checkpoint import why_not_readable
 from mrp_lightning.models.loading import load_config, load_model
 from mrp_lightning.models.tokenizers import load_tokenizer, tokenizer_beside
@@ -221,3 +222,44 @@ def test_a_pickle_is_named_and_runs_nothing(copy, tmp_path):
     with pytest.raises(FormatError, match=r"pytorch_model\.bin: "):
         load_model(str(copy), None)
     assert not ran.exists()
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("kind", ["whole", "base"])
+def test_blocks_beyond_the_configuration_are_counted(copy, kind, streaming):
+    """transformers would leave them out, and name their tensors in a table alone."""
+    model = load_model(str(copy), None)
+    (model if kind == "whole" else model.model).save_pretrained(copy)
+    config = json.loads((copy / "config.json").read_text()) | {"num_hidden_layers": 1}
+    (copy / "config.json").write_text(json.dumps(config))
+    message = (
+        r"larger model than its .*: 1 of `model\.layers`, and the files hold 1 more\..*num_hid"
+    )
+    with pytest.raises(TargetError, match=message):
+        CausalLM(copy, streaming=streaming)
+
+
+def test_what_is_no_block_beyond_the_configuration_is_left_out(copy):
+    weights = load_file(copy / "model.safetensors")
+    weights["model.layers.1.self_attn.masked_bias"] = torch.zeros(1)  # a buffer of old
+    weights["score.0.weight"] = torch.zeros(1)
+    for name in [name for name in weights if "layers.1." in name]:
+        weights[name.replace("layers.1.", "layers.2.")] = weights[name].clone()  # predicts further
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((copy / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (copy / "config.json").write_text(json.dumps(config))
+    assert len(load_model(str(copy), None).model.layers) == 2
+
+
+@pytest.mark.parametrize("name", ["", " "])
+def test_an_empty_name_is_not_the_working_directory(name, tmp_path, monkeypatch):
+    (tmp_path / "some.gguf").write_bytes(b"GGUF")
+    monkeypatch.chdir(tmp_path)
+    for load in (
+        CausalLM,
+        load_config,
+        load_tokenizer,
+        lambda x: CausalLM(x, gguf_file="some.gguf"),
+    ):
+        with pytest.raises(OptionError, match=r"`model` or `tokenizer` is empty .*is `\.`"):
+            load(name)
