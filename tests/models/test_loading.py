@@ -7,7 +7,6 @@ import re
 import shutil
 import socketserver
 import threading
-from functools import partial
 
 import huggingface_hub
 import pytest
