@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -22,6 +23,7 @@ from mrp_lightning.text.sources import OwnText
 from mrp_lightning.text.standard_library import Split
 from mrp_lightning.text.windows import (
     Draws,
+    check_amount,
     consecutive_windows,
     segments_across_documents,
     tokenize,
@@ -53,7 +55,7 @@ class TextDataModule(LightningDataModule):
     `labels`, −100 for these. Where the tokenizer puts nothing before a text, `bos` changes nothing.
 
     Args:
-        train_files: Text files (a document each) or .jsonl files (a document a line, under
+        train_files: UTF-8 text files (a document each) or .jsonl files (a document a line, under
             `text_column`), for `predict` and `fit`.
         eval_files: Files of the same kinds, for `validate` and `test`.
         dataset: A Hugging Face dataset with the splits train, validation and test: its name or
@@ -111,6 +113,11 @@ class TextDataModule(LightningDataModule):
             raise OptionError(f"`data.bos` must be text or window. Got {bos!r}.")
         if wrong := {name: n for name, n in counts.items() if n is not None and n < 1}:
             raise OptionError(f"TextDataModule: expected positive numbers. Got {wrong}.")
+        if sequence_length == 1:
+            raise OptionError(
+                "`data.sequence_length` is 1, and a window of one token has no context and nothing "
+                "to predict. Leave it out (2048, or what the model can read), or give 2 or more."
+            )
         self.calibration = calibration
         self.evaluation = [evaluation] if isinstance(evaluation, str) else list(evaluation or [])
         self.corpora_dir = Path(corpora_dir).expanduser() if corpora_dir is not None else None
@@ -175,6 +182,12 @@ class TextDataModule(LightningDataModule):
             )
         if self._published:
             self._published.locate(stage)
+        elif not self._own.is_given:
+            rank_zero_info(
+                f"No text was given: `{getattr(stage, 'value', stage)}` reads the source code of "
+                "Python's standard library. Other text is named by `data.train_files` and "
+                "`data.eval_files`, `data.dataset`, or `data.calibration` and `data.evaluation`."
+            )
 
     @property
     def calibration_source(self) -> str:
@@ -214,15 +227,17 @@ class TextDataModule(LightningDataModule):
         """Random windows of the calibration text (num_samples, sequence_length), int64.
 
         Raises:
-            DataError: The text is too short for a window.
+            DataError: The text is too short for a window, or for so many.
         """
         tokenizer, prefix = self._frame()
         length = self.sequence_length - len(prefix)
         draws = Draws(count=self.num_samples, length=length, seed=self.seed)
         if self._published:
             return after(prefix, self._published.segments(tokenizer, draws))
+        documents = self.documents("train")
+        check_amount(documents, tokenizer, draws, "train")
         windows = segments_across_documents(
-            self.documents("train"), tokenizer, draws, "train", separator=_SEPARATOR
+            documents, tokenizer, draws, "train", separator=_SEPARATOR
         )
         return after(prefix, windows)
 

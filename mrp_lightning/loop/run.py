@@ -14,6 +14,7 @@ from torch import nn
 
 from mrp_lightning.environment import command
 from mrp_lightning.journal.journal import require_free
+from mrp_lightning.loop.amount import warn_of_little
 from mrp_lightning.loop.capture import Step, StepCapture, blocks_on_cpu, eager, require_batches
 from mrp_lightning.loop.contents import (
     check_batch,
@@ -174,6 +175,7 @@ class Run:
         ):
             with all_or_none(processes):
                 warn_of_repeats(self._capture.steps, processes)
+                warn_of_little(self._capture.steps, self._plan, processes)
                 self._describe(self._capture.steps, processes, batches)
                 job = self._job(self._capture.steps, processes)
                 if self._beside is not None:

@@ -39,15 +39,16 @@ def frame(tokenizer: Any, length: int) -> tuple[Any, Tensor]:
     one given. The prefix, (tokens,), int64, is part of the length.
 
     Raises:
-        DataError: Nothing of a window would be left for the text.
+        DataError: No token of a window would be left to predict.
     """
     prefix = prefix_of(tokenizer)
     if not len(prefix):
         return tokenizer, prefix
-    if len(prefix) >= length:
+    if len(prefix) + 2 > length:  # the first token of the text is not predicted
         raise DataError(
             f"`data.sequence_length` is {length}, and {len(prefix)} of these are what the "
-            "tokenizer puts before a text. Give longer windows, or `bos: text`."
+            "tokenizer puts before a text, of which two tokens or more are needed. Give longer "
+            "windows, or `bos: text`."
         )
 
     def bare(text: str, *, add_special_tokens: bool, verbose: bool) -> Any:  # noqa: ARG001

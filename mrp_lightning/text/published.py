@@ -14,7 +14,13 @@ from torch import Tensor
 
 from mrp_lightning.environment import extra, why_no_hub
 from mrp_lightning.errors import DataError, OptionError
-from mrp_lightning.text.windows import Draws, segments_of_documents, segments_of_text, tokenize
+from mrp_lightning.text.windows import (
+    Draws,
+    check_amount,
+    segments_of_documents,
+    segments_of_text,
+    tokenize,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,10 +128,11 @@ class PublishedTexts:
         """Random windows (count, length) of the text to calibrate on, int64.
 
         Raises:
-            DataError: There is no such text, or it is too short for a window.
+            DataError: There is no such text, or it is too short for a window, or for so many.
         """
         ((corpus, excerpt),) = self._needed("predict")
         documents = self._documents(corpus, excerpt)
+        check_amount(documents, tokenizer, draws, corpus.name)
         if excerpt.separator is None:
             return segments_of_documents(documents, tokenizer, draws, corpus.name)
         tokens = tokenize(tokenizer, excerpt.separator.join(documents))

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
@@ -10,6 +11,9 @@ from typing import Any
 from mrp_lightning.environment import extra
 from mrp_lightning.errors import DataError
 from mrp_lightning.text.standard_library import Split, standard_library
+
+_TABLES = {".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
+"""Files that are no text as they are, and what `datasets` reads them as."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +35,23 @@ class OwnText:
             if not path.is_file()
         ]:
             raise FileNotFoundError("TextDataModule: no such file: " + ", ".join(missing))
+        if tables := [(key, path) for key, paths in files.items() for path in paths if _kind(path)]:
+            key, first = tables[0]
+            split = "train" if key == "train_files" else "test"
+            asked = {"path": _kind(first), "data_files": {split: str(first)}}
+            asked |= {"sep": "\t"} if first.suffix.lower() == ".tsv" else {}
+            named = ", ".join(f"`data.{key}`: {path}" for key, path in tables)
+            raise DataError(
+                f"{named}: this is no text, but holds text between commas, quotes or brackets. "
+                "Give text files (such as .txt), .jsonl files with a text a line under the key "
+                f"{self.column!r} (`data.text_column`), or a dataset, such as `data.dataset: "
+                f"{json.dumps(asked)}` with `data.text_column`."
+            )
+
+    @property
+    def is_given(self) -> bool:
+        """Whether it is the user's; the standard library is not."""
+        return self.dataset is not None or bool(self.train_files or self.eval_files)
 
     @property
     def train_name(self) -> str:
@@ -60,22 +81,32 @@ class OwnText:
             documents = documents_of_files(paths, self.column)
         else:
             documents = list(standard_library(split))
-        if not len(documents):
-            raise DataError(f"TextDataModule: the {split} split is empty.")
+        if not any(document.strip() for document in documents):
+            raise DataError(f"TextDataModule: the {split} split is empty, or white space alone.")
         return documents
+
+
+def _kind(path: Path) -> str | None:
+    return _TABLES.get(path.suffix.lower())
 
 
 def documents_of_files(paths: Sequence[Path], column: str) -> list[str]:
     """The documents of UTF-8 files: each text file, and the text of each line of a .jsonl file.
 
     Raises:
-        DataError: A file is not UTF-8 text, with the offset of the first byte that is none; or a
-            line is no JSON object with a text under the key `column`.
+        DataError: A file is not UTF-8 text, with the offset of the first byte that is none; or it
+            is JSON as a whole; or a line is no JSON object with a text under the key `column`.
     """
     documents = []
     for path in paths:
         text = _text_of(path)
         if path.suffix != ".jsonl":
+            if _is_json(text):
+                raise DataError(
+                    f"`data.{{train,eval}}_files`: {path} is JSON, and would be read with its "
+                    "brackets and quotes. Give its texts as a .jsonl file, an object a line with "
+                    f"the text under the key {column!r} (`data.text_column`)."
+                )
             documents.append(text)
             continue
         # str.splitlines would also cut at U+2028 and others, which JSON allows inside a string.
@@ -93,6 +124,17 @@ def _text_of(path: Path) -> str:
     if "\0" in text:  # UTF-8 allows it, but no text has it
         raise _no_utf8(path, path.read_bytes().index(0), 0, "as in binary files and UTF-16")
     return text
+
+
+def _is_json(text: str) -> bool:
+    """Whether a text is a JSON array or object, or lines of such: the first line tells that."""
+    start = text.lstrip()
+    first_line = start.partition("\n")[0]
+    for part, opening in ((first_line, "{"), (start, ("[", "{"))):
+        if part.startswith(opening):
+            with suppress(ValueError, RecursionError):
+                return bool(json.loads(part))
+    return False
 
 
 def _no_utf8(path: Path, offset: int, byte: int, reason: str) -> DataError:

@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from mrp_lightning.errors import DataError
@@ -28,6 +29,41 @@ def tokenize(tokenizer: Any, text: str, *, special_tokens: bool = True) -> Tenso
     """The token ids of a whole text (tokens,), int32, with special tokens, such as BOS, or not."""
     encoded = tokenizer(text, add_special_tokens=special_tokens, verbose=False)
     return torch.tensor(encoded["input_ids"], dtype=torch.int32)
+
+
+_MOST_READINGS = 16
+"""How often random windows may read a text over on the average."""
+_SAMPLED_DOCUMENTS = 64
+_SAMPLED_CHARACTERS = 10_000  # of a document
+
+
+def check_amount(documents: Sequence[str], tokenizer: Any, draws: Draws, name: str) -> None:
+    """Warn before windows are drawn of a text that has not so many tokens as they hold.
+
+    Its tokens are counted in a sample of its documents, which is all of a short text.
+
+    Raises:
+        DataError: It has far fewer.
+    """
+    step = -(-len(documents) // _SAMPLED_DOCUMENTS)
+    sample = [documents[index] for index in range(0, len(documents), step)]
+    parts = [document[:_SAMPLED_CHARACTERS] for document in sample]
+    tokens = sum(len(tokenize(tokenizer, part, special_tokens=False)) for part in parts)
+    tokens_per_character = tokens / max(sum(map(len, parts)), 1)
+    characters = sum(map(len, sample)) * len(documents) / len(sample)
+    if isinstance(documents, list):  # others read each document from the disk
+        characters = sum(map(len, documents))
+    there, wanted = round(characters * tokens_per_character), draws.count * draws.length
+    if not draws.length <= there < wanted:  # drawing tells of a text that is too short for one
+        return
+    problem = (
+        f"TextDataModule: {draws.count:,} windows of {draws.length} tokens are {wanted:,} tokens, "
+        f"and the {name} text has about {there:,}, enough for {there // draws.length:,} windows"
+    )
+    advice = f"Give more text, or `data.num_samples: {there // draws.length}`."
+    if wanted > _MOST_READINGS * there:
+        raise DataError(f"{problem}. {advice}")
+    rank_zero_warn(f"{problem} that do not overlap; these repeat each other. {advice}")
 
 
 def consecutive_windows(tokens: Tensor, length: int, name: str) -> Tensor:

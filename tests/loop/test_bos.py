@@ -143,7 +143,7 @@ def test_the_default_is_the_papers_protocol_for_the_papers_texts(text):
 
 
 def test_windows_that_hold_nothing_else_are_refused(data):
-    for windows in (data("[E] [E] $A", sequence_length=2), data("[E] $A", sequence_length=1)):
+    for windows in (data("[E] [E] $A", sequence_length=3), data("[E] $A", sequence_length=2)):
         with pytest.raises(DataError, match=r"`data\.sequence_length` is \d, and \d of these"):
             windows.calibration_windows()
 

@@ -1,7 +1,9 @@
 """Windows are what the text says, the same for the same seed, and clear errors otherwise."""
 
 import json
+import re
 import sysconfig
+import warnings
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from mrp_lightning import CausalLM, TextDataModule, Trainer
 from mrp_lightning.embedded import STDLIB_LLAMA
+from mrp_lightning.errors import DataError
 from mrp_lightning.text.standard_library import standard_library
 
 TEXTS = [f"def function_{i}(x):\n    return x + {i}\n" * (i + 1) for i in range(12)]
@@ -112,6 +115,7 @@ def test_the_embedded_text_is_split_by_path():
     ("arguments", "message"),
     [
         ({"num_samples": 0, "batch_size": -1}, r"positive numbers. Got .*num_samples.*batch_size"),
+        ({"sequence_length": 1}, "`data.sequence_length` is 1, .* nothing to predict"),
         ({"dataset": "a", "train_files": "b"}, "either `dataset` or `train_files`/`eval_files`"),
     ],
 )
@@ -132,6 +136,64 @@ def test_text_that_cannot_fill_a_window(files):
             windows()
     with pytest.raises(ValueError, match=r"`data.eval_files` is needed here"):
         module(train_files=files).evaluation_windows("test")
+
+
+@pytest.mark.parametrize("content", ["", " ", "\n\t \n" * 10_000])
+def test_white_space_is_no_text(tmp_path, content):
+    path = tmp_path / "text.txt"
+    path.write_text(content)
+    data = module(train_files=str(path), eval_files=str(path))
+    for windows in (data.calibration_windows, lambda: data.evaluation_windows("test")):
+        with pytest.raises(DataError, match="split is empty, or white space alone"):
+            windows()
+
+
+def test_more_windows_than_the_text_has(files, tokenizer):
+    """They are said to repeat each other, or refused; to count them takes but a sample."""
+    there = sum(len(tokenizer(text).input_ids) for text in TEXTS)
+    fits = there // 16
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        module(train_files=files, num_samples=fits).calibration_windows()
+    message = rf"{fits + 1} windows of 16 tokens.* about {there:,}, enough for {fits} windo"
+    with pytest.warns(UserWarning, match=message):
+        windows = module(train_files=files, num_samples=fits + 1).calibration_windows()
+    assert windows.shape == (fits + 1, 16)
+
+    calls = []
+
+    class Counted(type(tokenizer)):
+        def __call__(self, *args, **options):
+            calls.append(args)
+            return super().__call__(*args, **options)
+
+    counted = Counted.from_pretrained(STDLIB_LLAMA)
+    many = module(train_files=files, num_samples=10**7, tokenizer=counted)
+    with pytest.raises(DataError, match=rf"10,000,000 windows .*\. Give .*num_samples: {fits}`"):
+        many.calibration_windows()
+    assert sum(text in TEXTS for (text, *_) in calls) == len(TEXTS)
+
+
+def test_the_tokens_of_a_long_text_are_estimated(tmp_path, tokenizer):
+    lines = [f"def function_{i}(x):\n    return x + {i}\n" for i in range(20_000)]
+    (tmp_path / "a.txt").write_text("".join(lines))
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": x}) + "\n" for x in lines))
+    for name in ("a.txt", "b.jsonl"):
+        data = module(train_files=str(tmp_path / name), num_samples=10**7)
+        with pytest.raises(DataError, match="10,000,000 windows of 16 tokens") as refused:
+            data.calibration_windows()
+        told = int(re.search(r"about ([\d,]+)", str(refused.value))[1].replace(",", ""))
+        assert told == pytest.approx(len(tokenizer("".join(lines)).input_ids), rel=0.1)
+
+
+def test_the_text_of_python_is_announced(files, caplog):
+    caplog.set_level("INFO")
+    for stage in ("predict", "test"):
+        module(train_files=files, eval_files=files).setup(stage)
+        assert "No text was given" not in caplog.text
+        module().setup(stage)
+        assert f"No text was given: `{stage}` reads the source code of Python's" in caplog.text
+        caplog.clear()
 
 
 def test_a_tokenizer_is_needed():

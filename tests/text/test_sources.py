@@ -6,7 +6,7 @@ import re
 import pytest
 
 from mrp_lightning.errors import DataError
-from mrp_lightning.text.sources import documents_of_dataset, documents_of_files
+from mrp_lightning.text.sources import OwnText, documents_of_dataset, documents_of_files
 
 
 def test_a_line_of_json_ends_where_json_says(tmp_path):
@@ -67,3 +67,45 @@ def test_one_split_in_place_of_all_is_named(tmp_path):
     assert list(documents_of_dataset(dict(asked), "train", "text")) == ["one", "two"]
     with pytest.raises(DataError, match="got a Dataset"):
         documents_of_dataset({**asked, "split": "train"}, "train", "text")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "read_as"),
+    [
+        ("a.json", '[{"text": "one"}, {"text": "two"}]', "json"),
+        ("a.JSON", '{"text": "one"}\n{"text": "two"}', "json"),
+        ("a.csv", "text,id\none,1\ntwo,2\n", "csv"),
+        ("a.tsv", "text\tid\none\t1\ntwo\t2\n", "csv"),
+    ],
+)
+def test_a_table_is_no_text_and_what_is_told_reads_it(tmp_path, name, content, read_as):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=rf"`data\.eval_files`: .*{name}: this is no text") as told:
+        OwnText(train_files=[], eval_files=[tmp_path / name], dataset=None, column="text")
+    pytest.importorskip("datasets", reason="needs the extra data")
+    asked = json.loads(re.search(r"`data\.dataset: (\{.*\})`", str(told.value))[1])
+    assert asked["path"] == read_as
+    asked["cache_dir"] = str(tmp_path / "cache")
+    assert list(documents_of_dataset(asked, "test", "text")) == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("content", "is_json"),
+    [
+        ('[{"text": "one"},\n {"text": "two"}]', True),
+        ('{\n"text": "one"}', True),
+        ('\n{"text": "one"}\n{"text": "two"}', True),
+        ("[1]\nA text with a footnote", False),
+        ("[links](a) and {braces}", False),
+        ("{}\nnothing", False),
+        ("[" * 100_000, False),
+    ],
+)
+def test_json_in_a_text_file_is_named(tmp_path, content, is_json):
+    path = tmp_path / "text.txt"
+    path.write_text(content)
+    if is_json:
+        with pytest.raises(DataError, match=r"text\.txt is JSON, .* \.jsonl file, .* key 'body'"):
+            documents_of_files([path], "body")
+    else:
+        assert documents_of_files([path], "body") == [content]
