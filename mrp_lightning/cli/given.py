@@ -13,6 +13,9 @@ from mrp_lightning.errors import OptionError
 _MOST_VALUES = 100_000
 """How many values a file may hold."""
 _FILE_OPTION = re.compile(r"-c|--(config|model|data|trainer)")
+_GROUPS = ("model", "data", "trainer")
+"""The options of a file that may name another file with what is below them."""
+_SUFFIXES = (".yaml", ".yml", ".json")
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,8 @@ def given(args: Sequence[str], *, files: bool = True) -> list[Given]:
     """All that a command line says, in its order; what a file says stands where its name does.
 
     Raises:
-        OptionError: A file is no YAML, or stands for more values than fit into memory.
+        OptionError: A file is no YAML, holds no keys or one of them twice, or stands for more
+            values than fit into memory.
     """
     found: list[Given] = []
     for arg, following in zip_longest(args, args[1:], fillvalue=""):
@@ -72,6 +76,10 @@ def _read(file: Path, group: str, commands: Sequence[str]) -> list[Given]:
         raise OptionError(f"{file}: its values are nested too deeply, or in themselves.") from None
     if len(found) > _MOST_VALUES:
         raise OptionError(f"{file}: its aliases stand for more than {_MOST_VALUES:,} values.")
+    if not isinstance(root, yaml.MappingNode):
+        kinds = {yaml.SequenceNode: "a list", yaml.ScalarNode: "one value"}
+        got = next((name for kind, name in kinds.items() if isinstance(root, kind)), "nothing")
+        raise OptionError(f"{file}: expected keys with values, such as `seed: 1`. It holds {got}.")
     return found
 
 
@@ -84,12 +92,29 @@ def _walk(
             yield _said(path, item, item, file)
             yield from _walk(item, path, file, commands)
     elif isinstance(node, yaml.MappingNode):
+        _require_different_keys(node, file)
         # A class comes before its arguments, so that what reads these knows whose they are.
         for key, value in sorted(node.value, key=lambda pair: pair[0].value != "class_path"):
             is_transparent = key.value == "init_args" or (not path and key.value in commands)
             below = path if is_transparent else f"{path}.{key.value}".lstrip(".")
-            yield _said(below, key, value, file)
+            said = _said(below, key, value, file)
+            yield said
             yield from _walk(value, below, file, commands)
+            if below in _GROUPS and said.value.endswith(_SUFFIXES):
+                other = file.parent / said.value
+                yield from _read(other, below, commands) if other.is_file() else ()
+
+
+def _require_different_keys(node: yaml.MappingNode, file: Path) -> None:
+    """YAML forbids a key twice, but what reads it silently takes the last one."""
+    lines: dict[str, int] = {}
+    for key, _ in node.value:
+        line = key.start_mark.line + 1
+        if isinstance(key, yaml.ScalarNode) and lines.setdefault(key.value, line) != line:
+            raise OptionError(
+                f"{file}, line {line}: the key `{key.value}` is given twice, first in line "
+                f"{lines[key.value]}. Keep one of them, with all that belongs to it."
+            )
 
 
 def _said(path: str, key: yaml.Node, value: yaml.Node, file: Path) -> Given:

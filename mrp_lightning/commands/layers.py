@@ -15,9 +15,6 @@ from rich.table import Table
 from torch import nn
 
 from mrp_lightning.cli.command import add_model_options, make_parser
-from mrp_lightning.models.gguf import located
-from mrp_lightning.models.loading import load_config
-from mrp_lightning.models.skeleton import build_without_weights
 from mrp_lightning.solver.patterns import SemiStructured, Unstructured, make_pattern
 from mrp_lightning.targets.layers import is_linear
 from mrp_lightning.targets.names import without_numbers
@@ -84,6 +81,11 @@ def main(args: Sequence[str] | None = None) -> None:
     pattern = None
     if options.pattern is not None or options.sparsity is not None:
         pattern = make_pattern(options.sparsity, options.pattern)
+    # Only now: they load transformers, which help and a wrong option need not wait for.
+    from mrp_lightning.models.gguf import located
+    from mrp_lightning.models.loading import load_config
+    from mrp_lightning.models.skeleton import build_without_weights
+
     trust = options.trust_remote_code
     source = located(options.model, options.gguf_file, options.revision)
     config = load_config(source, revision=options.revision, trust_remote_code=trust)

@@ -1,6 +1,7 @@
 """The command line: LightningCLI (`predict` prunes, `test` gives perplexity), and what it lacks."""
 
 import gc
+import shlex
 import signal
 import sys
 from collections.abc import Callable
@@ -11,16 +12,28 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from mrp_lightning.cli.command import told
-from mrp_lightning.environment import extra
-from mrp_lightning.errors import DependencyError, OptionError, ended_by
+from mrp_lightning.environment import __version__, extra
+from mrp_lightning.errors import MISTAKE, DependencyError, OptionError, ended_by
 
-_OF_LIGHTNING = ("predict", "test", "validate", "fit")
+_OF_LIGHTNING = {
+    "predict": "prune a model on calibration text, and save it",
+    "test": "measure the perplexity of a model",
+    "validate": "the same on the validation text",
+    "fit": "train a model, or train a pruned one on",
+}
 
 # Each is `main` of a module of this package, loaded when it is asked for.
-_COMMANDS = ("layers", "zeroshot", "report", "sweep")
+_COMMANDS = {
+    "layers": "list what would be pruned in a model, and what would not",
+    "zeroshot": "run tasks of lm-eval on a model",
+    "report": "make a page about a run, or about many",
+    "sweep": "make many runs and tables of them",
+}
 
 GROUP = "mrp_lightning.commands"
 """Group of entry points by which other packages add a command: its `main(args)`."""
+
+_OF_OTHERS = {"export": "pack a pruned checkpoint, and prove it equal"}
 
 
 def main(args: list[str] | None = None) -> None:
@@ -32,10 +45,7 @@ def main(args: list[str] | None = None) -> None:
     try:
         with told():
             _require_own_packages()
-            if command := _command(given[0]) if given else None:
-                command(given[1:])
-            else:
-                _run_lightning(args)
+            _run(given, args)
     except SystemExit as end:
         if type(end).__name__ == "SIGTERMException":  # of Lightning's loops
             end.code = ended_by(signal.SIGTERM)
@@ -44,16 +54,61 @@ def main(args: list[str] | None = None) -> None:
         raise
 
 
-def _command(name: str) -> Callable[[list[str]], None] | None:
-    """The command of that name, `None` for those of LightningCLI.
+def _run(given: list[str], args: list[str] | None) -> None:
+    """Run the command that the first word names, or say which there are."""
+    first = given[0] if given else ""
+    if first in ("", "-h", "--help"):
+        (sys.stdout if first else sys.stderr).write(_help())
+        raise SystemExit(0 if first else MISTAKE)
+    if first == "--version":
+        sys.stdout.write(f"mrp-lightning {__version__}\n")
+        return
+    with extra("cli", "The command line"):
+        from mrp_lightning.cli.glance import has_sections, require_plain_sense
+    if first.startswith("-") and not has_sections(given, list(_OF_LIGHTNING)):
+        name = next((word for word in given if word in {*_OF_LIGHTNING, *_COMMANDS}), "COMMAND")
+        options = shlex.join(word for word in given if word != name)
+        raise OptionError(f"the command comes first: `mrp-lightning {name} {options}`.")
+    command = _command(first)
+    require_plain_sense(first, given[1:])
+    if command is None:
+        _run_lightning(args)
+    else:
+        command()(given[1:])
+
+
+def _help() -> str:
+    """The commands, each with what it does; made without what any of them needs."""
+    plugins = {point.name: point.value for point in entry_points(group=GROUP)}
+    commands = {**_OF_LIGHTNING, **_COMMANDS, **plugins, **_OF_OTHERS}
+    lines = [f"  {name:10}{does}" for name, does in commands.items()]
+    return "\n".join(
+        [
+            "usage: mrp-lightning COMMAND [OPTIONS]   (or python -m mrp_lightning)",
+            "",
+            "Prune language models after training, accurately and fast, without retraining.",
+            "",
+            "commands, each with its own --help:",
+            *lines,
+            "",
+            "options:",
+            "  -h, --help  show this",
+            "  --version   show the version",
+            "",
+        ]
+    )
+
+
+def _command(name: str) -> Callable[[], Callable[[list[str]], None]] | None:
+    """What loads the command of that name, `None` for those of LightningCLI.
 
     Raises:
         OptionError: There is none.
     """
     if name in _COMMANDS:
-        return import_module(f"mrp_lightning.commands.{name}").main
+        return lambda: import_module(f"mrp_lightning.commands.{name}").main
     for plugin in entry_points(group=GROUP, name=name):
-        return plugin.load()
+        return plugin.load
     if name.startswith("-") or name in _OF_LIGHTNING:
         return None
     known = [*_OF_LIGHTNING, *_COMMANDS, *(plugin.name for plugin in entry_points(group=GROUP))]

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 _ASK = """
 import mrp_lightning.commands.sweep
 from typing import get_args, get_type_hints
@@ -15,3 +17,38 @@ def test_one_batch_is_not_all_batches():
     # A process of its own: in this one Lightning has been imported long ago.
     asked = subprocess.run([sys.executable, "-c", _ASK], capture_output=True, text=True, check=True)
     assert asked.stdout.split()[-1] == "int"
+
+
+_HEAVY = {"transformers", "lightning", "datasets", "lm_eval", "pandas", "matplotlib", "torchao"}
+_LIST = """
+import sys
+from mrp_lightning.commands.main import main
+try:
+    main(sys.argv[1:])
+finally:
+    print(*{name.partition(".")[0] for name in sys.modules}, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    "args",
+    [["--help"], ["--version"], [], ["predict"], ["predict", "x.yaml"], ["sweep"], ["no"]],
+    ids=" ".join,
+)
+def test_help_and_mistakes_wait_for_no_library_that_they_do_not_need(args):
+    command = [sys.executable, "-c", _LIST, *args]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    loaded = set(ended.stderr.splitlines()[-1].split())
+    assert "torch" in loaded
+    assert not loaded & _HEAVY
+
+
+@pytest.mark.parametrize(
+    "args",
+    [["layers", "--help"], ["layers"], ["layers", "--modle=x"]],
+    ids=" ".join,
+)
+def test_a_command_loads_what_it_needs_once_its_options_are_right(args):
+    command = [sys.executable, "-c", _LIST, *args]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert not set(ended.stderr.splitlines()[-1].split()) & _HEAVY

@@ -164,9 +164,3 @@ def test_an_unknown_model_type_is_one_line(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["layers", f"--model={tmp_path}"])
     assert "llamma" in capsys.readouterr().err
-
-
-def test_help_mentions_it(capsys):
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    assert "layers (what would be pruned)" in capsys.readouterr().out

@@ -1,0 +1,110 @@
+"""What is plainly wrong on a command line, told before Lightning and transformers are loaded."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from mrp_lightning.cli.given import Given, given
+from mrp_lightning.errors import OptionError
+
+_NEEDS = {
+    "predict": "a model, and a callback that prunes it: `mrp-lightning predict --model.model=MODEL "
+    "--trainer.callbacks=callbacks.MRPCallback --trainer.callbacks.pattern=2:4 "
+    "--trainer.callbacks.save_dir=DIR`, or `--config=FILE`",
+    **dict.fromkeys(
+        ("fit", "validate", "test"), "a model: `--model.model=MODEL` or `--config=FILE`"
+    ),
+    "sweep": "the models and runs of a sweep: `mrp-lightning sweep --config=FILE`",
+}
+"""The commands whose options stand in YAML files, too, and what they cannot do without."""
+
+_OF_A_SWEEP = frozenset({"models", "runs", "base"})
+_OF_A_RUN = frozenset({"model", "data", "trainer"})
+
+
+def require_plain_sense(command: str, args: Sequence[str]) -> None:
+    """Refuse what is no command line of this command, before what runs it is loaded.
+
+    Raises:
+        OptionError: There are no options, a word that belongs to none, a file that is not there, is
+            no YAML, gives a key twice, or is of another command.
+    """
+    if command not in _NEEDS or _asks(args):
+        return
+    if not args:
+        raise OptionError(
+            f"`{command}` needs {_NEEDS[command]}. `mrp-lightning {command} --help` lists all."
+        )
+    _require_options(command, args)
+    for option, file in zip(args, [*args[1:], ""], strict=True):
+        name, equals, value = option.partition("=")
+        value = value if equals else file
+        is_file = value.endswith((".yaml", ".yml")) and "://" not in value and "\n" not in value
+        if name in ("--config", "-c") and is_file and not Path(value).is_file():
+            raise OptionError(f"`--config`: expected a YAML file. There is no {value}.")
+    _require_own_files(command, given(args))
+
+
+def has_sections(args: Sequence[str], commands: Sequence[str]) -> bool:
+    """Whether a file before the command has sections for commands, which LightningCLI reads."""
+    if any(arg.startswith("--print_") for arg in args):
+        return True
+    options = [arg for arg in args if arg not in commands]
+    return any(one.path.partition(".")[0] in commands for one in given(options))
+
+
+def _asks(args: Sequence[str]) -> bool:
+    """Whether a command line only asks for help or for a configuration."""
+    return any(
+        arg in ("-h", "--help") or arg.startswith("--print_") or ".help" in arg.partition("=")[0]
+        for arg in args
+    )
+
+
+def _require_options(command: str, args: Sequence[str]) -> None:
+    """Refuse words that are no option's value: each option takes one."""
+    option, values = "", [""]
+    for arg in args:
+        if arg.startswith("--") or arg == "-c":
+            _require_one_value(command, option, values)
+            option, equals, value = arg.partition("=")
+            values = [value] if equals else []
+        else:
+            values.append(arg)
+    _require_one_value(command, option, values)
+
+
+def _require_one_value(command: str, option: str, values: Sequence[str]) -> None:
+    if len(values) < 2:
+        return
+    words = ", ".join(f"`{word}`" for word in values[1:])
+    files = [word for word in values[1:] if word.endswith((".yaml", ".yml"))]
+    if files:
+        meant = f"Write {' '.join(f'`--config={file}`' for file in files)}."
+    elif option:
+        meant = f"Several values are written as a list: `{option}='[{', '.join(values)}]'`."
+    else:
+        meant = f"Options are `--NAME=VALUE`; `mrp-lightning {command} --help` lists them."
+    raise OptionError(
+        f"{words}: of no option of `{command}`, each of which takes one value. {meant}"
+    )
+
+
+def _require_own_files(command: str, found: Sequence[Given]) -> None:
+    """Refuse a file of a sweep where a run is configured, and the other way round."""
+    keys: dict[str, set[str]] = {}
+    for one in found:
+        if one.place:
+            keys.setdefault(one.place.rpartition(", line ")[0], set()).add(
+                one.path.partition(".")[0]
+            )
+    for file, roots in keys.items():
+        if command != "sweep" and len(roots & _OF_A_SWEEP) > 1:
+            raise OptionError(
+                f"{file} is of a sweep ({', '.join(sorted(roots & _OF_A_SWEEP))}), not of "
+                f"`{command}`. Run `mrp-lightning sweep --config={file}`."
+            )
+        if command == "sweep" and roots & _OF_A_RUN and not roots & _OF_A_SWEEP:
+            raise OptionError(
+                f"{file} is of one run ({', '.join(sorted(roots & _OF_A_RUN))}), not of a sweep. "
+                f"Run `mrp-lightning predict --config={file}`, or name it in a sweep's `base`."
+            )
