@@ -307,10 +307,14 @@ def bounded_gguf(file: Path) -> Any:
 # argparse
 
 
-def options_of(parser: Any) -> list[str]:
-    """The options that a parser knows, with their dashes.
+def options_of(parser: Any) -> dict[str, Any]:
+    """The options that a parser knows, with their dashes, and the type of each.
 
     Seen in Python 3.11, and in jsonargparse 4.53, whose parser is one of argparse. A message names
     the option that a mistyped one is nearest to. In its place: a public list of a parser's actions.
     """
-    return [name for action in parser._actions for name in action.option_strings]
+    return {
+        name: getattr(action, "_typehint", action.type)
+        for action in parser._actions
+        for name in action.option_strings
+    }

@@ -6,25 +6,30 @@ what the user gave and in what there is. The words are told as they are where no
 
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from importlib import import_module
-from typing import Any
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentError, ArgumentParser
 
 from mrp_lightning.cli.given import Given
+from mrp_lightning.upstream import options_of
 
 _PLACES = ("callbacks", "lightning.pytorch.callbacks", "lightning.pytorch.loggers")
 """The modules whose classes a configuration names, as a rule."""
 
 
-def explain(message: str, options: Sequence[str], given: Sequence[Given]) -> str:
-    """Say what is wrong with one of the options, which are dotted keys, and where it was given."""
+def explain(message: str, options: Mapping[str, Any], given: Sequence[Given]) -> str:
+    """Say what is wrong with one of the options, and where it was given.
+
+    Options are types by dotted key.
+    """
     named = {word.strip(".-") for word in re.findall(r"[\w.-]+", message)}
-    for one, name, wrong, known in _wrong_names(options, given):
+    for one, name, wrong in _mistakes(options, given):
         if name in named or any(word.startswith(f"{name}.") for word in named):
-            return f"{one.place}{wrong}. {_meant(name, known)}"
+            return f"{one.place}{wrong}"
     text = " ".join(message.split())
     text = text if len(text) < 300 else message  # what several types find wrong has lines
     missing = named - {one.leaf for one in given}
@@ -37,10 +42,10 @@ def explain(message: str, options: Sequence[str], given: Sequence[Given]) -> str
     return f"{about[-1].place if about else ''}{text}"
 
 
-def _wrong_names(
-    options: Sequence[str], given: Iterable[Given]
-) -> Iterator[tuple[Given, str, str, list[str]]]:
-    """Each name that does not exist, what to say of it, and those that there are."""
+def _mistakes(
+    options: Mapping[str, Any], given: Iterable[Given]
+) -> Iterator[tuple[Given, str, str]]:
+    """Each name that does not exist and each value of another type, and what to say of it."""
     groups = {name.rpartition(".")[0] for name in options if not name.endswith(".help")}
     classes: dict[str, Any] = {}  # by the option that takes them
     for one in given:
@@ -50,17 +55,71 @@ def _wrong_names(
         if taker != one.path or (one.value and f"{taker}.help" in options):
             classes[taker], reason, known = _class(one.value)
             if classes[taker] is None:
-                yield one, one.value, f"`{taker}`: no class `{one.value}`{reason}", known
+                wrong = f"`{taker}`: no class `{one.value}`{reason}. {_meant(one.value, known)}"
+                yield one, one.value, wrong
         elif owner is not None and inspect.isclass(classes[owner]):
             argument = one.path.removeprefix(f"{owner}.").partition(".")[0]
-            known = ArgumentParser().add_class_arguments(classes[owner], fail_untyped=False)
-            wrong = f"`{owner}`: {classes[owner].__name__} has no argument `{argument}`"
+            parser = ArgumentParser()
+            known = parser.add_class_arguments(classes[owner], fail_untyped=False)
             if argument not in known:
-                yield one, argument, wrong, known
-        elif one.path not in {*options, *groups} and not {*above} & {*options} - groups:
+                wrong = f"`{owner}`: {classes[owner].__name__} has no argument `{argument}`"
+                meant = _meant(argument, known) if known else "It takes none: leave this out."
+                yield one, argument, f"{wrong}. {meant}"
+            elif argument == one.leaf:
+                kind = options_of(parser).get(f"--{argument}")
+                yield from ((one, argument, wrong) for wrong in _wrong_value(one, kind))
+        elif one.path in options:
+            yield from ((one, one.path, wrong) for wrong in _wrong_value(one, options[one.path]))
+        elif one.path not in groups and not {*above} & {*options} - groups:
             owner = one.path.rpartition(".")[0]
             siblings = [name for name in options if name.rpartition(".")[0] == owner]
-            yield one, one.path, f"there is no option `{one.path}`", siblings or [*options]
+            wrong = f"there is no option `{one.path}`. {_meant(one.path, siblings or options)}"
+            yield one, one.path, wrong
+
+
+def _wrong_value(one: Given, kind: Any) -> Iterator[str]:
+    """What to say of a value that is not of its type, if it is none."""
+    expected = list(dict.fromkeys(_words(kind)))
+    if not one.value or not all(expected) or _is_of(one.value, kind):
+        return
+    *most, last = expected
+    words = f"{', '.join(most)} or {last}" if most else last
+    share = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", one.value)
+    step = f" Write {float(share[1]) / 100:g}." if share and "a number" in expected else ""
+    yield f"`{one.path}`: expected {words}. Got {one.value}.{step}"
+
+
+def _is_of(value: str, kind: Any) -> bool:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--value", type=kind)
+    try:
+        parser.parse_args([f"--value={value}"])
+    except ArgumentError:
+        return False
+    return True
+
+
+_TYPES = {
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    type(None): "null",
+}
+
+
+def _words(kind: Any) -> Iterator[str]:
+    """The names of a type, or of all that it is made of; empty for what has none."""
+    if get_origin(kind) in (Union, UnionType):
+        for one in get_args(kind):
+            yield from _words(one)
+    elif get_origin(kind) is Literal:
+        yield from map(str, get_args(kind))
+    elif kind is bool:
+        yield from ("true", "false")
+    elif inspect.isclass(kind):
+        yield _TYPES.get(kind) or f"a {kind.__name__} with its arguments"
+    else:
+        yield "a list" if inspect.isclass(get_origin(kind)) else ""
 
 
 def _class(path: str) -> tuple[Any, str, list[str]]:

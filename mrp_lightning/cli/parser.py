@@ -42,5 +42,6 @@ class Parser(ArgumentParser):
         if not self.exit_on_error:  # a parser inside another one, which reports
             super().error(message, ex)
         parser = getattr(ex, "subcommand_parser", None) or self
-        options = [name.lstrip("-").removesuffix("+") for name in options_of(parser)]
+        types = options_of(parser).items()
+        options = {name.lstrip("-").removesuffix("+"): kind for name, kind in types}
         raise OptionError(explain(message, options, [*self._given, *self.besides])) from ex
