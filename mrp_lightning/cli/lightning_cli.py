@@ -6,11 +6,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import LightningModule
+from jsonargparse import Namespace
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from mrp_lightning.cli.given import Given, given
 from mrp_lightning.cli.parser import Parser
@@ -21,6 +22,19 @@ from mrp_lightning.loop.save_evaluation import SaveEvaluation
 from mrp_lightning.loop.trainer import Trainer, callbacks_that_prune
 from mrp_lightning.models.integrity import explained_checkpoint
 from mrp_lightning.records.report import NAME
+
+_NO_PRUNING = (
+    "`trainer.callbacks`: `predict` prunes, and no callback here does. Add "
+    "`--trainer.callbacks=callbacks.MRPCallback --trainer.callbacks.pattern=2:4 "
+    "--trainer.callbacks.save_dir=DIR`, or in YAML `trainer: {callbacks: [{class_path: "
+    'callbacks.MRPCallback, init_args: {pattern: "2:4", save_dir: DIR}}]}`.'
+)
+_TEXTS = (
+    ("train_files", "eval_files"),
+    ("dataset",),
+    ("calibration", "evaluation", "corpora_dir"),
+)
+"""The keys of `data` that say where text comes from, of which a run takes one way."""
 
 
 class SaveConfigToLog(SaveConfigCallback):
@@ -48,8 +62,8 @@ class PruningCLI(LightningCLI):
     """
 
     def __init__(self, args: list[str] | None = None, *, run: bool = True) -> None:
-        found = given(sys.argv[1:] if args is None else args)
-        model, data = _keys(found, "model"), _keys(found, "data")
+        self._found = given(sys.argv[1:] if args is None else args)
+        model, data = _keys(self._found, "model"), _keys(self._found, "data")
         own_model, own_data = "class_path" in model, "class_path" in data
         of_text = not own_data and (not own_model or bool(data))
         super().__init__(
@@ -62,11 +76,6 @@ class PruningCLI(LightningCLI):
             seed_everything_default=0,
             auto_configure_optimizers=False,
             parser_class=LightningParser,
-            parser_kwargs={
-                "epilog": "More commands, each with its own --help: layers (what would be pruned), "
-                "zeroshot (tasks of lm-eval), report (a page on a run), sweep (many runs), "
-                "export (pack a pruned checkpoint)."
-            },
             args=args,
             run=run,
         )
@@ -89,11 +98,75 @@ class PruningCLI(LightningCLI):
         return self.config.get(self.config.get("subcommand") or "", self.config).get(key)
 
     def before_instantiate_classes(self) -> None:
-        """Refuse an accelerator that is not there, before a model is loaded.
+        """Refuse, before a model is loaded, what would be in vain, and choose the text.
 
         Raises:
-            OptionError: This machine has no such accelerator.
+            OptionError: This machine has no such accelerator; `predict` would prune nothing or save
+                nothing; text is given in two ways at one place.
         """
+        self._require_accelerator()
+        if self.config.get("subcommand") == "predict":
+            self._require_result()
+        if type(self._given("data")) is Namespace and "class_path" not in self._given("data"):
+            self._choose_text(self._given("data"))
+
+    def _require_result(self) -> None:
+        """Refuse a `predict` that prunes nothing, or throws away what it prunes."""
+        trainer = self._given("trainer")
+        if trainer.callbacks is None:
+            raise OptionError(_NO_PRUNING)
+        if not isinstance(trainer.callbacks, list):  # whose errors jsonargparse hides behind others
+            trainer.callbacks = [trainer.callbacks]
+        for callback in trainer.callbacks:
+            arguments = callback.get("init_args", {})
+            prunes = {"sparsity", "pattern", "save_dir"} <= {*arguments.keys()}
+            if prunes and arguments["save_dir"] is None and not trainer.fast_dev_run:
+                _make(callback)  # what is wrong with what is given comes first
+                raise OptionError(
+                    "`trainer.callbacks.save_dir`: `predict` would prune the model and keep "
+                    "nothing of it. Add `--trainer.callbacks.save_dir=DIR`, or "
+                    "`--trainer.fast_dev_run=true` to try it out."
+                )
+
+    def _choose_text(self, data: Namespace) -> None:
+        """Let the text that is given last win over that of other files, as any other option.
+
+        What is given at the same place contradicts itself, and is refused.
+        """
+        texts = [
+            (keys, given) for keys in _TEXTS if (given := [key for key in keys if data.get(key)])
+        ]
+        if len(texts) < 2:
+            return
+        found = [*self._found, *self.parser.besides]  # type: ignore[attr-defined]
+        lasts = {
+            keys: max(
+                (i, one.place.rpartition(", line ")[0])
+                for i, one in [(-1, Given("", place="the defaults")), *enumerate(found)]
+                if i < 0 or any(f"{one.path}.".startswith(f"data.{key}.") for key in given)
+            )
+            for keys, given in texts
+        }
+        chosen, given = max(texts, key=lambda text: lasts[text[0]])
+        _, place = lasts[chosen]
+        for keys, others in texts:
+            if keys == chosen:
+                continue
+            if lasts[keys][1] == place:
+                raise OptionError(
+                    f"{place or 'the command line'}: `data` takes either `dataset` or "
+                    "`train_files`/`eval_files` or `calibration`/`evaluation`, not several of "
+                    f"them. It names {_named(others)} and {_named(given)}: keep one."
+                )
+            rank_zero_info(
+                f"Text is read by {_named(given)}{place and f' of {place}'}, which was given last: "
+                f"not by {_named(others)} of {lasts[keys][1] or 'the command line'}."
+            )
+            for key in keys:
+                data[key] = None
+
+    def _require_accelerator(self) -> None:
+        """Refuse an accelerator that this machine does not have."""
         wanted = self._given("trainer.accelerator")
         found = {name: AcceleratorRegistry[name]["accelerator"] for name in AcceleratorRegistry}
         there = {name for name, accelerator in found.items() if accelerator.is_available()}
@@ -127,12 +200,17 @@ class PruningCLI(LightningCLI):
             OptionError: No callback prunes.
         """
         if not callbacks_that_prune(self.trainer):
-            raise OptionError(
-                "`trainer.callbacks`: `predict` prunes, and no callback here does. Add "
-                "`--trainer.callbacks=callbacks.MRPCallback --trainer.callbacks.pattern=2:4 "
-                "--trainer.callbacks.save_dir=DIR`, or in YAML `trainer: {callbacks: [{class_path: "
-                'callbacks.MRPCallback, init_args: {pattern: "2:4", save_dir: DIR}}]}`.'
-            )
+            raise OptionError(_NO_PRUNING)
+
+
+def _make(callback: Namespace) -> None:
+    parser = Parser()
+    parser.add_subclass_arguments(Callback, "callback")
+    parser.instantiate(Namespace(callback=callback))
+
+
+def _named(keys: Iterable[str]) -> str:
+    return ", ".join(f"`data.{key}`" for key in keys)
 
 
 def _keys(given: Iterable[Given], group: str) -> set[str]:

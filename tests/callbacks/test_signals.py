@@ -123,6 +123,7 @@ def test_a_command_ends_at_once_while_it_reads_text(number, status, tiny_llama, 
     (tmp_path / "text.txt").write_text("import this\n" * 3000)
     options = [f"--model.model={tiny_llama}", f"--data.train_files={tmp_path / 'text.txt'}"]
     options += ["--trainer.callbacks=callbacks.MRPCallback", "--trainer.callbacks.pattern=2:4"]
+    options.append(f"--trainer.callbacks.save_dir={tmp_path / 'out'}")
     command = [sys.executable, "-c", SLOW, "predict", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout:

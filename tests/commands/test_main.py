@@ -1,5 +1,6 @@
 """The command line as a user starts it."""
 
+import json
 import os
 import re
 import shutil
@@ -10,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from mrp_lightning.cli.lightning_cli import PruningCLI
 from mrp_lightning.commands.main import main
+from mrp_lightning.errors import OptionError
 from mrp_lightning.records import evaluation as records
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -76,6 +79,41 @@ def test_the_papers_data_from_local_copies(tiny_llama, corpora_dir, tmp_path, ca
     assert "hf download Salesforce/wikitext wikitext-2-raw-v1/test-00000-of-00001.parquet" in error
 
 
+def test_text_that_is_given_wins_over_the_configurations(
+    tiny_llama, text, tmp_path, capsys, caplog
+):
+    """Calibrate on own text where a configuration names a published one, which is not there."""
+    config = f"--config={CONFIGS / 'models' / 'opt-125m.yaml'}"
+    options = arguments("predict", tiny_llama, text)[1:]
+    save = [f"--trainer.callbacks.{key}" for key in ("pattern=2:4", f"save_dir={tmp_path / 'out'}")]
+    with caplog.at_level("INFO"):
+        main(["predict", config, *options, "--trainer.callbacks=callbacks.MRPCallback", *save])
+    assert (
+        "Text is read by `data.train_files`, `data.eval_files`, which was given last: "
+        "not by `data.calibration`, `data.evaluation` of "
+        f"{CONFIGS / 'models' / '..' / 'data' / 'paper.yaml'}."
+    ) in caplog.messages
+    report = json.loads((tmp_path / "out" / "pruning_report.json").read_text())
+    assert report["layers"][0]["tokens"] == 4 * 32
+
+
+def test_text_of_a_later_file_wins(tiny_llama, text, tmp_path, capsys):
+    (tmp_path / "own.yaml").write_text(f"data: {{train_files: [{text}]}}\n")
+    (tmp_path / "both.yaml").write_text(f"data: {{train_files: [{text}], calibration: c4}}\n")
+    published = CONFIGS / "models" / "opt-125m.yaml"
+
+    def data(*files):
+        made = PruningCLI(
+            [*(f"--config={file}" for file in files), f"--model.model={tiny_llama}"], run=False
+        )
+        return made.datamodule
+
+    assert data(published, tmp_path / "own.yaml").calibration_source == "text.txt"
+    assert data(tmp_path / "own.yaml", published).calibration_source == "c4"
+    with pytest.raises(OptionError, match="both.yaml: `data` takes either .*: keep one"):
+        data(tmp_path / "both.yaml")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -88,9 +126,11 @@ def test_the_papers_data_from_local_copies(tiny_llama, corpora_dir, tmp_path, ca
         (["--trainer.callbacks.pattern=2:4", "--data.calibration=c4"], "not several of them"),
     ],
 )
-def test_a_mistake_is_one_line_and_no_traceback(tiny_llama, text, capsys, options, message):
+def test_a_mistake_is_one_line_and_no_traceback(
+    tiny_llama, text, tmp_path, capsys, options, message
+):
     with pytest.raises(SystemExit) as stop:
-        prune(tiny_llama, text, *options)
+        prune(tiny_llama, text, *options, f"--trainer.callbacks.save_dir={tmp_path / 'out'}")
     assert stop.value.code == 2
     error = capsys.readouterr().err
     assert error.splitlines()[-1].startswith("error: ")

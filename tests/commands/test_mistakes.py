@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 
+import mrp_lightning
 import mrp_lightning.commands.main as command_line
 from mrp_lightning.commands.main import main
 
@@ -212,6 +213,7 @@ def test_an_accelerator_that_is_not_there(arguments, capsys, monkeypatch):
 
 
 def test_what_lightning_refuses(arguments, capsys):
+    arguments += [*CALLBACK, "--trainer.callbacks.save_dir=out"]
     arguments += ["--trainer.limit_predict_batches=-1"]
     assert "limit_predict_batches" in said(arguments, capsys)
 
@@ -260,12 +262,128 @@ def test_export_is_a_command(capsys, monkeypatch):
     assert "--allow-partial" in capsys.readouterr().out
 
 
-def test_help_names_every_command(capsys):
-    with pytest.raises(SystemExit):
+CALLBACK = ["--trainer.callbacks=callbacks.MRPCallback", "--trainer.callbacks.pattern=2:4"]
+
+
+@pytest.mark.parametrize("options", [[], ["--trainer.callbacks.sparsity=0.5"]])
+def test_what_is_pruned_for_nothing_is_refused_before_a_model_is_loaded(options, arguments, capsys):
+    callback = [*CALLBACK[:1], *(options or CALLBACK[1:]), "--model.model=./absent"]
+    assert "`--trainer.callbacks.save_dir=DIR`" in said([*arguments, *callback], capsys)
+
+
+def test_to_try_a_pruning_out_needs_no_directory(arguments):
+    main([*arguments, *CALLBACK, "--trainer.fast_dev_run=true"])
+
+
+def test_a_callback_without_a_pattern_is_explained_in_a_line(arguments, tmp_path, capsys):
+    callback = f"class_path: callbacks.MRPCallback, init_args: {{save_dir: {tmp_path / 'out'}}}"
+    (tmp_path / "one.yaml").write_text(f"trainer: {{callbacks: {{{callback}}}}}\n")
+    (tmp_path / "more.yaml").write_text(f"trainer: {{callbacks: [{{{callback}}}]}}\n")
+    for name in ("one", "more"):
+        line = said([*arguments, f"--config={tmp_path / name}.yaml"], capsys)
+        assert line.startswith("error: give exactly one of `sparsity` and `pattern`; got neither")
+
+
+@pytest.mark.parametrize(
+    ("option", "line"),
+    [
+        ("callbacks.sparsity=50%", "expected a number or null. Got 50%. Write 0.5."),
+        ("callbacks.tuning=5", "expected true, false or a BlockTuning with its arguments. Got 5."),
+        ("precision=17", ", bf16-true, bf16-mixed, 32-true, 64-true, bf16 or null. Got 17."),
+    ],
+)
+def test_a_value_of_no_type_that_is_taken(option, line, arguments, capsys):
+    found = said([*arguments, *CALLBACK, f"--trainer.{option}"], capsys)
+    assert found.startswith(f"error: `trainer.{option.partition('=')[0]}`: expected ")
+    assert found.endswith(line)
+
+
+def test_a_class_that_takes_no_arguments(arguments, capsys):
+    callback = ["--trainer.callbacks=lightning.Callback", "--trainer.callbacks.pattern=2:4"]
+    line = said([*arguments, *callback], capsys)
+    assert line.endswith("Callback has no argument `pattern`. It takes none: leave this out.")
+
+
+SWEEP = "models: {tiny: {options: {}}}\nbase: []\nruns: {}\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["predict"], "`predict` needs a model, and a callback .* --help` lists all."),
+        (["test"], "`test` needs a model: `--model.model=MODEL`"),
+        (["sweep"], "`sweep` needs .* `mrp-lightning sweep --config=FILE`"),
+        (["--config", "run.yaml", "predict"], "first: `mrp-lightning predict --config run.yaml`"),
+        (["--config=run.yaml"], "first: `mrp-lightning COMMAND --config=run.yaml`"),
+        (["predict", "run.yaml"], "`run.yaml`: of no option .* Write `--config=run.yaml`"),
+        (["sweep", "sweep.yaml"], "Write `--config=sweep.yaml`"),
+        (
+            ["predict", "--data.train_files", "a", "b", "c", "--seed=1"],
+            r"`b`, `c`: of no option.* `--data.train_files='\[a, b, c\]'`",
+        ),
+        (["predict", "x"], "`x`: of no option .* Options are `--NAME=VALUE`"),
+        (
+            ["predict", "--config=sweep.yaml"],
+            "sweep.yaml is of a sweep .*Run `mrp-lightning sweep --config=sweep.yaml`",
+        ),
+        (
+            ["sweep", "--config=run.yaml"],
+            "run.yaml is of one run .*Run `mrp-lightning predict --config=run.yaml`",
+        ),
+        (["predict", "--config=none.yaml"], "expected a YAML file. There is no none.yaml"),
+        (["fit", "-c", "empty.yaml"], "empty.yaml: expected keys .* It holds nothing"),
+        (["sweep", "--config=list.yaml"], "list.yaml: expected keys .* It holds a list"),
+        (
+            ["predict", "--config=twice.yaml"],
+            "twice.yaml, line 4: the key `num_samples` is given twice, first in line 2",
+        ),
+        (["predict", "--config=nested.yaml"], "group.yaml, line 2: .* twice, first in line 1"),
+    ],
+)
+def test_what_is_told_before_lightning_is_loaded(args, message, tmp_path, monkeypatch, capsys):
+    files = {
+        "run": "data: {num_samples: 3}",
+        "sweep": SWEEP,
+        "empty": "# nothing yet",
+        "list": "- a",
+        "twice": "data:\n  num_samples: 3\n  seed: 1\n  num_samples: 4",
+        "nested": "data: group.yaml",
+        "group": "seed: 1\nseed: 2",
+    }
+    for name, text in files.items():
+        (tmp_path / f"{name}.yaml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command_line, "_run_lightning", lambda _: pytest.fail("it is loaded"))
+    monkeypatch.setattr(command_line, "import_module", lambda _: pytest.fail("it is loaded"))
+    assert re.search(message, said(args, capsys))
+
+
+def test_a_file_with_sections_for_commands_may_come_first(tiny_llama, tmp_path, capsys):
+    config = tmp_path / "all.yaml"
+    config.write_text(f"predict: {{model: {{model: {tiny_llama}}}}}\n")
+    assert "no callback here does" in said([f"--config={config}", "predict"], capsys)
+
+
+def test_without_a_command_the_help_is_shown(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([])
+    assert stop.value.code == 2
+    assert "commands, each with its own --help:" in capsys.readouterr().err
+
+
+def test_the_version(capsys):
+    main(["--version"])
+    assert capsys.readouterr().out == f"mrp-lightning {mrp_lightning.__version__}\n"
+
+
+def test_help_names_every_command_in_a_line(capsys):
+    with pytest.raises(SystemExit) as stop:
         main(["--help"])
-    shown = " ".join(capsys.readouterr().out.split())
-    for command in ("layers", "zeroshot", "report", "sweep", "export"):
-        assert f"{command} (" in shown
+    assert stop.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    named = {line.split()[0]: line for line in lines if line.startswith("  ") and len(line) < 80}
+    commands = {"fit", "validate", "test", "predict"}
+    assert named.keys() >= commands | {"layers", "zeroshot", "report", "sweep", "export"}
 
 
 def test_a_name_that_was_given_is_not_taken_for_another(arguments, capsys):
