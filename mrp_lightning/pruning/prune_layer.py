@@ -82,7 +82,8 @@ def prune_layer(
     """
     inputs, aim = calibrated.inputs, calibrated.aim
     weight = layer.weight.contiguous()  # a copy of Conv1D's, whose rows are strided
-    already = recipe.pattern.holds(weight == 0)
+    zeros = weight == 0
+    already = recipe.pattern.holds(zeros)
     if already:
         log.info("%s already has the pattern %s", layer.name, recipe.pattern)
     mine = weight[processes.share(len(weight))]
@@ -105,12 +106,14 @@ def prune_layer(
         tokens=calibrated.tokens,
         dead_inputs=solution.dead_inputs,
         already_pruned=already,
+        zeros_before=int(zeros.sum()) / max(1, zeros.numel()) or None,
         shared_hessian=calibrated.shared,
         raised_damping=(
             solution.damping_ratio if solution.damping_ratio > recipe.damping else None
         ),
         target_loss=solution.target_loss,
         own_target=None if aim is None else aim.own,
+        fallback_mask=solution.fallback_mask,
         **used,
     )
 

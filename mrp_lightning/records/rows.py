@@ -46,6 +46,9 @@ class LayerReport(_Row):
         dead_inputs: The number of input features that were 0 in every token.
         skipped: The reason why the layer was left dense, `None` if it is pruned.
         already_pruned: Whether the weight had the pattern before it was pruned.
+        zeros_before: The fraction of the weights that were zero before, above 0 and at most 1. The
+            losses are against these weights, zeros and all. It is `None` where none were, and in
+            reports of older versions.
         shared_hessian: The share of all experts' Hessian, between 0 and 1, in the Hessian by which
             an expert was pruned. It is above 0 where the expert saw too few tokens, and `loss` is
             then measured by that mixture. It is `None` for layers that are not experts.
@@ -56,6 +59,8 @@ class LayerReport(_Row):
         target_loss: The same as `loss`, against the weight that stands for the dense model's
             outputs. It is `None` where the layer's own outputs are the target.
         own_target: Why the layer's own outputs are its target, in a run with `target="dense"`.
+        fallback_mask: The mask that was taken in place of that of `method`, such as `magnitude`,
+            because that one lost more. It is `None` as a rule.
         block: The name of the repeated block that the layer is in, such as `model.layers.3`. It is
             `None` outside the blocks, and in reports of older versions.
 
@@ -77,11 +82,13 @@ class LayerReport(_Row):
     dead_inputs: int | None = None
     skipped: str | None = None
     already_pruned: bool = False
+    zeros_before: float | None = None
     shared_hessian: float | None = None
     raised_damping: float | None = None
     peak_memory: int | None = None
     target_loss: float | None = None
     own_target: str | None = None
+    fallback_mask: str | None = None
     block: str | None = None
 
     _always = (

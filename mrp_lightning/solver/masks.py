@@ -62,8 +62,7 @@ class Magnitude(Mask):
     def bind(self, problem: Problem, inverse_blocks: InverseBlocks) -> Chooser:
         """Rank |w|."""
         del inverse_blocks
-        scores = problem.weight.abs().masked_fill_(problem.inputs.dead, -1)
-        return chosen(problem.select(scores, 0))
+        return chosen(problem.select(_sizes(problem), 0))
 
 
 @dataclass(frozen=True)
@@ -167,6 +166,33 @@ class MultipleRemoval(Mask):
             return pruned
 
         return choose
+
+
+@dataclass(frozen=True, eq=False)
+class Given(Mask):
+    """A mask that was chosen before."""
+
+    name: ClassVar[str] = "given"
+    by_block: ClassVar[bool] = False
+    needs_inverse: ClassVar[bool] = False
+
+    pruned: Tensor  # bool (rows, columns), True = removed
+
+    def bind(self, problem: Problem, inverse_blocks: InverseBlocks) -> Chooser:
+        """Return what was chosen."""
+        del problem, inverse_blocks
+        return chosen(self.pruned)
+
+
+def smallest_of_blocks(problem: Problem) -> Tensor:
+    """The smallest |w| of each column block, bool (rows, columns), True = removed."""
+    scores = _sizes(problem)
+    blocks = split_range(0, scores.shape[1], problem.block_size)
+    return torch.cat([problem.select(scores[:, a:b], a) for a, b in blocks], dim=1)
+
+
+def _sizes(problem: Problem) -> Tensor:
+    return problem.weight.abs().masked_fill_(problem.inputs.dead, -1)
 
 
 def chosen(pruned: Tensor) -> Chooser:

@@ -1,14 +1,27 @@
 """Prune one weight matrix."""
 
+import math
+import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from mrp_lightning.errors import HessianError, OptionError, PatternError, TargetError
+from mrp_lightning.errors import (
+    HessianError,
+    NumericalWarning,
+    OptionError,
+    PatternError,
+    TargetError,
+)
 from mrp_lightning.processes import ALONE, Processes
+from mrp_lightning.solver.compensations import Compensated
+from mrp_lightning.solver.exact import ExactCompensation
 from mrp_lightning.solver.input_hessian import InputHessian
+from mrp_lightning.solver.joint import Joint
+from mrp_lightning.solver.masks import Given, Magnitude, smallest_of_blocks
+from mrp_lightning.solver.methods import Method
 from mrp_lightning.solver.patterns import Pattern
 from mrp_lightning.solver.precision import full_float32
 from mrp_lightning.solver.problem import Problem
@@ -35,6 +48,8 @@ class Solution:
         dead_inputs: Number of columns whose input was always zero.
         target_loss: The same as `loss` against the weight that was aimed at; None where that is the
             weight itself.
+        fallback_mask: The mask that was taken in place of the method's, which lost more than that
+            one does even without compensation; None as a rule. See `prune_weight`.
     """
 
     weight: Tensor
@@ -46,6 +61,7 @@ class Solution:
     gap: float | None
     dead_inputs: int
     target_loss: float | None = None
+    fallback_mask: str | None = None
 
 
 def prune_weight(
@@ -63,6 +79,12 @@ def prune_weight(
 
     Minimises ½·tr(δ H δᵀ), the mean over tokens of ‖(w + δ)x − wx‖², with the removed weights zero.
     Give exactly one of `sparsity` and `pattern`.
+
+    The masks S and M count on all other inputs to make up for a weight, also on those whose own
+    weights go: where inputs are nearly copies of each other, they may remove all copies. So where a
+    mask with the compensation M loses more than the smallest weights of each column block would
+    without any, these are removed instead and compensated by M, if that loses less, with a
+    `NumericalWarning`.
 
     Args:
         weight: The dense weight, (rows, columns), floating point.
@@ -130,14 +152,12 @@ def prune(
             processes=processes,
             rows=rows,
         )
-        result = recipe.method.compensation.apply(problem, recipe.method.mask)
-        pruned = result.pruned.contiguous()
-        compensated = result.weight.masked_fill(pruned, 0).to(weight.dtype).contiguous()
-        ratio = problem.damped.ratio if recipe.method.needs_inverse else recipe.damping
-
-        def loss_against(aim: Tensor) -> float:
-            return problem.total(output_energy(compensated.to(dense.dtype) - aim, inputs.hessian))
-
+        method = recipe.method
+        found = _Finished.of(problem, method.compensation.apply(problem, method.mask), weight.dtype)
+        better = _by_smallest(problem, method, found.loss, weight.dtype)
+        found = better or found
+        compensated, result = found.weight, found.result
+        ratio = problem.damped.ratio if method.needs_inverse else recipe.damping
         gathered = processes.gather_rows(compensated, rows)
         if not bool(gathered.isfinite().all()):
             raise HessianError(
@@ -146,35 +166,90 @@ def prune(
             )
         return Solution(
             weight=gathered,
-            pruned=processes.gather_rows(pruned, rows),
-            loss=loss_against(dense),
+            pruned=processes.gather_rows(result.pruned.contiguous(), rows),
+            loss=found.loss if target is None else _loss(problem, compensated, dense),
             damping_used=ratio * inputs.mean_diagonal,
             damping_ratio=ratio,
             iterations=result.iterations,
             gap=result.gap,
             dead_inputs=inputs.dead_inputs,
-            target_loss=None if target is None else loss_against(problem.weight),
+            target_loss=None if target is None else found.loss,
+            fallback_mask=None if better is None else Magnitude.name,
         )
+
+
+@dataclass(frozen=True, eq=False)
+class _Finished:
+    """A result, its weight in the dtype that is returned, and the loss against what is aimed at."""
+
+    result: Compensated
+    weight: Tensor
+    loss: float
+
+    @classmethod
+    def of(cls, problem: Problem, result: Compensated, dtype: torch.dtype) -> "_Finished":
+        weight = result.weight.masked_fill(result.pruned, 0).to(dtype).contiguous()
+        return cls(result, weight, _loss(problem, weight, problem.weight))
+
+
+def _loss(problem: Problem, weight: Tensor, aim: Tensor) -> float:
+    """The loss of all rows; those of `weight` and `aim` are this process's."""
+    return problem.total(output_energy(weight.to(aim.dtype) - aim, problem.inputs.hessian))
+
+
+def _by_smallest(
+    problem: Problem, method: Method, lost: float, dtype: torch.dtype
+) -> _Finished | None:
+    """Remove the smallest weights instead, where that loses less than what the method `lost`.
+
+    It is tried, at the price of another compensation, only where these lose less even without one.
+    Each column block gets the sparsity that the method's mask has to give it.
+    """
+    if not (method.mask.needs_inverse and isinstance(method.compensation, ExactCompensation)):
+        return None
+    pruned = smallest_of_blocks(problem)
+    uncompensated = _loss(problem, problem.weight.masked_fill(pruned, 0), problem.weight)
+    if not uncompensated < lost < math.inf:
+        return None
+    whole = replace(problem, block_size=problem.inputs.columns)
+    found = _Finished.of(problem, method.compensation.apply(whole, Given(pruned)), dtype)
+    if not found.loss < lost:
+        return None
+    joint = method.mask.name == Joint.name
+    remedy = "" if joint else "; the method JM as a rule does better then"
+    warnings.warn(
+        f"{problem.inputs.label}: {method} lost {lost:.4g}, and the smallest weights lose "
+        f"{uncompensated:.4g} without and {found.loss:.4g} with compensation: these were removed "
+        f"instead. Inputs that are nearly copies of others are the usual cause{remedy}.",
+        NumericalWarning,
+        stacklevel=3,
+    )
+    return found
 
 
 def output_energy(change: Tensor, hessian: Tensor) -> float:
     """Return ½·tr(δ H δᵀ), the mean over the calibration tokens of ‖δ x‖², H undamped.
 
     δ is the change of a weight for the layer's loss, and the weight itself for the energy of the
-    layer's outputs. It is computed in full float32 whatever precision the user allows elsewhere, or
-    in float64 if either tensor is float64.
+    layer's outputs. Products are in full float32, whatever precision the user allows elsewhere, and
+    in float64 if either tensor is float64 or float32 does not suffice; sums are in float64.
     """
     wide = torch.float64 in (change.dtype, hessian.dtype)
     dtype = torch.float64 if wide else torch.float32
     change, hessian = change.to(dtype), hessian.to(dtype)
     with full_float32(change.device):
-        energy = float(((change @ hessian) * change).sum()) / 2
-    apart = float((change.square() * hessian.diagonal()).sum()) / 2
-    if energy < 1e-3 * apart and not wide:
-        # The changes cancel in the outputs, as they do where tokens are few: float32 would return
-        # what its rounding leaves.
+        energy = _sum((change @ hessian) * change) / 2
+    apart = _sum(change.square() * hessian.diagonal()) / 2
+    if not wide and not 1e-3 * apart <= energy < math.inf:
+        # The changes cancel in the outputs, as they do where tokens are few, and float32 would
+        # return what its rounding leaves; or the products are beyond its range.
         return output_energy(change.double(), hessian)
     return max(energy, 0.0)
+
+
+def _sum(values: Tensor) -> float:
+    """The sum in float64, which holds any sum of float32 numbers."""
+    return float(values.sum(dtype=torch.float64))
 
 
 def _check_weight(weight: Tensor, inputs: InputHessian, pattern: Pattern) -> None:

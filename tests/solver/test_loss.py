@@ -1,8 +1,11 @@
 """The energy of a layer's outputs, against the outputs themselves."""
 
+import math
+
 import pytest
 import torch
 
+from mrp_lightning import prune_weight
 from mrp_lightning.solver.pruning import output_energy
 
 
@@ -27,3 +30,23 @@ def test_outputs_that_cancel_are_summed_in_float64(problem, truth):
     rounded = float(((change @ hessian.float()) * change).sum()) / 2
     assert rounded != pytest.approx(expected, rel=0.05)
     assert output_energy(change, hessian.float()) == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize("method", ["magnitude", "SM"])
+def test_a_loss_beyond_float32_is_a_number(problem, truth, method):
+    weight, inputs = problem(rows=8, columns=32)
+    weight, hessian = weight * 2.0**62, truth.hessian_of(inputs).float() * 2.0**10
+    solution = prune_weight(weight, hessian, pattern="2:4", method=method)
+    expected = truth.loss(solution.weight, weight, hessian)
+    assert torch.finfo(torch.float32).max < expected < math.inf
+    assert solution.loss == pytest.approx(expected, rel=1e-4)
+    assert output_energy(weight, hessian) == pytest.approx(
+        truth.loss(weight, torch.zeros_like(weight), hessian), rel=1e-4
+    )
+
+
+def test_the_sum_of_many_losses_is_one_of_float64():
+    # In float32 a sum that has come to 2²⁴ is not moved by 1 any more.
+    change = torch.ones(2**14, 1)
+    change[0] = 2.0**12
+    assert output_energy(change, torch.full((1, 1), 2.0)) == 2**24 + 2**14 - 1
