@@ -125,7 +125,15 @@ def _logits(model: PreTrainedModel, window: Tensor, device: torch.device | str) 
 
 
 def text_failures(text: TextParity) -> list[str]:
-    """The reasons why the export does not pass; none, where all logits have the same bits."""
+    """The reasons why the export does not pass; none, where all logits have the same bits.
+
+    Logits that hold NaN are no model's, however equal.
+    """
+    if not math.isfinite(text.perplexity_before):
+        return [
+            f"the logits of the source hold NaN or Inf: its perplexity on {text.text} is "
+            f"{text.perplexity_before}; prune and pack a model whose weights are finite"
+        ]
     if text.bit_equal:
         return []
     failures = []

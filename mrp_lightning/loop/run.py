@@ -42,7 +42,7 @@ from mrp_lightning.processes import Processes
 from mrp_lightning.pruning.job import Job
 from mrp_lightning.pruning.sequential import prune_model
 from mrp_lightning.pruning.settings import Settings
-from mrp_lightning.records.report import PruningReport
+from mrp_lightning.records.report import PruningReport, pruned_before
 from mrp_lightning.targets.blocks import find_blocks
 from mrp_lightning.targets.plan import Plan, make_plan
 from mrp_lightning.upstream import predict_data
@@ -198,11 +198,15 @@ class Run:
         totals, recipe = self.report.totals, self.settings.recipe
         if totals["already_pruned"]:
             log.warning(
-                "%d of %d layers already had the pattern %s.",
+                "%d of %d layers already had the pattern %s: little or nothing was removed there.",
                 totals["already_pruned"],
                 totals["layers"],
                 recipe.pattern,
             )
+        before = ""
+        if "zeros_before" in totals:
+            zeros = totals["zeros_before"]
+            before = f" (against these weights as they were, {zeros:.0%} of which were zero before)"
         where = f"The model is in {self.save_dir}."
         if self.save_dir is None:
             reason = "no `save_dir`" if self.output.save_dir is None else "`fast_dev_run`"
@@ -211,7 +215,7 @@ class Run:
             f"Pruned {totals['layers']} layers to {recipe.pattern} with {recipe.method} in "
             f"{totals['seconds']:.1f} s: {totals['share']:.0%} of the model's weights are in them, "
             f"and {totals['skipped']} more are left dense. Mean output error of a layer, relative "
-            f"to its output: {totals['relative_loss']:.4f}. {where}"
+            f"to its output: {totals['relative_loss']:.4f}{before}. {where}"
         )
 
     def _job(self, steps: list[Step], processes: Processes) -> Job:
@@ -257,6 +261,8 @@ class Run:
             config["processes"] = processes.size
         if base_model := getattr(checkpoint_root(self.module)[1], "name_or_path", None):
             config["base_model"] = base_model
+            if earlier := pruned_before(base_model):
+                self.report.provenance["pruned_before"] = earlier
         self.report.config.update(config)
         data = _about_data(self.trainer, steps, processes)
         self.report.provenance.update(command=command(), data=data)

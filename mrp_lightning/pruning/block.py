@@ -129,6 +129,12 @@ class BlockPruner:
             return []
         hessian, shared = (own.hessian(), None) if pool is None else blend(own, pool)
         del own
+        if not bool(hessian.any()):
+            names = ", ".join(layer.name for layer in group.layers)
+            log.warning("All inputs of %s are zero: nothing says which weights matter.", names)
+            for layer in group.layers:
+                self._skip(layer, "its inputs were zero in every token")
+            return []
         hessian = hessian.to(first.weight.device)
         calibrated = Calibrated(
             InputHessian(hessian, name=first.name), tokens, shared, self._aim(group, hessian.device)

@@ -113,7 +113,9 @@ class _Walker:
             with self.pinned(block.module):
                 resumed = self._restore(k, mine, dense)
                 if not resumed:
-                    refuse_not_finite(mine if job.streamed is not None else [])
+                    if job.streamed is not None:
+                        every = block.module.named_parameters(prefix=block.name)
+                        refuse_not_finite(mine, every)
                     pruner = BlockPruner(job, walk, k, self.padding, tell, dense, sparsities.layers)
                     pruner.prune(mine)
                 rows = self.report.pruned_since(first)

@@ -51,6 +51,7 @@ def model_card(
         f"- layers pruned: {totals['layers']}{share}; left dense: {totals['skipped']}",
         f"- weights removed in them: {totals['removed']:,} of {totals['weights']:,} "
         f"({totals['sparsity']:.2%})",
+        *_before(totals.get("zeros_before"), report.provenance.get("pruned_before", [])),
         f"- mean output error of a layer, relative to its output: {totals['relative_loss']:.4f}",
         *_calibration(report.provenance.get("data", {})),
         "- every layer: `pruning_report.json`",
@@ -163,6 +164,15 @@ def _how(method: str, trained: dict[str, Any]) -> str:
         "steps with the removed weights kept at zero. What is said of the layers' errors is from "
         "before that training."
     )
+
+
+def _before(zeros: float | None, prunings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The line on what the pruning began with, where that was no dense model."""
+    if not zeros and not prunings:
+        return []
+    kinds = [f"{x.get('pattern') or x.get('sparsity')} by {x.get('method')}" for x in prunings]
+    how = f", pruned to {in_markdown(', then '.join(kinds))}" if kinds else ""
+    return [f"- zero before: {zeros or 0:.2%} of them{how}; the error is against those weights"]
 
 
 def _calibration(data: dict[str, Any]) -> list[str]:

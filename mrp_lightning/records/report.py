@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mrp_lightning.environment import versions
+from mrp_lightning.errors import FormatError
 from mrp_lightning.files import save_text
 from mrp_lightning.json_files import as_dataclass, as_json, check_version, read_json
 from mrp_lightning.records.rows import BlockReport, LayerReport
@@ -36,7 +37,9 @@ class PruningReport:
         stored_totals: The `totals` of the file from which the report was read, `None` for a report
             that is being made.
         provenance: The `command` that pruned, and what calibrated: the `data`, with its `source`,
-            `samples`, `sequence_length` and `seed`, as far as they are known.
+            `samples`, `sequence_length` and `seed`, as far as they are known. Of a model that was
+            pruned when it was loaded, `pruned_before`: `method` and `sparsity` or `pattern` of each
+            pruning before this one.
         model_weights: The number of all weights of the model, those in no layer too; `None` for a
             report that an older version wrote.
         files: The names of all files that were written with the report, relative to its directory.
@@ -93,6 +96,7 @@ class PruningReport:
             return self.stored_totals
         weights = sum(row.shape[0] * row.shape[1] for row in self.pruned)
         zeros = sum((row.sparsity or 0) * row.shape[0] * row.shape[1] for row in self.pruned)
+        before = sum((row.zeros_before or 0) * row.shape[0] * row.shape[1] for row in self.pruned)
         of_model = self.model_weights
         spent = {"cpu_seconds": self.cpu_seconds, "peak_rss": self.peak_rss}
         peaks = [row.peak_memory for row in self.pruned if row.peak_memory is not None]
@@ -101,6 +105,7 @@ class PruningReport:
             "layers": len(self.pruned),
             "skipped": len(self.layers) - len(self.pruned),
             "already_pruned": sum(row.already_pruned for row in self.pruned),
+            **({"zeros_before": before / weights} if before else {}),
             "weights": weights,
             "removed": round(zeros),
             "sparsity": zeros / weights if weights else 0.0,
@@ -175,6 +180,28 @@ class PruningReport:
         )
 
 
+def pruned_before(directory: str | PathLike[str]) -> list[dict[str, Any]]:
+    """How the model in a directory was pruned, by the report there, if there is one.
+
+    The first pruning comes first: `method`, and `sparsity` or `pattern`. A report that cannot be
+    read is left out, with a warning.
+    """
+    file = Path(directory) / NAME
+    if not file.is_file():
+        return []
+    try:
+        report = PruningReport.load(file)
+    except (FormatError, OSError) as error:
+        log.warning("How this model was pruned before is not known: %s", error)
+        return []
+    earlier = report.provenance.get("pruned_before")
+    how = {key: report.config.get(key) for key in ("method", "sparsity", "pattern")}
+    return [
+        *([x for x in earlier if isinstance(x, dict)] if isinstance(earlier, list) else []),
+        {key: value for key, value in how.items() if value is not None},
+    ]
+
+
 @dataclass(kw_only=True)
 class _Totals:
     """The `totals` of a file; those with a default are not in the files of all versions."""
@@ -191,6 +218,7 @@ class _Totals:
     cpu_seconds: float | None = None
     peak_rss: int | None = None
     resumed_blocks: int = 0
+    zeros_before: float | None = None
 
 
 @dataclass(kw_only=True)

@@ -34,12 +34,12 @@ def why_not_plain(layer: Layer, *, allow_meta: bool = False) -> str | None:
         return f"its weight is a {type(weight).__name__}; load the dense model, unsharded"
     if weight.device.type == "meta" and not allow_meta:
         return "its weight is on the meta device; load the checkpoint first"
-    if weight.layout is not torch.strided or weight.dtype not in _DENSE:
+    if weight.layout is not torch.strided or weight.dtype not in PLAIN_DTYPES:
         return f"its weight is {weight.dtype} ({weight.layout}); load it in a floating type"
     return None
 
 
-_DENSE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+PLAIN_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def packed_weights(module: nn.Module) -> list[str]:

@@ -1,6 +1,6 @@
 """The plan of a pruning: every layer, in its block, checked before any work starts."""
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -11,6 +11,7 @@ from mrp_lightning.solver.patterns import Pattern
 from mrp_lightning.targets.blocks import Block, find_blocks, named_modules, without_wrappers
 from mrp_lightning.targets.layers import Expert, Layer, is_linear, layers_of
 from mrp_lightning.targets.left_out import (
+    PLAIN_DTYPES,
     fused_weights,
     is_adapter,
     is_recurrent,
@@ -77,8 +78,8 @@ def make_plan(
         allow_meta: Whether weights may be on the meta device. Such a plan can only be read.
 
     Raises:
-        TargetError: A pattern matches nothing, no layer is left, weights are not plain, or hold NaN
-            or Inf.
+        TargetError: A pattern matches nothing, no layer is left, or weights are not plain; or a
+            parameter of the model holds NaN or Inf, in whatever module it is.
         PatternError: The pattern does not fit layers.
     """
     chosen, ignored = as_patterns(targets), as_patterns(ignore)
@@ -119,7 +120,8 @@ def make_plan(
     taken = {n: replace(layers[n], name=shown(n)) for n in names if n not in skipped}
     if not taken:
         _nothing_left(linear, in_blocks, list(skipped.values()))
-    refuse_not_finite(list(taken.values()))
+    parameters = ((shown(without_wrappers(n)), p) for n, p in model.named_parameters())
+    refuse_not_finite(list(taken.values()), parameters)
     return Plan(
         blocks=[replace(b, name=shown(b.name)) for b in found],
         layers={shown(b.name): [taken[n] for n in inside[b.name] if n in taken] for b in found},
@@ -157,19 +159,33 @@ def _refuse_unusual(
         )
 
 
-def refuse_not_finite(layers: list[Layer]) -> None:
-    """Refuse weights that would make every result NaN, before the time of a calibration."""
+def refuse_not_finite(layers: list[Layer], parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Refuse values that would make every result NaN, before the time of a calibration.
+
+    The `parameters` are all of the model or block, by their names; those that are no plain tensors
+    are not looked at, and those of the layers to prune only as these.
+    """
+    tensors = {layer.name: layer.weight for layer in layers}
+    of_layers = {id(layer.parameter) for layer in layers}
+    for name, parameter in parameters:
+        plain = type(parameter) is nn.Parameter and parameter.dtype in PLAIN_DTYPES
+        if plain and id(parameter) not in of_layers:
+            tensors[name] = parameter
     counts = {
-        layer.name: int((~torch.isfinite(layer.weight)).sum())
-        for layer in layers
-        if layer.weight.device.type != "meta"
+        name: int((~torch.isfinite(tensor)).sum())
+        for name, tensor in tensors.items()
+        if tensor.device.type != "meta"
     }
     if not_finite := {name: count for name, count in counts.items() if count}:
         listed = "\n".join(f"  {name}: {count:,}" for name, count in not_finite.items())
+        inside = sum(layer.name in not_finite for layer in layers)
+        others = len(not_finite) - inside
+        parts = [f"{inside} layers to prune"] * bool(inside)
+        parts += [f"{others} parameters outside the layers to prune"] * bool(others)
         raise TargetError(
-            f"The weights of {len(not_finite)} layers to prune hold NaN or Inf. The checkpoint is "
-            "damaged, or its values were too large for its dtype: get it again, or in bfloat16; or "
-            f"leave the layers out with `ignore`. NaN and Inf in each:\n{listed}"
+            f"{' and '.join(parts)} hold NaN or Inf. The checkpoint is damaged, or its values were "
+            "too large for its dtype: get it again, or in bfloat16. NaN and Inf in each:\n"
+            f"{listed}"
         )
 
 

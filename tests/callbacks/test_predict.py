@@ -17,6 +17,7 @@ from transformers import BatchEncoding
 
 from callbacks import MRPCallback, PruningCallback
 from mrp_lightning import CausalLM, Trainer
+from mrp_lightning.records.report import PruningReport
 from mrp_lightning.solver.patterns import SemiStructured
 
 KEYS = [
@@ -353,3 +354,29 @@ def test_the_run_ends_with_one_line_that_says_what_was_done(llama, loader, quiet
         )
         (line,) = [m for m in caplog.messages if m.startswith("Pruned 14 layers to 2:4 with SM in")]
         assert re.search(said, line)
+
+
+def test_a_model_that_was_pruned_before_is_told_as_one(llama, loader, quiet, tmp_path, caplog):
+    caplog.set_level("INFO")
+    model = llama()
+    for name, sparsity, method in (("a", 0.5, "magnitude"), ("b", 0.3, "SM"), ("c", 0.7, "JM")):
+        caplog.clear()
+        callback = PruningCallback(method=method, sparsity=sparsity, save_dir=str(tmp_path / name))
+        Trainer(**quiet).predict(model, loader, callbacks=[callback])
+        model = CausalLM(tmp_path / name)
+        (line,) = [m for m in caplog.messages if m.startswith("Pruned 14 layers")]
+        report, card = callback.report, (tmp_path / name / "README.md").read_text()
+        if name == "a":
+            assert "zero before" not in line + card
+            assert "zeros_before" not in report.totals
+            assert "pruned_before" not in report.provenance
+            continue
+        assert "(against these weights as they were, 50% of which were zero before)" in line
+        assert report.totals["zeros_before"] == pytest.approx(0.5, abs=0.01)
+        assert "- zero before: 50.00% of them, pruned to 0.5 by magnitude" in card
+        already = "14 of 14 layers already had the pattern 30%: little or nothing was removed there"
+        assert (already in caplog.text) == (name == "b")
+    assert PruningReport.load(tmp_path / "c" / "pruning_report.json").provenance[
+        "pruned_before"
+    ] == [{"method": "magnitude", "sparsity": 0.5}, {"method": "SM", "sparsity": 0.3}]
+    assert "pruned to 0.5 by magnitude, then 0.3 by SM; the error is against those" in card

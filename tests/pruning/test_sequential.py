@@ -17,7 +17,7 @@ from slow_pruning import (
 from torch import Tensor, nn
 
 from mrp_lightning import prune_weight
-from mrp_lightning.errors import HessianError
+from mrp_lightning.errors import HessianError, NumericalWarning
 from mrp_lightning.pruning.job import Job
 from mrp_lightning.pruning.sequential import prune_model as prune_job
 from mrp_lightning.pruning.settings import Settings
@@ -230,7 +230,7 @@ def test_an_interrupted_run_leaves_whole_layers_and_says_which(build, batches, m
 @torch.no_grad()
 def test_activations_that_are_not_finite_name_the_layer(build, batches):
     model = build("llama")
-    model.model.layers[1].input_layernorm.weight[3] = float("inf")
+    model.model.layers[1].input_layernorm.weight[3] = 1e38  # beyond float32 in what comes after
     with pytest.raises(HessianError, match=r"layers\.1\.self_attn\.q_proj"):
         prune_model(model, batches)
 
@@ -242,6 +242,34 @@ def test_a_model_that_is_already_pruned_is_noted(build, batches):
     again = prune_model(model, batches)
     assert again.totals["already_pruned"] == 21
     assert again.totals["sparsity"] == 0.5
+    assert {row.zeros_before for row in again.layers} == {0.5}
+    assert again.totals["zeros_before"] == 0.5
+
+
+@pytest.mark.parametrize("method", ["SM", "magnitude"])
+@torch.no_grad()
+def test_a_layer_whose_inputs_are_all_zero_stays_dense(method, build, batches, caplog):
+    model = build("llama")
+    model.model.layers[1].mlp.up_proj.weight.zero_()
+    dead = model.model.layers[1].mlp.down_proj.weight.clone()
+    report = prune_model(model, batches, method=method)
+    skipped = {row.name: row.skipped for row in report.layers if row.skipped}
+    assert skipped == {"model.layers.1.mlp.down_proj": "its inputs were zero in every token"}
+    assert torch.equal(model.model.layers[1].mlp.down_proj.weight, dead)
+    assert "All inputs of model.layers.1.mlp.down_proj are zero" in caplog.text
+    assert report.totals["layers"] == 20
+
+
+@torch.no_grad()
+def test_copies_among_the_inputs_are_reported(build, batches):
+    model = build("llama")
+    columns = model.config.hidden_size
+    model.model.embed_tokens.weight[:, columns - 4 :] = model.model.embed_tokens.weight[:, :4]
+    with pytest.warns(NumericalWarning, match=r"layer `model\.layers\.0\..*copies of others"):
+        report = prune_model(model, batches, pattern=None, sparsity=0.5)
+    fallen = {row.name for row in report.layers if row.fallback_mask == "magnitude"}
+    assert any(name.startswith("model.layers.0.") for name in fallen)
+    assert {row.method for row in report.layers} == {"SM"}
 
 
 class Expert(nn.Module):

@@ -17,7 +17,9 @@ KINDS = {
     "shape": sizes,
     "sparsity": st.none() | st.floats(0, 1),
     "method": st.none() | st.text(),
-    **dict.fromkeys(("skipped", "own_target", "block"), st.none() | st.text(min_size=1)),
+    **dict.fromkeys(
+        ("skipped", "own_target", "fallback_mask", "block"), st.none() | st.text(min_size=1)
+    ),
     "already_pruned": st.booleans(),
     **dict.fromkeys(("iterations", "tokens", "dead_inputs", "peak_memory"), counts),
 }

@@ -181,14 +181,18 @@ def test_weights_that_are_not_finite_are_all_named(build):
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight[0, 1] = torch.nan
         model.model.layers[2].self_attn.q_proj.weight[:2, 3] = torch.inf
-        model.lm_head.weight[0] = torch.nan  # not a layer to prune
-    message = (
-        r"(?s)2 layers to prune hold NaN or Inf.*`ignore`.*"
-        r"layers\.0\.mlp\.up_proj: 1\n.*layers\.2\.self_attn\.q_proj: 2$"
-    )
-    with pytest.raises(TargetError, match=message):
+    message = r"layers\.0\.mlp\.up_proj: 1\n  model\.layers\.2\.self_attn\.q_proj: 2$"
+    with pytest.raises(TargetError, match=rf"(?s)^2 layers to prune hold NaN or Inf.*{message}"):
         make_plan(model, HALF)
-    assert make_plan(model, HALF, ignore=["up_proj", "q_proj"]).num_layers == 15
+    with torch.no_grad():
+        model.model.norm.weight[0] = torch.nan  # in no layer to prune
+        model.model.embed_tokens.weight[0, :3] = -torch.inf
+    beside = r"  model\.embed_tokens\.weight: 3\n  model\.norm\.weight: 1$"
+    with pytest.raises(TargetError, match=rf"(?s)^2 layers to prune and 2 parameters.*{beside}"):
+        make_plan(model, HALF)
+    ignored = r"  model\.layers\.0\.mlp\.up_proj\.weight: 1\n"  # as wrong in what is left dense
+    with pytest.raises(TargetError, match=rf"(?s)^1 layers to prune and 3 parameters.*{ignored}"):
+        make_plan(model, HALF, ignore=["up_proj"])
     assert make_plan(model.to("meta"), HALF, allow_meta=True).num_layers == 21
 
 

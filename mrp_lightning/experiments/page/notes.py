@@ -38,6 +38,8 @@ def _of_the_run(run: Run) -> Iterator[str]:
     before = run.report.totals.get("already_pruned")
     if before:
         yield f"{before} of {len(run.pruned)} layers had the pattern before."
+    if zeros := run.report.totals.get("zeros_before"):
+        yield f"{zeros:.0%} of the weights were zero before: losses are against them as they were."
 
 
 def _of_layers(run: Run) -> Iterator[str]:
@@ -51,6 +53,8 @@ def _of_layers(run: Run) -> Iterator[str]:
     raised = {x: x.raised_damping for x in run.pruned if x.raised_damping}
     more = "{0.raised_damping:g}. More calibration tokens would help."
     yield from _worst(raised, "needed more damping than was asked for", more)
+    if fallen := sum(bool(x.fallback_mask) for x in run.pruned):
+        yield f"{fallen} layers have another mask than the method's, which lost more."
     dead = {x: x.dead_inputs / x.shape[1] for x in run.pruned if x.dead_inputs}
     of_all = "{0.dead_inputs:,} of {0.shape[1]:,}."
     yield from _worst(dead, "had input features that were always 0", of_all)
