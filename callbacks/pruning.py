@@ -7,6 +7,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
+from mrp_lightning.arguments import checked
 from mrp_lightning.errors import DataError, OptionError
 from mrp_lightning.loop import progress
 from mrp_lightning.loop.run import Output, Run
@@ -94,6 +95,7 @@ class PruningCallback(Callback):
         OptionError: Another argument is out of range, or does not go with the others.
     """
 
+    @checked
     def __init__(
         self,
         *,

@@ -6,6 +6,7 @@ from os import PathLike
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from mrp_lightning.arguments import checked
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.saving import check_save_dir, save_trained
 from mrp_lightning.models.loading import as_dtype
@@ -33,6 +34,7 @@ class SaveModel(Callback):
         TypeError: The module is not a `CausalLM`.
     """
 
+    @checked
     def __init__(
         self,
         save_dir: str | PathLike[str],

@@ -15,6 +15,7 @@ from transformers import (
     get_cosine_schedule_with_warmup,
 )
 
+from mrp_lightning.arguments import checked
 from mrp_lightning.calibration.offload import Offload, held_on_cpu
 from mrp_lightning.errors import OptionError
 from mrp_lightning.evaluation.perplexity import Perplexities, token_losses
@@ -81,6 +82,7 @@ class CausalLM(LightningModule):
         TypeError: `model` or `tokenizer` is none of the above.
     """
 
+    @checked
     def __init__(
         self,
         model: dict[str, Any] | str | os.PathLike[str] | PreTrainedConfig | torch.nn.Module,

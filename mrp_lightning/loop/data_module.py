@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from mrp_lightning.arguments import checked
 from mrp_lightning.errors import DataError, OptionError
 from mrp_lightning.loop.distributed import one_share_each
 from mrp_lightning.models.skeleton import longest_sequence
@@ -29,6 +30,7 @@ from mrp_lightning.text.windows import (
     tokenize,
 )
 
+_Path = str | os.PathLike[str]
 _USUAL_LENGTH = 2048  # tokens a window, in the papers
 _SEPARATOR = "\n\n"  # between documents, as SparseGPT joins WikiText2
 
@@ -80,44 +82,42 @@ class TextDataModule(LightningDataModule):
     Raises:
         FileNotFoundError: Files do not exist; it lists all. Published texts are looked for in
             `setup`; then it gives the commands that download them.
-        OptionError: A number is not positive, text comes from two places, or a published text is
-            unknown.
-        DataError: Raised in `setup` or when windows are made: no tokenizer is known, windows are
-            longer than the model can read, or the text is too short for one.
+        OptionError: A value is of another type, a number is too small, text comes from two
+            places, or a published text is unknown.
+        DataError: Files are tables, such as JSON or CSV, and no text; or, raised in `setup` or when
+            windows are made, no tokenizer is known, windows are longer than the model can read, or
+            the text is too short for one, or for so many.
     """
 
+    @checked
     def __init__(
         self,
-        train_files: Sequence[str] | str | None = None,
-        eval_files: Sequence[str] | str | None = None,
+        train_files: Sequence[_Path] | _Path | None = None,
+        eval_files: Sequence[_Path] | _Path | None = None,
         dataset: str | dict[str, Any] | None = None,
         *,
         calibration: str | None = None,
         evaluation: Sequence[str] | str | None = None,
-        corpora_dir: str | None = None,
+        corpora_dir: _Path | None = None,
         num_samples: int = 128,
         sequence_length: int | None = None,
         bos: Literal["text", "window"] | None = None,
         batch_size: int = 1,
         seed: int = 0,
         text_column: str = "text",
-        tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None = None,
+        tokenizer: _Path | PreTrainedTokenizerBase | None = None,
     ) -> None:
         super().__init__()
-        counts = {
-            "num_samples": num_samples,
-            "sequence_length": sequence_length,
-            "batch_size": batch_size,
-        }
         if bos not in (None, "text", "window"):
             raise OptionError(f"`data.bos` must be text or window. Got {bos!r}.")
-        if wrong := {name: n for name, n in counts.items() if n is not None and n < 1}:
-            raise OptionError(f"TextDataModule: expected positive numbers. Got {wrong}.")
-        if sequence_length == 1:
-            raise OptionError(
-                "`data.sequence_length` is 1, and a window of one token has no context and nothing "
-                "to predict. Leave it out (2048, or what the model can read), or give 2 or more."
-            )
+        least = {"num_samples": 1, "batch_size": 1, "sequence_length": 2}  # one is to be predicted
+        counts = num_samples, batch_size, 2 if sequence_length is None else sequence_length
+        if wrong := [
+            f"`data.{name}` must be at least {least[name]}; got {count}."
+            for name, count in zip(least, counts, strict=True)
+            if count < least[name]
+        ]:
+            raise OptionError(" ".join(wrong))
         self.calibration = calibration
         self.evaluation = [evaluation] if isinstance(evaluation, str) else list(evaluation or [])
         self.corpora_dir = Path(corpora_dir).expanduser() if corpora_dir is not None else None
@@ -311,6 +311,6 @@ class TextDataModule(LightningDataModule):
         return DataLoader(windows, batch_size=self.batch_size, sampler=share)
 
 
-def _paths(files: Sequence[str] | str | None) -> tuple[Path, ...]:
-    files = [files] if isinstance(files, str) else files or []
+def _paths(files: Sequence[_Path] | _Path | None) -> tuple[Path, ...]:
+    files = [files] if isinstance(files, str | os.PathLike) else files or []
     return tuple(Path(file).expanduser() for file in files)

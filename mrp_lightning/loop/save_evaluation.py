@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
+from mrp_lightning.arguments import checked
 from mrp_lightning.files import output_path
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.models.batch import split_batch
@@ -34,6 +35,7 @@ class SaveEvaluation(Callback):
         FormatError: The `evaluation.json` that is there cannot be read; before it is tested.
     """
 
+    @checked
     def __init__(self, save_dir: str | os.PathLike[str]) -> None:
         self.save_dir = output_path(save_dir)
         self._windows: list[Tensor] = []

@@ -10,7 +10,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from mrp_lightning.errors import DataError
@@ -63,6 +62,8 @@ def check_amount(documents: Sequence[str], tokenizer: Any, draws: Draws, name: s
     advice = f"Give more text, or `data.num_samples: {there // draws.length}`."
     if wanted > _MOST_READINGS * there:
         raise DataError(f"{problem}. {advice}")
+    from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
     rank_zero_warn(f"{problem} that do not overlap; these repeat each other. {advice}")
 
 

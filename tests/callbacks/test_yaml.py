@@ -1,5 +1,7 @@
 """The callbacks' arguments as YAML and jsonargparse give them."""
 
+import re
+
 import pytest
 
 pytest.importorskip("jsonargparse", reason="the command line needs the extra `cli`")
@@ -8,7 +10,7 @@ from jsonargparse import ArgumentError, ArgumentParser
 from lightning.pytorch.callbacks import Callback
 
 from callbacks import MRPCallback, PruningCallback
-from mrp_lightning import BlockTuning
+from mrp_lightning import BlockTuning, CausalLM, TextDataModule
 from mrp_lightning.errors import OptionError, PatternError
 
 
@@ -90,3 +92,22 @@ def test_what_does_not_go_beyond_single_layers_is_explained():
             "callback: {class_path: callbacks.MRPCallback, "
             "init_args: {sparsity: 0.7, target_weight: 0.5}}"
         )
+
+
+def test_the_signatures_that_are_checked_are_those_that_help_shows(capsys):
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(TextDataModule, "data")
+    parser.add_class_arguments(CausalLM, "model")
+    parser.add_argument("--callback", type=Callback)
+    for asked in ("--help", "--callback.help=callbacks.MRPCallback"):
+        with pytest.raises(SystemExit):
+            parser.parse_args([asked])
+    shown = capsys.readouterr().out
+    for option in ("--data.num_samples", "--model.streaming", "--callback.overwrite"):
+        assert option in shown
+    assert "args" not in re.findall(r"--[\w.]*\b(\w+)", shown)
+    text = "data: {num_samples: 3, sequence_length: 16, train_files: [a.txt, b.txt]}"
+    data = parser.parse_string(text + "\nmodel: {model: x, learning_rate: 1}").data
+    assert (data.num_samples, data.sequence_length, data.train_files) == (3, 16, ["a.txt", "b.txt"])
+    with pytest.raises(ArgumentError, match="num_samples"):
+        parser.parse_string("data: {num_samples: 2.5}\nmodel: {model: x}")

@@ -114,8 +114,10 @@ def test_the_embedded_text_is_split_by_path():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"num_samples": 0, "batch_size": -1}, r"positive numbers. Got .*num_samples.*batch_size"),
-        ({"sequence_length": 1}, "`data.sequence_length` is 1, .* nothing to predict"),
+        (
+            {"num_samples": 0, "batch_size": -1, "sequence_length": 1},
+            r"num_samples` must be at least 1; got 0.*batch_size.*sequence_length` .* 2; got 1\.",
+        ),
         ({"dataset": "a", "train_files": "b"}, "either `dataset` or `train_files`/`eval_files`"),
     ],
 )
