@@ -113,7 +113,7 @@ class PruningCLI(LightningCLI):
     def _require_result(self) -> None:
         """Refuse a `predict` that prunes nothing, or throws away what it prunes."""
         trainer = self._given("trainer")
-        if trainer.callbacks is None:
+        if not trainer.callbacks:
             raise OptionError(_NO_PRUNING)
         if not isinstance(trainer.callbacks, list):  # whose errors jsonargparse hides behind others
             trainer.callbacks = [trainer.callbacks]

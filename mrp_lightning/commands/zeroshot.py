@@ -15,9 +15,6 @@ from mrp_lightning.cli.command import add_model_options, make_parser, number_fro
 from mrp_lightning.environment import device_named
 from mrp_lightning.errors import OptionError
 from mrp_lightning.evaluation.zeroshot import PAPER_TASKS, evaluate, load_tasks, summarize
-from mrp_lightning.loop.causal_lm import CausalLM
-from mrp_lightning.models.gguf import located
-from mrp_lightning.models.loading import load_config
 from mrp_lightning.records.evaluation import (
     BY_LENGTH,
     NAME,
@@ -37,6 +34,11 @@ def main(args: Sequence[str] | None = None) -> None:
     names = [name.strip() for name in options.tasks.split(",") if name.strip()]
     if not names:
         raise OptionError("`--tasks`: expected names of tasks, separated by commas.")
+    # Only now: they load Lightning and transformers, which help and a mistake need not wait for.
+    from mrp_lightning.loop.causal_lm import CausalLM
+    from mrp_lightning.models.gguf import located
+    from mrp_lightning.models.loading import load_config
+
     options.model = located(options.model, options.gguf_file, options.revision)
     if options.out is not None:
         _check_writable(options.out)

@@ -271,6 +271,12 @@ def test_what_is_pruned_for_nothing_is_refused_before_a_model_is_loaded(options,
     assert "`--trainer.callbacks.save_dir=DIR`" in said([*arguments, *callback], capsys)
 
 
+def test_no_callbacks_at_all_are_refused_before_a_model_is_loaded(arguments, capsys):
+    for none in ("null", "[]"):
+        options = [f"--trainer.callbacks={none}", "--model.model=./absent"]
+        assert "no callback here does" in said([*arguments, *options], capsys)
+
+
 def test_to_try_a_pruning_out_needs_no_directory(arguments):
     main([*arguments, *CALLBACK, "--trainer.fast_dev_run=true"])
 

@@ -126,6 +126,7 @@ def test_a_packed_checkpoint_is_not_pruned_again(checkpoint, tmp_path, capsys):
                 "--data.num_samples=2",
                 "--trainer.callbacks=callbacks.MRPCallback",
                 "--trainer.callbacks.pattern=2:4",
+                f"--trainer.callbacks.save_dir={tmp_path / 'out'}",
                 *TEST,
             ]
         )
