@@ -40,8 +40,9 @@ runs/smollm2/%.gguf: configs/real-model.txt | .venv/installed
 gpu:
 	$(PYTHON) benchmarks/gpu.py $(PART)
 
-# Writes docs/results.md and docs/ablations.md; resumes after an interruption.
+# Writes docs/results.md and docs/ablations.md anew; resumes after an interruption.
 results: $(patsubst %,runs/models/%/config.json,opt bloom mamba)
+	rm -rf docs/results docs/results.md docs/ablations docs/ablations.md
 	$(BIN)/python -m mrp_lightning sweep --config configs/sweeps/results.yaml
 	$(BIN)/python -m mrp_lightning sweep --config configs/sweeps/ablations.yaml
 

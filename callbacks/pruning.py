@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import Callback
 
 from mrp_lightning.arguments import checked
 from mrp_lightning.errors import DataError, OptionError
+from mrp_lightning.files import output_path
 from mrp_lightning.loop import progress
 from mrp_lightning.loop.run import Output, Run
 from mrp_lightning.loop.saving import Pruned
@@ -138,8 +139,9 @@ class PruningCallback(Callback):
             offload=offload,
             skip_indivisible=skip_indivisible,
         )
-        self.save_dir, self.overwrite, self.resume = save_dir, overwrite, resume
-        self.journal_beside = journal_beside
+        self.save_dir = None if save_dir is None else output_path(save_dir)
+        self.journal_beside = None if journal_beside is None else output_path(journal_beside)
+        self.overwrite, self.resume = overwrite, resume
         self.report: PruningReport | None = None
         self._run: Run | None = None
         self._pruned: Pruned | None = None

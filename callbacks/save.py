@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from mrp_lightning.arguments import checked
+from mrp_lightning.files import output_path
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.saving import check_save_dir, save_trained
 from mrp_lightning.models.loading import as_dtype
@@ -42,7 +43,8 @@ class SaveModel(Callback):
         dtype: str | None = None,
         overwrite: bool = False,
     ) -> None:
-        self.save_dir, self.dtype, self.overwrite = save_dir, dtype, overwrite
+        self.save_dir = output_path(save_dir)
+        self.dtype, self.overwrite = dtype, overwrite
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check before training that the result can be written."""

@@ -30,7 +30,7 @@ from export.speed.options import SpeedOptions, add_arguments
 from mrp_lightning import errors
 from mrp_lightning.cli.command import make_parser, told
 from mrp_lightning.environment import device_named
-from mrp_lightning.files import check_output_dir, save_directory
+from mrp_lightning.outputs import check_output_dir, save_directory
 
 log = logging.getLogger(__name__)
 

@@ -1,244 +1,39 @@
-"""Writing files and directories: beside the target, and moved into place when they are whole."""
+"""Files that are written in one step, and the manifests that say which of them are ours.
 
-import glob
+A manifest lies in each directory that this package writes into. It has the checksums of the files
+that were written there: one that is not in it, or has another checksum by now, is somebody else's.
+"""
+
+import hashlib
 import json
 import os
-import shutil
-import tempfile
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from fnmatch import fnmatchcase
-from functools import partial
+import stat
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from secrets import token_hex
 
-from filelock import FileLock, Timeout
-
-from mrp_lightning.errors import OptionError
-
-_STAGING = ".staging"
-_LOCK = ".lock"
-
-
-OURS = (
-    *("config.json", "generation_config.json"),
-    *("model*.safetensors", "model.safetensors.index.json"),
-    *("tokenizer*.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "chat_template.*"),
-    *("preprocessor_config.json", "processor_config.json"),
-    *("pruning_report.json", "export_report.json", "evaluation.json", "run.json"),
-    *("report.html", "report-figures/*.png"),
-)
-"""The files that this package writes into any directory. Others are in a report, as `files`."""
+MANIFEST = ".mrp_files.json"
+"""The name of a manifest: `{"format_version": 1, "files": {name: SHA-256}}`, names below it."""
 
 BESIDE = "module.safetensors"
 """The weights that a LightningModule has beside the one Hugging Face model that is saved."""
 
 
 def output_path(path: str | os.PathLike[str]) -> Path:
-    """The path that a user named, also in YAML, where no shell puts the home in place of a `~`."""
-    return Path(path).expanduser()
+    """The absolute path that a user named, also in YAML, where no shell puts the home for a `~`.
 
-
-def check_output_dir(
-    path: str | os.PathLike[str],
-    *,
-    overwrite: bool = False,
-    argument: str = "save_dir",
-    sources: Iterable[str | os.PathLike[str]] = (),
-    num_bytes: int = 0,
-    ours: Sequence[str] = OURS,
-) -> None:
-    """Refuse an output directory that cannot be written, or that would cost data, before any work.
-
-    Args:
-        path: The directory that will be written; it and those above it need not exist. A symbolic
-            link stands for what it points to, and `~` for the home directory.
-        overwrite: Whether a directory that is there may be replaced, if it holds nothing but what
-            this package writes: files that its reports list, and those that `ours` names.
-        argument: The name that the user knows this path by.
-        sources: Directories that are read, and must stay.
-        num_bytes: How much will be written.
-        ours: Names of files that may be replaced, with shell wildcards.
+    It stays the same when the working directory changes: take it once, at the start.
 
     Raises:
-        FileExistsError: A file stands there or where a directory above it is needed; the directory
-            is not empty, and `overwrite` is false or it holds other files, which are named; it is a
-            mount point; or it is, or holds, the working directory, the home or a source.
-        PermissionError: The directory cannot be made.
-        OptionError: The disk has not enough room.
+        FileNotFoundError: It is relative to a working directory that was deleted.
     """
-    path = output_path(path)
-    above = path.absolute().parent
-    while not os.path.lexists(above):
-        above = above.parent
-    for needed in (above, path):
-        if os.path.lexists(needed) and not needed.is_dir():
-            raise FileExistsError(
-                f"`{argument}` {path}: expected a directory, but {needed} is a file. Name another "
-                "directory, or move the file away."
-            )
-    path = path.resolve()
-    if path.is_mount():
-        raise FileExistsError(
-            f"`{argument}`: {path} is a mount point, which cannot be replaced as a whole. Name a "
-            "directory in it."
-        )
-    places = {Path.cwd(): "the working directory", Path.home(): "the home directory"}
-    places |= {Path(source).expanduser(): "what is read" for source in sources}
-    for place, what in places.items():
-        place = place.resolve()
-        if path == place or path in place.parents:
-            holds = "is" if path == place else "holds"
-            raise FileExistsError(
-                f"`{argument}`: {path} {holds} {what}, {place}. Name a new directory."
-            )
-    if path.is_dir() and any(path.iterdir()):
-        _check_replaceable(path, ours, overwrite=overwrite, argument=argument)
-    _check_room(above.resolve(), path, argument, num_bytes)
-
-
-def _check_replaceable(path: Path, ours: Sequence[str], *, overwrite: bool, argument: str) -> None:
-    if not overwrite:
-        allow = "--overwrite" if argument.startswith("-") else "overwrite: true"
-        raise FileExistsError(
-            f"`{argument}`: {path} exists and is not empty. "
-            f"Name another directory, or allow it to be replaced with `{allow}`."
-        )
-    if others := _others(path, ours):
-        more = f" and {len(others) - 5} more" if len(others) > 5 else ""
-        raise FileExistsError(
-            f"`{argument}`: {path} holds what mrp-lightning did not write, so it is not replaced: "
-            f"{', '.join(others[:5])}{more}. Name another directory, or move these away."
-        )
-
-
-def _others(path: Path, ours: Sequence[str]) -> list[str]:
-    """Files and empty directories in a directory that this package did not write."""
-    listed: set[str] = set()
-    for name in ("pruning_report.json", "export_report.json"):
-        with suppress(OSError, ValueError, AttributeError, TypeError):
-            listed |= set(json.loads((path / name).read_text("utf-8")).get("files", ()))
-    others = []
-    for file in sorted(path.rglob("*")):
-        name = file.relative_to(path).as_posix()
-        if file.is_dir() and not file.is_symlink() and any(file.iterdir()):
-            continue
-        is_ours = name in listed or any(fnmatchcase(name, pattern) for pattern in ours)
-        if not is_ours and not (name == "README.md" and _is_card(file)):
-            others.append(name)
-    return others
-
-
-def _is_card(file: Path) -> bool:
-    """Whether this is the card of a model that was pruned or packed."""
-    return "mrp-lightning" in file.read_text("utf-8", "replace")
-
-
-def _check_room(above: Path, path: Path, argument: str, num_bytes: int) -> None:
-    """Try to make a directory, which says more than permissions do, and ask for free space."""
+    path = Path(path).expanduser()
     try:
-        Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".probe", dir=above)).rmdir()
-    except OSError as error:
-        raise PermissionError(
-            f"`{argument}`: {path} cannot be made in {above} ({error.strerror}). Name another "
-            "directory."
+        return path.absolute()
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{path}: the working directory was deleted. Change to one that exists."
         ) from error
-    free = shutil.disk_usage(above).free
-    if num_bytes > free:
-        raise OptionError(
-            f"`{argument}`: {path} will take {num_bytes / 1e9:.2f} GB, but the disk has "
-            f"{free / 1e9:.2f} GB left. Make room, or name a directory on another disk."
-        )
-
-
-@contextmanager
-def save_directory(
-    path: str | os.PathLike[str],
-    *,
-    overwrite: bool = False,
-    argument: str = "save_dir",
-    sources: Iterable[str | os.PathLike[str]] = (),
-    ours: Sequence[str] = OURS,
-) -> Iterator[Path]:
-    """Give an empty directory beside `path` that becomes `path` when the block ends well.
-
-    When the block raises, that directory is removed and `path` is as it was. The files get the
-    permissions that the umask gives to new ones. The arguments are those of `check_output_dir`.
-
-    Raises:
-        FileExistsError: `check_output_dir` refuses `path`, before the block or after it.
-        PermissionError: The same.
-        OSError: A directory that was replaced could not be put back after a failure; the message
-            says where it is.
-    """
-    refuse = partial(
-        check_output_dir, overwrite=overwrite, argument=argument, sources=list(sources), ours=ours
-    )
-    refuse(path)
-    path = output_path(path).resolve()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(path)
-    staging = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=_STAGING, dir=path.parent))
-    lock = FileLock(staging / _LOCK)
-    lock.acquire()
-    try:
-        yield staging
-        refuse(path)
-        lock.release()
-        (staging / _LOCK).unlink(missing_ok=True)
-        _make_readable(staging)
-        _move_into_place(staging, path)
-    finally:
-        lock.release()
-        shutil.rmtree(staging, ignore_errors=True)
-
-
-def _remove_abandoned(path: Path) -> None:
-    """Remove the directories that killed processes left half-written for this one."""
-    for staging in path.parent.glob(f".{glob.escape(path.name)}.*{_STAGING}"):
-        lock = FileLock(staging / _LOCK)
-        with suppress(Timeout, OSError):
-            lock.acquire(timeout=0)  # a process that is alive holds it
-            shutil.rmtree(staging)
-            lock.release()
-
-
-def _make_readable(directory: Path) -> None:
-    """Undo that temporary directories, and the files of safetensors, are private."""
-    umask = os.umask(0)
-    os.umask(umask)
-    directory.chmod(0o777 & ~umask)
-    for file in directory.rglob("*"):
-        file.chmod((0o777 if file.is_dir() else 0o666) & ~umask)
-
-
-def _move_into_place(staging: Path, path: Path) -> None:
-    """Rename `staging` to `path`; what stood there is deleted only after the rename."""
-    if not path.exists():
-        staging.rename(path)
-        return
-    beside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".old", dir=path.parent))
-    old = beside / path.name
-    try:
-        path.rename(old)
-        staging.rename(path)
-    except BaseException as error:
-        if os.path.lexists(old) and staging.exists():
-            _put_back(old, path, error)
-        shutil.rmtree(beside, ignore_errors=True)
-        raise
-    shutil.rmtree(beside, ignore_errors=True)
-
-
-def _put_back(old: Path, path: Path, reason: BaseException) -> None:
-    """Rename `old` to `path` again, or say where it stays."""
-    try:
-        old.rename(path)
-    except OSError as error:
-        raise OSError(
-            f"{path} could be neither replaced ({reason!r}) nor put back ({error}). What it held "
-            f"is in {old}: move it to {path}."
-        ) from reason
 
 
 def visible_files(directory: Path) -> Iterator[Path]:
@@ -253,19 +48,108 @@ def save_text(path: str | os.PathLike[str], text: str) -> None:
     """Write a file as UTF-8 in one step: whoever reads it meanwhile sees old or new content.
 
     The directories above it are made. When writing fails, the old content stays and nothing else
-    is left behind. The file gets the permissions that the umask gives to new ones.
+    is left behind; when it has ended, the content is on the disk. The file gets the permissions
+    that the umask gives to new ones.
 
     Raises:
         OSError: The file cannot be written.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    make_directories(path.parent)
+    partial = path.with_name(f".{path.name}.{token_hex(4)}.partial")
     try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
+        with partial.open("x", encoding="utf-8") as file:  # follows no link
+            file.write(text)
+        move_durably(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def save_ours(path: str | os.PathLike[str], text: str, *, adds: bool = False) -> None:
+    """Write a file as `save_text` does, and enter it in the manifest of its directory.
+
+    Where the text `adds` something to what is there, a file that a user wrote or changed stays
+    hers: it is not entered.
+
+    Raises:
+        OSError: One of the two cannot be written.
+    """
+    path = Path(path)
+    ours = not adds or not os.path.lexists(path) or not why_not_ours(path)
+    save_text(path, text)
+    if ours:
+        listed = _read(path.parent / MANIFEST)
+        listed[path.name] = hashlib.sha256(text.encode()).hexdigest()
+        _write(path.parent, listed)
+
+
+def check_output_file(
+    path: str | os.PathLike[str], argument: str, remedy: str = "move it away"
+) -> None:
+    """Refuse to replace a file that we did not write, or that was changed since.
+
+    Raises:
+        FileExistsError: It is such a file, or no file at all.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise FileExistsError(f"`{argument}`: expected a file, but {path} is a directory.")
+    if os.path.lexists(path) and (reason := why_not_ours(path)):
+        raise FileExistsError(
+            f"`{argument}`: {path} exists and {reason}. Name another file, or {remedy}."
+        )
+
+
+def start_manifest(directory: Path) -> None:
+    """Mark an empty directory as one of ours."""
+    _write(directory, {})
+
+
+def write_manifest(directory: Path) -> None:
+    """Enter all files of a directory, and of those below it, as ours."""
+    files = [file for file in directory.rglob("*") if file.is_file() and file.name != MANIFEST]
+    _write(directory, {file.relative_to(directory).as_posix(): _sha256(file) for file in files})
+
+
+def why_not_ours(path: Path, digest: str | None = None) -> str:
+    """Why a file may not be replaced, such as "was changed since"; empty if it may.
+
+    Without its `digest`, the manifest beside it is asked.
+    """
+    digest = digest or _read(path.parent / MANIFEST).get(path.name)
+    if digest is None:
+        return "is not known to be written by mrp-lightning"
+    if not stat.S_ISREG(path.lstat().st_mode) or _sha256(path) != digest:
+        return "was changed since mrp-lightning wrote it"
+    return ""
+
+
+def not_ours(directory: Path) -> list[str]:
+    """The files and empty directories below a directory that we did not write as they are."""
+    listed: dict[Path, str] = {}
+    manifests = list(directory.rglob(MANIFEST))
+    for manifest in manifests:
+        listed |= {manifest.parent / name: digest for name, digest in _read(manifest).items()}
+    others = []
+    for path in sorted(directory.rglob("*")):
+        name = path.relative_to(directory).as_posix()
+        if path in manifests and path.is_file() and not path.is_symlink():
+            continue
+        if path not in listed:
+            is_tree = path.is_dir() and not path.is_symlink()
+            if not (is_tree and any(path.iterdir())):
+                others.append(name)
+        elif why_not_ours(path, listed[path]):
+            others.append(f"{name} (changed)")
+    return others
+
+
+def make_directories(path: Path) -> None:
+    """Make a directory and those above it, so that they survive that the machine goes down."""
+    missing = [above for above in (path, *path.parents) if not above.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for made in missing:
+        flush(made.parent)
 
 
 def move_durably(partial: Path, path: Path) -> None:
@@ -274,14 +158,36 @@ def move_durably(partial: Path, path: Path) -> None:
     Raises:
         OSError: It cannot be written through to the disk, or renamed.
     """
-    _flush(partial)
+    flush(partial)
     partial.replace(path)
-    _flush(path.parent)
+    flush(path.parent)
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Write a file, or the names in a directory, through to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _read(manifest: Path) -> dict[str, str]:
+    """What a manifest lists; nothing where there is none that can be read."""
+    try:
+        if not stat.S_ISREG(manifest.lstat().st_mode):
+            return {}
+        files = json.loads(manifest.read_text("utf-8"))["files"]
+        return {str(name): str(digest) for name, digest in files.items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return {}
+
+
+def _write(directory: Path, listed: Mapping[str, str]) -> None:
+    content = {"format_version": 1, "files": dict(sorted(listed.items()))}
+    save_text(directory / MANIFEST, json.dumps(content, indent=1) + "\n")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

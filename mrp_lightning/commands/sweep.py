@@ -42,9 +42,11 @@ def main(args: list[str]) -> None:
         SystemExit: With status 1 if a run failed; the others were made.
     """
     sweep = read_sweep(args)
+    tables.check_out(Path(sweep.out))
     if sweep.page:
         with extra("report", "`page`"):
-            from mrp_lightning.experiments.page.page import write_markdown
+            from mrp_lightning.experiments.page.page import check_markdown, write_markdown
+        check_markdown(Path(sweep.page))
     console = Console()
     failed = make_runs(sweep, console)
     if runs := _comparable(sweep, console):

@@ -10,7 +10,7 @@ from typing import Any
 
 from mrp_lightning.errors import FormatError
 from mrp_lightning.experiments.trials import Trial, method_rank
-from mrp_lightning.files import save_text
+from mrp_lightning.files import save_ours
 from mrp_lightning.journal.unfinished import find_journal, unfinished_report
 from mrp_lightning.json_files import as_json, read_json
 from mrp_lightning.records import evaluation as records
@@ -50,7 +50,7 @@ class FinishedTrial:
             "machine": self.machine,
             "config": self.config,
         }
-        save_text(directory / TRIAL, as_json(content))
+        save_ours(directory / TRIAL, as_json(content))
 
     @classmethod
     def load(cls, path: Path) -> "FinishedTrial":

@@ -19,7 +19,7 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from mrp_lightning.errors import JournalError, SaveError
-from mrp_lightning.files import move_durably, output_path
+from mrp_lightning.files import flush, make_directories, move_durably, not_ours, output_path
 from mrp_lightning.journal.block_record import BlockRecord
 from mrp_lightning.journal.manifest import (
     NAME,
@@ -76,8 +76,10 @@ class Journal:
             SaveError: It cannot be written.
         """
         path = journal_path(beside)
+        if path.is_symlink():
+            raise SaveError(f"The journal {path} is a link, and is not followed. Move it away.")
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            make_directories(path)
             lock = FileLock(path / _LOCK)
             lock.acquire(timeout=0)
         except Timeout as error:
@@ -117,6 +119,7 @@ class Journal:
         file = self.path / f"block-{step:05}.safetensors"
         partial = file.with_name(f"{file.name}.partial")
         try:
+            partial.unlink(missing_ok=True)  # a link would be followed
             record.save(partial)
             entry = Entry(file.name, _sha256(partial), digest(sorted(record.weights.items())))
             move_durably(partial, file)
@@ -217,6 +220,7 @@ def require_free(beside: str | PathLike[str]) -> None:
 
     Raises:
         JournalError: One does.
+        SaveError: Something else stands where its lock is to be.
     """
     path = journal_path(beside)
     if not (path / _LOCK).exists():
@@ -226,6 +230,8 @@ def require_free(beside: str | PathLike[str]) -> None:
         lock.acquire(timeout=0)
     except Timeout as error:
         raise _in_use(path) from error
+    except OSError as error:
+        raise SaveError(f"The journal {path} cannot be written: {error}.") from error
     lock.release()
 
 
@@ -240,7 +246,14 @@ def _remove(path: Path, lock: FileLock) -> None:
     with suppress(Timeout, OSError):
         lock.acquire(timeout=0)
         (path / NAME).unlink(missing_ok=True)  # first: what it does not name is nothing
-        shutil.rmtree(path, ignore_errors=True)
+        flush(path)
+        for file in path.glob("block-*.safetensors*"):
+            file.unlink()
+        others = set(not_ours(path)) - {_LOCK, f"{NAME}.partial"}
+        if others:
+            log.warning("%s is not ours, and stays in %s.", ", ".join(sorted(others)), path)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
         lock.release(force=True)
 
 

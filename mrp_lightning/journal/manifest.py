@@ -62,6 +62,7 @@ class Manifest:
         content["shards"] = {str(step): entry for step, entry in content.pop("entries").items()}
         content["sha256"] = _checksum(content)
         partial = directory / f"{NAME}.partial"
+        partial.unlink(missing_ok=True)  # a link would be followed
         partial.write_text(json.dumps(content, indent=1), encoding="utf-8")
         move_durably(partial, directory / NAME)
 

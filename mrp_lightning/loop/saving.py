@@ -5,7 +5,7 @@ from os import PathLike
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from lightning.pytorch import LightningModule
@@ -17,13 +17,7 @@ from transformers import PreTrainedModel
 
 from mrp_lightning.environment import command
 from mrp_lightning.errors import OptionError, SaveError
-from mrp_lightning.files import (
-    BESIDE,
-    check_output_dir,
-    output_path,
-    save_directory,
-    visible_files,
-)
+from mrp_lightning.files import BESIDE, output_path, visible_files
 from mrp_lightning.journal.journal import Journal, journal_path
 from mrp_lightning.journal.shared import SharedJournal
 from mrp_lightning.loop.causal_lm import CausalLM
@@ -36,6 +30,7 @@ from mrp_lightning.loop.contents import (
 from mrp_lightning.loop.trainer import as_lightning_module
 from mrp_lightning.models.precision import stored_dtype, wider_dtypes
 from mrp_lightning.models.saving import save_pretrained, save_streamed
+from mrp_lightning.outputs import check_output_dir, save_directory
 from mrp_lightning.records.model_card import model_card
 from mrp_lightning.records.report import NAME, PruningReport
 from mrp_lightning.targets.zeros import pruned_layers
@@ -107,6 +102,7 @@ class Pruned:
         journal: Journal | SharedJournal | None,
     ) -> None:
         self.report = report
+        sources_of(module)  # as they are now, when the working directory may change until `save`
         self._kept: LightningModule | None = module
         self._seen = ref(module), ref(checkpoint_root(module)[1])
         self._journal = journal
@@ -256,10 +252,18 @@ def _save_report(report: PruningReport, staging: Path) -> None:
     report.save(staging)
 
 
-def sources_of(module: LightningModule) -> list[str]:
-    """The local directories or files that the language models of a module were read from."""
-    sources = (model.name_or_path for model in language_models(module).values())
-    return [source for source in sources if source and Path(source).exists()]
+def sources_of(module: LightningModule) -> list[Path]:
+    """The local directories or files that the language models of a module were read from.
+
+    A relative name is that of the directory in which it was first asked for.
+    """
+    for model in language_models(module).values():
+        if model not in _SOURCES and (name := model.name_or_path) and Path(name).exists():
+            _SOURCES[model] = output_path(name)
+    return [_SOURCES[model] for model in language_models(module).values() if model in _SOURCES]
+
+
+_SOURCES = WeakKeyDictionary[PreTrainedModel, Path]()
 
 
 def num_bytes(model: nn.Module, dtype: torch.dtype | None = None) -> int:

@@ -19,10 +19,13 @@ GROUP = "mrp_lightning.checkpoint_formats"
 
 
 def found_at(source: str | os.PathLike[str]) -> dict[str, Any]:
-    """Where `from_pretrained` is to look: a directory, the hub, or its cache if it is away."""
+    """Where `from_pretrained` is to look: a directory, the hub, or its cache if it is away.
+
+    The directory is absolute, as the model's `name_or_path` will be: it is asked for later, too.
+    """
     path = Path(source).expanduser()
     if path.exists():
-        return {"pretrained_model_name_or_path": str(path)}
+        return {"pretrained_model_name_or_path": str(path.absolute())}
     return {
         "pretrained_model_name_or_path": str(source),
         "local_files_only": why_no_hub() is not None,

@@ -219,6 +219,6 @@ def _dequantize(file: Path, dtype: torch.dtype | None, attention: str | None) ->
     model, loading = loaded
     if problem := misfits(file, model, loading):
         raise TargetError(f"`model`: {problem}")
-    model.name_or_path = model.config.name_or_path = str(file)
+    model.name_or_path = model.config.name_or_path = str(file.absolute())
     model.config.dtype = published
     return model

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from mrp_lightning.environment import versions
-from mrp_lightning.files import save_text
+from mrp_lightning.files import save_ours
 from mrp_lightning.json_files import as_json, read_as
 from mrp_lightning.records.model_card import add_perplexities
 
@@ -92,7 +92,8 @@ def record(
         model=model or found.model,
         versions={**found.versions, **versions()},
     )
-    save_text(path, as_json({"format_version": FORMAT_VERSION, **asdict(content)}))
+    text = as_json({"format_version": FORMAT_VERSION, **asdict(content)})
+    save_ours(path, text, adds=True)
     add_perplexities(path.parent, content.perplexity)
     return path
 

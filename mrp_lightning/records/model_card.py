@@ -12,7 +12,7 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
-from mrp_lightning.files import save_text
+from mrp_lightning.files import save_ours
 from mrp_lightning.records.report import PruningReport
 
 log = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ def add_perplexities(directory: Path, perplexity: Mapping[str, Mapping[str, Any]
         return
     card = file.read_text("utf-8", "replace")
     if "mrp-lightning" in card:
-        save_text(file, with_perplexities(card, perplexity))
+        save_ours(file, with_perplexities(card, perplexity), adds=True)
 
 
 def _with_results(text: str, perplexity: Mapping[str, Mapping[str, Any]]) -> str:

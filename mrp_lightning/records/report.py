@@ -8,7 +8,7 @@ from typing import Any
 
 from mrp_lightning.environment import versions
 from mrp_lightning.errors import FormatError
-from mrp_lightning.files import save_text
+from mrp_lightning.files import save_ours
 from mrp_lightning.json_files import as_dataclass, as_json, check_version, read_json
 from mrp_lightning.records.rows import BlockReport, LayerReport
 from mrp_lightning.solver.patterns import make_pattern
@@ -133,7 +133,7 @@ class PruningReport:
     def save(self, directory: str | PathLike[str]) -> Path:
         """Write `pruning_report.json` into a directory, and return its path."""
         path = Path(directory) / NAME
-        save_text(path, as_json(self.to_dict()))
+        save_ours(path, as_json(self.to_dict()))
         return path
 
     @classmethod

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from callbacks import MRPCallback
 from mrp_lightning import CausalLM, Trainer
-from mrp_lightning.errors import JournalError, OptionError
+from mrp_lightning.errors import JournalError, OptionError, SaveError
 from mrp_lightning.journal.journal import Journal, journal_path
 from mrp_lightning.journal.manifest import Manifest
 from mrp_lightning.loop.saving import num_bytes
@@ -148,6 +148,34 @@ def test_a_second_process_is_refused(prune, llama, loader, quiet, tmp_path):
         other.stdin.close()
     _, callback = prune()
     assert callback.report.resumed_blocks == 1
+
+
+def test_files_of_others_in_a_journal_stay_and_links_are_not_followed(prune, tmp_path, caplog):
+    mine = tmp_path / "mine"
+    mine.write_text("precious")
+    journal = journal_path(tmp_path / "out")
+    journal.mkdir()
+    for name in ("block-00000.safetensors.partial", "manifest.json.partial"):
+        (journal / name).symlink_to(mine)
+    (journal / "thesis.txt").write_text("precious")
+    prune()
+    assert mine.read_text() == "precious"
+    assert [path.name for path in journal.iterdir() if path.name != ".lock"] == ["thesis.txt"]
+    assert "thesis.txt is not ours, and stays in" in caplog.text
+
+
+def test_what_stands_where_the_lock_is_to_be_is_named(prune, tmp_path):
+    (journal_path(tmp_path / "out") / ".lock").mkdir(parents=True)
+    with pytest.raises(SaveError, match=r"cannot be written: .*\.lock"):
+        prune()
+
+
+def test_a_journal_that_is_a_link_is_refused(prune, tmp_path):
+    (tmp_path / "mine").mkdir()
+    journal_path(tmp_path / "out").symlink_to(tmp_path / "mine")
+    with pytest.raises(SaveError, match="is a link, and is not followed"):
+        prune()
+    assert list((tmp_path / "mine").iterdir()) == []
 
 
 def test_without_a_directory_there_is_no_journal(prune, llama, loader, quiet, tmp_path):

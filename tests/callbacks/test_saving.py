@@ -3,6 +3,7 @@ import json
 import pickle
 import shutil
 import weakref
+from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
@@ -12,8 +13,10 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from callbacks import MRPCallback, SaveEvaluation, SaveModel
 from export.to_sparse import main as to_sparse
-from mrp_lightning import CausalLM, Trainer
+from mrp_lightning import CausalLM, Trainer, outputs
 from mrp_lightning.errors import OptionError, SaveError
+from mrp_lightning.files import MANIFEST
+from mrp_lightning.journal.journal import Journal
 from mrp_lightning.loop.saving import num_bytes
 
 
@@ -75,7 +78,7 @@ def test_overwrite_replaces_what_a_run_wrote(llama, loader, quiet, tmp_path):
     for pattern in ("2:4", "1:4"):
         callback = MRPCallback(pattern=pattern, save_dir=tmp_path / "out", overwrite=True)
         Trainer(**quiet).predict(module, loader, callbacks=[callback])
-        files = {file.name for file in (tmp_path / "out").iterdir()}
+        files = {file.name for file in (tmp_path / "out").iterdir()} - {MANIFEST}
         report = json.loads((tmp_path / "out" / "pruning_report.json").read_text())
         assert set(report["files"]) == files
         assert report["config"]["pattern"] == pattern
@@ -335,6 +338,47 @@ def test_the_source_and_a_full_disk_are_refused_before_work(
     with pytest.raises(OptionError, match="GB left"):
         Trainer(**quiet).predict(module, loader, callbacks=[callback])
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights.items())
+
+
+def test_paths_are_those_of_the_start(llama, loader, quiet, tmp_path, monkeypatch):
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    llama().save_pretrained("dense")
+    module = CausalLM("dense")
+    trainer, held = Trainer(**quiet), llama().from_pretrained("dense")
+    callback = MRPCallback(pattern="2:4", save_dir="out")
+    tested = SaveEvaluation("out")
+    trained = SaveModel("trained")
+    in_memory = MRPCallback(pattern="2:4")
+    trainer.predict(held, loader, callbacks=[in_memory])
+    monkeypatch.chdir(tmp_path / "there")
+    trainer.predict(module, loader, callbacks=[callback])
+    assert (tmp_path / "here" / "out" / "model.safetensors").is_file()
+    assert tested.save_dir == tmp_path / "here" / "out"
+    assert trained.save_dir == tmp_path / "here" / "trained"
+    for save in (
+        lambda: callback.save(tmp_path / "here" / "dense", overwrite=True),
+        lambda: in_memory.save(tmp_path / "here" / "dense", overwrite=True),
+    ):
+        with pytest.raises(SaveError, match="is what is read"):
+            save()
+    assert list((tmp_path / "there").iterdir()) == []
+
+
+def test_the_journal_goes_when_the_result_is_on_the_disk(
+    llama, loader, quiet, tmp_path, monkeypatch
+):
+    done = []
+    flush, rename, remove = outputs.flush, Path.rename, Journal.remove
+    monkeypatch.setattr(outputs, "flush", lambda path: (flush(path), done.append(("flush", path))))
+    monkeypatch.setattr(Path, "rename", lambda a, b: (rename(a, b), done.append(("rename", b))))
+    monkeypatch.setattr(Journal, "remove", lambda self: (remove(self), done.append(("journal",))))
+    callback = MRPCallback(pattern="2:4", save_dir=tmp_path / "out")
+    Trainer(**quiet).predict(CausalLM(llama()), loader, callbacks=[callback])
+    assert done[-3:] == [("rename", tmp_path / "out"), ("flush", tmp_path), ("journal",)]
+    assert {path.name for _, path in done[:-3]} >= {"model.safetensors", "pruning_report.json"}
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 @pytest.mark.parametrize("stage", ["validate", "test"])

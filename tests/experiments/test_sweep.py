@@ -57,6 +57,19 @@ def sweep(*more: str) -> None:
     main(["sweep", "--config=sweep.yaml", *more])
 
 
+@pytest.mark.parametrize("name", ["docs/page.md", "docs/page/mine.svg", "out/results.csv"])
+def test_pages_and_tables_of_others_are_refused_before_any_run(name, here, capsys):
+    Path(name).parent.mkdir(parents=True)
+    Path(name).write_text("mine")
+    with pytest.raises(SystemExit):
+        sweep("--page=docs/page.md")
+    message = capsys.readouterr().err
+    assert Path(name).name in message
+    assert "did not write" in message or "is not known to be written" in message
+    assert Path(name).read_text() == "mine"
+    assert not Path("out/tiny").exists()
+
+
 def test_a_sweep_keeps_every_value_and_is_not_repeated(here, tiny_llama, capsys):
     sweep("--page=docs/page.md", "--save_checkpoints=true")
     runs = sorted(path.parent.name for path in Path("out/tiny").glob("*/run.json"))

@@ -300,7 +300,7 @@ def test_an_export_may_be_replaced_with_all_that_was_copied_into_it(llama):
     (llama / "1_Pooling" / "config.json").write_text("{}")
     for _ in range(2):
         main([str(llama), "--overwrite"])
-    found = {p.relative_to(out).as_posix() for p in out.rglob("*") if p.is_file()}
+    found = {p.relative_to(out).as_posix() for p in out.rglob("[!.]*") if p.is_file()}
     assert {"LICENSE", "1_Pooling/config.json"} < found
     assert set(json.loads((out / "export_report.json").read_text())["files"]) == found
 

@@ -8,7 +8,7 @@ from faulty import at_call, changed, contents, die, in_child, small_files, weigh
 
 from export import to_sparse
 from export.conversion import writing
-from mrp_lightning import files
+from mrp_lightning import outputs
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ KILLS = {
     "while weights are written": (writing, "save_file", at_call(1, torn)),
     "after it": (writing, "save_file", at_call(1, None, die)),
     "before it is compared": (to_sparse, "check_parity", at_call(1, lambda *_, **__: die())),
-    "before it is moved into place": (files, "_move_into_place", at_call(1, lambda *_: die())),
+    "before it is moved into place": (outputs, "_move_into_place", at_call(1, lambda *_: die())),
 }
 
 

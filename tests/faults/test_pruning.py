@@ -9,7 +9,7 @@ import pytest
 import torch
 from faulty import at_call, changed, contents, die, in_child, small_files, weights
 
-from mrp_lightning import Trainer, files
+from mrp_lightning import Trainer, outputs
 from mrp_lightning.errors import HessianError, JournalError, OutOfMemoryError, SaveError
 from mrp_lightning.journal import block_record, journal, manifest
 from mrp_lightning.journal.journal import Journal, journal_path
@@ -44,7 +44,7 @@ def test_killed_at_a_block(kill, prune, out):
 END = {
     "before the result is written": (saving, "save_pretrained", at_call(1, lambda *_, **__: die())),
     "before it has a report": (saving, "_save_report", at_call(1, lambda *_: die())),
-    "before it is moved into place": (files, "_move_into_place", at_call(1, lambda *_: die())),
+    "before it is moved into place": (outputs, "_move_into_place", at_call(1, lambda *_: die())),
 }
 
 
@@ -68,7 +68,6 @@ def test_killed_when_the_result_is_there(prune, out, expected):
 @pytest.mark.parametrize("rename", [1, 2])
 def test_killed_while_an_older_result_is_replaced(rename, prune, out, expected, tmp_path):
     shutil.copytree(expected, out)
-    (out / "config.json").write_text("{}")
     before = contents(out)
     with changed((Path, "rename", at_call(rename, lambda *_: die()))):
         assert in_child(lambda: prune(overwrite=True)) == signal.SIGKILL

@@ -8,13 +8,17 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+from faulty import in_child
 
+from mrp_lightning import files, outputs
 from mrp_lightning.errors import FormatError, OptionError
-from mrp_lightning.files import check_output_dir, save_directory, save_text
+from mrp_lightning.files import MANIFEST, check_output_file, save_ours, save_text, write_manifest
 from mrp_lightning.json_files import as_json, read_json
+from mrp_lightning.outputs import check_output_dir, save_directory
 
 
 def test_a_directory_appears_only_when_it_is_whole(tmp_path):
@@ -39,27 +43,23 @@ def test_what_is_written_has_ordinary_permissions(tmp_path):
 @pytest.mark.parametrize("failure", [RuntimeError, KeyboardInterrupt])
 def test_a_failed_write_leaves_what_was_there(tmp_path, failure):
     target = tmp_path / "model"
-    target.mkdir()
-    (target / "config.json").write_text("precious")
+    make(target, "config.json")
     with pytest.raises(failure), save_directory(target, overwrite=True) as staging:
         (staging / "new").write_text("half")
         raise failure
-    assert [p.name for p in tmp_path.rglob("*")] == ["model", "config.json"]
+    assert content(tmp_path) == ["model", "model/config.json"]
 
 
 def test_overwrite_replaces_the_whole_directory(tmp_path):
     target = tmp_path / "model"
-    target.mkdir()
-    (target / "config.json").write_text("x")
+    make(target, "config.json")
     with save_directory(target, overwrite=True) as staging:
         (staging / "new").write_text("y")
-    assert [p.name for p in target.iterdir()] == ["new"]
-    assert list(tmp_path.iterdir()) == [target]
+    assert content(tmp_path) == ["model", "model/new"]
 
 
 def test_output_that_would_cost_data_is_refused(tmp_path):
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "config.json").write_text("x")
+    make(tmp_path / "full", "config.json")
     (tmp_path / "empty").mkdir()
     check_output_dir(tmp_path / "empty")
     check_output_dir(tmp_path / "absent" / "below")
@@ -102,8 +102,7 @@ def break_renames(monkeypatch, count: int) -> None:
 
 
 def replace_with_failures(tmp_path: Path, monkeypatch, count: int) -> str:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("precious")
+    make(tmp_path / "model", "config.json")
     break_renames(monkeypatch, count)
     with (
         pytest.raises(OSError, match="rename 2") as caught,
@@ -115,7 +114,7 @@ def replace_with_failures(tmp_path: Path, monkeypatch, count: int) -> str:
 
 def test_what_could_not_be_replaced_is_put_back(tmp_path, monkeypatch):
     replace_with_failures(tmp_path, monkeypatch, 1)
-    assert [p.name for p in tmp_path.rglob("*")] == ["model", "config.json"]
+    assert content(tmp_path) == ["model", "model/config.json"]
 
 
 def test_what_cannot_be_put_back_survives_and_is_found(tmp_path, monkeypatch):
@@ -163,14 +162,23 @@ def test_json_has_no_numbers_that_json_lacks():
 OURS = ("config.json", "model-00001-of-00002.safetensors", "tokenizer.json", "evaluation.json")
 
 
-def make(directory: Path, *names: str) -> None:
+def put(directory: Path, *names: str) -> None:
+    """Files of somebody."""
     for name in names:
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_text("precious")
 
 
+def make(directory: Path, *names: str) -> None:
+    """A directory that we wrote."""
+    put(directory, *names)
+    write_manifest(directory)
+
+
 def content(directory: Path) -> list[str]:
-    return sorted(p.relative_to(directory).as_posix() for p in directory.rglob("*"))
+    """The names of all that is there but for manifests."""
+    found = (p.relative_to(directory).as_posix() for p in directory.rglob("*"))
+    return sorted(name for name in found if Path(name).name != MANIFEST)
 
 
 @pytest.mark.parametrize(
@@ -180,17 +188,22 @@ def content(directory: Path) -> list[str]:
         ("src/thesis.txt",),
         ("notes/model.safetensors",),
         ("README.md",),
-        ("adapter.safetensors", *OURS),
+        ("models/a/b/weights.safetensors",),
+        ("report-figures/holiday/pic.png",),
+        ("adapter.safetensors",),
         tuple(f"photo{i}.png" for i in range(9)),
     ],
     ids=lambda names: names[0],
 )
 def test_overwrite_never_costs_what_is_not_ours(others, tmp_path):
-    make(tmp_path / "proj", *OURS, *others)
+    make(tmp_path / "proj", *OURS)
+    put(tmp_path / "proj", *others)
     before = content(tmp_path / "proj")
-    with pytest.raises(FileExistsError, match=r"did not write, so it is not replaced") as caught:
+    with pytest.raises(
+        FileExistsError, match=r"did not write, or .*, so it is not replaced"
+    ) as caught:
         check_output_dir(tmp_path / "proj", overwrite=True)
-    assert sum(name in str(caught.value) for name in others) >= min(len(set(others) - {*OURS}), 5)
+    assert sum(name in str(caught.value) for name in others) == min(len(others), 5)
     assert not any(f" {name}" in str(caught.value) for name in OURS)
     with (
         pytest.raises(FileExistsError),
@@ -206,7 +219,7 @@ def test_what_appeared_meanwhile_is_not_replaced_either(tmp_path):
         pytest.raises(FileExistsError, match=r"thesis\.txt"),
         save_directory(tmp_path / "model", overwrite=True),
     ):
-        make(tmp_path / "model", "thesis.txt")
+        put(tmp_path / "model", "thesis.txt")
     assert "thesis.txt" in content(tmp_path / "model")
 
 
@@ -217,15 +230,63 @@ def test_an_empty_directory_of_others_counts_too(tmp_path):
         check_output_dir(tmp_path / "model", overwrite=True)
 
 
-def test_what_a_report_lists_is_ours(tmp_path):
-    make(tmp_path / "model", *OURS, "1_Pooling/config.json", "README.md", "LICENSE")
-    listed = {"files": ["1_Pooling/config.json", "LICENSE"]}
-    (tmp_path / "model" / "export_report.json").write_text(json.dumps(listed))
-    (tmp_path / "model" / "README.md").write_text("Pruned with mrp-lightning.")
-    check_output_dir(tmp_path / "model", overwrite=True)
-    (tmp_path / "model" / "export_report.json").write_text('{"files": 5}')
-    with pytest.raises(FileExistsError, match=r"replaced: 1_Pooling/config\.json, LICENSE\."):
+@pytest.mark.parametrize("change", ["edited", "link", "directory", "pipe"])
+def test_what_was_changed_since_is_not_replaced(change, tmp_path):
+    model, file = tmp_path / "model", tmp_path / "model" / "README.md"
+    make(model, *OURS, "1_Pooling/config.json", "README.md")
+    check_output_dir(model, overwrite=True)
+    file.unlink()
+    if change == "edited":
+        file.write_text("Precious")
+    elif change == "link":
+        (tmp_path / "same").write_text("precious")
+        file.symlink_to(tmp_path / "same")
+    elif change == "directory":
+        put(file, "x")
+    else:
+        os.mkfifo(file)
+    with pytest.raises(FileExistsError, match=r"replaced: README\.md"):
+        check_output_dir(model, overwrite=True)
+
+
+@pytest.mark.parametrize("damage", ["[]", "{", '{"files": 5}', None])
+def test_without_a_manifest_nothing_is_replaced(damage, tmp_path):
+    make(tmp_path / "model", *OURS)
+    manifest = tmp_path / "model" / MANIFEST
+    manifest.unlink() if damage is None else manifest.write_text(damage)
+    with pytest.raises(FileExistsError, match=r"config\.json, evaluation\.json") as caught:
         check_output_dir(tmp_path / "model", overwrite=True)
+    assert ("an older version may have written it" in str(caught.value)) == (damage is None)
+
+
+def test_what_is_added_later_is_ours_too_and_what_is_changed_is_not(tmp_path):
+    make(tmp_path / "model", "README.md")
+    save_ours(tmp_path / "model" / "evaluation.json", "{}", adds=True)
+    save_ours(tmp_path / "model" / "README.md", "with a perplexity", adds=True)
+    make(tmp_path / "model" / "report-figures", "a.png")
+    check_output_dir(tmp_path / "model", overwrite=True)
+    (tmp_path / "model" / "README.md").write_text("mine")
+    save_ours(tmp_path / "model" / "README.md", "mine, and a perplexity", adds=True)
+    with pytest.raises(FileExistsError, match=r"replaced: README\.md \(changed\)\. Name"):
+        check_output_dir(tmp_path / "model", overwrite=True)
+
+
+def test_a_single_file_is_replaced_only_if_it_is_ours(tmp_path):
+    file = tmp_path / "page.md"
+    save_ours(file, "page")
+    check_output_file(file, "page")
+    file.write_text("mine")
+    with pytest.raises(FileExistsError, match=r"`page`: .*page\.md exists and was changed since"):
+        check_output_file(file, "page")
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(FileExistsError, match="was changed since"):
+        check_output_file(file, "page")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(FileExistsError, match="is not known to be written by mrp-lightning"):
+        check_output_file(tmp_path / "link", "page")
+    with pytest.raises(FileExistsError, match="is a directory"):
+        check_output_file(tmp_path, "page")
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -267,46 +328,205 @@ def test_a_disk_that_is_too_full_is_told_before_any_work(tmp_path):
         check_output_dir(tmp_path / "x", num_bytes=2 * free)
 
 
-HALF = """
+WRITER = """
 import sys, time
-from mrp_lightning.files import save_directory
-with save_directory(sys.argv[1]) as staging:
-    (staging / "half").write_text("x" * 1000)
-    print("writing", flush=True)
-    time.sleep(60)
+from pathlib import Path
+from mrp_lightning.outputs import save_directory
+
+target, name, count, delay = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
+rename = Path.rename
+
+def slow(self, to):
+    time.sleep(delay)
+    return rename(self, to)
+
+Path.rename = slow
+for number in range(count):
+    with save_directory(target, overwrite=True) as staging:
+        (staging / "whole").write_text(f"{name} {number}")
+        if not number:
+            print("writing", flush=True)
+        time.sleep(delay)
 """
 
 
-def test_what_a_killed_process_left_is_removed_and_that_of_a_live_one_is_not(tmp_path):
-    root = str(Path(__file__).parents[2])
+def writer(target: Path, name: str, count: int, delay: float) -> subprocess.Popen[str]:
+    """A process that replaces a directory, and is slow to rename."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(target), name, str(count), str(delay)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert process.stdout is not None
+    return process
+
+
+def test_a_second_writer_waits_for_the_first(tmp_path):
+    make(tmp_path / "model", "old")
+    first = writer(tmp_path / "model", "first", 1, 0.7)
+    assert first.stdout.readline() == "writing\n"
+    with pytest.raises(FileExistsError, match="another process is writing"):
+        check_output_dir(tmp_path / "model", overwrite=True)
+    with save_directory(tmp_path / "model", overwrite=True) as staging:
+        assert first.wait(30) == 0
+        assert (tmp_path / "model" / "whole").read_text() == "first 0"
+        (staging / "whole").write_text("second")
+    assert content(tmp_path) == ["model", "model/whole"]
+    assert (tmp_path / "model" / "whole").read_text() == "second"
+
+
+def test_two_writers_at_once_lose_nothing(tmp_path):
+    writers = [writer(tmp_path / "model", name, 25, 0) for name in ("a", "b")]
+    ended = [process.communicate(timeout=120) for process in writers]
+    assert [process.returncode for process in writers] == [0, 0], ended
+    assert content(tmp_path) == ["model", "model/whole"]
+    assert (tmp_path / "model" / "whole").read_text() in ("a 24", "b 24")
+
+
+def test_what_a_killed_process_left_is_removed_and_what_is_not_ours_stays(tmp_path):
     target = tmp_path / "model"
-
-    def writer() -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-c", HALF, str(target)],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"PYTHONPATH": root},
-        )
-        assert process.stdout is not None
-        assert process.stdout.readline() == "writing\n"
-        return process
-
-    killed, alive = writer(), writer()
-    try:
-        killed.send_signal(signal.SIGKILL)
-        killed.wait()
-        assert len(list(tmp_path.iterdir())) == 2
-        with save_directory(target) as staging:
-            (staging / "whole").touch()
-        (left,) = [path for path in tmp_path.iterdir() if path != target]
-        assert (left / "half").exists()
-    finally:
-        alive.kill()
-        alive.wait()
+    killed = writer(target, "killed", 1, 60)
+    assert killed.stdout.readline() == "writing\n"
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    put(tmp_path / ".model.mine.staging", "thesis.txt")
+    make(tmp_path / "elsewhere", "data")
+    (tmp_path / ".model.link.staging").symlink_to(tmp_path / "elsewhere")
+    others = [".model.link.staging", ".model.mine.staging", "elsewhere"]
+    assert len(list(tmp_path.iterdir())) == 2 + len(others)  # the lock and the staging
     with save_directory(tmp_path / "other"):
         pass
-    assert left.exists()  # it belongs to another name
+    assert len(list(tmp_path.glob(".model.*.staging"))) == 3  # they belong to another name
+    with save_directory(target) as staging:
+        (staging / "whole").touch()
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*others, "model", "other"])
+    assert content(tmp_path / "elsewhere") == ["data"]
+
+
+def test_what_stands_where_the_lock_is_to_be_is_named(tmp_path):
+    (tmp_path / ".model.lock").mkdir()
+    for write in (check_output_dir, lambda path: save_directory(path).__enter__()):
+        with pytest.raises(PermissionError, match=r"cannot be locked by \S+\.model\.lock"):
+            write(tmp_path / "model")
+
+
+@pytest.mark.parametrize("when", ["written", "renamed"])
+def test_a_staging_that_is_deleted_by_others_costs_nothing(when, tmp_path, monkeypatch):
+    rename = Path.rename
+
+    def rename_what_is_gone(self: Path, target: Path) -> Path:
+        if self.suffix == ".staging":
+            shutil.rmtree(self)
+        return rename(self, target)
+
+    make(tmp_path / "model", "old")
+    if when == "renamed":
+        monkeypatch.setattr(Path, "rename", rename_what_is_gone)
+    with (
+        pytest.raises(OSError, match="No such file"),
+        save_directory(tmp_path / "model", overwrite=True) as staging,
+    ):
+        if when == "written":
+            shutil.rmtree(staging)
+    assert content(tmp_path) == ["model", "model/old"]
+
+
+@pytest.fixture
+def done(monkeypatch) -> list[tuple[str, Path]]:
+    """What is done to the disk, in its order: files flushed, renamed to, and deleted."""
+    done: list[tuple[str, Path]] = []
+    flush, rename, replace, unlink = files.flush, Path.rename, Path.replace, Path.unlink
+    rmtree = shutil.rmtree
+
+    def told(word: str, function, which: int = 0):
+        def call(*args, **kwargs):
+            done.append((word, Path(args[which])))
+            return function(*args, **kwargs)
+
+        return call
+
+    for module in (files, outputs):
+        monkeypatch.setattr(module, "flush", told("flush", flush))
+    monkeypatch.setattr(Path, "rename", told("rename", rename, 1))
+    monkeypatch.setattr(Path, "replace", told("rename", replace, 1))
+    monkeypatch.setattr(Path, "unlink", told("delete", unlink))
+    monkeypatch.setattr(shutil, "rmtree", told("delete", rmtree))
+    return done
+
+
+def test_all_is_on_the_disk_before_what_was_there_goes(done, tmp_path):
+    target = tmp_path / "model"
+    make(target, "old")
+    done.clear()
+    with save_directory(target, overwrite=True) as staging:
+        put(staging, "a", "b/c")
+        done.clear()
+    placed = done.index(("rename", target))
+    flushed = {path for word, path in done[:placed] if word == "flush"}
+    assert flushed >= {staging, *(staging / name for name in ("a", "b", "b/c", MANIFEST))}
+    (aside,) = (path for word, path in done if word == "rename" and path.parent.suffix == ".old")
+    assert done.index(("rename", aside)) < done.index(("flush", aside.parent)) < placed
+    deleted = done.index(("delete", aside.parent))
+    assert placed < done.index(("flush", tmp_path), placed) < deleted
+    assert not any(word == "delete" and path == aside.parent for word, path in done[:deleted])
+
+
+def test_a_text_and_new_directories_are_on_the_disk(done, tmp_path):
+    save_text(tmp_path / "a" / "b" / "text", "x")
+    words = [(word, path.name) for word, path in done]
+    (partial,) = (name for word, name in words if name.endswith(".partial") and word == "flush")
+    assert {("flush", tmp_path), ("flush", tmp_path / "a")} <= {*done}
+    order = [("flush", partial), ("rename", "text"), ("flush", "b")]
+    assert [step for step in words if step in order] == order
+
+
+def test_a_planted_link_is_not_followed(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "token_hex", lambda _: "0")
+    (tmp_path / "mine").write_text("precious")
+    (tmp_path / ".text.0.partial").symlink_to(tmp_path / "mine")
+    with pytest.raises(FileExistsError):
+        save_text(tmp_path / "text", "x")
+    assert (tmp_path / "mine").read_text() == "precious"
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o2750, 0o775])
+def test_a_directory_keeps_its_mode(mode, tmp_path):
+    make(tmp_path / "model", "old")
+    (tmp_path / "model").chmod(mode)
+    with save_directory(tmp_path / "model", overwrite=True) as staging:
+        (staging / "new").touch()
+    assert (tmp_path / "model").stat().st_mode & 0o7777 == mode
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize("where", ["sticky", "read-only"])
+def test_what_another_user_owns_is_refused_before_work(where):
+    with tempfile.TemporaryDirectory(dir="/tmp") as parent:
+        model = Path(parent) / "model"
+        make(model, "old")
+        Path(parent).chmod(0o1777 if where == "sticky" else 0o777)
+        model.chmod(0o777 if where == "sticky" else 0o555)
+        if where == "read-only":
+            os.chown(model, 65534, 65534)
+
+        def check() -> str:
+            os.setresuid(65534, 65534, 65534)
+            with pytest.raises(PermissionError, match="cannot be replaced") as caught:
+                check_output_dir(model, overwrite=True)
+            return str(caught.value)
+
+        assert "sticky bit" in in_child(check)
+
+
+def test_a_deleted_working_directory_is_named(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    for path in ("model", tmp_path / "model"):
+        with pytest.raises(FileNotFoundError, match="the working directory was deleted"):
+            check_output_dir(path)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-SHARED = ("errors", "arguments", "files", "json_files", "environment", "processes", "upstream")
+SHARED = (
+    *("errors", "arguments", "files", "outputs"),
+    *("json_files", "environment", "processes", "upstream"),
+)
 """Single modules that all others of their package may use, and that use none of them."""
 
 ORDER = {

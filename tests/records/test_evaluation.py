@@ -5,6 +5,7 @@ import json
 import pytest
 
 from mrp_lightning.errors import FormatError
+from mrp_lightning.files import MANIFEST
 from mrp_lightning.records.evaluation import NAME, Evaluation, read, record
 
 WIKITEXT = {"perplexity": 5.47, "loss": 1.7, "context": 2048, "windows": 166, "tokens": 339802}
@@ -22,7 +23,7 @@ def test_sections_texts_and_tasks_are_added_to_each_other(tmp_path):
     assert found.zeroshot == {"lambada_openai": LAMBADA}
     assert found.model == "there"
     assert {"mrp_lightning", "torch"} <= set(found.versions)
-    assert [file.name for file in run.iterdir()] == [NAME]
+    assert {file.name for file in run.iterdir()} == {NAME, MANIFEST}
 
 
 def test_the_same_task_is_replaced(tmp_path):
@@ -48,7 +49,7 @@ def test_a_failing_write_leaves_the_file_as_it_was(tmp_path):
     with pytest.raises(TypeError, match="not JSON serializable"):
         record(tmp_path, zeroshot={"piqa": {"acc": object()}})  # type: ignore[dict-item]
     assert (tmp_path / NAME).read_text() == before
-    assert [file.name for file in tmp_path.iterdir()] == [NAME]
+    assert {file.name for file in tmp_path.iterdir()} == {NAME, MANIFEST}
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,8 @@ from mrp_lightning.experiments.page.parts import Part, Picture
 from mrp_lightning.experiments.page.render import read_template, render
 from mrp_lightning.experiments.page.weights import weights_part
 from mrp_lightning.experiments.runs import Run
-from mrp_lightning.files import check_output_dir, save_directory, save_text
+from mrp_lightning.files import check_output_file, save_ours
+from mrp_lightning.outputs import check_output_dir, save_directory
 
 GENERATOR = "mrp-lightning report"
 """Marks a page as one that may be written again."""
@@ -97,19 +98,12 @@ def check_out(out: Path, *, overwrite: bool = False) -> None:
     """Refuse to replace what this command did not write.
 
     Raises:
-        FileExistsError: `out` is a directory, or a file that is no report; or its pictures would
-            replace a directory with other files.
+        FileExistsError: `out` is a directory, or a file that this did not write or that was
+            changed since; or its pictures would replace a directory with such files.
     """
-    if out.is_dir():
-        raise FileExistsError(f"`--out`: expected a file, but {out} is a directory.")
-    check_output_dir(pictures_directory(out), overwrite=True, argument="--out", ours=["*.png"])
-    if overwrite or not out.exists():
-        return
-    if GENERATOR not in out.read_bytes()[:2000].decode("utf-8", "replace"):
-        raise FileExistsError(
-            f"`--out`: {out} exists and is no report. Name another file, or allow it to be "
-            "replaced with --overwrite."
-        )
+    check_output_dir(pictures_directory(out), overwrite=True, argument="--out")
+    if not overwrite or out.is_dir():
+        check_output_file(out, "--out", "allow it to be replaced with --overwrite")
 
 
 def pictures_directory(out: Path) -> Path:
@@ -126,12 +120,22 @@ def write_page(page: Page, out: Path, *, overwrite: bool = False) -> None:
     check_out(out, overwrite=overwrite)
     pictures = pictures_directory(out)
     if page.pictures:
-        with save_directory(pictures, overwrite=True, argument="--out", ours=["*.png"]) as staging:
+        with save_directory(pictures, overwrite=True, argument="--out") as staging:
             for name, picture in page.pictures.items():
                 (staging / f"{name}.png").write_bytes(picture.png)
     elif pictures.exists():
         shutil.rmtree(pictures)
-    save_text(out, page.html)
+    save_ours(out, page.html)
+
+
+def check_markdown(path: Path) -> None:
+    """Refuse to replace a page, or pictures beside it, that no sweep wrote or that were changed.
+
+    Raises:
+        FileExistsError: They are named.
+    """
+    check_output_file(path, "page")
+    check_output_dir(path.with_suffix(""), overwrite=True, argument="page")
 
 
 def write_markdown(
@@ -157,12 +161,14 @@ def write_markdown(
         f"Perplexity @ the context in tokens; {spread}"
         "relative loss is the mean over layers of ‖δx‖² / ‖wx‖²; seconds are those of the pruning."
     )
+    check_markdown(path)
     directory, files = path.with_suffix(""), {}
-    for name, picture in _named(parts, always=True).items():
-        files[id(picture)] = quote(f"{directory.name}/{name}.svg")
-        paper = f'\\1<rect width="100%" height="100%" fill="{PAPER}"/>'
-        drawn = re.sub("(<svg[^>]*>)", paper, picture.svg.decode(), count=1)
-        save_text(directory / f"{name}.svg", drawn)
+    with save_directory(directory, overwrite=True, argument="page") as staging:
+        for name, picture in _named(parts, always=True).items():
+            files[id(picture)] = quote(f"{directory.name}/{name}.svg")
+            paper = f'\\1<rect width="100%" height="100%" fill="{PAPER}"/>'
+            drawn = re.sub("(<svg[^>]*>)", paper, picture.svg.decode(), count=1)
+            (staging / f"{name}.svg").write_text(drawn, encoding="utf-8")
     text = render(
         "page.md",
         title=title,
@@ -171,7 +177,7 @@ def write_markdown(
         sections=[{"title": model.name, "parts": found} for model, found in parts.items()],
         source=lambda picture: files[id(picture)],
     )
-    save_text(path, text)
+    save_ours(path, text)
 
 
 def _named(found: Mapping[Model, Sequence[Part]], *, always: bool = False) -> dict[str, Picture]:

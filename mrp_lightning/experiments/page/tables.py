@@ -24,18 +24,29 @@ from mrp_lightning.experiments.scores import (
     measured,
     values,
 )
-from mrp_lightning.files import save_text
+from mrp_lightning.files import check_output_file, save_ours
 from mrp_lightning.json_files import as_json
+
+
+def check_out(directory: Path) -> None:
+    """Refuse to replace tables that no sweep wrote, or that were changed since.
+
+    Raises:
+        FileExistsError: There is one.
+    """
+    for kind in ("csv", "json", "md"):
+        check_output_file(directory / f"results.{kind}", "out")
 
 
 def write(models: Sequence[Model], directory: Path) -> str:
     """Write `results.csv`, `results.json` and `results.md`, and return what is in the last."""
+    check_out(directory)
     table = pd.DataFrame(rows(models), dtype=object)  # whole numbers stay whole
     content = {"format_version": 1, "results": rows(models), "versions": versions()}
-    save_text(directory / "results.csv", table.to_csv(index=False, lineterminator="\n"))
-    save_text(directory / "results.json", as_json(content))
+    save_ours(directory / "results.csv", table.to_csv(index=False, lineterminator="\n"))
+    save_ours(directory / "results.json", as_json(content))
     text = markdown(models)
-    save_text(directory / "results.md", text)
+    save_ours(directory / "results.md", text)
     return text
 
 

@@ -13,6 +13,7 @@ from mrp_lightning.commands.report import main
 from mrp_lightning.errors import FormatError
 from mrp_lightning.experiments import runs
 from mrp_lightning.experiments.runs import find_runs
+from mrp_lightning.files import MANIFEST
 from mrp_lightning.journal.block_record import BlockRecord
 from mrp_lightning.journal.journal import Journal
 
@@ -142,17 +143,25 @@ def test_a_page_is_written_again_and_other_files_are_not(tmp_path, save_run):
     out = tmp_path / "pages" / "page.html"
     options = [str(tmp_path / "run"), "--out", str(out)]
     main(options)
-    (out.parent / "page-figures" / "stale.png").write_bytes(b"")
     main([*options, "--title", "Second"])
     assert "<title>Second</title>" in out.read_text()
-    assert not (out.parent / "page-figures" / "stale.png").exists()
+    holiday = out.parent / "page-figures" / "holiday.png"
+    holiday.write_bytes(b"mine")
+    with pytest.raises(FileExistsError, match=r"page-figures holds what .*: holiday\.png"):
+        main([*options, "--overwrite"])
+    assert holiday.read_bytes() == b"mine"
+    holiday.unlink()
     out.write_text("mine")
-    with pytest.raises(FileExistsError, match="exists and is no report"):
+    with pytest.raises(FileExistsError, match=r"was changed since .*--overwrite"):
         main(options)
     assert out.read_text() == "mine"
     main([*options, "--overwrite"])
     assert out.read_text().startswith("<!DOCTYPE html>")
-    assert sorted(p.name for p in out.parent.iterdir()) == ["page-figures", "page.html"]
+    assert sorted(p.name for p in out.parent.iterdir()) == [
+        MANIFEST,
+        "page-figures",
+        "page.html",
+    ]
 
 
 def test_a_directory_of_others_is_not_replaced(tmp_path, save_run):

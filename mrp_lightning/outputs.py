@@ -1,0 +1,295 @@
+"""Directories that are written aside, and moved into place when they are whole.
+
+What a directory held before is replaced only if it was all ours, and nobody else's, by its manifest
+(`files.MANIFEST`); it is deleted only when the new one is in its place, and on the disk.
+"""
+
+import glob
+import logging
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from mrp_lightning.errors import OptionError
+from mrp_lightning.files import (
+    MANIFEST,
+    flush,
+    make_directories,
+    not_ours,
+    output_path,
+    start_manifest,
+    write_manifest,
+)
+
+log = logging.getLogger(__name__)
+
+_STAGING = ".staging"
+_REPORTS = ("pruning_report.json", "export_report.json", "evaluation.json")
+
+
+def check_output_dir(
+    path: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    argument: str = "save_dir",
+    sources: Iterable[str | os.PathLike[str]] = (),
+    num_bytes: int = 0,
+) -> None:
+    """Refuse an output directory that cannot be written, or that would cost data, before any work.
+
+    Args:
+        path: The directory that will be written; it and those above it need not exist. A symbolic
+            link stands for what it points to, and `~` for the home directory.
+        overwrite: Whether a directory that is there may be replaced, if it holds nothing but what
+            this package wrote, by the checksums in its manifest. That reads 1 GB/s or so.
+        argument: The name that the user knows this path by.
+        sources: Directories that are read, and must stay.
+        num_bytes: How much will be written.
+
+    Raises:
+        FileExistsError: A file stands there or where a directory above it is needed; the directory
+            is not empty, and `overwrite` is false or it holds files of others, or changed ones,
+            which are named; it is a mount point; it is, or holds, the working directory, the home
+            or a source; or another process is writing it.
+        PermissionError: The directory cannot be made, or not be replaced.
+        OptionError: The disk has not enough room.
+    """
+    path = output_path(path)
+    _check_place(path, argument, sources)
+    path = path.resolve()
+    _check_content(path, argument, overwrite=overwrite)
+    _check_room(path, argument, num_bytes)
+    if os.path.lexists(_lock_file(path)):
+        try:
+            with _held(path, argument, timeout=0):
+                pass
+        except Timeout as error:
+            raise FileExistsError(
+                f"`{argument}`: another process is writing {path}. Wait for it, end it, or name "
+                "another directory."
+            ) from error
+
+
+@contextmanager
+def save_directory(
+    path: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    argument: str = "save_dir",
+    sources: Iterable[str | os.PathLike[str]] = (),
+) -> Iterator[Path]:
+    """Give an empty directory beside `path` that becomes `path` when the block ends well.
+
+    When the block raises, that directory is removed and `path` is as it was. While another process
+    writes `path`, it waits. The files get the permissions that the umask gives to new ones; a
+    directory that is replaced keeps its own. All is on the disk before what it replaces is deleted,
+    and before this returns. The arguments are those of `check_output_dir`.
+
+    Raises:
+        FileExistsError: `check_output_dir` refuses `path`, before the block or after it.
+        PermissionError: The same.
+        OSError: A directory that was replaced could not be put back after a failure; the message
+            says where it is.
+    """
+    path, sources = output_path(path), [output_path(source) for source in sources]
+    _check_place(path, argument, sources)
+    link, path = path, path.resolve()
+    make_directories(path.parent)
+    with _held(path, argument):
+        _check_content(path, argument, overwrite=overwrite)
+        _check_room(path, argument, 0)
+        _remove_abandoned(path)
+        staging = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=_STAGING, dir=path.parent))
+        try:
+            start_manifest(staging)
+            yield staging
+            flush(staging)  # or fail, if it was deleted
+            _check_place(link, argument, sources)
+            _check_content(path, argument, overwrite=overwrite)
+            write_manifest(staging)
+            _give_permissions(staging, path)
+            for written in (*staging.rglob("*"), staging):
+                flush(written)
+            _move_into_place(staging, path)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+
+
+def _check_place(path: Path, argument: str, sources: Iterable[str | os.PathLike[str]]) -> None:
+    """Refuse a path that is no directory, or one that is needed."""
+    for needed in (_existing(path.parent), path):
+        if os.path.lexists(needed) and not needed.is_dir():
+            raise FileExistsError(
+                f"`{argument}` {path}: expected a directory, but {needed} is a file. Name another "
+                "directory, or move the file away."
+            )
+    path = path.resolve()
+    if path.is_mount():
+        raise FileExistsError(
+            f"`{argument}`: {path} is a mount point, which cannot be replaced as a whole. Name a "
+            "directory in it."
+        )
+    places = {output_path("."): "the working directory", Path.home(): "the home directory"}
+    places |= {output_path(source): "what is read" for source in sources}
+    for place, what in places.items():
+        place = place.resolve()
+        if path == place or path in place.parents:
+            holds = "is" if path == place else "holds"
+            raise FileExistsError(
+                f"`{argument}`: {path} {holds} {what}, {place}. Name a new directory."
+            )
+
+
+def _existing(path: Path) -> Path:
+    """The nearest directory, or file, that is there."""
+    return next(above for above in (path, *path.parents) if os.path.lexists(above))
+
+
+def _check_content(path: Path, argument: str, *, overwrite: bool) -> None:
+    """Refuse to replace a directory with content, unless it is ours and may be replaced."""
+    if not path.is_dir() or not any(path.iterdir()):
+        return
+    if not overwrite:
+        allow = "--overwrite" if argument.startswith("-") else "overwrite: true"
+        raise FileExistsError(
+            f"`{argument}`: {path} exists and is not empty. "
+            f"Name another directory, or allow it to be replaced with `{allow}`."
+        )
+    if others := not_ours(path):
+        more = f" and {len(others) - 5} more" if len(others) > 5 else ""
+        older = ""
+        if not (path / MANIFEST).exists() and any((path / name).exists() for name in _REPORTS):
+            older = f" It has no {MANIFEST} with checksums: an older version may have written it."
+        raise FileExistsError(
+            f"`{argument}`: {path} holds what mrp-lightning did not write, or what was changed "
+            f"since, so it is not replaced: {', '.join(others[:5])}{more}.{older} Name another "
+            "directory, or move these away."
+        )
+
+
+def _check_room(path: Path, argument: str, num_bytes: int) -> None:
+    """Try to make a directory, which says more than permissions do, and ask for free space."""
+    above = _existing(path.parent)
+    try:
+        Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".probe", dir=above)).rmdir()
+    except OSError as error:
+        raise PermissionError(
+            f"`{argument}`: {path} cannot be made in {above} ({error.strerror}). Name another "
+            "directory."
+        ) from error
+    if path.is_dir():
+        sticky = above.stat().st_mode & stat.S_ISVTX
+        may_rename = not sticky or os.geteuid() in (0, above.stat().st_uid, path.stat().st_uid)
+        if not may_rename or not os.access(path, os.W_OK | os.X_OK):
+            raise PermissionError(
+                f"`{argument}`: {path} cannot be replaced: it, or {above} with its sticky bit, "
+                "belongs to another user, or may not be written. Name another directory."
+            )
+    free = shutil.disk_usage(above).free
+    if num_bytes > free:
+        raise OptionError(
+            f"`{argument}`: {path} will take {num_bytes / 1e9:.2f} GB, but the disk has "
+            f"{free / 1e9:.2f} GB left. Make room, or name a directory on another disk."
+        )
+
+
+def _lock_file(path: Path) -> Path:
+    return path.with_name(f".{path.name}.lock")
+
+
+@contextmanager
+def _held(path: Path, argument: str, timeout: float = -1) -> Iterator[None]:
+    """Let no other process write a directory meanwhile; wait for one that does.
+
+    Raises:
+        Timeout: Another one still does after `timeout` seconds, if that is not negative.
+        PermissionError: Something else stands where the lock is to be.
+    """
+    file = _lock_file(path)
+    lock = FileLock(file)
+    try:
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            if timeout < 0:
+                log.warning("Waiting for another process, which is writing %s.", path)
+            lock.acquire(timeout=timeout)
+    except Timeout:
+        raise
+    except (OSError, RuntimeError) as error:
+        raise PermissionError(
+            f"`{argument}`: {path} cannot be locked by {file} ({error}). Move that away, or name "
+            "another directory."
+        ) from error
+    try:
+        yield
+    finally:
+        file.unlink(missing_ok=True)  # while it is held: whoever waits for it makes a new one
+        lock.release()
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Remove what killed processes left half-written for a directory, whose lock is held."""
+    for staging in path.parent.glob(f".{glob.escape(path.name)}.*{_STAGING}"):
+        if not staging.is_symlink() and (staging / MANIFEST).is_file():
+            shutil.rmtree(staging, ignore_errors=True)
+
+
+def _give_permissions(staging: Path, path: Path) -> None:
+    """Undo that temporary directories, and the files of safetensors, are private.
+
+    A directory that is replaced gives its own mode, and its group if it passes that on.
+    """
+    umask = os.umask(0)
+    os.umask(umask)
+    mode, group = 0o777 & ~umask, None
+    if path.is_dir():
+        mode = stat.S_IMODE(path.stat().st_mode)
+        group = path.stat().st_gid if mode & stat.S_ISGID else None
+    for file in (*staging.rglob("*"), staging):
+        if group is not None:
+            with suppress(PermissionError):  # who is not in the group may not give it
+                os.chown(file, -1, group)
+        usual = (0o777 if file.is_dir() else 0o666) & ~umask
+        file.chmod(mode if file == staging else usual)
+
+
+def _move_into_place(staging: Path, path: Path) -> None:
+    """Rename `staging` to `path`; what stood there is deleted when the rename is on the disk."""
+    if not path.exists():
+        staging.rename(path)
+        flush(path.parent)
+        return
+    beside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".old", dir=path.parent))
+    old = beside / path.name
+    try:
+        path.rename(old)
+        flush(beside)
+        staging.rename(path)
+        flush(path.parent)
+    except BaseException as error:
+        if os.path.lexists(old) and (staging.exists() or not os.path.lexists(path)):
+            _put_back(old, path, error)
+        with suppress(OSError):
+            beside.rmdir()  # unless what was there before is in it
+        raise
+    shutil.rmtree(beside, ignore_errors=True)
+
+
+def _put_back(old: Path, path: Path, reason: BaseException) -> None:
+    """Rename `old` to `path` again, or say where it stays."""
+    try:
+        if os.path.lexists(path):
+            raise FileExistsError(f"something stands at {path}")
+        old.rename(path)
+    except OSError as error:
+        raise OSError(
+            f"{path} could be neither replaced ({reason!r}) nor put back ({error}). What it held "
+            f"is in {old}: move it to {path}."
+        ) from reason
