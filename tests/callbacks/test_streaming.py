@@ -12,6 +12,7 @@ from torch import Tensor
 from callbacks import MRPCallback
 from mrp_lightning import CausalLM, Trainer
 from mrp_lightning.errors import OptionError, StrategyError, TargetError
+from mrp_lightning.files import MANIFEST
 from mrp_lightning.journal.journal import Journal
 from mrp_lightning.loop.contents import start_streamed
 from mrp_lightning.tuning.block_tuner import BlockTuning
@@ -96,7 +97,7 @@ def assert_same_checkpoints(ours: Path, theirs: Path) -> None:
     assert report_of(ours) == report_of(theirs)
     for name in ("config.json", "generation_config.json"):
         assert (ours / name).read_text() == (theirs / name).read_text()
-    files = {file.name for file in ours.iterdir()}
+    files = {file.name for file in ours.iterdir()} - {MANIFEST}
     assert files == set(json.loads((ours / "pruning_report.json").read_text())["files"])
     index = json.loads((ours / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == b.keys()

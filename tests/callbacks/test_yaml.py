@@ -1,6 +1,7 @@
 """The callbacks' arguments as YAML and jsonargparse give them."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -46,7 +47,7 @@ callback:
     assert callback.settings.true_sequential
     assert callback.settings.targets == ("q_proj", "layers.*.mlp")
     assert callback.settings.ignore == ("down_proj",)
-    assert callback.save_dir == "runs/x"
+    assert callback.save_dir == Path("runs/x").absolute()
 
 
 def test_the_methods_default():

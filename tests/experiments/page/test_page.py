@@ -233,7 +233,7 @@ def test_tables_have_headers_and_pictures_a_text(sweep):
 
 def test_every_picture_is_a_png_too(sweep):
     page = HtmlPage(sweep / "report.html")
-    files = sorted((sweep / "report-figures").iterdir())
+    files = sorted((sweep / "report-figures").glob("[!.]*"))
     assert len(files) == len(page.pictures)
     for file in files:
         with Image.open(file) as image:
@@ -247,7 +247,7 @@ def test_the_raw_files_are_in_the_page(sweep):
     (link,) = (link for link in page.links if link.startswith("data:application/zip"))
     archive = zipfile.ZipFile(io.BytesIO(base64.b64decode(link.partition(",")[2])))
     originals = {
-        path.relative_to(sweep).as_posix(): path.read_bytes() for path in sweep.rglob("*.json")
+        path.relative_to(sweep).as_posix(): path.read_bytes() for path in sweep.rglob("[!.]*.json")
     }
     assert {name: archive.read(name) for name in archive.namelist()} == originals
     assert len(link) < sum(map(len, originals.values())) / 2
