@@ -5,11 +5,11 @@ BIN := .venv/bin
 .PHONY: quickstart test real gpu lint results api embedded-model sanitize clean
 
 quickstart: .venv/installed
-	rm -rf runs/quickstart
+	rm -rf runs/quickstart runs/quickstart-sparse24
 	$(BIN)/python -m mrp_lightning sweep --config configs/sweeps/quickstart.yaml
 	$(BIN)/python -m mrp_lightning report runs/quickstart
 	$(BIN)/python -m export.to_sparse runs/quickstart/stdlib-llama/2of4-SM-s128-seed0 \
-		--out runs/quickstart-sparse24 --overwrite
+		--out runs/quickstart-sparse24
 
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal

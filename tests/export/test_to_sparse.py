@@ -346,17 +346,12 @@ def test_no_directory_that_one_works_in_is_overwritten(
     assert (tmp_path / "work" / "here").is_dir()
 
 
-def test_weights_that_are_not_finite_are_exported_and_told(llama, capsys):
+def test_weights_that_are_not_finite_are_refused(llama, capsys):
     name = "model.layers.1.mlp.up_proj"
     set_group(llama, name, [float("inf"), 0.0, 0.0, float("nan")])
-    before = load_file(llama / "model.safetensors")[f"{name}.weight"]
-    main([str(llama)])
-    assert f"{name} holds 2 NaN or infinite weights" in capsys.readouterr().out
-    out = llama.with_name("llama-sparse24")
-    report = json.loads((out / "export_report.json").read_text())
-    assert report["totals"]["not_finite"] == 2
-    after = export.load(out).get_submodule(name).dense_weight()
-    assert torch.equal(after.view(torch.int16), before.view(torch.int16))
+    shown = refusal([str(llama)], capsys, status=1)
+    assert "the logits of the source hold NaN or Inf" in shown
+    assert not llama.with_name("llama-sparse24").exists()
 
 
 def test_a_stale_index_is_not_read_where_transformers_would_not_read_it(llama, capsys):
