@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: quickstart test real gpu lint results api embedded-model sanitize clean
+.PHONY: quickstart test real gpu lint results api embedded-model sanitize dist clean
 
 quickstart: .venv/installed
 	rm -rf runs/quickstart runs/quickstart-sparse24
@@ -79,6 +79,11 @@ embedded-model: .venv/installed
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@
+
+# The sdist, and the wheel that is built from it.
+dist: .venv/installed
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist
 
 clean:
 	rm -rf .venv runs build dist

@@ -1,0 +1,124 @@
+"""The wheel, in an environment of its own: it prunes and packs, away from the source tree."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mrp_lightning import __version__
+
+for package in ("build", "hatchling"):
+    pytest.importorskip(package, reason="the wheel is built by the extra `dev`")
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("mrp_lightning", "callbacks", "export")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """Built from the sdist, as `make dist` does."""
+    out = tmp_path_factory.mktemp("dist")
+    (recipe,) = re.findall(r"-m build (.*)$", (ROOT / "Makefile").read_text(), flags=re.M)
+    options = recipe.replace("--outdir dist", f"--outdir {out}").split()
+    command = [sys.executable, "-m", "build", *options, str(ROOT)]
+    built = subprocess.run(command, capture_output=True, text=True)
+    assert built.returncode == 0, built.stdout + built.stderr
+    (found,) = out.glob("*.whl")
+    assert [path.name for path in out.glob("*.tar.gz")] == [f"mrp_lightning-{__version__}.tar.gz"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def python(wheel, tmp_path_factory) -> Path:
+    """A new environment with the wheel in it, which finds the packages that it needs in ours.
+
+    They are found by a path file. An editable installation of ours is one, too, and those of a
+    directory that is added by another are not read.
+    """
+    home = tmp_path_factory.mktemp("clean")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(home)], check=True)
+    python = home / "bin" / "python"
+    where = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    purelib = subprocess.run([python, "-c", where], capture_output=True, text=True, check=True)
+    here = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
+    Path(purelib.stdout.strip(), "needed.pth").write_text("\n".join(here))
+    pip = [sys.executable, "-m", "pip", f"--python={python}", "install", "--quiet"]
+    subprocess.run([*pip, "--no-deps", "--no-index", "--force-reinstall", str(wheel)], check=True)
+    return python
+
+
+def run(*command: str | Path) -> str:
+    """What a command prints, run without the paths that this process was given.
+
+    It has no compiler: the kernels' sources lie elsewhere than those of other tests, and would be
+    compiled once more, which takes longer than all the rest.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    found = subprocess.run(
+        [str(part) for part in command],
+        capture_output=True,
+        text=True,
+        env=environment | {"CXX": "no-compiler"},
+    )
+    assert found.returncode == 0, found.stderr
+    return found.stdout
+
+
+def test_all_that_is_needed_is_in_the_wheel(wheel):
+    inside = set(zipfile.ZipFile(wheel).namelist())
+    here = [
+        path.relative_to(ROOT).as_posix()
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    ]
+    assert "export/kernels/cpu/operators.cpp" in here
+    assert "mrp_lightning/embedded/stdlib-llama/model.safetensors" in here
+    assert not [name for name in here if name not in inside]
+    for path in (ROOT / "configs").rglob("*.yaml"):
+        name = path.relative_to(ROOT).as_posix()
+        data = f"mrp_lightning-{__version__}.data/data/share/mrp-lightning/{name}"
+        assert data in inside
+    ours = (*PACKAGES, f"mrp_lightning-{__version__}.d")
+    assert all(name.startswith(ours) for name in inside)
+
+
+def test_the_wheel_prunes_and_packs_in_another_directory(python, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    where = "import mrp_lightning, mrp_lightning.embedded as e; print(mrp_lightning.__file__);"
+    package, model = run(python, "-c", f"{where} print(e.STDLIB_LLAMA)").split()
+    assert Path(package).is_relative_to(python.parents[1])
+    configs = python.parents[1] / "share" / "mrp-lightning" / "configs"
+    Path("text.txt").write_text("def f(x):\n    return x + 1\n" * 400)
+    data = ["--data.train_files=[text.txt]", "--data.num_samples=2", "--data.sequence_length=32"]
+    quiet = ["--trainer.logger=false", "--trainer.accelerator=cpu"]
+    config = f"--config={configs}/patterns/2of4.yaml"
+    save = "--trainer.callbacks.init_args.save_dir=pruned"
+    predict = ["predict", config, f"--model.model={model}", save, *data, *quiet]
+    # Both in one process: what they import takes longer than what they do.
+    commands = f"main({predict!r}); main(['export', 'pruned'])"
+    run(python, "-c", f"from mrp_lightning.commands.main import main; {commands}")
+    report = json.loads(Path("pruned/pruning_report.json").read_text())
+    assert report["versions"]["mrp_lightning"] == __version__
+    assert report["totals"]["sparsity"] == pytest.approx(0.5, abs=1e-3)
+    assert not report["totals"]["skipped"]
+    assert Path("pruned-sparse24/model.safetensors").is_file()
+
+
+def test_the_command_is_installed(python):
+    assert "export" in run(python.with_name("mrp-lightning"), "--help")
+
+
+def test_the_version_is_said_once_and_told_elsewhere():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == __version__
+    newest = re.search(r"^## ([\d.]+)", (ROOT / "CHANGELOG.md").read_text(), flags=re.M)
+    assert newest
+    assert newest[1] == __version__
