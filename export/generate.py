@@ -13,11 +13,10 @@ from transformers import TextStreamer
 from transformers.utils import logging as transformers_logging
 
 from export.backends.torchao_format import load
-from export.errors import first_line
 from export.speed.twins import storage_bytes
 from mrp_lightning.cli.command import make_parser, number_from, told
 from mrp_lightning.environment import device_named, machine
-from mrp_lightning.errors import DataError
+from mrp_lightning.errors import DataError, first_line
 from mrp_lightning.models.tokenizers import load_tokenizer
 
 

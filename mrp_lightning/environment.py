@@ -1,4 +1,4 @@
-"""What a command finds here: device, hub, libraries; and by what of it a result was made."""
+"""The environment of a command: device, hub, libraries; and the part of it that a report names."""
 
 import logging
 import os

@@ -9,6 +9,13 @@ def ended_by(signal: int) -> int:
     return 128 + signal
 
 
+def first_line(error: Exception) -> str:
+    """The kind of a library's error, and the first line of what it says, if it says anything."""
+    kind = type(error).__name__
+    lines = str(error).strip().splitlines()
+    return f"{kind}: {lines[0]}" if lines else kind
+
+
 class PatternError(ValueError):
     """`sparsity` or `pattern` is missing, malformed, or does not fit a layer."""
 

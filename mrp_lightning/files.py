@@ -173,7 +173,7 @@ def flush(path: Path) -> None:
 
 
 def _read(manifest: Path) -> dict[str, str]:
-    """What a manifest lists; nothing where there is none that can be read."""
+    """The digests that a manifest lists, by file; none where it cannot be read."""
     try:
         if not stat.S_ISREG(manifest.lstat().st_mode):
             return {}

@@ -62,11 +62,14 @@ def read_as(
     kind: type[T], path: str | os.PathLike[str], remedy: str, version: int | None = None
 ) -> T:
     """Read a JSON object as a dataclass; see `read_json` and `as_dataclass`."""
-    return as_dataclass(kind, read_json(path, remedy, version), str(path), remedy)
+    content = read_json(path, remedy, version)
+    return as_dataclass(kind, content, str(path), f"delete it, or {remedy}")
 
 
 def as_dataclass(kind: type[T], content: Any, source: str, remedy: str) -> T:
     """Make a dataclass, whose fields may be dataclasses in their turn, of a file's JSON object.
+
+    `source` names the whole in messages, which end with the next step, `remedy`.
 
     Types are those of JSON: a bool is no number, and a number no text, but 1 is the float 1.0. Keys
     that the dataclass does not have are passed over; those that are missing have its defaults. A
@@ -77,7 +80,8 @@ def as_dataclass(kind: type[T], content: Any, source: str, remedy: str) -> T:
     """
     from pydantic import TypeAdapter, ValidationError  # only where a file is read
 
-    refused = f"{source} is not as mrp-lightning writes it. Delete it, or {remedy}."
+    step = remedy[0].upper() + remedy[1:]
+    refused = f"{source} is not as mrp-lightning writes it. {step}."
     try:
         # As JSON, in which strict types still let a list be a tuple and an object a dataclass.
         return TypeAdapter(kind).validate_json(json.dumps(content), strict=True)

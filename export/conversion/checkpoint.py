@@ -12,8 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from export.backends.torchao_format import read
-from export.errors import first_line
-from mrp_lightning.errors import FormatError
+from mrp_lightning.errors import FormatError, first_line
 from mrp_lightning.files import BESIDE, visible_files
 from mrp_lightning.json_files import read_json
 from mrp_lightning.models.checkpoint import weight_files

@@ -114,7 +114,7 @@ class KernelTimes:
                 f"{path} is a table of version {content.get('version')!r}, not {VERSION}. Delete "
                 "it and measure again."
             )
-        return as_dataclass(cls, content, str(path), "measure again")
+        return as_dataclass(cls, content, str(path), "delete it, or measure again")
 
 
 def environment(device: torch.device) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What Triton compiles for the device.
+"""The programs that Triton compiles for the device.
 
 A packed row holds, for each group of four input columns, two 16-bit values (one 32-bit word here)
 and one nibble i₀ | i₁<<2 with the columns they belong to. `gemv_program` picks the two activations

@@ -7,8 +7,8 @@ name transformers would put random weights in its place.
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from textwrap import shorten
 from typing import Any, ClassVar
 
 import torch
@@ -23,6 +23,7 @@ from export.packed.packed_linear import PackedLinear, is_packable
 from export.packed.sparse24_format import SPARSE24
 from export.packed.sparse24_linear import Sparse24Linear
 from mrp_lightning.errors import FormatError, OptionError
+from mrp_lightning.json_files import as_dataclass
 from mrp_lightning.models.integrity import check_files, explained_damage
 from mrp_lightning.models.loading import as_dtype, load_config
 from mrp_lightning.models.skeleton import build_without_weights, model_class
@@ -58,15 +59,13 @@ class PackedConfig(QuantizationConfigMixin):
                 f"`format_version` and `modules`. Got {quant_method!r}, and also "
                 f"{sorted(map(str, unknown)) or 'nothing'}. Export the pruned model again."
             )
-        if not _are_modules(modules, counted=form.counted):
-            expected = "an object of counts by name" if form.counted else "a list"
-            raise FormatError(
-                f"`quantization_config.modules`: expected the names of layers as {expected}, got "
-                f"{shorten(repr(modules), 80)}. Export the pruned model again."
-            )
+        kind: type[_Counted | _Named] = _Counted if form.counted else _Named
+        given = {"modules": modules} if modules else {}  # transformers makes it without any, too
+        remedy = "export the pruned model again"
+        found = as_dataclass(kind, given, "`quantization_config`", remedy)
         self.quant_method: Any = form.quant_method
         self.format_version = form.version
-        self.modules = dict(modules) if isinstance(modules, Mapping) else list(modules)
+        self.modules = found.modules
 
     @property
     def sizes(self) -> dict[str, Mapping[str, int]]:
@@ -76,15 +75,22 @@ class PackedConfig(QuantizationConfigMixin):
         return {name: {} for name in self.modules}
 
 
-def _are_modules(modules: Any, *, counted: bool) -> bool:
-    """Whether these name layers; none at all is what transformers makes of a bare class."""
-    if not isinstance(modules, Mapping | list | tuple):
-        return False
-    if not all(isinstance(name, str) for name in modules):
-        return False
-    if isinstance(modules, Mapping):
-        return counted and all(type(count) is int and count >= 0 for count in modules.values())
-    return not counted or not modules
+@dataclass
+class _Named:
+    """The packed layers by name."""
+
+    modules: list[str] = field(default_factory=list)
+
+
+@dataclass
+class _Counted:
+    """The number of kept values by the name of the packed layer."""
+
+    modules: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if negative := [name for name, count in self.modules.items() if count < 0]:
+            raise ValueError(f"expected counts from 0 in `modules`: {', '.join(negative)}")
 
 
 class PackedQuantizer(HfQuantizer):

@@ -125,6 +125,8 @@ class PackedLinear(nn.Module):
 
     def damage(self) -> str | None:
         """The reason why the stored tensors were never packed together, or `None`."""
+        if self.places.dtype != torch.uint8:
+            return f"expected uint8, got {self.places.dtype}"
         return self.FORMAT.damage(self.weight, self.places, self.in_features)
 
     def to_linear(self) -> nn.Linear:

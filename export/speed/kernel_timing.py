@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from export.errors import first_line
 from export.kernels import cusparselt
 from export.kernels.candidates import (
     KERNELS,
@@ -28,6 +27,7 @@ from export.kernels.kernel_times import STORED_DENSE, Failure, Measurement
 from export.kernels.operator import MAX_ERROR_RATIO
 from export.packed.sparse24_format import GROUP, pack
 from export.speed.timing import copies, graphed, take_turns
+from mrp_lightning.errors import first_line
 
 log = logging.getLogger(__name__)
 QUICK = 5

@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel, StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from export.errors import first_line
 from export.speed.kernel_timing import REPEATS
 from export.speed.options import SpeedOptions
 from export.speed.timing import Timing, captured, graphed, microseconds, take_turns
+from mrp_lightning.errors import first_line
 from mrp_lightning.upstream import attention_of
 
 SPARE = 16

@@ -1,4 +1,4 @@
-"""What a comparison of speed is asked for, in code and on the command lines that measure."""
+"""The options of a comparison of speed, in code and on the command lines that measure."""
 
 from argparse import Namespace
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ LAYER_TOKENS = (1, 4, 8, 16, 64, 256, 1024, 4096, 16384)
 
 @dataclass(frozen=True)
 class SpeedOptions:
-    """What is measured of a packed model and of its dense twin.
+    """The options by which a packed model and its dense twin are measured.
 
     Attributes:
         backend: What runs the packed layers, one of `BACKENDS`.
@@ -36,7 +36,7 @@ class SpeedOptions:
 
     @property
     def phases(self) -> tuple[str, ...]:
-        """What is timed of the whole models."""
+        """The phases of whole models that are timed."""
         return ("prefill", "decode") if self.target == "both" else (self.target,)
 
     @classmethod

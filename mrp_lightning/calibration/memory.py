@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 
 from mrp_lightning.environment import is_out_of_memory
-from mrp_lightning.errors import OutOfMemoryError
+from mrp_lightning.errors import OutOfMemoryError, first_line
 
 
 def peak_rss() -> int | None:
@@ -44,9 +44,8 @@ def explained_out_of_memory(device: torch.device, *, offload: bool) -> Iterator[
                 "Set `offload: true` of the pruning callback, which keeps all blocks but one and "
                 f"the activations in CPU memory. {lower}, if that is not enough."
             )
-        reason = (str(error) or type(error).__name__).splitlines()[0]
         raise OutOfMemoryError(
-            f"Not enough memory to prune on {device}. {step} ({reason})"
+            f"Not enough memory to prune on {device}. {step} ({first_line(error)})"
         ) from error
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 log = logging.getLogger(__name__)
 
 _OF_TORCH = ("src_key_padding_mask", "tgt_key_padding_mask")
-"""What torch's encoders and decoders call the mask (batch, length) of their hidden state."""
+"""The names in torch's encoders and decoders of the mask (batch, length) of their hidden state."""
 
 _OF_ATTENTION = ("query", "key", "value", "key_padding_mask")
 """The first arguments of torch's attention."""

@@ -1,4 +1,4 @@
-"""What all commands share: their options, and how a mistake of the user's ends them."""
+"""All commands share some options, and the way in which a mistake of the user's ends them."""
 
 import argparse
 import inspect
@@ -22,7 +22,7 @@ _USER_ERRORS: tuple[Any, ...] = (
     OSError,  # files that are not there, exist already, or cannot be written: a full disk, too
     SafetensorError,
 )
-"""What a user can put right: shown as a line, not as a traceback."""
+"""The errors that a user can put right; each is shown as a line, not as a traceback."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What a command line and its YAML files say, and where; YAML that cannot be read is refused."""
+"""A command line and its YAML files, as a list of all that they give, and where they give it."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -59,7 +59,7 @@ def given(args: Sequence[str], *, files: bool = True) -> list[Given]:
 
 
 def _read(file: Path, group: str, commands: Sequence[str]) -> list[Given]:
-    """What a file says.
+    """List all that a file gives.
 
     A few lines of aliases of aliases stand for more values than fit into any memory, and an alias
     of what it stands in for values without end: what reads the file would not come back.

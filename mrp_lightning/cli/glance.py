@@ -1,4 +1,4 @@
-"""What is plainly wrong on a command line, told before Lightning and transformers are loaded."""
+"""Plain mistakes on a command line are told before Lightning and transformers are loaded."""
 
 from collections.abc import Sequence
 from pathlib import Path

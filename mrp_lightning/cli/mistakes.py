@@ -1,4 +1,4 @@
-"""What is wrong on a command line, in a line with its place and the nearest name.
+"""A mistake on a command line is told in a line, with its place and the nearest name.
 
 jsonargparse's words change with its versions. Only the names in them are used: each is looked up in
 what the user gave and in what there is. The words are told as they are where no name is wrong.
@@ -78,7 +78,7 @@ def _mistakes(
 
 
 def _wrong_value(one: Given, kind: Any) -> Iterator[str]:
-    """What to say of a value that is not of its type, if it is none."""
+    """Say what was expected in place of a value that is not of its type; nothing of one that is."""
     expected = list(dict.fromkeys(_words(kind)))
     if not one.value or not all(expected) or _is_of(one.value, kind):
         return

@@ -46,7 +46,7 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Listing:
-    """What `layers --json` prints.
+    """The content of what `layers --json` prints.
 
     Attributes:
         model: What was asked for.
@@ -102,7 +102,7 @@ def main(args: Sequence[str] | None = None) -> None:
 def list_layers(
     model: nn.Module, source: str, pattern: Unstructured | SemiStructured | None, **choices: Any
 ) -> Listing:
-    """What `make_plan` would prune of a model, and all else that it holds.
+    """List the layers of a model that `make_plan` would prune, and all else that it holds.
 
     Args:
         model: On any device.

@@ -100,7 +100,7 @@ def _help() -> str:
 
 
 def _command(name: str) -> Callable[[], Callable[[list[str]], None]] | None:
-    """What loads the command of that name, `None` for those of LightningCLI.
+    """Return the function that loads a command; it is `None` for those of LightningCLI.
 
     Raises:
         OptionError: There is none.

@@ -64,9 +64,9 @@ class Configured(PruningCLI):
         return "; ".join(differences(before, self.described(), self._defaults))
 
     def _defaults(self, keys: Iterable[str]) -> dict[str, Any]:
-        """What some options are without being given, beside the others as they are.
+        """The defaults of some options, where all others stay as they are.
 
-        Those of a callback, say, are found by parsing what names it.
+        They may depend on the others: the defaults of a callback on its class.
         """
         wanted, parser = set(keys), self.parser
         given = _without(_nested(parser, self.config), wanted)

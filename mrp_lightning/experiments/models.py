@@ -19,7 +19,7 @@ from mrp_lightning.records.report import NAME
 
 _TOLD_OTHERWISE = ("method", "pattern", "sparsity")
 _FOUND_OUT = ("walk",)
-"""What is in the configuration of a report without that the run was told so."""
+"""Keys of a report's configuration that the run found out by itself; it was not told them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +41,7 @@ class Result:
 
     @property
     def setting(self) -> str:
-        """What was pruned to, such as `2:4` and `50%`; empty for the dense model."""
+        """The sparsity that was pruned to, such as `2:4` and `50%`; empty for the dense model."""
         return self.trial.setting if self.trial.method else ""
 
     @property

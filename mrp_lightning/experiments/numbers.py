@@ -42,7 +42,7 @@ def percent(value: float) -> str:
 
 @_of_finite
 def points(value: float) -> str:
-    """What is in percent already, without the sign."""
+    """A number that is in percent already, without the sign."""
     return f"{value:.2f}"
 
 

@@ -12,7 +12,7 @@ from mrp_lightning.errors import FormatError
 from mrp_lightning.experiments.trials import Trial, method_rank
 from mrp_lightning.files import save_ours
 from mrp_lightning.journal.unfinished import find_journal, unfinished_report
-from mrp_lightning.json_files import as_json, read_json
+from mrp_lightning.json_files import as_json, read_as, read_json
 from mrp_lightning.records import evaluation as records
 from mrp_lightning.records import report
 from mrp_lightning.records.evaluation import Evaluation
@@ -59,15 +59,18 @@ class FinishedTrial:
         Raises:
             FormatError: It is damaged, or of a newer version of mrp-lightning.
         """
-        content = read_json(path, "make the run again", _FORMAT_VERSION)
-        try:
-            trial = Trial.from_dict(content["run"])
-            return cls(trial, str(content["machine"]), dict(content["config"]))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise FormatError(
-                f"{path} does not say what the run was ({type(error).__name__}: {error}). Use the "
-                "version of mrp-lightning that wrote it, or delete it to make the run again."
-            ) from error
+        found = read_as(_Content, path, "make the run again", _FORMAT_VERSION)
+        trial = Trial.from_dict(found.run, f"`run` of {path}")
+        return cls(trial, found.machine, found.config)
+
+
+@dataclass(kw_only=True)
+class _Content:
+    """The content of `run.json`."""
+
+    run: dict[str, Any]
+    machine: str
+    config: dict[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,7 +199,7 @@ def is_dense_run(directory: Path) -> bool:
 
 
 def _dense_beside(root: Path) -> Iterator[Run]:
-    """What is beside was not asked for: where it is damaged, the page is made without it."""
+    """Dense runs beside what was asked for; the page is made without those that are damaged."""
     try:
         beside = sorted(root.absolute().parent.iterdir())
     except OSError as error:

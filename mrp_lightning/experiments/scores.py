@@ -1,4 +1,4 @@
-"""What runs were measured to have: perplexities, zero-shot metrics, layer loss, seconds."""
+"""The scores of runs: perplexities, zero-shot metrics, layer losses, seconds."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -23,7 +23,7 @@ from mrp_lightning.records.evaluation import (
 
 
 class Score(NamedTuple):
-    """What is measured.
+    """The name of a quantity that is measured.
 
     Attributes:
         metric: `perplexity`, `relative loss` (the mean over layers of ‖δx‖² / ‖wx‖²), `seconds` of
@@ -84,7 +84,7 @@ RELATIVE_LOSS, SECONDS, CPU_SECONDS = map(Score, ("relative loss", "seconds", "C
 
 
 def scores(run: Run) -> dict[Score, Value]:
-    """What a run was measured to have."""
+    """The values that were measured of a run, by their names."""
     found: dict[Score, Value] = {}
     for text, values in run.evaluation.perplexity.items():
         if "perplexity" in values:

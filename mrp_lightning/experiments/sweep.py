@@ -146,7 +146,7 @@ class Sweep:
         return Path(self.out, trial.directory)
 
     def options(self, trial: Trial) -> dict[str, Any]:
-        """What a trial changes of the configuration `base`, by dotted key."""
+        """The options of the configuration `base` that a trial changes, by dotted key."""
         recipe = self.recipes[trial.recipe] if trial.recipe else {}
         given = {f"{CALLBACK}.{key}": value for key, value in recipe.items()}
         return self.models[trial.model].options | given | trial.options()

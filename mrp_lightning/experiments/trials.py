@@ -9,6 +9,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from mrp_lightning.errors import OptionError
+from mrp_lightning.json_files import as_dataclass
 from mrp_lightning.solver.compensations import ColumnSweep, NoCompensation
 from mrp_lightning.solver.exact import ExactCompensation
 from mrp_lightning.solver.methods import MASKS, NAMED, parse_method
@@ -130,7 +131,7 @@ class Trial:
 
     @property
     def label(self) -> str:
-        """What was done, for a reader: the recipe, or what the field calls the method."""
+        """The name for a reader: that of the recipe, or what the field calls the method."""
         return self.recipe or _LABELS.get(self.method or "", self.method or "")
 
     @property
@@ -154,7 +155,7 @@ class Trial:
         return "all" if self.block_size is None else str(self.block_size)
 
     def options(self) -> dict[str, Any]:
-        """What the trial changes of the configuration, by dotted key, but for its recipe."""
+        """The options that the trial changes, by dotted key, without those of its recipe."""
         if self.method is None:
             return {"trainer.callbacks": None}
         percent = self.setting.endswith("%")
@@ -175,15 +176,16 @@ class Trial:
         return {**vars(self), "changed": changed}
 
     @classmethod
-    def from_dict(cls, content: dict[str, Any]) -> "Trial":
-        """The trial that `run.json` keeps.
+    def from_dict(cls, content: Mapping[str, Any], source: str = "the trial") -> "Trial":
+        """Read what `to_dict` gave; `source` names it in messages.
 
         Raises:
-            TypeError: A key is missing or unknown.
-            MethodError: There is no such method.
+            FormatError: A value is missing or of another type, or there is no such method.
         """
-        changed = content.get("changed")
-        return cls(**{**content, "changed": Change(*changed) if changed else None})
+        match content.get("changed"):
+            case [key, value]:
+                content = {**content, "changed": {"key": key, "value": value}}
+        return as_dataclass(cls, content, source, "delete it, or make the run again")
 
     @classmethod
     def of_report(cls, config: Mapping[str, Any]) -> "Trial":

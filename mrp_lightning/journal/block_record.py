@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mrp_lightning.errors import JournalError
+from mrp_lightning.json_files import as_dataclass
 from mrp_lightning.records.rows import BlockReport, LayerReport
 from mrp_lightning.targets.layers import Layer
 
@@ -84,12 +85,22 @@ class BlockRecord:
 
     @classmethod
     def load(cls, file: Path) -> "BlockRecord":
-        """Read what `save` wrote."""
+        """Read what `save` wrote.
+
+        Raises:
+            FormatError: Its rows are damaged, or of another version of mrp-lightning.
+        """
         with safe_open(file, "pt") as opened:
             weights = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-            told = json.loads(opened.metadata()["record"])
-        rows = [LayerReport.from_dict(row) for row in told["layers"]]
-        block = told.get("block")
-        return cls(
-            told["name"], rows, None if block is None else BlockReport.from_dict(block), weights
-        )
+            told = json.loads((opened.metadata() or {}).get("record", "null"))
+        found = as_dataclass(_Told, told, str(file), "set `resume: false` to start the run afresh")
+        return cls(found.name, found.layers, found.block, weights)
+
+
+@dataclass(kw_only=True)
+class _Told:
+    """The part of a record that is written as JSON beside the weights."""
+
+    name: str
+    layers: list[LayerReport]
+    block: BlockReport | None = None

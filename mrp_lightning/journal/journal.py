@@ -102,7 +102,7 @@ class Journal:
         return step in self.manifest.entries and step not in self._damaged
 
     def read(self, step: int) -> BlockRecord | None:
-        """What was done in a step, `None` if it is still to be done."""
+        """Read the record of a step; it is `None` while the step is still to be done."""
         return BlockRecord.load(self.file(step)) if step in self else None
 
     def file(self, step: int) -> Path:

@@ -10,15 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mrp_lightning.errors import JournalError
+from mrp_lightning.errors import FormatError, JournalError
 from mrp_lightning.files import move_durably
 from mrp_lightning.journal.same import SHA256
+from mrp_lightning.json_files import as_dataclass, read_json
 
 NAME = "manifest.json"
 FORMAT_VERSION = 1
 
 Fingerprint = dict[str, Any]
-"""What decides the result of a run, by name: plain JSON values, digests for what is large."""
+"""The facts that decide the result of a run, by name: JSON values, and digests of large ones."""
 
 
 @dataclass(frozen=True)
@@ -73,25 +74,32 @@ class Manifest:
         Raises:
             JournalError: It is damaged, or of another version of mrp-lightning.
         """
+        file, remedy = directory / NAME, "set `resume: false` to start the run afresh"
         try:
-            content = json.loads((directory / NAME).read_text("utf-8"))
-            version = content["format_version"]
-            if version == FORMAT_VERSION and content.pop("sha256") != _checksum(content):
-                raise ValueError("its checksum is not that of its content")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            content = read_json(file, remedy, FORMAT_VERSION)
+            found = as_dataclass(_Content, content, str(file), remedy)
+        except FormatError as error:
+            raise JournalError(f"The journal cannot be read. {error}") from error
+        if content.pop("sha256") != _checksum(content):
             raise JournalError(
-                f"The journal {directory} is damaged: {NAME}, {error}. Set `resume: false` to "
-                "start the run afresh."
-            ) from error
-        if version != FORMAT_VERSION:
-            raise JournalError(
-                f"The journal {directory} has the `format_version` {version!r}, and this version "
-                f"of mrp-lightning reads {FORMAT_VERSION}. Go on with the version that wrote it, "
-                "or set `resume: false` to start the run afresh."
+                f"{file} is damaged: its checksum is not that of its content. Set `resume: false` "
+                "to start the run afresh."
             )
-        del content["format_version"]
-        entries = {int(step): Entry(**entry) for step, entry in content.pop("shards").items()}
-        return cls(**content, entries=entries)
+        times = found.seconds, found.cpu_seconds
+        return cls(found.fingerprint, found.about, *times, found.allocation, found.shards)
+
+
+@dataclass(kw_only=True)
+class _Content:
+    """The content of `manifest.json`: all that `Manifest.save` writes."""
+
+    fingerprint: Fingerprint
+    about: dict[str, Any]
+    seconds: float
+    cpu_seconds: float
+    allocation: dict[str, dict[str, float]]
+    shards: dict[int, Entry]
+    sha256: str
 
 
 def plain(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,14 +1,17 @@
 """The report of a run that is not finished, from its journal."""
 
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 
-from mrp_lightning.errors import JournalError
+from mrp_lightning.errors import FormatError, JournalError
 from mrp_lightning.journal.block_record import BlockRecord
 from mrp_lightning.journal.journal import journal_path
 from mrp_lightning.journal.manifest import NAME, Manifest
+from mrp_lightning.json_files import as_dataclass
 from mrp_lightning.records.report import PruningReport
 
 
@@ -28,22 +31,36 @@ def unfinished_report(journal: Path) -> tuple[PruningReport, str]:
         JournalError: The journal is damaged, or of another version of mrp-lightning.
     """
     manifest = Manifest.load(journal)
-    about = manifest.about
+    try:
+        about = as_dataclass(_About, manifest.about, f"`about` of {journal / NAME}", "prune again")
+    except FormatError as error:
+        raise JournalError(str(error)) from error
     report = PruningReport(
-        about["config"],
+        about.config,
         seconds=manifest.seconds,
-        versions=about["versions"],
-        provenance=about["provenance"],
-        model_weights=about.get("model_weights"),
+        versions=about.versions,
+        provenance=about.provenance,
+        model_weights=about.model_weights,
     )
     for _, entry in sorted(manifest.entries.items()):
         try:
             record = BlockRecord.load(journal / entry.file)
-        except (OSError, SafetensorError) as error:
+        except (OSError, SafetensorError, FormatError) as error:
             raise JournalError(
                 f"{journal / entry.file} is damaged ({error}). The run makes it again when it goes "
                 "on."
             ) from error
         report.layers += record.rows
         report.blocks += [] if record.block is None else [record.block]
-    return report, f"{len(manifest.entries)} of {about['blocks']} blocks are pruned so far"
+    return report, f"{len(manifest.entries)} of {about.blocks} blocks are pruned so far"
+
+
+@dataclass(kw_only=True)
+class _About:
+    """What a manifest tells of the run, beside its layers, of which a report is made."""
+
+    config: dict[str, Any]
+    versions: dict[str, str]
+    provenance: dict[str, Any]
+    blocks: int
+    model_weights: int | None = None

@@ -13,7 +13,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from mrp_lightning.errors import FormatError
+from mrp_lightning.errors import FormatError, first_line
 from mrp_lightning.upstream import from_config
 
 
@@ -48,10 +48,9 @@ def build_without_weights(
                 return kind.from_config(config, trust_remote_code=trust_remote_code)
             return from_config(kind, config)
     except Exception as error:  # whatever the code of a model stumbles over in a configuration
-        reason = next(iter(str(error).splitlines()), "")
         raise FormatError(
             f"No model can be built from the configuration {type(config).__name__} (architectures "
-            f"{config.architectures}): {type(error).__name__}: {reason}"
+            f"{config.architectures}): {first_line(error)}"
         ) from error
 
 

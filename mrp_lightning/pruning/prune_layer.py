@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Aim:
-    """What a layer aims at, of a run whose target is the dense model.
+    """The outputs that a layer aims at, in a run whose target is the dense model.
 
     Attributes:
         target_weight: α, above 0 and at most 1.
@@ -46,7 +46,7 @@ class Aim:
 
 @dataclass(frozen=True, eq=False)
 class Calibrated:
-    """What calibration found of the input that some layers share.
+    """The statistics of an input that some layers share, as calibration found them.
 
     Attributes:
         inputs: The Hessian of the input.

@@ -147,22 +147,24 @@ class PruningReport:
             FormatError: It is damaged, or of a newer version of mrp-lightning; all problems are
                 listed.
         """
-        return cls.from_dict(read_json(path, "prune again", FORMAT_VERSION), str(path))
+        content = read_json(path, "prune again", FORMAT_VERSION)
+        return cls.from_dict(content, str(path), "delete it, or prune again")
 
     @classmethod
-    def from_dict(cls, content: Any, source: str) -> "PruningReport":
+    def from_dict(cls, content: Any, source: str, remedy: str = "prune again") -> "PruningReport":
         """Read what `to_dict` gave, also in an older version.
 
         Args:
             content: The report as plain containers.
             source: Where it comes from, for messages.
+            remedy: The next step where it is damaged.
 
         Raises:
             FormatError: It is damaged, or of a newer version of mrp-lightning; all problems are
                 listed.
         """
         check_version(content, source, FORMAT_VERSION, "prune again")
-        found = as_dataclass(_Content, content, source, "prune again")
+        found = as_dataclass(_Content, content, source, remedy)
         return cls(
             config=content["config"],
             layers=found.layers,

@@ -1,7 +1,7 @@
 """The rows of a report: what was done to a layer, and to a block."""
 
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,12 +18,6 @@ class _Row:
             for key, value in vars(self).items()
             if key in self._always or not (value is None or value is False)
         }
-
-    @classmethod
-    def from_dict(cls, row: dict[str, Any]) -> Self:
-        """The row that `to_dict` gave. What an older version did not write has its default."""
-        known = {f.name: row[f.name] for f in fields(cls) if f.name in row}
-        return cls(**{key: tuple(x) if isinstance(x, list) else x for key, x in known.items()})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -141,6 +141,16 @@ def test_nibbles_that_cannot_be_are_refused_by_every_loader(packed):
         AutoModelForCausalLM.from_pretrained(packed)
 
 
+def test_places_of_another_dtype_are_refused_by_every_loader(packed):
+    name = "model.layers.0.mlp.up_proj.weight_meta"
+    change(packed, **{name: load_file(packed / "model.safetensors")[name].to(torch.int16)})
+    message = r"up_proj\.weight_meta.*expected uint8, got torch\.int16"
+    with pytest.raises(FormatError, match=message):
+        AutoModelForCausalLM.from_pretrained(packed)
+    with pytest.raises(FormatError, match=message):
+        export.load(packed)
+
+
 def test_another_version_of_the_format_is_refused(packed):
     config = json.loads((packed / "config.json").read_text())
     config["quantization_config"]["format_version"] = 2

@@ -147,7 +147,7 @@ def test_the_fast_path_of_torchs_encoder_is_told(tmp_path, caplog, monkeypatch):
     encoder.linear2.weight.data.mul_(kept)
     save_file(encoder.state_dict(), tmp_path / "model.safetensors")
     row = {"name": "linear2", "shape": [16, 32]}
-    report = PruningReport({"method": "SM", "pattern": "2:4"}, [LayerReport.from_dict(row)])
+    report = PruningReport({"method": "SM", "pattern": "2:4"}, [LayerReport(**row)])
     report.save(tmp_path)
     main([str(tmp_path), "--out", f"{tmp_path}-packed"])
     other = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True).eval()

@@ -1,5 +1,6 @@
 """The journal by itself: what it keeps, what it refuses, and what it makes again."""
 
+import hashlib
 import json
 from dataclasses import replace
 
@@ -135,16 +136,29 @@ def test_what_follows_a_block_that_came_out_otherwise_is_made_again(three, tmp_p
 @pytest.mark.parametrize("place", [20, 200, -3])
 def test_a_damaged_manifest_is_refused(place, three, tmp_path):
     flip(three / "manifest.json", place)
-    with pytest.raises(JournalError, match=r"damaged: manifest\.json.*`resume: false`"):
+    with pytest.raises(JournalError, match=r"manifest\.json is .*(?i:set `resume: false`)"):
         Journal.open(tmp_path / "out", PRINT)
     with Journal.open(tmp_path / "out", PRINT, resume=False) as journal:
         assert 0 not in journal
 
 
+def test_a_manifest_that_lacks_a_key_is_refused_in_words(three, tmp_path):
+    """Its checksum is right, as where another program, or an older version, wrote it."""
+    content = json.loads((three / "manifest.json").read_text())
+    del content["sha256"], content["shards"]["1"]["weights"], content["seconds"]
+    content["sha256"] = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    (three / "manifest.json").write_text(json.dumps(content))
+    with pytest.raises(JournalError) as caught:
+        Journal.open(tmp_path / "out", PRINT)
+    assert "`seconds` is missing" in str(caught.value)
+    assert "`shards.1.weights` is missing" in str(caught.value)
+    assert "set `resume: false`" in str(caught.value).casefold()
+
+
 def test_another_version_is_refused(three, tmp_path):
     content = json.loads((three / "manifest.json").read_text()) | {"format_version": 7}
     (three / "manifest.json").write_text(json.dumps(content))
-    with pytest.raises(JournalError, match="`format_version` 7, and this version.* reads 1"):
+    with pytest.raises(JournalError, match="`format_version` is 7, but this version.* reads 1"):
         Journal.open(tmp_path / "out", PRINT)
 
 

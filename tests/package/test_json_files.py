@@ -51,7 +51,7 @@ def test_all_that_does_not_fit_is_listed():
     with pytest.raises(FormatError) as caught:
         as_dataclass(Drawing, content, "a.json", "draw it again")
     first, *listed = str(caught.value).splitlines()
-    assert first == "a.json is not as mrp-lightning writes it. Delete it, or draw it again."
+    assert first == "a.json is not as mrp-lightning writes it. Draw it again."
     assert [line.strip() for line in listed] == [
         "`points[0].x` is True, expected a valid number",
         "`points[1].x` is '1', expected a valid number",

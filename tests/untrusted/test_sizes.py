@@ -76,10 +76,10 @@ def test_the_largest_models_are_not_absurd():
 @pytest.mark.parametrize(
     ("modules", "message"),
     [
-        (3, "`quantization_config.modules`: expected"),
-        ([UP], "as an object of counts by name"),
-        ({UP: -1}, "as an object of counts by name"),
-        ({UP: "a"}, "as an object of counts by name"),
+        (3, "(?s)`quantization_config` is not .* `modules` is 3, expected an object"),
+        ([UP], r"`modules` is \[.*\], expected an object"),
+        ({UP: -1}, f"expected counts from 0 in `modules`: {UP}"),
+        ({UP: "a"}, f"`modules.{UP}` is 'a', expected a valid integer"),
         ({UP: 10**15}, f"{UP}: 1,000,000,000,000,000 values are kept of 64×32 weights"),
         (
             {"model.norm": 1},

@@ -1,4 +1,4 @@
-"""What the paper claims, and whether the runs of a sweep bear it out."""
+"""The claims of the paper, and whether the runs of a sweep bear them out."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -77,7 +77,7 @@ def findings(models: Sequence[Model]) -> list[Finding]:
 
 
 def _of_methods(plain: pd.DataFrame, name: str) -> Iterator[Finding]:
-    """What is claimed of SM: seed by seed where both methods have a perplexity."""
+    """Test the claims about SM, seed by seed where both methods have a perplexity."""
     by_method = plain.pivot_table("perplexity", [*_CASE, "seed"], "how", "first", sort=False)
     cases = dict(list(by_method.groupby(level=_CASE, sort=False)))
     gains = {case: found for case, of in cases.items() if (found := _gain(of, "SS", "SM"))}
@@ -127,7 +127,7 @@ class _Gain(NamedTuple):
 
 
 def _gain(case: pd.DataFrame, worse: str, better: str) -> _Gain | None:
-    """What one method gains over another, `None` where they cannot be compared."""
+    """The gain of one method over another; `None` where they cannot be compared."""
     if not {worse, better} <= set(case):
         return None
     both = case[[worse, better]].dropna()
@@ -140,7 +140,7 @@ def _gain(case: pd.DataFrame, worse: str, better: str) -> _Gain | None:
 
 
 def _ablations(varied: pd.DataFrame, name: str) -> Iterator[Finding]:
-    """What is claimed of options, from the worst value by the claim to the best."""
+    """Test the claims about options, from the value that a claim calls the worst to the best."""
     for (*case, how, option), of in varied.groupby([*_CASE, "how", "option"], sort=False):
         means = of.groupby("value")["perplexity"].mean()
         if option in _ABLATIONS and len(means) > 1:

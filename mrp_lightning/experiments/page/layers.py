@@ -245,7 +245,7 @@ class Layers:
         return cells.reindex(index=list(self._kinds), columns=self._blocks)
 
     def _block_part(self) -> Part:
-        """What was done to the blocks as wholes, in the first run of each result."""
+        """Tables of what was done to the blocks as wholes, in the first run of each result."""
         table = self.of_blocks
         held = [key for key in _IN_BLOCKS if key in table and table[key].notna().any()]
         groups: dict[str, list[Row]] = {}

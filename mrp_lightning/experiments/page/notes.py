@@ -1,4 +1,4 @@
-"""What a reader has to know before trusting the numbers."""
+"""Notes that a reader has to know before trusting the numbers."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -43,7 +43,7 @@ def _of_the_run(run: Run) -> Iterator[str]:
 
 
 def _of_layers(run: Run) -> Iterator[str]:
-    """What is said of the layers that have a problem, with the worst of them."""
+    """Notes on the layers that have a problem, each with the worst of them."""
     tolerance = run.config.get("tolerance")
     if isinstance(tolerance, int | float):
         near = f"may be further from the optimal loss than the tolerance of {tolerance:.0e}"

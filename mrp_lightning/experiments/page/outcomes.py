@@ -44,7 +44,7 @@ def zero_shot_part(model: Model) -> Part | None:
 
 
 def continuations_part(model: Model) -> Part | None:
-    """What the first run of each result writes after the same words, where that is recorded."""
+    """Tables of the texts that the first run of each result writes after the same words."""
     tables: dict[tuple[str, str], dict[str, list[Row]]] = {}
     for result in [r for r in model.rows if r.method is None or r in model.originals]:
         for text, found in result.runs[0].evaluation.continuations.items():

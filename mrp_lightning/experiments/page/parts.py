@@ -1,4 +1,4 @@
-"""What a page is made of: tables and pictures, in parts. HTML and Markdown draw the same parts."""
+"""A page is made of parts with tables and pictures. HTML and Markdown draw the same parts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -54,7 +54,7 @@ class Picture:
 
 
 class Fold(NamedTuple):
-    """What is shown on request."""
+    """Tables and pictures that are folded away until the reader asks for them."""
 
     summary: str
     tables: Sequence[Table] = ()

@@ -170,7 +170,7 @@ def _drawn(values: pd.DataFrame, scale: Scale) -> list[float]:
 
 
 def _words(values: pd.DataFrame, scale: Scale) -> str:
-    """What each column shows, in words."""
+    """Describe in words what each column shows."""
 
     def shown(column: pd.Series) -> str:
         if len(column) <= _LISTED:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from export.errors import first_line
+from mrp_lightning.errors import first_line
 
 
 @pytest.mark.parametrize(
