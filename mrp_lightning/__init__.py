@@ -33,12 +33,14 @@ if TYPE_CHECKING:
     from mrp_lightning.loop.trainer import Trainer
     from mrp_lightning.records.report import PruningReport
     from mrp_lightning.records.rows import BlockReport, LayerReport
+    from mrp_lightning.solver.columns import ColumnSolution, prune_columns
     from mrp_lightning.tuning.block_tuner import BlockTuning
 
 __all__ = [
     "BlockReport",
     "BlockTuning",
     "CausalLM",
+    "ColumnSolution",
     "DataError",
     "DependencyError",
     "FormatError",
@@ -58,6 +60,7 @@ __all__ = [
     "TargetError",
     "TextDataModule",
     "Trainer",
+    "prune_columns",
     "prune_weight",
 ]
 
@@ -68,10 +71,12 @@ _LAZY = {
     "BlockReport": "mrp_lightning.records.rows",
     "BlockTuning": "mrp_lightning.tuning.block_tuner",
     "CausalLM": "mrp_lightning.loop.causal_lm",
+    "ColumnSolution": "mrp_lightning.solver.columns",
     "LayerReport": "mrp_lightning.records.rows",
     "PruningReport": "mrp_lightning.records.report",
     "TextDataModule": "mrp_lightning.loop.data_module",
     "Trainer": "mrp_lightning.loop.trainer",
+    "prune_columns": "mrp_lightning.solver.columns",
 }
 
 

@@ -136,7 +136,8 @@ def prune(
     Hessian and with the target of their own share, and get the same solution. `tell` is called with
     where the solution is, in words, while it takes long.
     """
-    _check_weight(weight, inputs, recipe.pattern)
+    check_weight(weight, inputs)
+    _check_pattern(inputs, recipe.pattern)
     with torch.inference_mode(False), torch.no_grad(), full_float32(weight.device):
         rows = len(weight)
         mine = weight.detach()[processes.share(rows)]
@@ -252,7 +253,8 @@ def _sum(values: Tensor) -> float:
     return float(values.sum(dtype=torch.float64))
 
 
-def _check_weight(weight: Tensor, inputs: InputHessian, pattern: Pattern) -> None:
+def check_weight(weight: Tensor, inputs: InputHessian) -> None:
+    """Refuse a weight that is no finite floating-point matrix, or not one of these inputs."""
     label = inputs.label
     if weight.ndim != 2 or not weight.is_floating_point():
         raise TargetError(
@@ -269,10 +271,13 @@ def _check_weight(weight: Tensor, inputs: InputHessian, pattern: Pattern) -> Non
             f"{label}: the weight is on {weight.device}, its Hessian on {inputs.hessian.device}; "
             "move one of them."
         )
-    if not pattern.divides(weight.shape[1]):
-        raise PatternError(
-            f"{label}: {weight.shape[1]} columns do not split into the groups of pattern "
-            f'"{pattern}". Choose a group that divides them, or leave the layer out.'
-        )
     if not bool(weight.isfinite().all()):
         raise TargetError(f"{label}: the weight holds NaN or Inf.")
+
+
+def _check_pattern(inputs: InputHessian, pattern: Pattern) -> None:
+    if not pattern.divides(inputs.columns):
+        raise PatternError(
+            f"{inputs.label}: {inputs.columns} columns do not split into the groups of pattern "
+            f'"{pattern}". Choose a group that divides them, or leave the layer out.'
+        )

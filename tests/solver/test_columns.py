@@ -1,0 +1,157 @@
+"""Whole columns: against brute force over all sets, and dense float64 solves."""
+
+from itertools import combinations
+
+import pytest
+import torch
+
+from mrp_lightning import HessianError, MethodError, OptionError, prune_columns
+
+
+@pytest.fixture
+def layer(problem, truth):
+    """A weight and the Hessian of its inputs, both in float64."""
+
+    def make(rows, columns):
+        weight, inputs = problem(rows=rows, columns=columns)
+        return weight.double(), truth.hessian_of(inputs)
+
+    return make
+
+
+def optimum(weight, matrix, gone):
+    """The damped loss, and the weight, of the optimum without some columns, by a dense solve."""
+    kept = ~gone
+    found = torch.zeros_like(weight)
+    right = (weight @ matrix[:, kept]).T
+    found[:, kept] = torch.linalg.solve(matrix[kept][:, kept], right).T
+    change = found - weight
+    return float(((change @ matrix) * change).sum()) / 2, found
+
+
+def best_of_all(weight, matrix, count, group):
+    groups = weight.shape[1] // group
+    losses = {}
+    for chosen in combinations(range(groups), count):
+        gone = torch.zeros(groups, dtype=torch.bool)
+        gone[list(chosen)] = True
+        losses[chosen], _ = optimum(weight, matrix, gone.repeat_interleave(group))
+    return min(losses.values())
+
+
+@pytest.mark.parametrize("method", ["SM", "magnitude+M", "wanda+M"])
+@pytest.mark.parametrize("group", [1, 4])
+def test_it_is_the_optimum_of_its_own_set(layer, truth, method, group):
+    weight, hessian = layer(rows=12, columns=96)
+    solution = prune_columns(weight, hessian, 7, group=group, method=method)
+    gone = solution.removed.repeat_interleave(group)
+    assert int(solution.removed.sum()) == 7
+    loss, expected = optimum(weight, truth.damped(hessian), gone)
+    torch.testing.assert_close(solution.weight, expected, rtol=1e-9, atol=1e-11)
+    assert not solution.weight[:, gone].any()
+    assert solution.optimal_loss == pytest.approx(loss, rel=1e-9)
+    assert solution.gap <= 1e-12
+    change = solution.weight - weight
+    assert solution.loss == pytest.approx(float(((change @ hessian) * change).sum()) / 2, rel=1e-9)
+
+
+@pytest.mark.parametrize(("columns", "group", "count"), [(12, 1, 4), (12, 1, 9), (24, 3, 3)])
+def test_it_is_near_the_best_of_all_sets(layer, truth, columns, group, count):
+    """No exchange of two groups is left that lowers the loss, and few sets are better."""
+    ratios, greedy = [], []
+    for _ in range(6):
+        weight, hessian = layer(rows=5, columns=columns)
+        matrix = truth.damped(hessian)
+        solution = prune_columns(weight, hessian, count, group=group)
+        best = best_of_all(weight, matrix, count, group)
+        ratios.append(solution.optimal_loss / best)
+        greedy.append(solution.greedy_loss / best)
+        for back in solution.removed.nonzero()[:, 0].tolist():
+            for out in (~solution.removed).nonzero()[:, 0].tolist():
+                other = solution.removed.clone()
+                other[back], other[out] = False, True
+                loss, _ = optimum(weight, matrix, other.repeat_interleave(group))
+                assert loss >= solution.optimal_loss * (1 - 1e-8)
+    assert min(ratios) >= 1 - 1e-9
+    assert sum(ratios) / len(ratios) <= min(1.02, sum(greedy) / len(greedy))
+
+
+@pytest.mark.parametrize("group", [1, 8])
+def test_greedy_removes_what_costs_least_each_time(layer, truth, group):
+    weight, hessian = layer(rows=6, columns=160)
+    matrix = truth.damped(hessian)
+    gone = torch.zeros(160 // group, dtype=torch.bool)
+    for _ in range(9):
+        costs = {}
+        for j in (~gone).nonzero()[:, 0].tolist():
+            other = gone.clone()
+            other[j] = True
+            costs[j], _ = optimum(weight, matrix, other.repeat_interleave(group))
+        gone[min(costs, key=costs.get)] = True
+    solution = prune_columns(weight, hessian, 9, group=group, swaps=False)
+    assert torch.equal(solution.removed, gone)
+    assert solution.swaps == 0
+    assert solution.greedy_loss == solution.optimal_loss == pytest.approx(min(costs.values()))
+
+
+def test_a_long_removal_does_not_drift(layer, truth):
+    """More removals than a panel, and more exchanges than one."""
+    weight, hessian = layer(rows=24, columns=256)
+    solution = prune_columns(weight, hessian, 150)
+    loss, _ = optimum(weight, truth.damped(hessian), solution.removed)
+    assert solution.swaps > 1
+    assert solution.optimal_loss == pytest.approx(loss, rel=1e-8)
+    assert solution.optimal_loss < solution.greedy_loss
+
+
+def test_scores_without_compensation(layer):
+    weight, hessian = layer(rows=6, columns=40)
+    for method, scores in (
+        ("magnitude", weight.square().sum(0)),
+        ("wanda", weight.square().sum(0) * hessian.diagonal()),
+    ):
+        solution = prune_columns(weight, hessian, 10, method=method)
+        assert set(solution.removed.nonzero()[:, 0].tolist()) == set(scores.argsort()[:10].tolist())
+        assert torch.equal(solution.weight, weight.masked_fill(solution.removed, 0))
+        assert solution.gap is None
+
+
+def test_dead_inputs_go_first_and_the_others_stay_as_they_are(layer):
+    weight, hessian = layer(rows=6, columns=40)
+    dead = torch.zeros(40, dtype=torch.bool)
+    dead[[3, 17, 18, 30]] = True
+    hessian = hessian.masked_fill(dead, 0).masked_fill(dead[:, None], 0)
+    for method in ("SM", "magnitude", "wanda", "wanda+M"):
+        few = prune_columns(weight, hessian, 3, method=method)
+        assert few.removed[dead].sum() == 3
+        assert few.loss == 0
+        left = dead & ~few.removed
+        assert torch.equal(few.weight[:, left], weight[:, left])
+        assert prune_columns(weight, hessian, 6, method=method).removed[dead].all()
+
+
+def test_narrower_types_are_rounded_once(layer):
+    weight, hessian = layer(rows=8, columns=48)
+    exact = prune_columns(weight.bfloat16().double(), hessian, 12)
+    rounded = prune_columns(weight.bfloat16(), hessian.float(), 12)
+    assert rounded.weight.dtype == torch.bfloat16
+    assert torch.equal(rounded.removed, exact.removed)
+    torch.testing.assert_close(rounded.weight.double(), exact.weight, rtol=2**-8, atol=1e-6)
+    assert prune_columns(weight.float(), hessian.float(), 12).gap <= 1e-6
+
+
+def test_what_cannot_be_is_refused(layer):
+    weight, hessian = layer(rows=4, columns=12)
+    for count in (0, 12, 2.5, True):
+        with pytest.raises(OptionError, match="`count`"):
+            prune_columns(weight, hessian, count)
+    for group in (0, 5):
+        with pytest.raises(OptionError, match="`group`"):
+            prune_columns(weight, hessian, 2, group=group)
+    with pytest.raises(OptionError, match="`damping`"):
+        prune_columns(weight, hessian, 2, damping=-1.0)
+    for method in ("SS", "JM", "MM"):
+        with pytest.raises(MethodError, match="whole columns"):
+            prune_columns(weight, hessian, 2, method=method)
+    with pytest.raises(HessianError, match="12 columns, its Hessian 11"):
+        prune_columns(weight, hessian[:11, :11], 2)
