@@ -1,9 +1,11 @@
-"""Lightning callbacks that prune, keep what was pruned in training, and save."""
+"""The callbacks by a short name; `mrp_lightning.callbacks` has the same, whatever is near."""
 
-from callbacks.keep_sparsity import KeepSparsity
-from callbacks.mrp import MRPCallback
-from callbacks.pruning import PruningCallback
-from callbacks.save import SaveModel
-from mrp_lightning.loop.save_evaluation import SaveEvaluation
+from mrp_lightning.callbacks import (
+    KeepSparsity,
+    MRPCallback,
+    PruningCallback,
+    SaveEvaluation,
+    SaveModel,
+)
 
 __all__ = ["KeepSparsity", "MRPCallback", "PruningCallback", "SaveEvaluation", "SaveModel"]

@@ -18,7 +18,7 @@ COMMAND = "python docs/api.py"
 ROOT = Path(__file__).parents[1]
 PACKAGES = {
     "mrp_lightning": "One matrix, a whole model, and what it is calibrated on.",
-    "callbacks": "What Lightning's trainer takes.",
+    "callbacks": "What Lightning's trainer takes; `mrp_lightning.callbacks` is the same.",
     "export": "Packed checkpoints.",
 }
 

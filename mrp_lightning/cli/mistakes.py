@@ -17,8 +17,13 @@ from jsonargparse import ArgumentError, ArgumentParser
 from mrp_lightning.cli.given import Given
 from mrp_lightning.upstream import options_of
 
-_PLACES = ("callbacks", "lightning.pytorch.callbacks", "lightning.pytorch.loggers")
-"""The modules whose classes a configuration names, as a rule."""
+_PLACES = (
+    "mrp_lightning.callbacks",
+    "callbacks",  # the same by a shorter name, unless a folder of the user's has it
+    "lightning.pytorch.callbacks",
+    "lightning.pytorch.loggers",
+)
+"""The modules whose classes a configuration names, as a rule; of two names the later is told."""
 
 
 def explain(message: str, options: Mapping[str, Any], given: Sequence[Given]) -> str:
@@ -52,7 +57,8 @@ def _mistakes(
         above = [one.path[: dot.start()] for dot in re.finditer(r"\.", one.path)]
         owner = next((key for key in reversed(above) if key in classes), None)
         taker = one.path.removesuffix(".class_path")
-        if taker != one.path or (one.value and f"{taker}.help" in options):
+        is_text = "text" in _words(options.get(taker))  # of a model its name, say
+        if taker != one.path or (one.value and f"{taker}.help" in options and not is_text):
             classes[taker], reason, known = _class(one.value)
             if classes[taker] is None:
                 wrong = f"`{taker}`: no class `{one.value}`{reason}. {_meant(one.value, known)}"
@@ -127,11 +133,13 @@ def _class(path: str) -> tuple[Any, str, list[str]]:
     module, _, name = path.rpartition(".")
     places = [import_module(place) for place in _PLACES]
     if module:
+        elsewhere = [f"{place.__name__}.{name}" for place in places if hasattr(place, name)]
         try:
             places = [import_module(module)]
         except (ImportError, TypeError) as error:
-            near = [f"{place.__name__}.{name}" for place in places if hasattr(place, name)]
-            return None, f": {error}", near
+            return None, f": {error}", elsewhere
+        if elsewhere and not hasattr(places[0], name):
+            return None, "", elsewhere
     found = [getattr(place, name) for place in places if hasattr(place, name)]
     classes = [
         f"{place.__name__}.{key}"

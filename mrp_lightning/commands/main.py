@@ -44,7 +44,7 @@ def main(args: list[str] | None = None) -> None:
     given = sys.argv[1:] if args is None else args
     try:
         with told():
-            _require_own_packages()
+            _require_own_export()
             _run(given, args)
     except SystemExit as end:
         if type(end).__name__ == "SIGTERMException":  # of Lightning's loops
@@ -134,24 +134,23 @@ def _run_lightning(args: list[str] | None) -> None:
         raise OptionError(f"Lightning refuses this configuration: {reason}") from error
 
 
-def _require_own_packages() -> None:
-    """Refuse a folder of the user's that is imported in place of a package that comes with this.
+def _require_own_export() -> None:
+    """Refuse a folder of the user's that is imported in place of the package `export`.
 
-    `python -m` looks in the working directory first, and the names are ordinary ones.
+    `python -m` looks in the working directory first, and the name is an ordinary one.
 
     Raises:
         DependencyError: There is such a folder or file.
     """
-    beside = Path(__file__).parents[2]
-    for name in ("callbacks", "export"):
-        spec = find_spec(name)
-        if spec is None or spec.origin is None:
-            continue
-        found = Path(spec.origin)
-        found = found.parent if found.name == "__init__.py" else found
-        if found.resolve() != (beside / name).resolve() and (beside / name).is_dir():
-            raise DependencyError(
-                f"{found} hides the package `{name}` of mrp-lightning, because `python -m` looks "
-                "in the working directory first. Start `mrp-lightning …` or `python -P -m "
-                "mrp_lightning …` in its place, or rename yours."
-            )
+    mine = Path(__file__).parents[2] / "export"
+    spec = find_spec("export")
+    if spec is None or spec.origin is None:
+        return
+    found = Path(spec.origin)
+    found = found.parent if found.name == "__init__.py" else found
+    if found.resolve() != mine.resolve() and mine.is_dir():
+        raise DependencyError(
+            f"{found} hides the package `export` of mrp-lightning, because `python -m` looks in "
+            "the working directory first. Start `mrp-lightning …` or `python -P -m mrp_lightning "
+            "…` in its place, or rename yours."
+        )

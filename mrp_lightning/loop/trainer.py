@@ -144,7 +144,7 @@ class TensorsOnly(TorchCheckpointIO):
 
 @runtime_checkable
 class Pruning(Protocol):
-    """A callback that prunes, as it is known here: `PruningCallback` belongs to another package.
+    """A callback that prunes, as it is known here: `PruningCallback` is of a later folder.
 
     Attributes:
         settings: How it prunes.

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from callbacks import MRPCallback
-from callbacks.pruning import PruningCallback
 from mrp_lightning import CausalLM, TextDataModule, Trainer
+from mrp_lightning.callbacks.pruning import PruningCallback
 from mrp_lightning.environment import command
 from mrp_lightning.errors import FormatError
 

@@ -10,6 +10,8 @@ pytest.importorskip("jsonargparse", reason="the command line needs the extra `cl
 from jsonargparse import ArgumentError, ArgumentParser
 from lightning.pytorch.callbacks import Callback
 
+import callbacks
+import mrp_lightning.callbacks
 from callbacks import MRPCallback, PruningCallback
 from mrp_lightning import BlockTuning, CausalLM, TextDataModule
 from mrp_lightning.errors import OptionError, PatternError
@@ -48,6 +50,16 @@ callback:
     assert callback.settings.targets == ("q_proj", "layers.*.mlp")
     assert callback.settings.ignore == ("down_proj",)
     assert callback.save_dir == Path("runs/x").absolute()
+
+
+def test_both_names_are_of_one_class():
+    found = parse(
+        "callback: {class_path: mrp_lightning.callbacks.MRPCallback, init_args: {sparsity: 0.7}}"
+    )
+    assert type(found) is MRPCallback
+    assert callbacks.__all__ == mrp_lightning.callbacks.__all__
+    for name in callbacks.__all__:
+        assert getattr(callbacks, name) is getattr(mrp_lightning.callbacks, name)
 
 
 def test_the_methods_default():

@@ -218,7 +218,27 @@ def test_what_lightning_refuses(arguments, capsys):
     assert "limit_predict_batches" in said(arguments, capsys)
 
 
-@pytest.mark.parametrize("name", ["callbacks", "export"])
+def test_callbacks_of_the_users_stand_beside_ours(tmp_path):
+    """Their folder hides our short name alone, and the message says the long one."""
+    (tmp_path / "callbacks").mkdir()
+    (tmp_path / "callbacks" / "__init__.py").write_text("class Mine: pass")
+    code = (
+        "import callbacks, mrp_lightning.callbacks; from mrp_lightning.commands.main import main\n"
+        "assert callbacks.Mine and mrp_lightning.callbacks.MRPCallback\n"
+        "main('predict --model.model=a --trainer.callbacks={}.MRPCallback "
+        "--trainer.callbacks.pattern=2:4'.split())"
+    )
+    options = {"capture_output": True, "text": True, "cwd": tmp_path, "timeout": 120}
+    options["env"] = os.environ | {"PYTHONPATH": str(ROOT)}
+    shown = [
+        subprocess.run([sys.executable, "-c", code.format(name)], **options).stderr
+        for name in ("callbacks", "mrp_lightning.callbacks")
+    ]
+    assert "Did you mean `mrp_lightning.callbacks.MRPCallback`?" in shown[0]
+    assert "`--trainer.callbacks.save_dir=DIR`" in shown[1]
+
+
+@pytest.mark.parametrize("name", ["export"])
 @pytest.mark.parametrize("file", ["{}/__init__.py", "{}.py"])
 def test_a_folder_that_hides_a_package(name, file, tmp_path):
     hiding = tmp_path / file.format(name)

@@ -33,6 +33,7 @@ ORDER = {
         "pruning",
         "evaluation",
         "loop",
+        "callbacks",
         "cli",
         "experiments",
         "commands",

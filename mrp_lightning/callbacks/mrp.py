@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from callbacks.pruning import PruningCallback
+from mrp_lightning.callbacks.pruning import PruningCallback
 
 
 class MRPCallback(PruningCallback):
