@@ -14,6 +14,7 @@ from torch.sparse import SparseSemiStructuredTensorCUTLASS as Stored
 from transformers import PreTrainedModel
 
 from export.backends.subclasses import SUBCLASSES, why_not_tiled
+from export.errors import first_line
 from export.packed import huggingface
 from mrp_lightning.environment import device_named
 from mrp_lightning.errors import FormatError, OptionError
@@ -50,8 +51,21 @@ def restore(tensor: Tensor) -> Tensor:
 
 
 def read(file: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """The tensors of a file, torchao's among them, on the CPU. No code of the file is run."""
-    return read_pickle(file, [Stored])
+    """The tensors of a file, torchao's among them, on the CPU. No code of the file is run.
+
+    Raises:
+        FormatError: It is damaged, holds other things, or tensors that are far larger than it is.
+    """
+    try:
+        return read_pickle(file, [Stored])
+    except FormatError as error:
+        raise FormatError(f"{file} cannot be read: {error}. Fetch it again.") from error
+    except Exception as error:  # damaged archives and refused classes come as many kinds
+        raise FormatError(
+            f"{file} cannot be read with torch.load(weights_only=True) ({first_line(error)}), and "
+            "nothing else is tried, because it could run code. Fetch it again, or save the model "
+            "as safetensors where it comes from."
+        ) from error
 
 
 def load(directory: str | os.PathLike[str], **options: Any) -> PreTrainedModel:

@@ -145,7 +145,7 @@ def _weight_file(file: Path) -> WeightFile:
     num_bytes = file.stat().st_size
     if file.suffix != ".safetensors":
         name = file.name.removeprefix("pytorch_").replace(".bin", ".safetensors")
-        return WeightFile(name, lambda: _load_pickle(file), {}, None, num_bytes)
+        return WeightFile(name, lambda: read(file), {}, None, num_bytes)
     try:
         with safe_open(file, framework="pt") as opened:
             metadata, count = opened.metadata() or {}, len(opened.keys())
@@ -154,20 +154,9 @@ def _weight_file(file: Path) -> WeightFile:
     return WeightFile(file.name, lambda: load_file(file), metadata, count, num_bytes)
 
 
-def _load_pickle(file: Path) -> dict[str, Any]:
-    try:
-        return read(file)
-    except Exception as error:  # damaged archives and refused classes come as many kinds
-        raise FormatError(
-            f"{file} cannot be read with torch.load(weights_only=True) ({first_line(error)}), and "
-            "nothing else is tried, because it could run code. Fetch it again, or save the model "
-            "as safetensors where it comes from."
-        ) from error
-
-
 def _lightning_checkpoint(file: Path) -> Checkpoint:
     """The Hugging Face model in a checkpoint of `CausalLM`, which stores its configuration."""
-    saved = _load_pickle(file)
+    saved: Any = read(file)
     saved = saved if isinstance(saved, dict) else {}
     state, settings = saved.get("state_dict"), saved.get("hyper_parameters")
     config = settings.get("model") if isinstance(settings, dict) else None

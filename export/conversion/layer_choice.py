@@ -11,6 +11,7 @@ from export.packed.bitmask_format import BITMASK
 from export.packed.packed_format import PackedFormat
 from export.packed.sparse24_format import GROUP, SPARSE24
 from mrp_lightning.errors import PatternError
+from mrp_lightning.records.report import NAME
 from mrp_lightning.targets.names import without_numbers
 
 
@@ -25,6 +26,7 @@ class LayerChoice:
         form: The format that it is packed in.
         kept: Number of weights that are not zero.
         broken_groups: Number of groups of four columns with more than two non-zeros.
+        breach: How it breaks what the report of its pruning claims; `None` if it does not.
         misfit: Whether it stays dense because of its zeros: they break the pattern or are too few.
         reason: The reason why it stays dense; `None` for a layer that is packed.
     """
@@ -39,6 +41,7 @@ class LayerChoice:
     broken_groups: int = 0
     negative_zeros: int = 0
     not_finite: int = 0
+    breach: str | None = None
     misfit: bool = False
     reason: str | None = None
 
@@ -71,6 +74,8 @@ def form_of(
 def judge(choice: LayerChoice, form: PackedFormat, expected: bool) -> LayerChoice:
     """Say what keeps a layer from being packed in this format, if anything does."""
     choice = replace(choice, form=form)
+    if choice.breach is not None:
+        return replace(choice, misfit=True, reason=choice.breach)
     if reason := choice.reason or form.why_not(choice.shape):
         return replace(choice, reason=reason)
     size = choice.shape[0] * choice.shape[1]
@@ -89,6 +94,13 @@ def refuse_misfits(
     checkpoint: Checkpoint, choices: list[LayerChoice], expected: set[str], allow_partial: bool
 ) -> None:
     """Refuse a checkpoint of which layers that should be pruned are not, or none can be packed."""
+    breaches = [choice for choice in choices if choice.breach is not None]
+    if breaches and not allow_partial:
+        raise PatternError(
+            f"{checkpoint.path} is not what its {NAME} says, in {len(breaches)} of {len(expected)} "
+            "layers. Fetch or prune the model again. If the change is meant, leave these layers "
+            f"out with `--skip`, or dense with `--allow-partial`:\n{_listed(breaches)}"
+        )
     offending = [choice for choice in choices if choice.misfit and choice.name in expected]
     if offending and not allow_partial:
         many = f"{len(offending)} of {len(expected)} layers"

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from export.conversion.checkpoint import Checkpoint
+from export.conversion.claims import Claim, read_claims, refuse_unknown
 from export.conversion.layer_choice import LayerChoice, form_of, judge, refuse_misfits
 from export.conversion.tracking import Track, silently
 from export.packed.bitmask_format import count_kept
@@ -20,7 +21,6 @@ from export.packed.packed_format import PackedFormat, why_no_matrix
 from export.packed.packed_linear import is_packable
 from export.packed.sparse24_format import broken_groups, positive_zeros
 from mrp_lightning.errors import FormatError
-from mrp_lightning.json_files import read_json
 from mrp_lightning.models.checkpoint import names_in_model
 from mrp_lightning.models.skeleton import build_without_weights
 from mrp_lightning.records.report import NAME, PruningReport
@@ -48,9 +48,10 @@ def choose_layers(
 
     It should be 2:4, or for bitmasks have enough zeros to get smaller, in the layers that its
     `pruning_report.json` lists as pruned; without a report, in all that a run with the default
-    targets would prune. Other layers are packed where they happen to be so, but for a user's own
-    module, of which only the report tells what its layers are. Pruned layers without a packed form
-    (experts, convolutions) are listed.
+    targets would prune. What the report claims of each of its layers, the pattern or the sparsity,
+    has to be true, also of those that have no packed form. Other layers are packed where they
+    happen to be so, but for a user's own module, of which only the report tells what its layers
+    are. Pruned layers without a packed form (experts, convolutions) are listed.
 
     Without a `form` the pattern decides: 2:4, or else bitmasks. `skip` holds name patterns (see
     `names.matches`) of layers that stay dense, `allow_partial` leaves those dense, too, that should
@@ -58,7 +59,8 @@ def choose_layers(
     layer.
 
     Raises:
-        PatternError: Layers break the pattern, all listed; or no layer is left to pack.
+        PatternError: Layers break the pattern, or what the report claims, all listed; the report
+            lists other layers than the model has; or no layer is left to pack.
         FormatError: The checkpoint is quantized already, or fits no model.
         TargetError: A pattern in `skip` matches nothing.
     """
@@ -84,7 +86,9 @@ def _choose_by_model(
     model = build_without_weights(checkpoint.pretrained_config())
     modules = {name: module for name, module in model.named_modules() if is_packable(module)}
     require_matches("--skip", skip, list(modules))
-    expected = _expected(checkpoint, model)
+    claims = read_claims(checkpoint.path)
+    expected = _of_default_targets(model) if claims is None else set(claims)
+    claims = claims or {}
     reasons = dict(_reasons(model, modules, skip))
     name_in_model = names_in_model(model, get_model_conversion_mapping(model))
 
@@ -96,9 +100,15 @@ def _choose_by_model(
             converted.add(parameter)
         elif kind == "weight" and name in modules:
             transposed = is_conv1d(modules[name])
-            choices.append(_look(name, stored, tensor, transposed, reasons.get(name)))
-    seen = {choice.name for choice in choices}
-    return [*choices, *_without_tensor(model, expected - seen, converted)], expected
+            choices.append(
+                _look(name, stored, tensor, transposed, reasons.get(name), claims.get(name))
+            )
+    unseen = expected - {choice.name for choice in choices}
+    others = list(_without_tensor(model, unseen, converted))
+    refuse_unknown(checkpoint.path, claims.keys() & unseen - {choice.name for choice in others})
+    if others and claims:
+        others = _held_against(claims, others, checkpoint.load())
+    return [*choices, *others], expected
 
 
 def _choose_by_report(
@@ -106,6 +116,7 @@ def _choose_by_report(
 ) -> tuple[list[LayerChoice], set[str]]:
     """The layers of a user's own module, which its report lists; all of them should be pruned."""
     shapes = {row.name: row.shape for row in PruningReport.load(checkpoint.path / NAME).pruned}
+    claims = read_claims(checkpoint.path) or {}
     require_matches("--skip", skip, list(shapes))
     # safetensors stores tied tensors once, and notes under which other names they are known.
     tied = {name for file in checkpoint.files for pair in file.metadata.items() for name in pair}
@@ -119,7 +130,9 @@ def _choose_by_report(
             reason = _SKIPPED
         rows, columns = shapes[name]
         transposed = tensor.ndim == 2 and _is_transposed(tensor, (rows, columns))
-        choices[name] = _look(name, stored, tensor, transposed, reason, (rows, columns))
+        choices[name] = _look(
+            name, stored, tensor, transposed, reason, claims.get(name), (rows, columns)
+        )
     for name in sorted(shapes.keys() - choices.keys()):
         rows, columns = shapes[name]
         choices[name] = LayerChoice(name, "", (rows, columns), torch.float32, reason=_NOWHERE)
@@ -139,6 +152,7 @@ def _look(
     tensor: Tensor,
     transposed: bool,
     reason: str | None,
+    claim: Claim | None,
     shape: tuple[int, int] = (0, 0),
 ) -> LayerChoice:
     """Look at the weight of a layer, unless there is a `reason` already why it stays dense.
@@ -146,6 +160,10 @@ def _look(
     `shape` is that of the layer, for a weight that is no matrix.
     """
     choice = LayerChoice(name, stored, shape, tensor.dtype, transposed)
+    if claim is not None and reason != _SKIPPED and tensor.ndim in (2, 4):
+        # A convolution's columns are ordered as in `targets.layers.Conv2d`.
+        matrix = tensor.permute(0, 2, 3, 1).flatten(1) if tensor.ndim == 4 else tensor
+        choice = replace(choice, breach=claim.breach(choice.matrix(matrix)))
     if no_matrix := why_no_matrix(tensor.shape):
         return replace(choice, reason=reason or no_matrix)
     weight = choice.matrix(tensor)
@@ -183,17 +201,19 @@ def _without_tensor(
         yield LayerChoice(name, "", (rows, columns), layer.weight.dtype, reason=reason)
 
 
-def _expected(checkpoint: Checkpoint, model: nn.Module) -> set[str]:
-    """Names of the layers that should be pruned."""
-    report = checkpoint.path / NAME
-    if report.is_file():
-        try:
-            rows: list[dict[str, Any]] = read_json(report, "remove it")["layers"]
-            return {str(row["name"]) for row in rows if row["skipped"] is None}
-        except (KeyError, TypeError) as error:
-            raise FormatError(
-                f"{report} is no report of a pruning run. Repair or remove it."
-            ) from error
+def _held_against(
+    claims: Mapping[str, Claim], choices: Sequence[LayerChoice], model: nn.Module
+) -> list[LayerChoice]:
+    """Look at layers whose weights only the whole model has as matrices."""
+    layers = {layer.name: layer for n, m in model.named_modules() for layer in layers_of(n, m)}
+    return [
+        replace(choice, breach=claims[choice.name].breach(layers[choice.name].weight))
+        for choice in choices
+    ]
+
+
+def _of_default_targets(model: nn.Module) -> set[str]:
+    """Names of the layers that a run with the default targets prunes."""
     plan = make_plan(model, Unstructured(0.5), allow_meta=True)
     layers: list[Layer] = [layer for of_block in plan.layers.values() for layer in of_block]
     return {layer.name for layer in (*layers, *plan.outside)}

@@ -21,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 from mrp_lightning.errors import FormatError, OptionError, TargetError
 from mrp_lightning.models.checkpoint import names_in_model
 from mrp_lightning.models.gguf import find_gguf
+from mrp_lightning.models.identity import Identity
 from mrp_lightning.models.loading import load_model
 from mrp_lightning.models.moved_blocks import MovedBlocks, applied_in_place
 from mrp_lightning.upstream import APPLY, loading_weights_by
@@ -50,6 +51,7 @@ class StreamedBlocks(MovedBlocks):
 
     Raises:
         TargetError: There are no blocks, or their weights are tied to others.
+        FormatError: A file was changed between two readings; then, too, when a block is brought.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class StreamedBlocks(MovedBlocks):
                 "model. Load it without `streaming`."
             )
         _refuse_tied(model, list(blocks))
+        self._identities = {file: Identity.of(file) for file in files}
         # By block: which tensors, by their names in the checkpoint, are in which file.
         self._source = self._find(files)
         self._places = dict(self._source)
@@ -77,7 +80,7 @@ class StreamedBlocks(MovedBlocks):
         """Load the weights that are in no block, and say what was found about all weights."""
         shapes: dict[str, Tensor] = {}
         for files in self._places.values():
-            with _opened(files) as stored:
+            with self._opened(files) as stored:
                 shapes |= {key: torch.empty(s.get_shape(), device="meta") for key, s in stored}
         elsewhere = replace(self._loading, device_map={"": "meta"})
         found, _ = convert_and_load_state_dict_in_model(self._model, shapes, elsewhere)
@@ -120,9 +123,10 @@ class StreamedBlocks(MovedBlocks):
 
     def read_from(self, name: str, file: str | PathLike[str]) -> None:
         """From now on, read a block from a shard, to which its `tensors` were written."""
-        self.shards[name] = Path(file)
+        self.shards[name] = file = Path(file)
+        self._identities[file] = Identity.of(file)
         with safe_open(file, framework="pt") as opened:
-            self._places[name] = {Path(file): list(opened.keys())}
+            self._places[name] = {file: list(opened.keys())}
 
     def settle(self, files: Mapping[str, Path]) -> None:
         """From now on, read blocks from the files of a checkpoint, which are to stay."""
@@ -168,8 +172,29 @@ class StreamedBlocks(MovedBlocks):
         return places
 
     def _read(self, name: str) -> None:
-        with _opened(self._places[name]) as stored:
+        with self._opened(self._places[name]) as stored:
             self._convert(name, dict(stored))
+
+    @contextmanager
+    def _opened(self, files: Mapping[Path, list[str]]) -> Iterator[Iterator[tuple[str, Any]]]:
+        """Tensors of files by name, none of which is read yet, and all of which are inside.
+
+        They are read, and not mapped, since what is mapped to be written counts as the process's
+        own memory, all of the file (`ulimit -d`). That they are those of the model is asked before
+        and after it: they may also change meanwhile.
+        """
+        for file in files:
+            self._identities[file].require(file)
+        with ExitStack() as stack:
+            opened = {
+                file: stack.enter_context(safe_open(file, framework="pt", backend="pread"))
+                for file in files
+            }
+            yield (
+                (key, opened[file].get_slice(key)) for file, keys in files.items() for key in keys
+            )
+        for file in files:
+            self._identities[file].require(file)
 
     def _convert(self, name: str, stored: Mapping[str, Any]) -> None:
         """Let transformers make parameters of what a checkpoint holds."""
@@ -231,21 +256,6 @@ def _no_safetensors(files: str) -> OptionError:
         "Load the model without `streaming` where it fits into memory, save it with "
         "`save_pretrained`, and give that directory."
     )
-
-
-@contextmanager
-def _opened(files: Mapping[Path, list[str]]) -> Iterator[Iterator[tuple[str, Any]]]:
-    """Tensors of files by name, none of which is read yet.
-
-    They are read, and not mapped, since what is mapped to be written counts as the process's own
-    memory, all of the file (`ulimit -d`).
-    """
-    with ExitStack() as stack:
-        opened = {
-            file: stack.enter_context(safe_open(file, framework="pt", backend="pread"))
-            for file in files
-        }
-        yield ((key, opened[file].get_slice(key)) for file, keys in files.items() for key in keys)
 
 
 @contextmanager

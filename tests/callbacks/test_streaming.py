@@ -1,6 +1,7 @@
 """A streamed model is pruned to the bits that it has when it is pruned in memory."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from callbacks import MRPCallback
 from mrp_lightning import CausalLM, Trainer
-from mrp_lightning.errors import OptionError, StrategyError, TargetError
+from mrp_lightning.errors import FormatError, OptionError, StrategyError, TargetError
 from mrp_lightning.files import MANIFEST
 from mrp_lightning.journal.journal import Journal
 from mrp_lightning.loop.contents import start_streamed
@@ -217,3 +218,37 @@ def test_several_processes_are_refused(source, tmp_path):
     with pytest.raises(StrategyError, match=r"Got 2. Use Trainer\(devices=1\)"):
         start_streamed(module, processes=2, is_kept=True)
     start_streamed(CausalLM(module.hparams["model"]), processes=2, is_kept=False)  # in memory
+
+
+@pytest.mark.parametrize("how", ["moved over it", "written in place", "deleted"])
+def test_a_source_that_is_replaced_meanwhile_is_not_mixed_in(how, source, prune, tmp_path):
+    model = source("llama")
+    prune(model, "whole", lm={"streaming": True})
+    index = json.loads((model / "model.safetensors.index.json").read_text())["weight_map"]
+    last = model / index["model.layers.2.mlp.up_proj.weight"]
+    kept, times = last.read_bytes(), (last.stat().st_atime_ns, last.stat().st_mtime_ns)
+
+    def replace(self: Journal, step: int, record: Any) -> None:
+        write(self, step, record)
+        if step == 0:
+            other = {name: tensor + 1 for name, tensor in load_file(last).items()}
+            if how == "deleted":
+                last.unlink()
+            elif how == "written in place":
+                save_file(other, tmp_path / "other", {"format": "pt"})
+                last.write_bytes((tmp_path / "other").read_bytes())
+            else:
+                save_file(other, tmp_path / "other", {"format": "pt"})
+                os.utime(tmp_path / "other", ns=times)
+                (tmp_path / "other").rename(last)
+
+    write = Journal.write
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Journal, "write", replace)
+        with pytest.raises(FormatError, match=rf"{last} .* since the model was loaded.* load the"):
+            prune(model, "out", lm={"streaming": True})
+    assert not (tmp_path / "out").exists()
+    last.write_bytes(kept)
+    _, callback = prune(model, "out", lm={"streaming": True})
+    assert callback.report.totals["resumed_blocks"] == 2
+    assert_same_checkpoints(tmp_path / "out", tmp_path / "whole")

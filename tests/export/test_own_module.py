@@ -135,7 +135,7 @@ def test_layers_of_the_report_must_be_2_of_4(pruned, capsys):
     save_file(tensors, directory / "model.safetensors")
     with pytest.raises(SystemExit):
         main([str(directory), "--format", "packed"])
-    assert "not 2:4 in 1 of 8 layers" in capsys.readouterr().err
+    assert "says, in 1 of 8 layers" in capsys.readouterr().err
     main([str(directory), "--format", "packed", "--skip", "blocks.0"])
     report = json.loads((directory.with_name("own-sparse24") / "export_report.json").read_text())
     assert report["totals"]["packed_layers"] == 3

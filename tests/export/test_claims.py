@@ -1,0 +1,156 @@
+"""What a pruning report claims of a layer is held against its weights before anything is packed."""
+
+import json
+from pathlib import Path
+
+import families
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from export.conversion.checkpoint import open_checkpoint
+from export.conversion.claims import Claim
+from export.conversion.selection import choose_layers
+from export.to_sparse import main
+from mrp_lightning.errors import FormatError, PatternError
+from mrp_lightning.solver.patterns import SemiStructured, Unstructured
+from mrp_lightning.targets.plan import make_plan
+
+UP = "model.layers.0.mlp.up_proj"
+CHECKS = [["--check-only"], [], ["--format", "bitmask"], ["--format", "dense"]]
+
+
+def test_where_a_pattern_is_broken_is_found():
+    weight = torch.tensor([[0.0, 1, 0, 1, 0, 0, 0, 1], [1, 0, 1, 0, 1, 0, 0, 0]])
+    claim = Claim(0.5, SemiStructured(2, 4))
+    assert claim.breach(weight) is None
+    weight[1, 5:7] = torch.tensor([-1e-30, torch.nan])
+    assert claim.breach(weight) == (
+        "1 of 4 groups are not 2:4, the first in row 1, columns 4 to 7: 3 of 4 are not zero"
+    )
+    assert claim.breach(weight[:, :6]) == "its 6 columns do not split into groups of 4"
+
+
+def test_too_few_zeros_are_found():
+    weight = torch.ones(4, 1000)
+    weight[:, :300] = -0.0
+    assert Claim(0.3, None).breach(weight) is None
+    assert Claim(float(torch.tensor(0.3)), None).breach(weight) is None  # a float32, as in reports
+    weight[2, 7] = 1.0
+    assert Claim(0.3, None).breach(weight) == (
+        "30.0% of it is zero, expected 30.0%; row 2 has the fewest zeros, 299 of 1000"
+    )
+
+
+@pytest.fixture
+def pruned(tmp_path: Path):
+    """Prune the tiny model of a family; write it with its report."""
+
+    def write(family: str, shape, **config) -> Path:
+        model = families.build(family)
+        plan = make_plan(model, shape, skip_indivisible=True)
+        layers = [*(layer for block in plan.layers.values() for layer in block), *plan.outside]
+        rows = []
+        for layer in layers:
+            scores = layer.weight.abs()
+            layer.write_(layer.weight.masked_fill(shape.select(scores, 0), 0.0))
+            sparsity = float((layer.weight == 0).float().mean())
+            rows.append({"name": layer.name, "skipped": None, "sparsity": sparsity})
+        model.save_pretrained(tmp_path / "model")
+        content = {"layers": rows, "config": {"method": "magnitude", **config}}
+        (tmp_path / "model" / "pruning_report.json").write_text(json.dumps(content))
+        return tmp_path / "model"
+
+    return write
+
+
+def damage(directory: Path, name: str, index: tuple) -> None:
+    """Give weights of a tensor other values than zero."""
+    tensors = load_file(directory / "model.safetensors")
+    tensors[name][index] = 0.5
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize("options", CHECKS, ids=str)
+def test_a_layer_that_breaks_the_pattern_of_the_report_is_named(options, pruned, capsys):
+    source = pruned("llama", SemiStructured(2, 4), pattern="2:4")
+    main([str(source), "--check-only"])
+    damage(source, f"{UP}.weight", (slice(3, 5), slice(8, 12)))
+    with pytest.raises(SystemExit) as ended:
+        main([str(source), *options])
+    assert ended.value.code == 2
+    shown = capsys.readouterr().err
+    assert "is not what its pruning_report.json says, in 1 of" in shown
+    assert f"{UP}: 2 of" in shown
+    assert "groups are not 2:4, the first in row 3, columns 8 to 11: 4 of 4 are not zero" in shown
+    assert "--skip" in shown
+    assert "--allow-partial" in shown
+    assert [path.name for path in source.parent.iterdir()] == ["model"]
+
+
+def test_it_may_stay_dense(pruned):
+    source = pruned("llama", SemiStructured(2, 4), pattern="2:4")
+    damage(source, f"{UP}.weight", (3, slice(8, 12)))
+    for options in ({"allow_partial": True}, {"skip": ["layers.0.mlp.up_proj"]}):
+        found = choose_layers(open_checkpoint(source), **options)
+        assert [x.name for x in found if x.reason and x.name != "lm_head"] == [UP]
+
+
+def test_fewer_zeros_than_the_report_has(pruned):
+    source = pruned("llama", Unstructured(0.5), sparsity=0.5)
+    assert all(x.breach is None for x in choose_layers(open_checkpoint(source)))
+    damage(source, f"{UP}.weight", (0, slice(None)))
+    with pytest.raises(PatternError, match=rf"{UP}: 48\.6% of it is zero, expected 50\.0%; row 0"):
+        choose_layers(open_checkpoint(source))
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "index", "layer"),
+    [
+        ("gpt2", "transformer.h.0.mlp.c_fc.weight", (slice(0, 4), 5), "h.0.mlp.c_fc"),
+        ("mixtral", "model.layers.1.mlp.experts.gate_up_proj", (2, 1, slice(0, 4)), "experts.2.ga"),
+        ("convnext", "convnext.encoder.stages.1.downsampling_layer.1.weight", 1, "_layer.1"),
+    ],
+)
+def test_layers_that_are_stored_otherwise_or_have_no_packed_form(
+    family, name, index, layer, pruned
+):
+    source = pruned(family, SemiStructured(2, 4), pattern="2:4")
+    assert not any(x.breach for x in choose_layers(open_checkpoint(source)))
+    stored = load_file(source / "model.safetensors")
+    if name not in stored:  # each expert by itself
+        name, index = "model.layers.1.block_sparse_moe.experts.2.w1.weight", index[1:]
+    damage(source, name, index)
+    with pytest.raises(PatternError, match=rf"{layer}\S*: \d+ of \d+ groups are not 2:4"):
+        choose_layers(open_checkpoint(source))
+
+
+def test_a_report_of_another_model_is_refused(pruned):
+    source = pruned("llama", SemiStructured(2, 4), pattern="2:4")
+    report = source / "pruning_report.json"
+    report.write_text(report.read_text().replace("mlp.up_proj", "mlp.fc1"))
+    with pytest.raises(PatternError, match=r"does not have: model\.layers\.0\.mlp\.fc1, .*another"):
+        choose_layers(open_checkpoint(source))
+    report.write_text('{"layers": [{"name": 5}]}')
+    with pytest.raises(FormatError, match=r"`layers\[0\]\.name` is 5, expected a valid string"):
+        choose_layers(open_checkpoint(source))
+
+
+def test_a_convolution_of_a_module_of_ones_own(tmp_path):
+    module = nn.ModuleDict({"conv": nn.Conv2d(8, 4, 3)})
+    weight = module["conv"].weight.detach()
+    weight[:, ::2] = 0
+    row = {"name": "conv", "shape": [4, 72], "skipped": None, "sparsity": 0.5}
+    totals = dict.fromkeys(
+        ("layers", "skipped", "weights", "removed", "sparsity", "relative_loss", "seconds")
+    )
+    report = {"format_version": 1, "layers": [row], "totals": totals, "versions": {}}
+    report["config"] = {"method": "SM", "pattern": "2:4"}
+    (tmp_path / "pruning_report.json").write_text(json.dumps(report))
+    for broken in (False, True):
+        weight[1, 4, 2, 1] = 1.0 if broken else 0.0
+        save_file({"conv.weight": weight.contiguous()}, tmp_path / "model.safetensors")
+        message = "row 1, columns 60 to 63: 3 of 4" if broken else "no layer that can be packed"
+        with pytest.raises(PatternError, match=message):
+            choose_layers(open_checkpoint(tmp_path))
