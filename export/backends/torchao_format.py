@@ -14,13 +14,13 @@ from torch.sparse import SparseSemiStructuredTensorCUTLASS as Stored
 from transformers import PreTrainedModel
 
 from export.backends.subclasses import SUBCLASSES, why_not_tiled
-from export.errors import first_line
 from export.packed import huggingface
 from mrp_lightning.environment import device_named
-from mrp_lightning.errors import FormatError, OptionError
+from mrp_lightning.errors import FormatError, OptionError, first_line
 from mrp_lightning.json_files import read_json
-from mrp_lightning.models.integrity import check_files, check_values, misfits, read_pickle
+from mrp_lightning.models.integrity import check_files, check_values, misfits
 from mrp_lightning.models.loading import load_config
+from mrp_lightning.models.pickles import read_pickle
 from mrp_lightning.models.skeleton import build_without_weights, model_class
 
 QUANT_METHOD = "mrp_torchao24"

@@ -19,8 +19,9 @@ from export.packed.huggingface import load
 from export.packed.own_module import load_into
 from mrp_lightning import CausalLM
 from mrp_lightning.errors import FormatError, PatternError
-from mrp_lightning.models.integrity import check_values, why_no_pickle
+from mrp_lightning.models.integrity import check_values
 from mrp_lightning.models.loading import load_config, load_model
+from mrp_lightning.models.pickles import why_no_pickle
 
 GIGABYTE = 2**30
 UP = "model.layers.0.mlp.up_proj"
