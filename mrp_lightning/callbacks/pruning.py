@@ -70,6 +70,11 @@ class PruningCallback(Callback):
             o; …), each on the outputs of those before it, for one pass over the data each.
         offload: Whether blocks and stored activations stay in CPU memory, one block at a time on
             the accelerator.
+        structure: "neurons" or "heads": remove whole neurons of the MLPs, or whole key-value groups
+            with their query heads, `sparsity` of them in each block, and leave a narrower dense
+            model that its configuration describes. Of neurons a multiple of 32 stays. For
+            `sparsity` and the methods SM, magnitude, wanda, magnitude+M and wanda+M only; see
+            docs/narrower.md.
         skip_indivisible: Whether layers whose input features are no multiple of M are left dense,
             instead of refusing the model.
         save_dir: The directory for the pruned model: a Hugging Face checkpoint if the
@@ -116,6 +121,7 @@ class PruningCallback(Callback):
         true_sequential: bool = False,
         offload: bool = False,
         skip_indivisible: bool = False,
+        structure: str | None = None,
         save_dir: str | PathLike[str] | None = None,
         overwrite: bool = False,
         resume: bool = True,
@@ -138,6 +144,7 @@ class PruningCallback(Callback):
             true_sequential=true_sequential,
             offload=offload,
             skip_indivisible=skip_indivisible,
+            structure=structure,
         )
         self.save_dir = None if save_dir is None else output_path(save_dir)
         self.journal_beside = None if journal_beside is None else output_path(journal_beside)

@@ -25,7 +25,8 @@ class BlockRecord:
         name: The name of the block, empty for the layers outside.
         rows: The rows of its layers in the report, skipped ones too.
         block: The row of the block as a whole, `None` where nothing was done to it.
-        weights: The parameters of the pruned layers, by their names in the checkpoint.
+        weights: The parameters of the pruned layers, and of others that were tuned with them, by
+            their names in the checkpoint.
     """
 
     name: str
@@ -35,18 +36,28 @@ class BlockRecord:
 
     @classmethod
     def of(
-        cls, name: str, layers: Sequence[Layer], rows: list[LayerReport], block: BlockReport | None
+        cls,
+        name: str,
+        layers: Sequence[Layer],
+        rows: list[LayerReport],
+        block: BlockReport | None,
+        tuned: Sequence[Layer] = (),
     ) -> "BlockRecord":
-        """Take the weights of the layers that the rows say are pruned."""
+        """Take the weights of the layers that the rows say are pruned, and of the `tuned` ones."""
         pruned = {row.name for row in rows if row.skipped is None}
-        mine = [layer for layer in layers if layer.name in pruned]
+        mine = [*(layer for layer in layers if layer.name in pruned), *tuned]
         weights = {layer.parameter_name: layer.parameter.detach() for layer in mine}
         return cls(name, rows, block, weights)
 
-    def restore(self, layers: Sequence[Layer], before: Callable[[Layer], None]) -> None:
-        """Write the weights back into the layers of the block.
+    def restore(
+        self,
+        layers: Sequence[Layer],
+        before: Callable[[Layer], None],
+        beside: Sequence[Layer] = (),
+    ) -> None:
+        """Write the weights back into the layers of the block, and into those `beside` them.
 
-        `before` is called with each layer that is pruned, before any is written.
+        `before` is called with each layer that was changed, before any is written.
 
         Raises:
             JournalError: Layers that were pruned are not among them.
@@ -59,6 +70,7 @@ class BlockRecord:
                 f"{', '.join(lost[:5])}. It is of another version: give `resume=False`, which "
                 "starts afresh."
             )
+        mine += [layer for layer in beside if layer.parameter_name in self.weights]
         for layer in mine:
             before(layer)
         with torch.no_grad():

@@ -47,9 +47,14 @@ class _StreamedRecord(BlockRecord):
     journal: StreamedJournal
     step: int
 
-    def restore(self, layers: Sequence[Layer], before: Callable[[Layer], None]) -> None:
+    def restore(
+        self,
+        layers: Sequence[Layer],
+        before: Callable[[Layer], None],
+        beside: Sequence[Layer] = (),
+    ) -> None:
         """Let the block hold what the entry does, now and whenever it is read."""
-        for layer in self.pruned(layers):
+        for layer in [*self.pruned(layers), *beside]:
             before(layer)
         self.journal.streamed.take(self.name, self.weights)
         self.journal.streamed.read_from(self.name, self.journal.file(self.step))

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
 from mrp_lightning.environment import command
+from mrp_lightning.errors import OptionError
 from mrp_lightning.journal.journal import require_free
 from mrp_lightning.loop.amount import warn_of_little
 from mrp_lightning.loop.capture import Step, StepCapture, blocks_on_cpu, eager, require_batches
@@ -38,6 +39,8 @@ from mrp_lightning.loop.progress import log
 from mrp_lightning.loop.saving import Pruned, check_save_dir, journal_bytes
 from mrp_lightning.loop.signals import Interrupted, interruptible, unclaimed_signals
 from mrp_lightning.models.batch import token_ids
+from mrp_lightning.narrowing.find import narrowing_plan
+from mrp_lightning.narrowing.narrow import narrow
 from mrp_lightning.processes import Processes
 from mrp_lightning.pruning.job import Job
 from mrp_lightning.pruning.sequential import prune_model
@@ -45,6 +48,7 @@ from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.records.report import PruningReport, pruned_before
 from mrp_lightning.targets.blocks import find_blocks
 from mrp_lightning.targets.plan import Plan, make_plan
+from mrp_lightning.targets.structure import Structure
 from mrp_lightning.upstream import predict_data
 
 
@@ -187,6 +191,8 @@ class Run:
                     logger.log_hyperparams({"prune": self.report.config})
                 with listening(self.trainer, job) as listener:
                     prune_model(replace(job, listener=listener))
+                if job.plan.structure is not None:
+                    self._narrow(job.plan.structure)
                 for name in ("sparsity", "relative_loss"):
                     found = torch.tensor(self.report.totals[name])
                     self.trainer.callback_metrics[f"prune/{name}"] = found
@@ -196,6 +202,9 @@ class Run:
     def tell_result(self) -> None:
         """Log what was done, and warn of layers that had the pattern before."""
         totals, recipe = self.report.totals, self.settings.recipe
+        if self.report.narrowed:
+            self._tell_narrowed()
+            return
         if totals["already_pruned"]:
             log.warning(
                 "%d of %d layers already had the pattern %s: little or nothing was removed there.",
@@ -207,16 +216,45 @@ class Run:
         if "zeros_before" in totals:
             zeros = totals["zeros_before"]
             before = f" (against these weights as they were, {zeros:.0%} of which were zero before)"
-        where = f"The model is in {self.save_dir}."
-        if self.save_dir is None:
-            reason = "no `save_dir`" if self.output.save_dir is None else "`fast_dev_run`"
-            where = f"The model is pruned in memory only ({reason})."
         rank_zero_info(
             f"Pruned {totals['layers']} layers to {recipe.pattern} with {recipe.method} in "
             f"{totals['seconds']:.1f} s: {totals['share']:.0%} of the model's weights are in them, "
             f"and {totals['skipped']} more are left dense. Mean output error of a layer, relative "
-            f"to its output: {totals['relative_loss']:.4f}{before}. {where}"
+            f"to its output: {totals['relative_loss']:.4f}{before}. {self._where}"
         )
+
+    def _tell_narrowed(self) -> None:
+        narrowed, totals = self.report.narrowed, self.report.totals
+        rank_zero_info(
+            f"Kept {narrowed['kept']} of {narrowed['units']} {narrowed['structure']} in each of "
+            f"{narrowed['blocks']} blocks with {self.settings.recipe.method} in "
+            f"{totals['seconds']:.1f} s: the model has {narrowed['model_weights']:,} of "
+            f"{totals['model_weights']:,} weights. Mean output error of a layer that reads them, "
+            f"relative to its output: {totals['relative_loss']:.4f}. {self._where}"
+        )
+
+    @property
+    def _where(self) -> str:
+        """Where the pruned model is."""
+        if self.save_dir is not None:
+            return f"The model is in {self.save_dir}."
+        reason = "no `save_dir`" if self.output.save_dir is None else "`fast_dev_run`"
+        return f"The model is pruned in memory only ({reason})."
+
+    def _narrow(self, structure: Structure) -> None:
+        """Cut out what is removed whole, and let the configuration and the report say so."""
+        model: Any = checkpoint_root(self.module)[1]
+        narrow(structure)
+        for name, value in structure.config.items():
+            setattr(model.config.get_text_config(), name, value)
+        self.report.narrowed = {
+            "structure": structure.kind,
+            "units": structure.units,
+            "kept": structure.kept,
+            "blocks": len(structure.blocks),
+            "config": dict(structure.config),
+            "model_weights": sum(p.numel() for p in self.module.parameters()),
+        }
 
     def _job(self, steps: list[Step], processes: Processes) -> Job:
         return Job(
@@ -251,7 +289,15 @@ class Run:
             allow_meta=streamed_blocks(module) is not None,
         )
         check_streamed_plan(module, plan)
-        return plan
+        if settings.structure is None:
+            return plan
+        if streamed_blocks(module) is not None:
+            raise OptionError(
+                "`structure` makes a narrower model in memory, and a streamed one is never there "
+                "as a whole. Load the model without `streaming`, or leave `structure` out."
+            )
+        model = checkpoint_root(module)[1]
+        return narrowing_plan(model, settings.structure, settings.recipe.pattern.sparsity, plan)
 
     def _describe(self, steps: list[Step], processes: Processes, batches: int) -> None:
         """Let the report say how the run is made, and where its data comes from."""

@@ -239,6 +239,8 @@ def _kept_report(model: nn.Module, directory: str) -> PruningReport | None:
     if not file.is_file():
         return None
     report = PruningReport.load(file)
+    if report.narrowed:
+        return report  # what was removed whole does not come back
     zeros = {layer.name: int((layer.weight == 0).sum()) for layer in pruned_layers(model)}
     removed = {r.name: round((r.sparsity or 0) * r.shape[0] * r.shape[1]) for r in report.pruned}
     kept = all(zeros.get(name, 0) >= count for name, count in removed.items())

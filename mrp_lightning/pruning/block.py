@@ -15,6 +15,7 @@ from mrp_lightning.calibration.padding import Padding
 from mrp_lightning.calibration.walks import Walk
 from mrp_lightning.pruning.job import Job
 from mrp_lightning.pruning.prune_layer import Aim, Calibrated, prune_layer
+from mrp_lightning.pruning.remove_units import remove_units
 from mrp_lightning.records.rows import LayerReport
 from mrp_lightning.solver.hessian import HessianAccumulator
 from mrp_lightning.solver.input_hessian import InputHessian
@@ -139,11 +140,21 @@ class BlockPruner:
         calibrated = Calibrated(
             InputHessian(hessian, name=first.name), tokens, shared, self._aim(group, hessian.device)
         )
+        structure = self.job.plan.structure
+        if self.dense is not None:
+            for layer in group.layers:
+                self.dense.remember(layer)
+        if structure is not None:
+            self.tell(first.name)
+            found = remove_units(
+                group.layers, calibrated, structure, self.job.settings.recipe, self.job.processes
+            )
+            for row in found:
+                self.job.report.add(replace(row, block=self._name))
+            return self.job.report.layers[-len(found) :]
         recipe, rows = self.job.settings.recipe, []
         for layer in group.layers:
             self.tell(layer.name)
-            if self.dense is not None:
-                self.dense.remember(layer)
             row = prune_layer(
                 layer,
                 calibrated,

@@ -87,7 +87,7 @@ def prune_layer(
     if already:
         log.info("%s already has the pattern %s", layer.name, recipe.pattern)
     mine = weight[processes.share(len(weight))]
-    with _measure(weight.device) as used:
+    with measured(weight.device) as used:
         target = None if aim is None else aim.target(mine, inputs, recipe)
         solution = prune(weight, inputs, recipe, tell, target=target, processes=processes)
     energies = processes.numbers(output_energy(mine, inputs.hessian))
@@ -119,7 +119,7 @@ def prune_layer(
 
 
 @contextmanager
-def _measure(device: torch.device) -> Iterator[dict[str, Any]]:
+def measured(device: torch.device) -> Iterator[dict[str, Any]]:
     """Seconds, and the peak of GPU memory, of the block of code."""
     used: dict[str, Any] = {}
     cuda = device.type == "cuda"

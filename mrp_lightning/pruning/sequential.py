@@ -2,12 +2,13 @@
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mrp_lightning.allocation.dry_run import DryRun
 from mrp_lightning.allocation.rule import Sparsities, find_sparsities
@@ -16,13 +17,14 @@ from mrp_lightning.calibration.dense import DenseStream
 from mrp_lightning.calibration.memory import explained_out_of_memory, peak_rss
 from mrp_lightning.calibration.offload import CPU, Offload, Pinned
 from mrp_lightning.calibration.padding import Padding
-from mrp_lightning.calibration.walks import Rerun, Walk, WholeModel
+from mrp_lightning.calibration.walks import Rerun, Walk, WholeModel, hidden_of
 from mrp_lightning.errors import TargetError
 from mrp_lightning.journal.block_record import BlockRecord
+from mrp_lightning.narrowing.trial import BlockTrial
 from mrp_lightning.pruning.block import BlockPruner
 from mrp_lightning.pruning.job import Job
 from mrp_lightning.records.report import PruningReport
-from mrp_lightning.records.rows import BlockReport
+from mrp_lightning.records.rows import BlockReport, LayerReport
 from mrp_lightning.targets.blocks import Block
 from mrp_lightning.targets.layers import Layer
 from mrp_lightning.targets.plan import refuse_not_finite
@@ -108,16 +110,24 @@ class _Walker:
         journal = job.journal or ()
         waiting = [k for k, block in enumerate(walk.blocks) if layers[block.name]]
         last = max(waiting, default=-1)
+        trial = None if job.plan.structure is None else BlockTrial(job.plan.structure)
         for k, block in enumerate(walk.blocks[: last + 1]):
             mine, first, tell = layers[block.name], len(self.report.layers), partial(job.tell, k)
+            beside = job.plan.beside.get(block.name, []) if tuner is not None else []
             with self.pinned(block.module):
-                resumed = self._restore(k, mine, dense)
+                if dense is not None:
+                    for layer in beside:
+                        dense.remember(layer)
+                resumed = self._restore(k, mine, dense, beside)
                 if not resumed:
                     if job.streamed is not None:
                         every = block.module.named_parameters(prefix=block.name)
                         refuse_not_finite(mine, every)
+                    if trial is not None and job.batches:
+                        trial.check(block.name, partial(_hidden, walk, k))
                     pruner = BlockPruner(job, walk, k, self.padding, tell, dense, sparsities.layers)
                     pruner.prune(mine)
+                    _require_all(job, block.name, self.report.pruned_since(first))
                 rows = self.report.pruned_since(first)
                 # A block that is pruned again may come out otherwise, and void those after it.
                 later = [j for j in waiting if j > k and (not resumed or j not in journal)]
@@ -128,9 +138,10 @@ class _Walker:
                     done = BlockReport(name=block.name, sparsity=sparsities.blocks.get(block.name))
                     if tuner is not None:
                         pruned = {row.name for row in rows}
-                        done = tuner.tune(k, [x for x in mine if x.name in pruned], done, tell)
+                        tuned = [*(x for x in mine if x.name in pruned), *beside]
+                        done = tuner.tune(k, tuned, done, tell)
                     has_row = tuner is not None or bool(sparsities.blocks)
-                    self._keep(k, block.name, mine, first, done if has_row else None)
+                    self._keep(k, block.name, mine, first, done if has_row else None, beside)
                 if later:
                     for i in walk.advance(k):
                         tell(f"{block.name}, outputs {i + 1}/{len(job.batches)}")
@@ -156,25 +167,38 @@ class _Walker:
         self.padding.start_batch(self.job.batch_of(item))
         return self.job.forward(item)
 
-    def _restore(self, step: int, layers: list[Layer], dense: DenseStream | None) -> bool:
+    def _restore(
+        self,
+        step: int,
+        layers: list[Layer],
+        dense: DenseStream | None,
+        beside: Sequence[Layer] = (),
+    ) -> bool:
         """Take what was done in a step from the journal, if it is there."""
         record = None if self.job.journal is None else self.job.journal.read(step)
         if record is None:
             return False
-        record.restore(layers, lambda layer: dense.remember(layer) if dense is not None else None)
+        remember = (lambda _: None) if dense is None else dense.remember
+        record.restore(layers, remember, beside)
         self.report.layers += record.rows
         self.report.blocks += [] if record.block is None else [record.block]
         self.report.resumed_blocks += 1
         return True
 
     def _keep(
-        self, step: int, name: str, layers: list[Layer], first: int, block: BlockReport | None
+        self,
+        step: int,
+        name: str,
+        layers: list[Layer],
+        first: int,
+        block: BlockReport | None,
+        tuned: Sequence[Layer] = (),
     ) -> None:
         """Enter what was done in a step into the report and the journal."""
         self.report.blocks += [] if block is None else [block]
         if self.job.journal is not None and layers:
             rows = self.report.layers[first:]
-            self.job.journal.write(step, BlockRecord.of(name, layers, rows, block))
+            self.job.journal.write(step, BlockRecord.of(name, layers, rows, block, tuned))
 
     def _dense_stream(self, walk: Walk) -> DenseStream | None:
         settings = self.job.settings
@@ -232,6 +256,25 @@ class _Walker:
             processes=job.processes,
         )
         return find_sparsities(job.settings.recipe.pattern.sparsity, dry_run.changes, job.journal)
+
+
+def _hidden(walk: Walk, k: int) -> Tensor | None:
+    """What block k returns for the first batch, `None` if that does not reach it."""
+    output = walk.output(k, 0)
+    return None if output is None else hidden_of(output)
+
+
+def _require_all(job: Job, block: str, rows: list[LayerReport]) -> None:
+    """Refuse to go on where a block could not be pruned that is to be as narrow as the others."""
+    missing = {layer.name for layer in job.plan.layers[block]} - {row.name for row in rows}
+    if job.plan.structure is not None and missing:
+        reasons = [
+            f"{row.name} ({row.skipped})" for row in job.report.layers if row.name in missing
+        ]
+        raise TargetError(
+            f"`structure` needs the same number of {job.plan.structure.kind} in every block, and "
+            f"in {block} none could be removed: {', '.join(reasons)}."
+        )
 
 
 def _warn_of_unmatched(found: Iterable[Mapping[str, tuple[Any, Any]]]) -> None:

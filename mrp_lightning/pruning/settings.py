@@ -7,8 +7,10 @@ from typing import Any
 
 from mrp_lightning.allocation.rule import check_allocation
 from mrp_lightning.errors import MethodError, OptionError, TargetError
+from mrp_lightning.solver.columns import check_column_method
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.names import as_patterns
+from mrp_lightning.targets.structure import STRUCTURES
 from mrp_lightning.tuning.block_tuner import BlockTuning
 
 TARGETS = ("own", "dense")
@@ -16,9 +18,14 @@ TARGET_WEIGHT = 0.5
 """The default of `target_weight`, by measurement: see docs/methods.md."""
 
 _NAMES = ("targets", "ignore", "blocks")
+_NOT_WHOLE = (
+    *("pattern", "allocation", "targets", "ignore", "blocks", "true_sequential"),
+    "skip_indivisible",
+)
+"""What says which weights of a layer go, or of which layers; `structure` takes none of these."""
 _OF_STATE = (
     *("method", "sparsity", "pattern", "block_size", "damping", "tolerance"),
-    *("target", "target_weight", "allocation", "tuning"),
+    *("target", "target_weight", "allocation", "tuning", "structure"),
 )
 
 
@@ -55,9 +62,12 @@ class Settings:
     true_sequential: bool = False
     offload: bool = False
     skip_indivisible: bool = False
+    structure: str | None = None
     recipe: Recipe = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        if self.structure is not None:
+            self._check_structure()
         recipe = Recipe.of(
             method=self.method,
             sparsity=self.sparsity,
@@ -90,6 +100,21 @@ class Settings:
             blocks=as_patterns(blocks),
             **others,
         )
+
+    def _check_structure(self) -> None:
+        if self.structure not in STRUCTURES:
+            raise OptionError(
+                f"`structure` must be one of {', '.join(STRUCTURES)}; got {self.structure!r}."
+            )
+        given = self.config()
+        without = {name: value for name, value in self.defaults().items() if name in _NOT_WHOLE}
+        if others := [name for name, value in without.items() if given[name] != value]:
+            raise OptionError(
+                f"`structure: {self.structure}` removes a part (`sparsity`) of the "
+                f"{self.structure} of every block, the same number in each, so that an ordinary "
+                f"configuration says it. Leave out {', '.join(f'`{name}`' for name in others)}."
+            )
+        check_column_method(self.method)
 
     def _checked_target_weight(self, recipe: Recipe) -> float | None:
         weight = self.target_weight

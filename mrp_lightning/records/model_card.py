@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 NAME = "README.md"
 _RECIPE = (
     *("method", "sparsity", "pattern", "block_size", "damping", "targets", "ignore", "blocks"),
-    *("true_sequential", "skip_indivisible"),
+    *("true_sequential", "skip_indivisible", "structure"),
 )
 _ESCAPED = str.maketrans({mark: f"\\{mark}" for mark in "\\`*[]|!"})
 
@@ -39,24 +39,24 @@ def model_card(
     """
     totals, config = report.totals, report.config
     kind = config.get("pattern") or f"{100 * totals['sparsity']:.3g}% unstructured"
+    narrowed = report.narrowed
     # The hub knows no local directory, and nobody else needs to know where one lies.
     is_on_hub = base_model is not None and library is not None and not Path(base_model).exists()
     name = base_model if is_on_hub else Path(base_model).name if base_model else None
-    share = f", {totals['share']:.0%} of the model's weights" if "share" in totals else ""
     trained = report.provenance.get("trained", {})
     lines = [
         _how(config["method"], trained),
         "",
         *([f"- base model: `{name}`"] if name else []),
-        f"- layers pruned: {totals['layers']}{share}; left dense: {totals['skipped']}",
-        f"- weights removed in them: {totals['removed']:,} of {totals['weights']:,} "
-        f"({totals['sparsity']:.2%})",
+        *(_narrowed(narrowed, totals) if narrowed else _removed(totals)),
         *_before(totals.get("zeros_before"), report.provenance.get("pruned_before", [])),
         f"- mean output error of a layer, relative to its output: {totals['relative_loss']:.4f}",
         *_calibration(report.provenance.get("data", {})),
         "- every layer: `pruning_report.json`",
     ]
     title = f"{Path(name).name if name else 'Model'}, pruned to {kind} sparsity"
+    if narrowed:
+        title = f"{Path(name).name if name else 'Model'}, with {_kept(narrowed)}"
     hub = {"base_model": base_model if is_on_hub else None, "library_name": library}
     text = new_card(title, lines, **hub)
     commands = [report.provenance.get("command"), trained.get("command")]
@@ -166,13 +166,43 @@ def _how(method: str, trained: dict[str, Any]) -> str:
     )
 
 
+def _removed(totals: Mapping[str, Any]) -> list[str]:
+    """The lines on what is zero now."""
+    share = f", {totals['share']:.0%} of the model's weights" if "share" in totals else ""
+    return [
+        f"- layers pruned: {totals['layers']}{share}; left dense: {totals['skipped']}",
+        f"- weights removed in them: {totals['removed']:,} of {totals['weights']:,} "
+        f"({totals['sparsity']:.2%})",
+    ]
+
+
+def _narrowed(narrowed: Mapping[str, Any], totals: Mapping[str, Any]) -> list[str]:
+    """The lines on what was removed whole."""
+    config = ", ".join(f"`{key}` {value}" for key, value in narrowed["config"].items())
+    return [
+        f"- dense, and narrower: {_kept(narrowed)}, as its configuration says ({config})",
+        f"- weights of the model: {narrowed['model_weights']:,} of {totals['model_weights']:,}",
+    ]
+
+
+def _kept(narrowed: Mapping[str, Any]) -> str:
+    return f"{narrowed['kept']} of {narrowed['units']} {narrowed['structure']} a block"
+
+
 def _before(zeros: float | None, prunings: Sequence[Mapping[str, Any]]) -> list[str]:
     """The line on what the pruning began with, where that was no dense model."""
     if not zeros and not prunings:
         return []
-    kinds = [f"{x.get('pattern') or x.get('sparsity')} by {x.get('method')}" for x in prunings]
+    kinds = [
+        f"{x.get('pattern') or x.get('sparsity')}{_of(x.get('structure'))} by {x.get('method')}"
+        for x in prunings
+    ]
     how = f", pruned to {in_markdown(', then '.join(kinds))}" if kinds else ""
     return [f"- zero before: {zeros or 0:.2%} of them{how}; the error is against those weights"]
+
+
+def _of(structure: str | None) -> str:
+    return f" of the {structure}" if structure else ""
 
 
 def _calibration(data: dict[str, Any]) -> list[str]:

@@ -44,6 +44,10 @@ class PruningReport:
             report that an older version wrote.
         files: The names of all files that were written with the report, relative to its directory.
         blocks: The blocks, in their order, where something was done to them as a whole.
+        narrowed: What was removed whole: the `structure`, the number of `units` of each block and
+            how many are `kept`, the entries of the `config` that say it, and the number of weights
+            that the model still has, `model_weights`. Empty where nothing was. The `shape` of a
+            layer is that before.
         resumed_blocks: How many blocks came from the journal of an interrupted run, the layers
             outside the blocks as one; `seconds` counts that run, too.
     """
@@ -61,6 +65,7 @@ class PruningReport:
     provenance: dict[str, Any] = field(default_factory=dict)
     model_weights: int | None = None
     resumed_blocks: int = 0
+    narrowed: dict[str, Any] = field(default_factory=dict)
 
     def skip(
         self, name: str, shape: tuple[int, ...], reason: str, block: str | None = None
@@ -126,6 +131,7 @@ class PruningReport:
             "versions": self.versions,
             "config": self.config,
             **({"blocks": [row.to_dict() for row in self.blocks]} if self.blocks else {}),
+            **({"narrowed": self.narrowed} if self.narrowed else {}),
             **({"provenance": self.provenance} if self.provenance else {}),
             **({"files": self.files} if self.files else {}),
         }
@@ -179,6 +185,7 @@ class PruningReport:
             provenance=found.provenance,
             model_weights=found.totals.model_weights,
             resumed_blocks=found.totals.resumed_blocks,
+            narrowed=found.narrowed,
         )
 
 
@@ -197,7 +204,7 @@ def pruned_before(directory: str | PathLike[str]) -> list[dict[str, Any]]:
         log.warning("How this model was pruned before is not known: %s", error)
         return []
     earlier = report.provenance.get("pruned_before")
-    how = {key: report.config.get(key) for key in ("method", "sparsity", "pattern")}
+    how = {key: report.config.get(key) for key in ("method", "structure", "sparsity", "pattern")}
     return [
         *([x for x in earlier if isinstance(x, dict)] if isinstance(earlier, list) else []),
         {key: value for key, value in how.items() if value is not None},
@@ -246,3 +253,4 @@ class _Content:
     blocks: list[BlockReport] = field(default_factory=list)
     provenance: dict[str, Any] = field(default_factory=dict)
     files: list[str] = field(default_factory=list)
+    narrowed: dict[str, Any] = field(default_factory=dict)

@@ -55,6 +55,8 @@ class LayerReport(_Row):
         own_target: Why the layer's own outputs are its target, in a run with `target="dense"`.
         fallback_mask: The mask that was taken in place of that of `method`, such as `magnitude`,
             because that one lost more. It is `None` as a rule.
+        swaps: How often a removed column, or group of columns, was exchanged for a kept one, where
+            whole columns are removed. It is `None` elsewhere.
         block: The name of the repeated block that the layer is in, such as `model.layers.3`. It is
             `None` outside the blocks, and in reports of older versions.
 
@@ -83,6 +85,7 @@ class LayerReport(_Row):
     target_loss: float | None = None
     own_target: str | None = None
     fallback_mask: str | None = None
+    swaps: int | None = None
     block: str | None = None
 
     _always = (

@@ -30,6 +30,7 @@ ORDER = {
         "journal",
         "tuning",
         "allocation",
+        "narrowing",
         "pruning",
         "evaluation",
         "loop",

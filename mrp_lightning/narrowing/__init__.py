@@ -1,0 +1,1 @@
+"""A model → what can be cut out of it whole, and the narrower model."""

@@ -1,0 +1,80 @@
+"""Make a block, or a model, narrower: keep some units of each block and cut out the others."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from mrp_lightning.errors import TargetError
+from mrp_lightning.targets.structure import BlockParts, Structure
+
+
+def narrow(structure: Structure) -> None:
+    """Cut the removed units out of all blocks: those whose columns are zero in all consumers.
+
+    Raises:
+        TargetError: A block has fewer such units than are to go; then nothing is changed.
+    """
+    gone = {name: _zero_units(parts, structure.units) for name, parts in structure.blocks.items()}
+    if short := [name for name, units in gone.items() if len(units) < structure.count]:
+        raise TargetError(
+            f"{structure.count} {structure.kind} of each block are to be cut out, and fewer than "
+            f"these have only zero columns in: {', '.join(short)}. The weights were changed since "
+            "they were pruned."
+        )
+    for name, parts in structure.blocks.items():
+        _cut(parts, gone[name][: structure.count], structure.units)
+
+
+@contextmanager
+def narrowed(parts: BlockParts, removed: Tensor, units: int) -> Iterator[None]:
+    """Let a block be without the removed units in this context, and as it was after it."""
+    held = [(cut, cut.parameter) for cut in parts.cuts]
+    values = [(module, name, getattr(module, name)) for module, name, _ in parts.attributes]
+    try:
+        _cut(parts, removed, units)
+        yield
+    finally:
+        for cut, parameter in held:
+            setattr(cut.module, cut.name, parameter)
+        for module, name, value in values:
+            setattr(module, name, value)
+
+
+@contextmanager
+def without_columns(parts: BlockParts, units: Tensor) -> Iterator[None]:
+    """Let the columns of some units be zero in all consumers in this context."""
+    held = []
+    with torch.no_grad():
+        for layer in parts.consumers:
+            weight = layer.weight
+            columns = parts.columns(units).to(weight.device)
+            held.append((weight, columns, weight[:, columns]))
+            weight[:, columns] = 0
+        try:
+            yield
+        finally:
+            for weight, columns, before in held:
+                weight[:, columns] = before
+
+
+def _zero_units(parts: BlockParts, units: int) -> Tensor:
+    """The units whose columns are zero in every consumer: their numbers, in order."""
+    zero = torch.ones(units, dtype=torch.bool)
+    for layer in parts.consumers:
+        zero &= (layer.weight == 0).all(0).view(units, -1).all(1).cpu()
+    return zero.nonzero()[:, 0]
+
+
+def _cut(parts: BlockParts, removed: Tensor, units: int) -> None:
+    """Give the modules parameters without the removed units, and the attributes that fit them."""
+    stays = torch.ones(units, dtype=torch.bool)
+    stays[removed] = False
+    kept = stays.nonzero()[:, 0]
+    for cut in parts.cuts:
+        before = cut.parameter
+        after = nn.Parameter(cut.without(kept), requires_grad=before.requires_grad)
+        setattr(cut.module, cut.name, after)
+    for module, name, value in parts.attributes:
+        setattr(module, name, value)

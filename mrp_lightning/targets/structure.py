@@ -1,0 +1,93 @@
+"""Parts of a model that can be removed whole: neurons, heads, experts."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mrp_lightning.targets.layers import Layer
+
+STRUCTURES = ("neurons", "heads")
+"""What can be removed whole."""
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """A parameter that gets smaller along one dimension: each unit has some neighbours there."""
+
+    module: nn.Module  # holds the parameter
+    name: str  # in that module
+    dim: int
+    width: int  # entries of a unit
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The parameter, as the module holds it now."""
+        return self.module.get_parameter(self.name)
+
+    def entries(self, units: Tensor) -> Tensor:
+        """The places along the dimension of some units."""
+        within = torch.arange(self.width, device=units.device)
+        return (units[:, None] * self.width + within).flatten().to(self.parameter.device)
+
+    def without(self, kept: Tensor) -> Tensor:
+        """The parameter with the kept units alone."""
+        return self.parameter.detach().index_select(self.dim, self.entries(kept)).contiguous()
+
+
+@dataclass(frozen=True, eq=False)
+class BlockParts:
+    """What belongs to the units of one block.
+
+    Attributes:
+        consumers: The layers that read the units: they lose columns, and the others make up for it.
+        cuts: All parameters that get smaller, those of the consumers too.
+        attributes: The attributes of modules that say their sizes: the module, the name, and the
+            value in the narrower model.
+        group: How many neighbouring columns of a consumer belong to a unit.
+    """
+
+    consumers: Sequence[Layer]
+    cuts: Sequence[Cut]
+    attributes: Sequence[tuple[nn.Module, str, Any]]
+
+    group: int
+
+    @property
+    def producers(self) -> list[Cut]:
+        """The cuts of all but the consumers."""
+        reading = {id(layer.parameter) for layer in self.consumers}
+        return [cut for cut in self.cuts if id(cut.parameter) not in reading]
+
+    def columns(self, units: Tensor) -> Tensor:
+        """The columns of some units in the consumers."""
+        return (units[:, None] * self.group + torch.arange(self.group)).flatten()
+
+
+@dataclass(frozen=True, eq=False)
+class Structure:
+    """The units of one kind in all blocks of a model, and how many of them go.
+
+    Attributes:
+        kind: neurons or heads.
+        units: How many there are in each block.
+        kept: How many are to stay in each block.
+        blocks: What belongs to them, by the name of the block.
+        config: The entries of the configuration that say their number, and what they become.
+    """
+
+    kind: str
+    units: int
+    kept: int
+    blocks: Mapping[str, BlockParts]
+    config: Mapping[str, int]
+
+    @property
+    def count(self) -> int:
+        """The number of units that go in each block."""
+        return self.units - self.kept
+
+    def __str__(self) -> str:
+        return f"{self.kept} of {self.units} {self.kind} a block"

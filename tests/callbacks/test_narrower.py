@@ -1,0 +1,239 @@
+"""Whole neurons and heads: the narrower model against the same model with zeros in their place."""
+
+import json
+
+import pytest
+import torch
+from families import batches, build
+from lightning.pytorch import Trainer as LightningTrainer
+from tiny_configs import FAMILIES
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
+
+import mrp_lightning
+from callbacks import MRPCallback
+from mrp_lightning import CausalLM, MethodError, OptionError, TargetError, Trainer
+from mrp_lightning.records.report import PruningReport
+
+NEURONS = [
+    *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "opt", "opt_350m"),
+    *("gpt2", "gpt_neox", "gptj", "falcon", "phi", "starcoder2", "granite", "olmo2", "bert"),
+    *("distilbert", "vit", "t5"),
+]
+HEADS = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "phi", "starcoder2", "mixtral", "vit"]
+REFUSED = {
+    ("bloom", "neurons"): "has none of the entries",
+    ("phi3", "neurons"): "gate_up_proj.weight holds several projections in one",
+    ("mixtral", "neurons"): "experts.gate_up_proj holds several projections in one",
+    ("mamba", "neurons"): "a MambaForCausalLM cannot be made narrower",
+    ("opt", "heads"): "num_attention_heads: model.decoder.layers.0 has none",
+    ("gpt2", "heads"): "num_attention_heads: transformer.h.0 has none",
+    ("phi3", "heads"): "one weight holds queries, keys and values",
+    ("falcon", "heads"): "head_dim follows from other entries",
+    ("olmo2", "heads"): "without some of its heads would lose more than those",
+}
+
+
+def narrower(model, loader, tmp_path, **options):
+    """Prune a model, and give the callback and the directory."""
+    if isinstance(loader, list):
+        loader = DataLoader(loader, batch_size=None)
+    callback = MRPCallback(save_dir=tmp_path / "narrower", **{"sparsity": 0.5} | options)
+    Trainer(**QUIET).predict(model, loader, callbacks=[callback])
+    return callback, tmp_path / "narrower"
+
+
+QUIET = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "enable_checkpointing": False,
+}
+
+
+class Spy:
+    """What the model gives with the removed units as zeros, just before they are cut out."""
+
+    def __init__(self, monkeypatch, model, inputs):
+        import mrp_lightning.loop.run as run
+
+        self.zeroed, real = [], run.narrow
+
+        def narrow(structure):
+            with torch.no_grad():
+                self.zeroed += [model(**x).logits for x in inputs]
+            self.counts = [
+                int((layer.weight == 0).all(0).sum())
+                for parts in structure.blocks.values()
+                for layer in parts.consumers
+            ]
+            real(structure)
+
+        monkeypatch.setattr(run, "narrow", narrow)
+
+
+@pytest.mark.parametrize(
+    ("family", "structure"),
+    [*((f, "neurons") for f in NEURONS), *((f, "heads") for f in HEADS)],
+)
+def test_the_saved_model_is_ordinary_and_gives_the_same(family, structure, tmp_path, monkeypatch):
+    model, inputs = build(family), batches(family)
+    weights = sum(p.numel() for p in model.parameters())
+    spy = Spy(monkeypatch, model, inputs)
+    sparsity = 0.25 if structure == "neurons" else 0.5
+    callback, saved = narrower(
+        model, [dict(x) for x in inputs], tmp_path, structure=structure, sparsity=sparsity
+    )
+    with torch.no_grad():
+        now = [model(**x).logits for x in inputs]
+        loaded, told = type(model).from_pretrained(saved, output_loading_info=True)
+        again = [loaded.eval()(**x).logits for x in inputs]
+    assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    for zeroed, mine, theirs in zip(spy.zeroed, now, again, strict=True):
+        torch.testing.assert_close(mine, zeroed, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(theirs, mine, rtol=1e-6, atol=1e-6)
+    narrowed = callback.report.narrowed
+    assert narrowed["model_weights"] == sum(p.numel() for p in loaded.parameters()) < weights
+    assert narrowed["structure"] == structure
+    if structure == "neurons":
+        assert narrowed["kept"] % 32 == 0
+    for name, value in narrowed["config"].items():
+        assert getattr(loaded.config, name) == value
+    assert len(set(spy.counts)) == 1
+    report = PruningReport.load(saved / "pruning_report.json")
+    assert report.narrowed == narrowed
+    assert all(row.gap <= 1e-5 and row.swaps >= 0 for row in report.pruned)
+    assert "dense, and narrower" in (saved / "README.md").read_text()
+
+
+@pytest.mark.parametrize(("family", "structure"), REFUSED)
+def test_what_cannot_be_narrower_is_refused_by_name(family, structure, tmp_path):
+    model = build(family)
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    with pytest.raises(TargetError) as refused:
+        narrower(model, batches(family), tmp_path, structure=structure)
+    assert REFUSED[family, structure] in str(refused.value)
+    assert f"`structure: {structure}`" in str(refused.value)
+    assert not (tmp_path / "narrower").exists()
+    for name, x in model.state_dict().items():
+        assert torch.equal(x, before[name])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"structure": "columns"}, OptionError, "`structure` must be one of neurons, heads"),
+        ({"pattern": "2:4", "sparsity": None}, OptionError, "Leave out `pattern`"),
+        ({"targets": "mlp", "allocation": "output"}, OptionError, "`allocation`, `targets`"),
+        ({"method": "SS"}, MethodError, "SS does not remove whole columns"),
+        ({"method": "magnitude", "target": "dense"}, MethodError, "`target: dense` moves"),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused_at_once(options, error, message):
+    with pytest.raises(error, match=message):
+        MRPCallback(**{"structure": "neurons", "sparsity": 0.25} | options)
+
+
+@pytest.mark.parametrize(
+    ("sparsity", "structure", "message"),
+    [
+        (0.05, "neurons", "would remove none. Give at least"),
+        (0.95, "neurons", "would leave none. Give at most"),
+        (0.1, "heads", "would remove none. Give at least 0.25"),
+    ],
+)
+def test_too_little_and_too_much(sparsity, structure, message, llama, loader, tmp_path):
+    model = llama(intermediate_size=128)
+    with pytest.raises(OptionError, match=message):
+        narrower(model, loader, tmp_path, structure=structure, sparsity=sparsity)
+
+
+def test_the_least_that_a_message_names_is_enough(llama, loader, tmp_path):
+    _, saved = narrower(
+        llama(intermediate_size=128), loader, tmp_path, structure="neurons", sparsity=0.125
+    )
+    assert json.loads((saved / "config.json").read_text())["intermediate_size"] == 96
+
+
+def test_wide_models_and_own_modules(llama, loader, own, tmp_path):
+    """A user's module that holds a transformers model is narrowed; one of plain layers is not."""
+    module = own(llama())
+    callback = MRPCallback(structure="neurons", sparsity=0.25, save_dir=tmp_path / "narrower")
+    LightningTrainer(**QUIET, callbacks=[callback]).predict(module, loader)
+    assert module.net.config.intermediate_size == 32
+    assert module.net.model.layers[1].mlp.up_proj.weight.shape == (32, 32)
+    plain = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 8))
+    with pytest.raises(TargetError, match="needs a transformers model"):
+        Trainer(**QUIET).predict(
+            plain,
+            DataLoader([torch.randn(4, 8)], batch_size=None),
+            callbacks=[MRPCallback(structure="neurons", sparsity=0.5)],
+        )
+
+
+@pytest.mark.parametrize("structure", ["neurons", "heads"])
+def test_it_aims_at_the_dense_model_is_tuned_and_goes_on(structure, llama, tmp_path, monkeypatch):
+    """An interrupted run ends with the bits of one that was not, and tuning changes all layers."""
+    tuning = mrp_lightning.BlockTuning(epochs=2, learning_rate=1e-3)
+    options = {"structure": structure, "sparsity": 0.5, "target": "dense", "tuning": tuning}
+    windows = torch.randint(3, 64, (64, 32), generator=torch.Generator().manual_seed(1))
+    loader = DataLoader(windows, batch_size=8)
+    whole, model = tmp_path / "whole", llama(intermediate_size=96)
+    before = model.model.layers[0].mlp.gate_proj.weight.clone()
+    callback = MRPCallback(save_dir=whole, **options)
+    Trainer(**QUIET).predict(model, loader, callbacks=[callback])
+    assert any(block.epoch for block in callback.report.blocks)
+    assert not any(
+        torch.equal(row, old)
+        for row, old in zip(model.model.layers[0].mlp.gate_proj.weight, before, strict=False)
+    )
+
+    import mrp_lightning.pruning.sequential as sequential
+
+    real = sequential.BlockPruner.prune
+
+    def prune(pruner, layers):
+        if pruner.k == 1:
+            raise RuntimeError("stopped here")
+        return real(pruner, layers)
+
+    other = llama(intermediate_size=96)
+    with monkeypatch.context() as patched:
+        patched.setattr(sequential.BlockPruner, "prune", prune)
+        with pytest.raises(RuntimeError, match="stopped here"):
+            narrower(other, loader, tmp_path, **options)
+    again = MRPCallback(save_dir=tmp_path / "narrower", **options)
+    resumed = llama(intermediate_size=96)
+    Trainer(**QUIET).predict(resumed, loader, callbacks=[again])
+    assert again.report.resumed_blocks == 1
+    for name, x in resumed.state_dict().items():
+        assert torch.equal(x, model.state_dict()[name]), name
+
+
+def test_neurons_then_heads_then_zeros(llama, loader, tmp_path):
+    """Runs can be chained, each on what the one before left."""
+    _, first = narrower(llama(), loader, tmp_path / "1", structure="neurons", sparsity=0.25)
+    _, second = narrower(CausalLM(first), loader, tmp_path / "2", structure="heads")
+    callback, third = narrower(
+        CausalLM(second), loader, tmp_path / "3", pattern="2:4", sparsity=None
+    )
+    earlier = callback.report.provenance["pruned_before"]
+    assert [x.get("structure") for x in earlier] == ["neurons", "heads"]
+    loaded = AutoModelForCausalLM.from_pretrained(third)
+    assert loaded.config.intermediate_size == 32
+    assert loaded.config.num_key_value_heads == 1
+    assert loaded.config.head_dim == 8
+
+
+def test_streaming_is_refused(llama, loader, tmp_path):
+    llama().save_pretrained(tmp_path / "dense")
+    with pytest.raises(OptionError, match="Load the model without `streaming`"):
+        narrower(
+            CausalLM(tmp_path / "dense", streaming=True), loader, tmp_path, structure="neurons"
+        )
+
+
+def test_every_family_of_the_lists_is_there():
+    assert {*NEURONS, *HEADS} <= FAMILIES.keys()
