@@ -65,9 +65,13 @@ def make_parser(prog: str, description: str) -> Any:
     return Parser(prog=prog, description=description, formatter_class=formatter)
 
 
-def add_model_options(parser: Any) -> None:
-    """Let a command take `--model`, and what says where and how it is read."""
-    parser.add_argument("--model", required=True, help="a model directory, hub id or GGUF file")
+def add_model_options(parser: Any, *, first: bool = False) -> None:
+    """Let a command take `--model`, and what says where and how it is read.
+
+    `first` lets it take the model as its first word in place of `--model`.
+    """
+    name, options = ("model", {"metavar": "MODEL"}) if first else ("--model", {"required": True})
+    parser.add_argument(name, help="a model directory, hub id or GGUF file", **options)
     parser.add_argument("--gguf-file", metavar="NAME", help="the GGUF file in that directory")
     parser.add_argument("--revision", help="branch, tag or commit on the hub")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the model's own code")

@@ -16,7 +16,7 @@ from mrp_lightning.environment import __version__, extra
 from mrp_lightning.errors import MISTAKE, DependencyError, OptionError, ended_by
 
 _OF_LIGHTNING = {
-    "predict": "prune a model on calibration text, and save it",
+    "predict": "the same with all options, by Lightning's command line",
     "test": "measure the perplexity of a model",
     "validate": "the same on the validation text",
     "fit": "train a model, or train a pruned one on",
@@ -24,6 +24,7 @@ _OF_LIGHTNING = {
 
 # Each is `main` of a module of this package, loaded when it is asked for.
 _COMMANDS = {
+    "prune": "prune a model, and compare it with the dense one",
     "layers": "list what would be pruned in a model, and what would not",
     "zeroshot": "run tasks of lm-eval on a model",
     "report": "make a page about a run, or about many",

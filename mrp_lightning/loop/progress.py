@@ -89,7 +89,7 @@ class PlainLog:
             parts.append(f"relative loss {relative_loss:.3g}")
         rest = self._rest(now)
         left = f", {rest}" if rest else ""
-        parts.append("from the journal" if resumed else _duration(now - self._start) + left)
+        parts.append("from the journal" if resumed else roughly(now - self._start) + left)
         self._say(" · ".join(parts))
 
     @property
@@ -103,7 +103,7 @@ class PlainLog:
         now = time.monotonic()
         if now - self._last_line >= _LINE_SECONDS:
             self._last_line = now
-            self._say(f"{text} · {_duration(now - self._start)}")
+            self._say(f"{text} · {roughly(now - self._start)}")
 
     def _rest(self, now: float) -> str:
         pruned = self._done - self._resumed
@@ -111,7 +111,7 @@ class PlainLog:
             return ""
         seconds_each = (self._last_block - self._pruning_since) / pruned
         rest = seconds_each * (self._blocks - self._done) - (now - self._last_block)
-        return f"about {_duration(max(0.0, rest))} left"
+        return f"about {roughly(max(0.0, rest))} left"
 
     def _say(self, line: str) -> None:
         if not self._silent:
@@ -137,7 +137,8 @@ def _has_bar(trainer: Trainer) -> bool:
     return bar is not None and not getattr(bar, "is_disabled", False)
 
 
-def _duration(seconds: float) -> str:
+def roughly(seconds: float) -> str:
+    """A time that is an estimate, in its largest unit."""
     if seconds < 99.5:
         return f"{seconds:.0f} s"
     if seconds < 99.5 * 60:

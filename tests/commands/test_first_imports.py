@@ -45,7 +45,14 @@ def test_help_and_mistakes_wait_for_no_library_that_they_do_not_need(args):
 
 @pytest.mark.parametrize(
     "args",
-    [["layers", "--help"], ["layers"], ["zeroshot", "--help"], ["report", "--hel"]],
+    [
+        ["layers", "--help"],
+        ["layers"],
+        ["zeroshot", "--help"],
+        ["report", "--hel"],
+        ["prune", "--help"],
+        ["prune"],
+    ],
     ids=" ".join,
 )
 def test_a_command_loads_what_it_needs_once_its_options_are_right(args):

@@ -69,6 +69,18 @@ def test_commands_run(tiny_llama, here):
     assert f">{found['perplexity']:,.0f}<" in (pruned / "report.html").read_text()
 
 
+def test_the_first_command_runs(tiny_llama, here, capsys):
+    from mrp_lightning.commands.main import main
+
+    program, *words = shlex.split(blocks("")[0], comments=True)
+    assert program == "mrp-lightning"
+    Path("mine.txt").write_text("def f(x):\n    return x\n" * 400)
+    words[words.index("facebook/opt-125m")] = str(tiny_llama)
+    main([*words, "--num-samples=2", "--sequence-length=64"])
+    assert Path(f"{tiny_llama.name}-2of4", "model.safetensors").is_file()
+    assert "dense" in capsys.readouterr().out
+
+
 def test_the_layers_command_runs(tiny_llama, capsys):
     from mrp_lightning.commands.main import main
 

@@ -1,0 +1,130 @@
+"""One pruning beside the dense model: both are evaluated on the same windows of held-out text."""
+
+import math
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch import Callback
+from rich.console import Console
+from rich.table import Table
+
+from mrp_lightning.callbacks import PruningCallback
+from mrp_lightning.experiments.configuration import quiet
+from mrp_lightning.experiments.numbers import memory, number, percent, perplexity
+from mrp_lightning.loop.causal_lm import CausalLM
+from mrp_lightning.loop.data_module import TextDataModule
+from mrp_lightning.loop.held_out import HeldOutText
+from mrp_lightning.loop.progress import roughly
+from mrp_lightning.loop.saving import check_save_dir
+from mrp_lightning.loop.trainer import Trainer
+from mrp_lightning.pruning.estimate import Estimate, estimate, products_per_second
+from mrp_lightning.records.evaluation import Scores, record
+from mrp_lightning.records.report import PruningReport
+from mrp_lightning.targets.plan import make_plan
+
+
+def prune_and_compare(
+    source: Mapping[str, Any],
+    text: Mapping[str, Any],
+    pruning: Mapping[str, Any],
+    *,
+    windows: int,
+    accelerator: str,
+    console: Console,
+) -> None:
+    """Evaluate a model, prune it, save it, evaluate it again, and print both results.
+
+    Args:
+        source: The arguments of the `CausalLM`.
+        text: Those of its text, a `HeldOutText` if they name files, else a `TextDataModule`.
+        pruning: Those of the `PruningCallback`, with `save_dir`.
+        windows: The most windows to evaluate on.
+        accelerator: Where it runs, as Lightning names it.
+        console: Where progress and results are printed.
+    """
+    prune = PruningCallback(**pruning)
+    data = HeldOutText(**text) if text["train_files"] else TextDataModule(**text)
+    assert prune.save_dir is not None
+    with quiet():
+        model = CausalLM(**source)
+        check_save_dir(prune.save_dir, model, overwrite=prune.overwrite)
+        plan = make_plan(model.model, prune.settings.recipe.pattern)
+        clock = _Clock()
+        trainer = Trainer(
+            accelerator=accelerator,
+            logger=False,
+            enable_model_summary=False,
+            enable_progress_bar=sys.stdout.isatty(),
+            limit_test_batches=math.ceil(windows / data.batch_size),
+            callbacks=[clock],
+        )
+
+        def evaluated(what: str) -> Scores:
+            console.print(f"Evaluating the {what} model on text that is held out …")
+            trainer.test(model, datamodule=data, verbose=False)
+            (found,) = model.evaluation.values()
+            return found
+
+        console.print(
+            f"{plan.num_layers} layers are to be pruned to {prune.settings.recipe.pattern} by "
+            f"{prune.settings.recipe.method}, calibrated on {data.num_samples} windows of "
+            f"{data.calibration_source}."
+            + ("" if text["train_files"] else " Give text that is like yours by `--text FILE`.")
+        )
+        dense = evaluated("dense")
+        expected = estimate(
+            model.model,
+            plan,
+            prune.settings,
+            windows=data.num_samples,
+            length=data.sequence_length,
+            tokens_per_second=clock.tokens_per_second(dense),
+            products_per_second=products_per_second(trainer.strategy.root_device),
+        )
+        console.print(_announced(expected))
+        trainer.predict(model, datamodule=data, callbacks=[prune])
+        pruned = evaluated("pruned")
+    assert prune.report is not None
+    record(prune.save_dir, perplexity=model.evaluation, model=str(prune.save_dir))
+    console.print(_table(dense, pruned, prune.report))
+
+
+class _Clock(Callback):
+    """Measures how long the batches of the last `test` took."""
+
+    def on_test_start(self, *_: Any) -> None:
+        """Start after the text was read."""
+        self._start = time.perf_counter()
+
+    def on_test_end(self, *_: Any) -> None:
+        """Stop when the model has run on all batches."""
+        self._seconds = time.perf_counter() - self._start
+
+    def tokens_per_second(self, found: Scores) -> float:
+        """The speed of the model, by what its evaluation found."""
+        return (found["windows"] or 0) * (found["context"] or 0) / self._seconds
+
+
+def _announced(expected: Estimate) -> str:
+    return (
+        f"Pruning may take {roughly(expected.seconds)} and, beside the model, "
+        f"{memory(expected.num_bytes)} of memory: an estimate from the speed of that evaluation, "
+        "right within a factor of two or so. It goes on where it was if it is interrupted."
+    )
+
+
+def _table(dense: Scores, pruned: Scores, report: PruningReport) -> Table:
+    totals, config = report.totals, report.config
+    how = f"{config.get('pattern') or percent(config['sparsity'])} by {config['method']}"
+    share = percent(totals["removed"] / totals["model_weights"])
+    table = Table()
+    table.add_column("model")
+    for column in (f"perplexity @{dense['context']}", "× dense", "weights removed", "time"):
+        table.add_column(column, justify="right")
+    table.add_row("dense", perplexity(dense["perplexity"]), "", "", "")
+    ratio = (pruned["perplexity"] or math.inf) / (dense["perplexity"] or math.inf)
+    time_taken = roughly(totals["seconds"])
+    table.add_row(how, perplexity(pruned["perplexity"]), number(ratio), share, time_taken)
+    return table

@@ -1,0 +1,38 @@
+"""The estimate of a pruning against sums by hand, for one layer."""
+
+import pytest
+import torch
+from torch import nn
+
+from mrp_lightning.pruning.estimate import estimate, products_per_second
+from mrp_lightning.pruning.settings import Settings
+from mrp_lightning.targets.plan import make_plan
+
+
+def expected(**options):
+    model = nn.Sequential(nn.ModuleList([nn.Linear(40, 20, bias=False)]))
+    settings = Settings.of(**{"method": "SM", "sparsity": 0.5, **options})
+    plan = make_plan(model, settings.recipe.pattern)
+    speeds = {"tokens_per_second": 100.0, "products_per_second": 1e4}
+    return estimate(model, plan, settings, windows=5, length=100, **speeds)
+
+
+def test_one_layer():
+    forward, weights = 500 / 100, 40 * 20  # all of the model is in the layer
+    hessian = forward * 40**2 / weights
+    solver = (10 * weights * 40 + 3 * 40**3) / 1e4
+    found = expected()
+    assert found.seconds == pytest.approx(2 * forward + hessian + solver)
+    assert found.num_bytes == pytest.approx(4 * 500 * 40 + 4 * (17.5 * weights + 9.1 * 40**2))
+
+
+def test_what_costs_more_is_expected_to():
+    ways = [{"method": "magnitude"}, {}, {"method": "JM"}, {"method": "JM", "tuning": True}]
+    times = [expected(**options).seconds for options in ways]
+    assert times == sorted(times)
+    assert len(set(times)) == 4
+
+
+def test_the_speed_is_that_of_products():
+    found = products_per_second(torch.device("cpu"), size=256)
+    assert 1e7 < found < 1e14
