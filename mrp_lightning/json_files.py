@@ -37,8 +37,11 @@ def read_json(path: str | os.PathLike[str], remedy: str, version: int | None = N
 
     Raises:
         FileNotFoundError: There is no such file.
-        FormatError: It is no JSON object, or of another version.
+        FormatError: It is no JSON object, or of another version; or no file, but a directory or a
+            pipe, which would be waited for.
     """
+    if os.path.lexists(path) and not Path(path).is_file():
+        raise FormatError(f"{path} is no file. Move it away, or {remedy}.")
     try:
         content = json.loads(
             Path(path).read_text("utf-8"),

@@ -125,9 +125,10 @@ def _check_place(path: Path, argument: str, sources: Iterable[str | os.PathLike[
     """Refuse a path that is no directory, or one that is needed."""
     for needed in (_existing(path.parent), path):
         if os.path.lexists(needed) and not needed.is_dir():
+            kind = "a link that leads nowhere" if not needed.exists() else "a file"
             raise FileExistsError(
-                f"`{argument}` {path}: expected a directory, but {needed} is a file. Name another "
-                "directory, or move the file away."
+                f"`{argument}` {path}: expected a directory, but {needed} is {kind}. Name another "
+                "directory, or move it away."
             )
     path = path.resolve()
     if path.is_mount():
@@ -230,7 +231,8 @@ def _held(path: Path, argument: str, timeout: float = -1) -> Iterator[None]:
     try:
         yield
     finally:
-        file.unlink(missing_ok=True)  # while it is held: whoever waits for it makes a new one
+        if file.is_file() and not file.stat().st_size:  # or else it is another program's
+            file.unlink()  # while it is held: whoever waits for it makes a new one
         lock.release()
 
 

@@ -1,6 +1,7 @@
 """All commands share some options, and the way in which a mistake of the user's ends them."""
 
 import argparse
+import errno
 import inspect
 import signal
 import sys
@@ -47,9 +48,17 @@ def told(interrupted: str = "interrupted") -> Iterator[None]:
             mistake = mistake.__cause__  # jsonargparse wraps what a constructor raises
         if mistake is None:
             raise
-        sys.stderr.write(f"error: {mistake}\n")
+        sys.stderr.write(f"error: {_words(mistake)}\n")
         failed = isinstance(mistake, errors.ParityError)
         raise SystemExit(errors.FAILED if failed else errors.MISTAKE) from error
+
+
+def _words(mistake: BaseException) -> str:
+    """What an error says; the one that names no file is about the working directory."""
+    no_directory = isinstance(mistake, FileNotFoundError) and mistake.errno == errno.ENOENT
+    if no_directory and mistake.filename is None:
+        return "the working directory was deleted. Change to one that exists."
+    return str(mistake)
 
 
 def make_parser(prog: str, description: str) -> Any:

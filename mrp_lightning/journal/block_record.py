@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -15,6 +15,9 @@ from mrp_lightning.errors import JournalError
 from mrp_lightning.json_files import as_dataclass
 from mrp_lightning.records.rows import BlockReport, LayerReport
 from mrp_lightning.targets.layers import Layer
+
+_KEY = "record"
+"""The name, in the metadata of a file, of all that is in a record but its weights."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +96,16 @@ class BlockRecord:
         told["layers"] = [row.to_dict() for row in self.rows]
         if self.block is not None:
             told["block"] = self.block.to_dict()
-        save_file(self.weights, file, {"format": "pt", "record": json.dumps(told)})
+        save_file(self.weights, file, {"format": "pt", _KEY: json.dumps(told)})
+
+    @staticmethod
+    def is_in(file: Path) -> bool:
+        """Whether a file is one that `save` wrote, by its header."""
+        try:
+            with safe_open(file, "pt") as opened:
+                return _KEY in (opened.metadata() or {})
+        except (OSError, SafetensorError):
+            return False
 
     @classmethod
     def load(cls, file: Path) -> "BlockRecord":

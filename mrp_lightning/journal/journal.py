@@ -6,6 +6,7 @@ a safetensors file for each block, each written beside its place and renamed whe
 
 import hashlib
 import logging
+import re
 import shutil
 import time
 from collections.abc import Mapping
@@ -34,6 +35,7 @@ from mrp_lightning.journal.same import differences
 log = logging.getLogger(__name__)
 
 _LOCK = ".lock"
+_BLOCK = re.compile(r"block-\d{5,}\.safetensors(?P<part>\.partial)?")
 
 
 class Journal:
@@ -73,7 +75,7 @@ class Journal:
         Raises:
             JournalError: A live process holds it, it is damaged, or it is of another run: all
                 differences are named.
-            SaveError: It cannot be written.
+            SaveError: It cannot be written, or files of others stand where its own are to be.
         """
         path = journal_path(beside)
         if path.is_symlink():
@@ -87,6 +89,7 @@ class Journal:
         except OSError as error:
             raise SaveError(f"The journal {path} cannot be written: {error}.") from error
         try:
+            _refuse_others(path)
             journal = cls(path, Manifest(plain(fingerprint), plain(about or {})), lock)
             if resume and (path / NAME).exists():
                 journal._go_on(defaults or {})
@@ -197,8 +200,9 @@ class Journal:
         self._damaged.discard(step)
 
     def _start_afresh(self) -> None:
+        blocks = _blocks(self.path)
         (self.path / NAME).unlink(missing_ok=True)  # first: what it does not name is nothing
-        for file in self.path.glob("block-*.safetensors*"):
+        for file in blocks:
             file.unlink()
         self._save_manifest()
 
@@ -245,9 +249,10 @@ def remove_journal(beside: str | PathLike[str]) -> None:
 def _remove(path: Path, lock: FileLock) -> None:
     with suppress(Timeout, OSError):
         lock.acquire(timeout=0)
+        blocks = _blocks(path)
         (path / NAME).unlink(missing_ok=True)  # first: what it does not name is nothing
         flush(path)
-        for file in path.glob("block-*.safetensors*"):
+        for file in blocks:
             file.unlink()
         others = set(not_ours(path)) - {_LOCK, f"{NAME}.partial"}
         if others:
@@ -255,6 +260,37 @@ def _remove(path: Path, lock: FileLock) -> None:
         else:
             shutil.rmtree(path, ignore_errors=True)
         lock.release(force=True)
+
+
+def _blocks(path: Path) -> list[Path]:
+    """The files that a journal wrote for its blocks: all others in its directory are not ours.
+
+    They are listed in its manifest, or are records by their content; or they are parts of one that
+    were not renamed yet.
+    """
+    try:
+        listed = {entry.file for entry in Manifest.load(path).entries.values()}
+    except (JournalError, OSError):
+        listed = set()
+    return [
+        file
+        for file in path.iterdir()
+        if (kind := _BLOCK.fullmatch(file.name)) is not None
+        and file.is_file()
+        and not file.is_symlink()
+        and (kind["part"] or file.name in listed or BlockRecord.is_in(file))
+    ]
+
+
+def _refuse_others(path: Path) -> None:
+    """Refuse a directory in which files of others stand where a journal would write its blocks."""
+    ours = _blocks(path)
+    names = [f.name for f in path.iterdir() if _BLOCK.fullmatch(f.name) and f not in ours]
+    if names:
+        raise SaveError(
+            f"The journal {path} cannot be written: {', '.join(sorted(names))} in it is not ours. "
+            "Move it away."
+        )
 
 
 def _in_use(path: Path) -> JournalError:

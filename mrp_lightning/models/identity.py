@@ -1,5 +1,6 @@
 """Whether a file of weights is still the one that it was, asked without reading it whole."""
 
+import errno
 import hashlib
 import os
 from dataclasses import dataclass
@@ -29,7 +30,13 @@ class Identity:
 
     @classmethod
     def of(cls, file: Path) -> "Identity":
-        """The identity of a file as it is now."""
+        """The identity of a file as it is now.
+
+        Raises:
+            OSError: It is gone, or no file any more.
+        """
+        if not file.is_file():  # a pipe would be waited for
+            raise FileNotFoundError(errno.ENOENT, "no such file", str(file))
         with file.open("rb") as opened:
             status = os.fstat(opened.fileno())
             length = int.from_bytes(opened.read(_LENGTH), "little")

@@ -254,3 +254,9 @@ class _Content:
     provenance: dict[str, Any] = field(default_factory=dict)
     files: list[str] = field(default_factory=list)
     narrowed: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        known = {row.block for row in self.layers if row.block is not None}
+        others = [repr(row.name) for row in self.blocks if known and row.name not in known]
+        if others:  # no layer says its block in the reports of older versions
+            raise ValueError(f"`blocks` names blocks that no layer is in: {', '.join(others)}")

@@ -422,3 +422,13 @@ def test_a_name_that_was_given_is_not_taken_for_another(arguments, capsys):
     error = capsys.readouterr().err
     assert "target" in error
     assert "Did you mean" not in error
+
+
+@pytest.mark.parametrize("out", ["--trainer.callbacks.save_dir=out", None])
+def test_a_working_directory_that_was_deleted(out, arguments, tmp_path, monkeypatch, capsys):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    callback = ["--trainer.callbacks=callbacks.MRPCallback", "--trainer.callbacks.pattern=2:4"]
+    line = said([*arguments, *callback, out] if out else ["report", "."], capsys)
+    assert "the working directory was deleted. Change to one that exists." in line

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from slow_pruning import prune_model
 
 from mrp_lightning.calibration import choice
@@ -251,3 +252,34 @@ def test_blocks_after_one_that_came_out_otherwise_see_what_it_gives(build, batch
     assert report.resumed_blocks == 1
     for (name, a), b in zip(resumed.named_parameters(), whole.parameters(), strict=True):
         assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_files_of_others_in_the_journal_stay(resume, three, tmp_path, caplog):
+    """Those of other names are named, those in the way are asked to be moved."""
+    (three / "block-notes.safetensors").write_text("mine")
+    (three / "block-00002.safetensors.partial").write_text("torn")
+    save_file({"mine": torch.ones(2)}, three / "block-00003.safetensors")
+    before = sorted(three.iterdir())
+    with pytest.raises(SaveError, match=r"block-00003\.safetensors in it is not ours\. Move it"):
+        Journal.open(tmp_path / "out", PRINT, resume=resume)
+    assert sorted(three.iterdir()) == before
+    (three / "block-00003.safetensors").rename(three / "block-mine.safetensors")
+    (tmp_path / "precious").write_text("mine")
+    (three / "block-00004.safetensors").symlink_to(tmp_path / "precious")
+    with pytest.raises(SaveError, match=r"block-00004\.safetensors in it is not ours"):
+        Journal.open(tmp_path / "out", PRINT, resume=resume)
+    (three / "block-00004.safetensors").unlink()
+    with Journal.open(tmp_path / "out", PRINT, resume=resume) as journal:
+        assert len(journal.manifest.entries) == (3 if resume else 0)
+        journal.remove()
+    kept = ["block-mine.safetensors", "block-notes.safetensors"]
+    assert sorted(x.name for x in three.iterdir() if x.name[0] != ".") == kept
+    assert f"{', '.join(kept)} is not ours, and stays in" in caplog.text
+
+
+def test_a_block_whose_manifest_was_not_written_is_ours(three, tmp_path):
+    (three / "manifest.json").unlink()
+    with Journal.open(tmp_path / "out", PRINT) as journal:
+        assert not journal.manifest.entries
+    assert not list(three.glob("block-*"))

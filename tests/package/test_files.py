@@ -412,6 +412,19 @@ def test_what_stands_where_the_lock_is_to_be_is_named(tmp_path):
             write(tmp_path / "model")
 
 
+def test_another_programs_lock_of_that_name_stays(tmp_path):
+    (tmp_path / ".model.lock").write_text("pid 5")
+    with save_directory(tmp_path / "model") as staging:
+        (staging / "a").touch()
+    assert (tmp_path / ".model.lock").read_text() == "pid 5"
+
+
+def test_a_link_that_leads_nowhere_is_called_so(tmp_path):
+    (tmp_path / "model").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(FileExistsError, match="model is a link that leads nowhere"):
+        check_output_dir(tmp_path / "model")
+
+
 @pytest.mark.parametrize("when", ["written", "renamed"])
 def test_a_staging_that_is_deleted_by_others_costs_nothing(when, tmp_path, monkeypatch):
     rename = Path.rename

@@ -1,6 +1,7 @@
 """What `evaluation.json` keeps, and what it refuses to read."""
 
 import json
+import os
 
 import pytest
 
@@ -88,3 +89,9 @@ def test_what_a_model_wrote_is_kept_by_text(tmp_path):
     path.write_text(path.read_text().replace('"d"', "3"))
     with pytest.raises(FormatError, match="`continuations.ptb.continuation` is 3, expected"):
         read(tmp_path)
+
+
+def test_a_pipe_in_its_place_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "evaluation.json")
+    with pytest.raises(FormatError, match=r"evaluation\.json is no file\. Move it away"):
+        record(tmp_path, perplexity={})

@@ -1,5 +1,6 @@
 import json
-from dataclasses import fields
+import os
+from dataclasses import fields, replace
 
 import pytest
 from hypothesis import given, settings
@@ -52,6 +53,9 @@ def directory(tmp_path_factory):
 @settings(deadline=None)
 @given(report=reports)
 def test_what_is_saved_is_loaded(report, directory):
+    if any(row.block for row in report.layers):
+        report.blocks = [replace(row, name=report.layers[0].block or "") for row in report.blocks]
+        report.layers = [replace(row, block=report.layers[0].block or "") for row in report.layers]
     path = report.save(directory)
     loaded = PruningReport.load(path)
     assert loaded == report
@@ -154,4 +158,21 @@ def test_what_is_no_report_of_this_format_is_refused(tmp_path, text):
 
 def test_a_report_that_is_not_there_is_said_to_be_so(tmp_path):
     with pytest.raises(FileNotFoundError, match="pruning_report.json"):
+        PruningReport.load(tmp_path / "pruning_report.json")
+
+
+def test_blocks_that_no_layer_is_in_are_refused(directory):
+    rows = [LayerReport(name="m.0.up", shape=(2, 4), block="m.0")]
+    config = {"method": "SM", "pattern": "2:4"}
+    for name in ("m.0", "x"):
+        path = PruningReport(config, rows, blocks=[BlockReport(name=name)]).save(directory)
+        if name == "m.0":
+            assert PruningReport.load(path).blocks[0].name == name
+    with pytest.raises(FormatError, match=r"`blocks` names blocks that no layer is in: 'x'"):
+        PruningReport.load(path)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pruning_report.json")
+    with pytest.raises(FormatError, match=r"pruning_report\.json is no file\. Move it away"):
         PruningReport.load(tmp_path / "pruning_report.json")
