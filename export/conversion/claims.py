@@ -74,6 +74,7 @@ class _Row:
 @dataclass(kw_only=True)
 class _Config:
     pattern: Any = None
+    structure: str | None = None
 
 
 @dataclass(kw_only=True)
@@ -98,8 +99,11 @@ def read_claims(directory: str | os.PathLike[str]) -> dict[str, Claim] | None:
     pattern = report.config.pattern
     made = None if pattern is None else make_pattern(None, pattern)
     groups = made if isinstance(made, SemiStructured) else None
+    is_narrow = report.config.structure is not None  # its columns are gone, and none are zero
     return {
-        row.name: Claim(row.sparsity or 0.0, groups) for row in report.layers if row.skipped is None
+        row.name: Claim(0.0 if is_narrow else row.sparsity or 0.0, groups)
+        for row in report.layers
+        if row.skipped is None
     }
 
 

@@ -55,8 +55,8 @@ def told(interrupted: str = "interrupted") -> Iterator[None]:
 
 def _words(mistake: BaseException) -> str:
     """What an error says; the one that names no file is about the working directory."""
-    no_directory = isinstance(mistake, FileNotFoundError) and mistake.errno == errno.ENOENT
-    if no_directory and mistake.filename is None:
+    is_named = not isinstance(mistake, FileNotFoundError) or mistake.filename is not None
+    if not is_named and getattr(mistake, "errno", None) == errno.ENOENT:
         return "the working directory was deleted. Change to one that exists."
     return str(mistake)
 

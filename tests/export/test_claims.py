@@ -126,6 +126,12 @@ def test_layers_that_are_stored_otherwise_or_have_no_packed_form(
         choose_layers(open_checkpoint(source))
 
 
+def test_columns_that_are_gone_are_no_zeros(pruned):
+    source = pruned("llama", SemiStructured(2, 4), structure="neurons")
+    damage(source, f"{UP}.weight", (0, slice(None)))
+    assert all(x.breach is None for x in choose_layers(open_checkpoint(source)))
+
+
 def test_a_report_of_another_model_is_refused(pruned):
     source = pruned("llama", SemiStructured(2, 4), pattern="2:4")
     report = source / "pruning_report.json"
