@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from export.conversion.checkpoint import Checkpoint
-from export.conversion.claims import Claim, read_claims, refuse_unknown
+from export.conversion.claims import Claim, read_claims, read_grid, refuse_unknown
 from export.conversion.layer_choice import LayerChoice, form_of, judge, refuse_misfits
 from export.conversion.tracking import Track, silently
 from export.packed.bitmask4_format import BITMASK4, GRID, GROUP, count_bytes
@@ -189,12 +189,8 @@ def _look(
 
 def _is_of_four_bits(checkpoint: Checkpoint) -> bool:
     """Whether the report says that the weights were put on a grid that four bits can tell."""
-    file = checkpoint.path / NAME
-    config = read_json(file, "remove it").get("config") if file.is_file() else None
-    if not isinstance(config, dict) or config.get("bits") not in (3, 4):
-        return False
-    group_size = config.get("group_size")
-    return isinstance(group_size, int) and group_size > 0 and group_size % GROUP == 0
+    grid = read_grid(checkpoint.path)
+    return grid is not None and grid.bits <= GRID.bits and grid.group_size % GROUP == 0
 
 
 def _coded(

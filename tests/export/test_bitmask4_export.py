@@ -113,6 +113,12 @@ def test_what_the_report_says_decides(coded, config, written):
     assert {layer.form.option for layer in layers} == {written}
 
 
+def test_a_report_of_bits_that_no_run_has_is_refused(coded):
+    report(coded, [DOWN], bits=5)
+    with pytest.raises(FormatError, match="`config` says what no run can have: `bits` must be"):
+        choose_layers(open_checkpoint(coded))
+
+
 def test_transformers_loads_saves_and_makes_them_dense(packed, coded, ids, tmp_path):
     model, loading = AutoModelForCausalLM.from_pretrained(packed, output_loading_info=True)
     assert not any(loading.values()), loading
