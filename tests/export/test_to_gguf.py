@@ -8,9 +8,10 @@ from callbacks import MRPCallback
 from export.to_gguf import main
 from mrp_lightning import CausalLM, Trainer
 
-gguf = pytest.importorskip("gguf", reason="needs the extra `gguf`")
+pytest.importorskip("gguf", reason="needs the extra `gguf`")
 pytest.importorskip("accelerate", reason="needs the extra `gguf`")
 
+import gguf
 from gguf.quants import dequantize
 from gguf_files import write
 
