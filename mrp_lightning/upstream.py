@@ -230,6 +230,15 @@ def attention_of(config: Any) -> str | None:
     return name
 
 
+def fits_static_cache(model: Any) -> bool:
+    """Whether a model can generate with a cache of a fixed size, which nothing copies to grow.
+
+    Seen in transformers 5.23, where others fail with one in the middle of a forward. In its place:
+    a public property of models.
+    """
+    return bool(model._can_compile_fullgraph)
+
+
 def dtypes_kept(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """The dtypes that transformers keeps in a model that it loads in `dtype`, by patterns of names.
 

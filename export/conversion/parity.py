@@ -155,16 +155,13 @@ def _compare_tensor(
     if layer is not None:
         tensor = positive_zeros(layer.matrix(tensor))[0]
         form, columns = layer.form, tensor.shape[1]
-        names = form.names_beside(name)
-        beside = [stored[key] for key in names if key in stored]
-        if not beside:
+        places = stored.get(form.places_beside(name))
+        if places is None:
             found = layer.matrix(found)
-        elif len(beside) < len(names):
-            return [f"{key}: missing" for key in names if key not in stored]
-        elif damage := form.damage(found, *beside, columns):
-            return [f"{names[0]}: {damage}"]
+        elif damage := form.damage(found, places, columns):
+            return [f"{form.places_beside(name)}: {damage}"]
         else:
-            found = form.unpack(found, *beside, columns)
+            found = form.unpack(found, places, columns)
     if count := different_bits(found, tensor):
         return [f"{name}: {count} of {tensor.numel()} values have other bits"]
     return []
@@ -175,11 +172,10 @@ def _packed_in_file(directory: Path, layers: Sequence[LayerChoice]) -> dict[str,
     tensors = dict(open_checkpoint(directory).tensors())
     packed = {}
     for layer in layers:
-        names = [layer.tensor, *layer.form.names_beside(layer.tensor)]
-        if all(name in tensors for name in names):
+        values, places = layer.tensor, layer.form.places_beside(layer.tensor)
+        if places in tensors:
             kind = CONFIGS[layer.form.quant_method].layer
-            stored = [tensors[name] for name in names]
-            packed[layer.name] = kind.from_packed(stored, layer.shape[1])
+            packed[layer.name] = kind.from_packed(tensors[values], tensors[places], layer.shape[1])
     return packed
 
 

@@ -2,6 +2,7 @@
 
 import logging
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -228,6 +229,11 @@ class PruningCallback(Callback):
                 f"{type(self).__name__}.save: nothing is pruned yet. Run `trainer.predict` first."
             )
         self._pruned.save(directory, overwrite=overwrite)
+
+    @property
+    def kept_beside(self) -> Path | None:
+        """The path beside which a run keeps what it can go on with, `None` where it keeps none."""
+        return self.journal_beside or self.save_dir
 
     @property
     def state_key(self) -> str:

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from mrp_lightning.loop.save_evaluation import SaveEvaluation
 from mrp_lightning.loop.trainer import Trainer, callbacks_that_prune
 from mrp_lightning.models.integrity import explained_checkpoint
 from mrp_lightning.records.report import NAME
+from mrp_lightning.text.mixture import GIVEN, Mixture
+from mrp_lightning.text.published import CALIBRATION
 
 _NO_PRUNING = (
     "`trainer.callbacks`: `predict` prunes, and no callback here does. Add "
@@ -133,8 +135,21 @@ class PruningCLI(LightningCLI):
 
         What is given at the same place contradicts itself, and is refused.
         """
+        calibration = data.get("calibration")
+        if calibration is None or calibration in CALIBRATION:
+            self._choose_one(data, _TEXTS)
+            return
+        # The model's own text and mixtures are calibrated on beside any text to evaluate on.
+        named = set(GIVEN) & Mixture.of(calibration).shares.keys()
+        others = [tuple(key for key in keys if key not in named) for keys in _TEXTS]
+        self._choose_one(data, [tuple(k for k in keys if k != "calibration") for keys in others])
+        if not named:
+            self._choose_one(data, [("train_files",), ("calibration",)])
+
+    def _choose_one(self, data: Namespace, ways: Sequence[tuple[str, ...]]) -> None:
+        """Keep of several ways to give a text, by their keys, the one that is given last."""
         texts = [
-            (keys, given) for keys in _TEXTS if (given := [key for key in keys if data.get(key)])
+            (keys, given) for keys in ways if (given := [key for key in keys if data.get(key)])
         ]
         if len(texts) < 2:
             return

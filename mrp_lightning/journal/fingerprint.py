@@ -44,7 +44,7 @@ def fingerprint(
         batches: The calibration batches of this process.
         processes: The processes that share the calibration batches; all call this.
     """
-    computed = [(_forward_of(config), _NOTHING) for config in configurations]
+    computed = [(forward_of(config), _NOTHING) for config in configurations]
     here = versions()
     return {
         **with_a_say(settings),
@@ -55,7 +55,7 @@ def fingerprint(
     }
 
 
-def _forward_of(config: Any) -> str:
+def forward_of(config: Any) -> str:
     """Of a configuration what a transformers model computes with its weights."""
     found = {k: v for k, v in config.to_dict().items() if k not in _OF_NO_FORWARD}
     found["attention"] = attention_of(config)

@@ -16,10 +16,13 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from mrp_lightning.arguments import checked
 from mrp_lightning.errors import DataError, OptionError
 from mrp_lightning.loop.distributed import one_share_each
+from mrp_lightning.loop.own_text import own_windows, writer_of
 from mrp_lightning.models.skeleton import longest_sequence
 from mrp_lightning.models.tokenizers import load_tokenizer
+from mrp_lightning.samples.writing import Sampling
+from mrp_lightning.text.mixture import GIVEN, SELF, STDLIB, Mixture, interleaved
 from mrp_lightning.text.prefix import Windows, after, frame
-from mrp_lightning.text.published import PublishedTexts
+from mrp_lightning.text.published import CALIBRATION, PublishedTexts
 from mrp_lightning.text.sources import OwnText
 from mrp_lightning.text.standard_library import Split
 from mrp_lightning.text.windows import (
@@ -36,7 +39,7 @@ _SEPARATOR = "\n\n"  # between documents, as SparseGPT joins WikiText2
 
 
 class TextDataModule(LightningDataModule):
-    """Token windows of equal length from published texts, a dataset, files, or the embedded text.
+    """Token windows of equal length: published texts, a dataset, files, or the model's own text.
 
     * `calibration` and `evaluation` name published texts, read by the protocol of SparseGPT
       (docs/data.md): `predict` draws pieces of single documents, `validate` and `test` cut each
@@ -46,6 +49,9 @@ class TextDataModule(LightningDataModule):
       at a random place of a random training document, and where the document ends too soon, the
       next ones follow it; `fit` shuffles consecutive windows of the training documents; `validate`
       and `test` cut the evaluation text into consecutive windows.
+    * With `calibration="self"`, the model that `predict` runs writes the windows itself, drawn from
+      its own distribution, before it is pruned. What it wrote is kept beside the pruned model
+      (docs/self-calibration.md).
 
     Consecutive windows do not overlap, and the last partial one is dropped.
 
@@ -63,7 +69,10 @@ class TextDataModule(LightningDataModule):
         dataset: A Hugging Face dataset with the splits train, validation and test: its name or
             directory, the arguments of `datasets.load_dataset` (such as `path` and `data_files`),
             or a loaded `DatasetDict`. Where it has no test split, `test` reads validation.
-        calibration: A published text for `predict`: c4, lambada, ptb or wikitext2.
+        calibration: The text for `predict`: a published one (c4, lambada, ptb, wikitext2); `self`,
+            the model's own text; `stdlib`, Python's standard library; or a file. A mapping gives
+            several of these their shares of the windows, such as `{self: 0.5, c4: 0.5}`, where
+            `train_files` and `dataset` stand for what those arguments give.
         evaluation: Published texts for `validate` and `test`: c4, ptb, wikitext2.
         corpora_dir: Directory with local copies of the published texts, in the paths of their
             repositories (`allenai/c4/en/…`); nothing is fetched then. By default they come from
@@ -96,7 +105,7 @@ class TextDataModule(LightningDataModule):
         eval_files: Sequence[_Path] | _Path | None = None,
         dataset: str | dict[str, Any] | None = None,
         *,
-        calibration: str | None = None,
+        calibration: dict[str, float] | str | None = None,
         evaluation: Sequence[str] | str | None = None,
         corpora_dir: _Path | None = None,
         num_samples: int = 128,
@@ -121,16 +130,23 @@ class TextDataModule(LightningDataModule):
         self.calibration = calibration
         self.evaluation = [evaluation] if isinstance(evaluation, str) else list(evaluation or [])
         self.corpora_dir = Path(corpora_dir).expanduser() if corpora_dir is not None else None
+        self._mixture = None if calibration is None else Mixture.of(calibration)
         self._published = PublishedTexts(
-            calibration=calibration, evaluation=self.evaluation, directory=self.corpora_dir
+            calibration=self._mixture.published if self._mixture else [],
+            evaluation=self.evaluation,
+            directory=self.corpora_dir,
         )
-        self.bos = bos or ("text" if self._published else "window")
-        sources = [bool(self._published), dataset is not None, bool(train_files or eval_files)]
-        if sum(sources) > 1:
-            raise OptionError(
-                "TextDataModule: give either `dataset` or `train_files`/`eval_files` or "
-                "`calibration`/`evaluation`, not several of them."
-            )
+        # One published text alone is the paper's protocol, which says all of both uses.
+        self._by_protocol = bool(self.evaluation) or calibration in CALIBRATION
+        of_paper = self._by_protocol and (calibration is None or calibration in CALIBRATION)
+        self.bos = bos or ("text" if of_paper else "window")
+        self._evaluation_bos = bos or ("text" if self._by_protocol else "window")
+        given = {"train_files": train_files, "eval_files": eval_files, "dataset": dataset}
+        _refuse_contradictions(
+            {name for name, text in given.items() if text},
+            self._mixture if calibration not in CALIBRATION else None,
+            by_protocol=self._by_protocol,
+        )
         if corpora_dir is not None and not self._published:
             raise OptionError("`data.corpora_dir` needs `data.calibration` or `data.evaluation`.")
         self._own = OwnText(
@@ -180,19 +196,27 @@ class TextDataModule(LightningDataModule):
                 f"`data.sequence_length` is {self.sequence_length}, but the model's configuration "
                 f"has only {limit} positions. Write `sequence_length: {limit}` or less."
             )
-        if self._published:
+        mixture = self._mixture if stage == "predict" else None
+        if mixture is not None:
+            mixture.counts(self.num_samples)
+            if SELF in mixture:
+                writer_of(self.trainer)
+            if self._published.calibration:
+                self._published.locate(stage)
+        elif self._by_protocol:
             self._published.locate(stage)
         elif not self._own.is_given:
             rank_zero_info(
                 f"No text was given: `{getattr(stage, 'value', stage)}` reads the source code of "
                 "Python's standard library. Other text is named by `data.train_files` and "
-                "`data.eval_files`, `data.dataset`, or `data.calibration` and `data.evaluation`."
+                "`data.eval_files`, `data.dataset`, or `data.calibration` and `data.evaluation`. "
+                "With `data.calibration: self` the model writes the text to calibrate on itself."
             )
 
     @property
     def calibration_source(self) -> str:
         """The name of the text to calibrate on; of files their names without their directories."""
-        return self.calibration or self._own.train_name
+        return self._own.train_name if self._mixture is None else str(self._mixture)
 
     def predict_dataloader(self) -> DataLoader[Any]:
         """The calibration windows, in the order in which they were drawn."""
@@ -200,7 +224,7 @@ class TextDataModule(LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         """All training windows, shuffled anew in every epoch."""
-        tokenizer, prefix = self._frame()
+        tokenizer, prefix = self._frame(self._evaluation_bos)
         documents = [document + _SEPARATOR for document in self.documents("train")]
         encoded = tokenizer(documents, add_special_tokens=False, verbose=False)["input_ids"]
         tokens = torch.tensor(list(chain.from_iterable(encoded)), dtype=torch.int32)
@@ -217,29 +241,72 @@ class TextDataModule(LightningDataModule):
 
     def _evaluation_loaders(self, split: Split) -> DataLoader[Any] | dict[str, DataLoader[Any]]:
         def loader(windows: Tensor) -> DataLoader[Any]:
-            return self._loader(Windows(windows, len(self._frame()[1])))
+            return self._loader(Windows(windows, len(self._frame(self._evaluation_bos)[1])))
 
-        if self._published:
+        if self._by_protocol:
             return {name: loader(self.corpus_windows(name)) for name in self.evaluation}
         return loader(self.evaluation_windows(split))
 
     def calibration_windows(self) -> Tensor:
-        """Random windows of the calibration text (num_samples, sequence_length), int64.
+        """The windows to calibrate on (num_samples, sequence_length), int64.
+
+        They are drawn at random; those of several sources are evenly spread. All of several
+        processes call it where the model writes some of them.
 
         Raises:
-            DataError: The text is too short for a window, or for so many.
+            DataError: A text is too short for a window, or for so many; or the model would have to
+                write its own, and there is no trainer that runs it, or it writes nothing of use.
         """
-        tokenizer, prefix = self._frame()
-        length = self.sequence_length - len(prefix)
-        draws = Draws(count=self.num_samples, length=length, seed=self.seed)
-        if self._published:
-            return after(prefix, self._published.segments(tokenizer, draws))
-        documents = self.documents("train")
+        mixture = self._mixture or Mixture({self._given: 1.0})
+        counts = mixture.counts(self.num_samples).items()
+        return interleaved([self._windows_of(source, count) for source, count in counts])
+
+    @property
+    def _given(self) -> str:
+        """The source to calibrate on where `calibration` names none."""
+        if self._by_protocol:
+            self._published.locate("predict")  # which refuses that there is none
+        given = {"dataset": self._own.dataset is not None, "train_files": self._own.is_given}
+        return next((name for name, is_given in given.items() if is_given), STDLIB)
+
+    def _windows_of(self, source: str, count: int) -> Tensor:
+        if source == SELF:
+            return self._own_windows(count)
+        tokenizer, prefix = self._frame(self.bos)
+        draws = Draws(count=count, length=self.sequence_length - len(prefix), seed=self.seed)
+        if source in CALIBRATION:
+            return after(prefix, self._published.segments(source, tokenizer, draws))
+        documents = self._documents_of(source)
         check_amount(documents, tokenizer, draws, "train")
         windows = segments_across_documents(
             documents, tokenizer, draws, "train", separator=_SEPARATOR
         )
         return after(prefix, windows)
+
+    def _documents_of(self, source: str) -> Sequence[str]:
+        """The training documents of a source that is neither published nor the model's own."""
+        if source in GIVEN:
+            return self.documents("train")
+        files = () if source == STDLIB else _paths(source)
+        column = self._own.column
+        text = OwnText(train_files=files, eval_files=(), dataset=None, column=column)
+        return text.documents("train")
+
+    def _own_windows(self, count: int) -> Tensor:
+        """Windows that the model writes, each from the start of a text."""
+        trainer, tokenizer, length = self.trainer, self.tokenizer, self.sequence_length
+        model = writer_of(trainer)
+        assert trainer is not None
+        prefix = torch.tensor([]).long()
+        known = list(range(model.config.get_text_config().vocab_size))
+        if tokenizer is not None:
+            _, prefix = frame(tokenizer, length)
+            special = set(tokenizer.all_special_ids)
+            known = [token for token in known[: len(tokenizer)] if token not in special]
+        sampling = Sampling(
+            length=length, seed=self.seed, prefix=prefix, first=torch.tensor(known).long()
+        )
+        return own_windows(trainer, sampling, count)
 
     def evaluation_windows(self, split: Split) -> Tensor:
         """Consecutive windows of a split's joined text (windows, sequence_length), int64.
@@ -270,15 +337,15 @@ class TextDataModule(LightningDataModule):
         return self._consecutive(text, name)[:count]
 
     def _consecutive(self, text: str, name: str) -> Tensor:
-        tokenizer, prefix = self._frame()
+        tokenizer, prefix = self._frame(self._evaluation_bos)
         return self._cut(tokenize(tokenizer, text), name, prefix)
 
     def _cut(self, tokens: Tensor, name: str, prefix: Tensor) -> Tensor:
         length = self.sequence_length - len(prefix)
         return after(prefix, consecutive_windows(tokens, length, name))
 
-    def _frame(self) -> tuple[Any, Tensor]:
-        """The tokenizer of the text, and the prefix (tokens,) that every window of it is given."""
+    def _frame(self, bos: str) -> tuple[Any, Tensor]:
+        """The tokenizer of a text, and the prefix (tokens,) that every window of it is given."""
         # Only now: a checkpoint that Lightning restores after `setup` may hold the tokenizer.
         tokenizer = self.tokenizer
         if tokenizer is None:
@@ -286,7 +353,7 @@ class TextDataModule(LightningDataModule):
                 "TextDataModule has no tokenizer: the model comes without one. "
                 "Name a directory or hub id with `data.tokenizer`."
             )
-        if self.bos == "text":
+        if bos == "text":
             return tokenizer, torch.tensor([]).long()
         return frame(tokenizer, self.sequence_length)
 
@@ -299,7 +366,7 @@ class TextDataModule(LightningDataModule):
         Raises:
             DataError: The source has no such split, or it is empty.
         """
-        if self._published:
+        if self._by_protocol and not (split == "train" and self._mixture):
             raise DataError("TextDataModule: published texts have no splits, but their own parts.")
         return self._own.documents(split)
 
@@ -309,6 +376,37 @@ class TextDataModule(LightningDataModule):
             return DataLoader(windows, batch_size=self.batch_size, shuffle=True, generator=order)
         share = one_share_each(windows, self.trainer)
         return DataLoader(windows, batch_size=self.batch_size, sampler=share)
+
+
+def _refuse_contradictions(given: set[str], mixture: Mixture | None, *, by_protocol: bool) -> None:
+    """Refuse text that is given in several ways for one use, and text that is named, but not given.
+
+    Args:
+        given: Which of `train_files`, `eval_files` and `dataset` are given.
+        mixture: What to calibrate on where that is not one published text, or left to the others.
+        by_protocol: Whether published texts are named for the other use.
+    """
+    named = set(GIVEN) & mixture.shares.keys() if mixture else set()
+    if missing := named - given:
+        raise OptionError(
+            f"`data.calibration` names {_listed(missing)}, and there is no such text. Give it, too."
+        )
+    if mixture and "train_files" in given - named:
+        raise OptionError(
+            f"`data.calibration` ({mixture}) leaves nothing to read of `data.train_files`. Leave "
+            "one of them out, or give both their shares: `calibration: {self: 0.5, train_files: "
+            "0.5}`."
+        )
+    others = given - named
+    if by_protocol + ("dataset" in others) + bool(others & {"train_files", "eval_files"}) > 1:
+        raise OptionError(
+            "TextDataModule: give either `dataset` or `train_files`/`eval_files` or "
+            "`calibration`/`evaluation`, not several of them."
+        )
+
+
+def _listed(names: set[str]) -> str:
+    return ", ".join(f"`data.{name}`" for name in sorted(names))
 
 
 def _paths(files: Sequence[_Path] | _Path | None) -> tuple[Path, ...]:

@@ -18,18 +18,21 @@ _LINE_SECONDS = 30
 
 
 @contextmanager
-def nested_progress(trainer: Trainer, total: int) -> Iterator[Callable[[int, str], None]]:
+def nested_progress(
+    trainer: Trainer, total: int, name: str = "pruning"
+) -> Iterator[Callable[[int, str], None]]:
     """Show a task below the running one, in Rich or in tqdm, or nowhere if the trainer has no bar.
 
     Yields:
-        A function that takes the number of layers that are done, and what is being done.
+        A function that takes how much is done of the total, such as the number of layers, and what
+        is being done.
     """
     bar = trainer.progress_bar_callback
     if not _has_bar(trainer) or not trainer.is_global_zero:
         yield lambda *_: None
     elif isinstance(bar, RichProgressBar) and bar.progress is not None:
         rich = bar.progress
-        task = rich.add_task("pruning", total=total)
+        task = rich.add_task(name, total=total)
 
         def update_rich(done: int, text: str) -> None:
             rich.update(task, completed=done, description=text)
@@ -39,7 +42,7 @@ def nested_progress(trainer: Trainer, total: int) -> Iterator[Callable[[int, str
     else:
         with Tqdm(
             total=total,
-            desc="pruning",
+            desc=name,
             position=2 * getattr(bar, "process_position", 0) + 1,
             dynamic_ncols=True,
             file=sys.stdout,

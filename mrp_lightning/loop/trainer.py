@@ -2,16 +2,18 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, ProgressBar
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from mrp_lightning.calibration.memory import explained_out_of_memory
-from mrp_lightning.errors import FormatError
+from mrp_lightning.errors import DataError, FormatError
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.models.integrity import explained_checkpoint, why_no_checkpoint
 from mrp_lightning.models.tokenizers import tokenizer_beside
@@ -73,6 +75,7 @@ class Trainer(pl.Trainer):
         Raises:
             TypeError: `callbacks` holds something else, or `model` or `datamodule` is of the
                 package `pytorch_lightning`.
+            DataError: A callback prunes, and there is no data to calibrate on.
             ValueError: `callbacks` holds a progress bar, and the trainer has one already.
             OutOfMemoryError: There is not enough memory to prune.
         """
@@ -83,6 +86,8 @@ class Trainer(pl.Trainer):
                 raise TypeError(f"`{argument}`: expected one of `lightning`. {_got([value])}")
         model = None if model is None else as_lightning_module(model)
         with self._borrow(callbacks), self._explained_memory():
+            if dataloaders is None and datamodule is None:
+                self._require_data(model)
             return super().predict(
                 model,  # type: ignore[arg-type]
                 dataloaders,
@@ -90,6 +95,18 @@ class Trainer(pl.Trainer):
                 return_predictions,
                 ckpt_path,
                 weights_only,
+            )
+
+    def _require_data(self, model: nn.Module | None) -> None:
+        """Refuse to prune without any data, before the model is moved anywhere."""
+        module = None if model is None else uncompiled(model)
+        if not isinstance(module, pl.LightningModule):
+            return
+        if callbacks_that_prune(self) and not is_overridden("predict_dataloader", module):
+            raise DataError(
+                "`predict` was given nothing to calibrate on. Give `dataloaders`, or a text by "
+                "`datamodule=TextDataModule(train_files=…)`; or let the model write it itself: "
+                '`datamodule=TextDataModule(calibration="self")`.'
             )
 
     def _explained_memory(self) -> AbstractContextManager[None]:
@@ -149,10 +166,12 @@ class Pruning(Protocol):
     Attributes:
         settings: How it prunes.
         report: What was done to each layer, `None` before the first run.
+        kept_beside: The path beside which a run keeps what it can go on with, `None` for nowhere.
     """
 
     settings: Settings
     report: PruningReport | None
+    kept_beside: Path | None
 
 
 def callbacks_that_prune(trainer: pl.Trainer) -> list[Pruning]:

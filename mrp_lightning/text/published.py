@@ -104,12 +104,12 @@ class PublishedTexts:
         OptionError: A name is unknown.
     """
 
-    calibration: str | None  # the name of the one to calibrate on, if any
+    calibration: Sequence[str]  # the names of those to calibrate on
     evaluation: Sequence[str]  # the names of those to measure perplexity on
     directory: Path | None  # that of their files; `None` for the hub and its cache
 
     def __post_init__(self) -> None:
-        check_names([self.calibration] if self.calibration else [], CALIBRATION, "calibration")
+        check_names(self.calibration, CALIBRATION, "calibration")
         check_names(self.evaluation, EVALUATION, "evaluation")
 
     def __bool__(self) -> bool:
@@ -124,13 +124,13 @@ class PublishedTexts:
         """
         locate(self._needed(stage), self.directory)
 
-    def segments(self, tokenizer: Any, draws: Draws) -> Tensor:
-        """Random windows (count, length) of the text to calibrate on, int64.
+    def segments(self, name: str, tokenizer: Any, draws: Draws) -> Tensor:
+        """Random windows (count, length) of a text to calibrate on, int64.
 
         Raises:
-            DataError: There is no such text, or it is too short for a window, or for so many.
+            DataError: It is too short for a window, or for so many.
         """
-        ((corpus, excerpt),) = self._needed("predict")
+        corpus, excerpt = CORPORA[name], CORPORA[name].calibration
         documents = self._documents(corpus, excerpt)
         check_amount(documents, tokenizer, draws, corpus.name)
         if excerpt.separator is None:
@@ -158,9 +158,8 @@ class PublishedTexts:
                 "`fit` trains on `data.train_files`, `data.dataset` or the embedded text, not on "
                 "the published texts of `data.calibration` and `data.evaluation`."
             )
-        key, names = "evaluation", self.evaluation
-        if stage == "predict":
-            key, names = "calibration", [self.calibration] if self.calibration else []
+        key = "calibration" if stage == "predict" else "evaluation"
+        names: Sequence[str] = getattr(self, key)
         if not names:
             raise DataError(f"`data.{key}` is needed here. Name published texts.")
         corpora = [CORPORA[name] for name in names]

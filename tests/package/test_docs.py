@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 
+from mrp_lightning import TextDataModule
 from mrp_lightning.commands.main import main
 
 ROOT = Path(__file__).parents[2]
@@ -79,6 +80,8 @@ RUN = {
     ("real-model.md", "python -m mrp_lightning predict"): "tests/package/test_docs.py",
     ("reliability.md", "python -m mrp_lightning predict"): "tests/package/test_docs.py",
     ("reliability.md", "python -m mrp_lightning report"): "tests/package/test_docs.py",
+    ("self-calibration.md", "from callbacks import"): "tests/package/test_docs.py",
+    ("self-calibration.md", "data:"): "tests/package/test_docs.py",
     ("streaming.md", "python -m mrp_lightning predict"): "tests/package/test_docs.py",
     ("streaming.md", "from callbacks import"): "tests/package/test_docs.py",
     ("zeroshot.md", "pip install 'mrp-lightning"): "tests/evaluation/test_zeroshot_page.py",
@@ -99,6 +102,17 @@ def blocks(page: str) -> list[str]:
 def block(page: str, beginning: str) -> str:
     (found,) = (text for text in blocks(page) if text.startswith(beginning))
     return found
+
+
+def test_a_model_writes_its_own_text_as_the_page_says(tiny_llama, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "DIR").symlink_to(tiny_llama)
+    code = block("self-calibration.md", "from callbacks import")
+    exec(code.replace("num_samples=128, sequence_length=2048", "num_samples=4, sequence_length=32"))
+    report = json.loads((tmp_path / "DIR-2of4" / "pruning_report.json").read_text())
+    assert report["provenance"]["data"]["source"] == "the model's own text"
+    mixed = TextDataModule(**yaml.safe_load(block("self-calibration.md", "data:"))["data"])
+    assert mixed.calibration_source == "0.5 the model's own text + 0.5 c4"
 
 
 def test_every_block_is_run_or_listed():

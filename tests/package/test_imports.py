@@ -28,6 +28,7 @@ ORDER = {
         "records",
         "calibration",
         "journal",
+        "samples",
         "tuning",
         "allocation",
         "narrowing",

@@ -1,0 +1,148 @@
+"""The calibration text that a trainer's model writes itself, shared out over processes and kept."""
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import chain
+from pathlib import Path
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from mrp_lightning.calibration.offload import Offload
+from mrp_lightning.errors import DataError, OptionError
+from mrp_lightning.journal.fingerprint import forward_of
+from mrp_lightning.loop.contents import language_models, streamed_blocks
+from mrp_lightning.loop.distributed import all_or_none, processes_of
+from mrp_lightning.loop.progress import Seldom, nested_progress, roughly
+from mrp_lightning.loop.signals import Interrupted
+from mrp_lightning.loop.trainer import callbacks_that_prune
+from mrp_lightning.samples.kept import DIRECTORY, KeptWindows, key_of
+from mrp_lightning.samples.together import WritingListener, write_together
+from mrp_lightning.samples.writing import Sampling, require_writer
+from mrp_lightning.targets.blocks import find_blocks
+
+_TIMED_TOKENS = 16
+"""By how many tokens of a batch the time of all is estimated."""
+
+
+def writer_of(trainer: Trainer | None) -> PreTrainedModel:
+    """The model of a trainer that is going to write its own calibration text.
+
+    Raises:
+        DataError: There is no trainer that runs a model.
+        OptionError: Its blocks stay in files.
+        TargetError: It cannot write text.
+    """
+    module = None if trainer is None else trainer.lightning_module
+    if module is None:
+        raise DataError(
+            "`calibration: self` is written by the model that a trainer runs. Give the data module "
+            "to `Trainer.predict(model, datamodule=…)`."
+        )
+    if streamed_blocks(module) is not None:
+        raise OptionError(
+            "`calibration: self` with `streaming`: every block would be read from its file for "
+            "every token. Write the text with the model in memory, on another machine if need be, "
+            "or name a text in `data.calibration` or `data.train_files`."
+        )
+    models = list(language_models(module).values())
+    model = models[0] if len(models) == 1 else None
+    require_writer(model)
+    assert model is not None
+    return model
+
+
+def own_windows(trainer: Trainer, sampling: Sampling, count: int) -> Tensor:
+    """Windows that the model of a trainer writes, or those that it wrote before.
+
+    They are kept beside the run, in a directory that all runs beside it share.
+
+    Args:
+        trainer: The trainer, which has set up its strategy.
+        sampling: What is written.
+        count: The number of windows.
+
+    Returns:
+        The token ids (count, length), int64, the same in all processes.
+
+    Raises:
+        DataError: What the model writes is nothing to calibrate on.
+        Interrupted: SIGTERM came.
+    """
+    model, processes = writer_of(trainer), processes_of(trainer)
+    with all_or_none(processes), _on_device(trainer), ExitStack() as held:
+        kept = KeptWindows(_directory(trainer, model, sampling), sampling.length)
+        listener = _Listener(trainer, sampling.length, held)
+        return write_together(model, sampling, count, kept, processes, listener)
+
+
+def _directory(trainer: Trainer, model: PreTrainedModel, sampling: Sampling) -> Path | None:
+    """Where the windows are kept, `None` where the run keeps nothing; all processes call this."""
+    places = [callback.kept_beside for callback in callbacks_that_prune(trainer)]
+    beside = next((place for place in places if place is not None), None)
+    if beside is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        return None
+    processes, key = processes_of(trainer), None
+    if processes.rank == 0:
+        held = chain(model.named_parameters(), model.named_buffers())
+        key = key_of(sampling, forward_of(model.config), held)
+    return Path(beside).parent / DIRECTORY / str(processes.all(key)[0])
+
+
+@contextmanager
+def _on_device(trainer: Trainer) -> Iterator[None]:
+    """Bring the blocks that a callback keeps on the CPU to the device, each while it runs."""
+    if not any(callback.settings.offload for callback in callbacks_that_prune(trainer)):
+        yield
+        return
+    module: LightningModule = trainer.lightning_module
+    blocks = [block.module for block in find_blocks(module)]
+    with Offload(blocks, trainer.strategy.root_device).active():
+        yield
+
+
+class _Listener(WritingListener):
+    """Shows how far this process is, says once how long it takes, and ends where that is asked.
+
+    Args:
+        trainer: The trainer.
+        length: Tokens a window.
+        held: What is left when all is written.
+    """
+
+    def __init__(self, trainer: Trainer, length: int, held: ExitStack) -> None:
+        self._trainer, self._length, self._held = trainer, length, held
+        self._is_time, self._finished, self._is_estimated = Seldom(), 0, False
+
+    def start(self, mine: int, everywhere: int) -> None:
+        """Begin to count the time."""
+        self._mine, self._start = mine * self._length, time.monotonic()
+        self._what = f"{everywhere} windows of {self._length} tokens of the model's own text"
+        self._show = self._held.enter_context(
+            nested_progress(self._trainer, self._mine, "own text")
+        )
+        self._held.callback(self._end)
+
+    def move(self, windows: int, place: int) -> None:
+        """Move the bar, but not more often than anybody can see."""
+        if self._trainer.received_sigterm:
+            raise Interrupted(signal.SIGTERM)
+        done, spent = self._finished + windows * place, time.monotonic() - self._start
+        left = spent * max(0, self._mine / done - 1)
+        if place >= _TIMED_TOKENS and not self._is_estimated:
+            self._is_estimated = True
+            rank_zero_info(f"Writing {self._what} takes about {roughly(spent + left)}.")
+        if self._is_time():
+            self._show(done, f"own text · about {roughly(left)} left")
+
+    def finish(self, windows: int) -> None:
+        """Count a batch that is kept."""
+        self._finished += windows * self._length
+
+    def _end(self) -> None:
+        if self._finished == self._mine:
+            rank_zero_info(f"Wrote {self._what} in {roughly(time.monotonic() - self._start)}.")

@@ -1,0 +1,1 @@
+"""A language model → windows of text that it writes itself, to calibrate on."""

@@ -1,0 +1,250 @@
+"""Windows of text that a language model writes itself, drawn from its own distribution.
+
+Every window has random numbers of its own. So it is the same in whatever batch it is written, and
+by whichever of several processes, as far as the model's logits are the same there.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StaticCache,
+)
+
+from mrp_lightning.calibration.forwards import replaced
+from mrp_lightning.errors import DataError, TargetError
+from mrp_lightning.upstream import fits_static_cache
+
+log = logging.getLogger(__name__)
+
+_MOST_AT_ONCE = 64
+_MOST_OF_ONE_TOKEN = 0.9
+"""The part of all tokens that may be one and the same, in a text that is worth calibrating on."""
+_CHECKED = 64  # tokens of a window that is read again, all at once
+_AGREEING = 0.75
+"""The part of these that must be drawn again: rounding moves a few, another state nearly all."""
+_COPIES_OF_LOGITS = 6  # in float32, while a token is drawn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """What a model writes: the same sampling gives the same windows.
+
+    Attributes:
+        length: Tokens a window, with those that it begins with.
+        seed: The seed of all random numbers.
+        prefix: The tokens (tokens,) that each window begins with, int64. Where there are none, the
+            first token is drawn from `first`, each of them as likely.
+        first: The tokens (tokens,) that a window without a prefix may begin with, int64.
+    """
+
+    length: int
+    seed: int
+    prefix: Tensor
+    first: Tensor
+
+    def uniforms(self, windows: range) -> Tensor:
+        """The random number in [0, 1) for each token of some windows (windows, length), float32."""
+        drawn = [
+            np.random.default_rng([self.seed % 2**64, n]).random(self.length, np.float32)
+            for n in windows
+        ]
+        return torch.from_numpy(np.stack(drawn))
+
+    def starts(self, uniforms: Tensor) -> Tensor:
+        """What each window begins with (windows, tokens), int64."""
+        if len(self.prefix):
+            return self.prefix.expand(len(uniforms), -1)
+        drawn = (uniforms[:, :1].double() * len(self.first)).long()
+        return self.first[drawn]
+
+
+class InverseTransform(LogitsProcessor):
+    """Draws tokens by given random numbers, at temperature 1 from the whole vocabulary.
+
+    The token for a number u is the first one up to which the probabilities of the vocabulary, in
+    its order, add up to more than u. It gets the score 0, all others −∞, so that the most likely
+    token, which a search without sampling takes, is the one that was drawn.
+
+    Args:
+        uniforms: The random number in [0, 1) for each token of each window (windows, length).
+        tell: Called with the number of tokens that each window has so far.
+    """
+
+    def __init__(self, uniforms: Tensor, tell: Callable[[int], None]) -> None:
+        self.uniforms, self.tell = uniforms, tell
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """The scores (windows, vocabulary) of the next token, by the logits of it."""
+        place = input_ids.shape[1]
+        self.tell(place)
+        cumulative = _cumulative(scores)
+        total = cumulative[:, -1:]
+        if not bool(total.isfinite().all()):
+            raise DataError(
+                f"`calibration: self`: the model's predictions after {place} tokens of its own are "
+                "NaN or Inf. In float16 they may overflow: load the model in bfloat16 or float32. "
+                "Otherwise the checkpoint is broken."
+            )
+        wanted = self.uniforms[:, place : place + 1].to(cumulative) * total
+        drawn = torch.searchsorted(cumulative, wanted, right=True)
+        drawn = drawn.clamp_(max=scores.shape[1] - 1)  # u·total may be rounded up to the total
+        return torch.full_like(scores, -torch.inf).scatter_(1, drawn, 0.0)
+
+
+def write(
+    model: PreTrainedModel, sampling: Sampling, windows: range, tell: Callable[[int], None]
+) -> Tensor:
+    """Let a model write some windows, all at once.
+
+    What the model's own generation configuration says of its chats (penalties, end tokens, ranges
+    of tokens) has no say. An end token does not end a window: what follows it is a new text.
+
+    Args:
+        model: A model for which `require_writer` raises nothing.
+        sampling: What to write.
+        windows: Which windows, by number.
+        tell: Called with the number of tokens that each window has so far.
+
+    Returns:
+        The token ids (windows, length), int64, on the CPU.
+
+    Raises:
+        DataError: The model's predictions are not finite, or it writes one token all the time.
+    """
+    uniforms = sampling.uniforms(windows).to(model.device)
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        _evaluating(model),
+        replaced(model, "generation_config", GenerationConfig()),
+    ):
+        starts = sampling.starts(uniforms.cpu()).to(model.device)
+        written = _generate(model, starts, uniforms, tell, _cache(model, sampling.length))
+        if not _agrees(model, written[:1], uniforms[:1], starts.shape[1]):
+            log.warning(
+                "%s predicts other tokens step by step, with its cache, than all at once. Its text "
+                "is written without a cache, which takes much longer.",
+                type(model).__name__,
+            )
+            written = _generate(model, starts, uniforms, tell, {"use_cache": False})
+    _require_text(written[:, starts.shape[1] :])
+    return written.cpu()
+
+
+def _generate(
+    model: PreTrainedModel,
+    starts: Tensor,
+    uniforms: Tensor,
+    tell: Callable[[int], None],
+    cache: dict[str, Any],
+) -> Tensor:
+    written: Tensor = model.generate(  # type: ignore[operator]
+        starts,
+        attention_mask=torch.ones_like(starts),
+        max_length=uniforms.shape[1],
+        do_sample=False,
+        logits_processor=LogitsProcessorList([InverseTransform(uniforms, tell)]),
+        disable_compile=True,
+        **cache,
+    )
+    return written
+
+
+def _agrees(model: PreTrainedModel, written: Tensor, uniforms: Tensor, start: int) -> bool:
+    """Whether a window is also drawn, but for rounding, where the model reads it all at once."""
+    read = written[:, : start + _CHECKED]
+    logits = model(read, use_cache=False).logits[0, start - 1 : -1]
+    cumulative = _cumulative(logits)
+    wanted = uniforms[0, start : read.shape[1], None].to(cumulative) * cumulative[:, -1:]
+    drawn = torch.searchsorted(cumulative, wanted, right=True).flatten()
+    return float((drawn == read[0, start:]).float().mean()) > _AGREEING
+
+
+def _cumulative(logits: Tensor) -> Tensor:
+    """The probability of each token or one before it in the vocabulary (…, vocabulary), float32."""
+    return logits.float().softmax(-1).cumsum(-1)
+
+
+def _cache(model: PreTrainedModel, length: int) -> dict[str, Any]:
+    """A cache that need not grow; models that cannot use one make their own, or keep a state."""
+    taken = signature(model.forward).parameters
+    if not fits_static_cache(model) or "past_key_values" not in taken:
+        return {}
+    config = model.config.get_text_config(decoder=True)
+    return {"past_key_values": StaticCache(config=config, max_cache_len=length)}
+
+
+@contextmanager
+def _evaluating(model: PreTrainedModel) -> Iterator[None]:
+    """Switch dropout off, which a model that was made from a configuration has on."""
+    was_training = [part for part in model.modules() if part.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for part in was_training:
+            part.training = True
+
+
+def _require_text(written: Tensor) -> None:
+    """Refuse what is one token nearly everywhere, such as the end token."""
+    tokens, counts = written.unique(return_counts=True)
+    most = counts.argmax()
+    part = int(counts[most]) / max(written.numel(), 1)
+    if part > _MOST_OF_ONE_TOKEN and written.numel() > 1:
+        raise DataError(
+            f"`calibration: self`: the model writes little but the token {int(tokens[most])}: "
+            f"{part:.0%} of its text. That is nothing to calibrate on. Name a text in "
+            "`data.calibration` or `data.train_files`."
+        )
+
+
+def require_writer(model: Any) -> None:
+    """Refuse a model that cannot write text.
+
+    Raises:
+        TargetError: It is no language model that goes on with a text token by token.
+    """
+    problem = None
+    if not isinstance(model, PreTrainedModel):
+        problem = "there is no Hugging Face model, or several"
+    elif model.config.is_encoder_decoder:
+        problem = f"{type(model).__name__} writes answers to another text, with an encoder"
+    elif not model.can_generate():
+        problem = f"{type(model).__name__} has no head that predicts the next token"
+    if problem:
+        raise TargetError(
+            "`calibration: self` needs one causal language model, which writes its own text; "
+            f"{problem}. Name a text in `data.calibration` or `data.train_files`."
+        )
+
+
+def windows_at_once(model: PreTrainedModel, length: int) -> int:
+    """How many windows of a length the memory of the model's device has room for, at most 64.
+
+    They take at most half of what is free on a GPU, and a quarter of a machine's memory.
+    """
+    text = model.config.get_text_config()
+    heads = getattr(text, "num_attention_heads", 0) or 0
+    size = getattr(text, "head_dim", None) or text.hidden_size // (heads or 1)
+    heads = getattr(text, "num_key_value_heads", None) or heads
+    keys = 2 * text.num_hidden_layers * heads * size * length * model.dtype.itemsize
+    each = keys + 4 * _COPIES_OF_LOGITS * text.vocab_size
+    if model.device.type == "cuda":
+        room = torch.cuda.mem_get_info(model.device)[0] // 2
+    else:
+        room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
+    return max(1, min(_MOST_AT_ONCE, room // each))

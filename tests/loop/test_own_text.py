@@ -1,0 +1,158 @@
+"""A model writes its own calibration text in a trainer, once for all runs beside each other."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
+
+from callbacks import MRPCallback
+from mrp_lightning import CausalLM, TextDataModule, Trainer
+from mrp_lightning.cli.lightning_cli import PruningCLI
+from mrp_lightning.errors import DataError, OptionError, TargetError
+from mrp_lightning.samples import together
+from mrp_lightning.samples.writing import write
+
+QUIET = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+HALVES = "self: 0.5, stdlib: 0.5"
+
+
+def data(**options) -> TextDataModule:
+    defaults = {"calibration": "self", "num_samples": 5, "sequence_length": 24, "batch_size": 2}
+    return TextDataModule(**{**defaults, **options})
+
+
+def pruned(tiny_llama, save_dir=None, **options):
+    callback = MRPCallback(pattern="2:4", save_dir=save_dir)
+    Trainer(**QUIET).predict(CausalLM(tiny_llama), datamodule=data(**options), callbacks=[callback])
+    return callback.report
+
+
+@pytest.fixture
+def written(monkeypatch):
+    """The batches that are written, in place of what is kept."""
+    batches = []
+
+    def counted(model, sampling, windows, tell):
+        batches.append(windows)
+        return write(model, sampling, windows, tell)
+
+    monkeypatch.setattr(together, "write", counted)
+    return batches
+
+
+def test_runs_beside_each_other_share_what_the_model_wrote(tiny_llama, tmp_path, written, caplog):
+    with caplog.at_level("INFO"):
+        first = pruned(tiny_llama, tmp_path / "a")
+        second = pruned(tiny_llama, tmp_path / "b")
+    assert written == [range(5)]
+    assert [row.loss for row in first.layers] == [row.loss for row in second.layers]
+    assert sum(row.tokens for row in first.layers) == 5 * 24 * len(first.layers)
+    assert first.provenance["data"]["source"] == "the model's own text"
+    assert any("of the model's own text takes about" in line for line in caplog.messages)
+    (file,) = (tmp_path / ".own-text").glob("*/*")
+    ids = load_file(file)["input_ids"]
+    again = torch.cat(list(_loader(tiny_llama, num_samples=5)))
+    assert torch.equal(ids, again)
+    pruned(tiny_llama, tmp_path / "c", seed=1)
+    assert written == [range(5), range(5), range(5)]
+
+
+def _loader(tiny_llama, **options):
+    """What a trainer without a directory reads."""
+    seen = []
+
+    class Keep(CausalLM):
+        def predict_step(self, batch, batch_idx):
+            seen.append(batch)
+
+    Trainer(**QUIET).predict(Keep(tiny_llama), datamodule=data(**options))
+    return seen
+
+
+def test_half_of_it_may_be_other_text(tiny_llama, tmp_path):
+    text = tmp_path / "a.txt"
+    text.write_text("\n".join(f"value_{i} = {i * 7}" for i in range(90)))
+    mixed = torch.cat(_loader(tiny_llama, calibration={"self": 0.5, str(text): 0.5}, num_samples=6))
+    own = torch.cat(_loader(tiny_llama, num_samples=3))
+    assert mixed.shape == (6, 24)
+    assert {tuple(row) for row in own.tolist()} <= {tuple(row) for row in mixed.tolist()}
+
+
+def test_a_model_without_a_tokenizer_begins_with_any_token(tiny_llama):
+    model = CausalLM(tiny_llama)
+    model.tokenizer = None
+    Trainer(**QUIET).predict(model, datamodule=data())
+
+
+def test_what_the_tokenizer_puts_before_a_text_begins_every_window(tiny_llama):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+    windows = torch.cat(_loader(tiny_llama, tokenizer=tokenizer))
+    assert (windows[:, 0] == 0).all()
+    assert len(windows[:, 1].unique()) > 1
+
+
+def test_models_that_cannot_write_are_refused_before_work(tiny_llama, tmp_path, written):
+    from transformers import BertConfig, BertModel
+
+    bert = BertModel(BertConfig(vocab_size=50, hidden_size=16, num_attention_heads=2))
+    with pytest.raises(TargetError, match="`calibration: self` .* BertModel has no head"):
+        Trainer(**QUIET).predict(bert, datamodule=data())
+    with pytest.raises(OptionError, match="`calibration: self` with `streaming`"):
+        callback = MRPCallback(pattern="2:4", save_dir=tmp_path / "a")
+        model = CausalLM(tiny_llama, streaming=True)
+        Trainer(**QUIET).predict(model, datamodule=data(), callbacks=[callback])
+    with pytest.raises(DataError, match="is written by the model that a trainer runs"):
+        data(tokenizer=str(tiny_llama)).calibration_windows()
+    assert not written
+
+
+def test_no_data_at_all_is_answered_with_the_models_own_text(tiny_llama, caplog):
+    with pytest.raises(DataError, match=r'datamodule=TextDataModule\(calibration="self"\)'):
+        Trainer(**QUIET).predict(CausalLM(tiny_llama), callbacks=[MRPCallback(pattern="2:4")])
+    with caplog.at_level("INFO"):
+        TextDataModule(tokenizer=str(tiny_llama)).setup("predict")
+    assert "`data.calibration: self`" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("in_file", "option", "calibration", "train_files"),
+    [
+        ("eval_files: [FILE]", "calibration=self", "self", False),
+        ("eval_files: [FILE]", f"calibration={{{HALVES}}}", {"self": 0.5, "stdlib": 0.5}, False),
+        ("calibration: self", "train_files=[FILE]", None, True),
+        ("train_files: [FILE]", "calibration=self", "self", False),
+        (
+            "calibration: {self: 0.5, train_files: 0.5}",
+            "train_files=[FILE]",
+            {"self": 0.5, "train_files": 0.5},
+            True,
+        ),
+    ],
+)
+def test_the_command_line_takes_the_text_that_is_given_last(
+    tiny_llama, tmp_path, in_file, option, calibration, train_files
+):
+    file, config = tmp_path / "a.txt", tmp_path / "run.yaml"
+    file.write_text("a")
+    config.write_text(f"data: {{{in_file.replace('FILE', str(file))}}}\n")
+    given = [f"--config={config}", f"--data.{option.replace('FILE', str(file))}"]
+    made = PruningCLI([*given, f"--model.model={tiny_llama}"], run=False).datamodule
+    assert made.calibration == calibration
+    assert bool(made._own.train_files) == train_files
+    assert bool(made._own.eval_files) == ("eval" in in_file)
+
+
+def test_two_texts_at_one_place_are_refused(tiny_llama, tmp_path):
+    (tmp_path / "a.txt").write_text("a")
+    given = [f"--data.train_files=[{tmp_path / 'a.txt'}]", "--data.calibration=self"]
+    with pytest.raises(OptionError, match="`data.train_files` and `data.calibration`: keep one"):
+        PruningCLI([*given, f"--model.model={tiny_llama}"], run=False)

@@ -1,0 +1,214 @@
+"""What a model writes is drawn from its own distribution, and is not written twice."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from thread_processes import together
+from tiny_configs import FAMILIES, VOCABULARY
+
+from mrp_lightning.errors import DataError, TargetError
+from mrp_lightning.processes import ALONE
+from mrp_lightning.samples import together as module
+from mrp_lightning.samples.kept import KeptWindows, key_of
+from mrp_lightning.samples.together import WritingListener, write_together
+from mrp_lightning.samples.writing import Sampling, require_writer, write
+
+CAUSAL = ["llama", "opt", "bloom", "gpt2", "mistral", "gemma3_text", "gpt_oss", "qwen3_next"]
+CAUSAL += ["mamba", "mamba2", "falcon_h1", "rwkv"]
+"""Learned, rotary and no positions, tied weights, sliding windows, experts, states of all kinds."""
+
+
+def made(name: str) -> transformers.PreTrainedModel:
+    torch.manual_seed(0)
+    family = FAMILIES[name]
+    config = transformers.AutoConfig.for_model(family.model_type, **family.config)
+    model = getattr(transformers, family.auto).from_config(config, dtype=torch.float32)
+    with torch.no_grad():  # predictions that differ from token to token
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(4)
+    return model.eval()
+
+
+def sampling(length=12, seed=0, prefix=()) -> Sampling:
+    return Sampling(
+        length=length,
+        seed=seed,
+        prefix=torch.tensor(prefix).long(),
+        first=torch.arange(3, VOCABULARY),
+    )
+
+
+def silent(_: int) -> None:
+    pass
+
+
+@pytest.fixture
+def llama():
+    return made("llama")
+
+
+def drawn_plainly(model, what: Sampling, windows: range) -> list[list[int]]:
+    """The same numbers, the whole text through the model for every token, and no cache."""
+    found = []
+    for numbers in what.uniforms(windows).double().numpy():
+        ids = what.prefix.tolist() or [int(what.first[int(numbers[0] * len(what.first))])]
+        while len(ids) < what.length:
+            with torch.no_grad():
+                logits = model(torch.tensor([ids]), use_cache=False).logits[0, -1].double()
+            edges = logits.softmax(-1).cumsum(-1).numpy()
+            ids.append(int(np.searchsorted(edges, numbers[len(ids)] * edges[-1], side="right")))
+        found.append(ids)
+    return found
+
+
+@pytest.mark.parametrize("family", CAUSAL)
+def test_tokens_are_those_of_a_plain_loop_without_a_cache(family):
+    model, what = made(family), sampling()
+    assert write(model, what, range(2, 5), silent).tolist() == drawn_plainly(
+        model, what, range(2, 5)
+    )
+
+
+def test_a_prefix_begins_every_window(llama):
+    what = sampling(prefix=(1, 5))
+    written = write(llama, what, range(4), silent)
+    assert written[:, :2].tolist() == [[1, 5]] * 4
+    assert written.tolist() == drawn_plainly(llama, what, range(4))
+    assert len(set(map(tuple, written.tolist()))) == 4
+
+
+def test_the_tokens_follow_the_models_probabilities(llama):
+    count = 4000
+    written = write(llama, sampling(length=2, prefix=(7,)), range(count), silent)
+    with torch.no_grad():
+        expected = llama(torch.tensor([[7]])).logits[0, -1].softmax(-1)
+    share = torch.bincount(written[:, 1], minlength=VOCABULARY) / count
+    deviation = (expected * (1 - expected) / count).sqrt()
+    assert ((share - expected).abs() < 4.5 * deviation + 1 / count).all()
+    assert expected.max() < 0.9  # or this would say little
+
+
+def test_neither_generation_options_nor_dropout_have_a_say(llama):
+    plain = write(llama, sampling(), range(3), silent)
+    llama.generation_config = own = transformers.GenerationConfig(
+        eos_token_id=plain[:, 3].tolist(), temperature=0.2, do_sample=True, repetition_penalty=3.0
+    )
+    llama.config.attention_dropout = 0.9
+    llama.train()
+    assert torch.equal(write(llama, sampling(), range(3), silent), plain)
+    assert llama.generation_config is own
+    assert all(part.training for part in llama.modules())
+    assert torch.equal(write(llama, sampling(), range(1, 3), silent), plain[1:])
+    assert not torch.equal(write(llama, sampling(seed=-1), range(3), silent), plain)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"), [(1e4, "little but the token 2"), (torch.nan, "NaN")]
+)
+def test_what_is_no_text_is_refused(llama, value, message):
+    def spoil(_, __, logits):
+        logits[..., 2] = value
+        return logits
+
+    llama.lm_head.register_forward_hook(spoil)
+    with pytest.raises(DataError, match=message):
+        write(llama, sampling(), range(3), silent)
+
+
+@pytest.mark.parametrize("model_type", ["bert", "t5"])
+def test_what_cannot_write_is_refused(model_type):
+    with pytest.raises(TargetError, match="needs one causal language model"):
+        require_writer(made(model_type))
+    with pytest.raises(TargetError, match="no Hugging Face model, or several"):
+        require_writer(torch.nn.Linear(2, 2))
+
+
+class Stop(WritingListener):
+    """Ends the writing in its second batch."""
+
+    def __init__(self):
+        self.finished = 0
+
+    def finish(self, windows):
+        self.finished += windows
+
+    def move(self, windows, place):
+        if self.finished and place > 5:
+            raise KeyboardInterrupt
+
+
+def test_an_end_while_writing_loses_one_batch_and_changes_no_bit(llama, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "windows_at_once", lambda *_: 3)
+    whole = write_together(llama, sampling(), 8, KeptWindows(None, 12), ALONE, WritingListener())
+    kept, batches = KeptWindows(tmp_path / "new" / "a", 12), []
+    with pytest.raises(KeyboardInterrupt):
+        write_together(llama, sampling(), 8, kept, ALONE, Stop())
+
+    def counted(*arguments):
+        batches.append(arguments[2])
+        return write(*arguments)
+
+    monkeypatch.setattr(module, "write", counted)
+    for written in ([range(3, 6), range(6, 8)], []):
+        again = write_together(llama, sampling(), 8, kept, ALONE, WritingListener())
+        assert torch.equal(again, whole)
+        assert batches == written
+        batches.clear()
+    file = kept.directory / "windows-3-6.safetensors"
+    file.write_bytes(file.read_bytes()[:50])
+    again = write_together(llama, sampling(), 8, kept, ALONE, WritingListener())
+    assert torch.equal(again, whole)
+    assert batches == [range(3, 6)]
+
+
+def test_processes_share_the_windows_out_and_all_get_all(llama, tmp_path, monkeypatch):
+    whole = write_together(llama, sampling(), 7, KeptWindows(None, 12), ALONE, WritingListener())
+    models, mine = [made("llama") for _ in range(2)], [[], []]
+
+    def counted(model, *arguments):
+        mine[models.index(model)].append(arguments[1])
+        return write(model, *arguments)
+
+    monkeypatch.setattr(module, "write", counted)
+
+    def work(processes):
+        kept = KeptWindows(tmp_path / str(processes.rank), 12)  # machines without a common disk
+        model = models[processes.rank]
+        return write_together(model, sampling(), 7, kept, processes, WritingListener())
+
+    for _ in range(2):
+        first, second = together(2, work)
+        assert torch.equal(first, second)
+        assert torch.equal(first, whole)
+    assert mine == [[range(4)], [range(4, 7)]]
+
+
+def test_memory_for_half_a_batch_is_enough(llama, monkeypatch):
+    whole = write(llama, sampling(), range(4), silent)
+
+    def narrow(model, what, windows, tell):
+        if len(windows) > 2:
+            raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
+        return write(model, what, windows, tell)
+
+    monkeypatch.setattr(module, "write", narrow)
+    found = write_together(llama, sampling(), 4, KeptWindows(None, 12), ALONE, WritingListener())
+    assert torch.equal(found, whole)
+
+
+def test_the_key_tells_other_text_apart(llama):
+    config = json.dumps(llama.config.to_dict(), default=str)
+
+    def key(what=None, configuration=config, **changed):
+        weights = {**dict(llama.named_parameters()), **changed}
+        return key_of(what or sampling(), configuration, iter(weights.items()))
+
+    other = {**dict(llama.named_parameters())}["lm_head.weight"].detach() + 1
+    keys = [key(), key(sampling(seed=1)), key(sampling(length=13)), key(sampling(prefix=(1,)))]
+    keys += [key(configuration=config.replace("10000.0", "5.0")), key(**{"lm_head.weight": other})]
+    assert len(set(keys)) == len(keys)
+    assert key() == keys[0]
