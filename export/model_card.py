@@ -26,6 +26,12 @@ _FORMS = {
         "`weight` holds the kept values and `weight_bits` their places. Transformers loads them, "
         "and any other loader refuses them, until mrp-lightning's `export` is imported.",
     ),
+    "bitmask4": (
+        "Packed as bitmasks and four bits",
+        "`weight` holds the codes of the kept values, `weight_bits` their places and "
+        "`weight_scales` what the codes are multiplied with. Transformers loads them, and any "
+        "other loader refuses them, until mrp-lightning's `export` is imported.",
+    ),
     "torchao": (
         "torchao's 2:4 tensors",
         "They run on a CUDA device, with torchao 0.18.",

@@ -27,7 +27,7 @@ class ExportReport:
 
     Attributes:
         source: The pruned checkpoint, as the user named it.
-        format: `packed`, `bitmask`, `dense` or `torchao`.
+        format: `packed`, `bitmask`, `bitmask4`, `dense` or `torchao`.
         layers: Every linear layer of the model.
         source_bytes: Bytes of the weight files read.
         exported_bytes: Bytes of the weight files written; `None` where nothing was written.
@@ -140,7 +140,7 @@ def _table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) ->
 
 def _sizes(report: ExportReport) -> Table:
     totals = report.totals
-    kind = "bitmask" if report.format == "bitmask" else "2:4"
+    kind = report.format if report.format.startswith("bitmask") else "2:4"
     name = f"{totals['packed_layers']} {kind} layers"
     sizes = {name: (totals["packed_layers_dense_bytes"], totals["packed_layers_packed_bytes"])}
     if report.exported_bytes is not None and report.format != "dense":

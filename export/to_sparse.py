@@ -22,6 +22,7 @@ from export.conversion.selection import choose_layers
 from export.conversion.tracking import Track, bars
 from export.conversion.writing import write_dense, write_packed, write_torchao
 from export.model_card import write_card
+from export.packed.bitmask4_format import BITMASK4
 from export.packed.bitmask_format import BITMASK
 from export.packed.sparse24_format import SPARSE24
 from export.report import NO_CUDA, ExportReport
@@ -34,7 +35,7 @@ from mrp_lightning.outputs import check_output_dir, save_directory
 
 log = logging.getLogger(__name__)
 
-_FORMS = {"packed": SPARSE24, "torchao": SPARSE24, "bitmask": BITMASK}
+_FORMS = {"packed": SPARSE24, "torchao": SPARSE24, "bitmask": BITMASK, "bitmask4": BITMASK4}
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -151,6 +152,7 @@ class _Export:
         why_not = {
             "dense": "the dense format runs as its source does",
             "bitmask": "no kernel for bitmasks runs on CUDA devices",
+            "bitmask4": "no kernel for bitmasks runs on CUDA devices",
             "torchao": "`--format packed --backend torchao` measures it",
         }.get(self.report.format)
         notes, backend = self.report.notes, self.options.backend
@@ -205,11 +207,12 @@ def _parser() -> Any:
     what = "default: CKPT-sparse24, or CKPT-FORMAT for the others"
     option("--out", metavar="DIR", help=what)
     what = (
-        "packed is for 2:4, bitmask for any pattern; dense keeps the zeros, for software that "
-        "knows no sparsity; torchao writes its own 2:4 tensors, on a CUDA device (default: packed "
-        "where the checkpoint is 2:4, else bitmask)"
+        "packed is for 2:4, bitmask for any pattern, bitmask4 for weights of four bits; dense "
+        "keeps the zeros, for software that knows no sparsity; torchao writes its own 2:4 tensors, "
+        "on a CUDA device (default: bitmask4 where the report says 3 or 4 bits, packed where the "
+        "checkpoint is 2:4, else bitmask)"
     )
-    option("--format", choices=("packed", "bitmask", "dense", "torchao"), help=what)
+    option("--format", choices=("packed", "bitmask", "bitmask4", "dense", "torchao"), help=what)
     option("--overwrite", action="store_true", help="replace what is in --out")
     what = "layers that stay dense: name parts with wildcards, such as lm_head or layers.0"
     option("--skip", nargs="+", default=[], metavar="PATTERN", help=what)

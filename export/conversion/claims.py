@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from mrp_lightning.errors import PatternError
+from mrp_lightning.errors import FormatError, OptionError, PatternError
 from mrp_lightning.json_files import read_as
 from mrp_lightning.records.report import NAME
+from mrp_lightning.solver.grid import Grid
 from mrp_lightning.solver.patterns import SemiStructured, make_pattern
 
 _ROUNDING = 1e-6
@@ -75,6 +76,8 @@ class _Row:
 class _Config:
     pattern: Any = None
     structure: str | None = None
+    bits: int | None = None
+    group_size: int | None = None
 
 
 @dataclass(kw_only=True)
@@ -105,6 +108,22 @@ def read_claims(directory: str | os.PathLike[str]) -> dict[str, Claim] | None:
         for row in report.layers
         if row.skipped is None
     }
+
+
+def read_grid(directory: str | os.PathLike[str]) -> Grid | None:
+    """The grid that the report in a directory says the weights are on; `None` if it says none.
+
+    Raises:
+        FormatError: The report is damaged.
+    """
+    file = Path(directory) / NAME
+    config = read_as(_Report, file, "prune again").config if file.is_file() else _Config()
+    if config.bits is None:
+        return None
+    try:
+        return Grid(config.bits, 64 if config.group_size is None else config.group_size)
+    except OptionError as error:
+        raise FormatError(f"{file}: `config` says what no run can have: {error}") from error
 
 
 def refuse_unknown(directory: str | os.PathLike[str], unknown: Iterable[str]) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from export.conversion.checkpoint import Checkpoint
+from export.packed.bitmask4_format import BITMASK4
 from export.packed.bitmask_format import BITMASK
 from export.packed.packed_format import PackedFormat
 from export.packed.sparse24_format import GROUP, SPARSE24
@@ -25,6 +26,8 @@ class LayerChoice:
         transposed: Whether the file holds (columns, rows), as for `Conv1D`.
         form: The format that it is packed in.
         kept: Number of weights that are not zero.
+        code_bytes: Number of bytes that they take as codes of four bits.
+        off_grid: The reason why they have no such codes, where that was looked for, or `None`.
         broken_groups: Number of groups of four columns with more than two non-zeros.
         breach: How it breaks what the report of its pruning claims; `None` if it does not.
         misfit: Whether it stays dense because of its zeros: they break the pattern or are too few.
@@ -38,6 +41,8 @@ class LayerChoice:
     transposed: bool = False
     form: PackedFormat = SPARSE24
     kept: int = 0
+    code_bytes: int = 0
+    off_grid: str | None = None
     broken_groups: int = 0
     negative_zeros: int = 0
     not_finite: int = 0
@@ -52,10 +57,15 @@ class LayerChoice:
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes of both packed tensors, or of the dense weight where it stays so."""
+        """Bytes of all packed tensors, or of the dense weight where it stays so."""
         if self.reason is not None:
             return self.dense_bytes
-        return self.form.num_bytes(self.shape, self.dtype, self.kept)
+        return self.form.num_bytes(self.shape, self.dtype, self.count)
+
+    @property
+    def count(self) -> int:
+        """Number of elements of the packed `weight`, where the format counts them."""
+        return self.code_bytes if self.form is BITMASK4 else self.kept
 
     def matrix(self, tensor: Tensor) -> Tensor:
         """The weight (rows, columns) of the tensor in the file."""
@@ -82,6 +92,8 @@ def judge(choice: LayerChoice, form: PackedFormat, expected: bool) -> LayerChoic
     if form is SPARSE24 and choice.broken_groups:
         reason = f"not 2:4: {choice.broken_groups} of {size // GROUP} groups have more than two "
         reason += "non-zeros"
+    elif form is BITMASK4 and choice.off_grid:
+        reason = f"not of four bits: {choice.off_grid}"
     elif choice.packed_bytes >= choice.dense_bytes:
         reason = f"it would get no smaller: {choice.kept / max(size, 1):.0%} of it is not zero"
     else:
@@ -106,6 +118,8 @@ def refuse_misfits(
         many = f"{len(offending)} of {len(expected)} layers"
         if offending[0].form is SPARSE24:
             problem = f'is not 2:4 in {many}. Prune it with `pattern: "2:4"`'
+        elif any(choice.off_grid for choice in offending):
+            problem = f"is not of four bits in {many}. Write `--format bitmask`"
         else:
             problem = f"has too few zeros in {many}. Prune it"
         raise PatternError(

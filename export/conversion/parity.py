@@ -155,13 +155,16 @@ def _compare_tensor(
     if layer is not None:
         tensor = positive_zeros(layer.matrix(tensor))[0]
         form, columns = layer.form, tensor.shape[1]
-        places = stored.get(form.places_beside(name))
-        if places is None:
+        names = form.names_beside(name)
+        beside = [stored[key] for key in names if key in stored]
+        if not beside:
             found = layer.matrix(found)
-        elif damage := form.damage(found, places, columns):
-            return [f"{form.places_beside(name)}: {damage}"]
+        elif len(beside) < len(names):
+            return [f"{key}: missing" for key in names if key not in stored]
+        elif damage := form.damage(found, *beside, columns):
+            return [f"{names[0]}: {damage}"]
         else:
-            found = form.unpack(found, places, columns)
+            found = form.unpack(found, *beside, columns)
     if count := different_bits(found, tensor):
         return [f"{name}: {count} of {tensor.numel()} values have other bits"]
     return []
@@ -172,10 +175,11 @@ def _packed_in_file(directory: Path, layers: Sequence[LayerChoice]) -> dict[str,
     tensors = dict(open_checkpoint(directory).tensors())
     packed = {}
     for layer in layers:
-        values, places = layer.tensor, layer.form.places_beside(layer.tensor)
-        if places in tensors:
+        names = [layer.tensor, *layer.form.names_beside(layer.tensor)]
+        if all(name in tensors for name in names):
             kind = CONFIGS[layer.form.quant_method].layer
-            packed[layer.name] = kind.from_packed(tensors[values], tensors[places], layer.shape[1])
+            stored = [tensors[name] for name in names]
+            packed[layer.name] = kind.from_packed(stored, layer.shape[1])
     return packed
 
 

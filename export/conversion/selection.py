@@ -13,9 +13,10 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from export.conversion.checkpoint import Checkpoint
-from export.conversion.claims import Claim, read_claims, refuse_unknown
+from export.conversion.claims import Claim, read_claims, read_grid, refuse_unknown
 from export.conversion.layer_choice import LayerChoice, form_of, judge, refuse_misfits
 from export.conversion.tracking import Track, silently
+from export.packed.bitmask4_format import BITMASK4, GRID, GROUP, count_bytes
 from export.packed.bitmask_format import count_kept
 from export.packed.packed_format import PackedFormat, why_no_matrix
 from export.packed.packed_linear import is_packable
@@ -53,10 +54,10 @@ def choose_layers(
     happen to be so, but for a user's own module, of which only the report tells what its layers
     are. Pruned layers without a packed form (experts, convolutions) are listed.
 
-    Without a `form` the pattern decides: 2:4, or else bitmasks. `skip` holds name patterns (see
-    `names.matches`) of layers that stay dense, `allow_partial` leaves those dense, too, that should
-    be pruned and are not, and `refuse` gives the reason why what will be written has no form for a
-    layer.
+    Without a `form` the checkpoint decides: four bits if its report says that it was put on such a
+    grid, 2:4 if it is, or else bitmasks. `skip` holds name patterns (see `names.matches`) of layers
+    that stay dense, `allow_partial` leaves those dense, too, that should be pruned and are not, and
+    `refuse` gives the reason why what will be written has no form for a layer.
 
     Raises:
         PatternError: Layers break the pattern, or what the report claims, all listed; the report
@@ -71,8 +72,12 @@ def choose_layers(
             "the pruned checkpoint, with dense weights."
         )
     choose = _choose_by_model if checkpoint.config else _choose_by_report
+    if form is None and _is_of_four_bits(checkpoint):
+        form = BITMASK4
     choices, expected = choose(checkpoint, skip, track)
     form = form or form_of(choices, expected, allow_partial)
+    if form is BITMASK4:
+        choices = _coded(checkpoint, choices, track)
     choices = [judge(choice, form, choice.name in expected) for choice in choices]
     choices = [replace(layer, reason=layer.reason or refuse(layer)) for layer in choices]
     refuse_misfits(checkpoint, choices, expected, allow_partial)
@@ -180,6 +185,34 @@ def _look(
         negative_zeros=positive_zeros(weight)[1],
         not_finite=int((~weight.isfinite()).sum()),
     )
+
+
+def _is_of_four_bits(checkpoint: Checkpoint) -> bool:
+    """Whether the report says that the weights were put on a grid that four bits can tell."""
+    grid = read_grid(checkpoint.path)
+    return grid is not None and grid.bits <= GRID.bits and grid.group_size % GROUP == 0
+
+
+def _coded(
+    checkpoint: Checkpoint, choices: Sequence[LayerChoice], track: Track
+) -> list[LayerChoice]:
+    """Find the codes of four bits of all layers that could be packed so."""
+    waiting = {choice.tensor: choice for choice in choices if choice.reason is None}
+    found = {}
+    for stored, tensor in track(checkpoint.tensors(), checkpoint.num_tensors, "finding codes"):
+        if (choice := waiting.get(stored)) is not None:
+            weight = choice.matrix(tensor)
+            found[stored] = replace(choice, code_bytes=count_bytes(weight), off_grid=_off(weight))
+    return [found.get(choice.tensor, choice) for choice in choices]
+
+
+def _off(weight: Tensor) -> str | None:
+    """The reason why a weight has no codes of four bits, or `None`."""
+    try:
+        GRID.decompose(weight)
+    except FormatError as error:
+        return str(error)
+    return None
 
 
 def _without_tensor(

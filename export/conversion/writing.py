@@ -28,11 +28,11 @@ def write_packed(
     form = layers[0].form
 
     def convert(layer: LayerChoice, tensor: Tensor) -> dict[str, Tensor]:
-        values, places = form.pack(layer.matrix(tensor))
-        return {layer.tensor: values, form.places_beside(layer.tensor): places}
+        names = [layer.tensor, *form.names_beside(layer.tensor)]
+        return dict(zip(names, form.pack(layer.matrix(tensor)), strict=True))
 
     names = [layer.name for layer in layers]
-    modules = {layer.name: layer.kept for layer in layers} if form.counted else names
+    modules = {layer.name: layer.count for layer in layers} if form.count else names
     settings = _settings(form.quant_method, form.version, modules)
     yield from _write(source, directory, layers, convert, settings)
 

@@ -1,4 +1,4 @@
-"""The operators of packed layers: `torch.ops.mrp_lightning.linear24` and `linear_bitmask`.
+"""The operators of packed layers: `torch.ops.mrp_lightning.linear24`, `linear_bitmask` and `…4`.
 
 They are opaque to `torch.compile` and `torch.export`. Which kernel runs is decided inside them,
 where the number of tokens is known, so that a new number costs no recompilation and every CUDA
@@ -10,7 +10,7 @@ Under autocast all floating operands are cast, as those of `F.linear` are.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from export.kernels import compiled
-from export.packed import bitmask_format
+from export.packed import bitmask4_format, bitmask_format
+from export.packed.bitmask4_format import BITMASK4, num_groups
 from export.packed.bitmask_format import BITMASK
 from export.packed.packed_format import PackedFormat
 from export.packed.sparse24_format import SPARSE24, unpack
@@ -79,6 +80,43 @@ def linear_bitmask(
     return F.linear(x, bitmask_format.unpack(values, bits, x.shape[-1]), bias)
 
 
+@torch.library.custom_op("mrp_lightning::linear_bitmask4", mutates_args=())
+def linear_bitmask4(
+    x: Tensor,
+    nibbles: Tensor,
+    bits: Tensor,
+    scales: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None,
+    eight_bits: bool = False,
+) -> Tensor:
+    """Compute x Wᵀ + bias with W = unpack(nibbles, bits, scales, columns).
+
+    Args:
+        x: Input (..., columns), in the dtype of `scales`. One that is too narrow for the bits is
+            refused on a CPU; of one that is wider within the last byte nothing tells.
+        nibbles: Codes of the kept values, uint8, two in a byte, group after group.
+        bits: Where they were, uint8 (rows, ceil(columns / 8)), lowest bit first.
+        scales: Scales (rows, ceil(columns / 64)).
+        offsets: Where the codes of each row begin, int64 (rows,).
+        bias: Added to each output, (rows,).
+        eight_bits: Whether the compiled kernel may round up to 8 tokens of bfloat16 to 8 bits, with
+            a scale for each 64 columns.
+
+    Returns:
+        The product (..., rows), contiguous.
+    """
+    if x.device.type == "cpu" and compiled.load():
+        operator = torch.ops.mrp_lightning.linear_bitmask4
+        return operator(x, nibbles, bits, scales, offsets, bias, eight_bits)
+    _check_bitmask(x, bits)
+    if x.device.type == "cpu" and (
+        damage := bitmask4_format.damage(nibbles, bits, scales, x.shape[-1])
+    ):
+        raise RuntimeError(f"The packed weight does not fit the input's columns: {damage}.")
+    return F.linear(x, bitmask4_format.unpack(nibbles, bits, scales, x.shape[-1]), bias)
+
+
 def _check_bitmask(x: Tensor, bits: Tensor) -> None:
     _check_columns(bitmask_format.bytes_of(x.shape[-1]) == bits.shape[1])
 
@@ -101,36 +139,45 @@ def _fake_bitmask(x: Tensor, values: Tensor, bits: Tensor, *_: Tensor | None) ->
     return x.new_empty(*x.shape[:-1], bits.shape[0])
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+@linear_bitmask4.register_fake
+def _fake_bitmask4(
+    x: Tensor, nibbles: Tensor, bits: Tensor, scales: Tensor, *_: Tensor | bool | None
+) -> Tensor:
+    del nibbles
+    _check_bitmask(x, bits)
+    _check_columns(num_groups(x.shape[-1]) == scales.shape[1])
+    return x.new_empty(*x.shape[:-1], bits.shape[0])
+
+
+def _save(form: PackedFormat, ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     """Keep what the gradient of the input needs."""
     del output
-    x, values, places, *_ = inputs
-    ctx.columns = x.shape[-1]
-    ctx.save_for_backward(values, places)
+    x, *tensors = inputs
+    ctx.columns, ctx.num_inputs = x.shape[-1], len(inputs)
+    ctx.save_for_backward(*tensors[: 1 + len(form.beside)])
 
 
 def _backward(form: PackedFormat, bias: int, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Gradients of the input and the bias, for prompts, adapters and attributions."""
-    if ctx.needs_input_grad[1]:
+    if any(ctx.needs_input_grad[place] for place in range(1, 2 + len(form.beside))):
         raise NotImplementedError(
             "A packed weight cannot be trained: call `model.dequantize()` first, or freeze it "
             "with `weight.requires_grad_(False)`."
         )
-    grads: list[Tensor | None] = [None] * 5
+    grads: list[Tensor | None] = [None] * ctx.num_inputs
     if ctx.needs_input_grad[0]:
-        values, places = ctx.saved_tensors
-        grads[0] = grad @ form.unpack(values, places, ctx.columns)
+        grads[0] = grad @ form.unpack(*ctx.saved_tensors, ctx.columns)
     if ctx.needs_input_grad[bias]:
         grads[bias] = grad.sum_to_size(grad.shape[-1:])
     return tuple(grads)
 
 
 def _autocast(
-    operator: Callable[..., Tensor], bias: int, device: str, *operands: Tensor | None
+    operator: Callable[..., Tensor], floating: Sequence[int], device: str, *operands: Any
 ) -> Tensor:
     """Call an operator with its operands as autocast gives them to `F.linear`."""
     cast = [
-        _cast(operand, device) if place in (0, 1, bias) else operand
+        _cast(operand, device) if place in floating else operand
         for place, operand in enumerate(operands)
     ]
     if operator is linear24 and cast[1] is not operands[1]:
@@ -147,11 +194,15 @@ def _cast(tensor: Tensor | None, device: str) -> Tensor | None:
 
 # `torch.library.register_autocast` casts to a dtype that is chosen here, not by the user.
 _LIBRARY = torch.library.Library("mrp_lightning", "IMPL")
-for _operator, _name, _form, _bias in (
-    (linear24, "linear24", SPARSE24, 3),
-    (linear_bitmask, "linear_bitmask", BITMASK, 4),
+for _operator, _name, _form, _floating in (  # the places of floating operands, the bias the last
+    (linear24, "linear24", SPARSE24, (0, 1, 3)),
+    (linear_bitmask, "linear_bitmask", BITMASK, (0, 1, 4)),
+    (linear_bitmask4, "linear_bitmask4", BITMASK4, (0, 3, 5)),
 ):
-    _operator.register_autograd(functools.partial(_backward, _form, _bias), setup_context=_save)
+    _operator.register_autograd(
+        functools.partial(_backward, _form, _floating[-1]),
+        setup_context=functools.partial(_save, _form),
+    )
     for _device in ("cpu", "cuda"):
-        _kernel = functools.partial(_autocast, _operator, _bias, _device)
+        _kernel = functools.partial(_autocast, _operator, _floating, _device)
         _LIBRARY.impl(_name, _kernel, f"Autocast{_device.upper()}")

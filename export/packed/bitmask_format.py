@@ -53,9 +53,14 @@ def pack(weight: Tensor) -> tuple[Tensor, Tensor]:
 def _pack_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     """The values, as integers, and the bits of some rows."""
     kept = _kept(weight)
-    octets = torch.nn.functional.pad(kept, (0, -weight.shape[1] % BYTE)).unflatten(1, (-1, BYTE))
-    places = torch.tensor([1 << b for b in range(BYTE)], dtype=torch.uint8, device=weight.device)
-    return as_integers(weight)[kept], (octets * places).sum(dim=2, dtype=torch.uint8)
+    return as_integers(weight)[kept], pack_places(kept)
+
+
+def pack_places(kept: Tensor) -> Tensor:
+    """The bits, uint8 (rows, ceil(columns / 8)), of bool `kept` (rows, columns)."""
+    octets = torch.nn.functional.pad(kept, (0, -kept.shape[1] % BYTE)).unflatten(1, (-1, BYTE))
+    places = torch.tensor([1 << b for b in range(BYTE)], dtype=torch.uint8, device=kept.device)
+    return (octets * places).sum(dim=2, dtype=torch.uint8)
 
 
 def unpack(values: Tensor, bits: Tensor, columns: int) -> Tensor:
@@ -72,23 +77,26 @@ def unpack(values: Tensor, bits: Tensor, columns: int) -> Tensor:
 
 def row_offsets(bits: Tensor) -> Tensor:
     """The place in `values` at which each row begins, int64 (rows,)."""
-    counts = _counts(bits)
+    counts = count_bits(bits)
     return counts.cumsum(0) - counts
 
 
 def damage(values: Tensor, bits: Tensor, columns: int) -> str | None:
     """The reason why these tensors were never packed together, or `None`."""
-    marked = int(_counts(bits).sum())
+    marked = int(count_bits(bits).sum())
     if marked != values.numel():
         return f"{marked} weights are marked as kept, and there are {values.numel()} values"
+    return f"bits are set beyond its {columns} columns" if unused_bits(bits, columns) else None
+
+
+def unused_bits(bits: Tensor, columns: int) -> bool:
+    """Whether bits are set beyond the last column."""
     unused = columns % BYTE
-    if unused and bool((bits[:, -1] >> unused).any()):
-        return f"bits are set beyond its {columns} columns"
-    return None
+    return bool(unused) and bool((bits[:, -1] >> unused).any())
 
 
-def _counts(bits: Tensor) -> Tensor:
-    """Kept weights of each row."""
+def count_bits(bits: Tensor) -> Tensor:
+    """Kept weights of each row (rows, bytes), int64 (rows,)."""
     counts = [byte.bit_count() for byte in range(256)]
     set_bits = torch.tensor(counts, dtype=torch.uint8, device=bits.device)
     # Indices of int32 take four bytes for each of `bits`; to index with brackets takes twelve.
@@ -106,8 +114,8 @@ BITMASK = PackedFormat(
     suffix="bitmask",
     quant_method="mrp_bitmask",
     version=1,
-    places="weight_bits",
-    counted=True,
+    beside=("weight_bits",),
+    count="num_kept",
     pack=pack,
     unpack=unpack,
     damage=damage,

@@ -47,7 +47,7 @@ class BitmaskLinear(PackedLinear):
     ) -> None:
         weight = torch.empty(num_kept, dtype=dtype, device=device)
         bits = torch.empty(out_features, bytes_of(in_features), dtype=torch.uint8, device=device)
-        super().__init__(in_features, out_features, weight, bits, bias)
+        super().__init__(in_features, out_features, weight, (bits,), bias)
 
     def _multiply(self, x: Tensor) -> Tensor:
         # Bits that accelerate brings from the disk are there during the forward alone.

@@ -17,6 +17,8 @@ from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from export.packed.bitmask4_format import BITMASK4
+from export.packed.bitmask4_linear import Bitmask4Linear
 from export.packed.bitmask_format import BITMASK
 from export.packed.bitmask_linear import BitmaskLinear
 from export.packed.packed_linear import PackedLinear, is_packable
@@ -59,7 +61,7 @@ class PackedConfig(QuantizationConfigMixin):
                 f"`format_version` and `modules`. Got {quant_method!r}, and also "
                 f"{sorted(map(str, unknown)) or 'nothing'}. Export the pruned model again."
             )
-        kind: type[_Counted | _Named] = _Counted if form.counted else _Named
+        kind: type[_Counted | _Named] = _Counted if form.count else _Named
         given = {"modules": modules} if modules else {}  # transformers makes it without any, too
         remedy = "export the pruned model again"
         found = as_dataclass(kind, given, "`quantization_config`", remedy)
@@ -70,8 +72,9 @@ class PackedConfig(QuantizationConfigMixin):
     @property
     def sizes(self) -> dict[str, Mapping[str, int]]:
         """By name of a layer, the options of its class that do not follow from its shape."""
-        if isinstance(self.modules, dict):
-            return {name: {"num_kept": count} for name, count in self.modules.items()}
+        argument = self.layer.FORMAT.count
+        if argument and isinstance(self.modules, dict):
+            return {name: {argument: count} for name, count in self.modules.items()}
         return {name: {} for name in self.modules}
 
 
@@ -84,7 +87,7 @@ class _Named:
 
 @dataclass
 class _Counted:
-    """The number of kept values by the name of the packed layer."""
+    """The number of elements of `weight` by the name of the packed layer."""
 
     modules: dict[str, int] = field(default_factory=dict)
 
@@ -171,6 +174,13 @@ class Sparse24Config(PackedConfig):
     layer = Sparse24Linear
 
 
+@register_quantization_config(BITMASK4.quant_method)
+class Bitmask4Config(PackedConfig):
+    """`quantization_config` of bitmasks of four bits: `modules` maps names to numbers of bytes."""
+
+    layer = Bitmask4Linear
+
+
 @register_quantization_config(BITMASK.quant_method)
 class BitmaskConfig(PackedConfig):
     """`quantization_config` of bitmasks: `modules` maps names to numbers of kept values."""
@@ -179,7 +189,8 @@ class BitmaskConfig(PackedConfig):
 
 
 CONFIGS: dict[str, type[PackedConfig]] = {
-    config.layer.FORMAT.quant_method: config for config in (Sparse24Config, BitmaskConfig)
+    config.layer.FORMAT.quant_method: config
+    for config in (Sparse24Config, BitmaskConfig, Bitmask4Config)
 }
 """By `quant_method`."""
 for _method in CONFIGS:
@@ -215,8 +226,8 @@ def misfits(modules: Mapping[str, nn.Module], config: PackedConfig) -> dict[str,
         rows, columns = dense.weight.shape
         if reason := config.layer.FORMAT.why_not((rows, columns)):
             problems[name] = f"{name}: {reason}"
-        elif (kept := sizes.get("num_kept", 0)) > rows * columns:
-            problems[name] = f"{name}: {kept:,} values are kept of {rows}×{columns} weights"
+        elif (count := sum(sizes.values())) > rows * columns:
+            problems[name] = f"{name}: {count:,} values are kept of {rows}×{columns} weights"
     return problems
 
 

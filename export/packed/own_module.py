@@ -131,14 +131,13 @@ def _packed_problems(
         expected = {f"{name}.{key}": tensor.shape for key, tensor in layer.state_dict().items()}
         shapes |= expected
         columns = layer.in_features
-        if form.counted and is_conv1d(modules[name]) and columns == layer.out_features:
+        if form.count and is_conv1d(modules[name]) and columns == layer.out_features:
             yield f"{name}: a square Conv1D, whose bits may be those of its transpose; `--skip` it"
-        values, places = (tensors.get(f"{name}.{key}") for key in ("weight", form.places))
-        if values is None or values.shape != expected[f"{name}.weight"]:
+        keys = [f"{name}.{key}" for key in ("weight", *form.beside)]
+        if any(key not in tensors or tensors[key].shape != expected[key] for key in keys):
             continue
-        if places is None or places.shape != expected[f"{name}.{form.places}"]:
-            continue
-        if places.dtype != torch.uint8:
-            yield f"{name}.{form.places}: expected uint8, got {places.dtype}"
-        elif damage := form.damage(values, places, columns):
+        stored = [tensors[key] for key in keys]
+        if stored[1].dtype != torch.uint8:
+            yield f"{name}.{form.places}: expected uint8, got {stored[1].dtype}"
+        elif damage := form.damage(*stored, columns):
             yield f"{name}.{form.places}: damaged, {damage}"

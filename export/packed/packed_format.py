@@ -11,38 +11,45 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class PackedFormat:
-    """A form of weights with zeros, in two tensors: the kept values, and where they were.
+    """A form of weights with zeros, in some tensors: the kept values, where they were, and more.
 
     Attributes:
         option: Its name for `--format`.
         suffix: The end of the name of a directory in this format.
         quant_method: Its name in `quantization_config`.
         version: The version of it that is written and read.
-        places: Name of the second tensor of a layer; the first is called `weight`.
-        counted: Whether a layer must be told how many values are kept, as its shape does not say.
-        pack: Gives both tensors of a weight (rows, columns).
-        unpack: `unpack(values, places, columns)` gives the weight again, bit by bit.
-        damage: `damage(values, places, columns)` says why these were never packed, or `None`.
+        beside: Names of the tensors of a layer beside the values, which are called `weight`: the
+            first says where they were.
+        count: The argument by which a layer is told how many elements `weight` has, where its
+            shape does not say; else `None`.
+        pack: Gives the tensors of a weight (rows, columns).
+        unpack: `unpack(*tensors, columns)` gives the weight again, bit by bit.
+        damage: `damage(*tensors, columns)` says why these were never packed, or `None`.
         why_not: The reason why no weight of a shape has this form, or `None`.
-        num_bytes: `num_bytes(shape, dtype, kept)` gives the size, in bytes, of both tensors of a
-            weight of which so many are not zero.
+        num_bytes: `num_bytes(shape, dtype, count)` gives the size, in bytes, of all tensors of a
+            weight whose values are so many elements.
     """
 
     option: str
     suffix: str
     quant_method: str
     version: int
-    places: str
-    counted: bool
-    pack: Callable[[Tensor], tuple[Tensor, Tensor]]
-    unpack: Callable[[Tensor, Tensor, int], Tensor]
-    damage: Callable[[Tensor, Tensor, int], str | None]
+    beside: tuple[str, ...]
+    count: str | None
+    pack: Callable[[Tensor], tuple[Tensor, ...]]
+    unpack: Callable[..., Tensor]
+    damage: Callable[..., str | None]
     why_not: Callable[[tuple[int, ...]], str | None]
     num_bytes: Callable[[tuple[int, int], torch.dtype, int], int]
 
-    def places_beside(self, weight: str) -> str:
-        """The name in the files of the second tensor, by that of the first."""
-        return weight + self.places.removeprefix("weight")
+    @property
+    def places(self) -> str:
+        """Name of the tensor that says where the values were."""
+        return self.beside[0]
+
+    def names_beside(self, weight: str) -> list[str]:
+        """The names in the files of the tensors beside the values, by that of the values."""
+        return [weight + name.removeprefix("weight") for name in self.beside]
 
 
 def why_no_matrix(shape: tuple[int, ...]) -> str | None:

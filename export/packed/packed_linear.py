@@ -1,5 +1,6 @@
 """A linear layer with a packed weight, whatever its format."""
 
+from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -20,9 +21,9 @@ def frozen(tensor: Tensor) -> nn.Parameter:
 
 
 class PackedLinear(nn.Module):
-    """y = x Wᵀ + b with W packed as `docs/format.md` says: the kept values, and their places.
+    """y = x Wᵀ + b with W packed as `docs/format.md` says: the kept values, their places, and more.
 
-    Both are on the device of the layer, the values in its dtype; the bias is not initialised.
+    All are on the device of the layer; the bias is not initialised.
     """
 
     FORMAT: ClassVar[PackedFormat]
@@ -31,13 +32,20 @@ class PackedLinear(nn.Module):
     """Name of what is computed from the stored tensors, and is no part of the state dict."""
 
     def __init__(
-        self, in_features: int, out_features: int, weight: Tensor, places: Tensor, bias: bool
+        self,
+        in_features: int,
+        out_features: int,
+        weight: Tensor,
+        beside: Sequence[Tensor],
+        bias: bool,
     ) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
-        self.register_buffer(self.FORMAT.places, places)
+        for name, tensor in zip(self.FORMAT.beside, beside, strict=True):
+            self.register_buffer(name, tensor)
         self.weight = frozen(weight)
-        self.bias = frozen(weight.new_empty(out_features)) if bias else None
+        options: dict[str, Any] = {"dtype": self.dtype, "device": weight.device}
+        self.bias = frozen(torch.empty(out_features, **options)) if bias else None
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == self.DERIVED:
@@ -98,21 +106,32 @@ class PackedLinear(nn.Module):
             PatternError: Its weight has no form of this kind.
         """
         (dense,) = layers_of("", linear)
-        layer = cls.from_packed(*cls.FORMAT.pack(dense.weight), dense.weight.shape[1])
+        layer = cls.from_packed(cls.FORMAT.pack(dense.weight), dense.weight.shape[1])
         if isinstance(linear.bias, Tensor):
             layer.bias = frozen(linear.bias.detach())
         return layer
 
     @classmethod
-    def from_packed(cls, values: Tensor, places: Tensor, columns: int) -> Self:
+    def from_packed(cls, tensors: Sequence[Tensor], columns: int) -> Self:
         """A layer without bias on the tensors that a weight of so many columns was packed into."""
-        options: dict[str, Any] = {"dtype": values.dtype, "device": "meta"}
-        if cls.FORMAT.counted:
-            options["num_kept"] = values.numel()
+        values, places, *_ = tensors
+        options: dict[str, Any] = {"device": "meta"}
+        if cls.FORMAT.count:
+            options[cls.FORMAT.count] = values.numel()
         layer = cls(columns, len(places), bias=False, **options)
         layer.weight = frozen(values)
-        setattr(layer, cls.FORMAT.places, places)
+        for name, tensor in zip(cls.FORMAT.beside, tensors[1:], strict=True):
+            setattr(layer, name, tensor)
         return layer
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the values and the activations."""
+        return self.weight.dtype
+
+    def packed(self) -> list[Tensor]:
+        """The tensors that the weight is packed into, as the format names them."""
+        return [self.weight.detach(), *map(self.get_buffer, self.FORMAT.beside)]
 
     @property
     def places(self) -> Tensor:
@@ -121,13 +140,13 @@ class PackedLinear(nn.Module):
 
     def dense_weight(self) -> Tensor:
         """W (out_features, in_features), with its zeros."""
-        return self.FORMAT.unpack(self.weight.detach(), self.places, self.in_features)
+        return self.FORMAT.unpack(*self.packed(), self.in_features)
 
     def damage(self) -> str | None:
         """The reason why the stored tensors were never packed together, or `None`."""
         if self.places.dtype != torch.uint8:
             return f"expected uint8, got {self.places.dtype}"
-        return self.FORMAT.damage(self.weight, self.places, self.in_features)
+        return self.FORMAT.damage(*self.packed(), self.in_features)
 
     def to_linear(self) -> nn.Linear:
         """The same layer with its zeros stored."""

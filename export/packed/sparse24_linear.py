@@ -55,7 +55,7 @@ class Sparse24Linear(PackedLinear):
             raise PatternError(f"Sparse24Linear: {reason}.")
         weight = torch.empty(out_features, in_features // 2, dtype=dtype, device=device)
         meta = torch.empty(out_features, in_features // 8, dtype=torch.uint8, device=device)
-        super().__init__(in_features, out_features, weight, meta, bias)
+        super().__init__(in_features, out_features, weight, (meta,), bias)
 
     def _multiply(self, x: Tensor) -> Tensor:
         return torch.ops.mrp_lightning.linear24(

@@ -34,6 +34,19 @@ def keep_two_of_four(weight: Tensor) -> Tensor:
     return weight.masked_fill(SemiStructured(2, 4).select(weight.abs(), 0), 0.0)
 
 
+def onto_grid(weight: Tensor, bits: int = 4) -> Tensor:
+    """Kept weights as codes times a scale of five significant bits for each 64 columns."""
+    largest = 2 ** (bits - 1)
+    groups = weight.float().split(64, dim=1)
+    scales = [group.abs().amax(1, keepdim=True).clamp_min(1e-6) / largest for group in groups]
+    parts = [torch.frexp(scale) for scale in scales]
+    scales = [torch.ldexp((part * 32).round() / 32, exponent) for part, exponent in parts]
+    codes = [group / scale for group, scale in zip(groups, scales, strict=True)]
+    signed = [code.sign() * code.abs().round().clamp(1, largest) for code in codes]
+    whole = [code * scale for code, scale in zip(signed, scales, strict=True)]
+    return torch.cat(whole, dim=1).to(weight.dtype)
+
+
 @pytest.fixture(scope="session")
 def pruned(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """A function that writes a random model, 2:4 in its blocks, to a new directory."""

@@ -1,5 +1,6 @@
 // `make sanitize` runs the kernels of packed rows under the address and undefined sanitizers, with
 // every buffer as large as its content and not a byte more, and compares with a plain loop.
+#include "coded_rows.h"
 #include "rows.h"
 
 #include <cmath>
@@ -126,6 +127,106 @@ void run(const Problem& problem, int64_t rows, int64_t columns, int64_t tokens, 
   }
 }
 
+// A weight of four bits, with its exact values.
+struct CodedProblem {
+  std::vector<double> dense;
+  std::vector<uint8_t> nibbles, places;
+  std::vector<BFloat16> scales;
+  std::vector<int64_t> offsets;
+};
+
+CodedProblem draw_codes(int64_t rows, int64_t columns, double kept, std::mt19937& random) {
+  std::uniform_real_distribution<double> uniform;
+  const int64_t row_bytes = (columns + 7) / 8;
+  CodedProblem problem{std::vector<double>(rows * columns), {}, std::vector<uint8_t>(rows * row_bytes), {}, {}};
+  for (int64_t r = 0; r < rows; r++) {
+    problem.offsets.push_back(problem.nibbles.size());
+    int64_t taken = 0;
+    for (int64_t c = 0; c < columns; c++) {
+      if (c % mrp::GROUP == 0) {
+        problem.scales.push_back(std::ldexp(float(16 + random() % 16), -int(random() % 12)));
+        taken = 0;
+      }
+      if (uniform(random) < kept) {
+        const int nibble = random() % 16;
+        if (taken++ % 2) {
+          problem.nibbles.back() |= nibble << 4;
+        } else {
+          problem.nibbles.push_back(nibble);
+        }
+        problem.places[r * row_bytes + c / 8] |= 1 << c % 8;
+        problem.dense[r * columns + c] = mrp::CODES[nibble] * double(float(problem.scales.back()));
+      }
+    }
+  }
+  return problem;
+}
+
+void run_codes(const CodedProblem& problem, int64_t rows, int64_t columns, int64_t tokens, std::mt19937& random) {
+  std::normal_distribution<float> normal;
+  std::vector<BFloat16> input(tokens * columns), shift(rows);
+  for (auto* drawn : {&input, &shift}) {
+    for (auto& value : *drawn) {
+      value = normal(random);
+    }
+  }
+  const auto nibbles = exactly(problem.nibbles), places = exactly(problem.places);
+  const auto scales = exactly(problem.scales), x = exactly(input), bias = exactly(shift);
+  const auto offsets = exactly(problem.offsets);
+  const int64_t count = problem.nibbles.size();
+  const mrp::Coded<BFloat16> weight{
+      nibbles.get(), nibbles.get() + count, places.get(), (columns + 7) / 8, columns, scales.get(),
+      offsets.get()};
+  for (bool portable : {true, false}) {
+    Buffer<BFloat16> y(new BFloat16[tokens * rows]), dense(new BFloat16[rows * columns]);
+    mrp::decode(weight, dense.get(), 0, rows, portable);
+    for (int64_t i = 0; i < rows * columns; i++) {
+      expect(float(dense[i]) == problem.dense[i], "codes decoded", rows, columns, tokens);
+    }
+    for (bool eight_bits : {false, true}) {
+      const mrp::CodedProduct product(x.get(), tokens, columns, eight_bits, portable);
+      product.multiply(weight, bias.get(), y.get(), rows, 0, rows);
+      for (int64_t t = 0; t < tokens; t++) {
+        for (int64_t r = 0; r < rows; r++) {
+          double exact = float(shift[r]), size = 1, rounding = 0;
+          for (int64_t c = 0; c < columns; c++) {
+            const int64_t first = c / mrp::GROUP * mrp::GROUP;
+            double step = 0;
+            for (int64_t i = first; i < std::min(columns, first + mrp::GROUP); i++) {
+              step = std::max(step, std::abs(double(float(input[t * columns + i]))) / 254);
+            }
+            const double w = problem.dense[r * columns + c];
+            exact += double(float(input[t * columns + c])) * w;
+            size += std::abs(double(float(input[t * columns + c])) * w);
+            rounding += eight_bits ? 1.001 * step * std::abs(w) : 0;
+          }
+          const double error = std::abs(float(y[t * rows + r]) - exact);
+          expect(error <= std::abs(exact) / 128 + size * 1e-6 + rounding, "codes multiplied", rows, columns, tokens);
+        }
+      }
+      if (count) {  // one byte less than the places say
+        const std::vector<uint8_t> fewer(problem.nibbles.begin(), problem.nibbles.end() - 1);
+        const auto shortened = exactly(fewer);
+        mrp::Coded<BFloat16> damaged = weight;
+        damaged.nibbles = shortened.get();
+        damaged.end = shortened.get() + fewer.size();
+        int thrown = 0;
+        try {
+          product.multiply(damaged, nullptr, y.get(), rows, 0, rows);
+        } catch (const std::runtime_error&) {
+          thrown++;
+        }
+        try {
+          mrp::decode(damaged, dense.get(), 0, rows, portable);
+        } catch (const std::runtime_error&) {
+          thrown++;
+        }
+        expect(thrown == 2, "codes refused", rows, columns, tokens);
+      }
+    }
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -136,7 +237,8 @@ int main() {
       for (int64_t tokens : {1, 2, 3, 4, 5, 7, 8}) {
         for (double kept : {0.0, 0.1, 0.5, 0.9, 1.0}) {
           run<mrp::Bits>(draw(rows, columns, kept, false, random), rows, columns, tokens, random);
-          runs++;
+          run_codes(draw_codes(rows, columns, kept, random), rows, columns, tokens, random);
+          runs += 2;
         }
         if (columns % 8 == 0) {
           run<mrp::Nibbles>(draw(rows, columns, 0.5, true, random), rows, columns, tokens, random);

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from export.kernels import compiled
-from export.packed import bitmask_format, sparse24_format
+from export.packed import bitmask4_format, bitmask_format, sparse24_format
 
-from .conftest import keep_two_of_four
+from .conftest import keep_two_of_four, onto_grid
 
 ROOT = Path(__file__).parents[2]
 COLUMNS = [1, 8, 31, 32, 33, 64, 100, 127, 128, 129, 136, 160, 250, 384, 1000]
@@ -74,6 +74,101 @@ def test_nibbles_are_read_as_bits(dtype, portable):
         bias = random(rows).to(dtype) if number % 2 else None
         found = torch.ops.mrp_lightning_cpu.linear24(x, values, meta, bias, portable)
         assert_exact(found, weight, x, bias)
+
+
+def of_four_bits(rows: int, columns: int, kept: float, seed: int = 0) -> Tensor:
+    weight = random(rows, columns, seed=seed)
+    weight = torch.where(random(rows, columns).abs().argsort(1) < kept * columns, weight, 0.0)
+    weight[rows // 2] = 0.0
+    return onto_grid(weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("kept", [0.0, 0.1, 0.5, 1.0])
+def test_four_bits_of_any_pattern_and_width(kept, dtype, portable):
+    for number, columns in enumerate(COLUMNS):
+        tokens, rows = (1, 2, 3, 5, 8, 9)[number % 6], (1, 7, 40)[number % 3]
+        weight = of_four_bits(rows, columns, kept, number).to(dtype)
+        packed = bitmask4_format.pack(weight)
+        offsets = bitmask4_format.row_offsets(packed[1])
+        x = random(tokens, columns, seed=1).to(dtype)
+        bias = random(rows).to(dtype) if number % 2 else None
+        found = torch.ops.mrp_lightning_cpu.linear_bitmask4(
+            x, *packed, offsets, bias, False, portable
+        )
+        assert_exact(found, weight, x, bias)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 7])
+def test_eight_bit_activations_err_by_their_rounding_alone(tokens, portable):
+    """Each activation is off by at most half a step: a 254th of the largest of its 64."""
+    for columns in (40, 64, 200, 1000):
+        weight = of_four_bits(24, columns, 0.5).bfloat16()
+        packed = bitmask4_format.pack(weight)
+        offsets = bitmask4_format.row_offsets(packed[1])
+        x = random(tokens, columns, seed=1).bfloat16()
+        x[:, columns // 2 :] *= 16
+        x[0, :1] = 0.0
+        found = torch.ops.mrp_lightning_cpu.linear_bitmask4(
+            x, *packed, offsets, None, True, portable
+        )
+        step = torch.cat(
+            [group.abs().amax(1, True).expand_as(group) / 254 for group in x.split(64, dim=1)], 1
+        )
+        exact = x.double() @ weight.double().T
+        allowed = 1.001 * step.double() @ weight.double().abs().T + exact.abs() * 2**-8 + 1e-6
+        assert bool(((found.double() - exact).abs() <= allowed).all())
+        if tokens <= 2 or not portable:  # without AVX-512 only two are multiplied by rows
+            assert not torch.equal(found, torch.nn.functional.linear(x, weight))
+
+
+def test_four_bits_of_many_tokens_are_a_dense_product_bit_by_bit(portable):
+    weight, x = of_four_bits(24, 200, 0.5).bfloat16(), random(17, 200, seed=1).bfloat16()
+    packed = bitmask4_format.pack(weight)
+    offsets = bitmask4_format.row_offsets(packed[1])
+    for eight_bits in (False, True):
+        found = torch.ops.mrp_lightning_cpu.linear_bitmask4(
+            x, *packed, offsets, None, eight_bits, portable
+        )
+        assert torch.equal(found, torch.nn.functional.linear(x, weight))
+
+
+@pytest.mark.parametrize("tokens", [1, 20])
+@pytest.mark.parametrize("eight_bits", [False, True])
+def test_damaged_tensors_of_four_bits_are_refused(tokens, eight_bits, portable):
+    nibbles, bits, scales = bitmask4_format.pack(of_four_bits(7, 100, 0.5).bfloat16())
+    offsets = bitmask4_format.row_offsets(bits)
+    x = torch.ones(tokens, 100).bfloat16()
+
+    def refused(match: str, *packed: Tensor, given: Tensor = x) -> None:
+        with pytest.raises(RuntimeError, match=match):
+            torch.ops.mrp_lightning_cpu.linear_bitmask4(given, *packed, None, eight_bits, portable)
+
+    refused("more values as kept", nibbles[:-1], bits, scales, offsets)
+    refused("do not fit its values", nibbles, bits, scales, offsets + nibbles.numel() + 1)
+    refused("do not fit its values", nibbles, bits, scales, offsets - 1)
+    refused("Scales of shape", nibbles, bits, scales[:, :1], offsets)
+    refused("must be uint8", nibbles.int(), bits, scales, offsets)
+    refused("cast one of them", nibbles, bits, scales.float(), offsets)
+    refused("Bits of shape", nibbles, bits, scales, offsets, given=x[:, :90])
+    marked = bits.clone()
+    marked[0, -1] = 255
+    refused("more columns than the input", nibbles, marked, scales, offsets)
+
+
+def test_what_is_not_finite_spreads_through_four_bits(portable):
+    weight = of_four_bits(5, 130, 0.5).bfloat16()
+    packed = bitmask4_format.pack(weight)
+    offsets = bitmask4_format.row_offsets(packed[1])
+    for wrong in (float("inf"), float("nan")):
+        x = torch.ones(2, 130).bfloat16()
+        x[1, 70] = wrong
+        for eight_bits in (False, True):
+            found = torch.ops.mrp_lightning_cpu.linear_bitmask4(
+                x, *packed, offsets, None, eight_bits, portable
+            )
+            assert bool(found[0].isfinite().all())
+            assert not bool(found[1].isfinite().any())
 
 
 def test_many_tokens_are_a_dense_product_bit_by_bit(portable):

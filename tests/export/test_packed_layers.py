@@ -1,4 +1,4 @@
-"""What both packed layers keep to, against a dense `nn.Linear`."""
+"""What all packed layers keep to, against a dense `nn.Linear`."""
 
 import io
 from collections.abc import Callable
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from export import BitmaskLinear, Sparse24Linear
+from export import Bitmask4Linear, BitmaskLinear, Sparse24Linear
 
-from .conftest import keep_two_of_four
+from .conftest import keep_two_of_four, onto_grid
 
 Prune = Callable[[Tensor], Tensor]
 
@@ -22,10 +22,18 @@ def keep_some(weight: Tensor) -> Tensor:
     return weight * kept
 
 
-KINDS = [(Sparse24Linear, 32, keep_two_of_four), (BitmaskLinear, 37, keep_some)]
+def keep_some_of_four_bits(weight: Tensor) -> Tensor:
+    return onto_grid(keep_some(weight))
 
 
-@pytest.fixture(params=KINDS, ids=["2:4", "bitmask"])
+KINDS = [
+    (Sparse24Linear, 32, keep_two_of_four),
+    (BitmaskLinear, 37, keep_some),
+    (Bitmask4Linear, 69, keep_some_of_four_bits),
+]
+
+
+@pytest.fixture(params=KINDS, ids=["2:4", "bitmask", "bitmask4"])
 def kind(request: pytest.FixtureRequest) -> tuple[Any, int, Prune]:
     torch.manual_seed(0)
     return request.param
@@ -178,6 +186,7 @@ def test_gradients_reach_the_input_and_the_bias(shape, layer, linear):
 
 
 def test_training_the_packed_weight_is_refused(layer, linear):
-    layer.weight.requires_grad_()
+    trained = layer.weight if layer.weight.is_floating_point() else layer.weight_scales
+    trained.requires_grad_()
     with pytest.raises(NotImplementedError, match="cannot be trained.*dequantize"):
         layer(torch.randn(2, linear.in_features)).sum().backward()

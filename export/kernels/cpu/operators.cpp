@@ -1,5 +1,6 @@
-// The CPU kernels of torch.ops.mrp_lightning.linear_bitmask and linear24: bfloat16 is multiplied as it
-// is decoded where there are few tokens; all else is decoded for a dense product.
+// The CPU kernels of torch.ops.mrp_lightning.linear_bitmask, linear_bitmask4 and linear24: bfloat16 is
+// multiplied as it is decoded where there are few tokens; all else is decoded for a dense product.
+#include "coded_rows.h"
 #include "rows.h"
 
 #include <ATen/ATen.h>
@@ -19,74 +20,159 @@ constexpr int64_t FEW_TOKENS_PORTABLE = 2;
 // Weights that a thread should have for its own.
 constexpr int64_t GRAIN = 32768;
 
-template <typename Decode>
-Tensor linear(
-    const Tensor& x, const Tensor& values, const Tensor& places, const int64_t* offsets,
-    const Bias& bias, int64_t columns, bool portable) {
-  const int64_t rows = places.size(0);
-  TORCH_CHECK(
-      x.dim() > 0 && x.size(-1) == columns, "The input has shape ", x.sizes(),
-      ", and the packed weight ", columns, " columns.");
-  TORCH_CHECK(
-      x.scalar_type() == values.scalar_type(), "The input is ", x.scalar_type(),
-      " and the packed weight ", values.scalar_type(), "; cast one of them.");
-  TORCH_CHECK(places.scalar_type() == at::kByte, "The places of a packed weight must be uint8.");
-  TORCH_CHECK(
-      !bias || (bias->numel() == rows && bias->scalar_type() == x.scalar_type()),
-      "The bias must have a value for each of ", rows, " rows, in the dtype of the input.");
-  c10::DimVector shape(x.sizes());
-  shape.back() = rows;
-  int64_t count = 1;  // of tokens
-  for (int64_t size : x.sizes().slice(0, x.dim() - 1)) {
-    count *= size;
+// What all products have in common: tokens of `columns` with the rows of a packed weight.
+class Product {
+ public:
+  Product(
+      const Tensor& x, const Tensor& floating, const Tensor& places, const Bias& bias,
+      int64_t columns, bool portable)
+      : x(x.contiguous()), places(places.contiguous()), columns(columns), portable(portable),
+        rows_(places.size(0)), bias_(bias ? bias->contiguous() : Tensor()) {
+    TORCH_CHECK(
+        x.dim() > 0 && x.size(-1) == columns, "The input has shape ", x.sizes(),
+        ", and the packed weight ", columns, " columns.");
+    TORCH_CHECK(
+        x.scalar_type() == floating.scalar_type(), "The input is ", x.scalar_type(),
+        " and the packed weight ", floating.scalar_type(), "; cast one of them.");
+    TORCH_CHECK(places.scalar_type() == at::kByte, "The places of a packed weight must be uint8.");
+    TORCH_CHECK(
+        !bias || (bias->numel() == rows_ && bias->scalar_type() == x.scalar_type()),
+        "The bias must have a value for each of ", rows_, " rows, in the dtype of the input.");
+    for (int64_t size : x.sizes().slice(0, x.dim() - 1)) {
+      count *= size;
+    }
   }
-  const Tensor tokens = x.contiguous();
-  const Tensor stored = values.contiguous(), where = places.contiguous();
-  const Tensor added = bias ? bias->contiguous() : Tensor();
-  const int64_t grain = std::max<int64_t>(1, GRAIN / std::max<int64_t>(columns, 1));
+
+  // Whether so few tokens are multiplied as rows are decoded.
+  bool is_small(bool vector) const {
+    return count <= (vector && !portable ? FEW_TOKENS : FEW_TOKENS_PORTABLE);
+  }
+
+  // What `multiply(bias, y, rows, begin, end)` writes into y.
+  template <typename Multiply>
+  Tensor by_rows(const Multiply& multiply) const {
+    c10::DimVector shape(x.sizes());
+    shape.back() = rows_;
+    Tensor result = at::empty(shape, x.options());
+    auto* y = result.mutable_data_ptr<c10::BFloat16>();
+    const auto* bias = bias_.defined() ? bias_.const_data_ptr<c10::BFloat16>() : nullptr;
+    at::parallel_for(0, rows_, grain(), [&](int64_t begin, int64_t end) {
+      multiply(bias, y, rows_, begin, end);
+    });
+    return result;
+  }
+
+  // The product with the rows that `decode(dense, begin, end)` writes.
+  template <typename scalar_t, typename Decode>
+  Tensor by_dense(const Decode& decode) const {
+    Tensor dense = at::empty({rows_, columns}, x.options());
+    auto* data = dense.mutable_data_ptr<scalar_t>();
+    at::parallel_for(0, rows_, grain(), [&](int64_t begin, int64_t end) {
+      decode(data, begin, end);
+    });
+    return at::linear(x, dense, bias_.defined() ? Bias(bias_) : std::nullopt);
+  }
+
+  const Tensor x, places;
+  const int64_t columns;
+  const bool portable;
+  int64_t count = 1;  // of tokens
+
+ private:
+  int64_t grain() const {
+    return std::max<int64_t>(1, GRAIN / std::max<int64_t>(columns, 1));
+  }
+
+  const int64_t rows_;
+  const Tensor bias_;
+};
+
+template <typename Decode>
+Tensor linear(const Product& product, const Tensor& values, const int64_t* offsets) {
+  const Tensor stored = values.contiguous();
   Tensor result;
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, x.scalar_type(), "packed_linear", [&] {
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, stored.scalar_type(), "packed_linear", [&] {
     const scalar_t* first = stored.const_data_ptr<scalar_t>();
     const mrp::Packed<scalar_t> weight{
-        first, first + stored.numel(), where.const_data_ptr<uint8_t>(), where.size(1), columns,
-        offsets};
+        first, first + stored.numel(), product.places.const_data_ptr<uint8_t>(),
+        product.places.size(1), product.columns, offsets};
     if constexpr (std::is_same_v<scalar_t, c10::BFloat16>) {
-      const bool vector = mrp::has_avx512() && !portable;
-      if (count <= (vector ? FEW_TOKENS : FEW_TOKENS_PORTABLE)) {
-        result = at::empty(shape, x.options());
-        scalar_t* y = result.mutable_data_ptr<scalar_t>();
-        const scalar_t* input = tokens.const_data_ptr<scalar_t>();
-        const scalar_t* shift = bias ? added.const_data_ptr<scalar_t>() : nullptr;
-        at::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
-          mrp::multiply<Decode>(weight, input, count, shift, y, rows, begin, end, portable);
+      if (product.is_small(mrp::has_avx512())) {
+        const scalar_t* input = product.x.template const_data_ptr<scalar_t>();
+        result = product.by_rows([&](auto... where) {
+          mrp::multiply<Decode>(weight, input, product.count, where..., product.portable);
         });
         return;
       }
     }
-    Tensor dense = at::empty({rows, columns}, stored.options());
-    scalar_t* data = dense.mutable_data_ptr<scalar_t>();
-    at::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
-      mrp::decode<Decode>(weight, data, begin, end, portable);
+    result = product.by_dense<scalar_t>([&](scalar_t* dense, int64_t begin, int64_t end) {
+      mrp::decode<Decode>(weight, dense, begin, end, product.portable);
     });
-    result = at::linear(tokens, dense, bias);
   });
   return result;
+}
+
+// The offsets of the rows of bits that an input of some columns fits.
+Tensor check_bits(const Tensor& bits, const Tensor& offsets, int64_t columns) {
+  TORCH_CHECK(
+      bits.dim() == 2 && bits.size(1) == (columns + 7) / 8, "Bits of shape ", bits.sizes(),
+      " are not those of a weight with the ", columns, " columns of the input.");
+  TORCH_CHECK(
+      offsets.scalar_type() == at::kLong && offsets.numel() >= bits.size(0),
+      "The offsets must be an int64 for each of ", bits.size(0), " rows.");
+  return offsets.contiguous();
 }
 
 Tensor bitmask(
     const Tensor& x, const Tensor& values, const Tensor& bits, const Tensor& offsets,
     const Bias& bias, bool portable) {
   const int64_t columns = x.dim() ? x.size(-1) : 0;
+  const Tensor starts = check_bits(bits, offsets, columns);
+  TORCH_CHECK(values.dim() == 1, "The values must have one dimension, not ", values.dim(), ".");
+  const Product product(x, values, bits, bias, columns, portable);
+  return linear<mrp::Bits>(product, values, starts.const_data_ptr<int64_t>());
+}
+
+template <typename T>
+Tensor coded_linear(const Product& product, const mrp::Coded<T>& weight, bool eight_bits) {
+  if constexpr (std::is_same_v<T, c10::BFloat16>) {
+    if (product.is_small(mrp::has_avx512_codes())) {
+      const mrp::CodedProduct few(
+          product.x.const_data_ptr<T>(), product.count, product.columns, eight_bits,
+          product.portable);
+      return product.by_rows([&](auto... where) { few.multiply(weight, where...); });
+    }
+  }
+  return product.by_dense<T>([&](T* dense, int64_t begin, int64_t end) {
+    mrp::decode(weight, dense, begin, end, product.portable);
+  });
+}
+
+Tensor bitmask4(
+    const Tensor& x, const Tensor& nibbles, const Tensor& bits, const Tensor& scales,
+    const Tensor& offsets, const Bias& bias, bool eight_bits, bool portable) {
+  const int64_t columns = x.dim() ? x.size(-1) : 0;
+  const Tensor starts = check_bits(bits, offsets, columns);
   TORCH_CHECK(
-      values.dim() == 1 && bits.dim() == 2 && bits.size(1) == (columns + 7) / 8,
-      "Bits of shape ", bits.sizes(), " are not those of a weight with the ", columns,
-      " columns of the input.");
+      nibbles.dim() == 1 && nibbles.scalar_type() == at::kByte,
+      "The codes of a packed weight must be uint8 with one dimension.");
   TORCH_CHECK(
-      offsets.scalar_type() == at::kLong && offsets.numel() >= bits.size(0),
-      "The offsets must be an int64 for each of ", bits.size(0), " rows.");
-  const Tensor starts = offsets.contiguous();
-  return linear<mrp::Bits>(
-      x, values, bits, starts.const_data_ptr<int64_t>(), bias, columns, portable);
+      scales.dim() == 2 && scales.size(0) == bits.size(0) &&
+          scales.size(1) == (columns + mrp::GROUP - 1) / mrp::GROUP,
+      "Scales of shape ", scales.sizes(), " are not those of a weight with ", bits.size(0),
+      " rows and the ", columns, " columns of the input.");
+  const Product product(x, scales, bits, bias, columns, portable);
+  const Tensor stored = nibbles.contiguous(), factors = scales.contiguous();
+  Tensor result;
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, factors.scalar_type(), "coded_linear", [&] {
+    const uint8_t* first = stored.const_data_ptr<uint8_t>();
+    const mrp::Coded<scalar_t> weight{
+        first, first + stored.numel(), product.places.const_data_ptr<uint8_t>(),
+        product.places.size(1), columns, factors.const_data_ptr<scalar_t>(),
+        starts.const_data_ptr<int64_t>()};
+    result = coded_linear(product, weight, eight_bits);
+  });
+  return result;
 }
 
 Tensor of_four(
@@ -96,13 +182,20 @@ Tensor of_four(
           values.size(1) == 4 * meta.size(1),
       "Values of shape ", values.sizes(), " and meta of shape ", meta.sizes(),
       " are not those of one 2:4 weight.");
-  return linear<mrp::Nibbles>(x, values, meta, nullptr, bias, 2 * values.size(1), portable);
+  const Product product(x, values, meta, bias, 2 * values.size(1), portable);
+  return linear<mrp::Nibbles>(product, values, nullptr);
 }
 
 Tensor linear_bitmask(
     const Tensor& x, const Tensor& values, const Tensor& bits, const Tensor& offsets,
     const Bias& bias) {
   return bitmask(x, values, bits, offsets, bias, false);
+}
+
+Tensor linear_bitmask4(
+    const Tensor& x, const Tensor& nibbles, const Tensor& bits, const Tensor& scales,
+    const Tensor& offsets, const Bias& bias, bool eight_bits) {
+  return bitmask4(x, nibbles, bits, scales, offsets, bias, eight_bits, false);
 }
 
 Tensor linear24(
@@ -114,6 +207,7 @@ Tensor linear24(
 
 TORCH_LIBRARY_IMPL(mrp_lightning, CPU, library) {
   library.impl("linear_bitmask", linear_bitmask);
+  library.impl("linear_bitmask4", linear_bitmask4);
   library.impl("linear24", linear24);
 }
 
@@ -123,6 +217,10 @@ TORCH_LIBRARY(mrp_lightning_cpu, library) {
       "linear_bitmask(Tensor x, Tensor values, Tensor bits, Tensor offsets, Tensor? bias, bool portable)"
       " -> Tensor",
       bitmask);
+  library.def(
+      "linear_bitmask4(Tensor x, Tensor nibbles, Tensor bits, Tensor scales, Tensor offsets,"
+      " Tensor? bias, bool eight_bits, bool portable) -> Tensor",
+      bitmask4);
   library.def(
       "linear24(Tensor x, Tensor values, Tensor meta, Tensor? bias, bool portable) -> Tensor",
       of_four);

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <numeric>
 #include <stdexcept>
 #include <type_traits>
@@ -110,7 +111,8 @@ void decode_row(const Packed<T>& weight, int64_t r, T* dense) {
   }
 }
 
-inline float dot(const BFloat16* a, const BFloat16* b, int64_t columns) {
+template <typename Input>
+float dot(const Input* a, const BFloat16* b, int64_t columns) {
   constexpr int64_t lanes = 16;
   float sums[lanes] = {};
   int64_t column = 0;
@@ -125,18 +127,19 @@ inline float dot(const BFloat16* a, const BFloat16* b, int64_t columns) {
   return std::accumulate(sums, sums + lanes, 0.0f);
 }
 
-// y[t · rows + r] = x[t] · row r + bias[r] for all tokens t, and rows r from `begin` to `end`.
-template <typename Decode>
-void multiply_rows(
-    const Packed<BFloat16>& weight, const BFloat16* x, int64_t tokens, const BFloat16* bias,
-    BFloat16* y, int64_t rows, int64_t begin, int64_t end) {
-  std::vector<BFloat16> dense(weight.columns);
+// y[t · rows + r] = x[t] · row r + bias[r] for all tokens t, and rows r from `begin` to `end`, each
+// of which `decode_one(r, dense)` decodes.
+template <typename DecodeOne, typename Input>
+void multiply_decoded(
+    const DecodeOne& decode_one, int64_t columns, const Input* x, int64_t tokens,
+    const BFloat16* bias, BFloat16* y, int64_t rows, int64_t begin, int64_t end) {
+  std::vector<BFloat16> dense(columns);
   for (int64_t r = begin; r < end; r++) {
-    decode_row<Decode>(weight, r, dense.data());
+    decode_one(r, dense.data());
     const float added = bias ? static_cast<float>(bias[r]) : 0.0f;
     for (int64_t t = 0; t < tokens; t++) {
-      const BFloat16* token = x + t * weight.columns;
-      y[t * rows + r] = static_cast<BFloat16>(dot(token, dense.data(), weight.columns) + added);
+      const float product = dot(x + t * columns, dense.data(), columns);
+      y[t * rows + r] = static_cast<BFloat16>(product + added);
     }
   }
 }
@@ -310,7 +313,9 @@ void multiply(
     return;
   }
 #endif
-  multiply_rows<Decode>(weight, x, tokens, bias, y, rows, begin, end);
+  multiply_decoded(
+      [&](int64_t r, BFloat16* dense) { decode_row<Decode>(weight, r, dense); }, weight.columns, x,
+      tokens, bias, y, rows, begin, end);
 }
 
 // The rows from `begin` to `end` of the dense weight.

@@ -1,0 +1,242 @@
+"""A pruned checkpoint as a GGUF file, by another GGUF file of the same model.
+
+That file gives what a checkpoint does not say in llama.cpp's way: the metadata, the tokenizer, and
+how each tensor lies. The last is found out by comparison: a tensor of the file is what transformers
+reads from it, as it is or rearranged in one of a few ways.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, LlamaFileType
+from gguf.quants import dequantize, quantize
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from export.conversion.checkpoint import Checkpoint
+from mrp_lightning.errors import FormatError, OptionError, ParityError
+from mrp_lightning.models.gguf import gguf_config, gguf_model, reading
+from mrp_lightning.upstream import bounded_gguf
+
+log = logging.getLogger(__name__)
+
+TYPES = {
+    "bf16": (GGMLQuantizationType.BF16, LlamaFileType.MOSTLY_BF16),
+    "f16": (GGMLQuantizationType.F16, LlamaFileType.MOSTLY_F16),
+    "q8_0": (GGMLQuantizationType.Q8_0, LlamaFileType.MOSTLY_Q8_0),
+    "q4_0": (GGMLQuantizationType.Q4_0, LlamaFileType.MOSTLY_Q4_0),
+}
+_GROUP = 32  # weights of a row that share a scale in Q8_0 and Q4_0
+_VOCABULARY = ("token_embd.weight", "output.weight")
+_OF_A_HEAD = ("attention.key_length", "attention.value_length", "rope.dimension_count")
+"""What follows from the number of heads, in a file that does not say it."""
+_OWN = ("general.architecture", "general.file_type", "general.quantization_version")
+
+Array = np.ndarray[Any, Any]
+Arrangement = Callable[[Tensor, int], Tensor]
+"""How a parameter (as transformers has it) lies in a GGUF file; the number is that of its heads."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a file holds: the number of tensors, their bytes, and how many have which type."""
+
+    tensors: int
+    num_bytes: int
+    types: Mapping[str, int]
+
+
+def write_gguf(checkpoint: Checkpoint, like: Path, out: Path, kind: str) -> Written:
+    """Write the weights of a checkpoint with metadata and tokenizer of a GGUF file.
+
+    Matrices are stored in the given type, embeddings and head in Q8_0 where that is Q4_0, and norms
+    and biases in float32. What is zero in the checkpoint is zero in the file.
+
+    Args:
+        checkpoint: A dense Hugging Face checkpoint; it may be narrower than the file's model.
+        like: The GGUF file that the model came from, or another of the same model.
+        out: The file to write.
+        kind: bf16, f16, q8_0 or q4_0.
+
+    Raises:
+        FormatError: The checkpoint is packed or quantized; or the file is damaged, or of an
+            architecture whose tensors cannot be told.
+        OptionError: The file is of another model.
+        ParityError: A weight that is zero would not be zero.
+    """
+    if not checkpoint.config or checkpoint.config.get("quantization_config"):
+        raise FormatError(
+            f"{checkpoint.path} is no dense Hugging Face checkpoint. Give the directory that "
+            "pruning wrote, not one that is packed."
+        )
+    config = checkpoint.pretrained_config().get_text_config()
+    reader = bounded_gguf(like)
+    source = gguf_config(like).get_text_config()
+    _refuse_other(source, config, like)
+    state = checkpoint.load().state_dict()
+    with reading(like):
+        places = list(_places(reader, gguf_model(like, torch.float32, None).state_dict(), source))
+    used = {place.name for place in places}
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    if others := sorted((used ^ state.keys()) - tied):
+        raise OptionError(
+            f"`--like`: {like} and {checkpoint.path} do not hold the same weights. In one of them "
+            f"only: {', '.join(others[:5])}."
+        )
+    writer = GGUFWriter(out, str(reader.fields["general.architecture"].contents()))
+    arranged = {place.stored: place.arranged(state[place.name], config) for place in places}
+    _copy_fields(reader, writer, _sizes(arranged, config, source))
+    writer.add_file_type(TYPES[kind][1])
+    if kind in ("q8_0", "q4_0"):
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    types: dict[str, int] = {}
+    num_bytes = 0
+    for tensor in reader.tensors:
+        name = tensor.name
+        if name in arranged:
+            content, stored_as = _encoded(name, arranged[name], kind)
+        else:  # a table of frequencies, which is no weight
+            content, stored_as = np.array(tensor.data), tensor.tensor_type
+        writer.add_tensor(name, content, raw_dtype=stored_as)
+        types[stored_as.name] = types.get(stored_as.name, 0) + 1
+        num_bytes += content.nbytes
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return Written(len(reader.tensors), num_bytes, types)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a parameter is in a GGUF file, and how it lies there."""
+
+    stored: str
+    name: str
+    arrangement: Arrangement
+
+    def arranged(self, parameter: Tensor, config: PreTrainedConfig) -> Tensor:
+        return self.arrangement(parameter, _heads(self.stored, config))
+
+
+def _places(
+    reader: GGUFReader, state: Mapping[str, Tensor], config: PreTrainedConfig
+) -> Iterator[_Place]:
+    """Where the parameters are, each found by its name and proven by its values."""
+    architecture = reader.fields["general.architecture"].contents()
+    known = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(known[architecture], config.num_hidden_layers)
+    by_stored = {names.get_name(name, try_suffixes=(".weight", ".bias")): name for name in state}
+    for tensor in reader.tensors:
+        name = by_stored.get(tensor.name)
+        if name is None:
+            if tensor.name.startswith("rope_"):
+                continue
+            raise FormatError(f"`--like`: transformers has no name for the tensor {tensor.name}.")
+        # A copy: the reader's memory may not be written.
+        values = torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type)))
+        for arrangement in _ARRANGEMENTS:
+            place = _Place(tensor.name, name, arrangement)
+            found = place.arranged(state[name], config)
+            if found.shape == values.shape and torch.allclose(found, values, rtol=1e-5, atol=1e-7):
+                yield place
+                break
+        else:
+            raise FormatError(
+                f"`--like`: {tensor.name} of the architecture {architecture!r} lies in the file in "
+                "a way that is not known here. Convert the checkpoint with llama.cpp's "
+                "convert_hf_to_gguf.py."
+            )
+
+
+def _rotated(parameter: Tensor, heads: int) -> Tensor:
+    """The halves of each head in turn, as llama.cpp rotates neighbouring rows."""
+    if len(parameter) % (2 * heads):
+        return parameter
+    return parameter.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+
+
+_ARRANGEMENTS: tuple[Arrangement, ...] = (
+    lambda parameter, _: parameter,
+    _rotated,
+    lambda parameter, _: parameter.T if parameter.ndim == 2 else parameter,  # Conv1D
+    lambda parameter, _: parameter + 1,  # Gemma's norms
+)
+
+
+def _heads(stored: str, config: PreTrainedConfig) -> int:
+    heads: int = config.num_attention_heads
+    return getattr(config, "num_key_value_heads", None) or heads if "attn_k" in stored else heads
+
+
+def _refuse_other(source: PreTrainedConfig, config: PreTrainedConfig, like: Path) -> None:
+    for key in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size"):
+        theirs, ours = getattr(source, key, None), getattr(config, key, None)
+        if theirs != ours:
+            raise OptionError(
+                f"`--like`: {like} is of another model: its `{key}` is {theirs!r}, the "
+                f"checkpoint's {ours!r}. Give the file that the checkpoint was pruned from."
+            )
+
+
+def _sizes(
+    arranged: Mapping[str, Tensor], config: PreTrainedConfig, source: PreTrainedConfig
+) -> dict[str, int]:
+    """The metadata, without the architecture's prefix, that say how narrow the model is."""
+    sizes = {}
+    if (up := arranged.get("blk.0.ffn_up.weight")) is not None:
+        sizes["feed_forward_length"] = len(up)
+    heads = config.num_attention_heads
+    sizes["attention.head_count"] = heads
+    sizes["attention.head_count_kv"] = getattr(config, "num_key_value_heads", None) or heads
+    if heads != source.num_attention_heads:
+        sizes |= dict.fromkeys(_OF_A_HEAD, config.head_dim)
+    return sizes
+
+
+def _copy_fields(reader: GGUFReader, writer: GGUFWriter, sizes: Mapping[str, int]) -> None:
+    """Copy the metadata, with the sizes of the checkpoint in place of those of the file."""
+    architecture = reader.fields["general.architecture"].contents()
+    wanted = {f"{architecture}.{name}": value for name, value in sizes.items()}
+    for key, field in reader.fields.items():
+        if key.startswith("GGUF.") or key in _OWN:
+            continue
+        value, kind = field.contents(), field.types[0]
+        given = key in wanted and key.removeprefix(f"{architecture}.") not in _OF_A_HEAD
+        if given and value != wanted[key]:
+            if kind == GGUFValueType.ARRAY:
+                raise FormatError(
+                    f"`--like`: {key} has a value for each block, {value}, and the checkpoint has "
+                    f"{wanted[key]} in all of them."
+                )
+            value = wanted[key]
+        item = field.types[-1] if kind == GGUFValueType.ARRAY else None
+        writer.add_key_value(key, value, kind, sub_type=item)
+    for key in _OF_A_HEAD:
+        name = f"{architecture}.{key}"
+        if name in wanted and name not in reader.fields:
+            writer.add_uint32(name, wanted[name])
+
+
+def _encoded(name: str, parameter: Tensor, kind: str) -> tuple[Array, GGMLQuantizationType]:
+    """A tensor as bytes of a type, which is told."""
+    values = parameter.detach().float().contiguous().numpy()
+    if parameter.ndim == 1:
+        return values, GGMLQuantizationType.F32
+    stored_as = TYPES[kind][0]
+    if kind == "q4_0" and name in _VOCABULARY:
+        stored_as = GGMLQuantizationType.Q8_0
+    if kind in ("q8_0", "q4_0") and values.shape[-1] % _GROUP:
+        log.warning("%s has %d columns, no multiple of 32: it is F16.", name, values.shape[-1])
+        stored_as = GGMLQuantizationType.F16
+    content = quantize(values, stored_as)
+    back = dequantize(content, stored_as)
+    if not np.isfinite(back).all() or back[values == 0].any():
+        raise ParityError(f"{name} cannot be stored as {stored_as.name}; use --type bf16.")
+    return content, stored_as

@@ -1,0 +1,406 @@
+// Rows of a packed weight of four bits: decoded, and multiplied with tokens. See `rows.h`.
+//
+// A kept weight is a code from −8 to −1 or from 1 to 8, a nibble, times the scale of its row and its
+// group of 64 columns. The nibbles of a group begin at a byte, the first in the low half of it.
+// Products are those of codes with bfloat16, exact, and summed in float32 before the scale comes.
+#pragma once
+
+#include "rows.h"
+
+#include <cmath>
+#include <limits>
+
+#ifdef MRP_AVX512
+#define MRP_AVX512_CODES                                                                         \
+  __attribute__((                                                                                \
+      target("avx512f,avx512bw,avx512vl,avx512vbmi2,avx512bf16,avx512vnni,popcnt")))
+#endif
+
+namespace mrp {
+
+constexpr int64_t GROUP = 64;  // columns that share a scale
+constexpr int CODES[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 1, 2, 3, 4, 5, 6, 7, 8};
+
+// The weight as it is stored: rows of bytes of places, rows of scales, and all nibbles.
+template <typename T>
+struct Coded {
+  const uint8_t* nibbles;
+  const uint8_t* end;  // of the nibbles
+  const uint8_t* places;
+  int64_t row_bytes;  // of places
+  int64_t columns;
+  const T* scales;
+  const int64_t* offsets;  // where the nibbles of each row begin
+
+  int64_t groups() const { return (columns + GROUP - 1) / GROUP; }
+
+  const uint8_t* row(int64_t r) const {
+    const Packed<uint8_t> bytes{nibbles, end, places, row_bytes, columns, offsets};
+    return bytes.row(r);
+  }
+};
+
+// ---- On any processor ----
+
+template <typename T>
+void decode_row(const Coded<T>& weight, int64_t r, T* dense) {
+  using Wide = std::conditional_t<std::is_same_v<T, double>, double, float>;
+  const uint8_t* places = weight.places + r * weight.row_bytes;
+  const T* scale = weight.scales + r * weight.groups();
+  const uint8_t* v = weight.row(r);
+  std::fill(dense, dense + weight.columns, T(0));
+  for (int64_t column = 0; column < weight.columns; column += GROUP) {
+    uint64_t kept = kept_columns<Bits>(places + column / 8, weight.columns - column);
+    const int64_t count = c10::llvm::countPopulation(kept);
+    if (weight.end - v < (count + 1) / 2) {
+      throw_missing_values();
+    }
+    const Wide s = static_cast<Wide>(scale[column / GROUP]);
+    for (int64_t i = 0; i < count; i++, kept &= kept - 1) {
+      const int nibble = v[i / 2] >> i % 2 * 4 & 15;
+      dense[column + c10::llvm::countTrailingZeros(kept)] = static_cast<T>(CODES[nibble] * s);
+    }
+    v += (count + 1) / 2;
+  }
+}
+
+// Rounds a group of a token to 8 bits: x ≈ rounded · the scale that is returned.
+inline float round_group(const BFloat16* x, int64_t width, int8_t (&rounded)[GROUP]) {
+  float largest = 0;
+  bool finite = true;
+  for (int64_t i = 0; i < width; i++) {
+    const float value = static_cast<float>(x[i]);
+    finite = finite && std::isfinite(value);
+    largest = std::max(largest, std::abs(value));
+  }
+  std::fill(rounded, rounded + GROUP, int8_t(0));
+  if (!finite) {
+    return std::numeric_limits<float>::quiet_NaN();  // as a dense product would give
+  }
+  for (int64_t i = 0; i < width && largest > 0; i++) {
+    rounded[i] = static_cast<int8_t>(std::nearbyint(static_cast<float>(x[i]) / largest * 127));
+  }
+  return largest / 127;
+}
+
+// The tokens as they are multiplied on any processor: in float32, maybe rounded to 8 bits before.
+inline std::vector<float> plain_tokens(
+    const BFloat16* x, int64_t tokens, int64_t columns, bool eight_bits) {
+  std::vector<float> plain(x, x + tokens * columns);
+  for (int64_t t = 0; t < tokens && eight_bits; t++) {
+    for (int64_t column = 0; column < columns; column += GROUP) {
+      const int64_t at = t * columns + column, width = std::min(GROUP, columns - column);
+      int8_t rounded[GROUP];
+      const float scale = round_group(x + at, width, rounded);
+      std::transform(rounded, rounded + width, plain.begin() + at, [&](int8_t value) {
+        return value * scale;
+      });
+    }
+  }
+  return plain;
+}
+
+#ifdef MRP_AVX512
+// ---- With AVX-512: 64 columns at a time. `vpshufb` looks codes up, `vpexpandb` spreads them ----
+
+// Bytes of nibbles: some rows of them.
+constexpr int64_t NIBBLES_AHEAD = 1024;
+
+struct alignas(64) Line {
+  uint8_t bytes[64];
+};
+
+// A line of all bytes of a table of 16.
+template <typename Entry>
+MRP_AVX512_CODES inline __m512i table_of(Entry entry) {
+  alignas(16) uint8_t table[16];
+  for (int nibble = 0; nibble < 16; nibble++) {
+    table[nibble] = static_cast<uint8_t>(entry(CODES[nibble]));
+  }
+  return _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(table)));
+}
+
+inline int bits_of(int code) {  // of a code in bfloat16
+  return BFloat16(static_cast<float>(code)).x;
+}
+
+// 64 nibbles from v on, a byte each; of those beyond `count` nothing is read.
+template <bool careful>
+MRP_AVX512_CODES inline __m512i load_nibbles(const uint8_t* v, int64_t count) {
+  const __m256i bytes = careful
+      ? _mm256_maskz_loadu_epi8(low_bits((count + 1) / 2), v)
+      : _mm256_loadu_si256(reinterpret_cast<const __m256i*>(v));
+  const __m512i words = _mm512_cvtepu8_epi16(bytes);
+  return _mm512_and_si512(
+      _mm512_or_si512(words, _mm512_slli_epi16(words, 4)), _mm512_set1_epi8(15));
+}
+
+// Tokens in bfloat16. A group of a token is two lines: the columns in the order in which
+// `vpunpcklbw` gives the codes, and those of `vpunpckhbw`.
+struct Exact {
+  int64_t groups;
+  std::vector<Line> lines;
+  __m512i low, high;  // bytes of the codes in bfloat16
+
+  MRP_AVX512_CODES Exact(const BFloat16* x, int64_t tokens, int64_t columns)
+      : groups((columns + GROUP - 1) / GROUP), lines(2 * tokens * groups) {
+    low = table_of(bits_of);
+    high = table_of([](int code) { return bits_of(code) >> 8; });
+    for (int64_t t = 0; t < tokens; t++) {
+      for (int64_t column = 0; column < columns; column++) {
+        const int64_t place = column % GROUP, half = place / 8 % 2;
+        Line& line = lines[2 * (t * groups + column / GROUP) + half];
+        std::memcpy(line.bytes + 2 * (place / 16 * 8 + place % 8), x + t * columns + column, 2);
+      }
+    }
+  }
+
+  template <int Tokens>
+  MRP_AVX512_CODES void add(
+      int64_t t, int64_t group, __m512i nibbles, uint64_t kept, float scale,
+      __m512 (&sums)[Tokens]) const {
+    const __m512i spread = _mm512_maskz_expand_epi8(kept, nibbles);
+    const __m512i lower = _mm512_maskz_shuffle_epi8(kept, low, spread);
+    const __m512i upper = _mm512_maskz_shuffle_epi8(kept, high, spread);
+    const __m512bh first = (__m512bh)_mm512_unpacklo_epi8(lower, upper);
+    const __m512bh second = (__m512bh)_mm512_unpackhi_epi8(lower, upper);
+    const __m512 factor = _mm512_set1_ps(scale);
+    for (int i = 0; i < Tokens; i++) {
+      const Line* x = lines.data() + 2 * ((t + i) * groups + group);
+      __m512 sum = _mm512_dpbf16_ps(
+          _mm512_setzero_ps(), first, (__m512bh)_mm512_load_si512(x->bytes));
+      sum = _mm512_dpbf16_ps(sum, second, (__m512bh)_mm512_load_si512((x + 1)->bytes));
+      sums[i] = _mm512_fmadd_ps(sum, factor, sums[i]);
+    }
+  }
+};
+
+// Tokens rounded to 8 bits, with a scale for each group. `vpdpbusd` takes codes without a sign, so
+// that they are 8 too large: what that adds is in the second line of each group, with a minus.
+struct Rounded {
+  int64_t groups;
+  std::vector<Line> lines;
+  std::vector<float> scales;
+  __m512i codes;
+
+  MRP_AVX512_CODES Rounded(const BFloat16* x, int64_t tokens, int64_t columns)
+      : groups((columns + GROUP - 1) / GROUP), lines(2 * tokens * groups), scales(tokens * groups) {
+    codes = table_of([](int code) { return code + 8; });
+    for (int64_t t = 0; t < tokens; t++) {
+      for (int64_t group = 0; group < groups; group++) {
+        int8_t rounded[GROUP];
+        const int64_t width = std::min(GROUP, columns - group * GROUP);
+        const int64_t at = t * groups + group;
+        scales[at] = round_group(x + t * columns + group * GROUP, width, rounded);
+        int32_t extra[GROUP / 4] = {};
+        for (int64_t i = 0; i < GROUP; i++) {
+          extra[i / 4] -= 8 * rounded[i];
+        }
+        std::memcpy(lines[2 * at].bytes, rounded, sizeof rounded);
+        std::memcpy(lines[2 * at + 1].bytes, extra, sizeof extra);
+      }
+    }
+  }
+
+  template <int Tokens>
+  MRP_AVX512_CODES void add(
+      int64_t t, int64_t group, __m512i nibbles, uint64_t kept, float scale,
+      __m512 (&sums)[Tokens]) const {
+    const __m512i spread = _mm512_mask_expand_epi8(
+        _mm512_set1_epi8(8), kept, _mm512_shuffle_epi8(codes, nibbles));
+    for (int i = 0; i < Tokens; i++) {
+      const int64_t at = (t + i) * groups + group;
+      const Line* x = lines.data() + 2 * at;
+      const __m512i sum = _mm512_dpbusd_epi32(
+          _mm512_load_si512((x + 1)->bytes), spread, _mm512_load_si512(x->bytes));
+      const __m512 factor = _mm512_set1_ps(scale * scales[at]);
+      sums[i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), factor, sums[i]);
+    }
+  }
+};
+
+// The scales of a row in float32, for as many columns as lines of them have.
+MRP_AVX512_CODES inline void widen_scales(const BFloat16* scales, int64_t groups, float* wide) {
+  for (int64_t group = 0; group < groups; group += 16) {
+    const __m256i some = _mm256_maskz_loadu_epi16(
+        low_bits(std::min<int64_t>(16, groups - group)), scales + group);
+    const __m512i bits = _mm512_slli_epi32(_mm512_cvtepu16_epi32(some), 16);
+    _mm512_store_si512(wide + group, bits);
+  }
+}
+
+// The products of row r with `Tokens` tokens from t on.
+template <typename Input, int Tokens>
+MRP_AVX512_CODES void multiply_coded_row(
+    const Coded<BFloat16>& weight, int64_t r, const uint8_t* v, const Input& x, int64_t t,
+    const float* scales, float* results) {
+  const uint8_t* places = weight.places + r * weight.row_bytes;
+  __m512 sums[Tokens];
+  for (int i = 0; i < Tokens; i++) {
+    sums[i] = _mm512_setzero_ps();
+  }
+  int64_t group = 0;
+  // 32 bytes may be read for each group, and no group takes more.
+  const int64_t whole = weight.end - v >= 32 * x.groups ? weight.columns / GROUP : 0;
+#pragma GCC unroll 4
+  for (; group < whole; group++) {
+    if (group % 4 == 0) {
+      _mm_prefetch(reinterpret_cast<const char*>(v) + NIBBLES_AHEAD, _MM_HINT_T0);
+    }
+    uint64_t kept;
+    std::memcpy(&kept, places + 8 * group, 8);
+    x.template add<Tokens>(t, group, load_nibbles<false>(v, 64), kept, scales[group], sums);
+    v += (_mm_popcnt_u64(kept) + 1) / 2;
+  }
+  for (; group < x.groups; group++) {
+    const uint64_t kept =
+        kept_columns<Bits>(places + 8 * group, weight.columns - GROUP * group);
+    const int64_t count = _mm_popcnt_u64(kept);
+    if (weight.end - v < (count + 1) / 2) {
+      throw_missing_values();
+    }
+    x.template add<Tokens>(t, group, load_nibbles<true>(v, count), kept, scales[group], sums);
+    v += (count + 1) / 2;
+  }
+  for (int i = 0; i < Tokens; i++) {
+    results[i] = _mm512_reduce_add_ps(sums[i]);
+  }
+}
+
+template <typename Input>
+MRP_AVX512_CODES void multiply_coded_rows(
+    const Coded<BFloat16>& weight, const Input& x, int64_t tokens, const BFloat16* bias,
+    BFloat16* y, int64_t rows, int64_t begin, int64_t end) {
+  std::vector<Line> wide((x.groups + 15) / 16);
+  float* scales = reinterpret_cast<float*>(wide.data());
+  for (int64_t r = begin; r < end; r++) {
+    const uint8_t* v = weight.row(r);
+    const float added = bias ? static_cast<float>(bias[r]) : 0.0f;
+    widen_scales(weight.scales + r * x.groups, x.groups, scales);
+    for (int64_t t = 0; t < tokens;) {
+      float results[4];
+      int64_t taken = 1;
+      if (tokens - t >= 4) {
+        multiply_coded_row<Input, 4>(weight, r, v, x, t, scales, results);
+        taken = 4;
+      } else if (tokens - t >= 2) {
+        multiply_coded_row<Input, 2>(weight, r, v, x, t, scales, results);
+        taken = 2;
+      } else {
+        multiply_coded_row<Input, 1>(weight, r, v, x, t, scales, results);
+      }
+      for (int64_t i = 0; i < taken; i++) {
+        y[(t + i) * rows + r] = static_cast<BFloat16>(results[i] + added);
+      }
+      t += taken;
+    }
+  }
+}
+
+MRP_AVX512_CODES inline void decode_coded_row(
+    const Coded<BFloat16>& weight, int64_t r, BFloat16* dense) {
+  const uint8_t* places = weight.places + r * weight.row_bytes;
+  const BFloat16* scales = weight.scales + r * weight.groups();
+  const uint8_t* v = weight.row(r);
+  const __m512 codes = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 1, 2, 3, 4, 5, 6, 7, 8);
+  for (int64_t column = 0; column < weight.columns; column += GROUP) {
+    const int64_t width = std::min(GROUP, weight.columns - column);
+    const uint64_t kept = kept_columns<Bits>(places + column / 8, width);
+    const int64_t count = _mm_popcnt_u64(kept);
+    if (weight.end - v < (count + 1) / 2) {
+      throw_missing_values();
+    }
+    // All sixteen values of the group, looked up 32 at a time.
+    const __m512 scale = _mm512_set1_ps(static_cast<float>(scales[column / GROUP]));
+    const __m512i table = _mm512_castsi256_si512((__m256i)_mm512_cvtneps_pbh(codes * scale));
+    const __m512i spread = _mm512_maskz_expand_epi8(kept, load_nibbles<true>(v, count));
+    const __m512i first = _mm512_cvtepu8_epi16(_mm512_castsi512_si256(spread));
+    const __m512i second = _mm512_cvtepu8_epi16(_mm512_extracti64x4_epi64(spread, 1));
+    const uint32_t lower = static_cast<uint32_t>(kept), upper = static_cast<uint32_t>(kept >> 32);
+    _mm512_mask_storeu_epi16(
+        dense + column, low_bits(std::min<int64_t>(32, width)),
+        _mm512_maskz_permutexvar_epi16(lower, first, table));
+    if (width > 32) {
+      _mm512_mask_storeu_epi16(
+          dense + column + 32, low_bits(width - 32),
+          _mm512_maskz_permutexvar_epi16(upper, second, table));
+    }
+    v += (count + 1) / 2;
+  }
+}
+#endif
+
+// ---- What the processor has ----
+
+inline bool has_avx512_codes() {
+#ifdef MRP_AVX512
+  static const bool has = has_avx512() && __builtin_cpu_supports("avx512vnni");
+  return has;
+#else
+  return false;
+#endif
+}
+
+// Some tokens, prepared once for all rows: y[t · rows + r] = x[t] · row r + bias[r].
+class CodedProduct {
+ public:
+  CodedProduct(
+      const BFloat16* x, int64_t tokens, int64_t columns, bool eight_bits, bool portable)
+      : tokens_(tokens) {
+#ifdef MRP_AVX512
+    if (!portable && has_avx512_codes()) {
+      if (eight_bits) {
+        rounded_.reset(new Rounded(x, tokens, columns));
+      } else {
+        exact_.reset(new Exact(x, tokens, columns));
+      }
+      return;
+    }
+#endif
+    plain_ = plain_tokens(x, tokens, columns, eight_bits);
+  }
+
+  // The rows from `begin` to `end` of all `rows`.
+  void multiply(
+      const Coded<BFloat16>& weight, const BFloat16* bias, BFloat16* y, int64_t rows,
+      int64_t begin, int64_t end) const {
+#ifdef MRP_AVX512
+    if (exact_) {
+      return multiply_coded_rows(weight, *exact_, tokens_, bias, y, rows, begin, end);
+    }
+    if (rounded_) {
+      return multiply_coded_rows(weight, *rounded_, tokens_, bias, y, rows, begin, end);
+    }
+#endif
+    multiply_decoded(
+        [&](int64_t r, BFloat16* dense) { decode_row(weight, r, dense); }, weight.columns,
+        plain_.data(), tokens_, bias, y, rows, begin, end);
+  }
+
+ private:
+  int64_t tokens_;
+  std::vector<float> plain_;
+#ifdef MRP_AVX512
+  std::unique_ptr<Exact> exact_;
+  std::unique_ptr<Rounded> rounded_;
+#endif
+};
+
+// The rows from `begin` to `end` of the dense weight.
+template <typename T>
+void decode(const Coded<T>& weight, T* dense, int64_t begin, int64_t end, bool portable) {
+  for (int64_t r = begin; r < end; r++) {
+    T* row = dense + r * weight.columns;
+#ifdef MRP_AVX512
+    if constexpr (std::is_same_v<T, BFloat16>) {
+      if (!portable && has_avx512_codes()) {
+        decode_coded_row(weight, r, row);
+        continue;
+      }
+    }
+#endif
+    decode_row(weight, r, row);
+  }
+}
+
+}  // namespace mrp

@@ -1,0 +1,94 @@
+"""`python -m export.to_gguf RUN --like SOURCE.gguf`: a pruned checkpoint for llama.cpp."""
+
+import logging
+import os
+import signal
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from transformers.utils import logging as transformers_logging
+
+from export.conversion.checkpoint import open_checkpoint
+from mrp_lightning import errors
+from mrp_lightning.cli.command import make_parser, told
+from mrp_lightning.environment import extra
+from mrp_lightning.files import move_durably
+from mrp_lightning.models.gguf import find_gguf
+
+_TYPES = ("bf16", "f16", "q8_0", "q4_0")
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the command line.
+
+    Status 0: the file is written. 1: weights do not survive in the type. 2: a mistake of the
+    user's. But for 0 nothing is written.
+    """
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(errors.ended_by(number)))
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    if not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()
+    with told(interrupted="interrupted: nothing was written"):
+        convert(_parser().parse_args(args))
+
+
+def convert(options: Namespace) -> Path:
+    """Write the file, and give its path.
+
+    Raises:
+        FileExistsError: It exists, and may not be replaced.
+        FileNotFoundError: The checkpoint or the source is not there.
+        DependencyError: The package gguf is not installed.
+        FormatError, OptionError, ParityError: See `write_gguf`.
+    """
+    with extra("gguf", "Writing a GGUF file"):
+        from export.conversion.gguf_file import write_gguf
+    run = Path(options.checkpoint).expanduser().resolve()
+    out = Path(options.out or run.with_name(f"{run.name}-{options.type}.gguf"))
+    out = out.expanduser().resolve()
+    if out.suffix != ".gguf" or out.is_dir():
+        raise errors.OptionError(f"`--out` names a file that ends in .gguf; got {out}.")
+    like = find_gguf(options.like)
+    if like is None:
+        raise errors.OptionError(f"`--like` names a GGUF file; got {options.like}.")
+    if out == like.resolve():
+        raise errors.OptionError(f"`--out` {out} must not be the file of `--like`.")
+    if os.path.lexists(out) and not options.overwrite:
+        raise FileExistsError(f"`--out`: {out} exists. Name another file, or add --overwrite.")
+    checkpoint = open_checkpoint(run)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as staging:
+        partial = Path(staging, out.name)
+        written = write_gguf(checkpoint, like, partial, options.type)
+        move_durably(partial, out)
+    types = ", ".join(f"{count} {name}" for name, count in written.types.items())
+    sys.stdout.write(
+        f"Written to {out}: {written.tensors} tensors ({types}), {written.num_bytes / 2**20:.1f} "
+        "MiB\n"
+    )
+    return out
+
+
+def _parser() -> Any:
+    parser = make_parser(
+        "python -m export.to_gguf",
+        "Write a pruned checkpoint as a GGUF file, with metadata and tokenizer of the GGUF file of "
+        "the model that was pruned.",
+    )
+    option = parser.add_argument
+    option("checkpoint", metavar="RUN", help="the Hugging Face directory that pruning wrote")
+    what = "the GGUF file that the model came from, or another of the same model"
+    option("--like", required=True, metavar="SOURCE.gguf", help=what)
+    what = "of matrices; norms and biases are float32 (default: bf16)"
+    option("--type", choices=_TYPES, default="bf16", help=what)
+    option("--out", metavar="FILE.gguf", help="default: RUN-TYPE.gguf beside it")
+    option("--overwrite", action="store_true", help="replace --out")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

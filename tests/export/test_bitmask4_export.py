@@ -1,0 +1,199 @@
+"""Checkpoints of four bits, exported and in the hands of transformers."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+import export
+from export import Bitmask4Linear
+from export.conversion.checkpoint import open_checkpoint
+from export.conversion.selection import choose_layers
+from export.to_sparse import main
+from mrp_lightning.errors import FormatError
+
+from .conftest import onto_grid
+
+DOWN = "model.layers.1.mlp.down_proj"
+
+
+@pytest.fixture(scope="module")
+def _both(_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A LLaMA of which 60% of each layer is zero and the rest of four bits, and its export."""
+    llama = Path(shutil.copytree(_llama, tmp_path_factory.mktemp("coded") / "llama"))
+    generator = torch.Generator().manual_seed(0)
+    tensors = load_file(llama / "model.safetensors")
+    names = []
+    for name, tensor in tensors.items():
+        if tensor.ndim == 2 and "embed" not in name:
+            dense = torch.randn(tensor.shape, generator=generator)
+            kept = torch.rand(tensor.shape, generator=generator) >= 0.6
+            tensor.copy_(onto_grid(dense * kept).to(tensor.dtype))
+            names.append(name.removesuffix(".weight"))
+    save_file(tensors, llama / "model.safetensors", {"format": "pt"})
+    report(llama, names)
+    main([str(llama)])
+    return llama.parent
+
+
+@pytest.fixture
+def coded(_both: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(_both / "llama", tmp_path / "llama"))
+
+
+@pytest.fixture
+def packed(_both: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(_both / "llama-bitmask4", tmp_path / "llama-bitmask4"))
+
+
+def report(directory: Path, names: list[str], **config: object) -> None:
+    """Say that layers were pruned, and with which settings."""
+    rows = [{"name": name, "skipped": None} for name in names]
+    settings = {"bits": 4, "group_size": 64} | config
+    content = {"format_version": 1, "layers": rows, "config": settings}
+    (directory / "pruning_report.json").write_text(json.dumps(content))
+
+
+def logits(directory: Path, ids: Tensor, **options: object) -> Tensor:
+    with torch.inference_mode():
+        return AutoModelForCausalLM.from_pretrained(directory, **options)(ids).logits
+
+
+def refusal(args: list[str], capsys: pytest.CaptureFixture[str], status: int = 2) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(args)
+    assert ended.value.code == status
+    return capsys.readouterr().err
+
+
+def test_the_checkpoint_decides(coded, capsys):
+    main([str(coded)])
+    packed = coded.with_name("llama-bitmask4")
+    assert "14 bitmask4 layers" in capsys.readouterr().out
+    found = json.loads((packed / "export_report.json").read_text())
+    assert found["format"] == "bitmask4"
+    assert found["parity"]["failures"] == []
+    assert len(found["parity"]["operators"]) == 14
+    stored = load_file(packed / "model.safetensors")
+    settings = json.loads((packed / "config.json").read_text())["quantization_config"]
+    assert (settings["quant_method"], settings["format_version"]) == ("mrp_bitmask4", 1)
+    for row in found["layers"]:
+        tensors = [stored[f"{row['name']}.{key}"] for key in ("weight", *export_names())]
+        assert [tensor.dtype for tensor in tensors] == [torch.uint8, torch.uint8, torch.bfloat16]
+        assert row["packed_bytes"] == sum(tensor.nbytes for tensor in tensors)
+        assert settings["modules"][row["name"]] == tensors[0].numel()
+    assert "weight_scales" in (packed / "README.md").read_text()
+    main([str(coded), "--format", "bitmask4", "--check-only"])
+    assert "already packed" in refusal([str(packed)], capsys)
+
+
+def export_names() -> tuple[str, ...]:
+    return Bitmask4Linear.FORMAT.beside
+
+
+@pytest.mark.parametrize(
+    ("config", "written"),
+    [
+        ({"bits": 3}, "bitmask4"),
+        ({"group_size": 128}, "bitmask4"),
+        ({"group_size": 32}, "bitmask"),
+        ({"bits": 8}, "bitmask"),
+        ({"bits": None}, "bitmask"),
+    ],
+    ids=str,
+)
+def test_what_the_report_says_decides(coded, config, written):
+    report(coded, [DOWN], **config)
+    layers = choose_layers(open_checkpoint(coded))
+    assert {layer.form.option for layer in layers} == {written}
+
+
+def test_a_report_of_bits_that_no_run_has_is_refused(coded):
+    report(coded, [DOWN], bits=5)
+    with pytest.raises(FormatError, match="`config` says what no run can have: `bits` must be"):
+        choose_layers(open_checkpoint(coded))
+
+
+def test_transformers_loads_saves_and_makes_them_dense(packed, coded, ids, tmp_path):
+    model, loading = AutoModelForCausalLM.from_pretrained(packed, output_loading_info=True)
+    assert not any(loading.values()), loading
+    layers = [module for module in model.modules() if isinstance(module, Bitmask4Linear)]
+    assert len(layers) == 14
+    assert {layer.dtype for layer in layers} == {torch.bfloat16}
+    expected = logits(coded, ids)
+    with torch.inference_mode():
+        assert torch.equal(model(ids).logits, expected)
+        one = model(ids[:1, :1]).logits
+        assert torch.allclose(one, expected[:1, :1], atol=0.05)
+    model.save_pretrained(tmp_path / "again")
+    before = load_file(packed / "model.safetensors")
+    after = load_file(tmp_path / "again" / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    with torch.inference_mode():
+        assert torch.equal(model.dequantize()(ids).logits, expected)
+    in_float32 = logits(packed, ids, dtype=torch.float32)
+    assert in_float32.dtype == torch.float32
+    assert torch.equal(in_float32, logits(coded, ids, dtype=torch.float32))
+
+
+def test_a_weight_off_the_grid_is_named(coded, capsys):
+    tensors = load_file(coded / "model.safetensors")
+    row = tensors[f"{DOWN}.weight"][3]
+    row[row.nonzero()[0]] *= 1.0078125  # by one unit in the last place of bfloat16, or two
+    save_file(tensors, coded / "model.safetensors", {"format": "pt"})
+    shown = refusal([str(coded)], capsys)
+    assert "is not of four bits in 1 of 14 layers. Write `--format bitmask`" in shown
+    assert f"{DOWN}: not of four bits: Row 3, columns 0 to 63" in shown
+    main([str(coded), "--allow-partial"])
+    rows = json.loads((coded.with_name("llama-bitmask4") / "export_report.json").read_text())
+    assert rows["totals"]["packed_layers"] == 13
+
+
+@pytest.mark.parametrize(
+    ("key", "spoil", "message"),
+    [
+        ("weight_bits", lambda t: t.bitwise_not_(), "take .* bytes, and there are"),
+        ("weight_scales", lambda t: t.fill_(float("nan")), "scales are not finite"),
+    ],
+)
+def test_a_damaged_file_is_refused_by_gate_and_loader(packed, coded, key, spoil, message, capsys):
+    tensors = load_file(packed / "model.safetensors")
+    spoil(tensors[f"{DOWN}.{key}"][3])
+    save_file(tensors, packed / "model.safetensors", {"format": "pt"})
+    shown = refusal([str(coded), "--check-only"], capsys, status=1)
+    assert f"{DOWN}.weight_bits: " in shown
+    with pytest.raises(FormatError, match=rf"down_proj\.weight_bits \(.*{message}"):
+        AutoModelForCausalLM.from_pretrained(packed)
+
+
+@pytest.mark.parametrize("key", export_names())
+def test_a_missing_tensor_is_told(packed, coded, key, capsys):
+    tensors = load_file(packed / "model.safetensors")
+    del tensors[f"{DOWN}.{key}"]
+    save_file(tensors, packed / "model.safetensors", {"format": "pt"})
+    assert f"{DOWN}.{key}: missing" in refusal([str(coded), "--check-only"], capsys, status=1)
+    with pytest.raises(FormatError, match=key):
+        export.load(packed)
+
+
+def test_a_module_of_ones_own_takes_them(tmp_path):
+    weight = onto_grid(torch.randn(8, 70) * (torch.rand(8, 70) < 0.5))
+    names = ("weight", *export_names())
+    tensors = dict(zip(names, Bitmask4Linear.FORMAT.pack(weight), strict=True))
+    save_file(
+        {f"0.{name}": tensor for name, tensor in tensors.items()} | {"0.bias": torch.ones(8)},
+        tmp_path / "model.safetensors",
+    )
+    modules = {"0": tensors["weight"].numel()}
+    settings = {"quant_method": "mrp_bitmask4", "format_version": 1, "modules": modules}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": settings}))
+    module = export.load_into(nn.Sequential(nn.Linear(70, 8)), tmp_path)
+    x = torch.randn(20, 70)
+    with torch.no_grad():
+        assert torch.equal(module(x), nn.functional.linear(x, weight, torch.ones(8)))

@@ -1,0 +1,103 @@
+"""GGUF out: read back through transformers, and by package gguf."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from callbacks import MRPCallback
+from export.to_gguf import main
+from mrp_lightning import CausalLM, Trainer
+
+pytest.importorskip("gguf", reason="needs the extra `gguf`")
+pytest.importorskip("accelerate", reason="needs the extra `gguf`")
+
+import gguf
+from gguf.quants import dequantize
+from gguf_files import write
+
+QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
+
+
+@pytest.fixture
+def source(tiny_llama, tmp_path):
+    """The GGUF file of a tiny LLaMA."""
+    file = tmp_path / "source.gguf"
+    write(file, tiny_llama)
+    return file
+
+
+def pruned(source, directory, **options):
+    model = CausalLM(source)
+    windows = torch.randint(3, 60, (8, 16), generator=torch.Generator().manual_seed(0))
+    callback = MRPCallback(save_dir=directory, **options)
+    loader = torch.utils.data.DataLoader(windows, batch_size=4)
+    Trainer(**QUIET, enable_model_summary=False).predict(model, loader, callbacks=[callback])
+    return directory
+
+
+RUNS = [
+    {"structure": "neurons", "sparsity": 0.25},
+    {"structure": "heads", "sparsity": 0.5},
+    {"pattern": "2:4"},
+]
+
+
+@pytest.mark.parametrize("options", RUNS, ids=str)
+def test_it_reads_back_as_the_same_model(options, source, tmp_path, capsys):
+    run = pruned(source, tmp_path / "run", **options)
+    main([str(run), "--like", str(source)])
+    file = tmp_path / "run-bf16.gguf"
+    assert str(file) in capsys.readouterr().out
+    ours = AutoModelForCausalLM.from_pretrained(run, dtype=torch.float32)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file=file.name, dtype=torch.float32
+    )
+    for name, weight in ours.state_dict().items():
+        assert torch.equal(weight, theirs.state_dict()[name]), name
+    for key in ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
+        assert getattr(ours.config, key) == getattr(theirs.config, key)
+    ids = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(ours(ids).logits, theirs(ids).logits)
+    words = AutoTokenizer.from_pretrained(tmp_path, gguf_file=file.name)
+    assert words.get_vocab() == AutoTokenizer.from_pretrained(run).get_vocab()
+
+
+@pytest.mark.parametrize(("kind", "off"), [("f16", 1e-3), ("q8_0", 0.02), ("q4_0", 0.2)])
+def test_zeros_stay_zeros_in_every_type(kind, off, source, tmp_path):
+    run = pruned(source, tmp_path / "run", pattern="2:4")
+    out = tmp_path / "other.gguf"
+    main([str(run), "--like", str(source), "--type", kind, "--out", str(out)])
+    state = AutoModelForCausalLM.from_pretrained(run, dtype=torch.float32).state_dict()
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(out).tensors}
+    for ours, name in (("mlp.down_proj", "ffn_down"), ("self_attn.v_proj", "attn_v")):
+        tensor = stored[f"blk.0.{name}.weight"]
+        values = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
+        weight = state[f"model.layers.0.{ours}.weight"]
+        assert (weight == 0).float().mean() == 0.5
+        assert not values[weight == 0].any()
+        assert (values - weight).abs().max() <= off * weight.abs().max()
+    assert stored["output_norm.weight"].tensor_type == gguf.GGMLQuantizationType.F32
+
+
+def test_what_does_not_fit_is_refused(source, tiny_llama, tmp_path, capsys):
+    run = pruned(source, tmp_path / "run", **RUNS[0])
+    other = tmp_path / "other.gguf"
+    write(other, tiny_llama, architecture="qwen2")
+    there = tmp_path / "there.gguf"
+    there.write_text("mine")
+    like = ["--like", str(source)]
+    for args, message in (
+        ([str(run), "--like", str(other)], "of another model: its `model_type`"),
+        ([str(run), "--like", str(tmp_path / "none.gguf")], "there is no file"),
+        ([str(run), *like, "--out", str(there)], "exists. Name another file"),
+        ([str(run), *like, "--out", str(source)], "must not be the file of `--like`"),
+        ([str(run), *like, "--out", str(tmp_path / "x")], "ends in .gguf"),
+        ([str(tmp_path / "none"), *like], "neither a Hugging Face directory"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(args)
+        assert ended.value.code == 2
+        assert message in capsys.readouterr().err
+    assert there.read_text() == "mine"
+    assert not list(tmp_path.glob("*bf16.gguf"))
