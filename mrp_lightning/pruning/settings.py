@@ -19,7 +19,7 @@ TARGET_WEIGHT = 0.5
 
 _NAMES = ("targets", "ignore", "blocks")
 _NOT_WHOLE = (
-    *("pattern", "allocation", "targets", "ignore", "blocks", "true_sequential"),
+    *("pattern", "bits", "allocation", "targets", "ignore", "blocks", "true_sequential"),
     "skip_indivisible",
 )
 """What says which weights of a layer go, or of which layers; `structure` takes none of these."""

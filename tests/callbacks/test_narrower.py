@@ -6,6 +6,7 @@ import pytest
 import torch
 from families import batches, build
 from lightning.pytorch import Trainer as LightningTrainer
+from thread_processes import together
 from tiny_configs import FAMILIES
 from torch import nn
 from torch.utils.data import DataLoader
@@ -14,7 +15,14 @@ from transformers import AutoModelForCausalLM
 import mrp_lightning
 from callbacks import MRPCallback
 from mrp_lightning import CausalLM, MethodError, OptionError, TargetError, Trainer
+from mrp_lightning.narrowing.find import narrowing_plan
+from mrp_lightning.narrowing.narrow import narrow
+from mrp_lightning.processes import ALONE
+from mrp_lightning.pruning.job import Job
+from mrp_lightning.pruning.sequential import prune_model
+from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.records.report import PruningReport
+from mrp_lightning.targets.plan import make_plan
 
 NEURONS = [
     *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "opt", "opt_350m"),
@@ -237,3 +245,40 @@ def test_streaming_is_refused(llama, loader, tmp_path):
 
 def test_every_family_of_the_lists_is_there():
     assert {*NEURONS, *HEADS} <= FAMILIES.keys()
+
+
+@pytest.mark.parametrize("structure", ["neurons", "heads"])
+def test_processes_cut_out_the_same(structure):
+    """Three processes with a batch or none each, against one with all of them."""
+    inputs = batches("llama")
+
+    def prune(model, mine, processes):
+        tuning = mrp_lightning.BlockTuning(epochs=1, batch_size=100, held_out=0.4)
+        settings = Settings.of(
+            method="SM", sparsity=0.5, structure=structure, target="dense", tuning=tuning
+        )
+        plan = make_plan(model, settings.recipe.pattern)
+        plan = narrowing_plan(model, structure, 0.5, plan)
+        job = Job(
+            model=model,
+            plan=plan,
+            settings=settings,
+            forward=lambda batch: model(**batch),
+            batches=mine,
+            processes=processes,
+        )
+        prune_model(job)
+        narrow(plan.structure)
+        return model.state_dict(), job.report
+
+    models = [build("llama") for _ in range(4)]
+    found = together(3, lambda p: prune(models[p.rank], inputs[:2][p.rank :: 3], p))
+    one, report = prune(models[3], inputs[:2], ALONE)
+    for state, theirs in found:
+        assert [row.loss for row in theirs.layers] == [row.loss for row in found[0][1].layers]
+        for name, x in state.items():
+            assert torch.equal(x, found[0][0][name]), name
+            assert x.shape == one[name].shape
+    first = found[0][1].layers[0]
+    assert first.relative_loss == pytest.approx(report.layers[0].relative_loss, rel=1e-4)
+    assert first.tokens == report.layers[0].tokens

@@ -1,0 +1,161 @@
+r"""The accuracy that FLAP's own code gives on the windows of a sweep, and what exchanges gain.
+
+    python benchmarks/flap.py --config configs/sweeps/narrower.yaml --flap FLAP
+
+FLAP (CASIA-IVA-Lab/FLAP, at the directory `--flap`) removes neurons of the models of the sweep,
+loaded as it loads them, on the calibration windows that it draws: by its metric WIFV and with its
+biases, which stand in for what was removed. `UL` removes the same number from every block, as many
+as the sweep's runs; `AL`, its default, ranks the neurons of all blocks together and so leaves no
+model that a configuration describes. Both keep the biases, which make up for 1/columns of the
+weights that were removed.
+
+`exchanges` is the loss of `prune_columns`, on each block's inputs in the dense model, over that of
+its greedy set: the mean over the blocks, and the range.
+"""
+
+import argparse
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mrp_lightning import HessianAccumulator, prune_columns
+from mrp_lightning.commands.sweep import read_sweep
+from mrp_lightning.environment import machine
+from mrp_lightning.experiments.execute import configure
+from mrp_lightning.experiments.sweep import Sweep
+from mrp_lightning.experiments.trials import Trial, parse_setting
+from mrp_lightning.narrowing.find import narrowing_plan
+from mrp_lightning.solver.patterns import Unstructured
+from mrp_lightning.targets.plan import Plan, make_plan
+
+METRIC = "WIFV"
+
+
+@contextmanager
+def watched(layers: list[nn.Linear], see: Any) -> Iterator[None]:
+    """Let `see` be called with the number of a layer, its input and its output."""
+    handles = [
+        layer.register_forward_hook(lambda _, x, y, i=i: see(i, x[0].detach(), y.detach()))
+        for i, layer in enumerate(layers)
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def consumers(plan: Plan) -> list[Any]:
+    """The layers that read the neurons, one of each block."""
+    return [layers[0].module for layers in plan.layers.values()]
+
+
+def flap(model: Any, windows: list[Tensor], plan: Plan, across: bool, repository: Path) -> None:
+    """Remove neurons by FLAP's code, which sees the activations of the dense model."""
+    if str(repository) not in sys.path:
+        sys.path.insert(0, str(repository))
+    from lib.layerwrapper import BiasGPT  # type: ignore[import-not-found]
+    from lib.prune import compress, metrics  # type: ignore[import-not-found]
+
+    layers = consumers(plan)
+    seen = [BiasGPT(layer, METRIC) for layer in layers]
+    with watched(layers, lambda i, x, y: seen[i].add_batch(x.float(), y)):
+        for window in windows:
+            model(window)
+    pairs = zip(seen, layers, strict=True)
+    found = torch.stack([metrics[METRIC]({"": x}, {"": layer}, "").float() for x, layer in pairs])
+    structure = plan.structure
+    assert structure is not None
+    if across:
+        found = (found - found.mean(1, keepdim=True)) / found.std(1, keepdim=True)
+        order = found.flatten().argsort(descending=True)[: structure.kept * len(layers)]
+        kept = torch.zeros(found.numel(), dtype=torch.bool)
+        kept[order] = True
+        kept = kept.view_as(found)
+    else:
+        order = found.argsort(1, descending=True)[:, : structure.kept]
+        kept = torch.zeros_like(found, dtype=torch.bool).scatter_(1, order, True)
+    for block, layer, mask, each in zip(plan.blocks, layers, kept, seen, strict=True):
+        layer.bias = nn.Parameter(torch.zeros(layer.out_features, dtype=layer.weight.dtype))
+        mean = each.baseline_inp.to(layer.weight.dtype)
+        compress(block.module, None, mask, None, mean, layer.weight.device)
+
+
+def exchanges(model: Any, windows: list[Tensor], plan: Plan) -> list[float]:
+    """By block, the loss over that of the greedy set."""
+    structure, layers = plan.structure, consumers(plan)
+    assert structure is not None
+    sums = [HessianAccumulator(layer.in_features) for layer in layers]
+    with watched(layers, lambda i, x, _: sums[i].update(x)):
+        for window in windows:
+            model(window)
+    found = []
+    for layer, each in zip(layers, sums, strict=True):
+        solution = prune_columns(layer.weight, each.hessian(), structure.count)
+        assert solution.optimal_loss is not None
+        assert solution.greedy_loss is not None
+        found.append(solution.optimal_loss / solution.greedy_loss)
+    return found
+
+
+def run(sweep: Sweep, name: str, setting: str, code: str, options: Any) -> str:
+    """What one code does with one model: a cell of the table."""
+    cli = configure(Trial(name), sweep)
+    cli.config["data.seed"] = options.seed
+    cli.config["trainer.enable_progress_bar"] = False
+    cli.build()
+    cli.datamodule.tokenizer = cli.model.tokenizer
+    model: Any = cli.model.model.eval()
+    windows = list(cli.datamodule.calibration_windows().split(1))
+    pattern = parse_setting(setting)
+    assert isinstance(pattern, Unstructured)
+    with torch.no_grad():
+        plan = make_plan(model, pattern)
+        plan = narrowing_plan(model, "neurons", pattern.sparsity, plan)
+        start = time.process_time()
+        if code == "exchanges":
+            ratios = exchanges(model, windows, plan)
+            mean = sum(ratios) / len(ratios)
+            return f"{mean:.4f} ({min(ratios):.4f} to {max(ratios):.4f}) | "
+        flap(model, windows, plan, code == "FLAP AL", options.flap)
+    seconds = time.process_time() - start
+    cli.trainer.test(cli.model, datamodule=cli.datamodule, verbose=False)
+    (found,) = cli.model.evaluation.values()
+    return f"{float(found['perplexity']):.3f} | {seconds:.1f}"
+
+
+def main() -> None:
+    """Print the table, row by row as they come."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", nargs="+", required=True, help="YAMLs of the sweep")
+    parser.add_argument("--flap", type=Path, help="a checkout of CASIA-IVA-Lab/FLAP")
+    parser.add_argument("--models", nargs="*", help="of the sweep (default: all)")
+    parser.add_argument("--settings", nargs="*", default=["10%", "20%", "30%"])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    sweep = read_sweep([f"--config={path}" for path in options.config])
+    print(f"{machine(torch.device('cpu'))}, {options.threads} threads, seed {options.seed}.\n")
+    print("| model | neurons | code | perplexity, or loss over greedy | CPU s |")
+    print("|---|---|---|---|---|", flush=True)
+    codes = ["FLAP UL", "FLAP AL"] if options.flap else []
+    for model in options.models or sweep.models:
+        for setting in options.settings:
+            for code in [*codes, "exchanges"]:
+                found = run(sweep, model, setting, code, options)
+                print(f"| {model} | {setting} | {code} | {found} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
