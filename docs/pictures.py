@@ -18,7 +18,15 @@ from torch.utils.data import DataLoader
 from callbacks import MRPCallback
 from mrp_lightning import CausalLM, HessianAccumulator, TextDataModule, Trainer, prune_weight
 from mrp_lightning.embedded import STDLIB_LLAMA
-from mrp_lightning.experiments.page.drawing import PAPER, RULE, STYLE, color_of, looks
+from mrp_lightning.experiments.page.drawing import (
+    PAPER,
+    RULE,
+    STYLE,
+    color_of,
+    label_ends,
+    lines,
+    marker_of,
+)
 
 DIRECTORY = Path(__file__).with_name("methods")
 SPARSITY = 0.7
@@ -119,32 +127,35 @@ def draw_masks(masks: list[tuple[Tensor, Tensor]], losses: list[list[float]]) ->
     left.imshow(cells, cmap=ListedColormap(colors), vmin=0, vmax=3, aspect="auto")
     left.set(xticks=[], yticks=[], xlabel="input features", ylabel="output features")
     left.grid(False)
-    for kind, color in list(zip(kinds, colors, strict=True))[1:]:
-        left.plot([], [], "s", color=color, label=kind)
-    left.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, columnspacing=1)
+    for i, (kind, color) in list(enumerate(zip(kinds, colors, strict=True)))[1:]:
+        place: Any = {"xytext": (0, 4), "textcoords": "offset points"}
+        left.annotate(f"■ {kind}", ((i - 1) / 3, 1), xycoords="axes fraction", color=color, **place)
     for i, method in enumerate(("SM", "JM")):
         values = [pair[i] for pair in losses]
-        right.plot(values, range(len(LAYERS)), "o", color=color_of(method), label=method)
+        right.plot(values, range(len(LAYERS)), marker_of(method), color=color_of(method))
+        above = (values[0], -0.25)
+        right.annotate(method, above, color=color_of(method), ha="center", va="bottom")
     changed = [float((a != b).float().mean() / 2 / (1 - SPARSITY)) for a, b in masks]
     names = [name.rpartition(".")[2] for name in LAYERS]
     labels = [f"{name}\n{c:.0%} kept elsewhere" for name, c in zip(names, changed, strict=True)]
     right.set_yticks(range(len(LAYERS)), labels)
-    right.set(xlabel="relative loss", xlim=(0, None), ylim=(len(LAYERS) - 0.5, -0.5))
-    right.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
+    right.set(xlabel="relative loss", xlim=(0, None), ylim=(len(LAYERS) - 0.5, -0.8))
     return figure
 
 
 def draw_errors(errors: Mapping[str, list[float]]) -> Figure:
     """How far the hidden states are from those of the dense model, block by block."""
-    figure = Figure(figsize=(4.8, 3.2), layout="constrained")
+    figure = Figure(figsize=(5.6, 3.2), layout="constrained")
     axes = figure.subplots()
     methods = [str(recipe["method"]) for recipe in RECIPES.values()]
-    for (name, values), look in zip(errors.items(), looks(methods), strict=True):
-        axes.plot(values, label=name, **look.line)
+    ends = {}
+    for (name, values), line in zip(errors.items(), lines(methods), strict=True):
+        axes.plot(values, **line)
+        ends[name] = (len(values) - 1.0, values[-1], str(line["color"]))
     axes.set(xlabel="after block", ylabel="‖x̂ − x_d‖² / ‖x_d‖²", ylim=(0, None))
     axes.set_xticks(range(len(values)))
     axes.xaxis.grid(False)
-    axes.legend()
+    label_ends(axes, ends)
     return figure
 
 

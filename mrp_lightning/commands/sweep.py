@@ -46,7 +46,9 @@ def main(args: list[str]) -> None:
     if sweep.page:
         with extra("report", "`page`"):
             from mrp_lightning.experiments.page.page import check_markdown, write_markdown
+            from mrp_lightning.experiments.page.peers import NO_PEERS, read_peers
         check_markdown(Path(sweep.page))
+        peers = read_peers(Path(sweep.peers)) if sweep.peers else NO_PEERS
     console = Console()
     failed = make_runs(sweep, console)
     if runs := _comparable(sweep, console):
@@ -59,8 +61,10 @@ def main(args: list[str]) -> None:
             runs,
             title=sweep.title,
             description=sweep.description,
+            remarks=sweep.remarks,
             command=shlex.join(["python", "-m", "mrp_lightning", "sweep", *args]),
             continuations=sweep.continuations,
+            peers=peers,
         )
         console.print(f"The page is {sweep.page}.")
     if failed:

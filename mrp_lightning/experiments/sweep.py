@@ -65,11 +65,14 @@ class Sweep:
         zeroshot: Tasks of lm-eval to evaluate beside perplexity.
         include_path: Directory with YAML files of more tasks.
         save_checkpoints: Whether to keep the pruned models, each with the results of its run.
-        page: A Markdown file to write: claims, tables and pictures.
+        page: A Markdown file to write: pictures, tables and claims.
+        peers: A Markdown file with a table of what other codes give, with the columns `model`,
+            `sparsity`, `code` and `perplexity`: lines in the pictures of the page.
         continuations: Whether the page shows what the models write after the first words of each
             text.
         title: Of the page.
         description: Of the page: what is run, and why.
+        remarks: Of the page: what is said after the results, with headings of its own.
 
     Raises:
         OptionError: A setting does not exist, nothing is left to do, or two trials have one name.
@@ -88,9 +91,11 @@ class Sweep:
     include_path: str | None = None
     save_checkpoints: bool = False
     page: str | None = None
+    peers: str | None = None
     continuations: bool = False
     title: str = "Results"
     description: str = ""
+    remarks: str = ""
 
     def __post_init__(self) -> None:
         if problems := list(self._recipe_problems()):

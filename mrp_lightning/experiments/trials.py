@@ -19,13 +19,13 @@ CALLBACK = "trainer.callbacks.init_args"
 """The key of the arguments of the last callback, which prunes."""
 
 METHODS = ("magnitude", "wanda", "SS", "MS", "SM", "MM")
-"""The paper's methods in the order in which they are shown; all others follow."""
+"""The paper's methods in the order in which they are shown; `JM` and all others follow."""
 
 _LABELS = {"wanda": "Wanda", "SS": "SparseGPT"}
 _CANONICAL = {pair: name for name, pair in reversed(NAMED.items())}  # the first of several names
 _COMPENSATIONS = [each.name for each in (NoCompensation, ColumnSweep, ExactCompensation)]
 _PAIRS = [f"{mask}+{compensation}" for mask in MASKS for compensation in _COMPENSATIONS]
-_ORDER = list(dict.fromkeys((*METHODS, *(_CANONICAL.get(pair, pair) for pair in _PAIRS))))
+_ORDER = list(dict.fromkeys((*METHODS, "JM", *(_CANONICAL.get(pair, pair) for pair in _PAIRS))))
 
 
 def canonical_method(name: str) -> str:

@@ -108,8 +108,9 @@ def test_a_sweep_keeps_every_value_and_is_not_repeated(here, tiny_llama, capsys)
     assert "perplexity @32" in page
     assert "--page=docs/page.md" in page
     drawn = Path("docs/page/tiny-perplexity.svg").read_text()
-    assert all(f">{name}</text>" in drawn for name in ("SparseGPT", "SM", "50%", "2:4"))
-    assert "tick: dense" in drawn
+    assert all(f">{name}</text>" in drawn for name in ("magnitude", "SparseGPT", "SM", "2:4"))
+    assert ">50%</text>" not in drawn  # one result is no comparison
+    assert ">perplexity above the dense model" in drawn
 
     # Again: nothing is made. One run lost: that one is made.
     (lost,) = Path("out/tiny").glob("50-SM-s128-seed0")
@@ -172,8 +173,8 @@ def test_recipes_are_rows_of_the_tables(here):
     assert "2:4 tuned:\n" + textwrap.indent(said, "    ") in page
     assert "Windows of text have no BOS before them." in page
     pictures = re.findall(r"!\[.*\]\((.*)\)", page)
-    assert "page/tiny-loss-by-block-2of4.svg" in pictures
-    drawn = Path("docs/page/tiny-loss-by-block-2of4.svg").read_text()
+    assert "page/tiny-perplexity.svg" in pictures
+    drawn = Path("docs/page/tiny-perplexity.svg").read_text()
     assert all(f">{text}</text>" in drawn for text in ("SM", "tuned", "SM+dense"))
     assert all(Path("docs", picture).is_file() for picture in pictures)
     with Path("out/results.csv").open() as file:

@@ -1,4 +1,4 @@
-"""docs/pictures.py, which draws docs/methods.md, on a tiny model."""
+"""docs/pictures.py, which draws docs/methods.md, and docs/method_pictures.py, on a tiny model."""
 
 import importlib.util
 from pathlib import Path
@@ -80,3 +80,38 @@ def test_both_pictures_show_what_was_measured(pictures, tiny_llama, monkeypatch)
     errors = (pictures.DIRECTORY / "error-by-block.svg").read_text()
     for name in (*pictures.RECIPES, "after block"):
         assert f">{name}</text>" in errors
+
+
+@pytest.fixture
+def method_pictures(tiny_llama, tmp_path, monkeypatch):
+    """The script as a module, with little text."""
+    script = SCRIPT.with_name("method_pictures.py")
+    spec = importlib.util.spec_from_file_location("method_pictures", script)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    text = "\n".join(f"value_{i} = compute({i}) + {i * 7}" for i in range(60))
+    monkeypatch.setattr("mrp_lightning.text.sources.standard_library", lambda _: [text])
+    monkeypatch.setattr(module, "STDLIB_LLAMA", tiny_llama)
+    monkeypatch.setattr(module, "DIRECTORY", tmp_path / "method")
+    monkeypatch.setattr(module, "WINDOWS", 4)
+    monkeypatch.setattr(module, "LENGTH", 16)
+    return module
+
+
+def test_the_certificate_is_drawn_above_the_truth(method_pictures, monkeypatch):
+    drawn = []
+    draw = method_pictures.draw_certificate
+    monkeypatch.setattr(method_pictures, "draw_certificate", lambda f: drawn.extend(f) or draw(f))
+    method_pictures.main()
+    assert len({iterations for iterations, _, _ in drawn}) > 3
+    assert all(true <= certified for _, certified, true in drawn)
+    for name in ("two-weights", "certificate"):
+        assert (method_pictures.DIRECTORY / f"{name}.svg").is_file()
+
+
+def test_the_losses_of_the_picture_are_those_of_the_formula(method_pictures):
+    """w₁ = 0.9 removed, H = [[1, ¾], [¾, 1]]: ½·0.81 = 0.405, and ½·0.81·(1 − 9/16) = 0.177."""
+    figure = method_pictures.draw_two_weights()
+    texts = [text.get_text() for text in figure.axes[0].texts]
+    assert "w₁ removed, w₂ as it was: loss 0.41" in texts
+    assert "w₁ removed, w₂ optimal: loss 0.18" in texts

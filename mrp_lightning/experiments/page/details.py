@@ -44,7 +44,9 @@ def dense_part(model: Model) -> Part | None:
         for (name, reason), layers in found.items()
     ]
     shown = columns("layers:", "why:", "number", "in runs")
-    return Part("Left dense", tables=[Table("Layers that were left dense", shown, {"": rows})])
+    return Part(
+        "Left dense", tables=[Table("Layers that were left dense", shown, {"": rows})], folded=True
+    )
 
 
 def settings_part(model: Model) -> Part:
@@ -63,9 +65,9 @@ def settings_part(model: Model) -> Part:
             f"The {rows:,} layers of these runs are in the raw data; the page of a single run "
             f"lists them if they are at most {LAYER_ROWS:,}."
         )
-        return Part("Runs and settings", text, folds=folds)
+        return Part("Runs and settings", text, folds=folds, folded=True)
     folds += [Fold(f"Layers of {run.name}", [_layer_table(run)]) for run in originals]
-    return Part("Runs and settings", folds=folds)
+    return Part("Runs and settings", folds=folds, folded=True)
 
 
 def _run_table(model: Model) -> Table:

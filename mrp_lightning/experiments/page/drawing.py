@@ -5,17 +5,16 @@ The page turns the lightness of pictures round on dark paper, by a filter of CSS
 
 import io
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import log10
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import matplotlib
 from matplotlib import rc_params_from_file
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from mrp_lightning.experiments.page.parts import Picture
@@ -34,24 +33,13 @@ SERIES = tuple(STYLE["axes.prop_cycle"].by_key()["color"])
 HEAT = LinearSegmentedColormap.from_list("mrp-lightning", ("#e2efed", "#06363b"), 64)
 _DASHES = ((0, ()), (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1.2, 1, 1.2)))
 _MARKERS = ("o", "s", "^", "D", "P", "X", "v", "<", ">", "h", "p", "*")
-_DENSE: Any = {"color": INK, "linewidth": 1.2, "markersize": 13, "markeredgewidth": 1.6}
+_DENSE: Any = {"color": INK, "linewidth": 1.2, "linestyle": (0, (4, 2))}
 _WIDE_RANGE = 20
 
 
-class Look(NamedTuple):
-    """The options of a line, those of a mark without one, and by how much it is moved in its row.
-
-    Colour and marker are by method, dashes by the order among lines of one method. Lines and
-    open markers are the smaller the later they are drawn, and marks in rows are moved apart, so
-    that all are seen where their values are the same.
-    """
-
-    line: dict[str, Any]
-    mark: dict[str, Any]
-    shift: float = 0.0
-
-
-def picture(name: str, caption: str, words: str, draw: Callable[[], Figure]) -> Picture:
+def picture(
+    name: str, caption: str, words: str, draw: Callable[[], Figure], *, wide: bool = False
+) -> Picture:
     """Draw a picture; `words` is what it shows, after the caption."""
     alt = f"{caption} {words}"
     with warnings.catch_warnings(), matplotlib.rc_context(STYLE):
@@ -62,7 +50,7 @@ def picture(name: str, caption: str, words: str, draw: Callable[[], Figure]) -> 
         figure.savefig(svg, format="svg", metadata=nothing)
         figure.set_layout_engine("none")  # it is laid out now, and laying out takes longest
         figure.savefig(png, format="png", dpi=200, facecolor=PAPER, metadata={"Title": alt})
-    return Picture(name, caption, alt, svg.getvalue(), png.getvalue())
+    return Picture(name, caption, alt, svg.getvalue(), png.getvalue(), wide)
 
 
 def color_of(method: str) -> str:
@@ -70,26 +58,30 @@ def color_of(method: str) -> str:
     return SERIES[method_rank(method) % len(SERIES)]
 
 
-def looks(methods: Sequence[str | None]) -> Iterator[Look]:
-    """The looks of what is drawn into one picture, by canonical methods; `None` is the dense model.
+def marker_of(method: str) -> str:
+    """The marker of a canonical method."""
+    return _MARKERS[method_rank(method) % len(_MARKERS)]
 
-    The dense model is a dashed line, or a tick.
+
+def lines(methods: Sequence[str | None]) -> Iterator[dict[str, Any]]:
+    """The options of the lines of one picture, by canonical methods; `None` is the dense model.
+
+    Colour and marker are by method, dashes by the order among lines of one method. Lines and open
+    markers are the smaller the later they are drawn, so that all are seen where their values are
+    the same. The dense model is a dashed line.
     """
     pruned = [method for method in methods if method is not None]
     i = -1
     for method in methods:
         if method is None:
-            tick = _DENSE | {"marker": "|", "linestyle": ""}
-            yield Look(_DENSE | {"linestyle": (0, (4, 2))}, tick)
+            yield dict(_DENSE)
             continue
         i += 1
         dashes = _DASHES[pruned[:i].count(method) % len(_DASHES)]
-        mark = {"color": color_of(method), "marker": _MARKERS[method_rank(method) % len(_MARKERS)]}
         later = i / (len(pruned) - 1) if len(pruned) > 1 else 1.0
-        line: dict[str, Any] = mark | {"linestyle": dashes, "linewidth": 2.6 - 1.6 * later}
-        line |= {"markersize": 8 - 4 * later, "markerfacecolor": "none", "markeredgewidth": 1.2}
-        shift = (i + 0.5) / len(pruned) - 0.5
-        yield Look(line, mark | {"linestyle": "", "markersize": 5}, shift)
+        line = {"color": color_of(method), "marker": marker_of(method), "linestyle": dashes}
+        line |= {"linewidth": 2.6 - 1.6 * later, "markersize": 8 - 4 * later}
+        yield line | {"markerfacecolor": "none", "markeredgewidth": 1.2}
 
 
 def new_figure(height: float) -> tuple[Figure, Axes]:
@@ -98,14 +90,30 @@ def new_figure(height: float) -> tuple[Figure, Axes]:
     return figure, figure.subplots()
 
 
-def add_legend(figure: Figure, lines: dict[str, dict[str, Any]]) -> None:
-    """Draw a legend above the axes, if there is more than one line."""
-    if len(lines) < 2:
-        return
-    handles = [Line2D([], [], **options | {"markersize": 5}) for options in lines.values()]
-    columns = max(1, min(len(lines), 48 // (max(map(len, lines)) + 6)))
-    how: Any = {"handlelength": 2.2, "columnspacing": 1.2, "borderaxespad": 0.2}
-    figure.legend(handles, list(lines), loc="outside upper left", ncols=columns, **how)
+def label_ends(axes: Axes, ends: Mapping[str, tuple[float, float, str]]) -> None:
+    """Name lines at their ends, right of the axes, which have their limits by now.
+
+    `ends` holds the last point of each line and its colour. Names that would lie on each other are
+    moved apart, and a rule leads from each to its end.
+    """
+    figure_height = axes.figure.get_figheight()  # type: ignore[union-attr]
+    step = 1.25 * STYLE["font.size"] / 72 / (0.72 * figure_height)  # of the height of the axes
+    to_axes = axes.transData + axes.transAxes.inverted()
+    tops = {name: float(to_axes.transform((x, y))[1]) for name, (x, y, _) in ends.items()}
+    ordered = sorted(tops, key=lambda name: tops[name])
+    places: list[float] = []
+    for name in ordered:
+        places.append(max(tops[name], places[-1] + step) if places else tops[name])
+    excess = max(0.0, places[-1] - 1) if places else 0.0
+    for i, place in reversed(list(enumerate(places))):
+        above = places[i + 1] - step if i + 1 < len(places) else 1.0
+        places[i] = min(place, above) if excess else place
+    for name, place in zip(ordered, places, strict=True):
+        x, y, color = ends[name]
+        how: Any = {"xycoords": "data", "textcoords": axes.transAxes, "va": "center"}
+        how |= {"color": color, "annotation_clip": False}
+        rule = {"arrowstyle": "-", "color": RULE, "linewidth": 0.8, "shrinkA": 1, "shrinkB": 3}
+        axes.annotate(name, (x, y), (1.03, place), arrowprops=rule, **how)
 
 
 def set_block_axis(axes: Axes, blocks: Sequence[str]) -> None:
@@ -138,6 +146,13 @@ def stack_and_number(block: str) -> tuple[str, int | None]:
     """The list that a block is in, and its place in that: `None` for a block in no list."""
     stack, _, number = block.rpartition(".")
     return (stack, int(number)) if number.isdecimal() and len(number) < 10 else (block, None)
+
+
+def set_category_axis(axes: Axes, names: Sequence[str]) -> None:
+    """Show names from left to right, slanted where they would not fit beside each other."""
+    slanted: Any = {"rotation": 35, "ha": "right", "rotation_mode": "anchor"}
+    axes.set_xticks(range(len(names)), names, **(slanted if sum(map(len, names)) > 30 else {}))
+    axes.xaxis.grid(False)
 
 
 def set_name_axis(axes: Axes, names: Sequence[str]) -> None:

@@ -17,7 +17,6 @@ from mrp_lightning.experiments.page.pictures import (
     common_scale,
     draw_lines,
     draw_map,
-    draw_rows,
 )
 from mrp_lightning.records.rows import LayerReport
 from mrp_lightning.targets.names import without_numbers
@@ -91,7 +90,7 @@ _ERROR = Quantity(
     ("blocks",),
 )
 _LOSS_PART = (
-    "Relative layer loss",
+    "Where it lost",
     "Mean over the calibration tokens of ‖(w + δ)x − wx‖², relative to that of ‖wx‖². In the maps "
     "a cell is a layer, or the mean of a layer of all experts; maps of one sparsity share a scale "
     "in which equal steps of colour are equal ratios. An empty cell is a layer that there is not, "
@@ -108,6 +107,7 @@ _PARTS = (
         (_SECONDS, _MEMORY),
     ),
 )
+_WORST = 5
 _IN_BLOCKS: dict[str, Write] = {
     "sparsity": numbers.percent,
     "error_before": numbers.relative_loss,
@@ -146,24 +146,43 @@ class Layers:
         self._blocks = _in_order(ordered["block"])
         self._kinds = short_names(list(dict.fromkeys(ordered["kind"])))
 
-    def parts(self, *, brief: bool = False) -> Iterator[Part]:
-        """The parts that have something to show; in brief the loss, without a map of each layer."""
+    def loss_part(self) -> Part | None:
+        """Which blocks and layers lost most."""
+        part = self._part(*_LOSS_PART)
+        if part is None or self._several:
+            return part
+        return part._replace(tables=[self._worst()])
+
+    def parts(self) -> Iterator[Part]:
+        """The other parts that have something to show."""
         if len(self.of_blocks):
-            yield self._block_part()
-        for title, text, quantities in (_LOSS_PART,) if brief else (_LOSS_PART, *_PARTS):
-            held = [q for q in quantities if self._pruned[q.key].notna().any()]
-            tables = [self._kind_table(q) for q in held if "table" in q.shown]
-            pictures = [p for q in held for p in self._pictures(q)]
-            maps, sentences = [], [text.partition(" In the maps")[0]] if brief else [text]
-            for quantity in [q for q in held if "map" in q.shown and not brief]:
-                drawn, flat = self._maps(quantity)
-                maps += drawn
-                sentences += flat
-            folds = [Fold(f"Maps of all layers ({len(maps)})", pictures=maps)] if maps else []
-            if not self._several:
-                pictures, folds = pictures + maps, []
-            if held:
-                yield Part(title, " ".join(filter(None, sentences)), tables, pictures, folds)
+            yield self.block_part()
+        for about in _PARTS:
+            if part := self._part(*about):
+                yield part._replace(folded=True)
+
+    def _part(self, title: str, text: str, quantities: Sequence[Quantity]) -> Part | None:
+        held = [q for q in quantities if self._pruned[q.key].notna().any()]
+        tables = [self._kind_table(q) for q in held if "table" in q.shown]
+        pictures = [p for q in held for p in self._pictures(q)]
+        maps, sentences = [], [text]
+        for quantity in [q for q in held if "map" in q.shown]:
+            drawn, flat = self._maps(quantity)
+            maps += drawn
+            sentences += flat
+        folds = [Fold(f"Maps of all layers ({len(maps)})", pictures=maps)] if maps else []
+        if not self._several:
+            pictures, folds = pictures + maps, []
+        said = " ".join(filter(None, sentences))
+        return Part(title, said, tables, pictures, folds) if held else None
+
+    def _worst(self) -> Table:
+        """The layers that lost most, relative to what they give."""
+        losses = _held(self._pruned, _LOSS).groupby("name")["relative_loss"].mean()
+        most = losses.sort_values(ascending=False, kind="stable").head(_WORST)
+        rows = [Row(str(name), [_LOSS.scale.write(float(loss))]) for name, loss in most.items()]
+        caption = f"The {len(rows)} of {len(losses)} layers that lost most"
+        return Table(caption, columns("layer:", "relative loss"), {"": rows})
 
     def _pictures(self, quantity: Quantity) -> Iterator[Picture]:
         shown = quantity.shown
@@ -174,8 +193,9 @@ class Layers:
             for setting, values in self._of_kinds(quantity).groupby(level="setting", sort=False):
                 caption = f"{quantity.what}, by kind at {setting}: {over}."
                 rows = values.droplevel("setting").T.rename(self._kinds).dropna(how="all")
-                name = f"{_short(quantity)}-by-kind-{setting}"
-                yield draw_rows(name, caption, rows, self._methods, quantity.scale)
+                name, how = f"{_short(quantity)}-by-kind-{setting}", (self._methods, quantity.scale)
+                if len(rows) > 1:
+                    yield draw_lines(name, caption, rows, *how, across="")
 
     def _by_block(self, quantity: Quantity, table: pd.DataFrame) -> Iterator[Picture]:
         """A line for each result; a band from the smallest to the largest of several runs."""
@@ -244,7 +264,7 @@ class Layers:
     def _shaped(self, cells: pd.DataFrame) -> pd.DataFrame:
         return cells.reindex(index=list(self._kinds), columns=self._blocks)
 
-    def _block_part(self) -> Part:
+    def block_part(self) -> Part:
         """Tables of what was done to the blocks as wholes, in the first run of each result."""
         table = self.of_blocks
         held = [key for key in _IN_BLOCKS if key in table and table[key].notna().any()]
@@ -262,7 +282,7 @@ class Layers:
         )
         pictures = list(self._by_block(_ERROR, table)) if _ERROR.key in held else []
         folds = [Fold(caption, [Table(caption, shown, groups, group="what")])]
-        return Part("Blocks", text, pictures=pictures, folds=folds)
+        return Part("Blocks", text, pictures=pictures, folds=folds, folded=True)
 
 
 def short_names(names: Sequence[str]) -> dict[str, str]:

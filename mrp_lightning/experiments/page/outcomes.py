@@ -1,17 +1,19 @@
 """The parts on what the models can do: perplexity, zero-shot tasks, text, before and after."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import pandas as pd
 
 from mrp_lightning.experiments.models import Model, Result, by_setting
+from mrp_lightning.experiments.page.excess import draw_excess
 from mrp_lightning.experiments.page.parts import Column, Part, Picture, Row, Table, columns
-from mrp_lightning.experiments.page.pictures import Scale, draw_lines, draw_rows
+from mrp_lightning.experiments.page.peers import NO_PEERS, Peers
+from mrp_lightning.experiments.page.pictures import Scale, draw_lines
 from mrp_lightning.experiments.page.tables import results_table, zero_shot_table
 from mrp_lightning.experiments.scores import Score, deviation, finite_means, measured, values
 
 
-def results_part(model: Model) -> Part | None:
+def results_part(model: Model, peers: Peers = NO_PEERS) -> Part | None:
     """Perplexity, loss and time of all results."""
     table = results_table(model)
     if table is None:
@@ -20,8 +22,16 @@ def results_part(model: Model) -> Part | None:
     sentences = ["Lower is better; the lowest of each sparsity is bold."] if compared else []
     sentences += _prefixes(model)
     texts = [score for score in measured(model.runs) if score.of and not score.zero_shot]
-    pictures = [p for text in texts for p in (*_settings(model, text), *_options(model, text))]
-    return Part("Results", " ".join(sentences), [table], pictures)
+    pictures = [
+        picture
+        for text in texts
+        for picture in (
+            *_settings(model, text, peers.get((model.name, text.of), {})),
+            *_options(model, text),
+        )
+    ]
+    title = "What changed" if len(model.originals) == 1 else "Results"
+    return Part(title, " ".join(sentences), [table], pictures)
 
 
 def zero_shot_part(model: Model) -> Part | None:
@@ -39,7 +49,9 @@ def zero_shot_part(model: Model) -> Part | None:
         if set(frame) - {"dense"}:
             name, caption = f"zeroshot-{setting}", f"Zero-shot results at {setting}, in percent."
             scale = Scale("%", "{:.2f}".format, zero=False)
-            pictures.append(draw_rows(name, caption, frame, _methods(shown), scale))
+            if len(frame) > 1:
+                how = (frame, _methods(shown), scale)
+                pictures.append(draw_lines(name, caption, *how, across=""))
     return Part("Zero-shot", "", [table], pictures)
 
 
@@ -59,25 +71,31 @@ def continuations_part(model: Model) -> Part | None:
         "What the models write",
         "Always the most likely token, after the first words of the text.",
         [Table(f"On {text}", shown, rows) for (text, _), rows in tables.items()],
+        folded=True,
     )
 
 
-def _settings(model: Model, score: Score) -> Iterator[Picture]:
-    """Marks for the results of each setting, and ticks where the dense model is."""
+def _settings(
+    model: Model, score: Score, peers: Mapping[str, Mapping[str, float]]
+) -> Iterator[Picture]:
+    """How far the results of each setting are above the dense model."""
     plain = [r for r in model.results if not r.trial.changed and len(values(r.runs, score))]
     finite = finite_means(plain, score)
-    if len(finite) < 2:
+    panels = {}
+    for setting, results in by_setting(finite).items():
+        spreads = [deviation(values(result.runs, score)) for result in results]
+        columns = {"mean": [finite[r] for r in results], "deviation": spreads}
+        panels[setting] = pd.DataFrame(columns, [r.label for r in results], dtype=float)
+    panels = {setting: panel for setting, panel in panels.items() if len(panel) > 1}
+    if not panels:
         return
-    settings = list(by_setting(plain))
     before = finite_means(model.rows[:1], score) if model.dense else {}
-    found = {result.label: dict.fromkeys(settings, x) for result, x in before.items()}
-    for result, value in finite.items():
-        found.setdefault(result.label, {})[result.setting] = value
     lost = [f"{result.label} at {result.setting}" for result in plain if result not in finite]
-    caption = f"{_named(score)} by sparsity."
+    caption = f"{_named(score)} above that of the dense model, by sparsity."
     caption += f" Not finite: {', '.join(lost)}." if lost else ""
-    name, scale = str(score).partition(" @")[0], Scale(str(score), score.write, zero=False)
-    yield draw_rows(name, caption, pd.DataFrame(found, settings), _methods(model.rows), scale)
+    name, dense = str(score).partition(" @")[0], next(iter(before.values()), None)
+    methods = _methods(model.results)
+    yield draw_excess(name, caption, panels, methods, dense=dense, peers=peers)
 
 
 def _options(model: Model, score: Score) -> Iterator[Picture]:

@@ -25,7 +25,9 @@ from mrp_lightning.experiments.page.outcomes import (
     zero_shot_part,
 )
 from mrp_lightning.experiments.page.parts import Part, Picture
+from mrp_lightning.experiments.page.peers import NO_PEERS, Peers
 from mrp_lightning.experiments.page.render import read_template, render
+from mrp_lightning.experiments.page.steps import next_part
 from mrp_lightning.experiments.page.weights import weights_part
 from mrp_lightning.experiments.runs import Run
 from mrp_lightning.files import check_output_file, save_ours
@@ -42,12 +44,23 @@ class Page(NamedTuple):
     pictures: dict[str, Picture]
 
 
-def parts_of(model: Model, *, brief: bool = False, continuations: bool = True) -> list[Part]:
-    """All parts that have something to show; in brief those that compare, without the details."""
+def parts_of(model: Model) -> list[Part]:
+    """All parts that have something to show: what changed, where it lost, what next, the rest."""
+    layers = Layers(model) if model.results else None
     found = [results_part(model), zero_shot_part(model)]
+    found += [layers.loss_part()] if layers else []
+    found += [next_part(model), continuations_part(model)]
+    found += layers.parts() if layers else []
+    found += [weights_part(model), dense_part(model), settings_part(model)]
+    return [part for part in found if part]
+
+
+def brief_parts_of(model: Model, peers: Peers, *, continuations: bool) -> list[Part]:
+    """The parts that compare what comes out, for a page of many runs."""
+    found = [results_part(model, peers), zero_shot_part(model)]
+    layers = Layers(model) if model.results else None
+    found += [layers.block_part()] if layers and len(layers.of_blocks) else []
     found += [continuations_part(model)] if continuations else []
-    found += Layers(model).parts(brief=brief) if model.results else []
-    found += [] if brief else [weights_part(model), dense_part(model), settings_part(model)]
     return [part for part in found if part]
 
 
@@ -145,14 +158,17 @@ def write_markdown(
     title: str,
     description: str,
     command: str,
+    remarks: str = "",
     continuations: bool = False,
+    peers: Peers = NO_PEERS,
 ) -> None:
     """Write a page about the runs of a sweep in Markdown, made again by `command`.
 
     Its pictures lie in the directory of its name. It shows what the models write only if asked.
+    `peers` are what other codes give, and `remarks` stand at its end.
     """
     models = find_models(runs)
-    parts = {m: parts_of(m, brief=True, continuations=continuations) for m in models}
+    parts = {m: brief_parts_of(m, peers, continuations=continuations) for m in models}
     finished = [run.finished for run in runs if run.finished]
     seeds = len({found.trial.seed for found in finished} - {None})
     spread = f"mean ± standard deviation over {seeds} calibration sets; " if seeds > 1 else ""
@@ -175,6 +191,7 @@ def write_markdown(
         head=[*([description.strip()] if description else []), f"```\n{command}\n```", facts],
         parts=claims_part(models),
         sections=[{"title": model.name, "parts": found} for model, found in parts.items()],
+        remarks=remarks.strip(),
         source=lambda picture: files[id(picture)],
     )
     save_ours(path, text)

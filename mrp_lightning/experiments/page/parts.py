@@ -43,7 +43,8 @@ class Picture:
     """A picture: as SVG without a background, and as PNG on light paper, for use elsewhere.
 
     `name` is that of its file, without the ending, which pictures of a page may share. The caption
-    stands above it, and `alt` says what it shows in words and numbers.
+    stands above it, and `alt` says what it shows in words and numbers. A wide one takes the width
+    of the page.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Picture:
     alt: str
     svg: bytes
     png: bytes
+    wide: bool = False
 
 
 class Fold(NamedTuple):
@@ -61,14 +63,26 @@ class Fold(NamedTuple):
     pictures: Sequence[Picture] = ()
 
 
+class Step(NamedTuple):
+    """Something to do next, and the command that does it."""
+
+    text: str
+    command: str = ""
+
+
 class Part(NamedTuple):
-    """A part of the page: what has to be known, tables, pictures, and folds."""
+    """A part of the page: what has to be known, pictures, tables, steps, and folds.
+
+    All of a folded part but its title is shown on request.
+    """
 
     title: str
     text: str = ""
     tables: Sequence[Table] = ()
     pictures: Sequence[Picture] = ()
     folds: Sequence[Fold] = ()
+    steps: Sequence[Step] = ()
+    folded: bool = False
 
     @property
     def all_pictures(self) -> list[Picture]:

@@ -1,4 +1,4 @@
-"""The pictures of a page, each of a table of numbers: lines, marks in rows, and maps."""
+"""The pictures of a page, each of a table of numbers: lines, and maps."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -14,11 +14,12 @@ from mrp_lightning.experiments.page.drawing import (
     HEAT,
     MUTED,
     PAPER,
-    add_legend,
-    looks,
+    label_ends,
+    lines,
     new_figure,
     picture,
     set_block_axis,
+    set_category_axis,
     set_name_axis,
     set_value_axis,
 )
@@ -50,7 +51,7 @@ def draw_lines(
     across: str | None = None,
     band: tuple[pd.DataFrame, pd.DataFrame] | None = None,
 ) -> Picture:
-    """A line for each column of a table, over its index: numbers, names, or the names of blocks.
+    """A named line for each column of a table, over its index: numbers, names, or names of blocks.
 
     `across` is the name of that axis, `None` where it is blocks. `band` holds the lower and the
     upper end of what is shaded around each line.
@@ -59,49 +60,28 @@ def draw_lines(
     places = list(values.index) if is_number else list(range(len(values)))
 
     def draw() -> Figure:
-        figure, axes = new_figure(2.5)
-        legend = {}
-        for label, look in zip(values, looks([methods[x] for x in values]), strict=True):
-            style = look.line | ({} if len(values) <= 16 else {"marker": ""})
+        figure, axes = new_figure(max(2.5, 0.9 + 0.17 * len(values.columns)))
+        ends = {}
+        for label, line in zip(values, lines([methods[x] for x in values]), strict=True):
+            style = line | ({} if len(values) <= 16 else {"marker": ""})
             drawn = pd.Series(values[label].to_numpy(), places).dropna() / scale.divisor
             axes.plot(drawn.index, drawn, **style)
             for low, high in [band] if band else []:
-                ends = (low[label] / scale.divisor, high[label] / scale.divisor)
-                axes.fill_between(places, *ends, color=style["color"], alpha=0.18, linewidth=0)
-            legend[label] = style
+                limits = (low[label] / scale.divisor, high[label] / scale.divisor)
+                axes.fill_between(places, *limits, color=style["color"], alpha=0.18, linewidth=0)
+            if len(drawn):
+                ends[label] = (float(drawn.index[-1]), float(drawn.iloc[-1]), str(line["color"]))
         if across is None:
             set_block_axis(axes, list(values.index))
         elif is_number:
             set_value_axis(axes, "x", places, zero=False)
         else:
-            axes.set_xticks(places, list(values.index))
+            set_category_axis(axes, list(values.index))
         axes.set(**{} if across is None else {"xlabel": across}, ylabel=scale.name)
         shown = pd.concat([values, *(band or ())])
         set_value_axis(axes, "y", _drawn(shown, scale), zero=scale.zero)
-        add_legend(figure, legend)
-        return figure
-
-    return picture(name, caption, _words(values, scale), draw)
-
-
-def draw_rows(
-    name: str, caption: str, values: pd.DataFrame, methods: Methods, scale: Scale
-) -> Picture:
-    """A mark for each column of a table in each of its rows, and a tick for the dense model."""
-    dense = [label for label in values if methods[label] is None]
-    num_marks = len(values.columns) - len(dense)
-
-    def draw() -> Figure:
-        figure, axes = new_figure(0.95 + max(0.24, 0.08 + 0.075 * num_marks) * len(values))
-        legend: dict[str, Any] = {}
-        for label, look in zip(values, looks([methods[x] for x in values]), strict=True):
-            at = np.arange(len(values)) + 0.8 * look.shift
-            axes.plot(values[label] / scale.divisor, at, **look.mark)
-            legend |= {} if label in dense else {label: look.mark}
-        set_name_axis(axes, list(values.index))
-        set_value_axis(axes, "x", _drawn(values, scale), zero=scale.zero)
-        axes.set_xlabel(f"{scale.name}; tick: dense" if dense else scale.name)
-        add_legend(figure, legend)
+        if len(ends) > 1:
+            label_ends(axes, ends)
         return figure
 
     return picture(name, caption, _words(values, scale), draw)

@@ -56,7 +56,7 @@ def markdown(models: Sequence[Model]) -> str:
     for model in models:
         tables = [found for found in (results_table(model), zero_shot_table(model)) if found]
         sections.append({"title": model.name, "parts": [Part("", tables=tables)]})
-    return render("page.md", title="", head=[], parts=[], sections=sections)
+    return render("page.md", title="", head=[], parts=[], sections=sections, remarks="")
 
 
 def rows(models: Sequence[Model]) -> list[dict[str, Any]]:

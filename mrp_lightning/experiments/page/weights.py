@@ -41,7 +41,7 @@ def weights_part(model: Model) -> Part | None:
         name = f"weights-{setting}"
         pictures.append(draw_lines(name, caption, shown, methods, scale, across="|weight|"))
     text = "Of all pruned layers, in the first run of each result, without the removed weights."
-    return Part("Kept weights", text, pictures=pictures) if pictures else None
+    return Part("Kept weights", text, pictures=pictures, folded=True) if pictures else None
 
 
 def count_magnitudes(directory: Path, layers: Set[str]) -> np.ndarray | None:

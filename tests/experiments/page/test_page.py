@@ -118,6 +118,7 @@ def test_zero_shot_is_shown_before_and_after(tmp_path, save_run):
     record(tmp_path / "dense", zeroshot={"lambada_openai": before})
     record(tmp_path / "run", zeroshot={"lambada_openai": after})
     page = page_of(tmp_path)
+    assert not [p for p in page.pictures if "Zero-shot" in p.alt]  # one point is no picture
     table = page.table("± standard error")
     assert table.rows[0][1:] == [
         "lambada_openai accin %, 5153 samples",
@@ -125,9 +126,12 @@ def test_zero_shot_is_shown_before_and_after(tmp_path, save_run):
     ]
     assert table.row("dense") == ["74.12 ± 0.61", "4.250"]
     assert table.row("SM", "2:4") == ["71.05 ± 0.63", "5.500"]
-    (alt,) = (picture.alt for picture in page.pictures if "Zero-shot" in picture.alt)
-    assert "dense: lambada_openai acc 74.12." in alt
-    assert "SM: lambada_openai acc 71.05." in alt
+    record(tmp_path / "dense", zeroshot={"lambada_openai": before, "piqa": {"acc": 0.75}})
+    record(tmp_path / "run", zeroshot={"lambada_openai": after, "piqa": {"acc": 0.625}})
+    pictures = page_of(tmp_path).pictures
+    (alt,) = (picture.alt for picture in pictures if "Zero-shot" in picture.alt)
+    assert "dense: lambada_openai acc 74.12, piqa acc 75.00, mean of" in alt
+    assert "SM: lambada_openai acc 71.05, piqa acc 62.50, mean of" in alt
 
 
 def test_the_mean_accuracy_is_that_of_papers(tmp_path, save_run):
@@ -322,14 +326,15 @@ def test_a_dense_model_alone_has_a_page(tmp_path, save_perplexity):
 
 
 def test_methods_with_the_same_values_are_both_seen(tmp_path, save_run, layer):
-    rows = [layer(f"model.layers.{i}.up", gap=i * 1e-7 + 1e-8) for i in range(4)]
+    names = [f"model.layers.{i}.{kind}" for i in range(4) for kind in ("up", "down")]
+    rows = [layer(name, gap=i * 1e-7 + 1e-8) for i, name in enumerate(names)]
     for method in ("SM", "MM"):
         save_run(tmp_path / method, method=method, layers=rows)
     page_of(tmp_path)
     for name in ("loss-by-block", "loss-by-kind", "gap-by-block", "damping-by-block"):
         with Image.open(tmp_path / "report-figures" / f"{name}-2of4.png") as image:
             pixels = np.asarray(image.convert("RGB"), dtype=int)
-        drawn = pixels[int(0.2 * len(pixels)) :]  # below the legend
+        drawn = pixels[:, : int(0.8 * pixels.shape[1])]  # left of the names
         for method in ("SM", "MM"):
             away = np.abs(drawn - 255 * np.array(to_rgb(color_of(method)))).max(-1)
             assert (away < 12).sum() > 100, (name, method)

@@ -1,0 +1,116 @@
+"""The pictures of the pages that sweeps write, from the tables of these pages.
+
+    python docs/redraw.py
+
+A sweep draws them with its page. This draws them again where the runs are no longer there.
+"""
+
+import re
+from pathlib import Path
+
+import pandas as pd
+
+from mrp_lightning import MethodError
+from mrp_lightning.experiments.page.drawing import PAPER
+from mrp_lightning.experiments.page.excess import draw_excess
+from mrp_lightning.experiments.page.parts import Picture
+from mrp_lightning.experiments.page.peers import NO_PEERS, read_peers, read_tables
+from mrp_lightning.experiments.page.pictures import Scale, draw_lines
+from mrp_lightning.experiments.trials import canonical_method
+
+DOCS = Path(__file__).parent
+PAGES = {"results": None, "frontier": "benchmarks/originals.md"}
+PAGES["real-model"] = PAGES["frontier"]
+"""The pages, and where the values of other codes are."""
+
+LABELS = {"Wanda": "wanda", "SparseGPT": "SS"}
+RECIPES = "JM"
+"""What the recipes of these pages are made from."""
+
+
+def main() -> None:
+    """Draw all pictures."""
+    for page, peers in PAGES.items():
+        found = read_peers(DOCS / peers) if peers else NO_PEERS
+        for model, table in models(DOCS / f"{page}.md").items():
+            for column in [name for name in table if name.startswith("perplexity")]:
+                draw(page, model, table, column, found.get((model, "text"), {}))
+    for model, table in models(DOCS / "ablations.md").items():
+        for option in ("damping", "num_samples"):
+            for setting, held in table[table[option] != ""].groupby("sparsity", sort=False):
+                draw_option(model, str(setting), option, held)
+
+
+def models(page: Path) -> dict[str, pd.DataFrame]:
+    """The tables of results of a page, by the models that their headings name."""
+    heading, found = "", {}
+    for part in re.split(r"^(#+ .*)$", page.read_text("utf-8"), flags=re.M):
+        if part.startswith("#"):
+            heading = part.lstrip("# ")
+        tables = [t for t in read_tables(part) if {"sparsity", "method"} <= set(t)]
+        for table in [table for table in tables if "relative loss" in table]:
+            found[heading] = table
+    return found
+
+
+def draw(page: str, model: str, table: pd.DataFrame, column: str, peers: dict) -> None:
+    """One picture, if the page shows it."""
+    held = table[table[column] != ""]
+    means, deviations = zip(*map(numbers, held[column]), strict=True)
+    values = pd.DataFrame({"mean": means, "deviation": deviations}, held["method"])
+    dense = next((m for m, of in zip(means, held["sparsity"], strict=True) if of == "dense"), None)
+    panels = {
+        setting: values[(held["sparsity"] == setting).to_numpy()]
+        for setting in dict.fromkeys(held["sparsity"])
+        if setting != "dense"
+    }
+    panels = {setting: panel for setting, panel in panels.items() if len(panel) > 1}
+    file = f"{page}/{model}-{column.partition(' @')[0].replace(' ', '-')}.svg"
+    if f"({file})" not in (DOCS / f"{page}.md").read_text("utf-8"):
+        return
+    methods = {str(label): method_of(str(label)) for label in held["method"]}
+    name = column.partition(" @")[0]
+    is_text = " " not in name
+    drawn = draw_excess(name, model, panels, methods, dense=dense, peers=peers if is_text else {})
+    save(drawn, file)
+
+
+def draw_option(model: str, setting: str, option: str, held: pd.DataFrame) -> None:
+    """Perplexity over the values of an option."""
+    (column,) = [name for name in held if name.startswith("perplexity")]
+    rows = [
+        (row["method"], float(row[option]), *numbers(row[column])) for _, row in held.iterrows()
+    ]
+    table = pd.DataFrame(rows, columns=["label", "place", "mean", "spread"])
+    shaped = table.pivot_table(["mean", "spread"], "place", "label", "first", sort=False)
+    means, spread = shaped["mean"].sort_index(), shaped["spread"].sort_index()
+    methods = {str(label): method_of(str(label)) for label in means}
+    how = (methods, Scale(column, "{:.3f}".format, zero=False))
+    band = (means - spread, means + spread)
+    drawn = draw_lines(option, model, means, *how, across=option, band=band)
+    save(drawn, f"ablations/{model}-{setting.replace(':', 'of').rstrip('%')}-{option}.svg")
+
+
+def save(drawn: Picture, name: str) -> None:
+    """Write a picture, on paper."""
+    paper = f'\\1<rect width="100%" height="100%" fill="{PAPER}"/>'
+    svg = re.sub("(<svg[^>]*>)", paper, drawn.svg.decode(), count=1)
+    (DOCS / name).write_text(svg, encoding="utf-8")
+
+
+def numbers(cell: str) -> tuple[float, float]:
+    """Mean and deviation of a cell such as `51.491 ± 0.233`."""
+    mean, _, deviation = cell.replace(",", "").strip("*").partition(" ± ")
+    return float(mean.strip("*")), float(deviation.lstrip("<").strip("*") or "nan")
+
+
+def method_of(label: str) -> str:
+    """The canonical method of a label."""
+    try:
+        return canonical_method(LABELS.get(label, label))
+    except MethodError:
+        return RECIPES
+
+
+if __name__ == "__main__":
+    main()
