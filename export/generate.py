@@ -14,9 +14,11 @@ from transformers.utils import logging as transformers_logging
 
 from export.backends.torchao_format import load
 from export.speed.twins import storage_bytes
+from mrp_lightning.arguments import checked
 from mrp_lightning.cli.command import make_parser, number_from, told
 from mrp_lightning.environment import device_named, machine
 from mrp_lightning.errors import DataError, first_line
+from mrp_lightning.models.skeleton import longest_sequence
 from mrp_lightning.models.tokenizers import load_tokenizer
 
 
@@ -76,6 +78,7 @@ def main(args: Sequence[str] | None = None) -> None:
         )
 
 
+@checked
 def write(
     directory: str | os.PathLike[str], prompt: str, max_new_tokens: int, device: torch.device
 ) -> Speed:
@@ -90,7 +93,8 @@ def write(
     Raises:
         FileNotFoundError: The directory holds no model.
         FormatError: See `export.load`.
-        DataError: There is no tokenizer in it, or the prompt is empty.
+        DataError: There is no tokenizer in it, the prompt is empty, or the text would get longer
+            than the model's positions.
     """
     model: Any = load(Path(directory), dtype="auto").eval()
     model.to(device)
@@ -103,6 +107,14 @@ def write(
     tokens = tokenizer(prompt, return_tensors="pt").to(device)
     if not tokens["input_ids"].numel():
         raise DataError("`--prompt` is empty; give the beginning of a text.")
+    most, length = longest_sequence(model.config), tokens["input_ids"].shape[1]
+    if most is not None and length + max_new_tokens > most:
+        step = f"at most {most - length}" if length < most else "a shorter prompt"
+        raise DataError(
+            f"`--prompt` has {length} tokens and `--max-new-tokens` is {max_new_tokens}, but "
+            f"{directory} has {most} positions, beyond which it writes nothing of sense. Give "
+            f"{step}."
+        )
     tokens = {key: tokens[key] for key in ("input_ids", "attention_mask")}
     streamer = TimedStreamer(tokenizer)
     with torch.inference_mode():

@@ -31,6 +31,7 @@ from export.speed.options import SpeedOptions, add_arguments
 from mrp_lightning import errors
 from mrp_lightning.cli.command import make_parser, told
 from mrp_lightning.environment import device_named
+from mrp_lightning.files import output_path
 from mrp_lightning.outputs import check_output_dir, save_directory
 
 log = logging.getLogger(__name__)
@@ -177,11 +178,11 @@ def _why_not_torchao(layer: LayerChoice) -> str | None:
 
 
 def _output(options: Namespace) -> Path:
-    source = Path(options.checkpoint).expanduser().resolve()
+    source = output_path(options.checkpoint).resolve()
     form = _FORMS.get(options.format)
     suffix = options.format if form is None or options.format == "torchao" else form.suffix
     name = source.name.removesuffix(".ckpt")
-    out = options.out and Path(options.out).expanduser().resolve()
+    out = options.out and output_path(options.out).resolve()
     out = out or source.with_name(f"{name}-{suffix}")
     if out == source or out in source.parents or source in out.parents:
         raise errors.OptionError(

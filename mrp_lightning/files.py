@@ -7,13 +7,19 @@ that were written there: one that is not in it, or has another checksum by now, 
 import hashlib
 import json
 import os
+import reprlib
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from secrets import token_hex
 
+from mrp_lightning.errors import OptionError
+
 MANIFEST = ".mrp_files.json"
 """The name of a manifest: `{"format_version": 1, "files": {name: SHA-256}}`, names below it."""
+
+_NAME_MAX, _ADDED = 255, 25
+"""The most bytes of a name in a file system, and how many are added to that of a directory."""
 
 BESIDE = "module.safetensors"
 """The weights that a LightningModule has beside the one Hugging Face model that is saved."""
@@ -26,14 +32,38 @@ def output_path(path: str | os.PathLike[str]) -> Path:
 
     Raises:
         FileNotFoundError: It is relative to a working directory that was deleted.
+        OptionError: No file system can have it.
     """
+    shown = reprlib.repr(os.fspath(path))
+    if "\0" in os.fspath(path):
+        raise OptionError(f"{shown} cannot be a path: it holds a NUL. Leave that out.")
     path = Path(path).expanduser()
+    if (size := max((len(os.fsencode(name)) for name in path.parts), default=0)) > _NAME_MAX:
+        raise OptionError(
+            f"{shown} cannot be a path: a name in it has {size} bytes, more than {_NAME_MAX}."
+        )
     try:
         return path.absolute()
     except FileNotFoundError as error:
         raise FileNotFoundError(
             f"{path}: the working directory was deleted. Change to one that exists."
         ) from error
+
+
+def hidden_beside(path: Path, suffix: str) -> Path:
+    """The place of what is hidden beside a directory while it is written: `.NAME` and a suffix.
+
+    Raises:
+        OptionError: The directory has no name, as the root, or too long a one.
+    """
+    size, most = len(os.fsencode(path.name)), _NAME_MAX - _ADDED
+    if not 0 < size <= most:
+        what = f"a name of {size} bytes, more than {most}" if size else "no name"
+        raise OptionError(
+            f"{reprlib.repr(str(path))} cannot be written: it has {what}, and what is not finished "
+            "lies beside it, under that name and more. Name another directory."
+        )
+    return path.with_name(f".{path.name}{suffix}")
 
 
 def visible_files(directory: Path) -> Iterator[Path]:

@@ -20,6 +20,7 @@ from mrp_lightning.errors import OptionError
 from mrp_lightning.files import (
     MANIFEST,
     flush,
+    hidden_beside,
     make_directories,
     not_ours,
     output_path,
@@ -136,6 +137,7 @@ def _check_place(path: Path, argument: str, sources: Iterable[str | os.PathLike[
             f"`{argument}`: {path} is a mount point, which cannot be replaced as a whole. Name a "
             "directory in it."
         )
+    _lock_file(path)  # whose name has to be one
     places = {output_path("."): "the working directory", Path.home(): "the home directory"}
     places |= {output_path(source): "what is read" for source in sources}
     for place, what in places.items():
@@ -201,7 +203,7 @@ def _check_room(path: Path, argument: str, num_bytes: int) -> None:
 
 
 def _lock_file(path: Path) -> Path:
-    return path.with_name(f".{path.name}.lock")
+    return hidden_beside(path, ".lock")
 
 
 @contextmanager
@@ -239,6 +241,8 @@ def _held(path: Path, argument: str, timeout: float = -1) -> Iterator[None]:
 def _remove_abandoned(path: Path) -> None:
     """Remove what killed processes left half-written for a directory, whose lock is held."""
     for staging in path.parent.glob(f".{glob.escape(path.name)}.*{_STAGING}"):
+        with suppress(OSError):
+            staging.rmdir()  # one that was killed before it could be marked
         if not staging.is_symlink() and (staging / MANIFEST).is_file():
             shutil.rmtree(staging, ignore_errors=True)
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from export.backends.subclasses import SUBCLASSES, why_not_tiled
 from export.packed import huggingface
+from mrp_lightning.arguments import checked
 from mrp_lightning.environment import device_named
 from mrp_lightning.errors import FormatError, OptionError, first_line
 from mrp_lightning.json_files import read_json
@@ -68,6 +69,7 @@ def read(file: str | os.PathLike[str]) -> dict[str, Tensor]:
         ) from error
 
 
+@checked
 def load(directory: str | os.PathLike[str], **options: Any) -> PreTrainedModel:
     """A model, packed or dense, all of whose weights come from the directory.
 

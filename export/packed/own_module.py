@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from export.packed.huggingface import CONFIGS, PackedConfig, misfits, pack_modules
+from mrp_lightning.arguments import checked
 from mrp_lightning.errors import FormatError
 from mrp_lightning.json_files import read_json
 from mrp_lightning.targets.layers import is_conv1d
@@ -21,6 +22,7 @@ log = logging.getLogger(__name__)
 Module = TypeVar("Module", bound=nn.Module)
 
 
+@checked
 def load_into(module: Module, directory: str | os.PathLike[str]) -> Module:
     """Give a module the packed layers and all weights of an exported directory.
 

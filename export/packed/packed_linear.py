@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from export.packed.packed_format import PackedFormat
+from mrp_lightning.arguments import checked
+from mrp_lightning.errors import TargetError
 from mrp_lightning.targets.layers import is_conv1d, layers_of
 
 
@@ -99,12 +101,19 @@ class PackedLinear(nn.Module):
         return cls(columns, rows, bias=has_bias, **(options | sizes))
 
     @classmethod
+    @checked
     def from_linear(cls, linear: nn.Module) -> Self:
         """Pack a pruned `nn.Linear`, or transformers' `Conv1D`.
 
         Raises:
             PatternError: Its weight has no form of this kind.
+            TargetError: It is another module.
         """
+        if not is_packable(linear):
+            raise TargetError(
+                f"{cls.__name__}.from_linear packs an `nn.Linear` or transformers' `Conv1D`; got a "
+                f"{type(linear).__name__}. Give one of these."
+            )
         (dense,) = layers_of("", linear)
         layer = cls.from_packed(cls.FORMAT.pack(dense.weight), dense.weight.shape[1])
         if isinstance(linear.bias, Tensor):

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from export.packed.packed_format import PackedFormat, why_no_matrix
+from mrp_lightning.arguments import checked
 from mrp_lightning.errors import PatternError
 
 GROUP = 4
@@ -52,6 +53,7 @@ def why_not_packable(shape: tuple[int, ...]) -> str | None:
     return None
 
 
+@checked
 def pack(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Keep two values of every four.
 

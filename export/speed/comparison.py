@@ -19,11 +19,13 @@ from export.speed.options import SpeedOptions
 from export.speed.tables import SpeedReport
 from export.speed.timing import microseconds, take_turns
 from export.speed.twins import dense_copy, storage_bytes
+from mrp_lightning.arguments import checked
 from mrp_lightning.errors import OptionError
 
 log = logging.getLogger(__name__)
 
 
+@checked
 def compare(
     sparse: PreTrainedModel,
     options: SpeedOptions,

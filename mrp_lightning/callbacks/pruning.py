@@ -209,6 +209,7 @@ class PruningCallback(Callback):
         pruned.save(directory, overwrite=self.overwrite)
         pruned.let_go()  # a callback that is done would keep all weights in memory
 
+    @checked
     def save(self, directory: str | PathLike[str], *, overwrite: bool = False) -> None:
         """Write the pruned model with its report, as `save_dir` asks for.
 

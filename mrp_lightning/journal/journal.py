@@ -20,7 +20,14 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from mrp_lightning.errors import JournalError, SaveError
-from mrp_lightning.files import flush, make_directories, move_durably, not_ours, output_path
+from mrp_lightning.files import (
+    flush,
+    hidden_beside,
+    make_directories,
+    move_durably,
+    not_ours,
+    output_path,
+)
 from mrp_lightning.journal.block_record import BlockRecord
 from mrp_lightning.journal.manifest import (
     NAME,
@@ -215,8 +222,7 @@ class Journal:
 
 def journal_path(beside: str | PathLike[str]) -> Path:
     """Where the journal lies of a run that writes a directory."""
-    directory = output_path(beside).resolve()
-    return directory.with_name(f".{directory.name}.partial")
+    return hidden_beside(output_path(beside).resolve(), ".partial")
 
 
 def require_free(beside: str | PathLike[str]) -> None:

@@ -13,7 +13,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from mrp_lightning.errors import OptionError
+from mrp_lightning.errors import OptionError, TargetError
 from mrp_lightning.models.gguf import located
 from mrp_lightning.models.loading import as_dtype, load_model, make_config
 from mrp_lightning.models.streaming import StreamedBlocks, load_streamed
@@ -67,6 +67,13 @@ class ModelSource:
                 "`model` must be a path, a hub id, a transformers configuration or a transformers "
                 f"model. Got {type(given).__name__}; another module needs its own "
                 "LightningModule, with a `predict_step` that calls it."
+            )
+        if empty := [n for n, p in self.model.named_parameters() if p.is_meta]:
+            more = f" and {len(empty) - 3} more" if len(empty) > 3 else ""
+            raise TargetError(
+                f"`model` is on the meta device, without values: {', '.join(empty[:3])}{more}. "
+                "Load it with `from_pretrained`, or give its path, with `streaming=True` if it is "
+                "larger than memory."
             )
         if self.revision is not None:
             raise OptionError("`revision` needs `model` to be a hub id; this model is loaded.")

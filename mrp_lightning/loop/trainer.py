@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from mrp_lightning.arguments import checked
 from mrp_lightning.calibration.memory import explained_out_of_memory
 from mrp_lightning.errors import DataError, FormatError
 from mrp_lightning.loop.causal_lm import CausalLM
@@ -37,6 +38,7 @@ class Trainer(pl.Trainer):
 
     callbacks: list[Callback]  # Lightning sets it without declaring it
 
+    @checked
     def __init__(
         self,
         *,

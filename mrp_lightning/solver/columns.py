@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mrp_lightning.arguments import checked
 from mrp_lightning.errors import MethodError, OptionError
 from mrp_lightning.solver.column_sets import ColumnSet, greedy_set
 from mrp_lightning.solver.input_hessian import InputHessian
@@ -62,6 +63,7 @@ class ColumnSolution:
     target_loss: float | None = None
 
 
+@checked
 def prune_columns(
     weight: Tensor,
     hessian: Tensor,

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
+from mrp_lightning.arguments import checked
 from mrp_lightning.errors import HessianError, OptionError
 from mrp_lightning.processes import Processes
 from mrp_lightning.solver.options import is_count
@@ -32,6 +33,7 @@ class HessianAccumulator:
         OptionError: `columns` is not a positive integer.
     """
 
+    @checked
     def __init__(self, columns: int, name: str | None = None) -> None:
         if not is_count(columns):
             raise OptionError(f"`columns` must be a positive integer; got {columns!r}.")
@@ -40,6 +42,7 @@ class HessianAccumulator:
         self.num_tokens = 0
         self._sum: Tensor | None = None  # without the panels above the diagonal
 
+    @checked
     def update(self, x: Tensor) -> None:
         """Add a batch of inputs.
 
@@ -78,6 +81,7 @@ class HessianAccumulator:
                         part.addmm_(left, right, alpha=2)
             self.num_tokens += tokens.shape[0]
 
+    @checked
     def merge(self, other: "HessianAccumulator") -> None:
         """Add what another accumulator has seen, such as that of another process.
 

@@ -131,7 +131,7 @@ class SemiStructured:
 Pattern = Unstructured | SemiStructured
 
 
-def make_pattern(sparsity: float | None, pattern: str | None) -> Pattern:
+def make_pattern(sparsity: float | None, pattern: str | int | None) -> Pattern:
     """Build the pattern from the two arguments that users give, of which one must be None.
 
     Raises:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from mrp_lightning.arguments import checked
 from mrp_lightning.errors import (
     HessianError,
     NumericalWarning,
@@ -64,12 +65,13 @@ class Solution:
     fallback_mask: str | None = None
 
 
+@checked
 def prune_weight(
     weight: Tensor,
     hessian: Tensor,
     *,
     sparsity: float | None = None,
-    pattern: str | None = None,
+    pattern: str | int | None = None,  # int: to explain what YAML makes of an unquoted 2:4
     method: str = "SM",
     block_size: int | None = 128,
     damping: float = 0.01,
@@ -105,7 +107,8 @@ def prune_weight(
         MethodError: There is no such method, or not for this pattern.
         OptionError: `block_size`, `damping` or `tolerance` is out of range.
         HessianError: H is unusable, or gives a weight out of the range of its dtype.
-        TargetError: The weight is not a finite floating-point matrix.
+        TargetError: The weight is not a finite floating-point matrix, or a tensor holds no values
+            or is not dense.
     """
     recipe = Recipe.of(
         method=method,
@@ -115,6 +118,13 @@ def prune_weight(
         damping=damping,
         tolerance=tolerance,
     )
+    for name, tensor in {"weight": weight, "hessian": hessian}.items():
+        if tensor.is_meta or tensor.layout != torch.strided:
+            kind = "meta" if tensor.is_meta else str(tensor.layout)
+            raise TargetError(
+                f"`{name}` must be a dense tensor with values; got a {kind} tensor. Load it to a "
+                "device, or make it dense with `to_dense()`."
+            )
     with torch.inference_mode(False), torch.no_grad():
         inputs = InputHessian(hessian.detach().to(weight.device))
         return prune(weight, inputs, recipe)

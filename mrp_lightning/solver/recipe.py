@@ -1,11 +1,15 @@
 """How layers are pruned: everything that is chosen before a layer is seen, checked once."""
 
+import warnings
 from dataclasses import dataclass
 
-from mrp_lightning.errors import OptionError, PatternError
+from mrp_lightning.errors import NumericalWarning, OptionError, PatternError
 from mrp_lightning.solver.methods import Method, parse_method
 from mrp_lightning.solver.options import is_count, is_number
 from mrp_lightning.solver.patterns import Pattern, SemiStructured, make_pattern
+
+MOST_DAMPING = 10
+"""The fraction of the mean diagonal up to which damping is raised for a Hessian that needs it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +40,14 @@ class Recipe:
         value = self.damping
         if not is_number(value) or value < 0:
             raise OptionError(f"`damping` must be a finite number ≥ 0; got {value!r}.")
+        if value > MOST_DAMPING:
+            warnings.warn(
+                f"`damping` adds {value:g} times the mean of the Hessian's diagonal to it, so that "
+                f"hardly anything is compensated; 0.01 is usual, and {MOST_DAMPING} the most that "
+                "is ever needed.",
+                NumericalWarning,
+                stacklevel=2,
+            )
         object.__setattr__(self, "damping", float(value))
 
     @classmethod
@@ -44,7 +56,7 @@ class Recipe:
         *,
         method: str,
         sparsity: float | None = None,
-        pattern: str | None = None,
+        pattern: str | int | None = None,
         block_size: int | None = 128,
         damping: float = 0.01,
         tolerance: float = 1e-6,

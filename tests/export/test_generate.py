@@ -51,3 +51,14 @@ def test_mistakes_are_one_line(llama, tmp_path, capsys):
         file.unlink()
     assert "no tokenizer" in refused(str(llama), "--prompt", "a")
     assert torch.is_inference_mode_enabled() is False
+
+
+def test_what_is_beyond_the_positions_is_refused(llama, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([str(llama), "--prompt", PROMPT, "--max-new-tokens", "128", "--device", "cpu"])
+    assert ended.value.code == 2
+    (length,) = re.findall(r"`--prompt` has (\d+) tokens", shown := capsys.readouterr().err)
+    assert (
+        f"128 positions, beyond which it writes nothing of sense. Give at most {128 - int(length)}"
+        in shown
+    )

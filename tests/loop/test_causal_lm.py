@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from mrp_lightning import CausalLM, TextDataModule, Trainer
 from mrp_lightning.embedded import STDLIB_LLAMA
+from mrp_lightning.errors import TargetError
 from mrp_lightning.evaluation.perplexity import token_losses
 from mrp_lightning.text.standard_library import standard_library
 
@@ -292,3 +293,10 @@ def test_offload_is_undone_after_an_error(tiny_llama):
         Trainer(**QUIET).test(lm, bad, verbose=False)
     Trainer(**QUIET).test(lm, padded_batches(4), verbose=False)
     assert not any(block._forward_pre_hooks for block in lm.model.model.layers)
+
+
+def test_a_model_without_values_is_refused(tiny_llama):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny_llama))
+    with pytest.raises(TargetError, match=r"on the meta device.* and \d+ more\. Load it with"):
+        CausalLM(model)

@@ -8,11 +8,21 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
+import export
 from callbacks import MRPCallback, PruningCallback, SaveModel
-from mrp_lightning import CausalLM, TextDataModule
+from export.generate import write
+from mrp_lightning import CausalLM, HessianAccumulator, TextDataModule, Trainer, prune_weight
 from mrp_lightning.arguments import checked
-from mrp_lightning.errors import OptionError
+from mrp_lightning.errors import (
+    MethodError,
+    NumericalWarning,
+    OptionError,
+    PatternError,
+    TargetError,
+)
 from mrp_lightning.loop.save_evaluation import SaveEvaluation
 
 
@@ -52,13 +62,17 @@ def test_what_the_types_allow_is_taken(arguments):
         ({"flag": None}, "`flag` must be true or false; got None."),
         ({"count": True}, "`count` must be a whole number; got True."),
         ({"count": 2.5}, "`count` must be a whole number; got 2.5."),
-        ({"rate": "1e-3"}, "`rate` must be a number or None; got '1e-3'."),
+        (
+            {"rate": "1e-3"},
+            "`rate` must be a number or None; got '1e-3'. Give 0.001, without quotes.",
+        ),
         ({"names": 5}, "`names` must be a list of text or text or None; got 5."),
         ({"names": ["a", 5]}, "`names` must be a list of text or text or None; got ['a', 5]."),
         ({"files": "a"}, "`files` must be a list of text or a path; got 'a'."),
         (
             {"flag": "x", "count": "128"},
-            "`flag` must be true or false; got 'x'. `count` must be a whole number; got '128'.",
+            "`flag` must be true or false; got 'x'. `count` must be a whole number; got '128'. "
+            "Give 128, without quotes.",
         ),
     ],
 )
@@ -104,3 +118,53 @@ def test_signatures_stay_what_they_are(kind):
     parameters = inspect.signature(kind).parameters
     assert "args" not in parameters
     assert all(p.annotation is not p.empty for p in parameters.values())
+
+
+COLUMNS = HessianAccumulator(4)
+COLUMNS.update(torch.eye(4))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda w, h: prune_weight(w.numpy(), h, sparsity=0.5), OptionError, "torch.from_numpy"),
+        (lambda w, h: prune_weight(w, COLUMNS, sparsity=0.5), OptionError, r"its `hessian\(\)`"),
+        (lambda w, h: prune_weight(nn.Linear(4, 2), h, sparsity=0.5), OptionError, "its `weight`"),
+        (lambda w, h: prune_weight(w, h, sparsity="0.5"), PatternError, "Give 0.5, without quotes"),
+        (lambda w, h: prune_weight(w, h, sparsity="50%"), PatternError, r"Give 0\.5\."),
+        (lambda w, h: prune_weight(w, h, sparsity=0.5, method=5), MethodError, "must be text"),
+        (lambda w, h: prune_weight(w, h, pattern=124), PatternError, 'write `pattern: "2:4"`'),
+        (lambda w, h: prune_weight(w, h, pattern="1:3"), PatternError, "multiple of 3"),
+        (
+            lambda w, h: prune_weight(w, h, pattern="1:3", block_size=3),
+            PatternError,
+            "groups of pa",
+        ),
+        (lambda w, h: prune_weight(w.to("meta"), h, sparsity=0.5), TargetError, "got a meta"),
+        (
+            lambda w, h: prune_weight(w, h.to_sparse(), sparsity=0.5),
+            TargetError,
+            "torch.sparse_coo",
+        ),
+        (lambda w, h: COLUMNS.update(w.numpy()), OptionError, "`x` must be a Tensor"),
+        (lambda w, h: COLUMNS.merge(h), OptionError, "`other` must be a HessianAccumulator"),
+        (lambda w, h: Trainer(devices=1.5), OptionError, "`devices` must be a list of whole numb"),
+        (lambda w, h: MRPCallback(pattern="2:4", tuning=5), OptionError, "or a BlockTuning; got 5"),
+        (lambda w, h: MRPCallback(pattern="2:4").save(5), OptionError, "`directory` must be"),
+        (lambda w, h: MRPCallback(pattern="2:4", resume="False"), OptionError, "Give False, with"),
+        (lambda w, h: export.load(5), OptionError, "`directory` must be text or a path; got 5"),
+        (lambda w, h: export.load_into(5, "x"), OptionError, "`module` must be a Module; got 5"),
+        (lambda w, h: export.pack(w.numpy()), OptionError, "`weight` must be a Tensor"),
+        (lambda w, h: export.Sparse24Linear.from_linear(w), OptionError, "`linear` must be a Mod"),
+        (lambda w, h: export.BitmaskLinear.from_linear(nn.Embedding(2, 4)), TargetError, "Embedd"),
+        (lambda w, h: write("x", 5, "y", torch.device("cpu")), OptionError, "prompt.*max_new_to"),
+    ],
+)
+def test_public_functions_are_checked(call, error, message):
+    with pytest.raises(error, match=message):
+        call(torch.ones(2, 4), torch.eye(4))
+
+
+def test_damping_that_leaves_nothing_to_compensate_is_told():
+    with pytest.warns(NumericalWarning, match=r"`damping` adds 1e\+09 times .* 0\.01 is usual"):
+        MRPCallback(pattern="2:4", damping=1e9)

@@ -17,6 +17,7 @@ from faulty import in_child
 from mrp_lightning import files, outputs
 from mrp_lightning.errors import FormatError, OptionError
 from mrp_lightning.files import MANIFEST, check_output_file, save_ours, save_text, write_manifest
+from mrp_lightning.journal.journal import journal_path
 from mrp_lightning.json_files import as_json, read_json
 from mrp_lightning.outputs import check_output_dir, save_directory
 
@@ -417,6 +418,16 @@ def test_another_programs_lock_of_that_name_stays(tmp_path):
     with save_directory(tmp_path / "model") as staging:
         (staging / "a").touch()
     assert (tmp_path / ".model.lock").read_text() == "pid 5"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("a" * 245, "a name of 245 bytes, more"), ("a" * 300 + "/x", "300 bytes"), ("a\0b", "a NUL")],
+)
+def test_names_that_cannot_be_are_told_before_any_work(name, message, tmp_path):
+    for check in (check_output_dir, journal_path):
+        with pytest.raises(OptionError, match=message):
+            check(f"{tmp_path}/{name}")
 
 
 def test_a_link_that_leads_nowhere_is_called_so(tmp_path):
