@@ -8,7 +8,7 @@ from mrp_lightning.allocation.dry_run import Change
 from mrp_lightning.errors import OptionError
 from mrp_lightning.journal.journal import Journal
 from mrp_lightning.journal.shared import SharedJournal
-from mrp_lightning.solver.patterns import Pattern, SemiStructured, Unstructured
+from mrp_lightning.solver.patterns import Dense, Pattern, SemiStructured, Unstructured
 from mrp_lightning.targets.layers import Layer
 
 ALLOCATIONS = ("uniform", "output")
@@ -27,6 +27,11 @@ def check_allocation(allocation: str, pattern: Pattern) -> None:
     if allocation not in ALLOCATIONS:
         raise OptionError(
             f"`allocation` must be one of {', '.join(ALLOCATIONS)}; got {allocation!r}."
+        )
+    if allocation != "uniform" and isinstance(pattern, Dense):
+        raise OptionError(
+            f"`allocation: {allocation}` gives blocks different sparsities, and nothing is "
+            "removed. Give `sparsity` beside `bits`, or leave `allocation` out."
         )
     if allocation != "uniform" and isinstance(pattern, SemiStructured):
         raise OptionError(

@@ -41,7 +41,7 @@ class PruningCallback(Callback):
             MASK+COMPENSATION, with MASK magnitude, wanda, S, M or J, and COMPENSATION none, S or
             M. Case matters.
         sparsity: The fraction of the weights to remove, in (0, 1). Exactly one of `sparsity` and
-            `pattern` is given.
+            `pattern` is given, or neither of them and `bits`.
         pattern: "N:M" keeps N of every M consecutive input features. Quoted in YAML, which reads
             an unquoted 2:4 as a number.
         block_size: The number of columns (input features) that are chosen together, a multiple of
@@ -49,6 +49,11 @@ class PruningCallback(Callback):
         damping: The fraction (≥ 0) of the mean of the Hessian's diagonal that is added to it.
         tolerance: The relative distance (> 0) to the optimal loss at which the exact compensation M
             stops.
+        bits: 3, 4 or 8: the kept weights are put on a grid of so many bits, a scale for each row
+            and `group_size` columns, so that the layer's outputs change least. The checkpoint
+            keeps its dtype, and its values lie on the grid exactly. Without `sparsity` and
+            `pattern` it is quantisation alone. `None` leaves the weights as they come.
+        group_size: The number of columns (input features) of a row that share a scale, for `bits`.
         target: "own": each layer aims at what its dense weight gives on the inputs that the pruned
             blocks before it now give. "dense": at what it gives in the dense model, which makes up
             for what those blocks have lost. It runs each block twice as often. Not for methods
@@ -112,6 +117,8 @@ class PruningCallback(Callback):
         block_size: int | None = 128,
         damping: float = 0.01,
         tolerance: float = 1e-6,
+        bits: int | None = None,
+        group_size: int = 64,
         target: str = "own",
         target_weight: float | None = None,
         allocation: str = "uniform",
@@ -135,6 +142,8 @@ class PruningCallback(Callback):
             block_size=block_size,
             damping=damping,
             tolerance=tolerance,
+            bits=bits,
+            group_size=group_size,
             target=target,
             target_weight=target_weight,
             allocation=allocation,

@@ -15,7 +15,7 @@ from rich.table import Table
 from torch import nn
 
 from mrp_lightning.cli.command import add_model_options, make_parser
-from mrp_lightning.solver.patterns import SemiStructured, Unstructured, make_pattern
+from mrp_lightning.solver.patterns import Pattern, Unstructured, make_pattern
 from mrp_lightning.targets.layers import is_linear
 from mrp_lightning.targets.names import without_numbers
 from mrp_lightning.targets.plan import Plan, make_plan
@@ -99,9 +99,7 @@ def main(args: Sequence[str] | None = None) -> None:
         print_listing(listing)
 
 
-def list_layers(
-    model: nn.Module, source: str, pattern: Unstructured | SemiStructured | None, **choices: Any
-) -> Listing:
+def list_layers(model: nn.Module, source: str, pattern: Pattern | None, **choices: Any) -> Listing:
     """List the layers of a model that `make_plan` would prune, and all else that it holds.
 
     Args:

@@ -17,7 +17,7 @@ from mrp_lightning.experiments.runs import Run
 from mrp_lightning.experiments.trials import Trial, has_blocks
 from mrp_lightning.records.report import NAME
 
-_TOLD_OTHERWISE = ("method", "pattern", "sparsity")
+_TOLD_OTHERWISE = ("method", "pattern", "sparsity", "bits")
 _FOUND_OUT = ("walk",)
 """Keys of a report's configuration that the run found out by itself; it was not told them."""
 
@@ -41,7 +41,7 @@ class Result:
 
     @property
     def setting(self) -> str:
-        """The sparsity that was pruned to, such as `2:4` and `50%`; empty for the dense model."""
+        """What was pruned to, such as `2:4` and `50%+4bit`; empty for the dense model."""
         return self.trial.setting if self.trial.method else ""
 
     @property

@@ -52,7 +52,7 @@ class Sweep:
         models: By the name that tables show. One in a GGUF file is dequantized once for all of its
             runs, which takes the memory of one more model.
         runs: The methods and recipes at each setting: a percentage ("50%") or a pattern ("2:4"),
-            quoted.
+            quoted, either of them with bits ("2:4+4bit"), or bits alone ("4bit").
         recipes: By the name that `runs` and tables use, what the callback that prunes is given:
             `method`, and any of its other arguments but the setting, such as
             `{method: JM, target: dense, tuning: {epochs: 15}}`.
@@ -102,9 +102,8 @@ class Sweep:
             raise OptionError("\n".join(problems))
         for runs in [self.runs, *(model.runs or {} for model in self.models.values())]:
             for setting, names in runs.items():
-                pattern = parse_setting(setting)
                 for name in names:
-                    parse_method(self._method_of(name)).mask.check(pattern)
+                    parse_setting(setting, self._method_of(name))
         if not self.seeds:
             raise OptionError("`seeds` is empty; expected at least one, such as [0].")
         self.only = [self.only] if isinstance(self.only, str) else self.only

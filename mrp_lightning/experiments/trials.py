@@ -13,7 +13,11 @@ from mrp_lightning.json_files import as_dataclass
 from mrp_lightning.solver.compensations import ColumnSweep, NoCompensation
 from mrp_lightning.solver.exact import ExactCompensation
 from mrp_lightning.solver.methods import MASKS, NAMED, parse_method
-from mrp_lightning.solver.patterns import Pattern, make_pattern
+from mrp_lightning.solver.recipe import Recipe
+
+_SETTING = re.compile(
+    r"((?P<percent>\d+(\.\d+)?)%|(?P<pattern>[^+]*:[^+]*))?((^|(?<=.)\+)(?P<bits>\d+)bit)?"
+)
 
 CALLBACK = "trainer.callbacks.init_args"
 """The key of the arguments of the last callback, which prunes."""
@@ -97,7 +101,8 @@ class Trial:
 
     Attributes:
         model: The name of the model in the sweep; empty for a run that no sweep made.
-        setting: `dense`, a percentage such as `50%`, or a pattern such as `2:4`.
+        setting: `dense`, a percentage such as `50%`, a pattern such as `2:4`, either of them with
+            `+4bit`, or `4bit`.
         method: The canonical name of the method; `None` for the dense model.
         block_size: Columns a block; `None` for all columns, and where it means nothing.
         seed: The seed of the calibration set; `None` where it means nothing.
@@ -137,15 +142,14 @@ class Trial:
     @property
     def setting_name(self) -> str:
         """The setting as a part of a file's name."""
-        return self.setting.replace(":", "of").rstrip("%")
+        return self.setting.replace(":", "of").replace("%", "")
 
     @property
     def sparsity(self) -> float:
         """The fraction of the weights that is removed."""
         if self.method is None:
             return 0.0
-        percent = self.setting.endswith("%")
-        return float(self.setting[:-1]) / 100 if percent else parse_setting(self.setting).sparsity
+        return parse_setting(self.setting, "magnitude").pattern.sparsity
 
     @property
     def columns(self) -> str:
@@ -158,12 +162,14 @@ class Trial:
         """The options that the trial changes, by dotted key, without those of its recipe."""
         if self.method is None:
             return {"trainer.callbacks": None}
-        percent = self.setting.endswith("%")
+        asked = _asked(self.setting)
         options = {
-            f"{CALLBACK}.pattern": None if percent else self.setting,
-            f"{CALLBACK}.sparsity": self.sparsity if percent else None,
+            f"{CALLBACK}.pattern": asked["pattern"],
+            f"{CALLBACK}.sparsity": asked["sparsity"],
             f"{CALLBACK}.method": self.method,
         }
+        if asked["bits"] is not None:
+            options[f"{CALLBACK}.bits"] = asked["bits"]
         if has_blocks(self.method):
             options[f"{CALLBACK}.block_size"] = self.block_size
         if self.seed is not None:
@@ -190,25 +196,38 @@ class Trial:
     @classmethod
     def of_report(cls, config: Mapping[str, Any]) -> "Trial":
         """The trial that the arguments in a report describe, of a model without a name."""
-        pattern = make_pattern(config.get("sparsity"), config.get("pattern"))
-        return cls("", str(pattern), str(config.get("method")), config.get("block_size"))
+        asked: dict[str, Any] = {x: config.get(x) for x in ("sparsity", "pattern", "bits")}
+        setting = Recipe.of(method="magnitude", **asked).amount
+        return cls("", setting, str(config.get("method")), config.get("block_size"))
 
 
-def parse_setting(setting: str) -> Pattern:
-    """The pattern of `50%` or `2:4`.
+def parse_setting(setting: str, method: str) -> Recipe:
+    """The recipe of `50%`, `2:4`, `2:4+4bit` or `4bit` with a method.
 
     Raises:
-        OptionError: It is neither, such as what YAML makes of an unquoted 2:4.
+        OptionError: It is none of these, such as what YAML makes of an unquoted 2:4, or its bits
+            are out of range.
         PatternError: Its numbers are out of range.
+        MethodError: The method does not exist, or not with the setting.
     """
-    if isinstance(setting, str) and (percent := re.fullmatch(r"(\d+(\.\d+)?)%", setting)):
-        return make_pattern(float(percent[1]) / 100, None)
-    if isinstance(setting, str) and ":" in setting:
-        return make_pattern(None, setting)
-    raise OptionError(
-        f'`runs` has the setting {setting!r}; expected a percentage such as "50%" or a pattern '
-        'such as "2:4", in quotes: YAML reads an unquoted 2:4 as a number.'
-    )
+    return Recipe.of(method=method, block_size=None, **_asked(setting))
+
+
+def _asked(setting: str) -> dict[str, Any]:
+    """What a setting asks the callback for: `sparsity`, `pattern` and `bits`."""
+    found = _SETTING.fullmatch(setting) if isinstance(setting, str) and setting else None
+    if found is None:
+        raise OptionError(
+            f'`runs` has the setting {setting!r}; expected a percentage such as "50%" or a pattern '
+            'such as "2:4", in quotes: YAML reads an unquoted 2:4 as a number. Either may be '
+            'followed by bits, as in "50%+4bit", and "4bit" quantises alone.'
+        )
+    percent, bits = found["percent"], found["bits"]
+    return {
+        "sparsity": float(percent) / 100 if percent else None,
+        "pattern": found["pattern"],
+        "bits": int(bits) if bits else None,
+    }
 
 
 def has_blocks(method: str) -> bool:

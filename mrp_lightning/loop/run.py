@@ -217,7 +217,7 @@ class Run:
             zeros = totals["zeros_before"]
             before = f" (against these weights as they were, {zeros:.0%} of which were zero before)"
         rank_zero_info(
-            f"Pruned {totals['layers']} layers to {recipe.pattern} with {recipe.method} in "
+            f"Pruned {totals['layers']} layers to {recipe.amount} with {recipe.method} in "
             f"{totals['seconds']:.1f} s: {totals['share']:.0%} of the model's weights are in them, "
             f"and {totals['skipped']} more are left dense. Mean output error of a layer, relative "
             f"to its output: {totals['relative_loss']:.4f}{before}. {self._where}"

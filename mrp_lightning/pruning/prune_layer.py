@@ -83,7 +83,7 @@ def prune_layer(
     inputs, aim = calibrated.inputs, calibrated.aim
     weight = layer.weight.contiguous()  # a copy of Conv1D's, whose rows are strided
     zeros = weight == 0
-    already = recipe.pattern.holds(zeros)
+    already = recipe.pattern.sparsity > 0 and recipe.pattern.holds(zeros)
     if already:
         log.info("%s already has the pattern %s", layer.name, recipe.pattern)
     mine = weight[processes.share(len(weight))]
@@ -114,6 +114,9 @@ def prune_layer(
         target_loss=solution.target_loss,
         own_target=None if aim is None else aim.own,
         fallback_mask=solution.fallback_mask,
+        bits=None if recipe.grid is None else recipe.grid.bits,
+        zeros_loss=solution.zeros_loss,
+        grid_loss=solution.grid_loss,
         **used,
     )
 

@@ -222,6 +222,7 @@ class _Walker:
             dense,
             self.padding,
             job.settings.tuning,
+            recipe=job.settings.recipe,
             say=job.listener.say,
             processes=job.processes,
         )

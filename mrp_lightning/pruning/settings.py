@@ -25,7 +25,7 @@ _NOT_WHOLE = (
 """What says which weights of a layer go, or of which layers; `structure` takes none of these."""
 _OF_STATE = (
     *("method", "sparsity", "pattern", "block_size", "damping", "tolerance"),
-    *("target", "target_weight", "allocation", "tuning", "structure"),
+    *("bits", "group_size", "target", "target_weight", "allocation", "tuning", "structure"),
 )
 
 
@@ -38,7 +38,7 @@ class Settings:
     Attributes:
         target_weight: α, above 0 and at most 1, where the target is dense; `None` where each layer
             aims at its own outputs. `None` with `target: dense` becomes the default.
-        recipe: How each layer is pruned, which follows from the first six.
+        recipe: How each layer is pruned, which follows from the first eight.
 
     Raises:
         PatternError: `sparsity`, `pattern` or `block_size` are malformed.
@@ -52,6 +52,8 @@ class Settings:
     block_size: int | None = 128
     damping: float = 0.01
     tolerance: float = 1e-6
+    bits: int | None = None
+    group_size: int = 64
     target: str = "own"
     target_weight: float | None = None
     allocation: str = "uniform"
@@ -75,6 +77,8 @@ class Settings:
             block_size=self.block_size,
             damping=self.damping,
             tolerance=self.tolerance,
+            bits=self.bits,
+            group_size=self.group_size,
         )
         check_allocation(self.allocation, recipe.pattern)
         object.__setattr__(self, "recipe", recipe)

@@ -19,8 +19,8 @@ log = logging.getLogger(__name__)
 
 NAME = "README.md"
 _RECIPE = (
-    *("method", "sparsity", "pattern", "block_size", "damping", "targets", "ignore", "blocks"),
-    *("true_sequential", "skip_indivisible", "structure"),
+    *("method", "sparsity", "pattern", "bits", "block_size", "damping", "targets", "ignore"),
+    *("blocks", "true_sequential", "skip_indivisible", "structure"),
 )
 _ESCAPED = str.maketrans({mark: f"\\{mark}" for mark in "\\`*[]|!"})
 
@@ -38,8 +38,7 @@ def model_card(
         library: The library that loads the checkpoint, if one does.
     """
     totals, config = report.totals, report.config
-    kind = config.get("pattern") or f"{100 * totals['sparsity']:.3g}% unstructured"
-    narrowed = report.narrowed
+    narrowed, bits = report.narrowed, config.get("bits")
     # The hub knows no local directory, and nobody else needs to know where one lies.
     is_on_hub = base_model is not None and library is not None and not Path(base_model).exists()
     name = base_model if is_on_hub else Path(base_model).name if base_model else None
@@ -49,14 +48,14 @@ def model_card(
         "",
         *([f"- base model: `{name}`"] if name else []),
         *(_narrowed(narrowed, totals) if narrowed else _removed(totals)),
+        *([f"- the others in {bits} bits and a scale for {config['group_size']}"] if bits else []),
         *_before(totals.get("zeros_before"), report.provenance.get("pruned_before", [])),
         f"- mean output error of a layer, relative to its output: {totals['relative_loss']:.4f}",
         *_calibration(report.provenance.get("data", {})),
         "- every layer: `pruning_report.json`",
     ]
-    title = f"{Path(name).name if name else 'Model'}, pruned to {kind} sparsity"
-    if narrowed:
-        title = f"{Path(name).name if name else 'Model'}, with {_kept(narrowed)}"
+    kind = f"with {_kept(narrowed)}" if narrowed else _kind(config)
+    title = f"{Path(name).name if name else 'Model'}, {kind}"
     hub = {"base_model": base_model if is_on_hub else None, "library_name": library}
     text = new_card(title, lines, **hub)
     commands = [report.provenance.get("command"), trained.get("command")]
@@ -156,6 +155,16 @@ def _with_results(text: str, perplexity: Mapping[str, Mapping[str, Any]]) -> str
     return str(card)
 
 
+def _kind(config: Mapping[str, Any]) -> str:
+    """What a model was pruned to, for the title."""
+    sparsity, pattern, bits = (config.get(key) for key in ("sparsity", "pattern", "bits"))
+    if structure := config.get("structure"):
+        return f"without {100 * (sparsity or 0):.3g}% of the {structure}"
+    amount = pattern or (f"{100 * sparsity:.3g}% unstructured" if sparsity else None)
+    pruned = f"pruned to {amount} sparsity" if amount else None
+    return " and ".join(filter(None, [pruned, f"quantised to {bits} bits" if bits else None]))
+
+
 def _how(method: str, trained: dict[str, Any]) -> str:
     if not trained:
         return f"Pruned after training, without retraining, with mrp-lightning (method `{method}`)."
@@ -193,16 +202,9 @@ def _before(zeros: float | None, prunings: Sequence[Mapping[str, Any]]) -> list[
     """The line on what the pruning began with, where that was no dense model."""
     if not zeros and not prunings:
         return []
-    kinds = [
-        f"{x.get('pattern') or x.get('sparsity')}{_of(x.get('structure'))} by {x.get('method')}"
-        for x in prunings
-    ]
-    how = f", pruned to {in_markdown(', then '.join(kinds))}" if kinds else ""
+    kinds = [f"{_kind(x)} by {x.get('method')}" for x in prunings]
+    how = f", {in_markdown(', then '.join(kinds))}" if kinds else ""
     return [f"- zero before: {zeros or 0:.2%} of them{how}; the error is against those weights"]
-
-
-def _of(structure: str | None) -> str:
-    return f" of the {structure}" if structure else ""
 
 
 def _calibration(data: dict[str, Any]) -> list[str]:
@@ -218,6 +220,8 @@ def _calibration(data: dict[str, Any]) -> list[str]:
 def _recipe(config: dict[str, Any]) -> list[str]:
     """The callback of the run, as its YAML; JSON is YAML that needs no care with 2:4."""
     given = {key: config.get(key) for key in _RECIPE}
+    if given["bits"] is not None:
+        given["group_size"] = config["group_size"]
     return [
         "class_path: callbacks.PruningCallback",
         "init_args:",

@@ -11,7 +11,7 @@ from mrp_lightning.errors import FormatError
 from mrp_lightning.files import save_ours
 from mrp_lightning.json_files import as_dataclass, as_json, check_version, read_json
 from mrp_lightning.records.rows import BlockReport, LayerReport
-from mrp_lightning.solver.patterns import make_pattern
+from mrp_lightning.solver.recipe import Recipe
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +93,16 @@ class PruningReport:
         """The mean of `relative_loss` over the pruned layers, `None` if there are none."""
         losses = [row.relative_loss for row in self.pruned if row.relative_loss is not None]
         return sum(losses) / len(losses) if losses else None
+
+    @property
+    def losses(self) -> tuple[float, float]:
+        """What the layers that are on a grid lose, in all and by the grid, relative to outputs."""
+        found = [
+            (row.relative_loss, row.grid_loss / row.loss)
+            for row in self.pruned
+            if row.relative_loss and row.loss and row.grid_loss is not None
+        ]
+        return sum(lost for lost, _ in found), sum(lost * share for lost, share in found)
 
     @property
     def totals(self) -> dict[str, Any]:
@@ -204,7 +214,8 @@ def pruned_before(directory: str | PathLike[str]) -> list[dict[str, Any]]:
         log.warning("How this model was pruned before is not known: %s", error)
         return []
     earlier = report.provenance.get("pruned_before")
-    how = {key: report.config.get(key) for key in ("method", "structure", "sparsity", "pattern")}
+    keys = ("method", "structure", "sparsity", "pattern", "bits")
+    how = {key: report.config.get(key) for key in keys}
     return [
         *([x for x in earlier if isinstance(x, dict)] if isinstance(earlier, list) else []),
         {key: value for key, value in how.items() if value is not None},
@@ -237,9 +248,17 @@ class _Config:
     method: str
     sparsity: Any = None
     pattern: Any = None
+    bits: int | None = None
+    group_size: int = 64
 
     def __post_init__(self) -> None:
-        make_pattern(self.sparsity, self.pattern)
+        Recipe.of(
+            method="magnitude",
+            sparsity=self.sparsity,
+            pattern=self.pattern,
+            bits=self.bits,
+            group_size=self.group_size,
+        )
 
 
 @dataclass(kw_only=True)

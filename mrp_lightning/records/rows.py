@@ -57,6 +57,10 @@ class LayerReport(_Row):
             because that one lost more. It is `None` as a rule.
         swaps: How often a removed column, or group of columns, was exchanged for a kept one, where
             whole columns are removed. It is `None` elsewhere.
+        bits: The bits of a kept weight, `None` where its values are free.
+        zeros_loss: The part of `loss` that is there before the kept weights are put on their grid.
+            It is `None` where their values are free, as is the next.
+        grid_loss: The part of `loss` that the grid adds; negative where it made up for some.
         block: The name of the repeated block that the layer is in, such as `model.layers.3`. It is
             `None` outside the blocks, and in reports of older versions.
 
@@ -86,6 +90,9 @@ class LayerReport(_Row):
     own_target: str | None = None
     fallback_mask: str | None = None
     swaps: int | None = None
+    bits: int | None = None
+    zeros_loss: float | None = None
+    grid_loss: float | None = None
     block: str | None = None
 
     _always = (

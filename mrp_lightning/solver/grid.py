@@ -9,6 +9,9 @@ from mrp_lightning.errors import FormatError, OptionError
 from mrp_lightning.solver.options import is_count
 from mrp_lightning.solver.ranges import by_rows
 
+GROUP_SIZE = 64
+"""Columns that share a scale, unless it is said otherwise."""
+
 _SIGNIFICANT = {3: 5, 4: 5, 8: 1}
 """Significant bits of a scale, by the bits of a weight: codes up to eight have three of their own,
 codes up to 127 seven, and bfloat16 holds eight."""
@@ -36,7 +39,7 @@ class Grid:
     """
 
     bits: int
-    group_size: int = 64
+    group_size: int = GROUP_SIZE
 
     def __post_init__(self) -> None:
         if isinstance(self.bits, bool) or self.bits not in _SIGNIFICANT:

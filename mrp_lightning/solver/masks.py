@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mrp_lightning.errors import MethodError
-from mrp_lightning.solver.patterns import Pattern, SemiStructured, Unstructured
+from mrp_lightning.solver.patterns import Dense, Pattern, SemiStructured, Unstructured
 from mrp_lightning.solver.problem import Problem
 from mrp_lightning.solver.ranges import ELEMENTS, split_range
 
@@ -124,6 +124,8 @@ class MultipleRemoval(Mask):
                 "combinations of all weights (the paper does not either). Use the mask S (for "
                 f'example method="SM") with sparsity={pattern.sparsity:g}, or an N:M pattern.'
             )
+        if isinstance(pattern, Dense):
+            return  # nothing is removed, and no mask asked
         combinations = math.comb(pattern.group, pattern.removed)
         if combinations > MOST_COMBINATIONS:
             raise MethodError(

@@ -8,6 +8,7 @@ import itertools
 import math
 import re
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -128,7 +129,35 @@ class SemiStructured:
         return bool((counts >= self.removed).all())
 
 
-Pattern = Unstructured | SemiStructured
+@dataclass(frozen=True)
+class Dense:
+    """No weight is removed: the pattern of quantisation alone."""
+
+    sparsity: ClassVar[float] = 0.0
+
+    def __str__(self) -> str:
+        return "dense"
+
+    def select(self, scores: Tensor, start: int) -> Tensor:
+        """Mark none of the scores (rows, width)."""
+        del start
+        return torch.zeros_like(scores, dtype=torch.bool)
+
+    def select_in_rows(self, scores: Tensor) -> Tensor:
+        """Mark none of the scores (rows, columns)."""
+        return self.select(scores, 0)
+
+    def divides(self, columns: int) -> bool:
+        """Whether a layer with so many input columns can have this pattern: any can."""
+        return columns > 0
+
+    def holds(self, pruned: Tensor) -> bool:
+        """Whether enough is removed: nothing need be."""
+        del pruned
+        return True
+
+
+Pattern = Unstructured | SemiStructured | Dense
 
 
 def make_pattern(sparsity: float | None, pattern: str | int | None) -> Pattern:
@@ -139,7 +168,10 @@ def make_pattern(sparsity: float | None, pattern: str | int | None) -> Pattern:
     """
     if (sparsity is None) == (pattern is None):
         got = "neither" if sparsity is None else f"{sparsity=!r} and {pattern=!r}"
-        raise PatternError(f"give exactly one of `sparsity` and `pattern`; got {got}. {_EXAMPLES}.")
+        raise PatternError(
+            f"give exactly one of `sparsity` and `pattern`; got {got}. {_EXAMPLES}. Neither is "
+            "needed with `bits` alone, which quantises."
+        )
     if pattern is None:
         assert sparsity is not None
         return Unstructured(sparsity)

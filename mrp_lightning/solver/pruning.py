@@ -19,13 +19,15 @@ from mrp_lightning.errors import (
 from mrp_lightning.processes import ALONE, Processes
 from mrp_lightning.solver.compensations import Compensated
 from mrp_lightning.solver.exact import ExactCompensation
+from mrp_lightning.solver.grid import Grid
 from mrp_lightning.solver.input_hessian import InputHessian
 from mrp_lightning.solver.joint import Joint
 from mrp_lightning.solver.masks import Given, Magnitude, smallest_of_blocks
 from mrp_lightning.solver.methods import Method
-from mrp_lightning.solver.patterns import Pattern
+from mrp_lightning.solver.patterns import Dense, Pattern
 from mrp_lightning.solver.precision import full_float32
 from mrp_lightning.solver.problem import Problem
+from mrp_lightning.solver.quantisation import on_grid
 from mrp_lightning.solver.recipe import Recipe
 
 
@@ -45,12 +47,15 @@ class Solution:
             had to be raised to.
         iterations: Number of conjugate gradient iterations; None for methods without.
         gap: Certified relative distance of the damped loss to that of the optimum for `pruned`,
-            before a cast to a narrower dtype; None for methods that do not seek the optimum.
+            before a cast to a narrower dtype, and before `bits`; None for methods that do not seek
+            the optimum.
         dead_inputs: Number of columns whose input was always zero.
         target_loss: The same as `loss` against the weight that was aimed at; None where that is the
             weight itself.
         fallback_mask: The mask that was taken in place of the method's, which lost more than that
             one does even without compensation; None as a rule. See `prune_weight`.
+        zeros_loss: With `bits`, the part of `loss` that is there before the kept weights are put on
+            their grid; None without.
     """
 
     weight: Tensor
@@ -63,6 +68,15 @@ class Solution:
     dead_inputs: int
     target_loss: float | None = None
     fallback_mask: str | None = None
+    zeros_loss: float | None = None
+
+    @property
+    def grid_loss(self) -> float | None:
+        """The part of `loss` that the grid adds: negative where it makes up for what others lost.
+
+        Of a weight that was the optimum for its zeros it is the loss of the grid alone.
+        """
+        return None if self.zeros_loss is None else self.loss - self.zeros_loss
 
 
 @checked
@@ -76,11 +90,20 @@ def prune_weight(
     block_size: int | None = 128,
     damping: float = 0.01,
     tolerance: float = 1e-6,
+    bits: int | None = None,
+    group_size: int = 64,
 ) -> Solution:
     """Remove weights and compensate for them, so that the layer's outputs change least.
 
     Minimises ½·tr(δ H δᵀ), the mean over tokens of ‖(w + δ)x − wx‖², with the removed weights zero.
-    Give exactly one of `sparsity` and `pattern`.
+    Give exactly one of `sparsity` and `pattern`, or neither of them and `bits`.
+
+    With `bits` the kept weights are then put on a grid: whole numbers times a scale for each row
+    and `group_size` columns, so chosen that the same loss grows little. At 3 and 4 bits the numbers
+    are those from −2^(bits − 1) to 2^(bits − 1), at 8 bits from −127 to 127; where nothing is
+    removed, zero takes the code of one end, whose sign the scale decides. Kept weights may become
+    zero, too. All values are exact in bfloat16. Without `sparsity` and `pattern` it is quantisation
+    alone, which moves weights that are zero, too: give a pruned model its pattern again.
 
     The masks S and M count on all other inputs to make up for a weight, also on those whose own
     weights go: where inputs are nearly copies of each other, they may remove all copies. So where a
@@ -98,6 +121,8 @@ def prune_weight(
         damping: Fraction of the mean diagonal of H that is added to the diagonal, ≥ 0. It rises
             tenfold, with a `NumericalWarning`, while H is not positive definite.
         tolerance: Relative gap to the optimum at which the compensation M stops, > 0.
+        bits: 3, 4 or 8 bits for a kept weight; None leaves its values free.
+        group_size: Number of columns of a row that share a scale, ≥ 1, for `bits`.
 
     Returns:
         The pruned weight and its measures. The inputs are not modified.
@@ -105,7 +130,7 @@ def prune_weight(
     Raises:
         PatternError: The pattern is malformed or does not fit the columns or the block size.
         MethodError: There is no such method, or not for this pattern.
-        OptionError: `block_size`, `damping` or `tolerance` is out of range.
+        OptionError: Another argument is out of range.
         HessianError: H is unusable, or gives a weight out of the range of its dtype.
         TargetError: The weight is not a finite floating-point matrix, or a tensor holds no values
             or is not dense.
@@ -117,6 +142,8 @@ def prune_weight(
         block_size=block_size,
         damping=damping,
         tolerance=tolerance,
+        bits=bits,
+        group_size=group_size,
     )
     for name, tensor in {"weight": weight, "hessian": hessian}.items():
         if tensor.is_meta or tensor.layout != torch.strided:
@@ -163,12 +190,17 @@ def prune(
             processes=processes,
             rows=rows,
         )
-        method = recipe.method
-        found = _Finished.of(problem, method.compensation.apply(problem, method.mask), weight.dtype)
+        method, grid = recipe.method, recipe.grid
+        found = _Finished.of(problem, _apply(problem, method), weight.dtype)
         better = _by_smallest(problem, method, found.loss, weight.dtype)
         found = better or found
+        zeros_loss = None
+        if grid is not None:
+            zeros_loss = found.loss if target is None else _loss(problem, found.weight, dense)
+            found = found.on_grid(problem, grid)
         compensated, result = found.weight, found.result
-        ratio = problem.damped.ratio if method.needs_inverse else recipe.damping
+        inverts = grid is not None or method.needs_inverse
+        ratio = problem.damped.ratio if inverts else recipe.damping
         gathered = processes.gather_rows(compensated, rows)
         if not bool(gathered.isfinite().all()):
             raise HessianError(
@@ -186,7 +218,15 @@ def prune(
             dead_inputs=inputs.dead_inputs,
             target_loss=None if target is None else found.loss,
             fallback_mask=None if better is None else Magnitude.name,
+            zeros_loss=zeros_loss,
         )
+
+
+def _apply(problem: Problem, method: Method) -> Compensated:
+    """Remove weights and compensate, if any are to be removed."""
+    if isinstance(problem.pattern, Dense):
+        return Compensated(problem.weight, torch.zeros_like(problem.weight, dtype=torch.bool))
+    return method.compensation.apply(problem, method.mask)
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,6 +241,11 @@ class _Finished:
     def of(cls, problem: Problem, result: Compensated, dtype: torch.dtype) -> "_Finished":
         weight = result.weight.masked_fill(result.pruned, 0).to(dtype).contiguous()
         return cls(result, weight, _loss(problem, weight, problem.weight))
+
+    def on_grid(self, problem: Problem, grid: Grid) -> "_Finished":
+        """The same with the kept weights on a grid."""
+        weight = on_grid(problem, self.result.weight, self.result.pruned, grid)
+        return self.of(problem, replace(self.result, weight=weight), self.weight.dtype)
 
 
 def _loss(problem: Problem, weight: Tensor, aim: Tensor) -> float:

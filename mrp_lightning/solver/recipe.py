@@ -4,9 +4,10 @@ import warnings
 from dataclasses import dataclass
 
 from mrp_lightning.errors import NumericalWarning, OptionError, PatternError
+from mrp_lightning.solver.grid import GROUP_SIZE, Grid
 from mrp_lightning.solver.methods import Method, parse_method
 from mrp_lightning.solver.options import is_count, is_number
-from mrp_lightning.solver.patterns import Pattern, SemiStructured, make_pattern
+from mrp_lightning.solver.patterns import Dense, Pattern, SemiStructured, make_pattern
 
 MOST_DAMPING = 10
 """The fraction of the mean diagonal up to which damping is raised for a Hessian that needs it."""
@@ -22,6 +23,7 @@ class Recipe:
         block_size: Number of columns chosen together, a multiple of M for N:M patterns; None for
             all. It means nothing to masks that are chosen at once for the whole layer.
         damping: Fraction of the mean diagonal of the Hessian that is added to it, finite and ≥ 0.
+        grid: The values that kept weights can have; None for all.
 
     Raises:
         MethodError: The mask does not exist for the pattern.
@@ -33,6 +35,7 @@ class Recipe:
     method: Method
     block_size: int | None
     damping: float
+    grid: Grid | None = None
 
     def __post_init__(self) -> None:
         self.method.mask.check(self.pattern)
@@ -60,8 +63,12 @@ class Recipe:
         block_size: int | None = 128,
         damping: float = 0.01,
         tolerance: float = 1e-6,
+        bits: int | None = None,
+        group_size: int = GROUP_SIZE,
     ) -> "Recipe":
-        """Make a recipe from what users give; exactly one of `sparsity` and `pattern` is given.
+        """Make a recipe from what users give.
+
+        Exactly one of `sparsity` and `pattern` is given, or neither of them and `bits`.
 
         Args:
             method: magnitude, wanda, SS (= sparsegpt), SM, MS, MM, or MASK+COMPENSATION.
@@ -70,18 +77,34 @@ class Recipe:
             block_size: Number of columns chosen together; None for all.
             damping: Fraction of the mean diagonal of the Hessian that is added to it, ≥ 0.
             tolerance: Relative gap to the optimum at which the compensation M stops, > 0.
+            bits: 3, 4 or 8 bits for each weight that is kept; None leaves them as they come.
+            group_size: Number of columns of a row with one scale, for `bits`.
 
         Raises:
             PatternError: The pattern is malformed, or does not go with the block size.
             MethodError: There is no such method, or not for this pattern.
-            OptionError: `block_size`, `damping` or `tolerance` is out of range.
+            OptionError: Another argument is out of range.
         """
+        if bits is None and group_size != GROUP_SIZE:
+            raise OptionError(
+                f"`group_size` {group_size!r} means nothing without `bits`. Give both, or leave it "
+                "out."
+            )
+        grid = None if bits is None else Grid(bits, group_size)
+        quantises_alone = grid is not None and sparsity is None and pattern is None
         return cls(
-            pattern=make_pattern(sparsity, pattern),
+            pattern=Dense() if quantises_alone else make_pattern(sparsity, pattern),
             method=parse_method(method, tolerance=tolerance),
             block_size=block_size,
             damping=damping,
+            grid=grid,
         )
+
+    @property
+    def amount(self) -> str:
+        """What is left of a layer, such as `2:4`, `50%+4bit` and `4bit`."""
+        parts = [] if isinstance(self.pattern, Dense) else [str(self.pattern)]
+        return "+".join([*parts, *([f"{self.grid.bits}bit"] if self.grid else [])])
 
     def columns_together(self, columns: int) -> int:
         """How many of a layer's columns are chosen together, from 1 to all."""

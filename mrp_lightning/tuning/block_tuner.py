@@ -19,6 +19,7 @@ from mrp_lightning.environment import is_out_of_memory
 from mrp_lightning.errors import DataError, OptionError, TargetError
 from mrp_lightning.processes import ALONE, Processes
 from mrp_lightning.records.rows import BlockReport
+from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.layers import Layer
 from mrp_lightning.tuning.kept_weights import KeptWeights, only_these_train
 
@@ -86,7 +87,8 @@ class BlockTuner:
     """Tunes one block after another, along a walk of the model and beside a dense stream.
 
     The stream keeps its outputs, and padding counts nowhere. A step takes windows of each process,
-    and `say` is called with what a user should be told.
+    and `say` is called with what a user should be told. Weights that the `recipe` has put on a grid
+    stay on it.
     """
 
     def __init__(
@@ -97,11 +99,12 @@ class BlockTuner:
         padding: Padding,
         tuning: BlockTuning,
         *,
+        recipe: Recipe | None = None,
         say: Callable[[str], None],
         processes: Processes = ALONE,
     ) -> None:
         self.model, self.walk, self.dense, self.padding = model, walk, dense, padding
-        self.tuning, self.say, self.processes = tuning, say, processes
+        self.tuning, self.recipe, self.say, self.processes = tuning, recipe, say, processes
         self._num_blocks: int | None = None  # until the time is estimated
 
     def check(self, layers: Mapping[str, Sequence[Layer]]) -> None:
@@ -161,7 +164,7 @@ class BlockTuner:
         trained, held_out = self._split()
         if not layers or not (steps := self.tuning.epochs * len(self._steps(trained))):
             return report
-        weights = KeptWeights(layers)
+        weights = KeptWeights(layers, self.recipe)
         optimizer = torch.optim.Adam(weights.masters, lr=self.tuning.learning_rate)
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))

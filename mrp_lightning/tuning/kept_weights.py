@@ -6,30 +6,46 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from mrp_lightning.solver.patterns import Dense
+from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.layers import Layer
+from mrp_lightning.tuning.codes import Codes
 
 
 class KeptWeights:
     """The weights of some layers that are not zero, with a float32 master copy of them.
 
+    Where they lie on a grid, the parameters are the grid's values nearest to the masters, whose
+    gradients are taken as if there were no rounding (the straight-through estimator of Bengio et
+    al., 2013). Scales stay as they are.
+
     Args:
         layers: The layers, which are pruned.
+        recipe: How they were pruned, `None` for weights that are free.
 
     Attributes:
         parameters: The parameters in which they are stored.
         masters: The master copies, in the order of the parameters; float64 where those are.
     """
 
-    def __init__(self, layers: Sequence[Layer]) -> None:
+    def __init__(self, layers: Sequence[Layer], recipe: Recipe | None = None) -> None:
         self.parameters = list(dict.fromkeys(layer.parameter for layer in layers))
         fixed = {p: torch.ones_like(p, dtype=torch.bool) for p in self.parameters}
+        removes = recipe is None or not isinstance(recipe.pattern, Dense)
         for layer in layers:
-            layer.arranged(fixed[layer.parameter]).copy_(layer.view == 0)
+            mine = layer.arranged(fixed[layer.parameter])
+            mine.copy_(layer.view == 0 if removes else torch.zeros_like(mine))
         self._fixed = list(fixed.values())
         self.masters = [_wide(p).requires_grad_() for p in self.parameters]
         for master in self.masters:
             master.grad = torch.zeros_like(master)
         self._best = [p.detach().clone() for p in self.parameters]
+        self._rounded: list[tuple[Layer, Tensor, Codes]] = []
+        if recipe is not None and recipe.grid is not None:
+            masters = dict(zip(self.parameters, self.masters, strict=True))
+            for layer in layers:
+                codes = Codes.of(layer.weight, recipe.grid, zero_has_a_code=not removes)
+                self._rounded.append((layer, masters[layer.parameter], codes))
 
     @property
     def gradients(self) -> list[Tensor]:
@@ -49,6 +65,8 @@ class KeptWeights:
                 parameter.copy_(master)
                 assert master.grad is not None
                 master.grad.zero_()
+            for layer, master, codes in self._rounded:
+                layer.write_(codes.nearest(layer.arranged(master).flatten(1)))
 
     def keep(self) -> None:
         """Take the parameters as they are now for the best."""

@@ -373,10 +373,10 @@ def test_a_model_that_was_pruned_before_is_told_as_one(llama, loader, quiet, tmp
             continue
         assert "(against these weights as they were, 50% of which were zero before)" in line
         assert report.totals["zeros_before"] == pytest.approx(0.5, abs=0.01)
-        assert "- zero before: 50.00% of them, pruned to 0.5 by magnitude" in card
+        assert "- zero before: 50.00% of them, pruned to 50% unstructured sparsity by " in card
         already = "14 of 14 layers already had the pattern 30%: little or nothing was removed there"
         assert (already in caplog.text) == (name == "b")
     assert PruningReport.load(tmp_path / "c" / "pruning_report.json").provenance[
         "pruned_before"
     ] == [{"method": "magnitude", "sparsity": 0.5}, {"method": "SM", "sparsity": 0.3}]
-    assert "pruned to 0.5 by magnitude, then 0.3 by SM; the error is against those" in card
+    assert "by magnitude, then pruned to 30% unstructured sparsity by SM; the error is" in card

@@ -20,6 +20,7 @@ RECIPES = {
     "paper": {"method": "SM"},
     "joint": {"method": "JM"},
     "best": {"method": "JM", "target": "dense", "tuning": True},
+    "best_4bit": {"method": "JM", "target": "dense", "tuning": True, "bits": 4},
 }
 """What docs/methods.md says that each of `configs/recipes/` is in Python."""
 

@@ -91,5 +91,5 @@ def test_settings_and_methods_are_those_of_the_library():
     for value in paper_values():
         assert (value.setting == "dense") == (value.method == "")
         if value.method:
-            parse_setting(value.setting)
+            parse_setting(value.setting, value.method)
             parse_method(value.method)

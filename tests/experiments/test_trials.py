@@ -1,6 +1,7 @@
 """Which trials a sweep is made of."""
 
 import json
+import re
 
 import pytest
 
@@ -38,6 +39,33 @@ def test_what_changes_nothing_is_not_repeated():
     ]
     assert len([trial for trial in trials if trial.method == "wanda"]) == 2 * 2
     assert len([trial for trial in trials if trial.method == "magnitude+M"]) == 2 * 2
+
+
+def test_settings_may_have_bits():
+    trials = sweep(runs={"50%+4bit": ["JM"], "2:4+8bit": ["JM"], "3bit": ["JM"]}, seeds=[0]).trials
+    mine = [trial for trial in trials if trial.model == "b" and trial.method]
+    names = ["50+4bit-JM-seed0", "2of4+8bit-JM-seed0", "3bit-JM-seed0"]
+    assert [trial.directory.name for trial in mine] == names
+    assert [trial.sparsity for trial in mine] == [0.5, 0.5, 0]
+    asked = [(0.5, None, 4), (None, "2:4", 8), (None, None, 3)]
+    for trial, wanted in zip(mine, asked, strict=True):
+        given = {key.rpartition(".")[2]: value for key, value in trial.options().items()}
+        assert tuple(given[key] for key in ("sparsity", "pattern", "bits")) == wanted
+        told = dict(zip(("sparsity", "pattern", "bits"), wanted, strict=True))
+        assert Trial.of_report(told | {"method": "JM"}).setting == trial.setting
+    plain = Trial("b", "50%", "SM").options()
+    assert not any(key.endswith("bits") for key in plain)
+
+
+@pytest.mark.parametrize("setting", ["", "+4bit", "4", "4bits", "50%4bit", "50%+", "dense", "50"])
+def test_other_settings_are_refused(setting):
+    with pytest.raises(OptionError, match=f"`runs` has the setting '{re.escape(setting)}'"):
+        sweep(runs={setting: ["SM"]})
+
+
+def test_bits_of_a_setting_are_checked():
+    with pytest.raises(OptionError, match="`bits` must be 3, 4 or 8; got 5"):
+        sweep(runs={"50%+5bit": ["SM"]})
 
 
 def test_options_varied_one_at_a_time():

@@ -36,6 +36,8 @@ def test_tuning_may_be_said_in_three_ways(tuning):
         {"target": "dense", "target_weight": 0.3},
         {"tuning": True},
         {"allocation": "output", "targets": "mlp", "blocks": ["a", "b"]},
+        {"pattern": "2:4", "bits": 4, "group_size": 32},
+        {"sparsity": None, "bits": 3},
     ],
 )
 def test_what_a_report_keeps_gives_the_same_again(options):
@@ -52,6 +54,10 @@ def test_what_a_report_keeps_gives_the_same_again(options):
         ({"target": "dense", "target_weight": True}, r"in \(0, 1\]; got True"),
         ({"allocation": "output", "pattern": "2:4"}, "Give `sparsity` in place of `pattern`"),
         ({"tuning": {"epochs": 0}}, "`tuning.epochs` must be a whole number"),
+        ({"bits": 5}, "`bits` must be 3, 4 or 8; got 5"),
+        ({"bits": 4, "group_size": 0}, "`group_size` must be a positive number of columns"),
+        ({"group_size": 32}, "`group_size` 32 means nothing without `bits`"),
+        ({"allocation": "output", "sparsity": None, "bits": 4}, "nothing is removed"),
     ],
 )
 def test_what_does_not_go_is_refused(options, message):

@@ -22,7 +22,9 @@ KINDS = {
         ("skipped", "own_target", "fallback_mask", "block"), st.none() | st.text(min_size=1)
     ),
     "already_pruned": st.booleans(),
-    **dict.fromkeys(("iterations", "tokens", "dead_inputs", "peak_memory", "swaps"), counts),
+    **dict.fromkeys(
+        ("iterations", "tokens", "dead_inputs", "peak_memory", "swaps", "bits"), counts
+    ),
 }
 rows = st.builds(LayerReport, **{f.name: KINDS.get(f.name, numbers) for f in fields(LayerReport)})
 config = st.fixed_dictionaries(

@@ -14,6 +14,7 @@ from mrp_lightning.solver.target import dense_target
 HALF, TWO_OF_FOUR = {"sparsity": 0.5}, {"pattern": "2:4"}
 CASES = [(name, HALF) for name in NAMED if name not in ("MS", "MM")]
 CASES += [(name, TWO_OF_FOUR) for name in NAMED]
+CASES += [("SM", HALF | {"bits": 4}), ("SM", {"bits": 3})]
 
 
 def hessian(columns: int) -> torch.Tensor:

@@ -76,6 +76,10 @@ def _costs(model: Model, result: Result) -> Iterator[Value]:
     removed = f"of {numbers.count(totals['weights'])} in the pruned layers"
     removed += f"; {totals['skipped']} left dense" if totals["skipped"] else ""
     yield Value("Weights removed", numbers.percent(totals["sparsity"]), removed)
+    if bits := report.config.get("bits"):
+        lost, by_grid = report.losses
+        share = f"{by_grid / lost:.0%} of the layers' loss is the grid's" if lost else ""
+        yield Value("Bits of a kept weight", numbers.count(bits), share)
     for copy in model.results:
         exported = copy.runs[0].exported
         if sizes := [run.weight_bytes for run in copy.runs if run.weight_bytes]:

@@ -1,0 +1,193 @@
+"""Kept weights on a grid of few bits, chosen by what the layer's outputs lose.
+
+For the weight ŵ that a compensation gave, sought are codes and scales of the x on the grid that
+minimises ½·tr((x − ŵ)(H + λI)(x − ŵ)ᵀ) with the removed weights zero. Where ŵ is the optimum for
+what is removed, that is by how much the loss grows: fixing weights at zero and fixing them at grid
+points are one problem, solved one after the other.
+
+The start is GPTQ's sweep over the columns (Frantar et al., 2023), whose scales are chosen when it
+reaches their columns, and which feeds the errors forward. From there on each scale is set to its
+optimum for its codes, and each code to that for all others, in turn: no step makes the loss larger.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from mrp_lightning.solver.damping import DampedHessian
+from mrp_lightning.solver.grid import Grid
+from mrp_lightning.solver.patterns import Dense
+from mrp_lightning.solver.problem import Problem
+from mrp_lightning.solver.ranges import by_rows, split_range
+
+_FACTORS = torch.logspace(-0.35, 0.2, 30).tolist()
+"""Scales that are tried, relative to the one that makes the largest weight the largest code."""
+_PASSES = 5
+"""Rounds of descent after the sweep. Layers gain 10% to 30% by the first three, 1% by five more."""
+_PANEL = 128
+"""Columns whose changes are carried over to the others at once, at most."""
+
+
+def on_grid(problem: Problem, weight: Tensor, pruned: Tensor, grid: Grid) -> Tensor:
+    """Put the kept weights on the grid, so that the loss against `weight` grows little.
+
+    A kept weight may become zero, which no code has to be stored for. Where nothing is removed
+    there are no places without a code: then zero takes the code of +2^(bits − 1), with a scale
+    whose sign is that of the end which is needed more.
+
+    Args:
+        problem: The layer; its H + λI says what a change costs.
+        weight: What the compensation gave, (rows, columns).
+        pruned: bool (rows, columns), True = removed.
+        grid: The grid.
+
+    Returns:
+        The weight on the grid, (rows, columns), in the dtype of `weight`, and exact in bfloat16.
+        For each row it loses as much as the column sweep alone, or less.
+    """
+    damped = problem.damped if problem.damped.float32_suffices else problem.damped.double
+    found = torch.empty_like(weight)
+
+    def work(rows: slice) -> None:
+        # Input-major, so that a column of the weight is contiguous.
+        target = weight[rows].T.to(damped.dtype).contiguous()
+        kept = (~pruned[rows].T).to(damped.dtype).contiguous()
+        whole = isinstance(problem.pattern, Dense)
+        descent = _Descent(target * kept, kept, damped, grid, zero_has_a_code=whole)
+        descent.sweep()
+        x, loss = descent.x, descent.losses()
+        for number in range(_PASSES):
+            descent.improve()
+            problem.tell(f"pass {number + 1}/{_PASSES} on the grid")
+        # Rounding could make a row worse by a little.
+        better = descent.losses() < loss
+        found[rows] = torch.where(better, descent.x, x).T.to(weight.dtype)
+
+    by_rows(work, *weight.shape)
+    return found
+
+
+class _Descent:
+    """The codes and scales of some rows. Tensors of weights are (columns, rows) here.
+
+    Args:
+        target: ŵ, zero where weights are removed.
+        kept: Ones, and zeros where weights are removed.
+        damped: H + λI.
+        grid: The grid.
+        zero_has_a_code: Whether zero is one of 2^bits codes.
+    """
+
+    def __init__(
+        self,
+        target: Tensor,
+        kept: Tensor,
+        damped: DampedHessian,
+        grid: Grid,
+        *,
+        zero_has_a_code: bool,
+    ) -> None:
+        self.target, self.kept, self.damped, self.grid = target, kept, damped, grid
+        columns, rows = target.shape
+        self.codes = torch.zeros_like(target)
+        self.scales = target.new_ones(grid.groups(columns), rows)
+        self._lowest, self._highest = -grid.largest, grid.largest
+        self._signed = zero_has_a_code and grid.bits < 8  # at 8 bits there are 255 codes, not 256
+        if self._signed:
+            self._highest -= 1
+
+    @property
+    def x(self) -> Tensor:
+        """The weight that codes and scales give."""
+        columns = len(self.codes)
+        return self.codes * self.scales.repeat_interleave(self.grid.group_size, 0)[:columns]
+
+    def losses(self) -> Tensor:
+        """½ (x − ŵ)(H + λI)(x − ŵ)ᵀ of each row: (rows,)."""
+        change = self.x - self.target
+        return (change * (self.damped.matrix @ change)).sum(0) / 2
+
+    def sweep(self) -> None:
+        """Fix column after column to its nearest codes, and let those to come make up for it."""
+        swept, factor = self.target.clone(), self.damped.factor
+        moves = factor / factor.diagonal()[:, None]
+        for group, start, stop in self._panels():
+            if start == group * self.grid.group_size:
+                self.scales[group] = self._choose_scales(group, swept)
+            scale = self.scales[group]
+            errors = torch.empty_like(swept[start:stop])
+            for j in range(start, stop):
+                self.codes[j] = self._nearest(swept[j], scale, j)
+                torch.sub(swept[j], self.codes[j] * scale, out=errors[j - start])
+                swept[j + 1 : stop].addr_(moves[j, j + 1 : stop], errors[j - start], alpha=-1)
+            swept[stop:].addmm_(moves[start:stop, stop:].T, errors, alpha=-1)
+
+    def improve(self) -> None:
+        """Set each scale to its optimum for its codes, and each code to its own, in turn."""
+        matrix = self.damped.matrix
+        gradient = matrix @ (self.x - self.target)
+        for group, start, stop in self._panels():
+            if start == group * self.grid.group_size:
+                self._improve_scales(group, gradient)
+            scale, panel = self.scales[group], matrix[start:stop, start:stop]
+            slope = gradient[start:stop].clone()
+            before = self.codes[start:stop] * scale
+            for j in range(start, stop):
+                current = self.codes[j] * scale
+                wanted = current - slope[j - start] / matrix[j, j]
+                self.codes[j] = self._nearest(wanted, scale, j)
+                slope.addr_(panel[j - start], self.codes[j] * scale - current)
+            moved = self.codes[start:stop] * scale - before
+            gradient.addmm_(matrix[:, start:stop], moved)
+
+    def _choose_scales(self, group: int, swept: Tensor) -> Tensor:
+        """The scales that fit the present weights of a group best, weighted by diag(H + λI)."""
+        columns = self._columns(group)
+        values = swept[columns] * self.kept[columns]
+        weights = self.damped.matrix.diagonal()[columns]
+        peaks, places = values.abs().max(0)
+        unit = peaks / self.grid.largest
+        if self._signed:  # the largest weight gets the code −2^(bits − 1)
+            unit = torch.where(values.gather(0, places[None])[0] > 0, -unit, unit)
+        best = torch.full_like(peaks, torch.inf)
+        scales = torch.ones_like(peaks)
+        for factor in _FACTORS:
+            tried = self._round(unit * factor)
+            codes = (values / tried).round_().clamp_(self._lowest, self._highest)
+            error = weights @ codes.mul_(tried).sub_(values).square_()
+            better = error < best
+            best, scales = torch.where(better, error, best), torch.where(better, tried, scales)
+        return scales
+
+    def _improve_scales(self, group: int, gradient: Tensor) -> None:
+        """Move the scales of a group to the optimum for its codes, where that can be had."""
+        columns, matrix = self._columns(group), self.damped.matrix
+        codes, scales = self.codes[columns], self.scales[group]
+        curvature = (codes * (matrix[columns, columns] @ codes)).sum(0)
+        slope = (codes * gradient[columns]).sum(0)
+        wanted = scales - slope / curvature
+        # A scale that would change its sign, or codes that are all zero, stay as they are.
+        found = torch.where(wanted * scales > 0, self._round(wanted), scales)
+        step = found - scales
+        step = torch.where(slope * step + curvature * step.square() / 2 < 0, step, 0)
+        self.scales[group] = scales + step
+        gradient.addmm_(matrix[:, columns], codes * step)
+
+    def _nearest(self, values: Tensor, scale: Tensor, column: int) -> Tensor:
+        codes = (values / scale).round_().clamp_(self._lowest, self._highest)
+        return codes.mul_(self.kept[column])
+
+    def _round(self, scales: Tensor) -> Tensor:
+        return self.grid.round_scales(scales.abs()).copysign(scales)
+
+    def _columns(self, group: int) -> slice:
+        start = group * self.grid.group_size
+        return slice(start, min(start + self.grid.group_size, len(self.codes)))
+
+    def _panels(self) -> Iterator[tuple[int, int, int]]:
+        """Ranges of at most 128 columns that split no column block of a scale, with its number."""
+        for group in range(len(self.scales)):
+            columns = self._columns(group)
+            for start, stop in split_range(columns.start, columns.stop, _PANEL):
+                yield group, start, stop

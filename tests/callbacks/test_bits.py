@@ -1,0 +1,115 @@
+"""Pruning and few bits at once: what is saved lies on its grid, whatever else was asked for."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from callbacks import MRPCallback
+from mrp_lightning import BlockTuning, CausalLM, OptionError, Trainer, prune_weight
+from mrp_lightning.solver.grid import Grid
+
+TUNING = BlockTuning(epochs=2, learning_rate=3e-3, batch_size=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("options", "sparsity"),
+    [
+        ({"pattern": "2:4", "bits": 4, "group_size": 16}, 0.5),
+        ({"sparsity": 0.7, "bits": 3, "method": "JM", "tuning": TUNING, "target": "dense"}, 0.7),
+        ({"bits": 4, "tuning": TUNING}, 0),
+        ({"sparsity": 0.5, "bits": 8, "tuning": TUNING}, 0.5),
+    ],
+)
+def test_what_is_saved_lies_on_its_grid(
+    dtype, options, sparsity, llama, loader, quiet, tmp_path, caplog
+):
+    caplog.set_level("INFO")
+    llama().to(dtype).save_pretrained(tmp_path / "dense")
+    callback = MRPCallback(**options, save_dir=tmp_path / "out")
+    precision = "bf16-true" if dtype is torch.bfloat16 else "32-true"
+    module = CausalLM(tmp_path / "dense")
+    Trainer(precision=precision, **quiet).predict(module, loader, callbacks=[callback])
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert saved.dtype is dtype
+    grid = Grid(options["bits"], options.get("group_size", 64))
+    for row in callback.report.layers:
+        weight = saved.get_submodule(row.name).weight
+        grid.decompose(weight)
+        assert float((weight == 0).float().mean()) >= sparsity - 1e-3
+        assert row.sparsity == pytest.approx(sparsity, abs=1e-3)
+        assert row.bits == options["bits"]
+        assert row.zeros_loss + row.grid_loss == pytest.approx(row.loss)
+        assert (row.zeros_loss == 0) == (sparsity == 0 and "target" not in options)
+    if "tuning" in options:
+        # Coarse grids move seldom in so few steps.
+        assert options["bits"] < 8 or any(block.epoch for block in callback.report.blocks)
+        assert all(b.error_after <= b.error_before for b in callback.report.blocks)
+    report = json.loads((tmp_path / "out" / "pruning_report.json").read_text())
+    assert report["config"]["bits"] == options["bits"]
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"quantised to {options['bits']} bits" in card
+    assert f"  bits: {options['bits']}\n" in card
+    amount = {0.5: "2:4" if "pattern" in options else "50%", 0.7: "70%", 0: ""}[sparsity]
+    said = "+".join(filter(None, [amount, f"{options['bits']}bit"]))
+    assert f"Pruned 14 layers to {said} with" in caplog.text
+
+
+def test_a_layer_gets_what_prune_weight_gives(llama, loader, quiet):
+    """Of the first block, whose inputs are the dense model's."""
+    model, before = llama(), llama()
+    seen = []
+    layer = before.model.layers[0].self_attn.q_proj
+    layer.register_forward_pre_hook(lambda _, args: seen.append(args[0].flatten(0, 1)))
+    with torch.no_grad():
+        for batch in loader:
+            before(batch)
+    x = torch.cat(seen)
+    callback = MRPCallback(sparsity=0.5, bits=4)
+    Trainer(**quiet).predict(model, loader, callbacks=[callback])
+    found = prune_weight(layer.weight, 2 * x.T @ x / len(x), sparsity=0.5, bits=4)
+    pruned = model.model.layers[0].self_attn.q_proj.weight
+    assert (pruned == found.weight).float().mean() > 0.99
+    row = callback.report.layers[0]
+    assert row.zeros_loss == pytest.approx(found.zeros_loss, rel=1e-3)
+    assert row.grid_loss == pytest.approx(found.grid_loss, rel=0.05)
+
+
+def test_a_resumed_run_has_the_same_bits(llama, loader, quiet, tmp_path, monkeypatch):
+    from mrp_lightning.pruning import sequential
+
+    llama().save_pretrained(tmp_path / "dense")
+
+    def run(name, module):
+        callback = MRPCallback(pattern="2:4", bits=4, tuning=TUNING, save_dir=tmp_path / name)
+        Trainer(**quiet).predict(module, loader, callbacks=[callback])
+        return callback.report
+
+    run("whole", CausalLM(tmp_path / "dense"))
+    prune = sequential.BlockPruner.prune
+
+    def stops(self, layers):
+        if self.k == 1:
+            raise RuntimeError("stopped")
+        return prune(self, layers)
+
+    monkeypatch.setattr(sequential.BlockPruner, "prune", stops)
+    with pytest.raises(RuntimeError, match="stopped"):
+        run("parts", CausalLM(tmp_path / "dense"))
+    monkeypatch.undo()
+    report = run("parts", CausalLM(tmp_path / "dense"))
+    assert report.resumed_blocks == 1
+    whole, parts = (AutoModelForCausalLM.from_pretrained(tmp_path / n) for n in ("whole", "parts"))
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(tensor, parts.state_dict()[name]), name
+
+
+def test_what_does_not_go_is_refused_at_once():
+    with pytest.raises(OptionError, match="`bits` must be 3, 4 or 8"):
+        MRPCallback(pattern="2:4", bits=2)
+    with pytest.raises(OptionError, match="`bits` must be a whole number or None"):
+        MRPCallback(pattern="2:4", bits="4")
+    with pytest.raises(OptionError, match="nothing is removed"):
+        MRPCallback(bits=4, allocation="output")
