@@ -113,3 +113,16 @@ def test_what_does_not_go_is_refused_at_once():
         MRPCallback(pattern="2:4", bits="4")
     with pytest.raises(OptionError, match="nothing is removed"):
         MRPCallback(bits=4, allocation="output")
+
+
+def test_a_streamed_model_gets_the_same_bits(llama, loader, quiet, tmp_path):
+    llama().save_pretrained(tmp_path / "dense")
+    for name in ("memory", "streamed"):
+        module = CausalLM(tmp_path / "dense", streaming=name == "streamed")
+        callback = MRPCallback(pattern="2:4", bits=4, tuning=TUNING, save_dir=tmp_path / name)
+        Trainer(**quiet).predict(module, loader, callbacks=[callback])
+    ours, theirs = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("memory", "streamed")
+    )
+    for name, tensor in ours.state_dict().items():
+        assert torch.equal(tensor, theirs.state_dict()[name]), name

@@ -221,3 +221,13 @@ def test_what_does_not_go_is_refused(problem, truth):
         prune_weight(weight, hessian, sparsity=0.5, group_size=32)
     with pytest.raises(PatternError, match="`bits` alone"):
         prune_weight(weight, hessian)
+
+
+@pytest.mark.parametrize("method", ["SM", "JM", "magnitude"])
+def test_a_pruned_weight_keeps_its_zeros_if_its_pattern_is_given_again(problem, truth, method):
+    weight, inputs = problem(8, 64)
+    hessian = truth.hessian_of(inputs)
+    pruned = prune_weight(weight, hessian, pattern="2:4")
+    found = prune_weight(pruned.weight, hessian, pattern="2:4", method=method, bits=4)
+    assert torch.equal(found.pruned, pruned.pruned)
+    assert found.zeros_loss == pytest.approx(0, abs=1e-9 * pruned.loss)
