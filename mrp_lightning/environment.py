@@ -6,6 +6,7 @@ import platform
 import shlex
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -101,6 +102,22 @@ def hush_torchao() -> None:
 
 def _tells_more_than_loading(record: logging.LogRecord) -> bool:
     return not str(record.msg).startswith(("Failed to load ", "%s is an Enum subclass "))
+
+
+def hush_lightning() -> None:
+    """Keep off the terminal what Lightning says of other packages and of its own code.
+
+    That is tips to install two packages of its makers, that TensorBoard is not installed where logs
+    are asked for, and that it calls what torch deprecates. What else it says is shown.
+    """
+    told_by = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    told_by.addFilter(_is_no_tip)
+    for message in (".*`tensorboardX` has been removed", ".*LeafSpec.* is deprecated"):
+        warnings.filterwarnings("ignore", message=message)
+
+
+def _is_no_tip(record: logging.LogRecord) -> bool:
+    return "Tip: For seamless cloud" not in str(record.msg)
 
 
 @contextmanager

@@ -316,6 +316,27 @@ def bounded_gguf(file: Path) -> Any:
 # argparse
 
 
+def take_alone(parser: Any, group: str, key: str, is_value: Callable[[str], bool]) -> None:
+    """Let `--group VALUE`, and `group: VALUE` in YAML, stand for the option `group.key`.
+
+    Seen in jsonargparse 4.53, where the option of a group names a file of what is in the group. In
+    its place: a public way to let it take anything else.
+
+    Args:
+        parser: The parser, to which the group was added with `sub_configs`.
+        group: The name of a group of options.
+        key: The one that the value is of.
+        is_value: Whether a text is such a value, and not the name of a file or the text of one.
+    """
+    (action,) = (each for each in parser._actions if each.dest == group)
+    load = action._load_config
+
+    def load_or_take(value: Any, *more: Any) -> Any:
+        return load({key: value} if isinstance(value, str) and is_value(value) else value, *more)
+
+    action._load_config = load_or_take
+
+
 def options_of(parser: Any) -> dict[str, Any]:
     """The options that a parser knows, with their dashes, and the type of each.
 

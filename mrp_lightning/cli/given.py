@@ -18,6 +18,11 @@ _GROUPS = ("model", "data", "trainer")
 _SUFFIXES = (".yaml", ".yml", ".json")
 
 
+def is_name(value: str) -> bool:
+    """Whether the value of `--model` is that of a model: no configuration, and no file of one."""
+    return bool(value) and not value.endswith(_SUFFIXES) and not value.lstrip().startswith("{")
+
+
 @dataclass(frozen=True)
 class Given:
     """An option of a command line, or a key or an item of one of its files.
@@ -50,8 +55,8 @@ def given(args: Sequence[str], *, files: bool = True) -> list[Given]:
         option, equals, value = arg.partition("=")
         value = value if equals else following
         known = _FILE_OPTION.fullmatch(option) if files else None
-        if known and Path(value).is_file():
-            group = "" if known[1] in (None, "config") else known[1]
+        group = "" if known is None or known[1] in (None, "config") else known[1]
+        if known and Path(value).is_file() and not (group and is_name(value)):
             found += _read(Path(value), group, args)
         elif option.startswith("--"):
             found.append(Given(option[2:].removesuffix("+").replace(".init_args", ""), value))

@@ -13,7 +13,7 @@ from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from mrp_lightning.cli.given import Given, given
+from mrp_lightning.cli.given import Given, given, is_name
 from mrp_lightning.cli.parser import Parser
 from mrp_lightning.errors import OptionError
 from mrp_lightning.loop.causal_lm import CausalLM
@@ -24,6 +24,7 @@ from mrp_lightning.models.integrity import explained_checkpoint
 from mrp_lightning.records.report import NAME
 from mrp_lightning.text.mixture import GIVEN, Mixture
 from mrp_lightning.text.published import CALIBRATION
+from mrp_lightning.upstream import take_alone
 
 _NO_PRUNING = (
     "`trainer.callbacks`: `predict` prunes, and no callback here does. Add "
@@ -81,6 +82,12 @@ class PruningCLI(LightningCLI):
             args=args,
             run=run,
         )
+
+    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Let `--model PATH`, and `model: PATH` in YAML, name the model, as in other commands."""
+        super().add_core_arguments_to_parser(parser)
+        if not self.subclass_mode_model:
+            take_alone(parser, "model", "model", is_name)
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:

@@ -1,5 +1,6 @@
 """A listener that tells a trainer's bar, log and loggers of a pruning."""
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,7 +31,7 @@ class TrainerListener(Listener):
         self, trainer: Trainer, steps: int, report: PruningReport, show: Callable[[int, str], None]
     ) -> None:
         self._trainer, self._report, self._show = trainer, report, show
-        self._plain = PlainLog(trainer, steps)
+        self._plain, self._steps = PlainLog(trainer, steps), steps
         self._is_time, self._shown, self._last = Seldom(), -1, time.monotonic()
 
     def say(self, text: str) -> None:
@@ -43,16 +44,18 @@ class TrainerListener(Listener):
             return
         loss = self._report.relative_loss
         so_far = "" if loss is None else f" · relative loss {loss:.3g}"
-        where = f"block {progress.block}/{progress.blocks} · {progress.task}{so_far}"
-        self._shown, text = progress.layers, where + self._plain.left
-        self._show(progress.layers, text)
-        self._plain.move(text)
+        block = f"block {progress.block}/{progress.blocks} · "
+        self._shown = progress.layers
+        self._show(progress.layers, block + _in_brief(progress.task))
+        self._plain.move(f"{block}{progress.task}{so_far}{self._plain.left}")
 
     def finished(self, k: int, rows: list[LayerReport], *, resumed: bool) -> None:
         """Log a block and its layers."""
         seconds, self._last = time.monotonic() - self._last, time.monotonic()
         self._plain.finish(k + 1, _mean_loss(rows) if rows else None, resumed=resumed)
         if rows:
+            where = f"block {k + 1}/{self._steps}"
+            self._show(len(self._report.pruned), f"{where} · loss {_mean_loss(rows):.2g}")
             metrics = {
                 "prune/relative_loss": _mean_loss(rows),
                 "prune/sparsity": sum(row.sparsity or 0.0 for row in rows) / len(rows),
@@ -87,6 +90,12 @@ def listening(trainer: Trainer, job: Job) -> Iterator[TrainerListener]:
     """Give a trainer's listener to a job, with a bar of its own below the trainer's."""
     with nested_progress(trainer, job.plan.num_layers) as show:
         yield TrainerListener(trainer, job.steps, job.report, show)
+
+
+def _in_brief(task: str) -> str:
+    """What is being done in a block, short enough to leave a bar its place in 80 columns."""
+    inside = re.sub(r"^[a-zA-Z_.]*\d+(\.|, |$)", "", task)
+    return inside.partition(", ")[0].rpartition(".")[2]
 
 
 def _mean_loss(rows: list[LayerReport]) -> float:

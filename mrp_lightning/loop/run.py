@@ -219,7 +219,7 @@ class Run:
         rank_zero_info(
             f"Pruned {totals['layers']} layers to {recipe.amount} with {recipe.method} in "
             f"{totals['seconds']:.1f} s: {totals['share']:.0%} of the model's weights are in them, "
-            f"and {totals['skipped']} more are left dense. Mean output error of a layer, relative "
+            f"{1 - totals['share']:.0%} are left dense. Mean output error of a layer, relative "
             f"to its output: {totals['relative_loss']:.4f}{before}. {self._where}"
         )
 

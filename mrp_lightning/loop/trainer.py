@@ -1,12 +1,13 @@
 """Lightning's Trainer with callbacks for a single `predict`."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, ProgressBar
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 
 from mrp_lightning.arguments import checked
 from mrp_lightning.calibration.memory import explained_out_of_memory
+from mrp_lightning.environment import hush_lightning
 from mrp_lightning.errors import DataError, FormatError
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.models.integrity import explained_checkpoint, why_no_checkpoint
@@ -21,6 +23,8 @@ from mrp_lightning.models.tokenizers import tokenizer_beside
 from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.records.report import PruningReport
 from mrp_lightning.upstream import in_order, uncompiled
+
+hush_lightning()
 
 
 class Trainer(pl.Trainer):
@@ -30,6 +34,8 @@ class Trainer(pl.Trainer):
         devices: The number of accelerators, or which ones. With `strategy="ddp"` pruning shares
             its work out over several; see docs/processes.md.
         callbacks: One callback or several, for all that the trainer runs.
+        logger: One logger or several; `True` is Lightning's own, which makes a directory of logs in
+            the working directory at each run. There is none by default.
         **kwargs: The other arguments of `lightning.pytorch.Trainer`.
 
     Raises:
@@ -44,9 +50,11 @@ class Trainer(pl.Trainer):
         *,
         devices: list[int] | str | int = 1,
         callbacks: list[Callback] | Callback | None = None,
+        logger: Logger | Iterable[Logger] | bool | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(devices=devices, callbacks=_checked(callbacks), **kwargs)
+        logger = False if logger is None else logger
+        super().__init__(devices=devices, callbacks=_checked(callbacks), logger=logger, **kwargs)
         if type(self.strategy.checkpoint_io) is TorchCheckpointIO:
             self.strategy.checkpoint_io = TensorsOnly()
 

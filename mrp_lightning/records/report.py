@@ -10,6 +10,7 @@ from mrp_lightning.environment import versions
 from mrp_lightning.errors import FormatError
 from mrp_lightning.files import save_ours
 from mrp_lightning.json_files import as_dataclass, as_json, check_version, read_json
+from mrp_lightning.records.listing import listing
 from mrp_lightning.records.rows import BlockReport, LayerReport
 from mrp_lightning.solver.recipe import Recipe
 
@@ -66,6 +67,10 @@ class PruningReport:
     model_weights: int | None = None
     resumed_blocks: int = 0
     narrowed: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """A table of the layers, for a terminal."""
+        return listing(self.layers, self.totals)
 
     def skip(
         self, name: str, shape: tuple[int, ...], reason: str, block: str | None = None

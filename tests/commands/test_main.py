@@ -53,6 +53,29 @@ def test_predict_prunes_and_test_gives_perplexity(tiny_llama, text, tmp_path, ca
     assert "perplexity" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("way", ["option", "options", "yaml"])
+def test_a_model_is_named_as_in_other_commands(way, tiny_llama, text, tmp_path, capsys):
+    _, _, *rest = arguments("test", tiny_llama, text)
+    (tmp_path / "run.yaml").write_text(f"model: {tiny_llama}\n")
+    named = {
+        "option": [f"--model={tiny_llama}"],
+        "options": ["--model", str(tiny_llama), "--model.dtype=bfloat16"],
+        "yaml": [f"--config={tmp_path / 'run.yaml'}"],
+    }
+    main(["test", *named[way], *rest])
+    assert "perplexity" in capsys.readouterr().out
+
+
+def test_a_model_option_that_is_a_file_of_options_is_read(tiny_llama, text, tmp_path, capsys):
+    _, _, *rest = arguments("test", tiny_llama, text)
+    (tmp_path / "model.yaml").write_text(f"model: {tiny_llama}\n")
+    main(["test", f"--model={tmp_path / 'model.yaml'}", *rest])
+    assert "perplexity" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["test", "--model=./absent.gguf", *rest])
+    assert "absent.gguf" in capsys.readouterr().err
+
+
 def test_the_papers_data_from_local_copies(tiny_llama, corpora_dir, tmp_path, capsys, caplog):
     """Prune on C4 and evaluate on three texts, as configured for a published model."""
     out = tmp_path / "pruned"

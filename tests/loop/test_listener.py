@@ -2,7 +2,10 @@
 
 from types import SimpleNamespace
 
+import pytest
+
 from mrp_lightning.loop.listener import TrainerListener
+from mrp_lightning.pruning.job import Progress
 from mrp_lightning.records.report import PruningReport
 from mrp_lightning.records.rows import LayerReport
 
@@ -25,3 +28,22 @@ def test_many_layers_are_logged_each_once_with_its_place():
     listener.log_layers(pruned, pruned[40:])
     assert logged == [(i, float(i)) for i in range(40, 100)]
     assert len(compared) < 100  # as many as the layers of a model, not of them squared
+
+
+@pytest.mark.parametrize(
+    ("task", "brief"),
+    [
+        ("model.layers.11.mlp.down_proj, columns 8192/11008", "down_proj"),
+        ("transformer.h.3.attn.c_attn", "c_attn"),
+        ("model.layers.0, inputs 31/32", "inputs 31/32"),
+        ("model.layers.3.mlp.experts.17.up_proj, iteration 4", "up_proj"),
+        ("lm_head", "lm_head"),
+    ],
+)
+def test_the_bar_is_told_in_so_few_words_that_it_fits_80_columns(task, brief):
+    shown: list[str] = []
+    trainer = SimpleNamespace(loggers=[], progress_bar_callback=None)
+    listener = TrainerListener(trainer, 32, PruningReport({}), lambda _, text: shown.append(text))
+    listener.progress(Progress(12, 32, task, 7))
+    assert shown == [f"block 12/32 · {brief}"]
+    assert len(shown[0]) <= 28

@@ -178,3 +178,29 @@ def test_a_pipe_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pruning_report.json")
     with pytest.raises(FormatError, match=r"pruning_report\.json is no file\. Move it away"):
         PruningReport.load(tmp_path / "pruning_report.json")
+
+
+def test_it_is_shown_as_a_table():
+    rows = [
+        LayerReport(
+            name=f"model.layers.{i}.mlp.down_proj",
+            shape=(64, 32),
+            method="SM",
+            sparsity=0.5,
+            loss=0.1,
+            relative_loss=0.01 * (i + 1),
+            seconds=1.25,
+        )
+        for i in range(2)
+    ]
+    report = PruningReport({"method": "SM", "pattern": "2:4"}, list(rows), seconds=3.0)
+    report.skip("lm_head", (100, 32), "outside the blocks")
+    lines = str(report).splitlines()
+    assert max(map(len, lines)) <= 100
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
+    assert cells == [
+        ["model.layers.0.mlp.down_proj", "64 × 32", "50.0%", "0.01", "1.2"],
+        ["model.layers.1.mlp.down_proj", "64 × 32", "50.0%", "0.02", "1.2"],
+        ["lm_head", "100 × 32", "dense", "outside the blocks", ""],
+        ["2 layers", "4,096", "50.0%", "0.015", "3.0"],
+    ]
