@@ -13,6 +13,7 @@ _RECIPES: dict[str, dict[str, Any]] = {
     "paper": {"method": "SM"},
     "joint": {"method": "JM"},
     "best": {"method": "JM", "target": "dense", "tuning": True},
+    "best_4bit": {"method": "JM", "target": "dense", "tuning": True, "bits": 4},
 }
 """The arguments of `PruningCallback` by the name of a recipe, as in configs/recipes."""
 
@@ -96,7 +97,8 @@ def _parser() -> Any:
     option("--pattern", help="N:M keeps N of every M consecutive weights of a row, such as 2:4")
     option("--sparsity", type=float, help="the fraction of the weights to remove, such as 0.5")
     option("--method", help="SM (default), JM, SS (SparseGPT), wanda, magnitude, …")
-    what = "paper (SM), joint (JM), or best (JM, dense target, tuned blocks) in place of a method"
+    what = "paper (SM), joint (JM), best (JM, dense target, tuned blocks), or best_4bit, which "
+    what += "also puts the weights on a grid of 4 bits; in place of a method"
     option("--recipe", choices=list(_RECIPES), help=what)
     what = "text or .jsonl files; a tenth is held out to evaluate on (default: Python's own source)"
     option("--text", nargs="+", metavar="FILE", help=what)
