@@ -22,7 +22,7 @@ from mrp_lightning.loop.save_evaluation import SaveEvaluation
 from mrp_lightning.loop.trainer import Trainer, callbacks_that_prune
 from mrp_lightning.models.integrity import explained_checkpoint
 from mrp_lightning.records.report import NAME
-from mrp_lightning.text.mixture import GIVEN, Mixture
+from mrp_lightning.text.mixture import GIVEN
 from mrp_lightning.text.published import CALIBRATION
 from mrp_lightning.upstream import take_alone
 
@@ -143,11 +143,11 @@ class PruningCLI(LightningCLI):
         What is given at the same place contradicts itself, and is refused.
         """
         calibration = data.get("calibration")
-        if calibration is None or calibration in CALIBRATION:
+        if calibration is None or (isinstance(calibration, str) and calibration in CALIBRATION):
             self._choose_one(data, _TEXTS)
             return
         # The model's own text and mixtures are calibrated on beside any text to evaluate on.
-        named = set(GIVEN) & Mixture.of(calibration).shares.keys()
+        named = set(GIVEN) & set(calibration if isinstance(calibration, dict) else [calibration])
         others = [tuple(key for key in keys if key not in named) for keys in _TEXTS]
         self._choose_one(data, [tuple(k for k in keys if k != "calibration") for keys in others])
         if not named:

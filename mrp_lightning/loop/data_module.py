@@ -20,9 +20,9 @@ from mrp_lightning.loop.own_text import own_windows, writer_of
 from mrp_lightning.models.skeleton import longest_sequence
 from mrp_lightning.models.tokenizers import load_tokenizer
 from mrp_lightning.samples.writing import Sampling
-from mrp_lightning.text.mixture import GIVEN, SELF, STDLIB, Mixture, interleaved
+from mrp_lightning.text.mixture import GIVEN, SELF, STDLIB, Mixture, interleaved, texts_by_name
 from mrp_lightning.text.prefix import Windows, after, frame
-from mrp_lightning.text.published import CALIBRATION, PublishedTexts
+from mrp_lightning.text.published import CALIBRATION, EVALUATION, PublishedTexts
 from mrp_lightning.text.sources import OwnText
 from mrp_lightning.text.standard_library import Split
 from mrp_lightning.text.windows import (
@@ -73,7 +73,9 @@ class TextDataModule(LightningDataModule):
             the model's own text; `stdlib`, Python's standard library; or a file. A mapping gives
             several of these their shares of the windows, such as `{self: 0.5, c4: 0.5}`, where
             `train_files` and `dataset` stand for what those arguments give.
-        evaluation: Published texts for `validate` and `test`: c4, ptb, wikitext2.
+        evaluation: Texts for `validate` and `test`: published ones (c4, ptb, wikitext2); or, by the
+            name that results give to each, one of these, `stdlib`, or a file, such as `{code:
+            stdlib, mine: test.txt}`.
         corpora_dir: Directory with local copies of the published texts, in the paths of their
             repositories (`allenai/c4/en/…`); nothing is fetched then. By default they come from
             the hub or, with `HF_HUB_OFFLINE=1`, from its cache.
@@ -106,7 +108,7 @@ class TextDataModule(LightningDataModule):
         dataset: str | dict[str, Any] | None = None,
         *,
         calibration: dict[str, float] | str | None = None,
-        evaluation: Sequence[str] | str | None = None,
+        evaluation: dict[str, str] | Sequence[str] | str | None = None,
         corpora_dir: _Path | None = None,
         num_samples: int = 128,
         sequence_length: int | None = None,
@@ -128,19 +130,20 @@ class TextDataModule(LightningDataModule):
         ]:
             raise OptionError(" ".join(wrong))
         self.calibration = calibration
-        self.evaluation = [evaluation] if isinstance(evaluation, str) else list(evaluation or [])
+        evaluation = [evaluation] if isinstance(evaluation, str) else evaluation or []
+        self.evaluation = texts_by_name(evaluation)
         self.corpora_dir = Path(corpora_dir).expanduser() if corpora_dir is not None else None
         self._mixture = None if calibration is None else Mixture.of(calibration)
         self._published = PublishedTexts(
             calibration=self._mixture.published if self._mixture else [],
-            evaluation=self.evaluation,
+            evaluation=[text for text in self.evaluation.values() if text in EVALUATION],
             directory=self.corpora_dir,
         )
         # One published text alone is the paper's protocol, which says all of both uses.
         self._by_protocol = bool(self.evaluation) or calibration in CALIBRATION
-        of_paper = self._by_protocol and (calibration is None or calibration in CALIBRATION)
+        of_paper = calibration in CALIBRATION or (calibration is None and self._published)
         self.bos = bos or ("text" if of_paper else "window")
-        self._evaluation_bos = bos or ("text" if self._by_protocol else "window")
+        self._given_bos = bos
         given = {"train_files": train_files, "eval_files": eval_files, "dataset": dataset}
         _refuse_contradictions(
             {name for name, text in given.items() if text},
@@ -204,7 +207,9 @@ class TextDataModule(LightningDataModule):
             if self._published.calibration:
                 self._published.locate(stage)
         elif self._by_protocol:
-            self._published.locate(stage)
+            of_files = self.evaluation and not self._published.evaluation
+            if stage not in ("validate", "test") or not of_files:
+                self._published.locate(stage)
         elif not self._own.is_given:
             rank_zero_info(
                 f"No text was given: `{getattr(stage, 'value', stage)}` reads the source code of "
@@ -224,7 +229,7 @@ class TextDataModule(LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         """All training windows, shuffled anew in every epoch."""
-        tokenizer, prefix = self._frame(self._evaluation_bos)
+        tokenizer, prefix = self._frame(self._bos_of("train"))
         documents = [document + _SEPARATOR for document in self.documents("train")]
         encoded = tokenizer(documents, add_special_tokens=False, verbose=False)["input_ids"]
         tokens = torch.tensor(list(chain.from_iterable(encoded)), dtype=torch.int32)
@@ -240,12 +245,13 @@ class TextDataModule(LightningDataModule):
         return self._evaluation_loaders("test")
 
     def _evaluation_loaders(self, split: Split) -> DataLoader[Any] | dict[str, DataLoader[Any]]:
-        def loader(windows: Tensor) -> DataLoader[Any]:
-            return self._loader(Windows(windows, len(self._frame(self._evaluation_bos)[1])))
+        def loader(windows: Tensor, text: str) -> DataLoader[Any]:
+            return self._loader(Windows(windows, len(self._frame(self._bos_of(text))[1])))
 
         if self._by_protocol:
-            return {name: loader(self.corpus_windows(name)) for name in self.evaluation}
-        return loader(self.evaluation_windows(split))
+            windows = {name: self._text_windows(text) for name, text in self.evaluation.items()}
+            return {name: loader(found, self.evaluation[name]) for name, found in windows.items()}
+        return loader(self.evaluation_windows(split), STDLIB)
 
     def calibration_windows(self) -> Tensor:
         """The windows to calibrate on (num_samples, sequence_length), int64.
@@ -336,8 +342,20 @@ class TextDataModule(LightningDataModule):
         text, count = self._published.evaluation_text(name)
         return self._consecutive(text, name)[:count]
 
+    def _text_windows(self, text: str) -> Tensor:
+        """The windows of a text that is published, a file, or the standard library's."""
+        if text in EVALUATION:
+            return self.corpus_windows(text)
+        files = () if text == STDLIB else _paths(text)
+        own = OwnText(train_files=(), eval_files=files, dataset=None, column=self._own.column)
+        return self._consecutive(_SEPARATOR.join(own.documents("test")), text)
+
+    def _bos_of(self, text: str) -> str:
+        """Where BOS stands in a text to evaluate on: as its protocol has it, if it has one."""
+        return self._given_bos or ("text" if text in EVALUATION else "window")
+
     def _consecutive(self, text: str, name: str) -> Tensor:
-        tokenizer, prefix = self._frame(self._evaluation_bos)
+        tokenizer, prefix = self._frame(self._bos_of(name))
         return self._cut(tokenize(tokenizer, text), name, prefix)
 
     def _cut(self, tokens: Tensor, name: str, prefix: Tensor) -> Tensor:

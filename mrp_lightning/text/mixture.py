@@ -1,7 +1,8 @@
 """Calibration text from several sources, each with its share of the windows."""
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mrp_lightning.errors import DataError, OptionError
-from mrp_lightning.text.published import CALIBRATION
+from mrp_lightning.text.published import CALIBRATION, EVALUATION, check_names
 
 SELF = "self"
 """The text that the model writes itself."""
@@ -19,6 +20,7 @@ STDLIB = "stdlib"
 GIVEN = ("train_files", "dataset")
 """Text that is given in the argument of this name."""
 
+_NAME = re.compile(r"[\w.+-]+")
 _SUM = 1e-6  # how far shares may be from 1 in all, as 0.333333 three times is
 
 
@@ -114,6 +116,27 @@ def interleaved(parts: list[Tensor]) -> Tensor:
     places = [(torch.arange(len(part)) + 0.5) / len(part) for part in parts]
     order = torch.cat(places).argsort(stable=True)
     return torch.cat(parts)[order]
+
+
+def texts_by_name(evaluation: Mapping[str, str] | Sequence[str]) -> dict[str, str]:
+    """Texts to evaluate on, by the names that results give them: published ones by their own.
+
+    Raises:
+        OptionError: A text is unknown, or a name cannot be part of the name of a metric.
+    """
+    if not isinstance(evaluation, Mapping):
+        check_names(evaluation, EVALUATION, "evaluation")
+        return {name: name for name in evaluation}
+    known = (STDLIB, *EVALUATION)
+    wrong = [
+        f"`{name}`: {text!r} is neither one of {', '.join(known)} nor a file that exists"
+        for name, text in evaluation.items()
+        if text not in known and not Path(str(text)).expanduser().is_file()
+    ]
+    wrong += [f"`{name}` is no name of a text" for name in evaluation if not _NAME.fullmatch(name)]
+    if wrong:
+        raise OptionError(f"`data.evaluation`: {'; '.join(wrong)}.")
+    return dict(evaluation)
 
 
 def _is_name(source: str) -> bool:

@@ -77,3 +77,22 @@ def test_each_source_gives_its_windows(tmp_path):
     assert found.shape == (8, 16)
     assert {tuple(row) for row in found.tolist()} == expected
     assert mixed.calibration_source == "0.5 train_files + 0.25 b.txt + 0.25 c.txt"
+
+
+def test_several_texts_are_evaluated_by_the_names_given(tmp_path):
+    text = " ".join(f"word{i}" for i in range(400))
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(text + name)
+    common = {"sequence_length": 16, "tokenizer": str(STDLIB_LLAMA)}
+    names = {"first": str(tmp_path / "a.txt"), "second": str(tmp_path / "b.txt")}
+    data = TextDataModule(calibration="self", evaluation=names, **common)
+    data.setup("test")
+    loaders = data.test_dataloader()
+    assert list(loaders) == ["first", "second"]
+    for name, path in names.items():
+        alone = TextDataModule(eval_files=path, **common).evaluation_windows("test")
+        assert torch.equal(torch.cat(list(loaders[name])), alone)
+    with pytest.raises(OptionError, match=r"`x`: 'absent.txt' is neither one of stdlib, c4"):
+        TextDataModule(evaluation={"x": "absent.txt"})
+    with pytest.raises(OptionError, match="`a/b` is no name of a text"):
+        TextDataModule(evaluation={"a/b": "stdlib"})

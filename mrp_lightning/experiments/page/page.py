@@ -28,6 +28,7 @@ from mrp_lightning.experiments.page.parts import Part, Picture
 from mrp_lightning.experiments.page.peers import NO_PEERS, Peers
 from mrp_lightning.experiments.page.render import read_template, render
 from mrp_lightning.experiments.page.steps import next_part
+from mrp_lightning.experiments.page.texts import texts_part
 from mrp_lightning.experiments.page.weights import weights_part
 from mrp_lightning.experiments.runs import Run
 from mrp_lightning.files import check_output_file, save_ours
@@ -47,7 +48,7 @@ class Page(NamedTuple):
 def parts_of(model: Model) -> list[Part]:
     """All parts that have something to show: what changed, where it lost, what next, the rest."""
     layers = Layers(model) if model.results else None
-    found = [results_part(model), zero_shot_part(model)]
+    found = [results_part(model), texts_part(model), zero_shot_part(model)]
     found += [layers.loss_part()] if layers else []
     found += [next_part(model), continuations_part(model)]
     found += layers.parts() if layers else []
@@ -57,7 +58,7 @@ def parts_of(model: Model) -> list[Part]:
 
 def brief_parts_of(model: Model, peers: Peers, *, continuations: bool) -> list[Part]:
     """The parts that compare what comes out, for a page of many runs."""
-    found = [results_part(model, peers), zero_shot_part(model)]
+    found = [results_part(model, peers), texts_part(model), zero_shot_part(model)]
     layers = Layers(model) if model.results else None
     found += [layers.block_part()] if layers and len(layers.of_blocks) else []
     found += [continuations_part(model)] if continuations else []
