@@ -110,8 +110,9 @@ class _Clock(Callback):
 def _announced(expected: Estimate) -> str:
     return (
         f"Pruning may take {roughly(expected.seconds)} and, beside the model, "
-        f"{memory(expected.num_bytes)} of memory: an estimate from the speed of that evaluation, "
-        "right within a factor of two or so. It goes on where it was if it is interrupted."
+        f"{memory(expected.num_bytes)} of memory. This is a rough estimate from the speed of that "
+        "evaluation; small models, few bits and busy machines take longer. If it is interrupted, "
+        "the same command goes on where it was."
     )
 
 

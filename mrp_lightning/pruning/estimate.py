@@ -26,7 +26,7 @@ _PER_WEIGHT, _PER_SQUARE = 17.5, 9.1  # float32 numbers that the solver holds
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a pruning may take, right within a factor of about two.
+    """What a pruning may take, roughly: what is no product of matrices is not counted.
 
     Attributes:
         seconds: The time of calibrating and solving; reading and writing files is not in it.
