@@ -1,5 +1,10 @@
-"""`python -m export.generate DIR --prompt TEXT`: stream what a model writes, and tell its speed."""
+"""`python -m export.generate DIR --prompt TEXT`: stream what a model writes, and tell its speed.
 
+On a CPU a step of decoding is compiled ahead of time, once for each shape of model (minutes), and
+kept for the next start. Where that cannot be done, a warning says why, and Python takes each step.
+"""
+
+import logging
 import os
 import time
 from collections.abc import Sequence
@@ -13,13 +18,23 @@ from transformers import TextStreamer
 from transformers.utils import logging as transformers_logging
 
 from export.backends.torchao_format import load
+from export.compiled_step import CompiledStep, round_activations
 from export.speed.twins import storage_bytes
 from mrp_lightning.arguments import checked
 from mrp_lightning.cli.command import make_parser, number_from, told
 from mrp_lightning.environment import device_named, machine
-from mrp_lightning.errors import DataError, first_line
+from mrp_lightning.errors import DataError, OptionError, first_line
 from mrp_lightning.models.skeleton import longest_sequence
 from mrp_lightning.models.tokenizers import load_tokenizer
+
+log = logging.getLogger(__name__)
+
+_FREE = {"bos_token_id", "eos_token_id", "pad_token_id", "do_sample", "temperature", "top_k"}
+_FREE |= {"top_p", "max_length", "max_new_tokens", "transformers_version", "use_cache"}
+_FREE |= {"_from_model_config", "cache_implementation"}
+"""Settings of `generation_config` that do not change which token is the likeliest."""
+FEW = 8
+"""Up to so many tokens packed rows are multiplied as they are decoded."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +83,16 @@ def main(args: Sequence[str] | None = None) -> None:
         speeds = []
         for directory in filter(None, (options.compare, options.directory)):
             print(f"--- {directory}")
-            speeds.append(write(directory, options.prompt, options.max_new_tokens, device))
+            speeds.append(
+                write(
+                    directory,
+                    options.prompt,
+                    options.max_new_tokens,
+                    device,
+                    compiled=not options.eager and device.type == "cpu",
+                    eight_bits=options.activations == 8,
+                )
+            )
             print(f"{speeds[-1]}\n")
     if options.compare and speeds[0].rate:
         before, after = speeds
@@ -80,7 +104,13 @@ def main(args: Sequence[str] | None = None) -> None:
 
 @checked
 def write(
-    directory: str | os.PathLike[str], prompt: str, max_new_tokens: int, device: torch.device
+    directory: str | os.PathLike[str],
+    prompt: str,
+    max_new_tokens: int,
+    device: torch.device,
+    *,
+    compiled: bool = False,
+    eight_bits: bool = False,
 ) -> Speed:
     """Let a model go on with a text, likeliest token after likeliest token, and print it.
 
@@ -89,6 +119,9 @@ def write(
         prompt: The beginning of the text.
         max_new_tokens: Where to stop, if the model does not stop by itself.
         device: Where it runs.
+        compiled: Whether steps run without Python, if this model can be compiled so.
+        eight_bits: Whether layers of four bits round their activations to 8 bits, where few tokens
+            are multiplied; what that does to the logits is printed.
 
     Raises:
         FileNotFoundError: The directory holds no model.
@@ -116,18 +149,70 @@ def write(
             f"{step}."
         )
     tokens = {key: tokens[key] for key in ("input_ids", "attention_mask")}
+    if eight_bits:
+        print(_rounded(model, tokens["input_ids"][:, :FEW]))
     streamer = TimedStreamer(tokenizer)
     with torch.inference_mode():
-        model.generate(**tokens, max_new_tokens=2, do_sample=False)  # compiles, and warms up
-        begin = time.perf_counter()
-        model.generate(**tokens, max_new_tokens=max_new_tokens, do_sample=False, streamer=streamer)
-    _, *times = streamer.times
+        written = compiled and _write_compiled(model, tokens["input_ids"], max_new_tokens, streamer)
+        if not written:
+            model.generate(**tokens, max_new_tokens=2, do_sample=False)  # warms up
+            model.generate(
+                **tokens, max_new_tokens=max_new_tokens, do_sample=False, streamer=streamer
+            )
+    begin, *times = streamer.times
     spent = times[-1] - times[0]
     return Speed(
         tokens=len(times),
         first=times[0] - begin,
         rate=(len(times) - 1) / spent if spent else 0.0,
         num_bytes=storage_bytes(model),
+    )
+
+
+def _write_compiled(
+    model: Any, prompt: Tensor, max_new_tokens: int, streamer: TimedStreamer
+) -> bool:
+    """Write by steps without Python, and say whether that could be done; a warning says why not."""
+    try:
+        if asks := set(model.generation_config.to_diff_dict()) - _FREE:
+            raise OptionError(f"its generation_config asks for {', '.join(sorted(asks))}")
+        step = CompiledStep(model, prompt.shape[1] + max_new_tokens)
+    except Exception as error:  # each part of torch.export and the compilers has its own
+        log.debug("The step was not compiled.", exc_info=True)
+        log.warning(
+            "Python takes each step of decoding, which is slower: the step could not be compiled "
+            "(%s).",
+            first_line(error),
+        )
+        return False
+    step.read(prompt[:, :1])
+    step(prompt[:, :1])  # warms up
+    streamer.put(prompt)
+    logits = step.read(prompt)
+    stop = model.generation_config.eos_token_id
+    ends = set(stop if isinstance(stop, list) else [stop])
+    for left in reversed(range(max_new_tokens)):
+        token = logits.argmax(dim=-1).view(1, 1)
+        streamer.put(token[0])
+        if not left or int(token) in ends:
+            break
+        logits = step(token)
+    streamer.end()
+    return True
+
+
+@torch.inference_mode()
+def _rounded(model: Any, tokens: Tensor) -> str:
+    """Round activations from now on, and tell what that does to the logits of a few tokens."""
+    before = model(tokens).logits.double()
+    if not (count := round_activations(model)):
+        return "[activations of 8 bits: no layer has four bits, and none is rounded]"
+    after = model(tokens).logits.double()
+    error = float((after - before).norm() / before.norm())
+    same = float((after.argmax(-1) == before.argmax(-1)).double().mean())
+    return (
+        f"[activations of 8 bits in {count} layers: logits are off by {error:.2%}, and the "
+        f"likeliest token is the same for {same:.0%} of {tokens.shape[1]} tokens]"
     )
 
 
@@ -141,6 +226,9 @@ def _parser() -> Any:
     what = "default: 128"
     option("--max-new-tokens", type=number_from(1), default=128, metavar="N", help=what)
     option("--device", help="default: cuda if present")
+    option("--eager", action="store_true", help="let Python take each step, and compile nothing")
+    what = "bits of the activations of layers of four bits, on a CPU; 8 is faster and less exact"
+    option("--activations", type=int, choices=(16, 8), default=16, help=what)
     return parser
 
 

@@ -14,7 +14,18 @@ PROMPT = "import os\n\ndef "
 
 
 def test_what_the_model_writes_is_streamed_with_its_speed(capsys):
-    main([str(STDLIB_LLAMA), "--prompt", PROMPT, "--max-new-tokens", "12", "--device", "cpu"])
+    main(
+        [
+            str(STDLIB_LLAMA),
+            "--prompt",
+            PROMPT,
+            "--max-new-tokens",
+            "12",
+            "--device",
+            "cpu",
+            "--eager",
+        ]
+    )
     shown = capsys.readouterr().out
     tokenizer = AutoTokenizer.from_pretrained(STDLIB_LLAMA)
     model = AutoModelForCausalLM.from_pretrained(STDLIB_LLAMA)
@@ -29,7 +40,7 @@ def test_a_packed_model_is_compared_with_its_source(llama, capsys):
     to_sparse([str(llama)])
     packed = llama.with_name("llama-sparse24")
     capsys.readouterr()
-    arguments = ["--prompt", PROMPT, "--max-new-tokens", "4", "--device", "cpu"]
+    arguments = ["--prompt", PROMPT, "--max-new-tokens", "4", "--device", "cpu", "--eager"]
     main([str(packed), "--compare", str(llama), *arguments])
     shown = capsys.readouterr().out
     assert shown.index(f"--- {llama}\n") < shown.index(f"--- {packed}\n")
@@ -39,7 +50,7 @@ def test_a_packed_model_is_compared_with_its_source(llama, capsys):
 def test_mistakes_are_one_line(llama, tmp_path, capsys):
     def refused(*args: str) -> str:
         with pytest.raises(SystemExit) as ended:
-            main([*args, "--device", "cpu"])
+            main([*args, "--device", "cpu", "--eager"])
         assert ended.value.code == 2
         return capsys.readouterr().err
 
