@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: quickstart test real gpu lint results docs embedded-model sanitize dist clean
+.PHONY: quickstart test real gpu lint results docs embedded-model sanitize notebooks dist clean
 
 quickstart: .venv/installed
 	rm -rf runs/quickstart runs/quickstart-sparse24
@@ -79,6 +79,10 @@ embedded-model: .venv/installed
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@
+
+# Makes the notebooks of examples/ from their scripts, with what the cells show.
+notebooks: .venv/installed
+	PYTHONWARNINGS=ignore HF_HUB_DISABLE_PROGRESS_BARS=1 $(BIN)/jupytext --quiet --to ipynb --execute examples/notebooks/*.py
 
 # The sdist, and the wheel that is built from it.
 dist: .venv/installed

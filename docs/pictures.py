@@ -128,8 +128,9 @@ def draw_masks(masks: list[tuple[Tensor, Tensor]], losses: list[list[float]]) ->
     left.set(xticks=[], yticks=[], xlabel="input features", ylabel="output features")
     left.grid(False)
     for i, (kind, color) in list(enumerate(zip(kinds, colors, strict=True)))[1:]:
-        place: Any = {"xytext": (0, 4), "textcoords": "offset points"}
-        left.annotate(f"■ {kind}", ((i - 1) / 3, 1), xycoords="axes fraction", color=color, **place)
+        how: Any = {"xycoords": "axes fraction", "textcoords": "offset points"}
+        left.annotate("■", ((i - 1) / 3, 1), (0, 4), color=color, **how)
+        left.annotate(kind, ((i - 1) / 3, 1), (12, 4), **how)
     for i, method in enumerate(("SM", "JM")):
         values = [pair[i] for pair in losses]
         right.plot(values, range(len(LAYERS)), marker_of(method), color=color_of(method))

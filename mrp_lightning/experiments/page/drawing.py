@@ -79,7 +79,11 @@ def lines(methods: Sequence[str | None]) -> Iterator[dict[str, Any]]:
         i += 1
         dashes = _DASHES[pruned[:i].count(method) % len(_DASHES)]
         later = i / (len(pruned) - 1) if len(pruned) > 1 else 1.0
-        line = {"color": color_of(method), "marker": marker_of(method), "linestyle": dashes}
+        line: dict[str, Any] = {
+            "color": color_of(method),
+            "marker": marker_of(method),
+            "linestyle": dashes,
+        }
         line |= {"linewidth": 2.6 - 1.6 * later, "markersize": 8 - 4 * later}
         yield line | {"markerfacecolor": "none", "markeredgewidth": 1.2}
 

@@ -132,8 +132,8 @@ def _draw_panel(
 
 
 def _write(axes: Axes, text: str, place: tuple[float, float], **how: Any) -> None:
-    how = {"xytext": (0, 0), "va": "center", "ha": "left", "fontsize": 8} | how
-    axes.annotate(text, place, textcoords="offset points", annotation_clip=False, **how)
+    look: dict[str, Any] = {"xytext": (0, 0), "va": "center", "ha": "left", "fontsize": 8} | how
+    axes.annotate(text, place, textcoords="offset points", annotation_clip=False, **look)
 
 
 def _short(value: float, width: float = np.inf) -> str:

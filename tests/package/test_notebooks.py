@@ -1,0 +1,69 @@
+"""The notebooks of examples/ run, and are those of their scripts."""
+
+from pathlib import Path
+
+import pytest
+
+jupytext = pytest.importorskip("jupytext", reason="the notebooks need the extra `dev`")
+pytest.importorskip("matplotlib", reason="the notebooks draw, by the extra `report`")
+
+NOTEBOOKS = Path(__file__).parents[2] / "examples" / "notebooks"
+
+
+def cells(path: Path) -> list[tuple[str, str]]:
+    return [(cell.cell_type, cell.source) for cell in jupytext.read(path).cells]
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Run the cells of a notebook one after the other, in one namespace."""
+    import logging
+
+    import matplotlib
+
+    monkeypatch.chdir(tmp_path)
+    matplotlib.use("Agg")
+    before = logging.root.manager.disable
+
+    def cells_of(name: str) -> dict:
+        names: dict = {"__name__": "notebook"}
+        for number, (kind, source) in enumerate(cells(NOTEBOOKS / f"{name}.py")):
+            if kind == "code":
+                exec(compile(source, f"{name}, cell {number}", "exec"), names)
+        return names
+
+    yield cells_of
+    logging.disable(before)
+    import matplotlib.pyplot as plt
+
+    plt.close("all")
+
+
+@pytest.mark.parametrize("script", sorted(NOTEBOOKS.glob("*.py")), ids=lambda path: path.stem)
+def test_a_notebook_is_that_of_its_script(script):
+    notebook = script.with_suffix(".ipynb")
+    assert cells(notebook) == cells(script), f"`make notebooks` makes {notebook.name} again"
+    outputs = [out for cell in jupytext.read(notebook).cells for out in cell.get("outputs", [])]
+    assert not [out for out in outputs if out.output_type == "error" or out.get("name") == "stderr"]
+    assert any("image/png" in out.get("data", {}) for out in outputs)
+
+
+def test_look_inside(run):
+    names = run("look_inside")
+    assert names["before"] < names["after"] < 1.5 * names["before"]
+    assert names["groups"].unique().tolist() == [2]
+    assert len(names["layers"]) == 28
+    assert max(layer.gap for layer in names["layers"]) < 1e-6
+
+
+def test_compare_methods(run):
+    names = run("compare_methods")
+    losses, found = names["losses"], names["found"]
+    assert losses["JM"] < losses["SM"] < losses["sparsegpt"] < losses["wanda"]
+    assert losses["wanda+M"] < losses["wanda"]
+    assert found[None] < found["SM"] < found["sparsegpt"]
+
+
+def test_own_module(run):
+    errors = run("own_module")["errors"]
+    assert errors["dense"] < errors["SM"] < errors["magnitude"]
