@@ -33,6 +33,7 @@ KILLS = "it takes minutes; tests/faults kills runs at chosen places"
 PROCESSES = "it starts processes; tests/callbacks/test_processes.py starts some like them"
 PICTURES = "it takes minutes; tests/package/test_pictures.py runs it on a tiny model"
 DRAWN = "tests/package/test_pictures.py runs it on a tiny model"
+FLAP = "it takes minutes, and needs a checkout of FLAP or a build of llama.cpp"
 ORIGINALS = "it takes minutes; tests/package/test_original_accuracy.py runs it on a tiny model"
 ALONE = "it measures speed, in minutes, and needs a machine that does nothing else"
 NOT_RUN = {
@@ -61,6 +62,9 @@ NOT_RUN = {
     ("benchmarks/cpu.md", "python benchmarks/cpu.py"): ALONE,
     ("benchmarks/originals.md", "python benchmarks/original_accuracy.py"): ORIGINALS,
     ("benchmarks/processes.md", "python benchmarks/processes.py"): ALONE,
+    ("narrower.md", "python -m mrp_lightning sweep"): HOURS,
+    ("narrower.md", "python benchmarks/flap.py"): FLAP,
+    ("narrower.md", "python benchmarks/llamacpp.py"): FLAP,
     ("streaming.md", "python benchmarks/streaming.py"): MEMORY,
     ("benchmarks/solver.md", "make gpu"): ON_GPU,
     ("benchmarks/whole-run.md", "python benchmarks/whole_run.py"): WHOLE,
@@ -90,6 +94,8 @@ RUN = {
     ("methods.md", "from callbacks import"): "tests/package/test_docs.py",
     ("methods.md", "python -m mrp_lightning predict"): "tests/package/test_docs.py",
     ("models.md", "python benchmarks/models.py"): "tests/families/test_models_page.py",
+    ("narrower.md", "from callbacks import"): "tests/package/test_docs.py",
+    ("narrower.md", "python -m export.to_gguf"): "tests/package/test_docs.py",
     ("real-model.md", "python -m mrp_lightning predict"): "tests/package/test_docs.py",
     ("reliability.md", "python -m mrp_lightning predict"): "tests/package/test_docs.py",
     ("reliability.md", "python -m mrp_lightning report"): "tests/package/test_docs.py",
@@ -126,6 +132,26 @@ def test_a_model_writes_its_own_text_as_the_page_says(tiny_llama, tmp_path, monk
     assert report["provenance"]["data"]["source"] == "the model's own text"
     mixed = TextDataModule(**yaml.safe_load(block("self-calibration.md", "data:"))["data"])
     assert mixed.calibration_source == "0.5 the model's own text + 0.5 c4"
+
+
+def test_a_model_is_made_narrower_and_a_gguf_file_as_the_page_says(
+    tiny_llama, tiny_gguf, tmp_path, monkeypatch
+):
+    from transformers import AutoModelForCausalLM
+
+    from export.to_gguf import main as to_gguf
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "DIR").symlink_to(tiny_llama)
+    (tmp_path / "SOURCE.gguf").symlink_to(tiny_gguf)
+    (tmp_path / "text.txt").write_text("def f(self, x): return [x, None]\nimport list\n" * 52)
+    code = block("narrower.md", "from callbacks import")
+    exec(code.replace("num_samples=128, sequence_length=2048", "num_samples=4, sequence_length=32"))
+    to_gguf(shlex.split(block("narrower.md", "python -m export.to_gguf"))[3:])
+    for source in ({}, {"gguf_file": "DIR-narrower-q8_0.gguf"}):
+        directory = "." if source else "DIR-narrower"
+        model = AutoModelForCausalLM.from_pretrained(directory, **source)
+        assert model.config.intermediate_size == 32
 
 
 def test_every_block_is_run_or_listed():
