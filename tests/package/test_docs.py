@@ -33,7 +33,7 @@ KILLS = "it takes minutes; tests/faults kills runs at chosen places"
 PROCESSES = "it starts processes; tests/callbacks/test_processes.py starts some like them"
 PICTURES = "it takes minutes; tests/package/test_pictures.py runs it on a tiny model"
 DRAWN = "tests/package/test_pictures.py runs it on a tiny model"
-FLAP = "it takes minutes, and needs a checkout of FLAP or a build of llama.cpp"
+LLAMACPP = "it needs a build of llama.cpp"
 ORIGINALS = "it takes minutes; tests/package/test_original_accuracy.py runs it on a tiny model"
 ALONE = "it measures speed, in minutes, and needs a machine that does nothing else"
 NOT_RUN = {
@@ -63,8 +63,7 @@ NOT_RUN = {
     ("benchmarks/originals.md", "python benchmarks/original_accuracy.py"): ORIGINALS,
     ("benchmarks/processes.md", "python benchmarks/processes.py"): ALONE,
     ("narrower.md", "python -m mrp_lightning sweep"): HOURS,
-    ("narrower.md", "python benchmarks/flap.py"): FLAP,
-    ("narrower.md", "python benchmarks/llamacpp.py"): FLAP,
+    ("narrower.md", "python benchmarks/llamacpp.py"): LLAMACPP,
     ("streaming.md", "python benchmarks/streaming.py"): MEMORY,
     ("benchmarks/solver.md", "make gpu"): ON_GPU,
     ("benchmarks/whole-run.md", "python benchmarks/whole_run.py"): WHOLE,
