@@ -122,3 +122,15 @@ def test_the_version_is_said_once_and_told_elsewhere():
     newest = re.search(r"^## ([\d.]+)", (ROOT / "CHANGELOG.md").read_text(), flags=re.M)
     assert newest
     assert newest[1] == __version__
+
+
+def test_the_page_of_versions_tells_those_that_are_pinned():
+    pinned = dict(
+        line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if line
+    )
+    page = (ROOT / "docs" / "versions.md").read_text()
+    for package in ("torch", "transformers", "lightning", "torchao"):
+        (version,) = re.findall(
+            rf"^\| {package}(?: \(extra\))? \| ([\d.]+) \| \D*[\d.]+", page, flags=re.M
+        )[:1]
+        assert version == pinned[package], package
