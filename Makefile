@@ -42,9 +42,17 @@ gpu:
 
 # Writes docs/results.md and docs/ablations.md anew; resumes after an interruption.
 results: $(patsubst %,runs/models/%/config.json,opt bloom mamba)
-	rm -rf docs/results docs/results.md docs/ablations docs/ablations.md
 	$(BIN)/python -m mrp_lightning sweep --config configs/sweeps/results.yaml
 	$(BIN)/python -m mrp_lightning sweep --config configs/sweeps/ablations.yaml
+	$(MAKE) docs/results.md docs/ablations.md
+
+# A page that a sweep wrote to runs/pages, with its pictures, in place of that in docs:
+# `make docs/frontier.md` after frontier.yaml, `make docs/real-model.md` after real_page.yaml.
+docs/%.md: runs/pages/%.md
+	rm -rf docs/$*
+	mkdir docs/$*
+	cp runs/pages/$*/*.* docs/$*
+	cp $< $@
 
 # mambapy has a scan that can be trained on a CPU. It is kept out of .venv, so that models are pruned
 # and evaluated by transformers alone.

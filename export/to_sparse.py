@@ -32,6 +32,7 @@ from mrp_lightning import errors
 from mrp_lightning.cli.command import make_parser, told
 from mrp_lightning.environment import device_named
 from mrp_lightning.files import output_path
+from mrp_lightning.loop.signals import interruptible, unclaimed_signals
 from mrp_lightning.outputs import check_output_dir, save_directory
 
 log = logging.getLogger(__name__)
@@ -45,13 +46,13 @@ def main(args: Sequence[str] | None = None) -> None:
     Status 0: the export is written and equal to its source. 1: it is not equal. 2: a mistake of the
     user's. 130 and 143: interrupted. But for 0 nothing is written.
     """
-    # SIGTERM ends it by an exception, so that what is half written is removed.
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(errors.ended_by(number)))
     # A line for each file of each model that the gate loads says nothing.
     logging.getLogger("transformers").setLevel(logging.ERROR)
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
-    with told(interrupted="interrupted: nothing was written"):
+    # SIGTERM ends it by an exception, so that what is half written is removed.
+    mine = [number for number in unclaimed_signals() if number == signal.SIGTERM]
+    with interruptible(mine), told(interrupted="interrupted: nothing was written"):
         convert(_parser().parse_args(args))
 
 

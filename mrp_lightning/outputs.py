@@ -124,13 +124,7 @@ def save_directory(
 
 def _check_place(path: Path, argument: str, sources: Iterable[str | os.PathLike[str]]) -> None:
     """Refuse a path that is no directory, or one that is needed."""
-    for needed in (_existing(path.parent), path):
-        if os.path.lexists(needed) and not needed.is_dir():
-            kind = "a link that leads nowhere" if not needed.exists() else "a file"
-            raise FileExistsError(
-                f"`{argument}` {path}: expected a directory, but {needed} is {kind}. Name another "
-                "directory, or move it away."
-            )
+    require_directory(path, argument)
     path = path.resolve()
     if path.is_mount():
         raise FileExistsError(
@@ -146,6 +140,22 @@ def _check_place(path: Path, argument: str, sources: Iterable[str | os.PathLike[
             holds = "is" if path == place else "holds"
             raise FileExistsError(
                 f"`{argument}`: {path} {holds} {what}, {place}. Name a new directory."
+            )
+
+
+def require_directory(path: str | os.PathLike[str], argument: str) -> None:
+    """Refuse an output directory where something else stands, or above it.
+
+    Raises:
+        FileExistsError: It does.
+    """
+    path = output_path(path)
+    for needed in (_existing(path.parent), path):
+        if os.path.lexists(needed) and not needed.is_dir():
+            kind = "a link that leads nowhere" if not needed.exists() else "a file"
+            raise FileExistsError(
+                f"`{argument}` {path}: expected a directory, but {needed} is {kind}. Name another "
+                "directory, or move it away."
             )
 
 

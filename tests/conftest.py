@@ -104,3 +104,10 @@ def batches() -> list[dict[str, Tensor]]:
     made[0]["attention_mask"][0, :5] = 0
     made[1]["attention_mask"][1, 6:] = 0
     return made
+
+
+def pytest_exception_interact(call: pytest.CallInfo[object]) -> None:
+    """Stop where SIGTERM or Ctrl-C ended the command that a test ran, as without our handlers."""
+    found = None if call.excinfo is None else call.excinfo.value
+    if isinstance(found, SystemExit) and found.code in (130, 143):
+        pytest.exit("interrupted", returncode=int(found.code))

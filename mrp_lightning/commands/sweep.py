@@ -30,6 +30,7 @@ from mrp_lightning.experiments.scores import scores
 from mrp_lightning.experiments.sweep import Sweep
 from mrp_lightning.experiments.trials import Trial
 from mrp_lightning.models.gguf import dequantized_once
+from mrp_lightning.outputs import require_directory
 
 _WHAT = str(Sweep.__doc__).partition("Args:")[0].strip()
 
@@ -42,6 +43,7 @@ def main(args: list[str]) -> None:
         SystemExit: With status 1 if a run failed; the others were made.
     """
     sweep = read_sweep(args)
+    require_directory(sweep.out, "out")
     tables.check_out(Path(sweep.out))
     if sweep.page:
         with extra("report", "`page`"):
@@ -108,6 +110,8 @@ def make_runs(sweep: Sweep, console: Console) -> dict[Trial, str]:
         tasks = load_tasks(sweep.zeroshot, include_path=sweep.include_path)
         incomplete = [trial for trial in incomplete if _lacks(finished[trial], tasks.names)]
         _require_models(sweep, {trial: finished[trial] for trial in incomplete})
+    for trial in {(t.model, t.changed and t.changed.key): t for t in waiting}.values():
+        configure(trial, sweep)  # an option that does not exist is told of before any run
     console.print(f"{len(sweep.selected)} runs, of which {len(waiting)} are to be made.")
     if incomplete:
         console.print(f"{len(incomplete)} more are to be evaluated on `zeroshot`.")

@@ -100,12 +100,19 @@ class Sweep:
     def __post_init__(self) -> None:
         if problems := list(self._recipe_problems()):
             raise OptionError("\n".join(problems))
+        if not self.models:
+            raise OptionError(
+                "`models` is empty; expected at least one, such as `models: {tiny: {options: "
+                "{model.model: PATH}}}`."
+            )
         for runs in [self.runs, *(model.runs or {} for model in self.models.values())]:
             for setting, names in runs.items():
                 for name in names:
                     parse_setting(setting, self._method_of(name))
         if not self.seeds:
             raise OptionError("`seeds` is empty; expected at least one, such as [0].")
+        if not any(trial.method for trial in self.trials):
+            raise OptionError('`runs` is empty; expected at least one, such as `{"2:4": [SM]}`.')
         self.only = [self.only] if isinstance(self.only, str) else self.only
         if not self.selected:
             raise OptionError(

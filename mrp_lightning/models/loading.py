@@ -61,6 +61,11 @@ def load_config(source: str, **hub: Any) -> PreTrainedConfig:
     if file := find_gguf(source):
         return gguf_config(file)
     path = Path(source).expanduser()
+    if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+        raise FormatError(
+            f"`model`: {source} holds a PEFT adapter, and no model. Load it with peft, merge it "
+            "into its base by `merge_and_unload()`, save that, and give its directory."
+        )
     if path.exists() and not (path / "config.json").is_file():
         raise FileNotFoundError(
             f"`model`: {source} holds no config.json. Expected a Hugging Face model directory, or "

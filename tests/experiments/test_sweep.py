@@ -70,6 +70,19 @@ def test_pages_and_tables_of_others_are_refused_before_any_run(name, here, capsy
     assert not Path("out/tiny").exists()
 
 
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [('--vary={"dampin": [1]}', "there is no option `dampin`"), ("--out=file", "file is a file")],
+)
+def test_what_no_run_could_have_is_told_before_any(option, message, here, capsys):
+    (here / "file").touch()
+    with pytest.raises(SystemExit) as stop:
+        sweep(option)
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not (here / "out").exists()
+
+
 def test_a_sweep_keeps_every_value_and_is_not_repeated(here, tiny_llama, capsys):
     sweep("--page=docs/page.md", "--save_checkpoints=true")
     runs = sorted(path.parent.name for path in Path("out/tiny").glob("*/run.json"))

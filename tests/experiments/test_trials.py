@@ -229,3 +229,16 @@ def test_a_plain_value_is_the_name_of_its_directory():
 def test_options_that_end_alike_are_not_mixed():
     with pytest.raises(OptionError, match="end alike.*seed=1"):
         sweep(vary={"data.seed": [1], "model.seed": [1]})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"models": {}}, "`models` is empty"),
+        ({"runs": {}}, "`runs` is empty"),
+        ({"runs": {"2:4": []}}, "`runs` is empty"),
+    ],
+)
+def test_a_sweep_of_nothing_is_refused(change, message):
+    with pytest.raises(OptionError, match=message):
+        sweep(**change)

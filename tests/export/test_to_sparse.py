@@ -427,3 +427,9 @@ def test_a_model_that_we_pruned_is_exported_whole(tmp_path, ids):
     assert torch.equal(model(ids).logits, before(ids).logits)
     report = json.loads((tmp_path / "pruned-sparse24" / "export_report.json").read_text())
     assert report["totals"]["packed_layers"] == callback.report.totals["layers"] == 28
+
+
+def test_signals_are_the_callers_again_afterwards(tmp_path, capsys):
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    refusal([str(tmp_path / "nowhere")], capsys)
+    assert {number: signal.getsignal(number) for number in before} == before
