@@ -23,6 +23,7 @@ from transformers.cache_utils import StaticLayer
 from export.packed.bitmask4_linear import Bitmask4Linear
 from mrp_lightning.environment import machine
 from mrp_lightning.errors import OptionError
+from mrp_lightning.upstream import attention_of
 
 log = logging.getLogger(__name__)
 
@@ -141,7 +142,7 @@ def _file(step: Step) -> Path:
         "version": VERSION,
         "options": _OPTIONS,
         "config": config,
-        "attention": model.config._attn_implementation,
+        "attention": attention_of(model.config),
         "tensors": {name: [*map(int, t.shape), str(t.dtype)] for name, t in tensors.items()},
         "rounded": [name for name, m in modules if getattr(m, "eight_bit_activations", False)],
         "machine": machine(torch.device("cpu")),

@@ -16,6 +16,7 @@ ALLOWED = {
     ("super()", "_apply"): "an override stands in its class",
     ("super()", "_load_from_state_dict"): "an override stands in its class",
     ("super()", "_parse_ckpt_path"): "an override stands in its class",
+    ("torch", "_inductor"): "PyTorch's guide to AOTInductor compiles and loads by it",
 }
 """Owners and names that may be used elsewhere, and why."""
 

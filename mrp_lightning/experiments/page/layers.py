@@ -1,7 +1,7 @@
 """The parts on layers and blocks: what pruning each of them cost, in one table of all runs."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -151,7 +151,7 @@ class Layers:
         part = self._part(*_LOSS_PART)
         if part is None or self._several:
             return part
-        return part._replace(tables=[self._worst()])
+        return replace(part, tables=[self._worst()])
 
     def parts(self) -> Iterator[Part]:
         """The other parts that have something to show."""
@@ -159,7 +159,7 @@ class Layers:
             yield self.block_part()
         for about in _PARTS:
             if part := self._part(*about):
-                yield part._replace(folded=True)
+                yield replace(part, folded=True)
 
     def _part(self, title: str, text: str, quantities: Sequence[Quantity]) -> Part | None:
         held = [q for q in quantities if self._pruned[q.key].notna().any()]

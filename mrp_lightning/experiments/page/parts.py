@@ -70,7 +70,8 @@ class Step(NamedTuple):
     command: str = ""
 
 
-class Part(NamedTuple):
+@dataclass(frozen=True)
+class Part:
     """A part of the page: what has to be known, pictures, tables, steps, and folds.
 
     All of a folded part but its title is shown on request.
