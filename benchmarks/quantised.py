@@ -123,6 +123,7 @@ def time_layer(shape: str, options: argparse.Namespace) -> Iterator[list[str]]:
 def serve(pipe: Connection, name: str, side: str, tokens: int) -> None:
     """Build a model and its step, then measure it each time that something is received."""
     torch.set_num_threads(1)
+    torch.manual_seed(0)  # the places decide how long codes are, and so whether a step is compiled
     compiled.load()
     model = cpu.model_of(name).requires_grad_(False)
     head = model.get_output_embeddings()
