@@ -45,12 +45,6 @@ class ExportReport:
     benchmark: SpeedReport | None = None
     notes: list[str] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        """Note what a user should know of the weights."""
-        for layer in self.packed:
-            if layer.not_finite:
-                self.notes.append(f"{layer.name} holds {layer.not_finite} NaN or infinite weights")
-
     @property
     def packed(self) -> list[LayerChoice]:
         """Layers that were, or could be, packed."""
@@ -74,7 +68,6 @@ class ExportReport:
             "packed_layers_packed_bytes": packed_bytes,
             "packed_fraction": packed_bytes / dense_bytes,
             "negative_zeros": sum(layer.negative_zeros for layer in layers),
-            "not_finite": sum(layer.not_finite for layer in layers),
             "source_bytes": self.source_bytes,
             "exported_bytes": self.exported_bytes,
         }
@@ -95,7 +88,6 @@ class ExportReport:
                     "kept": layer.kept,
                     "broken_groups": layer.broken_groups,
                     "negative_zeros": layer.negative_zeros,
-                    "not_finite": layer.not_finite,
                     "dense_because": layer.reason,
                 }
                 for layer in self.layers

@@ -80,7 +80,8 @@ def load(directory: str | os.PathLike[str], **options: Any) -> PreTrainedModel:
 
     Raises:
         FileNotFoundError: There is no `config.json` in it.
-        FormatError: Tensors are missing, unexpected, damaged or of another shape.
+        FormatError: Tensors are missing, unexpected, damaged or of another shape; or the directory
+            holds an adapter alone.
         OptionError: The directory is of `--format torchao`, and torchao cannot run here, or not in
             this `dtype`.
     """

@@ -15,7 +15,7 @@ from export.backends.torchao_format import read
 from mrp_lightning.errors import FormatError, first_line
 from mrp_lightning.files import BESIDE, visible_files
 from mrp_lightning.json_files import read_json
-from mrp_lightning.models.checkpoint import weight_files
+from mrp_lightning.models.checkpoint import refuse_adapter, weight_files
 from mrp_lightning.models.integrity import check_size, check_values, misfits
 from mrp_lightning.models.skeleton import build_without_weights, model_class
 from mrp_lightning.records import report as pruning_report
@@ -112,12 +112,13 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
     Raises:
         FileNotFoundError: Nothing of that kind is there.
-        FormatError: The files are damaged, incomplete, absurd, or hold something else; or links in
-            the directory lead out of it.
+        FormatError: The files are damaged, incomplete, absurd, or hold something else, such as an
+            adapter; or links in the directory lead out of it.
     """
     path = Path(path).expanduser()
     if path.suffix == ".ckpt" and path.is_file():
         return _lightning_checkpoint(path)
+    refuse_adapter(path, "CKPT")
     if (path / "config.json").is_file():
         config = read_json(path / "config.json", "fetch it again")
         check_values(config, path)

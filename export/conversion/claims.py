@@ -110,6 +110,16 @@ def read_claims(directory: str | os.PathLike[str]) -> dict[str, Claim] | None:
     }
 
 
+def read_structure(directory: str | os.PathLike[str]) -> str | None:
+    """What the report in a directory says was removed whole, such as `neurons`; `None` if nothing.
+
+    Raises:
+        FormatError: The report is damaged.
+    """
+    file = Path(directory) / NAME
+    return read_as(_Report, file, "prune again").config.structure if file.is_file() else None
+
+
 def read_grid(directory: str | os.PathLike[str]) -> Grid | None:
     """The grid that the report in a directory says the weights are on; `None` if it says none.
 

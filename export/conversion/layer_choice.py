@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from export.conversion.checkpoint import Checkpoint
+from export.conversion.claims import read_structure
 from export.packed.bitmask4_format import BITMASK4
 from export.packed.bitmask_format import BITMASK
 from export.packed.packed_format import PackedFormat
@@ -45,7 +46,6 @@ class LayerChoice:
     off_grid: str | None = None
     broken_groups: int = 0
     negative_zeros: int = 0
-    not_finite: int = 0
     breach: str | None = None
     misfit: bool = False
     reason: str | None = None
@@ -116,6 +116,12 @@ def refuse_misfits(
     offending = [choice for choice in choices if choice.misfit and choice.name in expected]
     if offending and not allow_partial:
         many = f"{len(offending)} of {len(expected)} layers"
+        if structure := read_structure(checkpoint.path):
+            raise PatternError(
+                f"{checkpoint.path} was made narrower by `structure: {structure}`: its layers are "
+                "smaller and dense, and there are no zeros to pack. It is smaller and faster as it "
+                "is, wherever models run. To pack it, too, prune it again with `pattern`."
+            )
         if offending[0].form is SPARSE24:
             problem = f'is not 2:4 in {many}. Prune it with `pattern: "2:4"`'
         elif any(choice.off_grid for choice in offending):

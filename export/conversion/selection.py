@@ -14,6 +14,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 
 from export.conversion.checkpoint import Checkpoint
 from export.conversion.claims import Claim, read_claims, read_grid, refuse_unknown
+from export.conversion.finite import require_finite
 from export.conversion.layer_choice import LayerChoice, form_of, judge, refuse_misfits
 from export.conversion.tracking import Track, silently
 from export.packed.bitmask4_format import BITMASK4, GRID, GROUP, count_bytes
@@ -23,6 +24,7 @@ from export.packed.packed_linear import is_packable
 from export.packed.sparse24_format import broken_groups, positive_zeros
 from mrp_lightning.errors import FormatError
 from mrp_lightning.models.checkpoint import names_in_model
+from mrp_lightning.models.integrity import larger
 from mrp_lightning.models.skeleton import build_without_weights
 from mrp_lightning.records.report import NAME, PruningReport
 from mrp_lightning.solver.patterns import Unstructured
@@ -62,7 +64,8 @@ def choose_layers(
     Raises:
         PatternError: Layers break the pattern, or what the report claims, all listed; the report
             lists other layers than the model has; or no layer is left to pack.
-        FormatError: The checkpoint is quantized already, or fits no model.
+        FormatError: The checkpoint is quantized already, holds NaN or Inf, fits no model, or is of
+            a larger one than its configuration makes.
         TargetError: A pattern in `skip` matches nothing.
     """
     if quantization := checkpoint.config.get("quantization_config"):
@@ -97,8 +100,16 @@ def _choose_by_model(
     reasons = dict(_reasons(model, modules, skip))
     name_in_model = names_in_model(model, get_model_conversion_mapping(model))
 
-    choices, converted = [], set()
-    for stored, tensor in track(checkpoint.tensors(), checkpoint.num_tensors, "counting zeros"):
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+
+    choices, converted, names = [], set(), []
+    found = require_finite(
+        track(checkpoint.tensors(), checkpoint.num_tensors, "counting zeros"),
+        checkpoint.path,
+        lambda stored: name_in_model(stored)[0] in parameters,
+    )
+    for stored, tensor in found:
+        names.append(stored)
         parameter, is_converted = name_in_model(stored)
         name, _, kind = parameter.rpartition(".")
         if is_converted:
@@ -108,6 +119,8 @@ def _choose_by_model(
             choices.append(
                 _look(name, stored, tensor, transposed, reasons.get(name), claims.get(name))
             )
+    if problem := larger(checkpoint.path, model, names):
+        raise FormatError(problem)
     unseen = expected - {choice.name for choice in choices}
     others = list(_without_tensor(model, unseen, converted))
     refuse_unknown(checkpoint.path, claims.keys() & unseen - {choice.name for choice in others})
@@ -126,7 +139,12 @@ def _choose_by_report(
     # safetensors stores tied tensors once, and notes under which other names they are known.
     tied = {name for file in checkpoint.files for pair in file.metadata.items() for name in pair}
     choices = {}
-    for stored, tensor in track(checkpoint.tensors(), checkpoint.num_tensors, "counting zeros"):
+    found = require_finite(
+        track(checkpoint.tensors(), checkpoint.num_tensors, "counting zeros"),
+        checkpoint.path,
+        lambda stored: stored.endswith((".weight", ".bias")),  # more is not known of its tensors
+    )
+    for stored, tensor in found:
         name, _, kind = stored.rpartition(".")
         if kind != "weight" or name not in shapes:
             continue
@@ -183,7 +201,6 @@ def _look(
         kept=count_kept(weight),
         broken_groups=broken_groups(weight),
         negative_zeros=positive_zeros(weight)[1],
-        not_finite=int((~weight.isfinite()).sum()),
     )
 
 

@@ -26,6 +26,7 @@ from export.packed.sparse24_format import SPARSE24
 from export.packed.sparse24_linear import Sparse24Linear
 from mrp_lightning.errors import FormatError, OptionError
 from mrp_lightning.json_files import as_dataclass
+from mrp_lightning.models.checkpoint import refuse_adapter
 from mrp_lightning.models.integrity import check_files, explained_damage
 from mrp_lightning.models.loading import as_dtype, load_config
 from mrp_lightning.models.skeleton import build_without_weights, model_class
@@ -233,6 +234,7 @@ def misfits(modules: Mapping[str, nn.Module], config: PackedConfig) -> dict[str,
 
 def load(directory: str | os.PathLike[str], **options: Any) -> PreTrainedModel:
     """A model, packed or dense but not torchao's, by `from_pretrained`; see `export.load`."""
+    refuse_adapter(directory)
     if not (Path(directory) / "config.json").is_file():
         raise FileNotFoundError(f"{directory} holds no config.json: not a model directory.")
     trust = bool(options.get("trust_remote_code"))

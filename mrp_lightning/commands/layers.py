@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -15,6 +16,7 @@ from rich.table import Table
 from torch import nn
 
 from mrp_lightning.cli.command import add_model_options, make_parser
+from mrp_lightning.errors import TargetError
 from mrp_lightning.solver.patterns import Pattern, Unstructured, make_pattern
 from mrp_lightning.targets.layers import is_linear
 from mrp_lightning.targets.names import without_numbers
@@ -76,13 +78,19 @@ class Listing:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Print the listing as a table, or as JSON."""
+    """Print the listing as a table, or as JSON.
+
+    Raises:
+        TargetError: The files hold more blocks than the configuration makes.
+    """
     options = _parser().parse_args(args)
     pattern = None
     if options.pattern is not None or options.sparsity is not None:
         pattern = make_pattern(options.sparsity, options.pattern)
     # Only now: they load transformers, which help and a wrong option need not wait for.
+    from mrp_lightning.models.checkpoint import stored_names
     from mrp_lightning.models.gguf import located
+    from mrp_lightning.models.integrity import larger
     from mrp_lightning.models.loading import load_config
     from mrp_lightning.models.skeleton import build_without_weights
 
@@ -90,6 +98,8 @@ def main(args: Sequence[str] | None = None) -> None:
     source = located(options.model, options.gguf_file, options.revision)
     config = load_config(source, revision=options.revision, trust_remote_code=trust)
     model = build_without_weights(config, trust_remote_code=trust)
+    if problem := larger(options.model, model, stored_names(Path(source).expanduser())):
+        raise TargetError(f"`model`: {problem}")
     chosen = ("targets", "ignore", "blocks", "skip_indivisible")
     choices = {name: getattr(options, name) for name in chosen}
     listing = list_layers(model, options.model, pattern, **choices)

@@ -17,13 +17,14 @@ from transformers import (
 
 from mrp_lightning.arguments import checked
 from mrp_lightning.calibration.offload import Offload, held_on_cpu
-from mrp_lightning.errors import OptionError
+from mrp_lightning.errors import OptionError, TargetError
 from mrp_lightning.evaluation.perplexity import Perplexities, token_losses
 from mrp_lightning.loop.model_source import ModelSource
 from mrp_lightning.models.batch import split_batch, to_predict
 from mrp_lightning.models.integrity import explained_checkpoint
 from mrp_lightning.models.tokenizers import tokenizer_files, tokenizer_from_files
 from mrp_lightning.targets.blocks import find_blocks
+from mrp_lightning.targets.finite import refuse_not_finite
 from mrp_lightning.targets.zeros import pruned_layers
 
 _TOKENIZER = "tokenizer_files"
@@ -172,10 +173,13 @@ class CausalLM(LightningModule):
 
         Raises:
             OptionError: A model of which blocks stay in files is to be trained.
+            TargetError: A model with NaN or Inf among its weights is to be evaluated.
         """
         if stage == "fit":
             self._refuse_streamed("`fit` changes all weights at once")
             self.model.train()
+        if stage in ("validate", "test"):
+            refuse_not_finite([], self.model.named_parameters())
         self.teardown(stage)  # an exception may have left out the last one
         if self.offload and stage in ("validate", "test"):
             blocks = [block.module for block in find_blocks(self)]
@@ -239,8 +243,19 @@ class CausalLM(LightningModule):
         self.evaluation = self._texts.figures()
 
     def on_test_epoch_end(self) -> None:
-        """Fill `evaluation`, and say what was found with the context that it was found at."""
+        """Fill `evaluation`, and say what was found with the context that it was found at.
+
+        Raises:
+            TargetError: The loss is NaN: there are such values among the logits.
+        """
         self.evaluation = self._texts.figures()
+        lost = [n for n, x in self.evaluation.items() if x["tokens"] and math.isnan(x["loss"])]
+        if lost:
+            raise TargetError(
+                f"The logits of the model hold NaN on {', '.join(lost)}, but its weights are "
+                f"finite: its activations overflow in {self.model.dtype}. Evaluate it in another "
+                "precision, such as `model.dtype: bfloat16`."
+            )
         for name, found in self.evaluation.items():
             bos = ", BOS before each" if found.get("prefix") else ", no BOS before each"
             bos = bos if "prefix" in found else ""

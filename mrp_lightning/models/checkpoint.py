@@ -1,12 +1,14 @@
 """Where a checkpoint lies, which files hold its weights, and in what form they are."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
+from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -44,6 +46,21 @@ def directory_of(source: str, revision: str | None = None) -> Path | None:
         return directory
     cached = try_to_load_from_cache(source, "config.json", revision=revision)
     return Path(cached).parent if isinstance(cached, str) else None
+
+
+def refuse_adapter(directory: str | os.PathLike[str], argument: str = "") -> None:
+    """Refuse a directory that PEFT wrote of an adapter alone; `argument` is how it was named.
+
+    Raises:
+        FormatError: It is one.
+    """
+    path = Path(directory).expanduser()
+    if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+        named = f"`{argument}`: " if argument else ""
+        raise FormatError(
+            f"{named}{directory} holds a PEFT adapter, and no model. Load it with peft, merge it "
+            "into its base by `merge_and_unload()`, save that, and give its directory."
+        )
 
 
 def is_path(source: str) -> bool:
@@ -96,6 +113,24 @@ def _in_index(index: Path) -> list[Path]:
     if not isinstance(content.get("metadata"), dict):
         raise FormatError(f"{index}: expected an object as `metadata`. Fetch it again.")
     return [index.parent / name for name in names]
+
+
+def stored_names(directory: Path) -> Iterator[str]:
+    """The names of the tensors in a directory, from an index or the headers of safetensors files.
+
+    The files need not be there. Of what only reading all of a file would tell, none is given.
+    """
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        index = directory / f"{name}.index.json"
+        if (directory / name).is_file():
+            if name.endswith(".safetensors"):
+                with suppress(SafetensorError), safe_open(directory / name, framework="pt") as file:
+                    yield from file.keys()
+            return
+        if index.is_file():
+            weight_map = read_json(index, "fetch it again").get("weight_map")
+            yield from weight_map if isinstance(weight_map, dict) else ()
+            return
 
 
 def names_in_model(

@@ -116,16 +116,26 @@ def misfits(
             f"the checkpoint {source} lacks weights of {type(model).__name__}, which would be "
             f"random: {', '.join(missing)}."
         )
-    if surplus := list(_surplus(model, loading["unexpected_keys"])):
-        return (
-            f"the checkpoint {source} is of a larger model than its configuration makes: "
-            f"{'; '.join(surplus)}. The rest would be left out. Correct the configuration (such as "
-            "`num_hidden_layers`), or fetch the files again."
-        )
-    return None
+    return larger(source, model, loading["unexpected_keys"])
 
 
-def _surplus(model: PreTrainedModel, unexpected: Iterable[str]) -> Iterator[str]:
+def larger(
+    source: str | os.PathLike[str], model: PreTrainedModel, names: Iterable[str]
+) -> str | None:
+    """Say that a checkpoint is of a larger model than its configuration makes, or `None`.
+
+    `names` are those of tensors in the checkpoint: all, or those that the model has not.
+    """
+    if not (surplus := list(_surplus(model, names))):
+        return None
+    return (
+        f"the checkpoint {source} is of a larger model than its configuration makes: "
+        f"{'; '.join(surplus)}. The rest would be left out. Correct the configuration (such as "
+        "`num_hidden_layers`), or fetch the files again."
+    )
+
+
+def _surplus(model: PreTrainedModel, names: Iterable[str]) -> Iterator[str]:
     """Yield of each list of blocks how many a checkpoint holds beyond those that a model has.
 
     Other tensors that the model has no place for, such as a buffer of old, are no part of it. Nor
@@ -137,7 +147,7 @@ def _surplus(model: PreTrainedModel, unexpected: Iterable[str]) -> Iterator[str]
             made[blocks] = max(made.get(blocks, 0), index + 1)
     found: dict[str, set[int]] = {}
     further = getattr(model.config, "num_nextn_predict_layers", None) or 0
-    for name in unexpected:
+    for name in names:
         # A checkpoint of the base model leaves out the first part of the names.
         for blocks, index in (*_places(name), *_places(f"{model.base_model_prefix}.{name}")):
             if index >= made.get(blocks, index + 1) + further:

@@ -12,6 +12,7 @@ from mrp_lightning.errors import FormatError, OptionError, TargetError
 from mrp_lightning.models.checkpoint import (
     found_at,
     is_path,
+    refuse_adapter,
     register_format,
     why_not_found,
     why_not_readable,
@@ -61,11 +62,7 @@ def load_config(source: str, **hub: Any) -> PreTrainedConfig:
     if file := find_gguf(source):
         return gguf_config(file)
     path = Path(source).expanduser()
-    if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
-        raise FormatError(
-            f"`model`: {source} holds a PEFT adapter, and no model. Load it with peft, merge it "
-            "into its base by `merge_and_unload()`, save that, and give its directory."
-        )
+    refuse_adapter(source, "model")
     if path.exists() and not (path / "config.json").is_file():
         raise FileNotFoundError(
             f"`model`: {source} holds no config.json. Expected a Hugging Face model directory, or "

@@ -26,8 +26,8 @@ from mrp_lightning.pruning.job import Job
 from mrp_lightning.records.report import PruningReport
 from mrp_lightning.records.rows import BlockReport, LayerReport
 from mrp_lightning.targets.blocks import Block
+from mrp_lightning.targets.finite import refuse_not_finite
 from mrp_lightning.targets.layers import Layer
-from mrp_lightning.targets.plan import refuse_not_finite
 from mrp_lightning.tuning.block_tuner import BlockTuner
 
 log = logging.getLogger(__name__)

@@ -43,7 +43,8 @@ class Settings:
     Raises:
         PatternError: `sparsity`, `pattern` or `block_size` are malformed.
         MethodError: There is no such method, or it has no compensation and the target is dense.
-        OptionError: Another argument is out of range, or does not go with the others.
+        OptionError: Another argument is out of range, or does not go with the others; or `targets`
+            names nothing.
     """
 
     method: str
@@ -95,6 +96,11 @@ class Settings:
         **others: Any,
     ) -> "Settings":
         """Take what users may write in several ways, and what `config` gave."""
+        if targets is not None and not as_patterns(targets):
+            raise OptionError(
+                "`targets` is empty, so nothing would be pruned. Name layers, such as `q_proj`, or "
+                "leave it out: then all layers in the blocks are pruned."
+            )
         if isinstance(tuning, Mapping):
             tuning = BlockTuning(**tuning)
         return cls(

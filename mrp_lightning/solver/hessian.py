@@ -51,13 +51,19 @@ class HessianAccumulator:
                 token.
 
         Raises:
-            HessianError: The shape or dtype is wrong, or there are NaN or Inf among the values (or
-                values whose squares overflow float32). The accumulator is then as it was before.
+            HessianError: The shape or dtype is wrong, there are no values, or NaN or Inf among them
+                (or values whose squares overflow float32). The accumulator is then as it was
+                before.
         """
         if x.ndim == 0 or x.shape[-1] != self.columns or not x.is_floating_point():
             raise HessianError(
                 f"{self._label}: expected floating-point inputs of shape (..., {self.columns}); "
                 f"got {tuple(x.shape)} of {x.dtype}."
+            )
+        if x.is_meta:
+            raise HessianError(
+                f"{self._label}: the inputs are on the meta device, without values. Load the "
+                "weights of the model, with `from_pretrained` as a rule, before it is run."
             )
         # The sum must stay a plain tensor whatever mode the model runs in.
         with torch.inference_mode(False), torch.no_grad(), full_float32(x.device):

@@ -1,17 +1,16 @@
 """The plan of a pruning: every layer, in its block, checked before any work starts."""
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
 from torch import nn
 
 from mrp_lightning.errors import PatternError, TargetError
 from mrp_lightning.solver.patterns import Pattern
 from mrp_lightning.targets.blocks import Block, find_blocks, named_modules, without_wrappers
+from mrp_lightning.targets.finite import refuse_not_finite
 from mrp_lightning.targets.layers import Expert, Layer, is_linear, layers_of
 from mrp_lightning.targets.left_out import (
-    PLAIN_DTYPES,
     fused_weights,
     is_adapter,
     is_recurrent,
@@ -160,36 +159,6 @@ def _refuse_unusual(
         raise TargetError(
             f"{len(problems)} layers to prune have weights that are not plain dense tensors. "
             f"Change them, or leave them out with `ignore`:\n{listed}"
-        )
-
-
-def refuse_not_finite(layers: list[Layer], parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Refuse values that would make every result NaN, before the time of a calibration.
-
-    The `parameters` are all of the model or block, by their names; those that are no plain tensors
-    are not looked at, and those of the layers to prune only as these.
-    """
-    tensors = {layer.name: layer.weight for layer in layers}
-    of_layers = {id(layer.parameter) for layer in layers}
-    for name, parameter in parameters:
-        plain = type(parameter) is nn.Parameter and parameter.dtype in PLAIN_DTYPES
-        if plain and id(parameter) not in of_layers:
-            tensors[name] = parameter
-    counts = {
-        name: int((~torch.isfinite(tensor)).sum())
-        for name, tensor in tensors.items()
-        if tensor.device.type != "meta"
-    }
-    if not_finite := {name: count for name, count in counts.items() if count}:
-        listed = "\n".join(f"  {name}: {count:,}" for name, count in not_finite.items())
-        inside = sum(layer.name in not_finite for layer in layers)
-        others = len(not_finite) - inside
-        parts = [f"{inside} layers to prune"] * bool(inside)
-        parts += [f"{others} parameters outside the layers to prune"] * bool(others)
-        raise TargetError(
-            f"{' and '.join(parts)} hold NaN or Inf. The checkpoint is damaged, or its values were "
-            "too large for its dtype: get it again, or in bfloat16. NaN and Inf in each:\n"
-            f"{listed}"
         )
 
 

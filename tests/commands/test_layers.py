@@ -9,7 +9,7 @@ import pytest
 import torch
 from full_forwards import prune_and_compare
 from tiny_configs import FAMILIES
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from mrp_lightning.commands.main import main
 from mrp_lightning.models.loading import load_config
@@ -164,3 +164,18 @@ def test_an_unknown_model_type_is_one_line(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["layers", f"--model={tmp_path}"])
     assert "llamma" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shard_size", ["5GB", "60KB"])
+def test_files_with_more_blocks_than_the_configuration_are_named(
+    shard_size, tiny_llama, tmp_path, capsys
+):
+    AutoModelForCausalLM.from_pretrained(tiny_llama).save_pretrained(
+        tmp_path, max_shard_size=shard_size
+    )
+    assert len(listed(capsys, f"--model={tmp_path}")["blocks"]) == 2
+    config = json.loads((tmp_path / "config.json").read_text()) | {"num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SystemExit):
+        main(["layers", f"--model={tmp_path}"])
+    assert "1 of `model.layers`, and the files hold 1 more" in capsys.readouterr().err

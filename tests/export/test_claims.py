@@ -132,6 +132,12 @@ def test_columns_that_are_gone_are_no_zeros(pruned):
     assert all(x.breach is None for x in choose_layers(open_checkpoint(source)))
 
 
+def test_a_narrower_model_has_nothing_to_pack(pruned):
+    source = pruned("llama", Unstructured(0.01), structure="neurons", sparsity=0.25)
+    with pytest.raises(PatternError, match=r"narrower by `structure: neurons`: .* smaller and de"):
+        choose_layers(open_checkpoint(source))
+
+
 def test_a_report_of_another_model_is_refused(pruned):
     source = pruned("llama", SemiStructured(2, 4), pattern="2:4")
     report = source / "pruning_report.json"

@@ -1,6 +1,7 @@
 """`python -m export.to_sparse`, from any pruned checkpoint to a report."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM
 import export
 from export.packed.sparse24_format import SPARSE24, pack
 from export.to_sparse import main
+from mrp_lightning.errors import FormatError
 
 ROOT = Path(__file__).parents[2]
 
@@ -328,6 +330,14 @@ def test_mistakes_are_one_line(llama, capsys, tmp_path):
     assert "no complete safetensors file" in refusal([str(llama), "--overwrite"], capsys)
 
 
+def test_an_adapter_is_no_model(tmp_path, capsys):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    merge = f"{tmp_path} holds a PEFT adapter, and no model. Load it with peft, merge it"
+    assert f"`CKPT`: {merge}" in refusal([str(tmp_path)], capsys)
+    with pytest.raises(FormatError, match=f"^{re.escape(merge)}"):
+        export.load(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("place", "said"),
     [
@@ -346,12 +356,23 @@ def test_no_directory_that_one_works_in_is_overwritten(
     assert (tmp_path / "work" / "here").is_dir()
 
 
-def test_weights_that_are_not_finite_are_refused(llama, capsys):
-    name = "model.layers.1.mlp.up_proj"
-    set_group(llama, name, [float("inf"), 0.0, 0.0, float("nan")])
-    shown = refusal([str(llama)], capsys, status=1)
-    assert "the logits of the source hold NaN or Inf" in shown
-    assert not llama.with_name("llama-sparse24").exists()
+@pytest.mark.parametrize("options", [[], ["--check-only"], ["--format", "dense"]], ids=str)
+def test_values_that_are_not_finite_are_refused_and_named(options, llama, capsys):
+    set_group(llama, "model.layers.1.mlp.up_proj", [float("inf"), 0.0, 0.0, float("nan")])
+    tensors = load_file(llama / "model.safetensors")
+    tensors["model.norm.weight"][3] = torch.nan  # in no layer that is packed
+    save_file(tensors, llama / "model.safetensors", {"format": "pt"})
+    shown = refusal([str(llama), *options], capsys)
+    assert "2 tensors hold NaN or Inf. The checkpoint is damaged" in shown
+    assert "model.layers.1.mlp.up_proj.weight: 2\n  model.norm.weight: 1\n" in shown
+    assert [path.name for path in llama.parent.iterdir()] == ["llama"]
+
+
+def test_fewer_blocks_than_the_files_hold_are_refused(llama, capsys):
+    config = json.loads((llama / "config.json").read_text()) | {"num_hidden_layers": 1}
+    (llama / "config.json").write_text(json.dumps(config))
+    shown = refusal([str(llama), "--check-only"], capsys)
+    assert "1 of `model.layers`, and the files hold 1 more" in shown
 
 
 def test_a_stale_index_is_not_read_where_transformers_would_not_read_it(llama, capsys):

@@ -50,6 +50,19 @@ def reference_perplexity(model, loader) -> float:
     return math.exp(total / count)
 
 
+def test_nan_is_no_perplexity(tiny_llama):
+    lm = CausalLM(tiny_llama)
+    trainer = Trainer(**QUIET)
+    lm.model.lm_head.register_forward_hook(lambda *_: _[2] * torch.nan)
+    with pytest.raises(TargetError, match=r"logits .* hold NaN on text, but its weights are fini"):
+        trainer.test(lm, padded_batches(4), verbose=False)
+    with torch.no_grad():
+        lm.model.model.norm.weight[5] = torch.nan
+    message = r"^1 parameters hold NaN or Inf(?s:.*)\n  model\.norm\.weight: 1$"
+    with pytest.raises(TargetError, match=message):
+        trainer.test(lm, padded_batches(4), verbose=False)
+
+
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("batch_size", [1, 3, 8])
 @pytest.mark.parametrize("loop", ["test", "validate"])

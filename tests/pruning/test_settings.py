@@ -56,6 +56,7 @@ def test_what_a_report_keeps_gives_the_same_again(options):
         ({"tuning": {"epochs": 0}}, "`tuning.epochs` must be a whole number"),
         ({"bits": 5}, "`bits` must be 3, 4 or 8; got 5"),
         ({"bits": 4, "group_size": 0}, "`group_size` must be a positive number of columns"),
+        ({"targets": []}, "`targets` is empty, so nothing would be pruned"),
         ({"group_size": 32}, "`group_size` 32 means nothing without `bits`"),
         ({"allocation": "output", "sparsity": None, "bits": 4}, "nothing is removed"),
     ],

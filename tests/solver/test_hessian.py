@@ -87,6 +87,13 @@ def test_integers_are_refused():
         HessianAccumulator(4).update(torch.ones(3, 4, dtype=torch.int64))
 
 
+def test_inputs_without_values_are_refused():
+    accumulator = HessianAccumulator(4, name="fc1")
+    with pytest.raises(HessianError, match="`fc1`: the inputs are on the meta device"):
+        accumulator.update(torch.ones(3, 4, device="meta"))
+    assert accumulator.num_tokens == 0
+
+
 def test_no_tokens_is_an_error():
     accumulator = HessianAccumulator(4, name="fc1")
     accumulator.update(torch.zeros(0, 4))
