@@ -159,6 +159,31 @@ def require_directory(path: str | os.PathLike[str], argument: str) -> None:
             )
 
 
+def require_writable(path: str | os.PathLike[str], argument: str) -> None:
+    """Refuse a directory that results cannot be added to, made where it is not there.
+
+    Raises:
+        FileExistsError: Something else stands there, or it is the root of all files.
+        PermissionError: It cannot be made, or not be written.
+    """
+    require_directory(path, argument)
+    path = output_path(path).resolve()
+    if path == path.parent:
+        raise FileExistsError(f"`{argument}`: {path} is the root of all files. Name a directory.")
+    _probe(_existing(path), path, argument)
+
+
+def _probe(above: Path, path: Path, argument: str) -> None:
+    """Try to make a directory, which says more than permissions do."""
+    try:
+        Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".probe", dir=above)).rmdir()
+    except OSError as error:
+        raise PermissionError(
+            f"`{argument}`: {path} cannot be made in {above} ({error.strerror}). Name another "
+            "directory."
+        ) from error
+
+
 def _existing(path: Path) -> Path:
     """The nearest directory, or file, that is there."""
     return next(above for above in (path, *path.parents) if os.path.lexists(above))
@@ -187,15 +212,9 @@ def _check_content(path: Path, argument: str, *, overwrite: bool) -> None:
 
 
 def _check_room(path: Path, argument: str, num_bytes: int) -> None:
-    """Try to make a directory, which says more than permissions do, and ask for free space."""
+    """Try to make a directory, and ask for free space."""
     above = _existing(path.parent)
-    try:
-        Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".probe", dir=above)).rmdir()
-    except OSError as error:
-        raise PermissionError(
-            f"`{argument}`: {path} cannot be made in {above} ({error.strerror}). Name another "
-            "directory."
-        ) from error
+    _probe(above, path, argument)
     if path.is_dir():
         sticky = above.stat().st_mode & stat.S_ISVTX
         may_rename = not sticky or os.geteuid() in (0, above.stat().st_uid, path.stat().st_uid)

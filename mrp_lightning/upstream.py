@@ -291,6 +291,31 @@ def loading_weights_by(load_weights: Callable[..., Any]) -> Iterator[None]:
         setattr(PreTrainedModel, name, own)
 
 
+# huggingface_hub
+
+
+@contextmanager
+def hub_away() -> Iterator[None]:
+    """Let what loads from the hub look only into its cache, as with `HF_HUB_OFFLINE=1`.
+
+    Seen in huggingface_hub 2.4 and datasets 5.2, which read the variable when they are imported,
+    and otherwise try each file for 24 s. In its place: `local_files_only` of `load_dataset`, once
+    it asks nothing.
+    """
+    import datasets.config
+    import huggingface_hub.constants
+
+    places: tuple[Any, ...] = (huggingface_hub.constants, datasets.config)
+    before = [place.HF_HUB_OFFLINE for place in places]
+    try:
+        for place in places:
+            place.HF_HUB_OFFLINE = True
+        yield
+    finally:
+        for place, is_offline in zip(places, before, strict=True):
+            place.HF_HUB_OFFLINE = is_offline
+
+
 # gguf
 
 

@@ -47,6 +47,19 @@ def explain(message: str, options: Mapping[str, Any], given: Sequence[Given]) ->
     return f"{about[-1].place if about else ''}{text}"
 
 
+def unknown_key(options: Iterable[str], given: Sequence[Given]) -> str | None:
+    """Say which first key of a YAML file is that of no option, `None` if all are; with its place.
+
+    Options are named as on the command line.
+    """
+    known = {name.lstrip("-").removesuffix("+").partition(".")[0]: None for name in options}
+    for one in given:
+        key = one.path.partition(".")[0]
+        if one.place and key not in known:
+            return f"{one.place}there is no option `{key}`. {_meant(key, known)}"
+    return None
+
+
 def _mistakes(
     options: Mapping[str, Any], given: Iterable[Given]
 ) -> Iterator[tuple[Given, str, str]]:

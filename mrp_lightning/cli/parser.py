@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 from jsonargparse import ArgumentParser
 
 from mrp_lightning.cli.given import Given, given
-from mrp_lightning.cli.mistakes import explain
+from mrp_lightning.cli.mistakes import explain, unknown_key
 from mrp_lightning.errors import OptionError
 from mrp_lightning.upstream import options_of
 
@@ -36,6 +36,17 @@ class Parser(ArgumentParser):
         takes_files = "--config" in options_of(self)
         self._given = given(sys.argv[1:] if args is None else args, files=takes_files)
         return super().parse_args(args, *more, **kwargs)
+
+    def refuse_unknown(self) -> None:
+        """Refuse keys of YAML files that are no option.
+
+        jsonargparse finds those with a value; one that is empty, such as `{}`, it leaves out.
+
+        Raises:
+            OptionError: There is one.
+        """
+        if problem := unknown_key(options_of(self), self._given):
+            raise OptionError(problem)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise the mistake with its place and the nearest name."""

@@ -21,6 +21,7 @@ from mrp_lightning.experiments.execute import (
     evaluate_again,
     execute,
     require_pruning,
+    require_text,
     why_no_model,
 )
 from mrp_lightning.experiments.models import find_models
@@ -30,7 +31,7 @@ from mrp_lightning.experiments.scores import scores
 from mrp_lightning.experiments.sweep import Sweep
 from mrp_lightning.experiments.trials import Trial
 from mrp_lightning.models.gguf import dequantized_once
-from mrp_lightning.outputs import require_directory
+from mrp_lightning.outputs import require_writable
 
 _WHAT = str(Sweep.__doc__).partition("Args:")[0].strip()
 
@@ -43,7 +44,7 @@ def main(args: list[str]) -> None:
         SystemExit: With status 1 if a run failed; the others were made.
     """
     sweep = read_sweep(args)
-    require_directory(sweep.out, "out")
+    require_writable(sweep.out, "out")
     tables.check_out(Path(sweep.out))
     if sweep.page:
         with extra("report", "`page`"):
@@ -87,7 +88,9 @@ def read_sweep(args: list[str]) -> Sweep:
     parser = Parser(prog="python -m mrp_lightning sweep", description=_WHAT)
     parser.add_argument("--config", action="config", help="YAML of a sweep; may be repeated.")
     parser.add_class_arguments(Sweep)
-    parsed = parser.instantiate(parser.parse_args(args))
+    found = parser.parse_args(args)
+    parser.refuse_unknown()
+    parsed = parser.instantiate(found)
     return Sweep(**{key: value for key, value in vars(parsed).items() if key != "config"})
 
 
@@ -99,6 +102,7 @@ def make_runs(sweep: Sweep, console: Console) -> dict[Trial, str]:
 
     Raises:
         OptionError: What is there is of another configuration, or cannot be evaluated any more.
+        FileNotFoundError: A text that a run would read is not there.
     """
     require_pruning(sweep)
     finished = finished_runs(sweep, sweep.selected)
@@ -111,7 +115,7 @@ def make_runs(sweep: Sweep, console: Console) -> dict[Trial, str]:
         incomplete = [trial for trial in incomplete if _lacks(finished[trial], tasks.names)]
         _require_models(sweep, {trial: finished[trial] for trial in incomplete})
     for trial in {(t.model, t.changed and t.changed.key): t for t in waiting}.values():
-        configure(trial, sweep)  # an option that does not exist is told of before any run
+        require_text(configure(trial, sweep))  # a mistake in it is told of before any run
     console.print(f"{len(sweep.selected)} runs, of which {len(waiting)} are to be made.")
     if incomplete:
         console.print(f"{len(incomplete)} more are to be evaluated on `zeroshot`.")

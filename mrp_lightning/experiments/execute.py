@@ -15,11 +15,13 @@ from mrp_lightning.experiments.sweep import Sweep
 from mrp_lightning.experiments.trials import CALLBACK, Trial
 from mrp_lightning.journal.journal import remove_journal
 from mrp_lightning.loop.causal_lm import CausalLM
+from mrp_lightning.loop.data_module import TextDataModule
 from mrp_lightning.loop.save_evaluation import SaveEvaluation
 from mrp_lightning.loop.trainer import callbacks_that_prune
 from mrp_lightning.models.gguf import located
 from mrp_lightning.models.loading import load_config
 from mrp_lightning.records.evaluation import NAME, Scores, record
+from mrp_lightning.tuning.block_tuner import BlockTuning
 
 _BAR = "trainer.enable_progress_bar"
 
@@ -40,7 +42,22 @@ def require_pruning(sweep: Sweep) -> None:
     recipes = {(t.recipe, t.setting): t for t in sweep.selected if t.recipe}
     for trial in recipes.values():
         callback = configure(trial, sweep).config.trainer.callbacks[-1]
-        instantiate_class((), callback.as_dict())
+        arguments = callback.as_dict()
+        given = arguments["init_args"]
+        if isinstance(given.get("tuning"), dict):  # which the command line makes one of
+            given["tuning"] = BlockTuning(**given["tuning"])
+        instantiate_class((), arguments)
+
+
+def require_text(cli: Configured) -> None:
+    """Refuse files of text that do not exist, or are none, before any run.
+
+    Raises:
+        FileNotFoundError: Files are missing; all are named.
+        DataError: Files are tables, and no text.
+        OptionError: Arguments contradict each other.
+    """
+    TextDataModule(**cli.config.data.as_dict())
 
 
 def why_no_model(model: str, sweep: Sweep) -> str | None:

@@ -59,7 +59,7 @@ class Sweep:
         out: Directory of the runs and their tables.
         seeds: Calibration sets: every trial is repeated with each.
         vary: Ablations: the values of one option at a time, by its dotted key, such as
-            `data.num_samples`. Where it is given, only these trials are made.
+            `{data.num_samples: [32, 128]}`. Where it is given, only these trials are made.
         only: Names of the runs to make, `<model>/<trial>` with shell wildcards, such as
             `*/2of4-SM-*`. All if empty.
         zeroshot: Tasks of lm-eval to evaluate beside perplexity.
@@ -85,7 +85,7 @@ class Sweep:
     out: str
     recipes: dict[str, dict[str, Any]] = field(default_factory=dict)
     seeds: list[int] = field(default_factory=lambda: [0])
-    vary: dict[str, list[Any]] = field(default_factory=dict)
+    vary: dict[str, Any] = field(default_factory=dict)
     only: list[str] | str = field(default_factory=list)
     zeroshot: list[str] = field(default_factory=list)
     include_path: str | None = None
@@ -100,6 +100,8 @@ class Sweep:
     def __post_init__(self) -> None:
         if problems := list(self._recipe_problems()):
             raise OptionError("\n".join(problems))
+        lists = {k: v if isinstance(v, list) else [v] for k, v in self.vary.items()}
+        self.vary = lists  # one value may come without a list
         if not self.models:
             raise OptionError(
                 "`models` is empty; expected at least one, such as `models: {tiny: {options: "

@@ -2,15 +2,16 @@
 
 import json
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from mrp_lightning.environment import extra
-from mrp_lightning.errors import DataError
+from mrp_lightning.environment import extra, why_no_hub
+from mrp_lightning.errors import DataError, first_line
 from mrp_lightning.text.standard_library import Split, standard_library
+from mrp_lightning.upstream import hub_away
 
 _TABLES = {".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 """Files that are no text as they are, and what `datasets` reads them as."""
@@ -166,20 +167,35 @@ def _no_text(where: str, column: str, got: str) -> DataError:
     )
 
 
+def _loaded(arguments: dict[str, Any]) -> Any:
+    """What `datasets.load_dataset` gives; where the hub is away, from its cache and at once."""
+    with extra("data", "`data.dataset`"):
+        from datasets import load_dataset
+    source = arguments.get("path")
+    is_here = Path(str(source)).expanduser().exists() or "data_files" in arguments
+    away = None if is_here else why_no_hub()
+    try:
+        with hub_away() if away else nullcontext():
+            return load_dataset(**arguments)
+    except Exception as error:  # of each builder, and of whichever library fetches its files
+        raise DataError(
+            f"`data.dataset`: {source} cannot be loaded ({away or first_line(error)}). Check the "
+            "name, or fetch it where there is a network; or give files in `data.train_files` and "
+            "`data.eval_files`, or let the model write the text (`data.calibration: self`)."
+        ) from error
+
+
 def documents_of_dataset(dataset: Any, split: Split, column: str) -> Sequence[str]:
     """The documents of one split of a dataset; each is read when it is asked for.
 
     `dataset` is as in `OwnText`; validation stands in for a missing test split.
 
     Raises:
-        DataError: There is no such split or column, or it is one split alone.
+        DataError: It cannot be loaded, has no such split or column, or is one split alone.
     """
     splits: Any = {"path": dataset} if isinstance(dataset, str) else dataset
     if type(splits) is dict:  # a DatasetDict is a dict, too
-        with extra("data", "`data.dataset`"):
-            from datasets import load_dataset
-
-        splits = load_dataset(**splits)
+        splits = _loaded(splits)
     if not isinstance(splits, dict):
         raise DataError(
             "`data.dataset` must have its splits by name, as a `DatasetDict`; got a "

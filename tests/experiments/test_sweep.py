@@ -72,10 +72,21 @@ def test_pages_and_tables_of_others_are_refused_before_any_run(name, here, capsy
 
 @pytest.mark.parametrize(
     ("option", "message"),
-    [('--vary={"dampin": [1]}', "there is no option `dampin`"), ("--out=file", "file is a file")],
+    [
+        ('--vary={"dampin": [1]}', "there is no option `dampin`"),
+        ('--vary={"dampin": 0.1}', "there is no option `dampin`"),
+        ("--vary.dampin=0.1", "there is no option `dampin`"),
+        ("--out=file", "file is a file"),
+        ("--out=/", "`out`: / is the root of all files"),
+        ("--out=/proc/self/fdinfo", "`out`: /proc/"),
+        ("--page=.", "`page`: expected a file, but . is a directory"),
+        ('--vary={"data.eval_files": [["gone.txt"]]}', "no such file: `eval_files`: gone.txt"),
+        ("--config=typo.yaml", "typo.yaml, line 1: there is no option `modles`. Did you mean `mod"),
+    ],
 )
 def test_what_no_run_could_have_is_told_before_any(option, message, here, capsys):
     (here / "file").touch()
+    (here / "typo.yaml").write_text("modles: {}")
     with pytest.raises(SystemExit) as stop:
         sweep(option)
     assert stop.value.code == 2

@@ -2,10 +2,13 @@
 
 import json
 import re
+import time
 
+import huggingface_hub
 import pytest
 
 from mrp_lightning.errors import DataError
+from mrp_lightning.text import sources
 from mrp_lightning.text.sources import OwnText, documents_of_dataset, documents_of_files
 
 
@@ -67,6 +70,22 @@ def test_one_split_in_place_of_all_is_named(tmp_path):
     assert list(documents_of_dataset(dict(asked), "train", "text")) == ["one", "two"]
     with pytest.raises(DataError, match="got a Dataset"):
         documents_of_dataset({**asked, "split": "train"}, "train", "text")
+
+
+def test_a_dataset_that_is_not_there_is_told_at_once(monkeypatch):
+    datasets = pytest.importorskip("datasets", reason="needs the extra data")
+    asked = []
+    monkeypatch.setattr(sources, "why_no_hub", lambda: "the hub is away")
+    for place in (huggingface_hub.constants, datasets.config):
+        monkeypatch.setattr(place, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(time, "sleep", asked.append)  # between tries, which would take 24 s
+    message = (
+        r"^`data.dataset`: nobody/nothing cannot be loaded \(the hub is away\)\. .*: self`\)\.$"
+    )
+    with pytest.raises(DataError, match=message):
+        documents_of_dataset("nobody/nothing", "train", "text")
+    assert asked == []
+    assert not huggingface_hub.constants.HF_HUB_OFFLINE
 
 
 @pytest.mark.parametrize(
