@@ -54,7 +54,7 @@ def test_a_model_and_a_pattern_make_a_run(model, pattern, tiny_llama, tmp_path):
     assert pruning.save_dir is not None
     assert made.datamodule.sequence_length == 2048
     assert made.datamodule.calibration == ("lambada" if "mamba" in model.stem else "c4")
-    assert made.datamodule.evaluation == ["wikitext2", "ptb", "c4"]
+    assert list(made.datamodule.evaluation) == ["wikitext2", "ptb", "c4"]
     assert made.trainer.limit_test_batches == 1.0, "all windows, no more and no fewer"
 
 
