@@ -114,7 +114,7 @@ def run(sweep: Sweep, name: str, setting: str, code: str, options: Any) -> str:
     cli.datamodule.tokenizer = cli.model.tokenizer
     model: Any = cli.model.model.eval()
     windows = list(cli.datamodule.calibration_windows().split(1))
-    pattern = parse_setting(setting)
+    pattern = parse_setting(setting, "magnitude").pattern
     assert isinstance(pattern, Unstructured)
     with torch.no_grad():
         plan = make_plan(model, pattern)

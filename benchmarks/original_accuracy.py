@@ -91,6 +91,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|", flush=True)
     for model in options.models or sweep.models:
         for setting in options.settings or sweep.runs:
+            pattern = parse_setting(setting, "magnitude").pattern
             for code, of in CODES.items():
                 repository = getattr(options, code.lower())
                 if repository is None:
@@ -98,7 +99,7 @@ def main() -> None:
                 for seed in sweep.seeds if options.seeds is None else options.seeds:
                     name = f"{Trial(model, setting).setting_name}-{code}-seed{seed}"
                     saved = options.save and options.save / model / name
-                    found = run(of(repository), sweep, model, parse_setting(setting), seed, saved)
+                    found = run(of(repository), sweep, model, pattern, seed, saved)
                     figures = f"{found[0]:.3f} | {found[1]:.4f} | {found[2]:.1f}"
                     print(f"| {model} | {setting} | {code} | {seed} | {figures} |", flush=True)
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from mrp_lightning import CausalLM, TextDataModule, Trainer
 from mrp_lightning.embedded import STDLIB_LLAMA
-from mrp_lightning.errors import TargetError
+from mrp_lightning.errors import OptionError, TargetError
 from mrp_lightning.evaluation.perplexity import token_losses
 from mrp_lightning.text.standard_library import standard_library
 
@@ -191,7 +191,7 @@ def test_models_that_cannot_be_had(tiny_llama, tmp_path):
         CausalLM(CausalLM(tiny_llama).model, revision="main")
     with pytest.raises(FileNotFoundError, match="`tokenizer`: ./absent gives no tokenizer"):
         CausalLM(tiny_llama, tokenizer="./absent")
-    with pytest.raises(TypeError, match="`tokenizer` must be .* Got Linear"):
+    with pytest.raises(OptionError, match="`tokenizer` must be .* got Linear"):
         CausalLM(tiny_llama, tokenizer=torch.nn.Linear(2, 2))
 
 
