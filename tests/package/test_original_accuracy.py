@@ -57,7 +57,7 @@ def test_gives_what_a_run_of_the_sweep_gives(setting, tiny_llama, tmp_path, monk
         f'runs: {{"{setting}": [magnitude]}}\nout: {tmp_path / "out"}\n'
     )
     sweep = read_sweep([f"--config={tmp_path / 'sweep.yaml'}"])
-    pattern = original_accuracy.parse_setting(setting)
+    pattern = original_accuracy.parse_setting(setting, "magnitude").pattern
     code = originals.sparsegpt(tmp_path)
     perplexity, loss, seconds = original_accuracy.run(
         code, sweep, "tiny", pattern, seed=1, saved=tmp_path / "saved"
