@@ -57,6 +57,8 @@ def checked(function: Function) -> Function:
 
 def _rule(hint: Any, *, in_list: bool = False) -> Rule | None:
     hint = hint.__bound__ if isinstance(hint, TypeVar) else hint
+    if isinstance(hint, list):  # the arguments of a callable
+        return None
     kind = get_origin(hint) or hint
     parts = [_rule(part, in_list=kind in (list, Sequence)) for part in get_args(hint)]
     known = [part for part in parts if part is not None]

@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mrp_lightning.errors import FormatError, OptionError, PatternError
+from mrp_lightning.files import BESIDE
 from mrp_lightning.json_files import read_as
 from mrp_lightning.records.report import NAME
 from mrp_lightning.solver.grid import Grid
@@ -134,6 +136,22 @@ def read_grid(directory: str | os.PathLike[str]) -> Grid | None:
         return Grid(config.bits, 64 if config.group_size is None else config.group_size)
     except OptionError as error:
         raise FormatError(f"{file}: `config` says what no run can have: {error}") from error
+
+
+def layers_beside(directory: str | os.PathLike[str]) -> set[str]:
+    """The layers whose weights lie beside those of the model, as the module's own.
+
+    Raises:
+        FormatError: Their file cannot be read.
+    """
+    file = Path(directory) / BESIDE
+    if not file.is_file():
+        return set()
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return {name.rpartition(".")[0] for name in opened.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise FormatError(f"{file} is damaged: {error}. Fetch or prune it again.") from error
 
 
 def refuse_unknown(directory: str | os.PathLike[str], unknown: Iterable[str]) -> None:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from export.conversion.checkpoint import Checkpoint
-from export.conversion.claims import Claim, read_claims, read_grid, refuse_unknown
+from export.conversion.claims import Claim, layers_beside, read_claims, read_grid, refuse_unknown
 from export.conversion.finite import require_finite
 from export.conversion.layer_choice import LayerChoice, form_of, judge, refuse_misfits
 from export.conversion.tracking import Track, silently
@@ -123,7 +123,8 @@ def _choose_by_model(
         raise FormatError(problem)
     unseen = expected - {choice.name for choice in choices}
     others = list(_without_tensor(model, unseen, converted))
-    refuse_unknown(checkpoint.path, claims.keys() & unseen - {choice.name for choice in others})
+    unknown = claims.keys() & unseen - {choice.name for choice in others}
+    refuse_unknown(checkpoint.path, unknown - layers_beside(checkpoint.path))
     if others and claims:
         others = _held_against(claims, others, checkpoint.load())
     return [*choices, *others], expected

@@ -68,7 +68,8 @@ class ModelSource:
                 f"model. Got {type(given).__name__}; another module needs its own "
                 "LightningModule, with a `predict_step` that calls it."
             )
-        if empty := [n for n, p in self.model.named_parameters() if p.is_meta]:
+        empty = [name for name, p in self.model.named_parameters() if p.is_meta]
+        if empty and len(empty) == len(list(self.model.parameters())):  # else its layers are listed
             more = f" and {len(empty) - 3} more" if len(empty) > 3 else ""
             raise TargetError(
                 f"`model` is on the meta device, without values: {', '.join(empty[:3])}{more}. "
