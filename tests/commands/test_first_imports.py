@@ -6,17 +6,33 @@ import sys
 import pytest
 
 _ASK = """
-import mrp_lightning.commands.sweep
+import sys
+from mrp_lightning.commands.main import main
+try:
+    main(sys.argv[1:])
+except SystemExit as end:
+    assert end.code == 2, end.code
+assert "rich" in sys.modules
 from typing import get_args, get_type_hints
 from lightning.pytorch import Trainer
 print(get_args(get_type_hints(Trainer.__init__)["limit_test_batches"])[0].__name__)
 """
+_SWEEP = """
+base: []
+models: {tiny: {options: {model.model: tiny}}}
+runs: {"50%": [SM]}
+"""
 
 
-def test_one_batch_is_not_all_batches():
-    # A process of its own: in this one Lightning has been imported long ago.
-    asked = subprocess.run([sys.executable, "-c", _ASK], capture_output=True, text=True, check=True)
-    assert asked.stdout.split()[-1] == "int"
+def test_one_batch_is_not_all_batches_in_a_sweep(tmp_path):
+    # A process of its own: in this one Lightning has been imported long ago. It ends where a file
+    # is in its way, after what it needs was loaded.
+    (tmp_path / "sweep.yaml").write_text(f"{_SWEEP}out: {tmp_path}\n")
+    (tmp_path / "results.csv").write_text("not of a sweep")
+    command = [sys.executable, "-c", _ASK, "sweep", f"--config={tmp_path / 'sweep.yaml'}"]
+    asked = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "results.csv" in asked.stderr
+    assert asked.stdout.split()[-1:] == ["int"]
 
 
 _HEAVY = {"transformers", "lightning", "datasets", "lm_eval", "pandas", "matplotlib", "torchao"}
@@ -52,6 +68,8 @@ def test_help_and_mistakes_wait_for_no_library_that_they_do_not_need(args):
         ["report", "--hel"],
         ["prune", "--help"],
         ["prune"],
+        ["sweep", "--help"],
+        ["sweep", "--onyl=x"],
     ],
     ids=" ".join,
 )

@@ -15,9 +15,8 @@ from lightning.pytorch import seed_everything
 pytest.importorskip("jsonargparse", reason="the command line needs the extra `cli`")
 
 from mrp_lightning import CausalLM, TextDataModule, Trainer
-from mrp_lightning.commands import sweep as sweep_command
 from mrp_lightning.commands.main import main
-from mrp_lightning.experiments import numbers
+from mrp_lightning.experiments import making, numbers
 from mrp_lightning.experiments.runs import find_runs
 from mrp_lightning.models import gguf
 from mrp_lightning.records.evaluation import read, record
@@ -231,7 +230,7 @@ def test_a_recipe_that_cannot_be_is_refused_before_any_run(here, capsys, change,
 
 def test_two_sweeps_at_once_share_the_runs(here, monkeypatch):
     made = []
-    execute = sweep_command.execute
+    execute = making.execute
 
     def execute_while_another_process_runs(trial, *args, **options):
         made.append(trial)
@@ -239,7 +238,7 @@ def test_two_sweeps_at_once_share_the_runs(here, monkeypatch):
         if len(made) == 1:
             sweep("--only=tiny/50-SM-*")
 
-    monkeypatch.setattr(sweep_command, "execute", execute_while_another_process_runs)
+    monkeypatch.setattr(making, "execute", execute_while_another_process_runs)
     sweep("--only=tiny/50-SM-*")
     assert len(made) == len(set(made)) == 1 + 2
 
@@ -315,7 +314,7 @@ def test_a_file_is_dequantized_once_and_the_runs_are_the_same(here, tiny_gguf, m
     sweep()
     assert len(made) == 1
     assert "de-quantizing" not in capsys.readouterr().err
-    monkeypatch.setattr(sweep_command, "dequantized_once", nullcontext)
+    monkeypatch.setattr(making, "dequantized_once", nullcontext)
     sweep("--out=again", "--only=*/2of4-SM-*")
     assert len(made) == 1 + 2
     for name in ("dense", "2of4-SM-s128-seed0"):
@@ -352,7 +351,7 @@ def test_a_run_that_fails_costs_no_other(here, capsys):
 
 def test_a_model_that_cannot_be_had_is_said_once(here, capsys, monkeypatch):
     made = []
-    monkeypatch.setattr(sweep_command, "execute", lambda trial, *_, **__: made.append(trial))
+    monkeypatch.setattr(making, "execute", lambda trial, *_, **__: made.append(trial))
     content = yaml.safe_load(Path("sweep.yaml").read_text())
     for name in ("someone/something", "./absent"):
         content["models"][name] = {"options": {"model.model": name}}
