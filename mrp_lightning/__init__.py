@@ -28,8 +28,8 @@ from mrp_lightning.solver.pruning import Solution, prune_weight
 from mrp_lightning.solver.recipe import Recipe
 
 if TYPE_CHECKING:
+    from mrp_lightning.data.data_module import TextDataModule
     from mrp_lightning.loop.causal_lm import CausalLM
-    from mrp_lightning.loop.data_module import TextDataModule
     from mrp_lightning.loop.trainer import Trainer
     from mrp_lightning.records.report import PruningReport
     from mrp_lightning.records.rows import BlockReport, LayerReport
@@ -74,7 +74,7 @@ _LAZY = {
     "ColumnSolution": "mrp_lightning.solver.columns",
     "LayerReport": "mrp_lightning.records.rows",
     "PruningReport": "mrp_lightning.records.report",
-    "TextDataModule": "mrp_lightning.loop.data_module",
+    "TextDataModule": "mrp_lightning.data.data_module",
     "Trainer": "mrp_lightning.loop.trainer",
     "prune_columns": "mrp_lightning.solver.columns",
 }

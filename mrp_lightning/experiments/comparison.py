@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.table import Table
 
 from mrp_lightning.callbacks import PruningCallback
+from mrp_lightning.data.data_module import TextDataModule
+from mrp_lightning.data.held_out import HeldOutText
 from mrp_lightning.experiments.configuration import quiet
 from mrp_lightning.experiments.numbers import memory, number, percent, perplexity
 from mrp_lightning.loop.causal_lm import CausalLM
-from mrp_lightning.loop.data_module import TextDataModule
-from mrp_lightning.loop.held_out import HeldOutText
 from mrp_lightning.loop.progress import roughly
 from mrp_lightning.loop.saving import check_save_dir
 from mrp_lightning.loop.trainer import Trainer

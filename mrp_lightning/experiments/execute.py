@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from lightning.pytorch.cli import instantiate_class
 
+from mrp_lightning.data.data_module import TextDataModule
 from mrp_lightning.environment import machine
 from mrp_lightning.errors import FormatError, OptionError
 from mrp_lightning.evaluation.zeroshot import Tasks, evaluate, summarize
@@ -15,7 +16,6 @@ from mrp_lightning.experiments.sweep import Sweep
 from mrp_lightning.experiments.trials import CALLBACK, Trial
 from mrp_lightning.journal.journal import remove_journal
 from mrp_lightning.loop.causal_lm import CausalLM
-from mrp_lightning.loop.data_module import TextDataModule
 from mrp_lightning.loop.save_evaluation import SaveEvaluation
 from mrp_lightning.loop.trainer import callbacks_that_prune
 from mrp_lightning.models.gguf import located

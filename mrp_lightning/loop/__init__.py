@@ -1,1 +1,1 @@
-"""All of it inside Lightning: the module, the data module, the trainer and its predict loop."""
+"""All of it inside Lightning: the module, the trainer and its predict loop."""

@@ -25,7 +25,6 @@ from mrp_lightning.loop.contents import (
     start_streamed,
     streamed_blocks,
 )
-from mrp_lightning.loop.data_module import TextDataModule
 from mrp_lightning.loop.distributed import (
     all_or_none,
     one_voice,
@@ -36,9 +35,9 @@ from mrp_lightning.loop.distributed import (
 from mrp_lightning.loop.journaling import open_journal
 from mrp_lightning.loop.listener import listening
 from mrp_lightning.loop.progress import log
+from mrp_lightning.loop.provenance import about_data
 from mrp_lightning.loop.saving import Pruned, check_save_dir, journal_bytes
 from mrp_lightning.loop.signals import Interrupted, interruptible, unclaimed_signals
-from mrp_lightning.models.batch import token_ids
 from mrp_lightning.narrowing.find import narrowing_plan
 from mrp_lightning.narrowing.narrow import narrow
 from mrp_lightning.processes import Processes
@@ -49,7 +48,6 @@ from mrp_lightning.records.report import PruningReport, pruned_before
 from mrp_lightning.targets.blocks import find_blocks
 from mrp_lightning.targets.plan import Plan, make_plan
 from mrp_lightning.targets.structure import Structure
-from mrp_lightning.upstream import predict_data
 
 
 @dataclass(frozen=True)
@@ -310,26 +308,5 @@ class Run:
             if earlier := pruned_before(base_model):
                 self.report.provenance["pruned_before"] = earlier
         self.report.config.update(config)
-        data = _about_data(self.trainer, steps, processes)
+        data = about_data(self.trainer, steps, processes)
         self.report.provenance.update(command=command(), data=data)
-
-
-def _about_data(trainer: Trainer, steps: list[Step], processes: Processes) -> dict[str, Any]:
-    """Describe the calibration data, `None` where it is not known; all processes call this.
-
-    Returns:
-        `samples` and `sequence_length` (the longest) of token ids, and `source`, `seed` and `bos`
-        of a `TextDataModule`.
-    """
-    mine = [list(ids.shape) for step in steps if (ids := token_ids(step.batch)) is not None]
-    shapes = [shape for theirs in processes.all(mine) for shape in theirs]
-    # What this call was given: the trainer remembers the datamodule of an earlier one.
-    data = predict_data(trainer)
-    text = data if isinstance(data, TextDataModule) else None
-    return {
-        "source": text and text.calibration_source,
-        "samples": sum(samples for samples, _ in shapes) or None,
-        "sequence_length": max((length for _, length in shapes), default=None),
-        "seed": None if text is None else text.seed,
-        "bos": text and text.bos,
-    }

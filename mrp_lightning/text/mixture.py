@@ -145,3 +145,34 @@ def _is_name(source: str) -> bool:
 
 def _is_known(source: object) -> bool:
     return isinstance(source, str) and (_is_name(source) or Path(source).expanduser().is_file())
+
+
+def refuse_contradictions(given: set[str], mixture: Mixture | None, *, by_protocol: bool) -> None:
+    """Refuse text that is given in several ways for one use, and text that is named, but not given.
+
+    Args:
+        given: Which of `train_files`, `eval_files` and `dataset` are given.
+        mixture: What to calibrate on where that is not one published text, or left to the others.
+        by_protocol: Whether published texts are named for the other use.
+    """
+    named = set(GIVEN) & mixture.shares.keys() if mixture else set()
+    if missing := named - given:
+        raise OptionError(
+            f"`data.calibration` names {_listed(missing)}, and there is no such text. Give it, too."
+        )
+    if mixture and "train_files" in given - named:
+        raise OptionError(
+            f"`data.calibration` ({mixture}) leaves nothing to read of `data.train_files`. Leave "
+            "one of them out, or give both their shares: `calibration: {self: 0.5, train_files: "
+            "0.5}`."
+        )
+    others = given - named
+    if by_protocol + ("dataset" in others) + bool(others & {"train_files", "eval_files"}) > 1:
+        raise OptionError(
+            "TextDataModule: give either `dataset` or `train_files`/`eval_files` or "
+            "`calibration`/`evaluation`, not several of them."
+        )
+
+
+def _listed(names: set[str]) -> str:
+    return ", ".join(f"`data.{name}`" for name in sorted(names))

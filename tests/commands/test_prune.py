@@ -13,7 +13,7 @@ pytest.importorskip("jsonargparse", reason="the command line needs the extra `cl
 
 from mrp_lightning.commands.main import main
 from mrp_lightning.commands.prune import _RECIPES
-from mrp_lightning.loop.held_out import HeldOutText
+from mrp_lightning.data.held_out import HeldOutText
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SMALL = ["--num-samples=4", "--sequence-length=32", "--batch-size=2", "--accelerator=cpu"]

@@ -35,6 +35,7 @@ ORDER = {
         "pruning",
         "evaluation",
         "loop",
+        "data",
         "callbacks",
         "cli",
         "experiments",

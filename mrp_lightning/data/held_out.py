@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from mrp_lightning.loop.data_module import TextDataModule
+from mrp_lightning.data.data_module import TextDataModule
 from mrp_lightning.text.standard_library import Split
 
 _DOCUMENTS = 20  # from so many on, whole ones are held out

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
@@ -24,6 +26,7 @@ from mrp_lightning.samples.kept import DIRECTORY, KeptWindows, key_of
 from mrp_lightning.samples.together import WritingListener, write_together
 from mrp_lightning.samples.writing import Sampling, require_writer
 from mrp_lightning.targets.blocks import find_blocks
+from mrp_lightning.text.prefix import frame
 
 _TIMED_TOKENS = 16
 """By how many tokens of a batch the time of all is estimated."""
@@ -56,28 +59,48 @@ def writer_of(trainer: Trainer | None) -> PreTrainedModel:
     return model
 
 
-def own_windows(trainer: Trainer, sampling: Sampling, count: int) -> Tensor:
+def own_windows(
+    trainer: Trainer | None, tokenizer: Any, length: int, seed: int, count: int
+) -> Tensor:
     """Windows that the model of a trainer writes, or those that it wrote before.
 
-    They are kept beside the run, in a directory that all runs beside it share.
+    Each is from the start of a text. They are kept beside the run, in a directory that all runs
+    beside it share.
 
     Args:
         trainer: The trainer, which has set up its strategy.
-        sampling: What is written.
+        tokenizer: That of the model, which says what stands before a text; `None` if it has none.
+        length: Tokens a window.
+        seed: Seed of what is drawn.
         count: The number of windows.
 
     Returns:
         The token ids (count, length), int64, the same in all processes.
 
     Raises:
-        DataError: What the model writes is nothing to calibrate on.
+        DataError: There is no trainer that runs a model, or what it writes is nothing to calibrate
+            on.
         Interrupted: SIGTERM came.
     """
-    model, processes = writer_of(trainer), processes_of(trainer)
+    model = writer_of(trainer)
+    assert trainer is not None
+    processes = processes_of(trainer)
+    sampling = _sampling(model, tokenizer, length, seed)
     with all_or_none(processes), _on_device(trainer), ExitStack() as held:
         kept = KeptWindows(_directory(trainer, model, sampling), sampling.length)
         listener = _Listener(trainer, sampling.length, held)
         return write_together(model, sampling, count, kept, processes, listener)
+
+
+def _sampling(model: PreTrainedModel, tokenizer: Any, length: int, seed: int) -> Sampling:
+    """Begin as the tokenizer begins a text, or with any token that is not a special one."""
+    prefix = torch.tensor([]).long()
+    known = list(range(model.config.get_text_config().vocab_size))
+    if tokenizer is not None:
+        _, prefix = frame(tokenizer, length)
+        special = set(tokenizer.all_special_ids)
+        known = [token for token in known[: len(tokenizer)] if token not in special]
+    return Sampling(length=length, seed=seed, prefix=prefix, first=torch.tensor(known).long())
 
 
 def _directory(trainer: Trainer, model: PreTrainedModel, sampling: Sampling) -> Path | None:

@@ -14,13 +14,20 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from mrp_lightning.arguments import checked
+from mrp_lightning.data.own_text import own_windows, writer_of
 from mrp_lightning.errors import DataError, OptionError
 from mrp_lightning.loop.distributed import one_share_each
-from mrp_lightning.loop.own_text import own_windows, writer_of
 from mrp_lightning.models.skeleton import longest_sequence
 from mrp_lightning.models.tokenizers import load_tokenizer
-from mrp_lightning.samples.writing import Sampling
-from mrp_lightning.text.mixture import GIVEN, SELF, STDLIB, Mixture, interleaved, texts_by_name
+from mrp_lightning.text.mixture import (
+    GIVEN,
+    SELF,
+    STDLIB,
+    Mixture,
+    interleaved,
+    refuse_contradictions,
+    texts_by_name,
+)
 from mrp_lightning.text.prefix import Windows, after, frame
 from mrp_lightning.text.published import CALIBRATION, EVALUATION, PublishedTexts
 from mrp_lightning.text.sources import OwnText
@@ -145,7 +152,7 @@ class TextDataModule(LightningDataModule):
         self.bos = bos or ("text" if of_paper else "window")
         self._given_bos = bos
         given = {"train_files": train_files, "eval_files": eval_files, "dataset": dataset}
-        _refuse_contradictions(
+        refuse_contradictions(
             {name for name, text in given.items() if text},
             self._mixture if calibration not in CALIBRATION else None,
             by_protocol=self._by_protocol,
@@ -277,7 +284,7 @@ class TextDataModule(LightningDataModule):
 
     def _windows_of(self, source: str, count: int) -> Tensor:
         if source == SELF:
-            return self._own_windows(count)
+            return own_windows(self.trainer, self.tokenizer, self.sequence_length, self.seed, count)
         tokenizer, prefix = self._frame(self.bos)
         draws = Draws(count=count, length=self.sequence_length - len(prefix), seed=self.seed)
         if source in CALIBRATION:
@@ -297,22 +304,6 @@ class TextDataModule(LightningDataModule):
         column = self._own.column
         text = OwnText(train_files=files, eval_files=(), dataset=None, column=column)
         return text.documents("train")
-
-    def _own_windows(self, count: int) -> Tensor:
-        """Windows that the model writes, each from the start of a text."""
-        trainer, tokenizer, length = self.trainer, self.tokenizer, self.sequence_length
-        model = writer_of(trainer)
-        assert trainer is not None
-        prefix = torch.tensor([]).long()
-        known = list(range(model.config.get_text_config().vocab_size))
-        if tokenizer is not None:
-            _, prefix = frame(tokenizer, length)
-            special = set(tokenizer.all_special_ids)
-            known = [token for token in known[: len(tokenizer)] if token not in special]
-        sampling = Sampling(
-            length=length, seed=self.seed, prefix=prefix, first=torch.tensor(known).long()
-        )
-        return own_windows(trainer, sampling, count)
 
     def evaluation_windows(self, split: Split) -> Tensor:
         """Consecutive windows of a split's joined text (windows, sequence_length), int64.
@@ -394,37 +385,6 @@ class TextDataModule(LightningDataModule):
             return DataLoader(windows, batch_size=self.batch_size, shuffle=True, generator=order)
         share = one_share_each(windows, self.trainer)
         return DataLoader(windows, batch_size=self.batch_size, sampler=share)
-
-
-def _refuse_contradictions(given: set[str], mixture: Mixture | None, *, by_protocol: bool) -> None:
-    """Refuse text that is given in several ways for one use, and text that is named, but not given.
-
-    Args:
-        given: Which of `train_files`, `eval_files` and `dataset` are given.
-        mixture: What to calibrate on where that is not one published text, or left to the others.
-        by_protocol: Whether published texts are named for the other use.
-    """
-    named = set(GIVEN) & mixture.shares.keys() if mixture else set()
-    if missing := named - given:
-        raise OptionError(
-            f"`data.calibration` names {_listed(missing)}, and there is no such text. Give it, too."
-        )
-    if mixture and "train_files" in given - named:
-        raise OptionError(
-            f"`data.calibration` ({mixture}) leaves nothing to read of `data.train_files`. Leave "
-            "one of them out, or give both their shares: `calibration: {self: 0.5, train_files: "
-            "0.5}`."
-        )
-    others = given - named
-    if by_protocol + ("dataset" in others) + bool(others & {"train_files", "eval_files"}) > 1:
-        raise OptionError(
-            "TextDataModule: give either `dataset` or `train_files`/`eval_files` or "
-            "`calibration`/`evaluation`, not several of them."
-        )
-
-
-def _listed(names: set[str]) -> str:
-    return ", ".join(f"`data.{name}`" for name in sorted(names))
 
 
 def _paths(files: Sequence[_Path] | _Path | None) -> tuple[Path, ...]:

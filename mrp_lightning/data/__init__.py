@@ -1,0 +1,1 @@
+"""Texts → the batches that a trainer reads."""
