@@ -24,7 +24,7 @@ from mrp_lightning.solver.ranges import by_rows, split_range
 _FACTORS = torch.logspace(-0.35, 0.2, 30).tolist()
 """Scales that are tried, relative to the one that makes the largest weight the largest code."""
 _PASSES = 5
-"""Rounds of descent after the sweep. Layers gain 10% to 30% by the first three, 1% by five more."""
+"""Rounds of descent after the sweep; the first few gain most."""
 _PANEL = 128
 """Columns whose changes are carried over to the others at once, at most."""
 
