@@ -248,6 +248,15 @@ def dtypes_kept(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
     return model._get_dtype_plan(dtype)
 
 
+def was_loaded(tensor: Tensor) -> bool:
+    """Whether `from_pretrained` read a tensor from a file, or left it on the disk.
+
+    Seen in transformers 5.23, which tells what was missing only after the quantizer had its turn.
+    In its place: the report of the loading, once quantizers are given it.
+    """
+    return tensor.is_meta or getattr(tensor, "_is_hf_initialized", False)
+
+
 def conversions_at_loading(model: Any) -> list[Any]:
     """The steps by which transformers made a model's weights of the tensors in its files.
 

@@ -31,6 +31,7 @@ from mrp_lightning.models.integrity import check_files, explained_damage
 from mrp_lightning.models.loading import as_dtype, load_config
 from mrp_lightning.models.skeleton import build_without_weights, model_class
 from mrp_lightning.targets.layers import layers_of
+from mrp_lightning.upstream import was_loaded
 
 
 class PackedConfig(QuantizationConfigMixin):
@@ -114,6 +115,11 @@ class PackedQuantizer(HfQuantizer):
     ) -> PreTrainedModel:
         damaged = []
         for name, layer in self._layers(model):
+            # What no file held is memory that nobody wrote: it may look like anything.
+            tensors = {key: getattr(layer, key) for key in ("weight", *layer.FORMAT.beside)}
+            if missing := [key for key, tensor in tensors.items() if not was_loaded(tensor)]:
+                damaged += [f"{name}.{key} (missing, or of another shape)" for key in missing]
+                continue
             layer.weight.requires_grad_(False)
             layer.derive()
             offloaded = layer.weight.is_meta or layer.places.is_meta
