@@ -63,7 +63,7 @@ NOT_RUN = {
     ("benchmarks/originals.md", "python benchmarks/original_accuracy.py"): ORIGINALS,
     ("benchmarks/processes.md", "python benchmarks/processes.py"): ALONE,
     ("narrower.md", "python -m mrp_lightning sweep"): HOURS,
-    ("narrower.md", "python benchmarks/llamacpp.py"): LLAMACPP,
+    ("gguf.md", "python benchmarks/llamacpp.py"): LLAMACPP,
     ("streaming.md", "python benchmarks/streaming.py"): MEMORY,
     ("benchmarks/solver.md", "make gpu"): ON_GPU,
     ("benchmarks/whole-run.md", "python benchmarks/whole_run.py"): WHOLE,
@@ -94,7 +94,9 @@ RUN = {
     ("methods.md", "python -m mrp_lightning predict"): "tests/package/test_docs.py",
     ("models.md", "python benchmarks/models.py"): "tests/families/test_models_page.py",
     ("narrower.md", "from callbacks import"): "tests/package/test_docs.py",
-    ("narrower.md", "python -m export.to_gguf"): "tests/package/test_docs.py",
+    ("gguf.md", "python -m export.to_gguf"): "tests/package/test_docs.py",
+    ("four-bits.md", "mrp-lightning prune"): "tests/package/test_docs.py",
+    ("four-bits.md", "from callbacks import"): "tests/package/test_docs.py",
     ("real-model.md", "python -m mrp_lightning predict"): "tests/package/test_docs.py",
     ("reliability.md", "python -m mrp_lightning predict"): "tests/package/test_docs.py",
     ("reliability.md", "python -m mrp_lightning report"): "tests/package/test_docs.py",
@@ -146,11 +148,31 @@ def test_a_model_is_made_narrower_and_a_gguf_file_as_the_page_says(
     (tmp_path / "text.txt").write_text("def f(self, x): return [x, None]\nimport list\n" * 52)
     code = block("narrower.md", "from callbacks import")
     exec(code.replace("num_samples=128, sequence_length=2048", "num_samples=4, sequence_length=32"))
-    to_gguf(shlex.split(block("narrower.md", "python -m export.to_gguf"))[3:])
+    to_gguf(shlex.split(block("gguf.md", "python -m export.to_gguf"))[3:])
     for source in ({}, {"gguf_file": "DIR-narrower-q8_0.gguf"}):
         directory = "." if source else "DIR-narrower"
         model = AutoModelForCausalLM.from_pretrained(directory, **source)
         assert model.config.intermediate_size == 32
+
+
+def test_a_model_gets_four_bits_as_the_page_says(tiny_llama, tmp_path, monkeypatch, capsys):
+    from export.generate import main as generate
+    from export.to_sparse import main as to_sparse
+    from mrp_lightning.commands.main import main
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "DIR").symlink_to(tiny_llama)
+    (tmp_path / "text.txt").write_text("def f(self, x): return [x, None]\nimport list\n" * 99)
+    prune, pack, write = block("four-bits.md", "mrp-lightning prune").splitlines()
+    few = ["--text=text.txt", "--num-samples=8", "--sequence-length=32", "--accelerator=cpu"]
+    main([*shlex.split(prune)[1:], *few])
+    to_sparse(shlex.split(pack)[3:])
+    generate([*shlex.split(write)[3:], "--max-new-tokens=4", "--eager"])
+    assert "4 tokens" in capsys.readouterr().out
+    code = block("four-bits.md", "from callbacks import")
+    exec(code.replace("num_samples=128, sequence_length=2048", "num_samples=4, sequence_length=32"))
+    report = json.loads((tmp_path / "DIR-four" / "pruning_report.json").read_text())
+    assert report["config"]["bits"] == 4
 
 
 def test_every_block_is_run_or_listed():
