@@ -1,13 +1,13 @@
 """The dense model's own walk, beside that over the model that is being pruned."""
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mrp_lightning.calibration.walks import Inject, Walk
-from mrp_lightning.targets.layers import Expert, Layer
+from mrp_lightning.targets.layers import Layer
 
 
 class DenseStream:
@@ -26,15 +26,14 @@ class DenseStream:
         self.outputs: list[Tensor | None] = [None] * len(walk.batches)
         self._walk = walk.twin()
         self._keeps_outputs = keeps_outputs or isinstance(self._walk, Inject)
-        # Not by parameter: modules may get new ones where they are moved.
-        self._dense: dict[Hashable, tuple[Layer, Tensor]] = {}
+        # By the name of the parameter: modules may get new ones where they are moved.
+        self._dense: dict[str, tuple[Layer, Tensor]] = {}
 
     def remember(self, layer: Layer) -> None:
         """Keep a copy of a layer's dense weight, before it is pruned."""
-        key = layer.siblings if isinstance(layer, Expert) else layer.name
-        if key not in self._dense:
+        if layer.parameter_name not in self._dense:
             dense = layer.parameter.detach().to(self._walk.store, copy=True)
-            self._dense[key] = layer, dense
+            self._dense[layer.parameter_name] = layer, dense
 
     def output(self, k: int, i: int) -> Any:
         """Run block k of the dense model on batch i; see `Walk.output`."""

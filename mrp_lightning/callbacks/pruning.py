@@ -76,11 +76,12 @@ class PruningCallback(Callback):
             o; …), each on the outputs of those before it, for one pass over the data each.
         offload: Whether blocks and stored activations stay in CPU memory, one block at a time on
             the accelerator.
-        structure: "neurons" or "heads": remove whole neurons of the MLPs, or whole key-value groups
-            with their query heads, `sparsity` of them in each block, and leave a narrower dense
-            model that its configuration describes. Of neurons a multiple of 32 stays. For
-            `sparsity` and the methods SM, magnitude, wanda, magnitude+M and wanda+M only; see
-            docs/narrower.md.
+        structure: "neurons", "heads" or "experts": remove whole neurons of the MLPs, whole
+            key-value groups with their query heads, or whole experts with their rows of the router,
+            `sparsity` of them in each block, and leave a narrower dense model that its
+            configuration describes. Of neurons a multiple of 32 stays, of experts at least as many
+            as each token is sent to. For `sparsity` and the methods SM, magnitude, wanda,
+            magnitude+M and wanda+M only (experts: the first three); see docs/narrower.md.
         skip_indivisible: Whether layers whose input features are no multiple of M are left dense,
             instead of refusing the model.
         save_dir: The directory for the pruned model: a Hugging Face checkpoint if the

@@ -11,6 +11,7 @@ from mrp_lightning.loop.capture import Step
 from mrp_lightning.loop.progress import log
 from mrp_lightning.models.batch import token_ids
 from mrp_lightning.processes import Processes
+from mrp_lightning.targets.layers import ExpertStack
 from mrp_lightning.targets.plan import Plan
 
 _FEW_WORDS = 8
@@ -34,9 +35,10 @@ def warn_of_little(steps: Sequence[Step], plan: Plan, processes: Processes) -> N
     if not windows:
         return
     layers = [*plan.outside, *(layer for layers in plan.layers.values() for layer in layers)]
-    widest = max(layers, key=lambda layer: layer.columns)
+    solved = [layer for layer in layers if not isinstance(layer, ExpertStack)]
+    widest = max(solved, key=lambda layer: layer.columns, default=None)
     tokens = sum(windows.values())
-    if tokens < widest.columns:
+    if widest is not None and tokens < widest.columns:
         log.warning(
             "The calibration data hold %s tokens in %d different windows, and %s, the widest of "
             "the layers to prune, has %s columns: with fewer tokens than columns, the text says "

@@ -1,4 +1,4 @@
-"""Find what belongs to the neurons or heads of a model, by what its configuration changes.
+"""Find what belongs to the units of a model, by what its configuration changes.
 
 The model is built twice without weights: as its configuration says, and with fewer units in it.
 Whatever is smaller in the second one belongs to the units: which parameters, along which dimension,
@@ -8,25 +8,27 @@ say fewer units is found out, since then nothing gets smaller, or too much.
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from mrp_lightning.errors import FormatError, OptionError, TargetError
 from mrp_lightning.models.skeleton import build_without_weights
 from mrp_lightning.targets.blocks import without_wrappers
-from mrp_lightning.targets.layers import Layer
+from mrp_lightning.targets.layers import Expert, ExpertStack, Layer, holds_experts
 from mrp_lightning.targets.plan import Plan
-from mrp_lightning.targets.structure import BlockParts, Cut, Structure
+from mrp_lightning.targets.structure import Attribute, BlockParts, Cut, Structure
 
 MULTIPLE = 32
 """The numbers of neurons that kernels like best are multiples of this."""
 
 _NEURONS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "hidden_dim", "d_ff")
 _HEADS, _GROUPS = "num_attention_heads", "num_key_value_heads"
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_top_k", "moe_k")
+"""Where configurations say how many experts each token is sent to."""
 _PLAIN = (int, float, bool, str, type(None), tuple, list)
 
 Sizes = dict[str, int]
@@ -36,7 +38,8 @@ Sizes = dict[str, int]
 def narrowing_plan(model: nn.Module, kind: str, sparsity: float, plan: Plan) -> Plan:
     """The plan of removing units whole, made of that of all layers; see `find_structure`."""
     structure = find_structure(model, kind, sparsity, plan)
-    consumers = {name: list(parts.consumers) for name, parts in structure.blocks.items()}
+    none: dict[str, list[Layer]] = {block.name: [] for block in plan.blocks}
+    consumers = none | {name: list(p.consumers) for name, p in structure.blocks.items()}
     reading = {id(layer) for layers in consumers.values() for layer in layers}
     return replace(
         plan,
@@ -56,7 +59,7 @@ def find_structure(model: nn.Module, kind: str, sparsity: float, plan: Plan) -> 
 
     Args:
         model: The model that is to be narrower.
-        kind: "neurons" or "heads".
+        kind: "neurons", "heads" or "experts".
         sparsity: The fraction of the units to remove.
         plan: All layers of the model that could be pruned, in their blocks.
 
@@ -71,23 +74,29 @@ def find_structure(model: nn.Module, kind: str, sparsity: float, plan: Plan) -> 
         )
     if not plan.blocks:
         raise _cannot(model, kind, "no repeated blocks were found in it")
-    dense = _built(model, {}, kind)
+    text, dense = model.config.get_text_config(), _built(model, {}, kind)
     shapes = {name: tuple(p.shape) for name, p in dense.named_parameters()}
     parameters = {without_wrappers(name): p for name, p in model.named_parameters()}
     if shapes != {name: tuple(p.shape) for name, p in parameters.items()}:
         raise _cannot(model, kind, "its weights are not of the sizes that its configuration says")
+    layers = [layer for mine in plan.layers.values() for layer in mine]
+    if kind == "experts" and not any(isinstance(layer, Expert) for layer in layers):
+        raise _cannot(model, kind, "it has no experts that transformers stacks")
     reasons: list[str] = []
-    for units, entries in _candidates(model.config.get_text_config(), kind, plan):
-        kept = _kept(kind, units, sparsity)
+    for units, entries in _candidates(text, kind, plan):
+        kept = _kept(kind, units, sparsity, _least(text, kind))
         try:
             config = {name: kept * each for name, each in entries.items()} | _fixed(model, kind)
             narrower = _built(model, config, kind)
-            blocks = dict(_parts(kind, model, dense, narrower, plan, units, kept))
+            attributes = list(_attributes(model, dense, narrower))
+            blocks = dict(_parts(kind, model, dense, narrower, plan, units, kept, attributes))
         except _Unfit as reason:
             reasons.append(f"{' and '.join(entries)}: {reason}")
             continue
-        return Structure(kind, units, kept, blocks, config)
-    names = ", ".join(_NEURONS if kind == "neurons" else (_GROUPS, _HEADS))
+        inside = {id(entry) for parts in blocks.values() for entry in parts.attributes}
+        outside = [entry for entry in attributes if id(entry) not in inside]
+        return Structure(kind, units, kept, blocks, config, outside)
+    names = ", ".join({"neurons": _NEURONS, "heads": (_GROUPS, _HEADS), "experts": _EXPERTS}[kind])
     told = "; ".join(reasons) or f"it has none of the entries {names}"
     raise _cannot(model, kind, f"its configuration cannot say fewer of them ({told})")
 
@@ -107,12 +116,16 @@ def _candidates(
             each = {_HEADS: heads // groups}
             yield groups, each | ({_GROUPS: 1} if hasattr(config, _GROUPS) else {})
         return
-    widths = {layer.columns for layers in plan.layers.values() for layer in layers}
-    for name in _NEURONS:
+    layers = [layer for layers in plan.layers.values() for layer in layers]
+    if kind == "experts":
+        widths = {len(layer.parameter) for layer in layers if isinstance(layer, Expert)}
+    else:
+        widths = {layer.columns for layer in layers}
+    for name in _EXPERTS if kind == "experts" else _NEURONS:
         if not hasattr(config, name):
             continue
         value = getattr(config, name)
-        if value is None:  # GPT-2: four times the hidden size
+        if value is None and kind == "neurons":  # GPT-2: four times the hidden size
             value = 4 * config.hidden_size
         if isinstance(value, int) and value in widths:
             yield value, {name: 1}
@@ -127,25 +140,40 @@ def _fixed(model: PreTrainedModel, kind: str) -> Sizes:
     return {"head_dim": size}
 
 
-def _kept(kind: str, units: int, sparsity: float) -> int:
+def _least(config: PreTrainedConfig, kind: str) -> int:
+    """How many units have to stay: as many experts as each token is sent to."""
+    told = (getattr(config, name, None) for name in _CHOSEN if kind == "experts")
+    return max([1, *(value for value in told if isinstance(value, int))])
+
+
+def _kept(kind: str, units: int, sparsity: float, least: int = 1) -> int:
     """How many units stay: of neurons the nearest multiple of 32, of two the smaller."""
     multiple = MULTIPLE if kind == "neurons" else 1
+    least = max(least, multiple)
     kept = multiple * math.ceil((1 - sparsity) * units / multiple - 0.5)
-    if 0 < kept < units:
+    if least <= kept < units:
         return kept
     if units == 1:
         raise OptionError(f"`structure: {kind}`: a block has one of them, which has to stay.")
-    step = f", in multiples of {multiple}," if multiple > 1 else ""
-    if units <= multiple:
-        raise OptionError(
-            f"`structure: {kind}`: a block has {units} {kind}, and some multiple of {multiple} "
-            "below that, so that kernels like it, is to stay. This model cannot lose any."
+    if units <= least:
+        why = (
+            f"each token is sent to {least} of them"
+            if kind == "experts"
+            else f"some multiple of {multiple} below that, so that kernels like it, is to stay"
         )
-    most, least = (units - multiple) / units, multiple / units
-    bound = f"at least {math.ceil(500 * least) / 1000:g}" if kept else f"at most {most:.3g}"
+        raise OptionError(
+            f"`structure: {kind}`: a block has {units} {kind}, and {why}. This model cannot lose "
+            "any."
+        )
+    step = f", in multiples of {multiple}," if multiple > 1 else ""
+    if kept >= units:
+        told, bound = "remove none", f"at least {math.ceil(500 * multiple / units) / 1000:g}"
+    else:
+        told, bound = "leave none", f"at most {(units - least) / units:.3g}"
+        if kept:
+            told = f"leave {kept}, fewer than the {least} that each token is sent to"
     raise OptionError(
-        f"`sparsity` {sparsity:g} of {units} {kind} a block{step} would "
-        f"{'remove none' if kept else 'leave none'}. Give {bound}."
+        f"`sparsity` {sparsity:g} of {units} {kind} a block{step} would {told}. Give {bound}."
     )
 
 
@@ -174,17 +202,22 @@ def _parts(
     plan: Plan,
     units: int,
     kept: int,
+    attributes: Sequence[Attribute],
 ) -> Iterator[tuple[str, BlockParts]]:
     """By block, what is smaller in the narrower model."""
-    modules = {without_wrappers(name): module for name, module in model.named_modules()}
+    modules = _modules(model)
     layers = {id(layer.parameter): layer for mine in plan.layers.values() for layer in mine}
-    before, after = dict(dense.named_parameters()), dict(narrower.named_parameters())
+    before = dict(dense.named_parameters())
+    after: dict[str, Tensor] = dict(narrower.named_parameters())
     if list(before) != list(after):
         raise _Unfit("it changes which weights there are")
-    changed = {n: p for n, p in before.items() if p.shape != after[n].shape}
-    buffers = dict(narrower.named_buffers())
-    if any(b.shape != buffers[n].shape for n, b in dense.named_buffers() if n in buffers):
-        raise _Unfit("it changes buffers")
+    changed: dict[str, Tensor] = {n: p for n, p in before.items() if p.shape != after[n].shape}
+    buffers, stored = dict(narrower.named_buffers()), dense.state_dict()
+    for name, buffer in dense.named_buffers():
+        if name in buffers and buffer.shape != buffers[name].shape:
+            if kind != "experts" or name not in stored:
+                raise _Unfit("it changes buffers")
+            changed[name], after[name] = buffer, buffers[name]
     found: dict[str, list[tuple[Cut, Layer | None]]] = {block.name: [] for block in plan.blocks}
     paths = {block.name: _path(model, block.module) for block in plan.blocks}
     for name, parameter in changed.items():
@@ -196,19 +229,22 @@ def _parts(
         size = parameter.shape[dims[0]]
         if len(dims) > 1 or size % units or after[name].shape[dims[0]] * units != size * kept:
             raise _Unfit(f"it changes {name} otherwise than unit by unit")
-        if kind == "neurons" and size != units:
+        if kind != "heads" and size != units:
             raise _Unfit(f"{name} holds several projections in one")
         cut = Cut(modules[owner], own, dims[0], size // units)
-        layer = layers.get(id(cut.parameter))
-        if layer is None and parameter.ndim > 1:
+        layer = layers.get(id(cut.tensor))
+        if kind == "experts":
+            layer = _stack_of(name, cut)
+        elif layer is None and parameter.ndim > 1:
             raise _Unfit(f"{name} cannot be pruned: it is tied, or no linear layer")
         found[block].append((cut, layer))
-    attributes = list(_attributes(modules, dense, narrower))
     for block, cuts in found.items():
         inside = {id(module) for module in modules[paths[block]].modules()}
         mine = [entry for entry in attributes if id(entry[0]) in inside]
         consumers = [layer for cut, layer in cuts if layer is not None and _reads(cut, layer)]
-        groups = {cut.width for cut, layer in cuts if layer in consumers}
+        if kind == "experts" and not cuts:
+            continue  # a block of another kind, as the first ones of DeepSeek are
+        groups = {layer.columns // units for layer in consumers}
         if kind == "heads" and groups and any(cut.width > max(groups) for cut, _ in cuts):
             raise _Unfit("one weight holds queries, keys and values")
         if len(groups) != 1:
@@ -222,20 +258,32 @@ def _path(model: nn.Module, block: nn.Module) -> str:
 
 def _reads(cut: Cut, layer: Layer) -> bool:
     """Whether a cut takes columns of a layer, not rows."""
+    if isinstance(layer, ExpertStack):
+        return True
     stored = layer.parameter.detach()
     is_transposed = layer.arranged(stored).stride() != stored.stride()
     return cut.dim == (0 if is_transposed else 1)
 
 
-def _attributes(
-    modules: Mapping[str, nn.Module], dense: nn.Module, narrower: nn.Module
-) -> Iterator[tuple[nn.Module, str, Any]]:
+def _stack_of(name: str, cut: Cut) -> ExpertStack | None:
+    """The layer that is cut, if it is what reads the experts' inner features."""
+    is_last = holds_experts(cut.module) and cut.name == "down_proj"
+    return ExpertStack(name, cut.module) if is_last else None
+
+
+def _modules(model: nn.Module) -> dict[str, nn.Module]:
+    return {without_wrappers(name): module for name, module in model.named_modules()}
+
+
+def _attributes(model: nn.Module, dense: nn.Module, narrower: nn.Module) -> Iterator[Attribute]:
     """The attributes of modules that are others in the narrower model."""
-    others = dict(narrower.named_modules())
+    others, modules = dict(narrower.named_modules()), _modules(model)
     for name, module in dense.named_modules():
-        other = vars(others[name])
+        other = vars(others[name]) if name in others else {}
         for key, value in vars(module).items():
-            if isinstance(value, _PLAIN) and other.get(key) != value and name in modules:
+            if not isinstance(value, _PLAIN) or key not in other or name not in modules:
+                continue
+            if other[key] != value:
                 yield modules[name], key, other[key]
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mrp_lightning.errors import TargetError
 from mrp_lightning.targets.structure import BlockParts, Structure
@@ -16,7 +16,7 @@ def narrow(structure: Structure) -> None:
     Raises:
         TargetError: A block has fewer such units than are to go; then nothing is changed.
     """
-    gone = {name: _zero_units(parts, structure.units) for name, parts in structure.blocks.items()}
+    gone = {name: zero_units(parts, structure.units) for name, parts in structure.blocks.items()}
     if short := [name for name, units in gone.items() if len(units) < structure.count]:
         raise TargetError(
             f"{structure.count} {structure.kind} of each block are to be cut out, and fewer than "
@@ -25,19 +25,21 @@ def narrow(structure: Structure) -> None:
         )
     for name, parts in structure.blocks.items():
         _cut(parts, gone[name][: structure.count], structure.units)
+    for module, name, value in structure.attributes:
+        setattr(module, name, value)
 
 
 @contextmanager
 def narrowed(parts: BlockParts, removed: Tensor, units: int) -> Iterator[None]:
     """Let a block be without the removed units in this context, and as it was after it."""
-    held = [(cut, cut.parameter) for cut in parts.cuts]
+    held = [(cut, cut.tensor) for cut in parts.cuts]
     values = [(module, name, getattr(module, name)) for module, name, _ in parts.attributes]
     try:
         _cut(parts, removed, units)
         yield
     finally:
-        for cut, parameter in held:
-            setattr(cut.module, cut.name, parameter)
+        for cut, tensor in held:
+            setattr(cut.module, cut.name, tensor)
         for module, name, value in values:
             setattr(module, name, value)
 
@@ -59,22 +61,20 @@ def without_columns(parts: BlockParts, units: Tensor) -> Iterator[None]:
                 weight[:, columns] = before
 
 
-def _zero_units(parts: BlockParts, units: int) -> Tensor:
+def zero_units(parts: BlockParts, units: int) -> Tensor:
     """The units whose columns are zero in every consumer: their numbers, in order."""
     zero = torch.ones(units, dtype=torch.bool)
     for layer in parts.consumers:
-        zero &= (layer.weight == 0).all(0).view(units, -1).all(1).cpu()
+        zero &= (layer.view == 0).all(0).reshape(units, -1).all(1).cpu()
     return zero.nonzero()[:, 0]
 
 
 def _cut(parts: BlockParts, removed: Tensor, units: int) -> None:
-    """Give the modules parameters without the removed units, and the attributes that fit them."""
+    """Give the modules tensors without the removed units, and the attributes that fit them."""
     stays = torch.ones(units, dtype=torch.bool)
     stays[removed] = False
     kept = stays.nonzero()[:, 0]
     for cut in parts.cuts:
-        before = cut.parameter
-        after = nn.Parameter(cut.without(kept), requires_grad=before.requires_grad)
-        setattr(cut.module, cut.name, after)
+        setattr(cut.module, cut.name, cut.without(kept))
     for module, name, value in parts.attributes:
         setattr(module, name, value)

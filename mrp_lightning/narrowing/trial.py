@@ -1,13 +1,15 @@
 """Try on one batch whether a block without some units computes what it is thought to compute."""
 
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
 
 from mrp_lightning.errors import TargetError
 from mrp_lightning.narrowing.narrow import narrowed, without_columns
+from mrp_lightning.narrowing.routing import Routing
+from mrp_lightning.targets.blocks import Block
 from mrp_lightning.targets.structure import BlockParts, Structure
 
 _OF_EFFECT = 0.02
@@ -20,48 +22,57 @@ class BlockTrial:
     def __init__(self, structure: Structure) -> None:
         self._structure, self._seen = structure, set[Hashable]()
 
-    def check(self, name: str, run: Callable[[], Tensor | None]) -> None:
+    def check(self, block: Block, run: Callable[[], Tensor | None]) -> None:
         """Try a block, unless one like it was tried; see `check_block`."""
-        parts = self._structure.blocks[name]
+        parts = self._structure.blocks.get(block.name)
+        if parts is None:
+            return
         make = tuple((type(c.module), c.name, c.dim, c.width) for c in parts.cuts)
         if make not in self._seen:
             self._seen.add(make)
-            check_block(self._structure, parts, run, name)
+            check_block(self._structure, parts, run, block)
 
 
 def check_block(
-    structure: Structure, parts: BlockParts, run: Callable[[], Tensor | None], name: str
+    structure: Structure, parts: BlockParts, run: Callable[[], Tensor | None], block: Block
 ) -> None:
     """Refuse a block in which the units are not where the shapes of its parameters suggest.
 
     Some units are removed at random. With their columns in the consumers zero, what makes these
-    units must have no part in the output, and the narrower block must give the same output.
+    units must have no part in the output, and the narrower block must give the same output. Of
+    experts it must give what all of them do where the router, without some rows, leaves these out.
 
     Args:
         structure: The units.
         parts: What belongs to them in the block.
         run: Runs the block on one batch, and gives its hidden state; `None` where the batch does
             not reach it.
-        name: The name of the block.
+        block: The block.
 
     Raises:
         TargetError: The outputs differ.
     """
     generator = torch.Generator().manual_seed(0)
     removed = torch.randperm(structure.units, generator=generator)[: structure.count].sort().values
+    without: AbstractContextManager[None] = without_columns(parts, removed)
+    if structure.kind == "experts":
+        routing = Routing(block.module, parts, structure)
+        routing.require_all()
+        without = routing.without(removed)
     dense = run()
     if dense is None:
         return
-    dense = dense.detach().clone()
-    with without_columns(parts, removed):
-        expected = _output(run)
-        with _noise(parts, removed, generator):
-            blind = _output(run)
+    dense, name = dense.detach().clone(), block.name
+    try:
+        with without:
+            expected = blind = _output(run)
+            if structure.kind != "experts":
+                with _noise(parts, removed, generator):
+                    blind = _output(run)
         with narrowed(parts, removed, structure.units):
-            try:
-                narrower = _output(run)
-            except (RuntimeError, ValueError, IndexError, TypeError) as error:
-                raise _refused(structure, name, f"does not run: {error}") from error
+            narrower = _output(run)
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        raise _refused(structure, name, f"does not run: {error}") from error
     effect = float(torch.linalg.vector_norm(expected - dense.float()))
     size = float(torch.linalg.vector_norm(expected))
     allowed = max(_OF_EFFECT * effect, 4 * torch.finfo(dense.dtype).eps * size)
@@ -83,7 +94,7 @@ def _noise(parts: BlockParts, units: Tensor, generator: torch.Generator) -> Iter
     held = []
     with torch.no_grad():
         for cut in parts.producers:
-            parameter, entries = cut.parameter.detach(), cut.entries(units)
+            parameter, entries = cut.tensor.detach(), cut.entries(units)
             before = parameter.index_select(cut.dim, entries)
             noise = torch.randn(before.shape, generator=generator).to(before) * before.std()
             parameter.index_copy_(cut.dim, entries, noise)

@@ -13,14 +13,17 @@ from mrp_lightning.calibration.experts import blend, portions
 from mrp_lightning.calibration.hessians import Calibration, InputGroup, InputsDiffer
 from mrp_lightning.calibration.padding import Padding
 from mrp_lightning.calibration.walks import Walk
+from mrp_lightning.narrowing.routing import Routing
 from mrp_lightning.pruning.job import Job
 from mrp_lightning.pruning.prune_layer import Aim, Calibrated, prune_layer
+from mrp_lightning.pruning.remove_experts import remove_experts
 from mrp_lightning.pruning.remove_units import remove_units
 from mrp_lightning.records.rows import LayerReport
 from mrp_lightning.solver.hessian import HessianAccumulator
 from mrp_lightning.solver.input_hessian import InputHessian
 from mrp_lightning.solver.patterns import Pattern
 from mrp_lightning.targets.layers import Expert, Layer
+from mrp_lightning.targets.structure import Structure
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +56,9 @@ class BlockPruner:
         Returns:
             The rows of those that are pruned.
         """
+        structure = self.job.plan.structure
+        if structure is not None and structure.kind == "experts":
+            return [self._prune_experts(layers, structure)] if layers else []
         rows: list[LayerReport] = []
         for stage in self._stages(layers):
             for part in portions(stage):
@@ -166,6 +172,26 @@ class BlockPruner:
             self.job.report.add(rows[-1])
             self.tell(layer.name)
         return rows
+
+    def _prune_experts(self, layers: list[Layer], structure: Structure) -> LayerReport:
+        """Remove whole experts of the block."""
+        block, job = self.walk.blocks[self.k], self.job
+        if self.dense is not None:
+            for layer in layers:
+                self.dense.remember(layer)
+        row = remove_experts(
+            Routing(block.module, structure.blocks[block.name], structure),
+            self.walk,
+            self.k,
+            self.padding,
+            job.settings.recipe,
+            dense=self.dense,
+            target_weight=job.settings.target_weight,
+            processes=job.processes,
+            tell=self.tell,
+        )
+        job.report.add(replace(row, block=self._name))
+        return job.report.layers[-1]
 
     def _aim(self, group: InputGroup, device: torch.device) -> Aim | None:
         weight = self.job.settings.target_weight

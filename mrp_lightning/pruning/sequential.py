@@ -20,6 +20,7 @@ from mrp_lightning.calibration.padding import Padding
 from mrp_lightning.calibration.walks import Rerun, Walk, WholeModel, hidden_of
 from mrp_lightning.errors import TargetError
 from mrp_lightning.journal.block_record import BlockRecord
+from mrp_lightning.narrowing.routing import rerouted
 from mrp_lightning.narrowing.trial import BlockTrial
 from mrp_lightning.pruning.block import BlockPruner
 from mrp_lightning.pruning.job import Job
@@ -61,6 +62,7 @@ def prune_model(job: Job) -> None:
             padding.watch(),
             offload.active(),
             torch.no_grad(),
+            rerouted(job.plan),
         ):
             for left in job.plan.skipped:
                 report.skip(left.name, left.shape, left.reason, job.plan.block_of(left.name))
@@ -124,7 +126,7 @@ class _Walker:
                         every = block.module.named_parameters(prefix=block.name)
                         refuse_not_finite(mine, every)
                     if trial is not None and job.batches:
-                        trial.check(block.name, partial(_hidden, walk, k))
+                        trial.check(block, partial(_hidden, walk, k))
                     pruner = BlockPruner(job, walk, k, self.padding, tell, dense, sparsities.layers)
                     pruner.prune(mine)
                     _require_all(job, block.name, self.report.pruned_since(first))

@@ -125,6 +125,12 @@ class Settings:
                 f"configuration says it. Leave out {', '.join(f'`{name}`' for name in others)}."
             )
         check_column_method(self.method)
+        if self.structure == "experts" and self.method.endswith("+M"):
+            raise MethodError(
+                "`structure: experts` leaves the experts that stay as they are: the method "
+                f"{self.method} would compensate. Take SM, wanda or magnitude; `tuning` changes "
+                "what stays."
+            )
 
     def _checked_target_weight(self, recipe: Recipe) -> float | None:
         weight = self.target_weight

@@ -1,7 +1,8 @@
 """The layers that can be pruned, seen as matrices (rows, columns), whatever their class.
 
 Four kinds: `Linear`, `Conv1D` (stored transposed), `Conv2d` (unfolded) and `Expert` (a slice of a
-stack). Each says how its parameter is a matrix; reading and writing are the same for all.
+stack), and for experts that are removed whole the `ExpertStack`. Each says how its parameter is a
+matrix; reading and writing are the same for all.
 """
 
 import math
@@ -176,6 +177,36 @@ class Expert(Layer):
         """The matrix of this expert that is given the tokens themselves."""
         stack = "gate_up_proj" if self.module.has_gate else "up_proj"
         return Expert(f"{self.owner}.{self.index}.{stack}", self.module, stack, self.index)
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertStack(Layer):
+    """The second matrices of all experts beside each other, (rows, experts · inner features).
+
+    It reads what all experts hold inside, times what the router gives each of them: without an
+    expert it lacks columns.
+    """
+
+    stack: str = "down_proj"
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The parameter in which all experts are stacked."""
+        return self.module.get_parameter(self.stack)
+
+    def arranged(self, stored: Tensor) -> Tensor:
+        """As (rows, experts, inner features)."""
+        return stored.permute((2, 0, 1) if self.module.is_transposed else (1, 0, 2))
+
+    @property
+    def owner(self) -> str:
+        """The name of the module that holds the stack."""
+        return self.name.rpartition(".")[0]
+
+    @property
+    def parameter_name(self) -> str:
+        """The name of the stack."""
+        return self.name
 
 
 def layers_of(name: str, module: nn.Module) -> list[Layer]:

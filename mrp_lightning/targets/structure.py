@@ -9,32 +9,45 @@ from torch import Tensor, nn
 
 from mrp_lightning.targets.layers import Layer
 
-STRUCTURES = ("neurons", "heads")
+STRUCTURES = ("neurons", "heads", "experts")
 """What can be removed whole."""
 
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """A parameter that gets smaller along one dimension: each unit has some neighbours there."""
+    """A parameter or buffer that gets smaller along one dimension: each unit has some places there.
 
-    module: nn.Module  # holds the parameter
+    The places of a unit are neighbours.
+    """
+
+    module: nn.Module  # holds the tensor
     name: str  # in that module
     dim: int
     width: int  # entries of a unit
 
     @property
-    def parameter(self) -> nn.Parameter:
-        """The parameter, as the module holds it now."""
-        return self.module.get_parameter(self.name)
+    def tensor(self) -> Tensor:
+        """The parameter or buffer, as the module holds it now."""
+        tensor = getattr(self.module, self.name)
+        assert isinstance(tensor, Tensor)
+        return tensor
 
     def entries(self, units: Tensor) -> Tensor:
         """The places along the dimension of some units."""
         within = torch.arange(self.width, device=units.device)
-        return (units[:, None] * self.width + within).flatten().to(self.parameter.device)
+        return (units[:, None] * self.width + within).flatten().to(self.tensor.device)
 
     def without(self, kept: Tensor) -> Tensor:
-        """The parameter with the kept units alone."""
-        return self.parameter.detach().index_select(self.dim, self.entries(kept)).contiguous()
+        """The tensor with the kept units alone; a parameter if it is one."""
+        before = self.tensor
+        after = before.detach().index_select(self.dim, self.entries(kept)).contiguous()
+        if isinstance(before, nn.Parameter):
+            return nn.Parameter(after, requires_grad=before.requires_grad)
+        return after
+
+
+Attribute = tuple[nn.Module, str, Any]
+"""An attribute of a module that says a size: the module, the name, the value in a narrower one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,23 +56,21 @@ class BlockParts:
 
     Attributes:
         consumers: The layers that read the units: they lose columns, and the others make up for it.
-        cuts: All parameters that get smaller, those of the consumers too.
-        attributes: The attributes of modules that say their sizes: the module, the name, and the
-            value in the narrower model.
+        cuts: All parameters and buffers that get smaller, those of the consumers too.
+        attributes: The attributes of modules that say their sizes.
         group: How many neighbouring columns of a consumer belong to a unit.
     """
 
     consumers: Sequence[Layer]
     cuts: Sequence[Cut]
-    attributes: Sequence[tuple[nn.Module, str, Any]]
-
+    attributes: Sequence[Attribute]
     group: int
 
     @property
     def producers(self) -> list[Cut]:
         """The cuts of all but the consumers."""
         reading = {id(layer.parameter) for layer in self.consumers}
-        return [cut for cut in self.cuts if id(cut.parameter) not in reading]
+        return [cut for cut in self.cuts if id(cut.tensor) not in reading]
 
     def columns(self, units: Tensor) -> Tensor:
         """The columns of some units in the consumers."""
@@ -71,11 +82,12 @@ class Structure:
     """The units of one kind in all blocks of a model, and how many of them go.
 
     Attributes:
-        kind: neurons or heads.
-        units: How many there are in each block.
+        kind: neurons, heads or experts.
+        units: How many there are in each block that has any.
         kept: How many are to stay in each block.
         blocks: What belongs to them, by the name of the block.
         config: The entries of the configuration that say their number, and what they become.
+        attributes: The attributes of modules outside the blocks that say their number.
     """
 
     kind: str
@@ -83,6 +95,7 @@ class Structure:
     kept: int
     blocks: Mapping[str, BlockParts]
     config: Mapping[str, int]
+    attributes: Sequence[Attribute] = ()
 
     @property
     def count(self) -> int:

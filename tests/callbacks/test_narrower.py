@@ -132,7 +132,11 @@ def test_what_cannot_be_narrower_is_refused_by_name(family, structure, tmp_path)
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"structure": "columns"}, OptionError, "`structure` must be one of neurons, heads"),
+        (
+            {"structure": "columns"},
+            OptionError,
+            "must be one of neurons, heads, experts",
+        ),
         ({"pattern": "2:4", "sparsity": None}, OptionError, "Leave out `pattern`"),
         ({"targets": "mlp", "allocation": "output"}, OptionError, "`allocation`, `targets`"),
         ({"method": "SS"}, MethodError, "SS does not remove whole columns"),
