@@ -70,7 +70,7 @@ sanitize: .venv/installed
 	mkdir -p build
 	$(CXX) -std=c++20 -O1 -g -Wall -Wextra -Wno-maybe-uninitialized -Wno-uninitialized \
 		-fsanitize=address,undefined -fno-sanitize-recover=all \
-		-I export/kernels/cpu \
+		-I mrp_lightning/kernels/cpu \
 		-isystem $$($(BIN)/python -c "import torch.utils.cpp_extension as e; print(e.include_paths()[0])") \
 		tests/export/rows_sanitized.cpp -o build/rows_sanitized
 	build/rows_sanitized

@@ -36,10 +36,10 @@ from torch import Tensor, nn
 
 from export import Bitmask4Linear
 from export.compiled_step import CompiledStep
-from export.kernels import compiled
-from export.packed.packed_linear import PackedLinear
 from export.speed.twins import storage_bytes
 from mrp_lightning.environment import machine
+from mrp_lightning.kernels import compiled
+from mrp_lightning.packed.packed_linear import PackedLinear
 
 SHAPES = ("4096x4096", "5632x2048", "1536x576")
 SMOLLM2 = {"model_type": "llama", "hidden_size": 576, "num_attention_heads": 9}

@@ -1,16 +1,17 @@
 """Make a pruned checkpoint small and fast.
 
-Importing this package teaches `AutoModelForCausalLM.from_pretrained` the packed formats.
+Importing this package teaches `AutoModelForCausalLM.from_pretrained` the packed formats. What
+loads and runs them is `mrp_lightning.packed`, which no folder of the user's called `export` hides.
 """
 
+from typing import TYPE_CHECKING, Any
+
 import mrp_lightning as _mrp_lightning  # noqa: F401  (first: it hushes what transformers loads)
-from export.backends.torchao_format import load
-from export.kernels import dispatch as _dispatch  # noqa: F401  (registers the operators' kernels)
-from export.packed.bitmask4_linear import Bitmask4Linear
-from export.packed.bitmask_linear import BitmaskLinear
-from export.packed.own_module import load_into
-from export.packed.sparse24_format import pack, unpack
-from export.packed.sparse24_linear import Sparse24Linear
+from mrp_lightning.packed import Bitmask4Linear, BitmaskLinear, Sparse24Linear, pack, unpack
+
+if TYPE_CHECKING:
+    from export.backends.torchao_format import load
+    from mrp_lightning.packed import load_into
 
 __all__ = [
     "Bitmask4Linear",
@@ -21,3 +22,16 @@ __all__ = [
     "pack",
     "unpack",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Both load transformers, which commands that only tell their options need not wait for.
+    if name == "load":
+        from export.backends import torchao_format
+
+        return torchao_format.load
+    if name == "load_into":
+        from mrp_lightning.packed import own_module
+
+        return own_module.load_into
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from transformers import StaticCache
 from transformers.cache_utils import StaticLayer
 
-from export.packed.bitmask4_linear import Bitmask4Linear
 from mrp_lightning.environment import machine
 from mrp_lightning.errors import OptionError
+from mrp_lightning.packed.bitmask4_linear import Bitmask4Linear
 from mrp_lightning.upstream import attention_of
 
 log = logging.getLogger(__name__)

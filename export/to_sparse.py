@@ -22,9 +22,6 @@ from export.conversion.selection import choose_layers
 from export.conversion.tracking import Track, bars
 from export.conversion.writing import write_dense, write_packed, write_torchao
 from export.model_card import write_card
-from export.packed.bitmask4_format import BITMASK4
-from export.packed.bitmask_format import BITMASK
-from export.packed.sparse24_format import SPARSE24
 from export.report import NO_CUDA, ExportReport
 from export.speed.comparison import compare
 from export.speed.options import SpeedOptions, add_arguments
@@ -32,6 +29,9 @@ from mrp_lightning import errors
 from mrp_lightning.cli.command import make_parser, told
 from mrp_lightning.environment import device_named
 from mrp_lightning.files import output_path
+from mrp_lightning.formats.bitmask4_format import BITMASK4
+from mrp_lightning.formats.bitmask_format import BITMASK
+from mrp_lightning.formats.sparse24_format import SPARSE24
 from mrp_lightning.loop.signals import interruptible, unclaimed_signals
 from mrp_lightning.outputs import check_output_dir, save_directory
 

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from export.backends.subclasses import SUBCLASSES
-from export.kernels.candidates import (
+from mrp_lightning.errors import OptionError
+from mrp_lightning.kernels.candidates import (
     KERNELS,
     Call,
     compress,
@@ -21,10 +22,9 @@ from export.kernels.candidates import (
     usable,
     why_not_compressible,
 )
-from export.kernels.dispatch import known_times
-from export.kernels.kernel_times import STORED_DENSE, KernelTimes
-from export.packed.sparse24_linear import Sparse24Linear
-from mrp_lightning.errors import OptionError
+from mrp_lightning.kernels.dispatch import known_times
+from mrp_lightning.kernels.kernel_times import STORED_DENSE, KernelTimes
+from mrp_lightning.packed.sparse24_linear import Sparse24Linear
 
 BACKENDS = ("auto", "triton", *SUBCLASSES)
 TARGETS: Mapping[str, tuple[int, ...]] = {

@@ -16,9 +16,9 @@ from torch.sparse import (
     to_sparse_semi_structured,
 )
 
-from export.packed.packed_linear import frozen
 from mrp_lightning import upstream
 from mrp_lightning.errors import first_line
+from mrp_lightning.packed.packed_linear import frozen
 
 _NO_TORCHAO = "torchao is not installed (pip install 'torchao==0.18.*')"
 

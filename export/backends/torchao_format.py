@@ -14,7 +14,6 @@ from torch.sparse import SparseSemiStructuredTensorCUTLASS as Stored
 from transformers import PreTrainedModel
 
 from export.backends.subclasses import SUBCLASSES, why_not_tiled
-from export.packed import huggingface
 from mrp_lightning.arguments import checked
 from mrp_lightning.environment import device_named
 from mrp_lightning.errors import FormatError, OptionError, first_line
@@ -23,6 +22,7 @@ from mrp_lightning.models.integrity import check_files, check_values, misfits
 from mrp_lightning.models.loading import load_config
 from mrp_lightning.models.pickles import read_pickle
 from mrp_lightning.models.skeleton import build_without_weights, model_class
+from mrp_lightning.packed import loading
 
 QUANT_METHOD = "mrp_torchao24"
 FORMAT_VERSION = 1
@@ -87,12 +87,12 @@ def load(directory: str | os.PathLike[str], **options: Any) -> PreTrainedModel:
     """
     directory = Path(directory)
     if not (directory / "config.json").is_file():
-        return huggingface.load(directory, **options)  # which says so
+        return loading.load(directory, **options)  # which says so
     content = read_json(directory / "config.json", "export the pruned model again")
     check_values(content, directory)
     settings = content.get("quantization_config") or {}
     if settings.get("quant_method") != QUANT_METHOD:
-        return huggingface.load(directory, **options)
+        return loading.load(directory, **options)
     if settings.get("format_version") != FORMAT_VERSION:
         raise FormatError(
             f"{directory}: `quantization_config.format_version` is "

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from export.conversion.checkpoint import Checkpoint
 from export.conversion.claims import read_structure
-from export.packed.bitmask4_format import BITMASK4
-from export.packed.bitmask_format import BITMASK
-from export.packed.packed_format import PackedFormat
-from export.packed.sparse24_format import GROUP, SPARSE24
 from mrp_lightning.errors import PatternError
+from mrp_lightning.formats.bitmask4_format import BITMASK4
+from mrp_lightning.formats.bitmask_format import BITMASK
+from mrp_lightning.formats.packed_format import PackedFormat
+from mrp_lightning.formats.sparse24_format import GROUP, SPARSE24
 from mrp_lightning.records.report import NAME
 from mrp_lightning.targets.names import without_numbers
 

@@ -22,12 +22,12 @@ from export.conversion.checkpoint import Checkpoint, open_checkpoint
 from export.conversion.layer_choice import LayerChoice
 from export.conversion.text_parity import TextParity, compare_text, text_failures, text_windows
 from export.conversion.tracking import Track, silently
-from export.kernels.operator import MAX_ERROR_RATIO
-from export.packed.huggingface import CONFIGS
-from export.packed.packed_format import different_bits
-from export.packed.packed_linear import PackedLinear
-from export.packed.sparse24_format import positive_zeros
 from mrp_lightning.errors import ParityError
+from mrp_lightning.formats.packed_format import different_bits
+from mrp_lightning.formats.sparse24_format import positive_zeros
+from mrp_lightning.kernels.operator import MAX_ERROR_RATIO
+from mrp_lightning.packed.huggingface import CONFIGS
+from mrp_lightning.packed.packed_linear import PackedLinear
 
 _TOKENS = (1, 16)
 """Numbers of tokens at which each layer is compared: other kernels run one token than several."""

@@ -17,15 +17,15 @@ from export.conversion.claims import Claim, layers_beside, read_claims, read_gri
 from export.conversion.finite import require_finite
 from export.conversion.layer_choice import LayerChoice, form_of, judge, refuse_misfits
 from export.conversion.tracking import Track, silently
-from export.packed.bitmask4_format import BITMASK4, GRID, GROUP, count_bytes
-from export.packed.bitmask_format import count_kept
-from export.packed.packed_format import PackedFormat, why_no_matrix
-from export.packed.packed_linear import is_packable
-from export.packed.sparse24_format import broken_groups, positive_zeros
 from mrp_lightning.errors import FormatError
+from mrp_lightning.formats.bitmask4_format import BITMASK4, GRID, GROUP, count_bytes
+from mrp_lightning.formats.bitmask_format import count_kept
+from mrp_lightning.formats.packed_format import PackedFormat, why_no_matrix
+from mrp_lightning.formats.sparse24_format import broken_groups, positive_zeros
 from mrp_lightning.models.checkpoint import names_in_model
 from mrp_lightning.models.integrity import larger
 from mrp_lightning.models.skeleton import build_without_weights
+from mrp_lightning.packed.packed_linear import is_packable
 from mrp_lightning.records.report import NAME, PruningReport
 from mrp_lightning.solver.patterns import Unstructured
 from mrp_lightning.targets.layers import Expert, Layer, is_conv1d, layers_of

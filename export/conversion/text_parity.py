@@ -12,9 +12,9 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from export.conversion.checkpoint import Checkpoint
 from export.conversion.tracking import Track, silently
-from export.packed.packed_format import different_bits
 from mrp_lightning.data.data_module import TextDataModule
 from mrp_lightning.errors import DataError, first_line
+from mrp_lightning.formats.packed_format import different_bits
 from mrp_lightning.models.skeleton import longest_sequence
 
 MIN_TOP1_AGREEMENT = 0.995

@@ -12,8 +12,8 @@ from torch import Tensor
 from export.backends import torchao_format
 from export.conversion.checkpoint import Checkpoint
 from export.conversion.layer_choice import LayerChoice
-from export.packed.sparse24_format import positive_zeros
 from mrp_lightning.files import save_text
+from mrp_lightning.formats.sparse24_format import positive_zeros
 from mrp_lightning.json_files import as_json
 
 

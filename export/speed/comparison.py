@@ -9,10 +9,6 @@ import transformers
 from transformers import PreTrainedModel
 
 from export.backends.apply import apply, check_backend
-from export.kernels import cusparselt
-from export.kernels.dispatch import known_times, use_times
-from export.kernels.kernel_times import Failure, Measurement, cache_path
-from export.packed.sparse24_linear import Sparse24Linear
 from export.speed.kernel_timing import measure
 from export.speed.model_timing import time_models
 from export.speed.options import SpeedOptions
@@ -21,6 +17,10 @@ from export.speed.timing import microseconds, take_turns
 from export.speed.twins import dense_copy, storage_bytes
 from mrp_lightning.arguments import checked
 from mrp_lightning.errors import OptionError
+from mrp_lightning.kernels import cusparselt
+from mrp_lightning.kernels.dispatch import known_times, use_times
+from mrp_lightning.kernels.kernel_times import Failure, Measurement, cache_path
+from mrp_lightning.packed.sparse24_linear import Sparse24Linear
 
 log = logging.getLogger(__name__)
 

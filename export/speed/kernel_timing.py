@@ -13,8 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from export.kernels import cusparselt
-from export.kernels.candidates import (
+from export.speed.timing import copies, graphed, take_turns
+from mrp_lightning.errors import first_line
+from mrp_lightning.formats.sparse24_format import GROUP, pack
+from mrp_lightning.kernels import cusparselt
+from mrp_lightning.kernels.candidates import (
     KERNELS,
     SOME_TOKENS,
     Call,
@@ -23,11 +26,8 @@ from export.kernels.candidates import (
     compress,
     why_not_compressible,
 )
-from export.kernels.kernel_times import STORED_DENSE, Failure, Measurement
-from export.kernels.operator import MAX_ERROR_RATIO
-from export.packed.sparse24_format import GROUP, pack
-from export.speed.timing import copies, graphed, take_turns
-from mrp_lightning.errors import first_line
+from mrp_lightning.kernels.kernel_times import STORED_DENSE, Failure, Measurement
+from mrp_lightning.kernels.operator import MAX_ERROR_RATIO
 
 log = logging.getLogger(__name__)
 QUICK = 5

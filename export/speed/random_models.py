@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from export.packed.sparse24_format import why_not_packable
 from export.speed.kernel_timing import random_24
+from mrp_lightning.formats.sparse24_format import why_not_packable
 
 _OF_ALL = {
     "hidden_size": 4096,

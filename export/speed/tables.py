@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from export.conversion.layer_choice import alike
-from export.kernels.kernel_times import STORED_DENSE, Failure, Measurement
 from export.speed.model_timing import ModelTime
 from mrp_lightning.files import save_text
 from mrp_lightning.json_files import as_json
+from mrp_lightning.kernels.kernel_times import STORED_DENSE, Failure, Measurement
 
 VALUE_BYTES = 2
 """Bytes of a float16 or bfloat16 value."""

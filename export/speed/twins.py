@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from export.packed.sparse24_linear import Sparse24Linear
+from mrp_lightning.packed.sparse24_linear import Sparse24Linear
 
 
 def packed_copy(model: PreTrainedModel, names: Iterable[str]) -> PreTrainedModel:

@@ -45,7 +45,6 @@ def main(args: list[str] | None = None) -> None:
     given = sys.argv[1:] if args is None else args
     try:
         with told():
-            _require_own_export()
             _run(given, args)
     except SystemExit as end:
         if type(end).__name__ == "SIGTERMException":  # of Lightning's loops
@@ -104,11 +103,13 @@ def _command(name: str) -> Callable[[], Callable[[list[str]], None]] | None:
     """Return the function that loads a command; it is `None` for those of LightningCLI.
 
     Raises:
+        DependencyError: A folder of the user's hides the package of the command.
         OptionError: There is none.
     """
     if name in _COMMANDS:
         return lambda: import_module(f"mrp_lightning.commands.{name}").main
     for plugin in entry_points(group=GROUP, name=name):
+        _require_not_hidden(plugin.module)
         return plugin.load
     if name.startswith("-") or name in _OF_LIGHTNING:
         return None
@@ -135,23 +136,24 @@ def _run_lightning(args: list[str] | None) -> None:
         raise OptionError(f"Lightning refuses this configuration: {reason}") from error
 
 
-def _require_own_export() -> None:
-    """Refuse a folder of the user's that is imported in place of the package `export`.
+def _require_not_hidden(module: str) -> None:
+    """Refuse a folder of the user's that is imported in place of a package that lies beside ours.
 
-    `python -m` looks in the working directory first, and the name is an ordinary one.
+    `python -m` looks in the working directory first, and `export` is an ordinary name.
 
     Raises:
         DependencyError: There is such a folder or file.
     """
-    mine = Path(__file__).parents[2] / "export"
-    spec = find_spec("export")
+    package = module.partition(".")[0]
+    mine = Path(__file__).parents[2] / package
+    spec = find_spec(package)
     if spec is None or spec.origin is None:
         return
     found = Path(spec.origin)
     found = found.parent if found.name == "__init__.py" else found
     if found.resolve() != mine.resolve() and mine.is_dir():
         raise DependencyError(
-            f"{found} hides the package `export` of mrp-lightning, because `python -m` looks in "
+            f"{found} hides the package `{package}` of mrp-lightning, because `python -m` looks in "
             "the working directory first. Start `mrp-lightning …` or `python -P -m mrp_lightning "
             "…` in its place, or rename yours."
         )

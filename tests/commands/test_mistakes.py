@@ -238,23 +238,31 @@ def test_callbacks_of_the_users_stand_beside_ours(tmp_path):
     assert "`--trainer.callbacks.save_dir=DIR`" in shown[1]
 
 
-@pytest.mark.parametrize("name", ["export"])
-@pytest.mark.parametrize("file", ["{}/__init__.py", "{}.py"])
-def test_a_folder_that_hides_a_package(name, file, tmp_path):
-    hiding = tmp_path / file.format(name)
+@pytest.mark.parametrize("file", ["export/__init__.py", "export.py"])
+def test_a_folder_that_hides_a_package(file, tmp_path):
+    hiding = tmp_path / file
     hiding.parent.mkdir(exist_ok=True)
     hiding.write_text("")
-    python = [sys.executable, "-m", "mrp_lightning", "layers", "--help"]
+    python = [sys.executable, "-m", "mrp_lightning", "export", "--help"]
     options = {"capture_output": True, "text": True, "cwd": tmp_path, "timeout": 120}
     options["env"] = os.environ | {"PYTHONPATH": str(ROOT)}
     ended = subprocess.run(python, **options)
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
-    assert str(tmp_path / name) in line
+    assert str(tmp_path / "export") in line
     assert "mrp-lightning" in line
     assert "python -P -m mrp_lightning" in line
     python.insert(1, "-P")
     assert subprocess.run(python, **options).returncode == 0
+
+
+def test_other_commands_run_beside_a_folder_of_that_name(tmp_path):
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export" / "__init__.py").write_text("raise SystemExit('this is mine')")
+    python = [sys.executable, "-m", "mrp_lightning", "layers", "--help"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(python, cwd=tmp_path, env=environment, capture_output=True, timeout=120)
+    assert ended.returncode == 0
 
 
 def test_a_folder_without_python_in_it_hides_nothing(tmp_path, monkeypatch):
@@ -263,7 +271,7 @@ def test_a_folder_without_python_in_it_hides_nothing(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "export", raising=False)
     with pytest.raises(SystemExit) as stop:
-        main(["layers", "--help"])
+        main(["export", "--help"])
     assert stop.value.code == 0
 
 

@@ -13,10 +13,6 @@ from transformers.utils import import_utils
 from export import benchmark as command
 from export.benchmark import main
 from export.conversion.layer_choice import alike
-from export.kernels.dispatch import known_times, use_times
-from export.kernels.kernel_times import STORED_DENSE, Failure, KernelTimes, Measurement
-from export.packed.sparse24_format import broken_groups
-from export.packed.sparse24_linear import Sparse24Linear
 from export.speed import comparison, random_models
 from export.speed.comparison import compare
 from export.speed.kernel_timing import random_24
@@ -28,6 +24,10 @@ from export.speed.timing import COLD_BYTES, Timing, copies, take_turns
 from export.speed.twins import dense_copy, packed_copy, storage_bytes
 from mrp_lightning.cli.command import make_parser
 from mrp_lightning.errors import OptionError
+from mrp_lightning.formats.sparse24_format import broken_groups
+from mrp_lightning.kernels.dispatch import known_times, use_times
+from mrp_lightning.kernels.kernel_times import STORED_DENSE, Failure, KernelTimes, Measurement
+from mrp_lightning.packed.sparse24_linear import Sparse24Linear
 
 CPU = torch.device("cpu")
 PARAMETERS = {"llama2-7b": 6.74e9, "llama3-8b": 8.03e9, "opt-6.7b": 6.66e9}

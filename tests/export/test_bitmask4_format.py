@@ -9,8 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from export.packed import bitmask4_format
-from export.packed.bitmask4_format import (
+from mrp_lightning.errors import FormatError, PatternError
+from mrp_lightning.formats import bitmask4_format
+from mrp_lightning.formats.bitmask4_format import (
     BITMASK4,
     count_bytes,
     damage,
@@ -19,7 +20,6 @@ from export.packed.bitmask4_format import (
     row_offsets,
     unpack,
 )
-from mrp_lightning.errors import FormatError, PatternError
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "format.md"
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from export.packed import bitmask_format
-from export.packed.bitmask_format import (
+from mrp_lightning.errors import PatternError
+from mrp_lightning.formats import bitmask_format
+from mrp_lightning.formats.bitmask_format import (
     BITMASK,
     count_kept,
     damage,
@@ -22,8 +23,7 @@ from export.packed.bitmask_format import (
     row_offsets,
     unpack,
 )
-from export.packed.sparse24_format import positive_zeros
-from mrp_lightning.errors import PatternError
+from mrp_lightning.formats.sparse24_format import positive_zeros
 
 INTEGERS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 SIGN = {torch.int16: 0x8000, torch.int32: 0x80000000}

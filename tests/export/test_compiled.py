@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from export.kernels import compiled
-from export.packed import bitmask4_format, bitmask_format, sparse24_format
+from mrp_lightning.formats import bitmask4_format, bitmask_format, sparse24_format
+from mrp_lightning.kernels import compiled
 
 from .conftest import keep_two_of_four, onto_grid
 
@@ -257,7 +257,7 @@ def test_without_a_compiler_weights_are_unpacked_and_one_warning_says_why(
     (tmp_path / "cpu" / "operators.cpp").write_text("this is no C++\n")
     code = (
         "import torch, export, pathlib, logging; logging.basicConfig();"
-        "from export.kernels import compiled;"
+        "from mrp_lightning.kernels import compiled;"
         f"compiled.SOURCES = pathlib.Path({str(tmp_path / 'cpu')!r});"
         "linear = torch.nn.Linear(40, 8).requires_grad_(False);"
         "layers = [export.BitmaskLinear.from_linear(linear) for _ in range(2)];"

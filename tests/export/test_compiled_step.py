@@ -10,8 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from export import Bitmask4Linear
 from export.compiled_step import LENGTHS, CompiledStep, round_activations
-from export.kernels import compiled
 from mrp_lightning.errors import OptionError
+from mrp_lightning.kernels import compiled
 
 from .conftest import onto_grid
 

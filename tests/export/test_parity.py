@@ -14,10 +14,10 @@ from export.conversion.parity import Parity, check_parity, operator_error
 from export.conversion.selection import choose_layers
 from export.conversion.text_parity import MIN_TOKENS, TextParity, compare_text, text_failures
 from export.conversion.writing import write_packed
-from export.packed.packed_format import different_bits
-from export.packed.sparse24_linear import Sparse24Linear
 from mrp_lightning.errors import DataError, ParityError
+from mrp_lightning.formats.packed_format import different_bits
 from mrp_lightning.json_files import as_json
+from mrp_lightning.packed.sparse24_linear import Sparse24Linear
 
 
 @pytest.fixture

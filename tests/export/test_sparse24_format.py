@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from export.packed.sparse24_format import (
+from mrp_lightning.errors import PatternError
+from mrp_lightning.formats.sparse24_format import (
     broken_groups,
     invalid_nibbles,
     pack,
@@ -18,7 +19,6 @@ from export.packed.sparse24_format import (
     unpack,
     why_not_packable,
 )
-from mrp_lightning.errors import PatternError
 
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]

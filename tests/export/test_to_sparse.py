@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import export
-from export.packed.sparse24_format import SPARSE24, pack
 from export.to_sparse import main
 from mrp_lightning.errors import FormatError
+from mrp_lightning.formats.sparse24_format import SPARSE24, pack
 
 ROOT = Path(__file__).parents[2]
 

@@ -6,8 +6,8 @@ from torch import nn
 from torch.sparse import SparseSemiStructuredTensorCUTLASS
 
 from export.backends.apply import apply
-from export.packed.sparse24_linear import Sparse24Linear
 from export.speed.kernel_timing import random_24
+from mrp_lightning.packed.sparse24_linear import Sparse24Linear
 
 CPU = torch.device("cpu")
 

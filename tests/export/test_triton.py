@@ -12,11 +12,11 @@ import torch
 
 pytest.importorskip("triton", reason="needs Triton, as the extra `dev` or torch for CUDA bring it")
 
-from export.kernels import triton_kernels
-from export.kernels.candidates import KERNELS, Call, PackedWeight
-from export.kernels.dispatch import choose, multiply
-from export.packed.sparse24_format import pack
 from export.speed.kernel_timing import random_24
+from mrp_lightning.formats.sparse24_format import pack
+from mrp_lightning.kernels import triton_kernels
+from mrp_lightning.kernels.candidates import KERNELS, Call, PackedWeight
+from mrp_lightning.kernels.dispatch import choose, multiply
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPES = [(16, 64), (70, 520), (33, 8), (64, 1024)]

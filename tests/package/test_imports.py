@@ -37,11 +37,14 @@ ORDER = {
         "loop",
         "data",
         "callbacks",
+        "formats",
+        "kernels",
+        "packed",
         "cli",
         "experiments",
         "commands",
     ),
-    "export": ("packed", "kernels", "backends", "conversion", "speed"),
+    "export": ("backends", "conversion", "speed"),
     "callbacks": (),
 }
 """A folder imports only from itself and from those before it."""
@@ -116,8 +119,9 @@ def test_every_folder_has_its_place(package):
         ("mrp_lightning/files.py", "from mrp_lightning.solver import ranges", False),
         ("mrp_lightning/loop/a.py", "if TYPE_CHECKING:\n    from callbacks import x", False),
         ("callbacks/a.py", "import export", False),
-        ("export/packed/a.py", "from export.kernels import dispatch", False),
-        ("export/kernels/a.py", "from export.packed import sparse24_format", True),
+        ("mrp_lightning/kernels/a.py", "import mrp_lightning.packed", False),
+        ("export/backends/a.py", "from export.speed import timing", False),
+        ("export/speed/a.py", "from export.backends import apply", True),
     ],
 )
 def test_a_wrong_import_would_be_found(file, line, is_allowed, tmp_path):

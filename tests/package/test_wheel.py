@@ -79,7 +79,7 @@ def test_all_that_is_needed_is_in_the_wheel(wheel):
         for path in (ROOT / package).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     ]
-    assert "export/kernels/cpu/operators.cpp" in here
+    assert "mrp_lightning/kernels/cpu/operators.cpp" in here
     assert "mrp_lightning/embedded/stdlib-llama/model.safetensors" in here
     assert not [name for name in here if name not in inside]
     for path in (ROOT / "configs").rglob("*.yaml"):
@@ -110,6 +110,11 @@ def test_the_wheel_prunes_and_packs_in_another_directory(python, tmp_path, monke
     assert report["totals"]["sparsity"] == pytest.approx(0.5, abs=1e-3)
     assert not report["totals"]["skipped"]
     assert Path("pruned-sparse24/model.safetensors").is_file()
+    # A project may have a folder `export` of its own, which Python finds first.
+    Path("export").mkdir()
+    Path("export/__init__.py").write_text("raise SystemExit('this is mine')\n")
+    load = "from mrp_lightning import CausalLM; print(CausalLM('pruned-sparse24').model)"
+    assert "Sparse24Linear" in run(python, "-c", load)
 
 
 def test_the_command_is_installed(python):

@@ -16,12 +16,12 @@ from torch import nn
 
 from export.conversion.checkpoint import open_checkpoint
 from export.conversion.selection import choose_layers
-from export.packed import bitmask4_format, bitmask_format, sparse24_format
-from export.packed.own_module import load_into
 from mrp_lightning.cli.given import given as what_is_given
 from mrp_lightning.errors import FormatError, OptionError, PatternError
 from mrp_lightning.experiments.runs import FinishedTrial
+from mrp_lightning.formats import bitmask4_format, bitmask_format, sparse24_format
 from mrp_lightning.models.integrity import check_values, damaged_files
+from mrp_lightning.packed.own_module import load_into
 from mrp_lightning.records import evaluation as records
 from mrp_lightning.records.report import PruningReport
 

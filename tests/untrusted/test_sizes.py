@@ -14,14 +14,14 @@ from torch import nn
 from export.backends import torchao_format
 from export.conversion.checkpoint import open_checkpoint
 from export.conversion.selection import choose_layers
-from export.packed.bitmask_format import pack
-from export.packed.huggingface import load
-from export.packed.own_module import load_into
 from mrp_lightning import CausalLM
 from mrp_lightning.errors import FormatError, PatternError
+from mrp_lightning.formats.bitmask_format import pack
 from mrp_lightning.models.integrity import check_values
 from mrp_lightning.models.loading import load_config, load_model
 from mrp_lightning.models.pickles import why_no_pickle
+from mrp_lightning.packed.loading import load
+from mrp_lightning.packed.own_module import load_into
 
 GIGABYTE = 2**30
 UP = "model.layers.0.mlp.up_proj"

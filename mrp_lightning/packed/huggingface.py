@@ -1,37 +1,36 @@
 """The quantizer plug-ins with which `from_pretrained` reads packed directories.
 
-They are registered when `export` is imported: transformers finds no plug-ins by itself. The packed
-tensor is called `weight`, so that loading without it fails with a size mismatch; under any other
-name transformers would put random weights in its place.
+The packed tensor is called `weight`, so that loading without it fails with a size mismatch; under
+any other name transformers would put random weights in its place.
+
+`registration.py` imports this while transformers is still being loaded: it asks only for those of
+its modules that are there by then, and not for its models.
 """
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
-from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from export.packed.bitmask4_format import BITMASK4
-from export.packed.bitmask4_linear import Bitmask4Linear
-from export.packed.bitmask_format import BITMASK
-from export.packed.bitmask_linear import BitmaskLinear
-from export.packed.packed_linear import PackedLinear, is_packable
-from export.packed.sparse24_format import SPARSE24
-from export.packed.sparse24_linear import Sparse24Linear
 from mrp_lightning.errors import FormatError, OptionError
+from mrp_lightning.formats.bitmask4_format import BITMASK4
+from mrp_lightning.formats.bitmask_format import BITMASK
+from mrp_lightning.formats.sparse24_format import SPARSE24
 from mrp_lightning.json_files import as_dataclass
-from mrp_lightning.models.checkpoint import refuse_adapter
-from mrp_lightning.models.integrity import check_files, explained_damage
-from mrp_lightning.models.loading import as_dtype, load_config
-from mrp_lightning.models.skeleton import build_without_weights, model_class
+from mrp_lightning.packed.bitmask4_linear import Bitmask4Linear
+from mrp_lightning.packed.bitmask_linear import BitmaskLinear
+from mrp_lightning.packed.packed_linear import PackedLinear, is_packable
+from mrp_lightning.packed.sparse24_linear import Sparse24Linear
 from mrp_lightning.targets.layers import layers_of
 from mrp_lightning.upstream import was_loaded
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class PackedConfig(QuantizationConfigMixin):
@@ -105,14 +104,14 @@ class PackedQuantizer(HfQuantizer):
     requires_calibration = True  # weights that are not packed cannot be packed while loading
 
     def _process_model_before_weight_loading(
-        self, model: PreTrainedModel, **_: Any
-    ) -> PreTrainedModel:
+        self, model: "PreTrainedModel", **_: Any
+    ) -> "PreTrainedModel":
         pack_modules(model, self.quantization_config)
         return model
 
     def _process_model_after_weight_loading(
-        self, model: PreTrainedModel, **_: Any
-    ) -> PreTrainedModel:
+        self, model: "PreTrainedModel", **_: Any
+    ) -> "PreTrainedModel":
         damaged = []
         for name, layer in self._layers(model):
             # What no file held is memory that nobody wrote: it may look like anything.
@@ -138,8 +137,10 @@ class PackedQuantizer(HfQuantizer):
             assert isinstance(layer, PackedLinear)
             yield name, layer
 
-    def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> Any:
+    def _dequantize(self, model: "PreTrainedModel", dtype: torch.dtype | str | None = None) -> Any:
         """Put back the layers that the model's class has, with the zeros stored."""
+        from mrp_lightning.models.loading import as_dtype
+
         dtype = as_dtype(dtype)  # a configuration that was saved holds a name
         layers = dict(self._layers(model))
         if any(layer.weight.is_meta for layer in layers.values()):
@@ -236,26 +237,3 @@ def misfits(modules: Mapping[str, nn.Module], config: PackedConfig) -> dict[str,
         elif (count := sum(sizes.values())) > rows * columns:
             problems[name] = f"{name}: {count:,} values are kept of {rows}×{columns} weights"
     return problems
-
-
-def load(directory: str | os.PathLike[str], **options: Any) -> PreTrainedModel:
-    """A model, packed or dense but not torchao's, by `from_pretrained`; see `export.load`."""
-    refuse_adapter(directory)
-    if not (Path(directory) / "config.json").is_file():
-        raise FileNotFoundError(f"{directory} holds no config.json: not a model directory.")
-    trust = bool(options.get("trust_remote_code"))
-    config = load_config(str(directory), trust_remote_code=trust)
-    if not trust:
-        check_files(Path(directory), build_without_weights(config))
-    with explained_damage(str(directory), None):
-        model, loading = model_class(config).from_pretrained(
-            directory, output_loading_info=True, ignore_mismatched_sizes=True, **options
-        )
-    problems = [
-        f"{kind.replace('_', ' ')}: {', '.join(sorted(map(str, loading[kind])))}"
-        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
-        if loading[kind]
-    ]
-    if problems:
-        raise FormatError(f"{directory} does not fit {type(model).__name__}: {'; '.join(problems)}")
-    return model

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from export.kernels import compiled
-from export.packed import bitmask4_format, bitmask_format
-from export.packed.bitmask4_format import BITMASK4, num_groups
-from export.packed.bitmask_format import BITMASK
-from export.packed.packed_format import PackedFormat
-from export.packed.sparse24_format import SPARSE24, unpack
 from mrp_lightning import upstream
+from mrp_lightning.formats import bitmask4_format, bitmask_format
+from mrp_lightning.formats.bitmask4_format import BITMASK4, num_groups
+from mrp_lightning.formats.bitmask_format import BITMASK
+from mrp_lightning.formats.packed_format import PackedFormat
+from mrp_lightning.formats.sparse24_format import SPARSE24, unpack
+from mrp_lightning.kernels import compiled
 
 MAX_ERROR_RATIO = 1.5
 """Largest error of a kernel, as a multiple of the error of the dense product in the same dtype."""

@@ -6,8 +6,8 @@
 import torch
 from torch import Tensor
 
-from export.packed.packed_format import PackedFormat, as_integers, why_no_matrix
 from mrp_lightning.errors import PatternError
+from mrp_lightning.formats.packed_format import PackedFormat, as_integers, why_no_matrix
 
 BYTE = 8
 """Columns that share a byte of `bits`; the first of them is the lowest bit."""

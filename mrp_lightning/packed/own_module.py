@@ -11,10 +11,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from export.packed.huggingface import CONFIGS, PackedConfig, misfits, pack_modules
 from mrp_lightning.arguments import checked
 from mrp_lightning.errors import FormatError
 from mrp_lightning.json_files import read_json
+from mrp_lightning.packed.huggingface import CONFIGS, PackedConfig, misfits, pack_modules
 from mrp_lightning.targets.layers import is_conv1d
 
 log = logging.getLogger(__name__)

@@ -6,9 +6,9 @@
 import torch
 from torch import Tensor
 
-from export.packed.packed_format import PackedFormat, why_no_matrix
 from mrp_lightning.arguments import checked
 from mrp_lightning.errors import PatternError
+from mrp_lightning.formats.packed_format import PackedFormat, why_no_matrix
 
 GROUP = 4
 """Consecutive input columns that share a nibble; at most half of them are not zero."""

@@ -6,9 +6,9 @@
 import torch
 from torch import Tensor
 
-from export.packed.bitmask_format import bytes_of, count_bits, pack_places, unused_bits
-from export.packed.packed_format import PackedFormat, why_no_matrix
 from mrp_lightning.errors import PatternError
+from mrp_lightning.formats.bitmask_format import bytes_of, count_bits, pack_places, unused_bits
+from mrp_lightning.formats.packed_format import PackedFormat, why_no_matrix
 from mrp_lightning.solver.grid import Grid
 
 GROUP = 64

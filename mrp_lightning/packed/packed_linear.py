@@ -6,9 +6,9 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from export.packed.packed_format import PackedFormat
 from mrp_lightning.arguments import checked
 from mrp_lightning.errors import TargetError
+from mrp_lightning.formats.packed_format import PackedFormat
 from mrp_lightning.targets.layers import is_conv1d, layers_of
 
 

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from export.packed.bitmask_format import BITMASK, bytes_of, row_offsets
-from export.packed.packed_linear import PackedLinear
+from mrp_lightning.formats.bitmask_format import BITMASK, bytes_of, row_offsets
+from mrp_lightning.packed.packed_linear import PackedLinear
 
 
 class BitmaskLinear(PackedLinear):

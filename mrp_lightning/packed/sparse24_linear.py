@@ -6,9 +6,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from export.packed.packed_linear import PackedLinear
-from export.packed.sparse24_format import SPARSE24, why_not_packable
 from mrp_lightning.errors import PatternError
+from mrp_lightning.formats.sparse24_format import SPARSE24, why_not_packable
+from mrp_lightning.packed.packed_linear import PackedLinear
 
 
 class Sparse24Linear(PackedLinear):

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from export.kernels import cusparselt
-from export.packed.sparse24_format import unpack
+from mrp_lightning.formats.sparse24_format import unpack
+from mrp_lightning.kernels import cusparselt
 
 TRITON_DTYPES = (torch.float16, torch.bfloat16)
 LARGEST = 2**31
@@ -133,7 +133,7 @@ def compress(values: Tensor, meta: Tensor) -> Tensor:
 def _by_triton(
     kernel: str, x: Tensor, weight: PackedWeight, bias: Tensor | None, **config: int
 ) -> Tensor:
-    from export.kernels import triton_kernels
+    from mrp_lightning.kernels import triton_kernels
 
     multiply: Callable[..., Tensor] = getattr(triton_kernels, kernel)
     return multiply(x, weight.values, weight.meta, bias, **config)
@@ -152,14 +152,14 @@ def _unpacked(values: Tensor, meta: Tensor) -> Tensor:
     """The dense weight: by the Triton kernel where it runs, else by `unpack`."""
     call = Call(1, values.shape[0], 2 * values.shape[1], values.dtype, values.device)
     if values.is_cuda and _refuse_triton(call) is None:
-        from export.kernels import triton_kernels
+        from mrp_lightning.kernels import triton_kernels
 
         return triton_kernels.unpack(values, meta)
     return unpack(values, meta)
 
 
 def _interpreting() -> bool:
-    from export.kernels import triton_kernels
+    from mrp_lightning.kernels import triton_kernels
 
     return triton_kernels.interpreting()
 

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from export.packed.bitmask4_format import BITMASK4, GROUP, num_groups, row_offsets
-from export.packed.bitmask_format import bytes_of
-from export.packed.packed_linear import PackedLinear
+from mrp_lightning.formats.bitmask4_format import BITMASK4, GROUP, num_groups, row_offsets
+from mrp_lightning.formats.bitmask_format import bytes_of
+from mrp_lightning.packed.packed_linear import PackedLinear
 
 
 class Bitmask4Linear(PackedLinear):

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from export.kernels import cusparselt
-from export.kernels.candidates import Call
 from mrp_lightning.errors import FormatError
 from mrp_lightning.files import save_text
 from mrp_lightning.json_files import as_dataclass, read_json
+from mrp_lightning.kernels import cusparselt
+from mrp_lightning.kernels.candidates import Call
 
 VERSION = 1
 STORED_DENSE = "stored dense"

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from export.kernels.candidates import KERNELS, Call, PackedWeight, usable
-from export.kernels.kernel_times import KernelTimes, cache_path, environment
-from export.kernels.operator import linear24
 from mrp_lightning.errors import FormatError
+from mrp_lightning.kernels.candidates import KERNELS, Call, PackedWeight, usable
+from mrp_lightning.kernels.kernel_times import KernelTimes, cache_path, environment
+from mrp_lightning.kernels.operator import linear24
 
 FEW_TOKENS = 64
 """Up to here reading the weight takes the time, and the kernels that read it packed lead."""

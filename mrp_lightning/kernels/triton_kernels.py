@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from export.kernels.triton_programs import gemm_program, gemv_program, unpack_program
+from mrp_lightning.kernels.triton_programs import gemm_program, gemv_program, unpack_program
 
 
 def interpreting() -> bool:

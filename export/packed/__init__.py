@@ -1,1 +1,0 @@
-"""Zeros → a packed format, on disk and in a module."""

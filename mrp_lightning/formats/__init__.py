@@ -1,0 +1,1 @@
+"""Zeros → a packed form: the tensors in a file, and back."""
