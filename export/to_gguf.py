@@ -1,6 +1,5 @@
 """`python -m export.to_gguf RUN --like SOURCE.gguf`: a pruned checkpoint for llama.cpp."""
 
-import logging
 import os
 import signal
 import sys
@@ -10,14 +9,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from transformers.utils import logging as transformers_logging
-
-from export.conversion.checkpoint import open_checkpoint
 from mrp_lightning import errors
 from mrp_lightning.cli.command import make_parser, told
 from mrp_lightning.environment import extra
 from mrp_lightning.files import move_durably
-from mrp_lightning.models.gguf import find_gguf
 
 _TYPES = ("bf16", "f16", "q8_0", "q4_0")
 
@@ -29,9 +24,6 @@ def main(args: Sequence[str] | None = None) -> None:
     user's. But for 0 nothing is written.
     """
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(errors.ended_by(number)))
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    if not sys.stderr.isatty():
-        transformers_logging.disable_progress_bar()
     with told(interrupted="interrupted: nothing was written"):
         convert(_parser().parse_args(args))
 
@@ -45,8 +37,14 @@ def convert(options: Namespace) -> Path:
         DependencyError: The package gguf is not installed.
         FormatError, OptionError, ParityError: See `write_gguf`.
     """
+    # Only now: they load transformers, which help and a mistake need not wait for.
     with extra("gguf", "Writing a GGUF file"):
         from export.conversion.gguf_file import write_gguf
+    from export.conversion.checkpoint import open_checkpoint
+    from export.conversion.tracking import hush_transformers
+    from mrp_lightning.models.gguf import find_gguf
+
+    hush_transformers()
     run = Path(options.checkpoint).expanduser().resolve()
     out = Path(options.out or run.with_name(f"{run.name}-{options.type}.gguf"))
     out = out.expanduser().resolve()

@@ -1,43 +1,11 @@
 """`python -m export.to_sparse CKPT`: pack a pruned checkpoint, prove it equal, time it."""
 
-import logging
 import signal
-import sys
-from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import torch
-from transformers import PreTrainedModel
-from transformers.utils import logging as transformers_logging
-
-from export.backends.apply import check_backend, why_not_here
-from export.backends.torchao_format import load, why_not_storable
-from export.conversion.checkpoint import Checkpoint, open_checkpoint
-from export.conversion.layer_choice import LayerChoice
-from export.conversion.parity import check_parity
-from export.conversion.selection import choose_layers
-from export.conversion.tracking import Track, bars
-from export.conversion.writing import write_dense, write_packed, write_torchao
-from export.model_card import write_card
-from export.report import NO_CUDA, ExportReport
-from export.speed.comparison import compare
-from export.speed.options import SpeedOptions, add_arguments
-from mrp_lightning import errors
+from export.speed.options import add_arguments
 from mrp_lightning.cli.command import make_parser, told
-from mrp_lightning.environment import device_named
-from mrp_lightning.files import output_path
-from mrp_lightning.formats.bitmask4_format import BITMASK4
-from mrp_lightning.formats.bitmask_format import BITMASK
-from mrp_lightning.formats.sparse24_format import SPARSE24
-from mrp_lightning.loop.signals import interruptible, unclaimed_signals
-from mrp_lightning.outputs import check_output_dir, save_directory
-
-log = logging.getLogger(__name__)
-
-_FORMS = {"packed": SPARSE24, "torchao": SPARSE24, "bitmask": BITMASK, "bitmask4": BITMASK4}
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -46,152 +14,18 @@ def main(args: Sequence[str] | None = None) -> None:
     Status 0: the export is written and equal to its source. 1: it is not equal. 2: a mistake of the
     user's. 130 and 143: interrupted. But for 0 nothing is written.
     """
-    # A line for each file of each model that the gate loads says nothing.
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    if not sys.stderr.isatty():
-        transformers_logging.disable_progress_bar()
-    # SIGTERM ends it by an exception, so that what is half written is removed.
-    mine = [number for number in unclaimed_signals() if number == signal.SIGTERM]
-    with interruptible(mine), told(interrupted="interrupted: nothing was written"):
-        convert(_parser().parse_args(args))
+    with told(interrupted="interrupted: nothing was written"):
+        options = _parser().parse_args(args)
+        # Only now: they load transformers, which help and a mistake need not wait for.
+        from export.conversion.tracking import hush_transformers
+        from export.packing import convert
+        from mrp_lightning.loop.signals import interruptible, unclaimed_signals
 
-
-def convert(options: Namespace) -> ExportReport:
-    """Validate, pack, compare, measure and report.
-
-    Raises:
-        PatternError: The checkpoint is not pruned so; see `choose_layers`.
-        ParityError: The export is not equal to its source; it is not written.
-        FormatError: See `open_checkpoint`.
-        OptionError: Options contradict each other.
-        FileExistsError: The output exists.
-    """
-    device = device_named(options.device)
-    if options.benchmark and device.type == "cuda":
-        check_backend(options.backend, device)
-    if options.format == "torchao" and (reason := why_not_here("torchao", device)):
-        raise errors.OptionError(
-            f"`--format torchao` cannot be written here: {reason}. Run it where torchao runs, or "
-            "write `--format packed`, which is as small and needs no GPU."
-        )
-    if options.format is not None or options.out is not None:
-        _output(options)  # refused before anything is read
-    if device.index is not None:
-        torch.cuda.set_device(device)  # where `load` puts torchao's tensors
-    source = open_checkpoint(options.checkpoint)
-    if options.format == "torchao" and not source.config:
-        raise errors.OptionError(
-            "`--format torchao` is for transformers models; pack a module of your own with "
-            "`--format packed`."
-        )
-    with bars() as track:
-        layers = choose_layers(
-            source,
-            form=_FORMS.get(options.format),
-            skip=options.skip,
-            allow_partial=options.allow_partial,
-            refuse=_why_not_torchao if options.format == "torchao" else lambda _: None,
-            track=track,
-        )
-        options.format = options.format or layers[0].form.option
-        out = _output(options)
-        report = ExportReport(str(options.checkpoint), options.format, layers, source.num_bytes)
-        export = _Export(source, report, options, device, track)
-        if not options.check_only:
-            with save_directory(out, overwrite=options.overwrite, argument="--out") as staging:
-                export.write(staging)
-                export.compare(staging)
-                export.measure(staging)
-                if report.format != "dense":
-                    write_card(source, report, staging)
-                report.save(staging)
-        elif (out / "export_report.json").is_file():
-            export.compare(out)
-        else:
-            report.notes.append(f"checked only: {out} does not exist, and nothing was written")
-    report.print()
-    if not options.check_only:
-        sys.stdout.write(f"Written to {out}\n")
-    return report
-
-
-@dataclass(frozen=True)
-class _Export:
-    """A checkpoint that is exported, and what is asked and found."""
-
-    source: Checkpoint
-    report: ExportReport
-    options: Namespace
-    device: torch.device
-    track: Track
-
-    def write(self, directory: Path) -> None:
-        layers = self.report.packed
-        if self.report.format == "torchao":
-            written = write_torchao(self.source, directory, layers, self.device)
-        elif self.report.format == "dense":
-            written = write_dense(self.source, directory, layers)
-        else:
-            written = write_packed(self.source, directory, layers)
-        for _ in self.track(written, len(layers), "writing layers"):
-            pass
-
-    def compare(self, directory: Path) -> None:
-        """Refuse an export that is not equal to its source."""
-        report, text = self.report, self.options.text
-        report.exported_bytes = open_checkpoint(directory).num_bytes
-        report.parity = check_parity(
-            self.source, directory, report.layers, text=text, device=self.device, track=self.track
-        )
-        report.parity.require()
-        if report.parity.text is None:
-            is_model = bool(self.source.config)
-            reason = "the model predicts no next token" if is_model else "the module is your own"
-            report.notes.append(f"logits not compared: {reason}")
-
-    def measure(self, directory: Path) -> None:
-        """Time the export, where that has a meaning and was asked for."""
-        why_not = {
-            "dense": "the dense format runs as its source does",
-            "bitmask": "no kernel for bitmasks runs on CUDA devices",
-            "bitmask4": "no kernel for bitmasks runs on CUDA devices",
-            "torchao": "`--format packed --backend torchao` measures it",
-        }.get(self.report.format)
-        notes, backend = self.report.notes, self.options.backend
-        if self.device.type != "cuda":
-            untried = "" if backend == "auto" else f", back-end {backend} not tried"
-            notes.append(f"{NO_CUDA}{untried}")
-        elif why_not or not self.options.benchmark:
-            notes.append(f"speed not measured: {why_not or 'ask for it with --benchmark'}")
-        else:
-            try:
-                model = cast(PreTrainedModel, load(directory).eval().to(self.device))
-                self.report.benchmark = compare(model, SpeedOptions.of(self.options))
-            except Exception as error:  # no reason to lose a proven export
-                log.exception("The benchmark failed; the export is written all the same.")
-                notes.append(f"speed not measured: {type(error).__name__}: {error}")
-
-
-def _why_not_torchao(layer: LayerChoice) -> str | None:
-    if layer.transposed:
-        return "torchao packs nn.Linear, and this is a Conv1D"
-    return why_not_storable(layer.shape, layer.dtype)
-
-
-def _output(options: Namespace) -> Path:
-    source = output_path(options.checkpoint).resolve()
-    form = _FORMS.get(options.format)
-    suffix = options.format if form is None or options.format == "torchao" else form.suffix
-    name = source.name.removesuffix(".ckpt")
-    out = options.out and output_path(options.out).resolve()
-    out = out or source.with_name(f"{name}-{suffix}")
-    if out == source or out in source.parents or source in out.parents:
-        raise errors.OptionError(
-            f"`--out` {out} must neither be the source {source}, nor hold it, nor lie in it."
-        )
-    if not options.check_only:
-        check_output_dir(out, overwrite=options.overwrite, argument="--out")
-    return out
+        hush_transformers()
+        # SIGTERM ends it by an exception, so that what is half written is removed.
+        mine = [number for number in unclaimed_signals() if number == signal.SIGTERM]
+        with interruptible(mine):
+            convert(options)
 
 
 def _parser() -> Any:

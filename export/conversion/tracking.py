@@ -1,5 +1,6 @@
 """Bars for long work. The working functions know them as a way to iterate."""
 
+import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -7,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from transformers.utils import logging as transformers_logging
 
 Track = Callable[[Iterable[Any], int | None, str], Iterable[Any]]
 """Iterates, and shows how far it is: takes the items, their number if it is known, and a word of
@@ -29,3 +31,10 @@ def bars() -> Iterator[Track]:
         yield lambda items, total, description: progress.track(
             items, total=total, description=description
         )
+
+
+def hush_transformers() -> None:
+    """Have transformers say nothing of each file that it loads, and show bars on terminals only."""
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    if not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()

@@ -1,13 +1,15 @@
 """Models of published shapes with random 2:4 weights, for measurements without a checkpoint."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from export.speed.kernel_timing import random_24
 from mrp_lightning.formats.sparse24_format import why_not_packable
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _OF_ALL = {
     "hidden_size": 4096,
@@ -31,8 +33,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 @torch.no_grad()
-def random_model(shape: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def random_model(shape: str, dtype: torch.dtype, device: torch.device) -> "PreTrainedModel":
     """A model of a published shape with random weights, 2:4 in all linear layers but the head."""
+    from transformers import AutoConfig, AutoModelForCausalLM  # the shapes alone need none
+
     options = dict(SHAPES[shape])
     config = AutoConfig.for_model(options.pop("model_type"), **options)
     with torch.device(device):
@@ -42,7 +46,7 @@ def random_model(shape: str, dtype: torch.dtype, device: torch.device) -> PreTra
     return model
 
 
-def prunable(model: PreTrainedModel) -> dict[str, nn.Linear]:
+def prunable(model: "PreTrainedModel") -> dict[str, nn.Linear]:
     """The linear layers that have a packed form, without the output head."""
     head = model.get_output_embeddings()
     return {

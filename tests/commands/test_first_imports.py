@@ -77,3 +77,14 @@ def test_a_command_loads_what_it_needs_once_its_options_are_right(args):
     command = [sys.executable, "-c", _LIST, *args]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert not set(ended.stderr.splitlines()[-1].split()) & _HEAVY
+
+
+@pytest.mark.parametrize("module", ["to_sparse", "generate", "benchmark", "to_gguf"])
+def test_the_commands_of_export_do_so_too(module):
+    code = (
+        f"from export.{module} import main;{_LIST.replace('from mrp_lightning.commands.main', '#')}"
+    )
+    command = [sys.executable, "-c", code, "--help"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "--" in ended.stdout
+    assert not set(ended.stderr.splitlines()[-1].split()) & _HEAVY

@@ -10,10 +10,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import import_utils
 
-from export import benchmark as command
 from export.benchmark import main
 from export.conversion.layer_choice import alike
-from export.speed import comparison, random_models
+from export.speed import comparison, random_models, shapes
 from export.speed.comparison import compare
 from export.speed.kernel_timing import random_24
 from export.speed.model_timing import Decoder, ModelTime, prefill, without_masks
@@ -379,10 +378,10 @@ def test_a_shape_that_fails_does_not_keep_others_from_being_measured(monkeypatch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(command, "random_model", lambda shape, dtype, device: shape)
-    monkeypatch.setattr(command, "prunable", lambda model: {})
-    monkeypatch.setattr(command, "packed_copy", lambda model, names: model)
-    monkeypatch.setattr(command, "compare", fails_for_llama2)
+    monkeypatch.setattr(shapes, "random_model", lambda shape, dtype, device: shape)
+    monkeypatch.setattr(shapes, "prunable", lambda model: {})
+    monkeypatch.setattr(shapes, "packed_copy", lambda model, names: model)
+    monkeypatch.setattr(shapes, "compare", fails_for_llama2)
     with pytest.raises(SystemExit, match="not measured to the end: llama2-7b"):
         main(["--shape", "llama2-7b", "opt-6.7b", "--out", str(tmp_path / "out")])
     shown = capsys.readouterr().out

@@ -251,12 +251,12 @@ def test_a_failed_gate_leaves_nothing(llama, capsys, monkeypatch):
 
 
 def test_an_interrupted_run_leaves_nothing(llama, capsys, monkeypatch):
-    import export.to_sparse
+    from export import packing
 
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(export.to_sparse, "check_parity", interrupt)
+    monkeypatch.setattr(packing, "check_parity", interrupt)
     assert "nothing was written" in refusal([str(llama)], capsys, status=130)
     assert [path.name for path in llama.parent.iterdir()] == ["llama"]
 
@@ -267,10 +267,10 @@ def test_an_interrupted_run_leaves_nothing(llama, capsys, monkeypatch):
 )
 def test_a_run_that_is_ended_leaves_nothing(sent, status, said, llama):
     code = (
-        "import signal, time, export.to_sparse as command;"
+        "import signal, time, export.packing; from export.to_sparse import main;"
         "signal.signal(signal.SIGINT, signal.default_int_handler);"  # ignored in the background
-        "command.check_parity = lambda *_, **__: time.sleep(60);"
-        f"command.main([{str(llama)!r}])"
+        "export.packing.check_parity = lambda *_, **__: time.sleep(60);"
+        f"main([{str(llama)!r}])"
     )
     command = [sys.executable, "-c", code]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)

@@ -13,7 +13,7 @@ from torch import nn
 
 import export
 from callbacks import MRPCallback, PruningCallback, SaveModel
-from export.generate import write
+from export.decoding import write
 from mrp_lightning import CausalLM, HessianAccumulator, TextDataModule, Trainer, prune_weight
 from mrp_lightning.arguments import checked
 from mrp_lightning.errors import (
