@@ -18,6 +18,9 @@ from mrp_lightning.errors import DependencyError, OptionError, OutOfMemoryError
 
 __version__ = "0.1.0"
 
+progress_log = logging.getLogger("lightning.pytorch.progress")
+"""What is said of long work. Below Lightning's, which writes to the terminal."""
+
 
 def device_named(name: str | None) -> torch.device:
     """The device of `--device`: cpu, cuda or cuda:N; `None` is CUDA where there is one.

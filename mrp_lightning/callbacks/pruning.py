@@ -9,9 +9,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
 from mrp_lightning.arguments import checked
+from mrp_lightning.environment import progress_log
 from mrp_lightning.errors import DataError, OptionError
 from mrp_lightning.files import output_path
-from mrp_lightning.loop import progress
 from mrp_lightning.loop.run import Output, Run
 from mrp_lightning.loop.saving import Pruned
 from mrp_lightning.loop.signals import Interrupted
@@ -278,7 +278,7 @@ class PruningCallback(Callback):
     ) -> None:
         """Leave nothing behind; Lightning does not call `teardown` after an exception."""
         if isinstance(exception, Interrupted):
-            progress.log.warning("Stopped by %s.", exception.signal.name)
+            progress_log.warning("Stopped by %s.", exception.signal.name)
         self._end_run()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -17,6 +17,13 @@ _NEEDS = {
 }
 """The commands whose options stand in YAML files, too, and what they cannot do without."""
 
+_OF_FILES = {
+    "--model": "a model directory, a hub id, a GGUF file, or a YAML file of what `model` takes",
+    "--data": "a YAML file of what `data` takes",
+    "--trainer": "a YAML file of what `trainer` takes",
+}
+"""The options of runs that may name a file with what is below them."""
+
 _OF_A_SWEEP = frozenset({"models", "runs", "base"})
 _OF_A_RUN = frozenset({"model", "data", "trainer"})
 
@@ -39,8 +46,12 @@ def require_plain_sense(command: str, args: Sequence[str]) -> None:
         name, equals, value = option.partition("=")
         value = value if equals else file
         is_file = value.endswith((".yaml", ".yml")) and "://" not in value and "\n" not in value
-        if name in ("--config", "-c") and is_file and not Path(value).is_file():
+        if not is_file or Path(value).is_file():
+            continue
+        if name in ("--config", "-c"):
             raise OptionError(f"`--config`: expected a YAML file. There is no {value}.")
+        if name in _OF_FILES:
+            raise OptionError(f"`{name}`: there is no {value}. Expected {_OF_FILES[name]}.")
     _require_own_files(command, given(args))
 
 

@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from importlib import import_module
+from os import PathLike
+from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -98,6 +100,11 @@ def _mistakes(
 
 def _wrong_value(one: Given, kind: Any) -> Iterator[str]:
     """Say what was expected in place of a value that is not of its type; nothing of one that is."""
+    (item, *_) = get_args(kind) if get_origin(kind) is list else (None,)
+    if inspect.isclass(item) and issubclass(item, PathLike):  # its paths are beside its file
+        if not Path(Path(one.place.rpartition(", line ")[0]).parent, one.value).is_file():
+            yield f"`{one.path}`: there is no file {one.value}."
+        return
     expected = list(dict.fromkeys(_words(kind)))
     if not one.value or not all(expected) or _is_of(one.value, kind):
         return

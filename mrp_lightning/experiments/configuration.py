@@ -16,8 +16,8 @@ from transformers.utils import logging as transformers_logging
 from mrp_lightning.cli.given import Given
 from mrp_lightning.cli.lightning_cli import PruningCLI
 from mrp_lightning.cli.parser import Parser
+from mrp_lightning.environment import progress_log
 from mrp_lightning.journal.same import differences
-from mrp_lightning.loop import progress
 
 
 class Configured(PruningCLI):
@@ -90,7 +90,7 @@ def quiet() -> Iterator[None]:
     transformers_logging.disable_progress_bar()
     for logger in loggers:
         logger.setLevel(logging.WARNING)
-    progress.log.setLevel(logging.INFO)
+    progress_log.setLevel(logging.INFO)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*does not have many workers.*")
@@ -99,7 +99,7 @@ def quiet() -> Iterator[None]:
         sys.argv = argv
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-        progress.log.setLevel(logging.NOTSET)
+        progress_log.setLevel(logging.NOTSET)
         if bars:
             transformers_logging.enable_progress_bar()
 

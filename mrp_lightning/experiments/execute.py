@@ -1,8 +1,11 @@
 """Make the run of a trial as the command line would, and keep what it found."""
 
 import gc
+import re
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
+from difflib import get_close_matches
 
 from lightning.pytorch.cli import instantiate_class
 
@@ -39,6 +42,7 @@ def require_pruning(sweep: Sweep) -> None:
                 "`base` has no callback that prunes. Add one to `trainer.callbacks`, as the last: "
                 "`- class_path: callbacks.MRPCallback`."
             )
+    _require_options(sweep)
     recipes = {(t.recipe, t.setting): t for t in sweep.selected if t.recipe}
     for trial in recipes.values():
         callback = configure(trial, sweep).config.trainer.callbacks[-1]
@@ -47,6 +51,25 @@ def require_pruning(sweep: Sweep) -> None:
         if isinstance(given.get("tuning"), dict):  # which the command line makes one of
             given["tuning"] = BlockTuning(**given["tuning"])
         instantiate_class((), arguments)
+
+
+def _require_options(sweep: Sweep) -> None:
+    """Refuse to vary what no run has, such as a name that is misspelt."""
+    if not sweep.vary:
+        return
+    pruned = next(trial for trial in sweep.selected if trial.method)
+    has = configure(replace(pruned, changed=None), sweep).described()
+    known = {re.sub(r"^(trainer\.callbacks)\.\d+", r"\1", key) for key in has}
+    known |= {key.rpartition(".")[0] for key in known if key.count(".") > 1}  # such as a mixture
+    leaves = {key.rpartition(".")[2]: key for key in sorted(known)}
+    for key in sweep.vary:
+        if key in known or any(key.startswith(f"{one}.") for one in known):
+            continue
+        near = get_close_matches(key, known, n=1, cutoff=0.8)
+        near += [leaves[one] for one in get_close_matches(key.rpartition(".")[2], leaves, n=1)]
+        meant = "Name one by its dotted key, such as `vary: {data.num_samples: [32, 128]}`."
+        meant = f"Did you mean `{near[0]}`?" if near else meant
+        raise OptionError(f"`vary`: there is no option `{key}`. {meant}")
 
 
 def require_text(cli: Configured) -> None:

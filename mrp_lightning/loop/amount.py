@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mrp_lightning.environment import progress_log as log
 from mrp_lightning.loop.capture import Step
-from mrp_lightning.loop.progress import log
 from mrp_lightning.models.batch import token_ids
 from mrp_lightning.processes import Processes
 from mrp_lightning.targets.layers import ExpertStack

@@ -18,6 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed import PrefixStore
 
 from mrp_lightning import upstream
+from mrp_lightning.environment import progress_log
 from mrp_lightning.errors import FAILED, DataError, NumericalWarning, StrategyError
 from mrp_lightning.loop.capture import Step
 from mrp_lightning.models.batch import token_ids
@@ -131,9 +132,7 @@ def one_voice(processes: Processes) -> Iterator[None]:
     if processes.rank == 0:
         yield
         return
-    loggers = [
-        logging.getLogger(n) for n in ("mrp_lightning", "callbacks", "lightning.pytorch.pruning")
-    ]
+    loggers = [*map(logging.getLogger, ("mrp_lightning", "callbacks")), progress_log]
     before = [logger.level for logger in loggers]
     try:
         for logger in loggers:

@@ -7,12 +7,12 @@ from os import PathLike
 
 from lightning.pytorch import LightningModule, Trainer
 
+from mrp_lightning.environment import progress_log as log
 from mrp_lightning.journal.fingerprint import Fingerprint, fingerprint
 from mrp_lightning.journal.journal import Journal
 from mrp_lightning.journal.shared import SharedJournal
 from mrp_lightning.journal.streamed import StreamedJournal
 from mrp_lightning.loop.contents import checkpoint_root, language_models
-from mrp_lightning.loop.progress import log
 from mrp_lightning.pruning.job import Job
 from mrp_lightning.pruning.settings import Settings
 

@@ -1,6 +1,5 @@
 """The progress of a pruning: a line in the trainer's bar, and a log where nobody sees a bar."""
 
-import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -10,8 +9,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
-log = logging.getLogger("lightning.pytorch.pruning")
-"""Below Lightning's, which writes to the terminal."""
+from mrp_lightning.environment import progress_log as log
 
 _BAR_SECONDS = 0.1
 _LINE_SECONDS = 30
@@ -68,7 +66,7 @@ class PlainLog:
     """
 
     def __init__(self, trainer: Trainer, blocks: int) -> None:
-        self._silent = _has_bar(trainer) and sys.stdout.isatty()
+        self._silent = is_seen(trainer)
         self._blocks = blocks
         self._done = self._resumed = 0
         self._start = self._last_line = time.monotonic()
@@ -133,6 +131,11 @@ class Seldom:
         due = now - self._last >= _BAR_SECONDS
         self._last = now if due else self._last
         return due
+
+
+def is_seen(trainer: Trainer) -> bool:
+    """Whether a trainer has a bar that is drawn on a terminal."""
+    return _has_bar(trainer) and sys.stdout.isatty()
 
 
 def _has_bar(trainer: Trainer) -> bool:

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
 from mrp_lightning.environment import command
+from mrp_lightning.environment import progress_log as log
 from mrp_lightning.errors import OptionError
 from mrp_lightning.journal.journal import require_free
 from mrp_lightning.loop.amount import warn_of_little
@@ -34,7 +35,6 @@ from mrp_lightning.loop.distributed import (
 )
 from mrp_lightning.loop.journaling import open_journal
 from mrp_lightning.loop.listener import listening
-from mrp_lightning.loop.progress import log
 from mrp_lightning.loop.provenance import about_data
 from mrp_lightning.loop.saving import Pruned, check_save_dir, journal_bytes
 from mrp_lightning.loop.signals import Interrupted, interruptible, unclaimed_signals

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from mrp_lightning.environment import progress_log as log
 from mrp_lightning.errors import ended_by
-from mrp_lightning.loop.progress import log
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)

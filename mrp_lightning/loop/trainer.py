@@ -18,6 +18,7 @@ from mrp_lightning.calibration.memory import explained_out_of_memory
 from mrp_lightning.environment import hush_lightning
 from mrp_lightning.errors import DataError, FormatError
 from mrp_lightning.loop.causal_lm import CausalLM
+from mrp_lightning.loop.lines import Lines
 from mrp_lightning.models.integrity import explained_checkpoint, why_no_checkpoint
 from mrp_lightning.models.tokenizers import tokenizer_beside
 from mrp_lightning.pruning.settings import Settings
@@ -54,7 +55,9 @@ class Trainer(pl.Trainer):
         **kwargs: Any,
     ) -> None:
         logger = False if logger is None else logger
-        super().__init__(devices=devices, callbacks=_checked(callbacks), logger=logger, **kwargs)
+        # At the front: Lightning keeps those that write checkpoints last.
+        callbacks = [Lines(), *_checked(callbacks)]
+        super().__init__(devices=devices, callbacks=callbacks, logger=logger, **kwargs)
         if type(self.strategy.checkpoint_io) is TorchCheckpointIO:
             self.strategy.checkpoint_io = TensorsOnly()
 

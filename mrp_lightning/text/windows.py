@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mrp_lightning.environment import progress_log as log
 from mrp_lightning.errors import DataError
 
 
@@ -24,8 +25,21 @@ class Draws:
     seed: int  # of Python's `random`, which draws documents and places
 
 
+_MANY_CHARACTERS = 2_000_000
+"""Tokenizers take seconds for so many, and show no progress."""
+
+
+def announce(characters: int) -> None:
+    """Say that a text is going to be tokenized, where that takes long."""
+    if characters > _MANY_CHARACTERS:
+        from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+        rank_zero_only(log.info)("Tokenizing %.0f million characters …", characters / 1e6)
+
+
 def tokenize(tokenizer: Any, text: str, *, special_tokens: bool = True) -> Tensor:
     """The token ids of a whole text (tokens,), int32, with special tokens, such as BOS, or not."""
+    announce(len(text))
     encoded = tokenizer(text, add_special_tokens=special_tokens, verbose=False)
     return torch.tensor(encoded["input_ids"], dtype=torch.int32)
 

@@ -365,6 +365,14 @@ SWEEP = "models: {tiny: {options: {}}}\nbase: []\nruns: {}\n"
             "run.yaml is of one run .*Run `mrp-lightning predict --config=run.yaml`",
         ),
         (["predict", "--config=none.yaml"], "expected a YAML file. There is no none.yaml"),
+        (
+            ["test", "--model", "none.yaml"],
+            "there is no none.yaml. Expected a model dir",
+        ),
+        (
+            ["fit", "--data=none.yml"],
+            "there is no none.yml. Expected a YAML file of what",
+        ),
         (["fit", "-c", "empty.yaml"], "empty.yaml: expected keys .* It holds nothing"),
         (["sweep", "--config=list.yaml"], "list.yaml: expected keys .* It holds a list"),
         (

@@ -72,9 +72,11 @@ def test_pages_and_tables_of_others_are_refused_before_any_run(name, here, capsy
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ('--vary={"dampin": [1]}', "there is no option `dampin`"),
-        ('--vary={"dampin": 0.1}', "there is no option `dampin`"),
-        ("--vary.dampin=0.1", "there is no option `dampin`"),
+        ('--vary={"dampin": [1]}', "Did you mean `trainer.callbacks.init_args.damping`?"),
+        ('--vary={"data.num_sample": 1}', "`data.num_sample`. Did you mean `data.num_samples`?"),
+        ("--vary.dampin=0.1", "`vary`: there is no option `dampin`. Did you mean `trainer.callba"),
+        ('--vary={"zzz": [1]}', "`vary`: there is no option `zzz`. Name one by its dotted key"),
+        ("--config=elsewhere.yaml", "elsewhere.yaml, line 1: `base`: there is no file gone.yaml"),
         ("--out=file", "file is a file"),
         ("--out=/", "`out`: / is the root of all files"),
         ("--out=/proc/self/fdinfo", "`out`: /proc/"),
@@ -86,6 +88,7 @@ def test_pages_and_tables_of_others_are_refused_before_any_run(name, here, capsy
 def test_what_no_run_could_have_is_told_before_any(option, message, here, capsys):
     (here / "file").touch()
     (here / "typo.yaml").write_text("modles: {}")
+    (here / "elsewhere.yaml").write_text("base: [gone.yaml]")
     with pytest.raises(SystemExit) as stop:
         sweep(option)
     assert stop.value.code == 2

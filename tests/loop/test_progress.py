@@ -6,10 +6,13 @@ from types import SimpleNamespace
 import pytest
 from lightning.pytorch.callbacks import TQDMProgressBar
 from torch.utils.data import DataLoader
+from transformers import AutoTokenizer
 
 from callbacks import MRPCallback
-from mrp_lightning import Trainer
-from mrp_lightning.loop import progress
+from mrp_lightning import CausalLM, TextDataModule, Trainer
+from mrp_lightning.loop import lines, progress
+from mrp_lightning.text import windows
+from mrp_lightning.text.windows import tokenize
 
 TRAINER = {
     "accelerator": "cpu",
@@ -131,3 +134,50 @@ def test_the_bar_says_where_a_solve_is(build, batches, monkeypatch):
     assert 0 < len(iterations) <= row.iterations
     first = next(k for k, text in enumerate(seen) if "down_proj" in text)
     assert "down_proj ·" in seen[first] or seen[first].endswith("down_proj")  # before it is solved
+
+
+class Slow:
+    """A clock that is ten seconds later at each look."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 10
+        return self.now
+
+
+@pytest.mark.parametrize(("shown", "terminal"), [(True, True), (True, False), (False, True)])
+def test_batches_are_told_where_no_bar_is_seen(
+    shown, terminal, tiny_llama, tmp_path, caplog, monkeypatch
+):
+    caplog.set_level("INFO")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal, raising=False)
+    (tmp_path / "text.txt").write_text("def f(x):\n    return x + 1\n" * 60)
+    text = [tmp_path / "text.txt"]
+    data = TextDataModule(train_files=text, eval_files=text, sequence_length=64)
+    bar = [TQDMProgressBar()] if shown else []
+    trainer = Trainer(callbacks=bar, enable_progress_bar=shown, max_epochs=1, **TRAINER)
+    model = CausalLM(str(tiny_llama))
+    monkeypatch.setattr(lines.time, "monotonic", Slow())
+    for run in (trainer.fit, trainer.validate, trainer.test):
+        run(model, datamodule=data)
+    said = [m for m in caplog.messages if m.startswith(("training: ", "validating: ", "testing: "))]
+    if shown and terminal:
+        assert not said
+        return
+    count = len(data.test_dataloader())
+    assert f"testing: batch 1/{count} · 10 s" in said
+    assert f"testing: batch 4/{count} · 40 s" in said  # half a minute later, none between
+    assert f"validating: batch 1/{count} · 10 s" in said
+    assert any(line.startswith(f"training: epoch 1, batch 1/{count} · ") for line in said)
+
+
+def test_a_long_text_is_announced(tiny_llama, caplog, monkeypatch):
+    caplog.set_level("INFO")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
+    tokenize(tokenizer, "x = 1\n" * 100)
+    assert not caplog.messages
+    monkeypatch.setattr(windows, "_MANY_CHARACTERS", 500)
+    tokenize(tokenizer, "x = 1\n" * 100)
+    assert [m for m in caplog.messages if m.startswith("Tokenizing ")]
