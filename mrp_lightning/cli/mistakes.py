@@ -102,7 +102,8 @@ def _wrong_value(one: Given, kind: Any) -> Iterator[str]:
     """Say what was expected in place of a value that is not of its type; nothing of one that is."""
     (item, *_) = get_args(kind) if get_origin(kind) is list else (None,)
     if inspect.isclass(item) and issubclass(item, PathLike):  # its paths are beside its file
-        if not Path(Path(one.place.rpartition(", line ")[0]).parent, one.value).is_file():
+        folder = Path(one.place.rpartition(", line ")[0]).parent
+        if one.value and not Path(folder, one.value).is_file():
             yield f"`{one.path}`: there is no file {one.value}."
         return
     expected = list(dict.fromkeys(_words(kind)))
