@@ -14,7 +14,6 @@ from torch import nn
 
 from mrp_lightning.environment import command
 from mrp_lightning.environment import progress_log as log
-from mrp_lightning.errors import OptionError
 from mrp_lightning.journal.journal import require_free
 from mrp_lightning.loop.amount import warn_of_little
 from mrp_lightning.loop.capture import Step, StepCapture, blocks_on_cpu, eager, require_batches
@@ -39,7 +38,7 @@ from mrp_lightning.loop.provenance import about_data
 from mrp_lightning.loop.saving import Pruned, check_save_dir, journal_bytes
 from mrp_lightning.loop.signals import Interrupted, interruptible, unclaimed_signals
 from mrp_lightning.narrowing.find import narrowing_plan
-from mrp_lightning.narrowing.narrow import narrow
+from mrp_lightning.narrowing.narrow import StreamedNarrowing, narrow
 from mrp_lightning.processes import Processes
 from mrp_lightning.pruning.job import Job
 from mrp_lightning.pruning.sequential import prune_model
@@ -111,7 +110,9 @@ class Run:
                     self.save_dir,
                     module,
                     overwrite=self.output.overwrite,
-                    journal_bytes=journal_bytes(self._beside, module),
+                    journal_bytes=journal_bytes(
+                        self._beside, module, whole=self.settings.structure is None
+                    ),
                 )
             require_free(self._beside)
         if not is_built_later(module):
@@ -241,17 +242,19 @@ class Run:
 
     def _narrow(self, structure: Structure) -> None:
         """Cut out what is removed whole, and let the configuration and the report say so."""
-        model: Any = checkpoint_root(self.module)[1]
-        narrow(structure)
-        for name, value in structure.config.items():
-            setattr(model.config.get_text_config(), name, value)
+        config: Any = checkpoint_root(self.module)[1].config
+        weights = sum(p.numel() for p in self.module.parameters()) - structure.num_weights
+        if (streamed := streamed_blocks(self.module)) is not None:
+            streamed.narrowing = StreamedNarrowing(structure, config)
+        else:
+            narrow(structure, config)
         self.report.narrowed = {
             "structure": structure.kind,
             "units": structure.units,
             "kept": structure.kept,
             "blocks": len(structure.blocks),
             "config": dict(structure.config),
-            "model_weights": sum(p.numel() for p in self.module.parameters()),
+            "model_weights": weights,
         }
 
     def _job(self, steps: list[Step], processes: Processes) -> Job:
@@ -289,11 +292,6 @@ class Run:
         check_streamed_plan(module, plan)
         if settings.structure is None:
             return plan
-        if streamed_blocks(module) is not None:
-            raise OptionError(
-                "`structure` makes a narrower model in memory, and a streamed one is never there "
-                "as a whole. Load the model without `streaming`, or leave `structure` out."
-            )
         model = checkpoint_root(module)[1]
         return narrowing_plan(model, settings.structure, settings.recipe.pattern.sparsity, plan)
 

@@ -61,13 +61,14 @@ def check_save_dir(
         _check_generation(model)
 
 
-def journal_bytes(beside: str | PathLike[str], module: LightningModule) -> int:
+def journal_bytes(beside: str | PathLike[str], module: LightningModule, *, whole: bool) -> int:
     """How much more of a disk a journal may take: the weights, less what it holds already.
 
-    That of a streamed model takes nothing more where its files become files of the checkpoint.
+    That of a streamed model takes nothing more where its files become files of the checkpoint, as
+    they do where blocks stay `whole`.
     """
     model: Any = checkpoint_root(module)[1]
-    if streamed_blocks(module) is not None and model.dtype == stored_dtype(model):
+    if whole and streamed_blocks(module) is not None and model.dtype == stored_dtype(model):
         return 0
     there = sum(file.stat().st_size for file in journal_path(beside).glob("*.safetensors"))
     weights = sum(p.numel() * p.element_size() for p in module.parameters())

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -73,12 +74,25 @@ def save_streamed(
     """Write a Hugging Face directory as `save_pretrained` does, with a file for each block.
 
     A shard in which a block lies as it is to be stored becomes its file without a copy, where the
-    file system has hard links.
+    file system has hard links. A block that becomes narrower is written anew.
 
     Returns:
         The names of the files, by the names of the blocks in them.
     """
-    directory = Path(directory)
+    narrowing = streamed.narrowing
+    with nullcontext() if narrowing is None else narrowing.configured():
+        return _save_blocks(model, streamed, Path(directory), tokenizer=tokenizer, card=card)
+
+
+def _save_blocks(
+    model: PreTrainedModel,
+    streamed: StreamedBlocks,
+    directory: Path,
+    *,
+    tokenizer: Any,
+    card: str | None,
+) -> dict[str, str]:
+    narrowing = streamed.narrowing
     save_pretrained(model, directory, tokenizer=tokenizer, card=card, state=streamed.rest)
     (directory / _INDEX).unlink(missing_ok=True)
     written = sorted(directory.glob("model*.safetensors"))
@@ -91,10 +105,14 @@ def save_streamed(
     if is_cast := model.dtype != dtype:
         wider = wider_dtypes(model, dtype, as_published=True)
     for name, file in mine.items():
-        if (shard := streamed.shards.get(name)) is not None and not is_cast:
+        shard = streamed.shards.get(name)
+        if shard is not None and not is_cast and narrowing is None:
             _link(shard, file)
             continue
-        with streamed.pinned(block := streamed.blocks[name]):
+        with (
+            streamed.pinned(block := streamed.blocks[name]),
+            nullcontext() if narrowing is None else narrowing.saved(name),
+        ):
             state = block.state_dict(prefix=f"{name}.")
             tensors = revert_weight_conversion(
                 model, cast(state, dtype, wider) if is_cast else state

@@ -1,11 +1,11 @@
 """Models that are larger than memory: their blocks stay in files, and are read while they run."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
@@ -32,6 +32,19 @@ _REST = ""
 """The key, in place of a block's name, of the weights that are in no block."""
 
 
+class Narrowing(Protocol):
+    """What makes blocks smaller as they are saved, and the model once all of them are."""
+
+    def configured(self) -> AbstractContextManager[None]:
+        """Let the configuration say the new sizes from now on, unless what is in here fails."""
+
+    def saved(self, name: str) -> AbstractContextManager[None]:
+        """Let a block that is pinned be smaller in this context."""
+
+    def settle(self) -> None:
+        """Let all blocks, none of which is pinned, be smaller for good."""
+
+
 class StreamedBlocks(MovedBlocks):
     """The blocks of a model, each of which is read from files when it runs, and dropped after it.
 
@@ -48,6 +61,7 @@ class StreamedBlocks(MovedBlocks):
     Attributes:
         blocks: The blocks, by name.
         shards: Files that hold a block and nothing else, by its name; they may be given away.
+        narrowing: What makes the blocks smaller when they are saved, `None` where nothing does.
 
     Raises:
         TargetError: There are no blocks, or their weights are tied to others.
@@ -63,6 +77,7 @@ class StreamedBlocks(MovedBlocks):
     ) -> None:
         super().__init__(blocks.values())
         self.blocks, self.shards = dict(blocks), dict[str, Path]()
+        self.narrowing: Narrowing | None = None
         self._model, self._loading = model, loading
         self._names = {module: name for name, module in blocks.items()}
         if not blocks:
@@ -130,6 +145,8 @@ class StreamedBlocks(MovedBlocks):
 
     def settle(self, files: Mapping[str, Path]) -> None:
         """From now on, read blocks from the files of a checkpoint, which are to stay."""
+        if self.narrowing is not None:
+            self.narrowing.settle()
         for name, file in files.items():
             self.read_from(name, file)
         self._source = dict(self._places)
@@ -139,6 +156,7 @@ class StreamedBlocks(MovedBlocks):
         """Read all blocks from the checkpoint again, as before there were shards."""
         self._places = dict(self._source)
         self.shards.clear()
+        self.narrowing = None
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """All that the model holds, by name; of its blocks, one at a time is in memory."""

@@ -1,17 +1,22 @@
 """Make a block, or a model, narrower: keep some units of each block and cut out the others."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mrp_lightning.errors import TargetError
-from mrp_lightning.targets.structure import BlockParts, Structure
+from mrp_lightning.targets.structure import Attribute, BlockParts, Structure
 
 
-def narrow(structure: Structure) -> None:
+def narrow(structure: Structure, config: Any) -> None:
     """Cut the removed units out of all blocks: those whose columns are zero in all consumers.
+
+    Args:
+        structure: The units.
+        config: The configuration, which says their number from then on.
 
     Raises:
         TargetError: A block has fewer such units than are to go; then nothing is changed.
@@ -25,8 +30,48 @@ def narrow(structure: Structure) -> None:
         )
     for name, parts in structure.blocks.items():
         _cut(parts, gone[name][: structure.count], structure.units)
-    for module, name, value in structure.attributes:
-        setattr(module, name, value)
+    _set(structure.attributes)
+    _set(structure.config_entries(config))
+
+
+class StreamedNarrowing:
+    """Cuts the removed units out of blocks that stay in files: of each as it is saved.
+
+    Args:
+        structure: The units, which are zero in the files until then.
+        config: The configuration that says their number.
+    """
+
+    def __init__(self, structure: Structure, config: Any) -> None:
+        self._structure, self._entries = structure, structure.config_entries(config)
+
+    @contextmanager
+    def configured(self) -> Iterator[None]:
+        """Let the configuration say the new sizes from now on, unless what is in here fails."""
+        before = [(config, name, getattr(config, name)) for config, name, _ in self._entries]
+        _set(self._entries)
+        try:
+            yield
+        except BaseException:
+            _set(before)
+            raise
+
+    @contextmanager
+    def saved(self, name: str) -> Iterator[None]:
+        """Let a block that is in memory be narrower in this context."""
+        parts, units = self._structure.blocks.get(name), self._structure.units
+        if parts is None:
+            yield
+            return
+        gone = zero_units(parts, units)[: self._structure.count]
+        with narrowed(parts, gone, units):
+            yield
+
+    def settle(self) -> None:
+        """Let all blocks be narrower for good; their weights are in files."""
+        for parts in self._structure.blocks.values():
+            _cut(parts, torch.arange(self._structure.count), self._structure.units)
+        _set(self._structure.attributes)
 
 
 @contextmanager
@@ -40,8 +85,7 @@ def narrowed(parts: BlockParts, removed: Tensor, units: int) -> Iterator[None]:
     finally:
         for cut, tensor in held:
             setattr(cut.module, cut.name, tensor)
-        for module, name, value in values:
-            setattr(module, name, value)
+        _set(values)
 
 
 @contextmanager
@@ -76,5 +120,9 @@ def _cut(parts: BlockParts, removed: Tensor, units: int) -> None:
     kept = stays.nonzero()[:, 0]
     for cut in parts.cuts:
         setattr(cut.module, cut.name, cut.without(kept))
-    for module, name, value in parts.attributes:
-        setattr(module, name, value)
+    _set(parts.attributes)
+
+
+def _set(attributes: Sequence[Attribute]) -> None:
+    for owner, name, value in attributes:
+        setattr(owner, name, value)

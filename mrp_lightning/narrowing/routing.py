@@ -61,15 +61,9 @@ class Routing:
         if len(parts.consumers) != 1:
             names = ", ".join(layer.name for layer in parts.consumers)
             raise TargetError(f"`structure: experts`: one block has several sets of them: {names}.")
-        self.experts = experts = parts.consumers[0].module
+        self.experts = parts.consumers[0].module
         owners = {cut.module for cut in parts.cuts}
         self.module = [m for m in block.modules() if owners <= set(m.modules())][-1]
-        # Experts keep their size, and are told the numbers that those which stay have in them.
-        self._router = replace(
-            parts,
-            cuts=[cut for cut in parts.cuts if cut.module is not experts],
-            attributes=[entry for entry in parts.attributes if entry[0] is not experts],
-        )
 
     @property
     def removed(self) -> Tensor:
@@ -109,7 +103,7 @@ class Routing:
             return forward(*given)
 
         with (
-            narrowed(self._router, removed, self.structure.units),
+            narrowed(self._router(len(kept)), removed, self.structure.units),
             replaced(self.experts, "forward", renumbered),
         ):
             yield
@@ -166,6 +160,22 @@ class Routing:
         ]
         wide = torch.promote_types(tokens.dtype, torch.float32)
         return torch.stack(all_outputs, 1).to(wide)
+
+    def _router(self, stays: int) -> BlockParts:
+        """What is narrower where so many experts stay, but the experts, which are only renumbered.
+
+        Attributes count experts, or parts of them.
+        """
+        kept = self.structure.kept
+        return replace(
+            self.parts,
+            cuts=[cut for cut in self.parts.cuts if cut.module is not self.experts],
+            attributes=[
+                (owner, name, value * stays // kept if isinstance(value, int) else value)
+                for owner, name, value in self.parts.attributes
+                if owner is not self.experts
+            ],
+        )
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Call:
         tokens, chosen, weights = _arguments(args, kwargs)

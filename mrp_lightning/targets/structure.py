@@ -46,8 +46,9 @@ class Cut:
         return after
 
 
-Attribute = tuple[nn.Module, str, Any]
-"""An attribute of a module that says a size: the module, the name, the value in a narrower one."""
+Attribute = tuple[Any, str, Any]
+"""An attribute that says a size: its owner, a module or a configuration, its name, and its value in
+the narrower model."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,6 +102,17 @@ class Structure:
     def count(self) -> int:
         """The number of units that go in each block."""
         return self.units - self.kept
+
+    @property
+    def num_weights(self) -> int:
+        """The number of the model's weights that go."""
+        tensors = [cut.tensor for parts in self.blocks.values() for cut in parts.cuts]
+        weights = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
+        return self.count * sum(weight.numel() // self.units for weight in weights)
+
+    def config_entries(self, config: Any) -> list[Attribute]:
+        """The entries of a model's configuration that say their number."""
+        return [(config.get_text_config(), name, value) for name, value in self.config.items()]
 
     def __str__(self) -> str:
         return f"{self.kept} of {self.units} {self.kind} a block"

@@ -233,6 +233,13 @@ def test_a_model_whose_experts_are_all_needed(monkeypatch):
         without_experts(model, batches("mixtral"), sparsity=0.5)
 
 
+def test_a_router_that_needs_equal_groups_of_experts(monkeypatch):
+    config = {**FAMILIES["deepseek_v3"].config, "n_group": 2, "topk_group": 2}
+    monkeypatch.setitem(FAMILIES, "deepseek_v3", replace(FAMILIES["deepseek_v3"], config=config))
+    with pytest.raises(TargetError, match="without some of its experts does not run"):
+        without_experts(build("deepseek_v3"), batches("deepseek_v3"), sparsity=0.5)
+
+
 def test_experts_that_are_zero_are_refused():
     """A removed expert is told by its zeros while the blocks are walked."""
     model = build("mixtral")
@@ -315,7 +322,7 @@ def test_processes_remove_the_same(monkeypatch):
             processes=processes,
         )
         prune_model(job)
-        narrow(plan.structure)
+        narrow(plan.structure, model.config)
         return model.state_dict(), job.report
 
     models = [wider(monkeypatch, "mixtral", 5) for _ in range(4)]

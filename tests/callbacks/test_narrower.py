@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import mrp_lightning
 from callbacks import MRPCallback
-from mrp_lightning import CausalLM, MethodError, OptionError, TargetError, Trainer
+from mrp_lightning import CausalLM, MethodError, OptionError, SaveError, TargetError, Trainer
 from mrp_lightning.narrowing.find import narrowing_plan
 from mrp_lightning.narrowing.narrow import narrow
 from mrp_lightning.processes import ALONE
@@ -69,7 +69,7 @@ class Spy:
 
         self.zeroed, real = [], run.narrow
 
-        def narrow(structure):
+        def narrow(structure, config):
             with torch.no_grad():
                 self.zeroed += [model(**x).logits for x in inputs]
             self.counts = [
@@ -77,7 +77,7 @@ class Spy:
                 for parts in structure.blocks.values()
                 for layer in parts.consumers
             ]
-            real(structure)
+            real(structure, config)
 
         monkeypatch.setattr(run, "narrow", narrow)
 
@@ -239,12 +239,55 @@ def test_neurons_then_heads_then_zeros(llama, loader, tmp_path):
     assert loaded.config.head_dim == 8
 
 
-def test_streaming_is_refused(llama, loader, tmp_path):
-    llama().save_pretrained(tmp_path / "dense")
-    with pytest.raises(OptionError, match="Load the model without `streaming`"):
-        narrower(
-            CausalLM(tmp_path / "dense", streaming=True), loader, tmp_path, structure="neurons"
-        )
+@pytest.mark.parametrize(
+    ("family", "structure"),
+    [("llama", "neurons"), ("llama", "heads"), ("mixtral", "experts"), ("deepseek_v3", "experts")],
+)
+def test_a_streamed_model_gets_as_narrow(family, structure, tmp_path, monkeypatch):
+    """Saved, it has the bits of one that was in memory; so it does after a failure to save."""
+    import mrp_lightning.loop.saving as saving
+
+    build(family).save_pretrained(tmp_path / "dense")
+    inputs, tuning = batches(family), mrp_lightning.BlockTuning(epochs=1)
+    options = {"structure": structure, "sparsity": 0.25 if structure == "neurons" else 0.5}
+    options |= {"target": "dense", "tuning": tuning}
+    whole, first = narrower(CausalLM(tmp_path / "dense"), inputs, tmp_path / "1", **options)
+    streamed = CausalLM(tmp_path / "dense", streaming=True)
+
+    def fail(*args, **kwargs):
+        real(*args, **kwargs)
+        raise OSError("disk full")
+
+    real = saving.save_streamed
+    with monkeypatch.context() as patched:
+        patched.setattr(saving, "save_streamed", fail)
+        with pytest.raises(SaveError, match="disk full"):
+            narrower(streamed, inputs, tmp_path / "2", **options)
+    again, second = narrower(
+        CausalLM(tmp_path / "dense", streaming=True), inputs, tmp_path / "2", **options
+    )
+    assert again.report.resumed_blocks == len({row.block for row in again.report.pruned}) > 1
+    assert again.report.narrowed == whole.report.narrowed
+    one, two = (AutoModelForCausalLM.from_pretrained(x) for x in (first, second))
+    assert one.config.to_dict() | {"_name_or_path": ""} == two.config.to_dict() | {
+        "_name_or_path": ""
+    }
+    assert one.state_dict().keys() == two.state_dict().keys()
+    for name, x in one.state_dict().items():
+        assert torch.equal(x, two.state_dict()[name]), name
+
+
+def test_a_streamed_model_is_as_narrow_in_memory(tmp_path):
+    """Once it is saved, it reads its blocks from there."""
+    build("mixtral").save_pretrained(tmp_path / "dense")
+    inputs = batches("mixtral")
+    streamed = CausalLM(tmp_path / "dense", streaming=True)
+    _, saved = narrower(streamed, inputs, tmp_path, structure="experts")
+    loaded = AutoModelForCausalLM.from_pretrained(saved)
+    with torch.no_grad():
+        for x in inputs:
+            torch.testing.assert_close(streamed.model(**x).logits, loaded(**x).logits)
+    assert streamed.model.config.num_local_experts == 2
 
 
 def test_every_family_of_the_lists_is_there():
@@ -272,7 +315,7 @@ def test_processes_cut_out_the_same(structure):
             processes=processes,
         )
         prune_model(job)
-        narrow(plan.structure)
+        narrow(plan.structure, model.config)
         return model.state_dict(), job.report
 
     models = [build("llama") for _ in range(4)]
