@@ -23,13 +23,13 @@ from transformers.cache_utils import StaticLayer
 from mrp_lightning.environment import machine
 from mrp_lightning.errors import OptionError
 from mrp_lightning.packed.bitmask4_linear import Bitmask4Linear
-from mrp_lightning.upstream import attention_of
+from mrp_lightning.upstream import attention_of, grouped_attention
 
 log = logging.getLogger(__name__)
 
 LENGTHS = 256
 """A static cache is as long as a multiple of this, so that few lengths are compiled."""
-VERSION = 1
+VERSION = 2
 """Of what is traced here: steps that an older one compiled are not run."""
 _OPTIONS = {"aot_inductor.package_constants_in_so": False}
 
@@ -112,8 +112,7 @@ class CompiledStep:
         found = self._model(input_ids=prompt, past_key_values=self._cache, logits_to_keep=1)
         return found.logits[0, -1]
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @torch.inference_mode()  # else each operator of ours goes through Python's autograd
     def __call__(self, token: Tensor) -> Tensor:
         """Append a token, int64 (1, 1), and give the logits (vocabulary,) after it.
 
@@ -156,7 +155,8 @@ def _compile(step: Step, file: Path) -> None:
     """Write the compiled step, whole or not at all."""
     given = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     try:
-        exported = torch.export.export(step, given, strict=False)
+        with grouped_attention():
+            exported = torch.export.export(step, given, strict=False)
     finally:
         step.give_back()
     with tempfile.TemporaryDirectory(dir=file.parent) as directory:

@@ -5,6 +5,7 @@ and what takes its place once upstream offers it. Packages are imported inside t
 needs torch alone loads torch alone.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -228,6 +229,25 @@ def attention_of(config: Any) -> str | None:
     """
     name: str | None = config._attn_implementation
     return name
+
+
+@contextmanager
+def grouped_attention() -> Iterator[None]:
+    """Let what is traced attend with as many heads of keys and values as there are.
+
+    Seen in transformers 5.23, which repeats them for all heads of queries in a graph with a mask;
+    torch's product for CPUs does not need that. In its place: an argument of the attention.
+    """
+    name = "TRANSFORMERS_SDPA_FORCE_GQA"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def fits_static_cache(model: Any) -> bool:

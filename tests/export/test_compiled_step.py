@@ -1,5 +1,6 @@
 """A step of decoding that is compiled ahead of time, against the model's own forward."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,20 @@ def test_compiled_steps_give_the_logits_of_the_model(place, monkeypatch):
     round_activations(model)
     with pytest.raises(TypeError):  # it asks for another step, and compiles
         CompiledStep(model, 20)
+
+
+@pytest.mark.usefixtures("_cache")
+def test_operators_are_called_without_python():
+    step = CompiledStep(small_model(0), 20)
+    step.read(torch.ones(1, 1, dtype=torch.int64))
+    files = set()
+    sys.setprofile(lambda frame, *_: files.add(frame.f_code.co_filename))
+    try:
+        step(torch.ones(1, 1, dtype=torch.int64))
+    finally:
+        sys.setprofile(None)
+    assert any("compiled_step" in file for file in files)
+    assert not [file for file in files if "_library" in file or "kernels" in file]
 
 
 @pytest.mark.usefixtures("_cache")
