@@ -2,7 +2,8 @@
 
 What is compiled is the model's own forward for one token with a static cache of keys and values,
 by torch.export and AOTInductor. Packed layers call their operators, and what lies between products
-becomes loops in C++. The weights are not part of what is kept: a model of the same shapes runs it.
+becomes loops in C++. The weights are not part of what is kept: every model of the same shapes and
+packed formats runs it, however many weights of a layer are not zero.
 """
 
 import hashlib
@@ -23,6 +24,7 @@ from transformers.cache_utils import StaticLayer
 from mrp_lightning.environment import machine
 from mrp_lightning.errors import OptionError
 from mrp_lightning.packed.bitmask4_linear import Bitmask4Linear
+from mrp_lightning.packed.packed_linear import PackedLinear
 from mrp_lightning.upstream import attention_of, grouped_attention
 
 log = logging.getLogger(__name__)
@@ -136,14 +138,19 @@ def _file(step: Step) -> Path:
     config = model.config.to_dict()
     for of_the_files in ("_name_or_path", "quantization_config", "transformers_version"):
         config.pop(of_the_files, None)
-    modules = step.named_modules()
+    modules = dict(step.named_modules())
+    packed = {name: m for name, m in modules.items() if isinstance(m, PackedLinear)}
+    # Nothing but the operator reads the values, and how many they are is no part of the code.
+    counted = {f"{name}.weight" for name, layer in packed.items() if layer.FORMAT.count}
+    shapes = {name: [] if name in counted else [*map(int, t.shape)] for name, t in tensors.items()}
     decides = {
         "version": VERSION,
         "options": _OPTIONS,
         "config": config,
         "attention": attention_of(model.config),
-        "tensors": {name: [*map(int, t.shape), str(t.dtype)] for name, t in tensors.items()},
-        "rounded": [name for name, m in modules if getattr(m, "eight_bit_activations", False)],
+        "tensors": {name: [shapes[name], str(t.dtype)] for name, t in tensors.items()},
+        "kinds": {name: type(layer).__name__ for name, layer in packed.items()},
+        "rounded": [n for n, m in packed.items() if getattr(m, "eight_bit_activations", False)],
         "machine": machine(torch.device("cpu")),
         "transformers": transformers.__version__,
     }

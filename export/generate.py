@@ -1,6 +1,6 @@
 """`python -m export.generate DIR --prompt TEXT`: stream what a model writes, and tell its speed.
 
-On a CPU a step of decoding is compiled ahead of time, once for each shape of model (minutes), and
+On a CPU a step of decoding is compiled ahead of time, once for each shape and format (minutes), and
 kept for the next start. Where that cannot be done, a warning says why, and Python takes each step.
 """
 
