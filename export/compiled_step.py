@@ -184,9 +184,8 @@ def _constants(step: Step, run: Any) -> dict[str, Tensor]:
     return {name: known[name].detach() for name in names}
 
 
-def round_activations(model: nn.Module) -> int:
-    """Let all layers of four bits multiply with activations of 8 bits; the number of layers."""
-    layers = [module for module in model.modules() if isinstance(module, Bitmask4Linear)]
-    for layer in layers:
-        layer.eight_bit_activations = True
-    return len(layers)
+def round_activations(model: nn.Module) -> None:
+    """Let all layers of four bits multiply with activations of 8 bits."""
+    for module in model.modules():
+        if isinstance(module, Bitmask4Linear):
+            module.eight_bit_activations = True

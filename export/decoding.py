@@ -1,12 +1,13 @@
 """What a model writes, likeliest token after likeliest token, and how fast.
 
-On a CPU a step of decoding is compiled ahead of time, once for each shape of model (minutes), and
+On a CPU a step of decoding is compiled ahead of time, once for each shape and format (minutes), and
 kept for the next start. Where that cannot be done, a warning says why, and Python takes each step.
 """
 
 import logging
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from mrp_lightning.arguments import checked
 from mrp_lightning.errors import DataError, OptionError, first_line
 from mrp_lightning.models.skeleton import longest_sequence
 from mrp_lightning.models.tokenizers import load_tokenizer
+from mrp_lightning.packed.bitmask4_linear import Bitmask4Linear
+from mrp_lightning.packed.eight_bit_head import round_head
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +81,7 @@ def write(
     *,
     compiled: bool = False,
     eight_bits: bool = False,
+    eight_bit_head: bool = False,
 ) -> Speed:
     """Let a model go on with a text, likeliest token after likeliest token, and print it.
 
@@ -89,8 +93,10 @@ def write(
         compiled: Whether steps run without Python, if this model can be compiled so.
         eight_bits: Whether layers of four bits round their activations to 8 bits, where few tokens
             are multiplied; what that does to the logits is printed.
+        eight_bit_head: Whether the head is rounded to 8 bits; the same is printed.
 
     Raises:
+        OptionError: There is no head that can be rounded.
         FileNotFoundError: The directory holds no model.
         FormatError: See `export.load`.
         DataError: There is no tokenizer in it, the prompt is empty, or the text would get longer
@@ -116,8 +122,14 @@ def write(
             f"{step}."
         )
     tokens = {key: tokens[key] for key in ("input_ids", "attention_mask")}
+    first = tokens["input_ids"][:, :FEW]
+    if eight_bit_head:
+        _tell(model, first, "a head of 8 bits", round_head)
     if eight_bits:
-        print(_rounded(model, tokens["input_ids"][:, :FEW]))
+        if any(isinstance(module, Bitmask4Linear) for module in model.modules()):
+            _tell(model, first, "activations of 8 bits", round_activations)
+        else:
+            print("[activations of 8 bits: no layer has four bits, and none is rounded]")
     streamer = TimedStreamer(tokenizer)
     with torch.inference_mode():
         written = compiled and _write_compiled(model, tokens["input_ids"], max_new_tokens, streamer)
@@ -168,16 +180,15 @@ def _write_compiled(
     return True
 
 
-@torch.inference_mode()
-def _rounded(model: Any, tokens: Tensor) -> str:
-    """Round activations from now on, and tell what that does to the logits of a few tokens."""
+@torch.no_grad()
+def _tell(model: Any, tokens: Tensor, what: str, change: Callable[[Any], object]) -> None:
+    """Change a model, and tell what that does to the logits of a few tokens."""
     before = model(tokens).logits.double()
-    if not (count := round_activations(model)):
-        return "[activations of 8 bits: no layer has four bits, and none is rounded]"
+    change(model)
     after = model(tokens).logits.double()
     error = float((after - before).norm() / before.norm())
     same = float((after.argmax(-1) == before.argmax(-1)).double().mean())
-    return (
-        f"[activations of 8 bits in {count} layers: logits are off by {error:.2%}, and the "
-        f"likeliest token is the same for {same:.0%} of {tokens.shape[1]} tokens]"
+    print(
+        f"[{what}: logits are off by {error:.2%}, and the likeliest token is the same for "
+        f"{same:.0%} of {tokens.shape[1]} tokens]"
     )

@@ -34,6 +34,7 @@ def main(args: Sequence[str] | None = None) -> None:
                     device,
                     compiled=not options.eager and device.type == "cpu",
                     eight_bits=options.activations == 8,
+                    eight_bit_head=options.head_bits == 8,
                 )
             )
             print(f"{speeds[-1]}\n")
@@ -58,6 +59,8 @@ def _parser() -> Any:
     option("--eager", action="store_true", help="let Python take each step, and compile nothing")
     what = "bits of the activations of layers of four bits, on a CPU; 8 is faster and less exact"
     option("--activations", type=int, choices=(16, 8), default=16, help=what)
+    what = "bits of the head, on a CPU; 8 is faster and less exact"
+    option("--head-bits", type=int, choices=(16, 8), default=16, help=what)
     return parser
 
 

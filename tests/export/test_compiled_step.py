@@ -1,6 +1,7 @@
 """A step of decoding that is compiled ahead of time, against the model's own forward."""
 
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from export import Bitmask4Linear
 from export.compiled_step import LENGTHS, CompiledStep, round_activations
 from mrp_lightning.errors import OptionError
 from mrp_lightning.kernels import compiled
+from mrp_lightning.packed.eight_bit_head import round_head
 
 from .conftest import onto_grid
 
@@ -38,6 +40,13 @@ def small_model(seed: int) -> Any:
     return model.requires_grad_(False)
 
 
+def wrapper_of(file: Path) -> str:
+    """The code in which a compiled step calls what is not its own."""
+    with zipfile.ZipFile(file) as opened:
+        (name,) = [name for name in opened.namelist() if name.endswith("wrapper.cpp")]
+        return opened.read(name).decode()
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
@@ -55,6 +64,7 @@ def test_compiled_steps_give_the_logits_of_the_model(place, monkeypatch):
     more = torch.randint(1, 512, (1, 5))
     for seed in (0, 1):
         model = small_model(seed)
+        round_head(model)
         step = CompiledStep(model, 20)
         for _ in range(2):
             found = [step.read(prompt), *(step(token.view(1, 1)) for token in more[0])]
@@ -64,6 +74,7 @@ def test_compiled_steps_give_the_logits_of_the_model(place, monkeypatch):
             assert bool((errors < 0.02 * expected.double().norm(dim=1)).all())
         monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", None)
     assert [file.suffix for file in place.rglob("step-*")].count(".pt2") == 1
+    assert "_weight_int8pack_mm" in wrapper_of(step.file)
     round_activations(model)
     with pytest.raises(TypeError):  # it asks for another step, and compiles
         CompiledStep(model, 20)

@@ -1,0 +1,73 @@
+"""A head of 8 bits, against products in float64 and the model with its own head."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from export.generate import main
+from mrp_lightning.packed.eight_bit_head import EightBitLinear, round_head
+from mrp_lightning.embedded import STDLIB_LLAMA
+from mrp_lightning.errors import OptionError
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("rows", "columns", "bias"), [(48, 64, False), (33, 80, True)])
+def test_the_product_is_that_of_the_nearest_numbers(rows, columns, bias, dtype):
+    torch.manual_seed(rows)
+    linear = nn.Linear(columns, rows, bias=bias).to(dtype).requires_grad_(False)
+    linear.weight[3] = 0
+    linear.weight[4] *= 1e-3  # rows have scales of their own
+    layer = EightBitLinear(linear)
+    dense = linear.weight.double()
+    scales = layer.weight_scales.double()[:, None]
+    peaks = dense.abs().amax(1, keepdim=True)
+    torch.testing.assert_close(127 * scales[peaks > 0], peaks[peaks > 0], rtol=4e-3, atol=0)
+    values = layer.weight.double() * scales
+    # Half a step, and where the scale was rounded down, what 127 steps fall short of.
+    assert bool(((values - dense).abs() <= scales / 2 + (peaks - 127 * scales).clamp_min(0)).all())
+    assert not values[3].any()
+    for shape in ((1, columns), (2, 5, columns)):
+        x = torch.randn(shape).to(dtype)
+        expected = x.double() @ values.T
+        if bias:
+            expected += linear.bias.double()
+        error = (layer(x).double() - expected).norm() / expected.norm()
+        assert layer(x).dtype == dtype
+        assert error < (1e-2 if dtype == torch.bfloat16 else 1e-5)
+
+
+def test_a_tied_table_stays_as_it_is():
+    model = AutoModelForCausalLM.from_pretrained(STDLIB_LLAMA).eval()
+    table = model.get_input_embeddings().weight
+    assert model.lm_head.weight is table
+    before = table.clone()
+    ids = torch.arange(1, 33).view(2, 16)
+    with torch.no_grad():
+        expected = model(ids).logits
+        round_head(model)
+        found = model(ids).logits
+    assert torch.equal(model.get_input_embeddings().weight, before)
+    assert model.lm_head.weight.dtype == torch.int8
+    assert 0 < float((found - expected).norm() / expected.norm()) < 0.02
+
+
+def test_what_it_does_is_told(capsys):
+    arguments = ["--prompt", "import os\n", "--max-new-tokens", "3", "--device", "cpu", "--eager"]
+    main([str(STDLIB_LLAMA), *arguments, "--head-bits", "8"])
+    assert "[a head of 8 bits: logits are off by 0." in capsys.readouterr().out
+
+
+def test_a_model_without_a_head_is_refused():
+    config = AutoConfig.for_model(
+        "llama", vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    round_head(model)
+    with pytest.raises(OptionError, match="LlamaForCausalLM has a EightBitLinear"):
+        round_head(model)
+    with pytest.raises(OptionError, match="LlamaModel has none"):
+        round_head(model.model)
+    with pytest.raises(OptionError, match="a multiple of 16, got 72"):
+        EightBitLinear(nn.Linear(72, 8))
