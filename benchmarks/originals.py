@@ -1,4 +1,4 @@
-"""The original code of SparseGPT and ALPS, from checkouts on disk: one layer, and a whole model."""
+"""The original codes of SparseGPT, GPTQ and ALPS, from checkouts on disk: a layer, and a model."""
 
 import contextlib
 import io
@@ -48,6 +48,24 @@ def sparsegpt(repository: Path) -> Original:
         pruner.fasterprune(pattern.sparsity, **options)
 
     return Original(SparseGPT, "H", prune)
+
+
+def gptq(repository: Path, bits: int, group: int) -> Original:
+    """GPTQ (IST-DASLab/gptq): so many bits, a scale and a zero for each group of columns."""
+    if str(repository) not in sys.path:
+        sys.path.insert(0, str(repository))
+    from gptq import GPTQ, Quantizer  # type: ignore[import-not-found]
+
+    def pruner(layer: nn.Linear) -> Any:
+        made = GPTQ(layer)
+        made.quantizer = Quantizer()
+        made.quantizer.configure(bits, perchannel=True, sym=False)
+        return made
+
+    def quantise(pruner: Any, _: Pattern) -> None:
+        pruner.fasterquant(blocksize=BLOCK_SIZE, percdamp=DAMPING, groupsize=group)
+
+    return Original(pruner, "H", quantise)
 
 
 def alps(repository: Path) -> Original:

@@ -1,6 +1,8 @@
-"""Decoding on a CPU with weights of few bits: ours, PyTorch's and llama.cpp's, taking turns.
+r"""Decoding on a CPU with weights of few bits: ours, PyTorch's and llama.cpp's, taking turns.
 
-    python benchmarks/quantised.py --llama LLAMA.CPP/build/bin --out docs/benchmarks/quantised.md
+    mrp-lightning sweep --config configs/sweeps/bits.yaml
+    python benchmarks/quantised.py --llama LLAMA.CPP/build/bin --out docs/benchmarks/quantised.md \
+        --sweep configs/sweeps/bits.yaml --sweep-model SmolLM2-WikiText2
 
 METHOD. Speed does not depend on what weights mean: they are random, and so are the places of the
 zeros, but for those of 2:4. All run with one thread, in rounds, each contestant once a round; a
@@ -10,18 +12,22 @@ ahead of time (`export.compiled_step`), for dense bfloat16 just as for packed we
 static cache of 256 places that the attention looks at whole; each contestant is a process of its
 own that waits while others run. llama.cpp's time is that of `llama-bench -p 0 -n LONG` less that
 of `-n SHORT`, each with `-t 1 -r 1`, so that loading is left out. Our head and PyTorch's are
-bfloat16, llama.cpp's is quantised by its own rules: the bytes that a token reads tell. PyTorch's
+bfloat16 where nothing else is said, llama.cpp's is quantised by its own rules: the bytes that a
+token reads tell. PyTorch's
 int4 is its kernel with a bfloat16 scale and zero for each 64 columns. The rest is a step less its
 products: our operators, called one after the other for the same weights, less what such a call
 takes for 64 rows of 64.
+
+With `--sweep`, what a sweep found of our perplexities stands beside that of PyTorch's int4,
+llama.cpp's types (with an importance matrix of the calibration text, too) and, with `--gptq`, a
+checkout of IST-DASLab/gptq, on the same windows; and two pictures are drawn beside `--out`. Times
+are those of the same shape with random weights.
 """
 
 import argparse
 import gc
 import multiprocessing
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,7 +37,10 @@ from pathlib import Path
 from typing import Any
 
 import cpu
+import few_bits
+import llama_bench
 import torch
+from few_bits_pictures import drawings
 from torch import Tensor, nn
 
 from export import Bitmask4Linear
@@ -39,6 +48,7 @@ from export.compiled_step import CompiledStep
 from export.speed.twins import storage_bytes
 from mrp_lightning.environment import machine
 from mrp_lightning.kernels import compiled
+from mrp_lightning.packed.eight_bit_head import round_head
 from mrp_lightning.packed.packed_linear import PackedLinear
 
 SHAPES = ("4096x4096", "5632x2048", "1536x576")
@@ -48,10 +58,13 @@ SMOLLM2 |= {"vocab_size": 49152, "tie_word_embeddings": True}
 cpu.MODELS["SmolLM2-135M"] = SMOLLM2
 MODELS = ("SmolLM2-135M", "TinyLlama-1.1B", "LLaMA-3.2-1B")
 DENSE, INT4, ROUNDED = "dense bf16", "PyTorch int4", ", activations 8 bits"
+HEAD = ", head 8 bits"
 OURS = ("50%", "2:4", "70%", "50% 4 bits", "2:4 4 bits", "70% 4 bits")
 OURS += (f"50% 4 bits{ROUNDED}", f"70% 4 bits{ROUNDED}")
+HEADS = tuple(f"{side}{HEAD}" for side in ("50% 4 bits", "70% 4 bits", f"50% 4 bits{ROUNDED}"))
+SIDES = (DENSE, *OURS, *HEADS, INT4)
 TYPES = ("BF16", "Q8_0", "Q4_K_M", "Q4_0", "Q3_K_M")
-LONG, SHORT = 48, 16
+IMATRIX = ("Q4_0", "Q3_K_M", "IQ2_XS")
 
 
 def on_grid(weight: Tensor) -> Tensor:
@@ -123,13 +136,16 @@ def time_layer(shape: str, options: argparse.Namespace) -> Iterator[list[str]]:
 def serve(pipe: Connection, name: str, side: str, tokens: int) -> None:
     """Build a model and its step, then measure it each time that something is received."""
     torch.set_num_threads(1)
-    torch.manual_seed(0)  # the places decide how long codes are, and so whether a step is compiled
+    torch.manual_seed(0)
     compiled.load()
     model = cpu.model_of(name).requires_grad_(False)
     head = model.get_output_embeddings()
     for path, linear in list(model.named_modules()):
         if isinstance(linear, nn.Linear) and linear is not head:
             model.set_submodule(path, layer_of(linear, side))
+    if HEAD in side:
+        round_head(model)
+        head = model.get_output_embeddings()
     gc.collect()
     blocks = [m for m in model.modules() if isinstance(m, PackedLinear | cpu.FourBit)]
     blocks = blocks or [m for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
@@ -172,13 +188,18 @@ def time_model(name: str, options: argparse.Namespace) -> Iterator[list[str]]:
     pipes, workers, facts = {}, [], {}
     for side in options.sides:
         here, there = context.Pipe()
-        worker = context.Process(target=serve, args=(there, name, side, LONG), daemon=True)
+        worker = context.Process(
+            target=serve, args=(there, name, side, llama_bench.LONG), daemon=True
+        )
         worker.start()
         workers.append(worker)
         pipes[side] = here
         facts[side] = here.recv()  # built before the next, so that nothing runs beside it
     with tempfile.TemporaryDirectory() as place:
-        files = gguf_files(name, Path(place), options) if options.llama else {}
+        files = {}
+        if options.llama:
+            settings = cpu.MODELS[name]
+            files = llama_bench.files_of(settings, Path(place), options.llama, options.types)
         found, rests = [], []
         for _ in range(options.rounds):
             times, rest = {}, {}
@@ -187,7 +208,7 @@ def time_model(name: str, options: argparse.Namespace) -> Iterator[list[str]]:
                 times[side], of_products = pipe.recv()
                 rest[side] = 1 - of_products / times[side]
             for kind, file in files.items():
-                times[f"llama.cpp {kind}"] = of_llama_bench(file, options.llama)
+                times[f"llama.cpp {kind}"] = llama_bench.seconds_a_token(file, options.llama)
             found.append(times)
             rests.append(rest)
         sizes = {f"llama.cpp {kind}": file.stat().st_size for kind, file in files.items()}
@@ -210,75 +231,41 @@ def time_model(name: str, options: argparse.Namespace) -> Iterator[list[str]]:
         ]
 
 
-def of_llama_bench(file: Path, binaries: Path) -> float:
-    """Seconds of CPU a token of llama.cpp."""
-    spent = []
-    for tokens in (SHORT, LONG):
-        arguments = ["-m", file, "-p", 0, "-n", tokens, "-r", 1, "-t", 1, "-o", "json"]
-        command = [str(part) for part in (binaries / "llama-bench", *arguments)]
-        ended = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-        _, status, used = os.wait4(ended.pid, 0)
-        if status:
-            raise SystemExit(f"{' '.join(command)} failed: {ended.stderr.read().decode()[-300:]}")
-        spent.append(used.ru_utime + used.ru_stime)
-    return (spent[1] - spent[0]) / (LONG - SHORT)
+def kept(rows: Iterator[list[str]], into: list[list[str]]) -> Iterator[list[str]]:
+    """The rows, which are kept as they pass."""
+    for row in rows:
+        into.append(row)
+        yield row
 
 
-def gguf_files(name: str, place: Path, options: argparse.Namespace) -> dict[str, Path]:
-    """A model of the shape as llama.cpp reads it, in each of its types."""
-    whole = place / "BF16.gguf"
-    write_gguf(name, whole)
-    files = {"BF16": whole}
-    for kind in options.types:
-        if kind != "BF16":
-            files[kind] = place / f"{kind}.gguf"
-            command = [options.llama / "llama-quantize", whole, files[kind], kind, "1"]
-            subprocess.run(list(map(str, command)), check=True, capture_output=True)
-    return files
+def write_costs(
+    options: argparse.Namespace, times: Mapping[str, float], write: Callable[[str], None]
+) -> None:
+    """The table of perplexities beside the times of a model, and their pictures."""
+    found: list[few_bits.Cost] = []
+    by_weights: dict[str, float] = {}
+    dense = 0.0
 
+    def rows() -> Iterator[list[str]]:
+        nonlocal dense
+        for cost in few_bits.costs(options.sweep_model, options):
+            found.append(cost)
+            dense = cost.perplexity if cost.weights == few_bits.DENSE else dense
+            side = DENSE if cost.weights == few_bits.DENSE else cost.weights
+            time = times.get(side.removesuffix(" imatrix"))
+            if time is not None:
+                by_weights[cost.weights] = time
+            ratio = f"{cost.perplexity / dense:.3f}" if dense else ""
+            cells = [cost.weights, cost.way, f"{cost.bits:.2f}", f"{cost.perplexity:.2f}", ratio]
+            yield [*cells, "" if time is None else f"{time:.2f}"]
 
-def write_gguf(name: str, file: Path) -> None:
-    """Random weights of a LLaMA's shape, in bfloat16."""
-    import gguf
-
-    settings = cpu.MODELS[name]
-    hidden, heads = settings["hidden_size"], settings["num_attention_heads"]
-    keys = hidden // heads * settings["num_key_value_heads"]
-    wide, words = settings["intermediate_size"], settings["vocab_size"]
-    writer = gguf.GGUFWriter(file, "llama")
-    writer.add_context_length(2048)
-    writer.add_embedding_length(hidden)
-    writer.add_block_count(settings["num_hidden_layers"])
-    writer.add_feed_forward_length(wide)
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(settings["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(words)
-    writer.add_tokenizer_model("no_vocab")
-
-    def add(tensor: str, *shape: int) -> None:
-        values = (torch.randn(shape) * 0.02).bfloat16().view(torch.uint16).numpy().view("uint8")
-        writer.add_tensor(f"{tensor}.weight", values, raw_dtype=gguf.GGMLQuantizationType.BF16)
-
-    def norm(tensor: str) -> None:
-        writer.add_tensor(f"{tensor}.weight", torch.ones(hidden).numpy())
-
-    add("token_embd", words, hidden)
-    norm("output_norm")
-    if not settings.get("tie_word_embeddings"):
-        add("output", words, hidden)
-    shapes = {"attn_q": (hidden, hidden), "attn_k": (keys, hidden), "attn_v": (keys, hidden)}
-    shapes |= {"attn_output": (hidden, hidden), "ffn_gate": (wide, hidden)}
-    shapes |= {"ffn_up": (wide, hidden), "ffn_down": (hidden, wide)}
-    for block in range(settings["num_hidden_layers"]):
-        for tensor, shape in shapes.items():
-            add(f"blk.{block}.{tensor}", *shape)
-        norm(f"blk.{block}.attn_norm")
-        norm(f"blk.{block}.ffn_norm")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    header = ("weights", "by", "bits a weight", "perplexity", "× dense", "ms a token")
+    cpu.table(f"Perplexity, {options.sweep_model}", header, rows(), write)
+    if options.out:
+        for name, drawn in drawings(found, by_weights).items():
+            file = options.out.with_name(f"{options.out.stem}-{name}.svg")
+            file.write_bytes(drawn.svg)
+            write(f"\n![{drawn.alt}]({file.name})\n")
 
 
 def main() -> None:
@@ -302,10 +289,15 @@ def main() -> None:
     for shape in options.layers:
         header = ("rows×columns", "weights", "bits a weight", *times)
         cpu.table(shape, header, time_layer(shape, options), write)
+    times: dict[str, dict[str, float]] = {}
     for name in options.models:
         header = ("model", "weights", "bits a weight of the blocks", "MiB a token reads")
         header += ("ms a token", "median", "tokens/s", "no product")
-        cpu.table(name, header, time_model(name, options), write)
+        rows: list[list[str]] = []
+        cpu.table(name, header, kept(time_model(name, options), rows), write)
+        times[name] = {row[1]: float(row[4]) for row in rows}
+    if options.sweep:
+        write_costs(options, times.get(options.models[0], {}) if options.models else {}, write)
     if page:
         page.close()
 
@@ -318,10 +310,18 @@ def _parser() -> argparse.ArgumentParser:
     option("--llama", type=Path, metavar="DIR", help="where llama-bench and llama-quantize are")
     option("--layers", nargs="*", default=SHAPES, metavar="ROWSxCOLUMNS")
     option("--models", nargs="*", choices=MODELS, default=MODELS)
-    option("--sides", nargs="*", default=(DENSE, *OURS, INT4), choices=(DENSE, *OURS, INT4))
+    option("--sides", nargs="*", default=SIDES, choices=SIDES)
     option("--types", nargs="*", default=TYPES, metavar="TYPE", help="of llama.cpp, after BF16")
     option("--rounds", type=int, default=5)
     option("--cold-mib", type=int, default=512, help="MiB of copies of a layer")
+    option("--sweep", metavar="YAML", help="whose perplexities are compared with others'")
+    what = "a model of the sweep; the times beside it are those of the first of --models"
+    option("--sweep-model", default="SmolLM2-WikiText2", metavar="NAME", help=what)
+    option("--gptq", type=Path, metavar="DIR", help="a checkout of IST-DASLab/gptq")
+    what = "of llama.cpp, with an importance matrix"
+    option("--imatrix", nargs="*", default=IMATRIX, metavar="TYPE", help=what)
+    what = "batches of windows, if fewer than the sweep's: to try out the command"
+    option("--batches", type=int, metavar="N", help=what)
     option("--out", type=Path, metavar="FILE", help="write the tables there, too")
     return parser
 

@@ -6,9 +6,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from export.generate import main
-from mrp_lightning.packed.eight_bit_head import EightBitLinear, round_head
 from mrp_lightning.embedded import STDLIB_LLAMA
 from mrp_lightning.errors import OptionError
+from mrp_lightning.packed.eight_bit_head import EightBitLinear, round_head
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -1,0 +1,203 @@
+"""What few bits cost in perplexity: ours as a sweep found it, others' on the same windows.
+
+Bits are those of the blocks' matrices: at 16 bits and at four, places and scales included.
+"""
+
+import argparse
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import originals
+import torch
+from torch import Tensor, nn
+
+from export import to_gguf
+from mrp_lightning.commands.sweep import read_sweep
+from mrp_lightning.experiments.configuration import Configured, quiet
+from mrp_lightning.experiments.execute import configure
+from mrp_lightning.experiments.runs import find_runs
+from mrp_lightning.experiments.scores import scores
+from mrp_lightning.experiments.trials import Trial, parse_setting
+from mrp_lightning.packed.eight_bit_head import round_head
+from mrp_lightning.solver.patterns import Dense
+from mrp_lightning.solver.recipe import Recipe
+from mrp_lightning.targets.plan import make_plan
+
+INT4 = "PyTorch int4"
+DENSE = "dense"
+GROUP = 64
+"""Columns with one scale, of PyTorch's and GPTQ's weights as of ours."""
+CALIBRATION = 32
+"""Windows of 512 tokens for llama.cpp's importance matrix, as the sweep has for ours."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one way of storing a model costs.
+
+    Attributes:
+        weights: How they are stored, such as `50% 4 bits` or `llama.cpp Q4_0`.
+        way: Who chose them: a method or a recipe of ours, or a code of others.
+        bits: Bits for each weight of the blocks.
+        perplexity: On the windows of the sweep.
+    """
+
+    weights: str
+    way: str
+    bits: float
+    perplexity: float
+
+
+def bits_of(recipe: Recipe) -> float:
+    """Bits that a weight takes as it is packed: its place, its value if it is kept, its scale."""
+    grid = recipe.grid
+    value, scale = (16, 0.0) if grid is None else (grid.bits, 16 / grid.group_size)
+    if isinstance(recipe.pattern, Dense):
+        return value + scale
+    return 1 + (1 - recipe.pattern.sparsity) * value + scale
+
+
+class Costs:
+    """The model of a sweep, whose windows are those that its runs were evaluated on."""
+
+    def __init__(self, model: str, options: argparse.Namespace) -> None:
+        self.model, self.options = model, options
+        self.sweep = read_sweep([f"--config={options.sweep}"])
+
+    def of_all(self, place: Path) -> Iterator[Cost]:
+        """Ours, then the others'. Files are written into a directory that is thrown away."""
+        if self.options.batches is None:
+            yield from self.ours()
+        else:  # other windows than the sweep's
+            yield Cost(DENSE, DENSE, 16, self.perplexity(self._built()))
+        yield self.eight_bit_head()
+        yield self.int4()
+        if self.options.gptq is not None:
+            yield from map(self.gptq, (4, 3))
+        if self.options.llama is not None:
+            yield from self.llamacpp(place)
+
+    def ours(self) -> Iterator[Cost]:
+        """What the runs of the sweep found."""
+        for run in find_runs(self.sweep.out / self.model):
+            trial = run.trial
+            (found,) = [s.value for score, s in scores(run).items() if score.metric == "perplexity"]
+            if trial.method is None:
+                yield Cost(DENSE, DENSE, 16, found)
+                continue
+            recipe = parse_setting(trial.setting, trial.method)
+            weights = trial.setting.replace("+", " ").replace("bit", " bits")
+            yield Cost(weights, trial.label, bits_of(recipe), found)
+
+    def eight_bit_head(self) -> Cost:
+        """Dense, but for a head of 8 bits: what that adds to each of ours."""
+        cli = self._built()
+        round_head(cli.model.model)
+        return Cost(f"{DENSE}, head 8 bits", "nearest rounding", 16, self.perplexity(cli))
+
+    def int4(self) -> Cost:
+        """Each group's range in 15 steps: what PyTorch's kernel multiplies with."""
+        cli = self._built()
+        for layer in self._layers(cli):
+            layer.weight.data = rounded_to_int4(layer.weight.data)
+        return Cost(INT4, "nearest rounding", 4 + 32 / GROUP, self.perplexity(cli))
+
+    def gptq(self, bits: int) -> Cost:
+        """GPTQ's own code, on the calibration windows of the sweep."""
+        cli = self._built()
+        cli.datamodule.tokenizer = cli.model.tokenizer
+        windows = list(cli.datamodule.calibration_windows().split(1))
+        lm: Any = cli.model.model.eval()
+        code = originals.gptq(self.options.gptq, bits, GROUP)
+        with torch.no_grad():
+            originals.prune_model(
+                code, lm, windows, make_plan(lm, Dense()), lambda _: nullcontext(), lambda *_: None
+            )
+        stored = bits + (16 + bits) / GROUP  # a scale, and the code of zero
+        return Cost(f"GPTQ {bits} bits", "GPTQ", stored, self.perplexity(cli))
+
+    def llamacpp(self, place: Path) -> Iterator[Cost]:
+        """llama.cpp's types, read back by transformers: its rounding of activations is left out."""
+        whole = self._whole_gguf(place)
+        matrix = place / "imatrix.gguf"
+        text = self._built().config["data.train_files"][0]
+        arguments = ["-m", whole, "-f", text, "-o", matrix, "-c", 512, "--chunks", CALIBRATION]
+        self._llama("llama-imatrix", *arguments)
+        for kind in [*self.options.types, *(f"{kind} imatrix" for kind in self.options.imatrix)]:
+            if kind == "BF16":
+                continue
+            name, _, guided = kind.partition(" ")
+            file = place / f"{kind}.gguf"
+            asked = ["--imatrix", matrix] if guided else []
+            self._llama("llama-quantize", *asked, whole, file, name)
+            found = self.perplexity(self._built(file))
+            yield Cost(f"llama.cpp {kind}", "llama.cpp", bits_of_gguf(file), found)
+            file.unlink()
+
+    def perplexity(self, cli: Configured) -> float:
+        """The perplexity of a model on the windows of the sweep."""
+        with quiet():
+            cli.trainer.test(cli.model, datamodule=cli.datamodule, verbose=False)
+        (found,) = cli.model.evaluation.values()
+        return float(found["perplexity"])
+
+    def _built(self, source: Path | None = None) -> Configured:
+        """The model as the sweep loads it, or another file of it."""
+        cli = configure(Trial(self.model), self.sweep)
+        cli.config["trainer.enable_progress_bar"] = False
+        if self.options.batches is not None:
+            cli.config["trainer.limit_test_batches"] = self.options.batches
+        if source is not None:
+            cli.config["model.model"], cli.config["model.gguf_file"] = str(source), None
+        with quiet():
+            cli.build()
+        return cli
+
+    def _layers(self, cli: Configured) -> list[nn.Linear]:
+        plan = make_plan(cli.model.model, Dense())
+        return [layer.module for of_block in plan.layers.values() for layer in of_block]  # type: ignore[misc]
+
+    def _whole_gguf(self, place: Path) -> Path:
+        """The model in bfloat16, with metadata and tokenizer of the file that it came from."""
+        cli = self._built()
+        dense = place / "dense"
+        cli.model.model.bfloat16().save_pretrained(dense)
+        like = cli.config["model.model"]
+        to_gguf.main([str(dense), "--like", str(like), "--out", str(place / "whole.gguf")])
+        return place / "whole.gguf"
+
+    def _llama(self, program: str, *arguments: Any) -> None:
+        command = [str(part) for part in (self.options.llama / program, *arguments)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-1000:]}")
+
+
+def rounded_to_int4(weight: Tensor) -> Tensor:
+    """The values that PyTorch's int4 gives: (code − 8)·scale + zero, both in bfloat16."""
+    groups = weight.float().unflatten(1, (-1, GROUP))
+    low, high = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
+    scale = ((high - low) / 15).clamp_min(1e-6).bfloat16().float()
+    zero = (low + 8 * scale).bfloat16().float()
+    codes = ((groups - zero) / scale).round().clamp(-8, 7)
+    return (codes * scale + zero).flatten(1).to(weight.dtype)
+
+
+def bits_of_gguf(file: Path) -> float:
+    """Bits for each weight of the blocks' matrices."""
+    from gguf import GGUFReader
+
+    tensors = [t for t in GGUFReader(file).tensors if t.name.startswith("blk.")]
+    matrices = [t for t in tensors if sum(size > 1 for size in t.shape) == 2]
+    return float(8 * sum(t.n_bytes for t in matrices) / sum(t.n_elements for t in matrices))
+
+
+def costs(model: str, options: argparse.Namespace) -> Iterator[Cost]:
+    """The costs of all ways, one by one as they are found."""
+    with tempfile.TemporaryDirectory() as place:
+        yield from Costs(model, options).of_all(Path(place))

@@ -1,0 +1,90 @@
+"""Perplexity over bits a weight, and over the time of a token: our curves and theirs."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from few_bits import DENSE, Cost
+from matplotlib.figure import Figure
+
+from mrp_lightning.experiments.numbers import perplexity
+from mrp_lightning.experiments.page.drawing import (
+    INK,
+    MUTED,
+    SERIES,
+    new_figure,
+    picture,
+    set_value_axis,
+)
+from mrp_lightning.experiments.page.parts import Picture
+
+Points = Mapping[str, Sequence[tuple[float, float, str]]]
+"""By the name of a line, its points (x, perplexity) and what they are called."""
+MOST = 2.6
+"""Perplexities above so many times the dense model's are left out: the others would be one line."""
+
+
+def line_of(cost: Cost) -> str:
+    """The line that a cost belongs to."""
+    if cost.weights.startswith("llama.cpp"):
+        return "llama.cpp, importance matrix" if "imatrix" in cost.weights else "llama.cpp"
+    if cost.way in ("GPTQ", "nearest rounding"):
+        return "GPTQ" if cost.way == "GPTQ" else "PyTorch int4"
+    if cost.weights[0].isdigit() and "%" not in cost.weights and ":" not in cost.weights:
+        return f"ours, bits alone ({cost.way})"
+    places = "2:4, " if ":" in cost.weights else ""
+    return f"ours, {places}{'4 bits' if 'bits' in cost.weights else '16 bits'} ({cost.way})"
+
+
+def name_of(cost: Cost) -> str:
+    """What a point is called, in a line whose name says the rest."""
+    name = cost.weights.removeprefix("llama.cpp ").removesuffix(" imatrix")
+    return name if line_of(cost).startswith("ours, bits") else name.removesuffix(" 4 bits")
+
+
+def drawings(costs: Sequence[Cost], times: Mapping[str, float]) -> dict[str, Picture]:
+    """The pictures by the end of their file's name; `times` are milliseconds, by weights."""
+    (dense,) = [cost.perplexity for cost in costs if cost.weights == DENSE]
+    shown = [cost for cost in costs if not cost.weights.startswith(DENSE)]
+    shown = [cost for cost in shown if cost.perplexity < MOST * dense]
+    bits = {cost.weights: cost.bits for cost in shown}
+    found = {}
+    for name, axis, x in (
+        ("bits", "bits a weight", bits),
+        ("time", "ms a token, one thread", times),
+    ):
+        points: dict[str, list[tuple[float, float, str]]] = {}
+        for cost in shown:
+            if cost.weights in x:
+                point = (x[cost.weights], cost.perplexity, name_of(cost))
+                points.setdefault(line_of(cost), []).append(point)
+        if points:
+            caption = f"Perplexity over {axis}; dashed: dense."
+            words = "; ".join(map(in_words, points.items()))
+            found[name] = picture(name, caption, words, partial(draw, points, axis, dense))
+    return found
+
+
+def in_words(line: tuple[str, Sequence[tuple[float, float, str]]]) -> str:
+    """A line for who does not see the picture."""
+    name, points = line
+    return f"{name}: " + ", ".join(f"{c} at {x:.2f} {perplexity(y)}" for x, y, c in sorted(points))
+
+
+def draw(points: Points, axis: str, dense: float) -> Figure:
+    """One picture."""
+    figure, axes = new_figure(4.4)
+    axes.axhline(dense, color=INK, linewidth=1, linestyle=(0, (4, 2)))
+    for number, (line, line_points) in enumerate(points.items()):
+        x, y, names = zip(*sorted(line_points), strict=True)
+        ours = line.startswith("ours")
+        color = SERIES[number % len(SERIES)]
+        style = {"linestyle": "-" if ours else "", "marker": "o" if ours else "^"}
+        axes.plot(x, y, color=color, label=line, markersize=4, linewidth=1.2, **style)
+        for place, name in zip(zip(x, y, strict=True), names, strict=True):
+            how = {"textcoords": "offset points", "fontsize": 5.5, "color": MUTED}
+            axes.annotate(name, place, (3, 2), **how)
+    axes.set(xlabel=axis, ylabel="perplexity")
+    set_value_axis(axes, "x", [x for line in points.values() for x, *_ in line])
+    set_value_axis(axes, "y", [y for line in points.values() for _, y, _ in line], zero=False)
+    figure.legend(loc="outside lower center", ncols=2, fontsize=6, frameon=False)
+    return figure
