@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mrp_lightning.solver.patterns import Pattern, SemiStructured
-from mrp_lightning.solver.pruning import output_energy
+from mrp_lightning.solver.problem import output_energy
 from mrp_lightning.targets.plan import Plan
 
 DAMPING = 0.01

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from mrp_lightning.pruning import prune_layer, sequential
-from mrp_lightning.solver import compensations, damping, exact, hessian, input_hessian, pruning
+from mrp_lightning.solver import compensations, damping, exact, hessian, input_hessian, problem
 from mrp_lightning.solver.methods import MASKS
 
 WALK = "walk finding"
@@ -27,7 +27,7 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
     "sweep": [(compensations.ColumnSweep, "apply")],
     "between blocks": [(exact, "_block_by_block")],
     "final solve": [(exact, "_solve")],
-    "losses": [(pruning, "output_energy"), (prune_layer, "output_energy")],
+    "losses": [(problem, "output_energy"), (prune_layer, "output_energy")],
 }
 """What a run spends its time on: functions that are counted without the parts that they call."""
 

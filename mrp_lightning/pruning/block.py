@@ -15,7 +15,7 @@ from mrp_lightning.calibration.padding import Padding
 from mrp_lightning.calibration.walks import Walk
 from mrp_lightning.narrowing.routing import Routing
 from mrp_lightning.pruning.job import Job
-from mrp_lightning.pruning.prune_layer import Aim, Calibrated, prune_layer
+from mrp_lightning.pruning.prune_layer import Aim, Calibrated, prune_layer, put_layer_on_grid
 from mrp_lightning.pruning.remove_experts import remove_experts
 from mrp_lightning.pruning.remove_units import remove_units
 from mrp_lightning.records.rows import LayerReport
@@ -40,6 +40,7 @@ class BlockPruner:
         tell: Called with what is being done.
         dense: What the dense model computes, where it is needed.
         patterns: The patterns of layers, by name, that are not the recipe's.
+        waiting: The Hessians of layers, by name, that get on their grid once the block is tuned.
     """
 
     job: Job
@@ -49,6 +50,7 @@ class BlockPruner:
     tell: Callable[[str], None]
     dense: DenseStream | None = None
     patterns: Mapping[str, Pattern] = field(default_factory=dict)
+    waiting: dict[str, InputHessian] = field(default_factory=dict)
 
     def prune(self, layers: list[Layer]) -> list[LayerReport]:
         """Calibrate and prune layers of the block, all from one pass or stage by stage.
@@ -159,6 +161,11 @@ class BlockPruner:
                 self.job.report.add(replace(row, block=self._name))
             return self.job.report.layers[-len(found) :]
         recipe, rows = self.job.settings.recipe, []
+        if self.dense is not None and self.job.settings.grid_waits:
+            recipe = replace(recipe, grid=None)
+            # One of its own: what a method derived from the Hessian does not wait with it.
+            later = InputHessian(hessian, name=first.name)
+            self.waiting.update({layer.name: later for layer in group.layers})
         for layer in group.layers:
             self.tell(layer.name)
             row = prune_layer(
@@ -172,6 +179,23 @@ class BlockPruner:
             self.job.report.add(rows[-1])
             self.tell(layer.name)
         return rows
+
+    def put_on_grid(self, layers: list[Layer]) -> None:
+        """Put those of the layers on their grid that waited until the block was tuned."""
+        settings, report = self.job.settings, self.job.report
+        rows = {row.name: row for row in report.pruned}
+        for layer in layers:
+            inputs = self.waiting.pop(layer.name, None)
+            if inputs is not None:
+                row = put_layer_on_grid(
+                    layer,
+                    inputs,
+                    settings.recipe,
+                    rows[layer.name],
+                    tell=partial(self._tell_of, layer),
+                    processes=self.job.processes,
+                )
+                report.replace([row])
 
     def _prune_experts(self, layers: list[Layer], structure: Structure) -> LayerReport:
         """Remove whole experts of the block."""

@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,9 @@ from torch import Tensor
 from mrp_lightning.processes import ALONE, Processes
 from mrp_lightning.records.rows import LayerReport
 from mrp_lightning.solver.input_hessian import InputHessian
-from mrp_lightning.solver.pruning import output_energy, prune
+from mrp_lightning.solver.problem import output_energy
+from mrp_lightning.solver.pruning import prune
+from mrp_lightning.solver.quantisation import put_on_grid
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.solver.target import dense_target
 from mrp_lightning.targets.layers import Layer
@@ -118,6 +120,47 @@ def prune_layer(
         zeros_loss=solution.zeros_loss,
         grid_loss=solution.grid_loss,
         **used,
+    )
+
+
+def put_layer_on_grid(
+    layer: Layer,
+    inputs: InputHessian,
+    recipe: Recipe,
+    row: LayerReport,
+    tell: Callable[[str], None] = lambda _: None,
+    processes: Processes = ALONE,
+) -> LayerReport:
+    """Put the weight of a layer, which was pruned and tuned, on the recipe's grid in place.
+
+    Args:
+        layer: The layer.
+        inputs: The Hessian of its inputs, as when it was pruned.
+        recipe: How it is pruned, with a grid.
+        row: What was said of it when it was pruned.
+        tell: Called with where the solution is, in words.
+        processes: The processes that share the rows; all of them do this.
+
+    Returns:
+        The row, with what the grid loses.
+    """
+    assert recipe.grid is not None
+    assert row.loss is not None
+    weight = layer.weight.contiguous()
+    with measured(weight.device) as used:
+        found, lost = put_on_grid(weight, inputs, recipe, tell, processes=processes)
+    layer.write_(found)
+    whole = row.loss + lost
+    relative = (row.relative_loss or 0.0) * (whole / row.loss if row.loss else 1.0)
+    return replace(
+        row,
+        loss=whole,
+        relative_loss=relative,
+        seconds=(row.seconds or 0.0) + used["seconds"],
+        bits=recipe.grid.bits,
+        target_loss=None if row.target_loss is None else row.target_loss + lost,
+        zeros_loss=row.loss,
+        grid_loss=lost,
     )
 
 

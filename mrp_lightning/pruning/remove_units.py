@@ -7,7 +7,7 @@ from mrp_lightning.processes import Processes
 from mrp_lightning.pruning.prune_layer import Calibrated, measured
 from mrp_lightning.records.rows import LayerReport
 from mrp_lightning.solver.columns import remove_columns
-from mrp_lightning.solver.pruning import output_energy
+from mrp_lightning.solver.problem import output_energy
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.layers import Layer
 from mrp_lightning.targets.structure import Structure

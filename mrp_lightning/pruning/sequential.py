@@ -142,6 +142,8 @@ class _Walker:
                         pruned = {row.name for row in rows}
                         tuned = [*(x for x in mine if x.name in pruned), *beside]
                         done = tuner.tune(k, tuned, done, tell)
+                        pruner.put_on_grid(mine)
+                        rows = self.report.pruned_since(first)
                     has_row = tuner is not None or bool(sparsities.blocks)
                     self._keep(k, block.name, mine, first, done if has_row else None, beside)
                 if later:
@@ -218,13 +220,14 @@ class _Walker:
         job = self.job
         if job.settings.tuning is None or dense is None:
             return None
+        recipe = job.settings.recipe
         tuner = BlockTuner(
             job.model,
             walk,
             dense,
             self.padding,
             job.settings.tuning,
-            recipe=job.settings.recipe,
+            recipe=replace(recipe, grid=None) if job.settings.grid_waits else recipe,
             say=job.listener.say,
             processes=job.processes,
         )

@@ -8,6 +8,7 @@ from typing import Any
 from mrp_lightning.allocation.rule import check_allocation
 from mrp_lightning.errors import MethodError, OptionError, TargetError
 from mrp_lightning.solver.columns import check_column_method
+from mrp_lightning.solver.patterns import Dense
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.names import as_patterns
 from mrp_lightning.targets.structure import STRUCTURES
@@ -84,6 +85,16 @@ class Settings:
         check_allocation(self.allocation, recipe.pattern)
         object.__setattr__(self, "recipe", recipe)
         object.__setattr__(self, "target_weight", self._checked_target_weight(recipe))
+
+    @property
+    def grid_waits(self) -> bool:
+        """Whether the weights of a block get on their grid after the block is tuned.
+
+        What is tuned freely and rounded then loses less than what is tuned from one point of the
+        grid to another. Where nothing is removed there is nothing to tune before the rounding.
+        """
+        recipe = self.recipe
+        return bool(self.tuning and recipe.grid and not isinstance(recipe.pattern, Dense))
 
     @classmethod
     def of(

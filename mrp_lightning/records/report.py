@@ -1,6 +1,7 @@
 """`pruning_report.json`: what a run did to each layer."""
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -83,6 +84,11 @@ class PruningReport:
         """Add a layer that is pruned."""
         log.info("%s: relative loss %.4g, %.1f s", row.name, row.relative_loss, row.seconds)
         self.layers.append(row)
+
+    def replace(self, rows: Iterable[LayerReport]) -> None:
+        """Put rows in place of those of the same layers."""
+        by_name = {row.name: row for row in rows}
+        self.layers = [by_name.get(row.name, row) for row in self.layers]
 
     @property
     def pruned(self) -> list[LayerReport]:

@@ -60,7 +60,8 @@ class LayerReport(_Row):
         bits: The bits of a kept weight, `None` where its values are free.
         zeros_loss: The part of `loss` that is there before the kept weights are put on their grid.
             It is `None` where their values are free, as is the next.
-        grid_loss: The part of `loss` that the grid adds; negative where it made up for some.
+        grid_loss: The part of `loss` that the grid adds; negative where it made up for some. Of a
+            tuned layer it is the loss against the tuned weights, and the rest is of before tuning.
         block: The name of the repeated block that the layer is in, such as `model.layers.3`. It is
             `None` outside the blocks, and in reports of older versions.
 

@@ -19,7 +19,7 @@ from mrp_lightning.solver.column_sets import ColumnSet, greedy_set
 from mrp_lightning.solver.input_hessian import InputHessian
 from mrp_lightning.solver.methods import parse_method
 from mrp_lightning.solver.options import is_count, is_number
-from mrp_lightning.solver.pruning import check_weight, output_energy
+from mrp_lightning.solver.problem import check_weight, output_energy
 
 METHODS = ("magnitude", "wanda", "SM", "magnitude+M", "wanda+M")
 """The methods that remove whole columns."""

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mrp_lightning.errors import HessianError, OptionError, TargetError
 from mrp_lightning.processes import Processes
 from mrp_lightning.solver.damping import DampedHessian
 from mrp_lightning.solver.input_hessian import InputHessian
 from mrp_lightning.solver.patterns import Pattern, Unstructured
+from mrp_lightning.solver.precision import full_float32
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,3 +54,54 @@ class Problem:
     def total(self, mine: float) -> float:
         """The sum of what each process found for its rows."""
         return math.fsum(found for (found,) in self.processes.numbers(mine))
+
+    def loss(self, weight: Tensor, aim: Tensor) -> float:
+        """The loss of all rows; those of `weight` and `aim` are this process's."""
+        return self.total(output_energy(weight.to(aim.dtype) - aim, self.inputs.hessian))
+
+
+def output_energy(change: Tensor, hessian: Tensor) -> float:
+    """Return ½·tr(δ H δᵀ), the mean over the calibration tokens of ‖δ x‖², H undamped.
+
+    δ is the change of a weight for the layer's loss, and the weight itself for the energy of the
+    layer's outputs. Products are in full float32, whatever precision the user allows elsewhere, and
+    in float64 if either tensor is float64 or float32 does not suffice; sums are in float64.
+    """
+    wide = torch.float64 in (change.dtype, hessian.dtype)
+    dtype = torch.float64 if wide else torch.float32
+    change, hessian = change.to(dtype), hessian.to(dtype)
+    with full_float32(change.device):
+        energy = _sum((change @ hessian) * change) / 2
+    apart = _sum(change.square() * hessian.diagonal()) / 2
+    if not wide and not 1e-3 * apart <= energy < math.inf:
+        # The changes cancel in the outputs, as they do where tokens are few, and float32 would
+        # return what its rounding leaves; or the products are beyond its range.
+        return output_energy(change.double(), hessian)
+    return max(energy, 0.0)
+
+
+def _sum(values: Tensor) -> float:
+    """The sum in float64, which holds any sum of float32 numbers."""
+    return float(values.sum(dtype=torch.float64))
+
+
+def check_weight(weight: Tensor, inputs: InputHessian) -> None:
+    """Refuse a weight that is no finite floating-point matrix, or not one of these inputs."""
+    label = inputs.label
+    if weight.ndim != 2 or not weight.is_floating_point():
+        raise TargetError(
+            f"{label}: expected a floating-point weight (rows, columns); got {tuple(weight.shape)} "
+            f"of {weight.dtype}."
+        )
+    if weight.shape[1] != inputs.columns:
+        raise HessianError(
+            f"{label}: the weight has {weight.shape[1]} columns, its Hessian {inputs.columns}; "
+            "they must be equal."
+        )
+    if weight.device != inputs.hessian.device:
+        raise OptionError(
+            f"{label}: the weight is on {weight.device}, its Hessian on {inputs.hessian.device}; "
+            "move one of them."
+        )
+    if not bool(weight.isfinite().all()):
+        raise TargetError(f"{label}: the weight holds NaN or Inf.")

@@ -12,7 +12,6 @@ from mrp_lightning.arguments import checked
 from mrp_lightning.errors import (
     HessianError,
     NumericalWarning,
-    OptionError,
     PatternError,
     TargetError,
 )
@@ -26,7 +25,7 @@ from mrp_lightning.solver.masks import Given, Magnitude, smallest_of_blocks
 from mrp_lightning.solver.methods import Method
 from mrp_lightning.solver.patterns import Dense, Pattern
 from mrp_lightning.solver.precision import full_float32
-from mrp_lightning.solver.problem import Problem
+from mrp_lightning.solver.problem import Problem, check_weight
 from mrp_lightning.solver.quantisation import on_grid
 from mrp_lightning.solver.recipe import Recipe
 
@@ -177,26 +176,17 @@ def prune(
     _check_pattern(inputs, recipe.pattern)
     with torch.inference_mode(False), torch.no_grad(), full_float32(weight.device):
         rows = len(weight)
-        mine = weight.detach()[processes.share(rows)]
-        wide = torch.float64 in (weight.dtype, inputs.dtype)
-        dense = mine.to(torch.float64 if wide else torch.float32)
-        problem = Problem(
-            weight=dense if target is None else target.to(dense.dtype),
-            inputs=inputs,
-            pattern=recipe.pattern,
-            block_size=recipe.columns_together(inputs.columns),
-            damping=recipe.damping,
-            tell=tell,
-            processes=processes,
-            rows=rows,
-        )
+        problem = recipe.problem(weight, inputs, tell, processes)
+        dense = problem.weight
+        if target is not None:
+            problem = replace(problem, weight=target.to(dense.dtype))
         method, grid = recipe.method, recipe.grid
         found = _Finished.of(problem, _apply(problem, method), weight.dtype)
         better = _by_smallest(problem, method, found.loss, weight.dtype)
         found = better or found
         zeros_loss = None
         if grid is not None:
-            zeros_loss = found.loss if target is None else _loss(problem, found.weight, dense)
+            zeros_loss = found.loss if target is None else problem.loss(found.weight, dense)
             found = found.on_grid(problem, grid)
         compensated, result = found.weight, found.result
         inverts = grid is not None or method.needs_inverse
@@ -210,7 +200,7 @@ def prune(
         return Solution(
             weight=gathered,
             pruned=processes.gather_rows(result.pruned.contiguous(), rows),
-            loss=found.loss if target is None else _loss(problem, compensated, dense),
+            loss=found.loss if target is None else problem.loss(compensated, dense),
             damping_used=ratio * inputs.mean_diagonal,
             damping_ratio=ratio,
             iterations=result.iterations,
@@ -240,17 +230,12 @@ class _Finished:
     @classmethod
     def of(cls, problem: Problem, result: Compensated, dtype: torch.dtype) -> "_Finished":
         weight = result.weight.masked_fill(result.pruned, 0).to(dtype).contiguous()
-        return cls(result, weight, _loss(problem, weight, problem.weight))
+        return cls(result, weight, problem.loss(weight, problem.weight))
 
     def on_grid(self, problem: Problem, grid: Grid) -> "_Finished":
         """The same with the kept weights on a grid."""
         weight = on_grid(problem, self.result.weight, self.result.pruned, grid)
         return self.of(problem, replace(self.result, weight=weight), self.weight.dtype)
-
-
-def _loss(problem: Problem, weight: Tensor, aim: Tensor) -> float:
-    """The loss of all rows; those of `weight` and `aim` are this process's."""
-    return problem.total(output_energy(weight.to(aim.dtype) - aim, problem.inputs.hessian))
 
 
 def _by_smallest(
@@ -264,7 +249,7 @@ def _by_smallest(
     if not (method.mask.needs_inverse and isinstance(method.compensation, ExactCompensation)):
         return None
     pruned = smallest_of_blocks(problem)
-    uncompensated = _loss(problem, problem.weight.masked_fill(pruned, 0), problem.weight)
+    uncompensated = problem.loss(problem.weight.masked_fill(pruned, 0), problem.weight)
     if not uncompensated < lost < math.inf:
         return None
     whole = replace(problem, block_size=problem.inputs.columns)
@@ -281,53 +266,6 @@ def _by_smallest(
         stacklevel=3,
     )
     return found
-
-
-def output_energy(change: Tensor, hessian: Tensor) -> float:
-    """Return ½·tr(δ H δᵀ), the mean over the calibration tokens of ‖δ x‖², H undamped.
-
-    δ is the change of a weight for the layer's loss, and the weight itself for the energy of the
-    layer's outputs. Products are in full float32, whatever precision the user allows elsewhere, and
-    in float64 if either tensor is float64 or float32 does not suffice; sums are in float64.
-    """
-    wide = torch.float64 in (change.dtype, hessian.dtype)
-    dtype = torch.float64 if wide else torch.float32
-    change, hessian = change.to(dtype), hessian.to(dtype)
-    with full_float32(change.device):
-        energy = _sum((change @ hessian) * change) / 2
-    apart = _sum(change.square() * hessian.diagonal()) / 2
-    if not wide and not 1e-3 * apart <= energy < math.inf:
-        # The changes cancel in the outputs, as they do where tokens are few, and float32 would
-        # return what its rounding leaves; or the products are beyond its range.
-        return output_energy(change.double(), hessian)
-    return max(energy, 0.0)
-
-
-def _sum(values: Tensor) -> float:
-    """The sum in float64, which holds any sum of float32 numbers."""
-    return float(values.sum(dtype=torch.float64))
-
-
-def check_weight(weight: Tensor, inputs: InputHessian) -> None:
-    """Refuse a weight that is no finite floating-point matrix, or not one of these inputs."""
-    label = inputs.label
-    if weight.ndim != 2 or not weight.is_floating_point():
-        raise TargetError(
-            f"{label}: expected a floating-point weight (rows, columns); got {tuple(weight.shape)} "
-            f"of {weight.dtype}."
-        )
-    if weight.shape[1] != inputs.columns:
-        raise HessianError(
-            f"{label}: the weight has {weight.shape[1]} columns, its Hessian {inputs.columns}; "
-            "they must be equal."
-        )
-    if weight.device != inputs.hessian.device:
-        raise OptionError(
-            f"{label}: the weight is on {weight.device}, its Hessian on {inputs.hessian.device}; "
-            "move one of them."
-        )
-    if not bool(weight.isfinite().all()):
-        raise TargetError(f"{label}: the weight holds NaN or Inf.")
 
 
 def _check_pattern(inputs: InputHessian, pattern: Pattern) -> None:

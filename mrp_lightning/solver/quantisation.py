@@ -10,16 +10,20 @@ reaches their columns, and which feeds the errors forward. From there on each sc
 optimum for its codes, and each code to that for all others, in turn: no step makes the loss larger.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
+from mrp_lightning.processes import ALONE, Processes
 from mrp_lightning.solver.damping import DampedHessian
 from mrp_lightning.solver.grid import Grid
+from mrp_lightning.solver.input_hessian import InputHessian
 from mrp_lightning.solver.patterns import Dense
-from mrp_lightning.solver.problem import Problem
+from mrp_lightning.solver.precision import full_float32
+from mrp_lightning.solver.problem import Problem, check_weight
 from mrp_lightning.solver.ranges import by_rows, split_range
+from mrp_lightning.solver.recipe import Recipe
 
 _FACTORS = torch.logspace(-0.35, 0.2, 30).tolist()
 """Scales that are tried, relative to the one that makes the largest weight the largest code."""
@@ -66,6 +70,33 @@ def on_grid(problem: Problem, weight: Tensor, pruned: Tensor, grid: Grid) -> Ten
 
     by_rows(work, *weight.shape)
     return found
+
+
+def put_on_grid(
+    weight: Tensor,
+    inputs: InputHessian,
+    recipe: Recipe,
+    tell: Callable[[str], None] = lambda _: None,
+    *,
+    processes: Processes = ALONE,
+) -> tuple[Tensor, float]:
+    """Put a weight that is pruned on the recipe's grid, whatever made it what it is.
+
+    The processes share the rows as in `prune`.
+
+    Returns:
+        The weight, and what it loses, ½·tr(δ H δᵀ) against the one that was given.
+    """
+    check_weight(weight, inputs)
+    assert recipe.grid is not None
+    with torch.inference_mode(False), torch.no_grad(), full_float32(weight.device):
+        problem = recipe.problem(weight, inputs, tell, processes)
+        pruned = torch.zeros_like(problem.weight, dtype=torch.bool)
+        if not isinstance(recipe.pattern, Dense):
+            pruned = problem.weight == 0
+        found = on_grid(problem, problem.weight, pruned, recipe.grid).to(weight.dtype)
+        lost = problem.loss(found, problem.weight)
+        return processes.gather_rows(found.contiguous(), len(weight)), lost
 
 
 class _Descent:

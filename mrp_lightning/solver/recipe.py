@@ -1,13 +1,20 @@
 """How layers are pruned: everything that is chosen before a layer is seen, checked once."""
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from mrp_lightning.errors import NumericalWarning, OptionError, PatternError
+from mrp_lightning.processes import Processes
 from mrp_lightning.solver.grid import GROUP_SIZE, Grid
+from mrp_lightning.solver.input_hessian import InputHessian
 from mrp_lightning.solver.methods import Method, parse_method
 from mrp_lightning.solver.options import is_count, is_number
 from mrp_lightning.solver.patterns import Dense, Pattern, SemiStructured, make_pattern
+from mrp_lightning.solver.problem import Problem
 
 MOST_DAMPING = 10
 """The fraction of the mean diagonal up to which damping is raised for a Hessian that needs it."""
@@ -105,6 +112,28 @@ class Recipe:
         """What is left of a layer, such as `2:4`, `50%+4bit` and `4bit`."""
         parts = [] if isinstance(self.pattern, Dense) else [str(self.pattern)]
         return "+".join([*parts, *([f"{self.grid.bits}bit"] if self.grid else [])])
+
+    def problem(
+        self,
+        weight: Tensor,
+        inputs: InputHessian,
+        tell: Callable[[str], None],
+        processes: Processes,
+    ) -> Problem:
+        """This process's rows of a weight (rows, columns), in the dtype to compute in."""
+        rows = len(weight)
+        wide = torch.float64 in (weight.dtype, inputs.dtype)
+        mine = weight.detach()[processes.share(rows)]
+        return Problem(
+            weight=mine.to(torch.float64 if wide else torch.float32),
+            inputs=inputs,
+            pattern=self.pattern,
+            block_size=self.columns_together(inputs.columns),
+            damping=self.damping,
+            tell=tell,
+            processes=processes,
+            rows=rows,
+        )
 
     def columns_together(self, columns: int) -> int:
         """How many of a layer's columns are chosen together, from 1 to all."""

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from callbacks import MRPCallback
 from mrp_lightning import BlockTuning, CausalLM, OptionError, Trainer, prune_weight
+from mrp_lightning.pruning import block
 from mrp_lightning.solver.grid import Grid
 
 TUNING = BlockTuning(epochs=2, learning_rate=3e-3, batch_size=2)
@@ -75,6 +76,36 @@ def test_a_layer_gets_what_prune_weight_gives(llama, loader, quiet):
     row = callback.report.layers[0]
     assert row.zeros_loss == pytest.approx(found.zeros_loss, rel=1e-3)
     assert row.grid_loss == pytest.approx(found.grid_loss, rel=0.05)
+
+
+def test_tuned_weights_are_put_on_the_grid_last(llama, loader, quiet, monkeypatch):
+    """What a block had after tuning is rounded, and by less than by nearest rounding."""
+    tuned, hessians = {}, {}
+    put = block.put_layer_on_grid
+
+    def spy(layer, inputs, *args, **options):
+        tuned[layer.name], hessians[layer.name] = layer.weight.clone(), inputs.hessian
+        return put(layer, inputs, *args, **options)
+
+    monkeypatch.setattr(block, "put_layer_on_grid", spy)
+    model = llama()
+    callback = MRPCallback(sparsity=0.5, bits=4, group_size=16, tuning=TUNING)
+    Trainer(**quiet).predict(model, loader, callbacks=[callback])
+    assert len(tuned) == 14
+    for row in callback.report.layers:
+        before, after = tuned[row.name], model.get_submodule(row.name).weight.detach()
+        Grid(4, 16).decompose(after)  # which raises where it is on none
+        assert bool((after[before == 0] == 0).all())
+        change, hessian = (after - before).double(), hessians[row.name]
+        lost = float(((change @ hessian.double()) * change).sum()) / 2
+        assert row.grid_loss == pytest.approx(lost, rel=1e-4)
+        nearest = before.clone()
+        for start in range(0, before.shape[1], 16):  # with the usual scale, and no error feedback
+            group = nearest[:, start : start + 16]
+            scale = group.abs().amax(1, keepdim=True).clamp_min(1e-9) / 8
+            group.copy_((group / scale).round() * scale)
+        change = (nearest - before).double()
+        assert lost < float(((change @ hessian.double()) * change).sum()) / 2
 
 
 def test_a_resumed_run_has_the_same_bits(llama, loader, quiet, tmp_path, monkeypatch):

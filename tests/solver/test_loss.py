@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mrp_lightning import prune_weight
-from mrp_lightning.solver.pruning import output_energy
+from mrp_lightning.solver.problem import output_energy
 
 
 def test_it_is_the_mean_squared_output(problem, truth):
