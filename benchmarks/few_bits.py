@@ -84,7 +84,7 @@ class Costs:
 
     def ours(self) -> Iterator[Cost]:
         """What the runs of the sweep found."""
-        for run in find_runs(self.sweep.out / self.model):
+        for run in find_runs(Path(self.sweep.out, self.model)):
             trial = run.trial
             (found,) = [s.value for score, s in scores(run).items() if score.metric == "perplexity"]
             if trial.method is None:
