@@ -21,6 +21,9 @@ _TOLD_OTHERWISE = ("method", "pattern", "sparsity", "bits")
 _FOUND_OUT = ("walk",)
 """Keys of a report's configuration that the run found out by itself; it was not told them."""
 
+_BASE_MODEL = "base_model"
+"""The key that says where the model was. Runs of a sweep say of which of its models they are."""
+
 
 @dataclass(frozen=True, eq=False)
 class Result:
@@ -156,7 +159,7 @@ def _may_be_base(dense: Run, run: Run) -> bool:
     """Whether a run may be of this dense model, by what both say that they were loaded from."""
     if dense.finished and run.finished:
         return dense.trial.model == run.trial.model
-    sources = [dense.evaluation.model, run.config.get("base_model")]
+    sources = [dense.evaluation.model, run.config.get(_BASE_MODEL)]
     if None in sources or sources[0] == sources[1]:
         return True
     paths = [Path(str(source)) for source in sources]
@@ -198,7 +201,8 @@ def _results(runs: Sequence[Run]) -> list[Result]:
     told: dict[str, list[str]] = {}  # what has the same recipe and the same changed option
     for run in runs:
         about = json.dumps([run.trial.recipe, str(run.trial.changed)])
-        key = about + json.dumps([run.complete, run.exported, run.config], sort_keys=True)
+        config = {key: value for key, value in run.config.items() if not _is_place(run, key)}
+        key = about + json.dumps([run.complete, run.exported, config], sort_keys=True)
         groups.setdefault(key, []).append(run)
         told.setdefault(about, []).append(key)
     labels: dict[str, str] = {}
@@ -217,7 +221,13 @@ def _options(run: Run) -> dict[str, Any]:
     """The configuration of a run, without what tells nothing apart."""
     left_out = {*_TOLD_OTHERWISE, *_FOUND_OUT}
     left_out |= set() if has_blocks(str(run.trial.method)) else {"block_size"}
-    return {key: value for key, value in run.config.items() if key not in left_out}
+    options = {key: value for key, value in run.config.items() if key not in left_out}
+    return {key: value for key, value in options.items() if not _is_place(run, key)}
+
+
+def _is_place(run: Run, key: str) -> bool:
+    """Whether a key of a run's configuration only says where its model was."""
+    return key == _BASE_MODEL and run.finished is not None
 
 
 def _varied(options: Collection[Mapping[str, Any]]) -> list[str]:

@@ -208,6 +208,17 @@ def test_recipes_are_rows_of_the_tables(here):
     (model,) = find_models(find_runs(Path("out")))
     assert [result.label for result in model.results] == ["SM", "SM+dense", "tuned"]
 
+    # Where the model was when a run was made tells it from no other.
+    moved = Path("out/tiny/2of4-tuned-seed0/pruning_report.json")
+    config = json.loads(moved.read_text())["config"]
+    moved.write_text(moved.read_text().replace(config["base_model"], "/elsewhere/tiny"))
+    shutil.copytree("out/tiny/2of4-tuned-seed0", "out/tiny/again")
+    (model,) = find_models(find_runs(Path("out")))
+    labels = [(r.label, len(r.runs)) for r in model.results]
+    assert labels == [("SM", 1), ("SM+dense", 1), ("tuned", 2)]
+    shutil.rmtree("out/tiny/again")
+    moved.write_text(moved.read_text().replace("/elsewhere/tiny", config["base_model"]))
+
     # The same runs are found again; a recipe that is now another one is not mixed in.
     sweep("--config=recipes.yaml")
     Path("recipes.yaml").write_text(RECIPES.replace("epochs: 1", "epochs: 2"))
