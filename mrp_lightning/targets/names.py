@@ -1,7 +1,7 @@
 """Choosing modules by name."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
@@ -35,9 +35,13 @@ def as_patterns(value: Sequence[str] | str | None) -> tuple[str, ...]:
 
 
 def require_matches(
-    argument: str, patterns: Iterable[str], names: Sequence[str], prefix: str = ""
+    argument: str,
+    patterns: Iterable[str],
+    names: Sequence[str],
+    prefix: str = "",
+    shown: Callable[[str], str] = str,
 ) -> None:
-    """Refuse patterns that match no name.
+    """Refuse patterns that match no name; `shown` is how a name is told.
 
     Raises:
         TargetError: It lists every such pattern with the nearest names, or all those that are no
@@ -53,6 +57,7 @@ def require_matches(
     unknown = [p for p in patterns if not any(matches(name, p, prefix) for name in names)]
     if not unknown:
         return
+    names = [shown(name) for name in names]
     parts = sorted({part for name in names for part in name.split(".") if not part.isdigit()})
     hints = []
     for pattern in unknown:

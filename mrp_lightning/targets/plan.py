@@ -93,8 +93,15 @@ def make_plan(
     inside = {b.name: [n for n in linear if f"{n}.".startswith(f"{b.name}.")] for b in found}
     in_blocks = [name for names in inside.values() for name in names]
 
-    require_matches("targets", chosen, linear or list(modules), prefix)
-    require_matches("ignore", ignored, [*modules, *linear], prefix)
+    every = {*layers, *(b.name for b in found)}
+    is_cut = len({name.removeprefix(prefix) for name in every}) == len(every)
+
+    def shown(name: str) -> str:
+        """The name without the prefix, unless names would be those of what is beside."""
+        return name.removeprefix(prefix) if is_cut else name
+
+    require_matches("targets", chosen, linear or list(modules), prefix, shown)
+    require_matches("ignore", ignored, [*modules, *linear], prefix, shown)
     rest = [n for n in linear if n not in set(in_blocks)]
     outside = rest if not found and not chosen else []
     for pattern_ in chosen:
@@ -109,17 +116,14 @@ def make_plan(
     routers = [] if chosen else list(_routers(modules, layers, names))
     names = [n for n in names if n not in {router.name for router in routers}]
     targeted = [layers[n] for n in names]
-    _refuse_unusual(modules, targeted, [n for n in modules if wanted(n)], found, allow_meta)
-    unfit = _indivisible(targeted, pattern, skip_indivisible)
-    every_skipped = (*routers, *_no_layers(modules, found, wanted), *_tied(model, targeted), *unfit)
-    skipped = {s.name: s for s in every_skipped}
-    every = {*layers, *(b.name for b in found)}
-    if len({name.removeprefix(prefix) for name in every}) < len(every):
-        prefix = ""  # cut, names would be the same as those of what is beside
-
-    def shown(name: str) -> str:
-        return name.removeprefix(prefix)
-
+    unusual = _unusual(modules, targeted, [n for n in modules if wanted(n)], found, allow_meta)
+    _refuse_unusual({shown(name): reason for name, reason in unusual.items()})
+    unfit = _indivisible(targeted, pattern)
+    if not skip_indivisible:
+        _refuse_indivisible([replace(s, name=shown(s.name)) for s in unfit], pattern)
+    tied = _tied(model, targeted, shown)
+    every_skipped = (*routers, *_no_layers(modules, found, wanted), *tied, *unfit)
+    skipped = {s.name: replace(s, name=shown(s.name)) for s in every_skipped}
     taken = {n: replace(layers[n], name=shown(n)) for n in names if n not in skipped}
     if not taken:
         _nothing_left(linear, in_blocks, list(skipped.values()))
@@ -129,18 +133,18 @@ def make_plan(
         blocks=[replace(b, name=shown(b.name)) for b in found],
         layers={shown(b.name): [taken[n] for n in inside[b.name] if n in taken] for b in found},
         outside=[taken[n] for n in outside if n in taken],
-        skipped=[replace(s, name=shown(s.name)) for s in skipped.values()],
+        skipped=list(skipped.values()),
     )
 
 
-def _refuse_unusual(
+def _unusual(
     modules: dict[str, nn.Module],
     layers: list[Layer],
     wanted: list[str],
     blocks: list[Block],
     allow_meta: bool,
-) -> None:
-    """Refuse weights that cannot be read and written as matrices, all of them in one message."""
+) -> dict[str, str]:
+    """Find weights that cannot be read and written as matrices, and why not."""
     reasons = {layer.name: why_not_plain(layer, allow_meta=allow_meta) for layer in layers}
     problems = {n: reason for n, reason in reasons.items() if reason}
     for name in wanted:
@@ -154,6 +158,10 @@ def _refuse_unusual(
                 f"it is a packed {type(modules[name]).__name__}; call `model.dequantize()` first, "
                 "or load the directory that it was packed from"
             )
+    return problems
+
+
+def _refuse_unusual(problems: dict[str, str]) -> None:
     if problems:
         listed = "\n".join(f"  {name}: {reason}" for name, reason in problems.items())
         raise TargetError(
@@ -199,7 +207,7 @@ def _routers(
             yield Skipped(name, tuple(layers[name].weight.shape), reason)
 
 
-def _tied(model: nn.Module, layers: list[Layer]) -> Iterator[Skipped]:
+def _tied(model: nn.Module, layers: list[Layer], shown: Callable[[str], str]) -> Iterator[Skipped]:
     """Find layers whose weight has several owners: it is pruned with the first, or not at all."""
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -211,15 +219,15 @@ def _tied(model: nn.Module, layers: list[Layer]) -> Iterator[Skipped]:
         mine = first.setdefault(layer.key, layer.name)
         foreign = [o for o in owners[id(layer.parameter)] if (o, layer.key) not in targets]
         if foreign:
-            reason = f"its weight is tied to {foreign[0]}, which is not pruned"
+            reason = f"its weight is tied to {shown(foreign[0])}, which is not pruned"
         elif mine != layer.name:
-            reason = f"its weight is tied to {mine}, with which it is pruned"
+            reason = f"its weight is tied to {shown(mine)}, with which it is pruned"
         else:
             continue
         yield Skipped(layer.name, tuple(layer.weight.shape), reason)
 
 
-def _indivisible(layers: list[Layer], pattern: Pattern, skip: bool) -> list[Skipped]:
+def _indivisible(layers: list[Layer], pattern: Pattern) -> list[Skipped]:
     unfit = []
     for layer in layers:
         if not pattern.divides(layer.grouped_columns):
@@ -228,13 +236,16 @@ def _indivisible(layers: list[Layer], pattern: Pattern, skip: bool) -> list[Skip
                 f"{layer.grouped_columns} input {kind} do not divide into the groups of {pattern}"
             )
             unfit.append(Skipped(layer.name, tuple(layer.weight.shape), reason))
-    if unfit and not skip:
+    return unfit
+
+
+def _refuse_indivisible(unfit: list[Skipped], pattern: Pattern) -> None:
+    if unfit:
         listed = "\n".join(f"  {s.name}: {s.reason}" for s in unfit)
         raise PatternError(
             f"`pattern` {pattern} does not fit {len(unfit)} layers. Name them in `ignore`, or "
             f"leave them dense with `skip_indivisible: true`:\n{listed}"
         )
-    return unfit
 
 
 def _nothing_left(linear: list[str], in_blocks: list[str], skipped: list[Skipped]) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from mrp_lightning.errors import TargetError
+from mrp_lightning.errors import PatternError, TargetError
 from mrp_lightning.solver.patterns import make_pattern
 from mrp_lightning.targets.blocks import find_blocks
 from mrp_lightning.targets.layers import Conv1D
@@ -245,3 +245,23 @@ def test_matrices_of_a_block_that_no_layer_holds_are_listed():
     ]
     plan = make_plan(model, HALF, ignore=["cell", "blocks.1", "rnn"])
     assert [s.name for s in plan.skipped] == ["blocks.0.mixing"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"targets": ["layers.0.self_attn.q_porj"]}, "model.layers.0.self_attn.q_proj"),
+        ({"pattern": make_pattern(None, "2:5")}, "model.layers.0.self_attn.q_proj: "),
+        ({"meta": True}, "model.layers.0.mlp.up_proj: its weight is on the meta device"),
+    ],
+)
+def test_errors_call_layers_what_the_plan_calls_them(options, said, build):
+    model = nn.ModuleDict({"model": build("llama")})
+    plan = make_plan(model, HALF, prefix="model.")
+    assert names(plan)[0] == "model.layers.0.self_attn.q_proj"
+    if options.pop("meta", False):
+        model["model"].model.layers[0].mlp.up_proj.to("meta")
+    with pytest.raises((TargetError, PatternError)) as refused:
+        make_plan(model, options.pop("pattern", HALF), prefix="model.", **options)
+    assert said in str(refused.value)
+    assert "model.model." not in str(refused.value)
