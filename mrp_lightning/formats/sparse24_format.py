@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mrp_lightning.arguments import checked
-from mrp_lightning.errors import PatternError
+from mrp_lightning.errors import FormatError, PatternError
 from mrp_lightning.formats.packed_format import PackedFormat, why_no_matrix
 
 GROUP = 4
@@ -87,13 +87,31 @@ def pack(weight: Tensor) -> tuple[Tensor, Tensor]:
     return values, nibbles[:, 0::2] | nibbles[:, 1::2] << 4
 
 
+@checked
 def unpack(values: Tensor, meta: Tensor) -> Tensor:
     """The weight (rows, columns) that was packed, bit by bit.
 
     Args:
         values: The kept values (rows, columns / 2).
         meta: Their columns, uint8 (rows, columns / 8).
+
+    Raises:
+        FormatError: They were never packed together.
     """
+    given = f"values {tuple(values.shape)} and meta {tuple(meta.shape)}, {meta.dtype}"
+    fits = values.ndim == meta.ndim == 2 and (meta.shape[0], 4 * meta.shape[1]) == values.shape
+    if not fits or meta.dtype != torch.uint8:
+        raise FormatError(
+            "`unpack` needs the two tensors that `pack` gave: values (rows, columns / 2), and meta "
+            f"(rows, columns / 8), uint8. Got {given}."
+        )
+    if damage := _damage(meta):
+        raise FormatError(f"`meta` is damaged: {damage}. Pack the weight again.")
+    return spread(values, meta)
+
+
+def spread(values: Tensor, meta: Tensor) -> Tensor:
+    """What `unpack` says, of tensors that are known to be packed together."""
     nibbles = torch.stack((meta & 15, meta >> 4), dim=-1).flatten(1)
     slots = torch.stack((nibbles & 3, nibbles >> 2), dim=-1).long()
     rows, groups = nibbles.shape
@@ -129,7 +147,7 @@ SPARSE24 = PackedFormat(
     beside=("weight_meta",),
     count=None,
     pack=pack,
-    unpack=lambda values, meta, _: unpack(values, meta),
+    unpack=lambda values, meta, _: spread(values, meta),
     damage=lambda _, meta, __: _damage(meta),
     why_not=why_not_packable,
     num_bytes=lambda shape, dtype, _: _packed_bytes(shape, dtype),

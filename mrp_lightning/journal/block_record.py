@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from mrp_lightning.records.rows import BlockReport, LayerReport
 from mrp_lightning.targets.layers import Layer
 
 _KEY = "record"
+_LONGEST_HEADER = 100_000_000  # bytes, as the library has it
 """The name, in the metadata of a file, of all that is in a record but its weights."""
 
 
@@ -100,11 +101,17 @@ class BlockRecord:
 
     @staticmethod
     def is_in(file: Path) -> bool:
-        """Whether a file is one that `save` wrote, by its header."""
+        """Whether a file is one that `save` wrote, or is writing, by its header.
+
+        That is read without the weights, of which a process that was killed may have written a
+        part.
+        """
         try:
-            with safe_open(file, "pt") as opened:
-                return _KEY in (opened.metadata() or {})
-        except (OSError, SafetensorError):
+            with file.open("rb") as opened:
+                length = int.from_bytes(opened.read(8), "little")
+                header = json.loads(opened.read(min(length, _LONGEST_HEADER)))
+            return _KEY in header["__metadata__"]
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return False
 
     @classmethod

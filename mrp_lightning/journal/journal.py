@@ -271,8 +271,8 @@ def _remove(path: Path, lock: FileLock) -> None:
 def _blocks(path: Path) -> list[Path]:
     """The files that a journal wrote for its blocks: all others in its directory are not ours.
 
-    They are listed in its manifest, or are records by their content; or they are parts of one that
-    were not renamed yet.
+    They are listed in its manifest, or are records by their content, whole or torn; or they are to
+    be one, and hold nothing yet.
     """
     try:
         listed = {entry.file for entry in Manifest.load(path).entries.values()}
@@ -284,7 +284,11 @@ def _blocks(path: Path) -> list[Path]:
         if (kind := _BLOCK.fullmatch(file.name)) is not None
         and file.is_file()
         and not file.is_symlink()
-        and (kind["part"] or file.name in listed or BlockRecord.is_in(file))
+        and (
+            file.name in listed
+            or BlockRecord.is_in(file)
+            or (kind["part"] and not file.stat().st_size)
+        )
     ]
 
 

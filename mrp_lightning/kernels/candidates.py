@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mrp_lightning.formats.sparse24_format import unpack
+from mrp_lightning.formats.sparse24_format import spread
 from mrp_lightning.kernels import cusparselt
 
 TRITON_DTYPES = (torch.float16, torch.bfloat16)
@@ -149,13 +149,13 @@ def _unpack_dense(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tenso
 
 
 def _unpacked(values: Tensor, meta: Tensor) -> Tensor:
-    """The dense weight: by the Triton kernel where it runs, else by `unpack`."""
+    """The dense weight: by the Triton kernel where it runs, else by `spread`."""
     call = Call(1, values.shape[0], 2 * values.shape[1], values.dtype, values.device)
     if values.is_cuda and _refuse_triton(call) is None:
         from mrp_lightning.kernels import triton_kernels
 
         return triton_kernels.unpack(values, meta)
-    return unpack(values, meta)
+    return spread(values, meta)
 
 
 def _interpreting() -> bool:

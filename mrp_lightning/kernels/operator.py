@@ -22,7 +22,7 @@ from mrp_lightning.formats import bitmask4_format, bitmask_format
 from mrp_lightning.formats.bitmask4_format import BITMASK4, num_groups
 from mrp_lightning.formats.bitmask_format import BITMASK
 from mrp_lightning.formats.packed_format import PackedFormat
-from mrp_lightning.formats.sparse24_format import SPARSE24, unpack
+from mrp_lightning.formats.sparse24_format import SPARSE24, spread
 from mrp_lightning.kernels import compiled
 
 MAX_ERROR_RATIO = 1.5
@@ -51,7 +51,7 @@ def linear24(
     """
     if x.device.type == "cpu" and compiled.load():
         return torch.ops.mrp_lightning.linear24(x, weight, meta, bias, compressed)
-    return F.linear(x, unpack(weight, meta), bias)
+    return F.linear(x, spread(weight, meta), bias)
 
 
 @torch.library.custom_op("mrp_lightning::linear_bitmask", mutates_args=())

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from mrp_lightning.arguments import checked
-from mrp_lightning.errors import TargetError
+from mrp_lightning.errors import FormatError, TargetError
 from mrp_lightning.formats.packed_format import PackedFormat
 from mrp_lightning.targets.layers import is_conv1d, layers_of
 
@@ -121,13 +121,37 @@ class PackedLinear(nn.Module):
         return layer
 
     @classmethod
+    @checked
     def from_packed(cls, tensors: Sequence[Tensor], columns: int) -> Self:
-        """A layer without bias on the tensors that a weight of so many columns was packed into."""
+        """A layer without bias on the tensors that a weight of so many columns was packed into.
+
+        Raises:
+            FormatError: They are not as many, of other shapes, or were never packed together.
+            PatternError: No weight of so many columns has this form.
+        """
+        names = ("weight", *cls.FORMAT.beside)
+        kinds = [type(tensor).__name__ for tensor in tensors]
+        if len(tensors) != len(names) or not all(isinstance(x, Tensor) for x in tensors):
+            raise FormatError(
+                f"{cls.__name__}.from_packed needs the tensors {', '.join(names)}; got "
+                f"{', '.join(kinds) or 'none'}."
+            )
         values, places, *_ = tensors
         options: dict[str, Any] = {"device": "meta"}
         if cls.FORMAT.count:
             options[cls.FORMAT.count] = values.numel()
-        layer = cls(columns, len(places), bias=False, **options)
+        rows = places.shape[0] if places.ndim else 0
+        layer = cls(columns, rows, bias=False, **options)
+        expected = {name: tuple(layer.state_dict()[name].shape) for name in names}
+        got = {name: tuple(tensor.shape) for name, tensor in zip(names, tensors, strict=True)}
+        if got != expected or places.dtype != torch.uint8:
+            raise FormatError(
+                f"{cls.__name__}.from_packed: of {rows} rows and {columns} columns the "
+                f"tensors are {expected}, with `{cls.FORMAT.places}` in uint8. Got {got}, in "
+                f"{places.dtype}."
+            )
+        if damage := cls.FORMAT.damage(*tensors, columns):
+            raise FormatError(f"{cls.__name__}.from_packed: damaged, {damage}. Pack it again.")
         layer.weight = frozen(values)
         for name, tensor in zip(cls.FORMAT.beside, tensors[1:], strict=True):
             setattr(layer, name, tensor)

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+import export
 from export import Bitmask4Linear, BitmaskLinear, Sparse24Linear
+from mrp_lightning.errors import FormatError, OptionError
 
 from .conftest import keep_two_of_four, onto_grid
 
@@ -190,3 +192,39 @@ def test_training_the_packed_weight_is_refused(layer, linear):
     trained.requires_grad_()
     with pytest.raises(NotImplementedError, match="cannot be trained.*dequantize"):
         layer(torch.randn(2, linear.in_features)).sum().backward()
+
+
+@pytest.mark.parametrize("kind", [Sparse24Linear, BitmaskLinear, Bitmask4Linear])
+def test_tensors_that_do_not_belong_together_make_no_layer(kind):
+    weight = torch.zeros(8, 64)
+    weight[:, ::4] = 1.0
+    tensors = kind.FORMAT.pack(weight)
+    assert torch.equal(kind.from_packed(tensors, 64).dense_weight(), weight)
+    values, places, *rest = tensors
+    for wrong in (
+        tensors[:1],
+        [*tensors, values],
+        [values, places[:4], *rest],
+        [values, places.int(), *rest],
+        [values, torch.tensor(1, dtype=torch.uint8), *rest],
+    ):
+        with pytest.raises(FormatError, match=f"{kind.__name__}.from_packed"):
+            kind.from_packed(wrong, 64)
+    with pytest.raises(OptionError, match="`columns` must be"):
+        kind.from_packed(tensors, "64")
+    with pytest.raises(FormatError, match="got list, list"):
+        kind.from_packed([tensor.tolist() for tensor in tensors], 64)
+
+
+def test_what_pack_did_not_give_is_not_unpacked():
+    weight = torch.zeros(8, 64)
+    weight[:, ::4] = 1.0
+    values, meta = export.pack(weight)
+    assert torch.equal(export.unpack(values, meta), weight)
+    for wrong in ((values, meta[:4]), (values[0], meta[0]), (values, meta.int()), (meta, values)):
+        with pytest.raises(FormatError, match="the two tensors that `pack` gave"):
+            export.unpack(*wrong)
+    with pytest.raises(FormatError, match="`meta` is damaged"):
+        export.unpack(values, torch.zeros_like(meta))
+    with pytest.raises(OptionError, match="`values` must be"):
+        export.unpack(values.tolist(), meta)

@@ -258,7 +258,11 @@ def test_blocks_after_one_that_came_out_otherwise_see_what_it_gives(build, batch
 def test_files_of_others_in_the_journal_stay(resume, three, tmp_path, caplog):
     """Those of other names are named, those in the way are asked to be moved."""
     (three / "block-notes.safetensors").write_text("mine")
-    (three / "block-00002.safetensors.partial").write_text("torn")
+    record_of(2).save(three / "whole")
+    torn = (three / "whole").read_bytes()[:-20]
+    (three / "whole").unlink()
+    (three / "block-00002.safetensors.partial").write_bytes(torn)
+    (three / "block-00005.safetensors.partial").touch()
     save_file({"mine": torch.ones(2)}, three / "block-00003.safetensors")
     before = sorted(three.iterdir())
     with pytest.raises(SaveError, match=r"block-00003\.safetensors in it is not ours\. Move it"):
@@ -270,6 +274,12 @@ def test_files_of_others_in_the_journal_stay(resume, three, tmp_path, caplog):
     with pytest.raises(SaveError, match=r"block-00004\.safetensors in it is not ours"):
         Journal.open(tmp_path / "out", PRINT, resume=resume)
     (three / "block-00004.safetensors").unlink()
+    for other in ("mine", "\x08\0\0\0\0\0\0\0[1, 2,3]"):  # the second has a length and JSON
+        (three / "block-00006.safetensors.partial").write_text(other)
+        with pytest.raises(SaveError, match=r"block-00006\.safetensors\.partial in it is not ours"):
+            Journal.open(tmp_path / "out", PRINT, resume=resume)
+        assert (three / "block-00006.safetensors.partial").read_text() == other
+    (three / "block-00006.safetensors.partial").unlink()
     with Journal.open(tmp_path / "out", PRINT, resume=resume) as journal:
         assert len(journal.manifest.entries) == (3 if resume else 0)
         journal.remove()
