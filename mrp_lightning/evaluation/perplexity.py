@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
+from mrp_lightning.records.evaluation import UNNAMED
 from mrp_lightning.text.prefix import Windows
 
 _POSITIONS = 1024  # whose logits are in float32 at the same time
@@ -103,7 +104,7 @@ class Perplexities:
     def __init__(self, loaders: Any = None, device: torch.device | None = None) -> None:
         if isinstance(loaders, list | tuple):
             loaders = dict(enumerate(loaders)) if len(loaders) != 1 else loaders[0]
-        named = loaders if isinstance(loaders, Mapping) else {"text": loaders}
+        named = loaders if isinstance(loaders, Mapping) else {UNNAMED: loaders}
         self.names = [str(name) for name in named]
         self._data = [getattr(loader, "dataset", None) for loader in named.values()]
         self._metrics = [(MeanLoss().to(device), Perplexity().to(device)) for _ in named]

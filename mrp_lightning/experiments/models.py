@@ -15,6 +15,7 @@ from typing import Any
 
 from mrp_lightning.experiments.runs import Run
 from mrp_lightning.experiments.trials import Trial, has_blocks
+from mrp_lightning.records.evaluation import Evaluation
 from mrp_lightning.records.report import NAME
 
 _TOLD_OTHERWISE = ("method", "pattern", "sparsity", "bits")
@@ -133,6 +134,8 @@ def find_models(runs: Sequence[Run]) -> list[Model]:
         elif before and sum(nearest[g[0]] == near for g in groups) > 1:
             doubts = [f"{before.name} stands beside runs of several models: there is no “before”."]
             before = None
+        elif not near:
+            before = _as_measured_with(group)
         name = _model_name(group, before, alone=len(groups) == 1)
         models.append(Model(name, before, _results(group), doubts))
     # Dense models that are not pruned yet.
@@ -143,6 +146,16 @@ def find_models(runs: Sequence[Run]) -> list[Model]:
 
 def _home(run: Run) -> Path:
     return run.directory.absolute().parent
+
+
+def _as_measured_with(pruned: Sequence[Run]) -> Run | None:
+    """What runs say themselves of their dense model, where none of them is it."""
+    for run in pruned:
+        if run.evaluation.dense:
+            source = run.config.get("base_model")
+            found = Evaluation(perplexity=run.evaluation.dense, model=source)
+            return Run(run.directory, f"{run.name}, before", None, found)
+    return None
 
 
 def _nearest(run: Run, dense: Sequence[Run]) -> tuple[Run, ...]:

@@ -14,12 +14,18 @@ from mrp_lightning.experiments.numbers import MISSING, Write
 from mrp_lightning.experiments.runs import Run
 from mrp_lightning.records.evaluation import (
     BY_LENGTH,
+    UNNAMED,
     Scores,
     averaged,
     mean_accuracy,
     metrics,
     standard_error,
 )
+
+
+def named(text: str) -> str:
+    """What a reader is told of a text to evaluate on."""
+    return "the evaluation text" if text == UNNAMED else text
 
 
 class Score(NamedTuple):
@@ -51,7 +57,7 @@ class Score(NamedTuple):
         """As a heading, such as `perplexity wikitext2 @2048`."""
         if self.zero_shot:
             return self.of if self.metric == "accuracy" else f"{self.of} {self.metric}"
-        name = " ".join([self.metric, *([self.of] if self.of not in ("", "text") else [])])
+        name = " ".join([self.metric, *([self.of] if self.of not in ("", UNNAMED) else [])])
         return f"{name} @{self.context}" if self.context else name
 
     @property
@@ -64,9 +70,9 @@ class Score(NamedTuple):
         """How its values are written."""
         if self.in_percent:
             return numbers.points
-        named = {"relative loss": numbers.relative_loss}
-        named |= dict.fromkeys(("seconds", "CPU seconds"), numbers.seconds)
-        return named.get(self.metric, numbers.perplexity)
+        ways = {"relative loss": numbers.relative_loss}
+        ways |= dict.fromkeys(("seconds", "CPU seconds"), numbers.seconds)
+        return ways.get(self.metric, numbers.perplexity)
 
 
 class Value(NamedTuple):
@@ -173,8 +179,11 @@ def _finite(value: float | None) -> float:
 
 
 def _windows(found: Scores) -> str:
-    named = {"windows": "{} windows", "prefix": "prefix {}"}
-    return ", ".join(said.format(found[key]) for key, said in named.items() if key in found)
+    sizes = [f"{found['windows']} windows"] if "windows" in found else []
+    if "prefix" in found:
+        first = found["prefix"]
+        sizes.append(f"{first} tokens such as BOS before each" if first else "no BOS before them")
+    return ", ".join(sizes)
 
 
 def _samples(score: Score, found: Scores) -> str:

@@ -87,7 +87,9 @@ def continuation(
 ) -> dict[str, str]:
     """Let a model go on with the beginning of a window, always by the most likely token.
 
-    Prompt and continuation are together no longer than the window, which the model can take.
+    Prompt and continuation are together no longer than the window, which the model can take. Both
+    end with a whole word, where the text has words: a model that is given half a word can do little
+    but end it.
 
     Args:
         logits: Gives the logits (1, length, vocabulary) of token ids (1, length).
@@ -97,14 +99,33 @@ def continuation(
     Returns:
         The `prompt` and the `continuation`, as text.
     """
-    start = min(_PROMPT_TOKENS, len(window) // 2)
+
+    def decoded(ids: Tensor) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=True))
+
+    start = _end_of_word(window, min(_PROMPT_TOKENS, len(window) // 2), decoded)
     ids = window[:start]
     for _ in range(min(_NEW_TOKENS, len(window) - start)):
         token = logits(ids[None])[0, -1].argmax()
         if token.item() == tokenizer.eos_token_id:
             break
         ids = torch.cat([ids, token[None]])
-    decoded = [tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:start], ids)]
+    else:
+        end = _end_of_word(ids, len(ids) - 1, decoded)
+        ids = ids[:end] if end > start else ids  # it wrote no end of a word
     # A prompt may end within a character, which only what follows completes.
-    prompt = commonprefix(decoded)  # noqa: RUF071
-    return {"prompt": prompt, "continuation": decoded[1].removeprefix(prompt)}
+    prompt = commonprefix([decoded(ids[:start]), decoded(ids)])  # noqa: RUF071
+    return {"prompt": prompt, "continuation": decoded(ids).removeprefix(prompt)}
+
+
+def _end_of_word(ids: Tensor, most: int, decoded: Callable[[Tensor], str]) -> int:
+    """The most of the first tokens, up to `most`, that the next one does not add letters to.
+
+    All of them where no word ends.
+    """
+    for end in range(most, 0, -1):
+        before, after = decoded(ids[:end]), decoded(ids[: end + 1])
+        joined = before[-1:], after[len(before) : len(before) + 1]
+        if after.startswith(before) and not all(letter.isalnum() for letter in joined):
+            return end
+    return most

@@ -12,6 +12,8 @@ from mrp_lightning.records.model_card import add_perplexities
 
 FORMAT_VERSION = 1
 NAME = "evaluation.json"
+UNNAMED = "text"
+"""What a text to evaluate on is called that has no name, as where there is but one."""
 
 Scores = Mapping[str, float | int | None]
 """Numbers by name, such as `{"acc": 0.74, "acc_stderr": 0.006, "samples": 5153}`."""
@@ -39,6 +41,7 @@ class Evaluation:
             has scores itself `depth`, the number of such groups around it.
         continuations: By text: its first tokens, `prompt`, and the `continuation` that the model
             writes, always with the most likely token.
+        dense: What `perplexity` has, of the model before it was pruned, on the same windows.
         model: Where the model was loaded from.
         versions: Of the libraries; those of the last evaluation where several were recorded.
         format_version: Raised when a key changes its meaning.
@@ -47,6 +50,7 @@ class Evaluation:
     perplexity: dict[str, Scores] = field(default_factory=dict)
     zeroshot: dict[str, Scores] = field(default_factory=dict)
     continuations: dict[str, Mapping[str, str]] = field(default_factory=dict)
+    dense: dict[str, Scores] = field(default_factory=dict)
     model: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
@@ -58,6 +62,7 @@ def record(
     perplexity: Mapping[str, Scores] | None = None,
     zeroshot: Mapping[str, Scores] | None = None,
     continuations: Mapping[str, Mapping[str, str]] | None = None,
+    dense: Mapping[str, Scores] | None = None,
     model: str | None = None,
 ) -> Path:
     """Add results to `evaluation.json`; those of other texts and tasks stay as they are.
@@ -72,6 +77,7 @@ def record(
         perplexity: By text, as in `Evaluation`.
         zeroshot: By task, as in `Evaluation`.
         continuations: By text, as in `Evaluation`.
+        dense: By text, as in `Evaluation`.
         model: As in `Evaluation`; `None` keeps what is recorded.
 
     Returns:
@@ -89,6 +95,7 @@ def record(
             **found.continuations,
             **{k: dict(v) for k, v in (continuations or {}).items()},
         },
+        dense={**found.dense, **(dense or {})},
         model=model or found.model,
         versions={**found.versions, **versions()},
     )

@@ -56,12 +56,17 @@ def test_what_a_model_writes_is_its_greedy_continuation(tiny_llama, quiet, tmp_p
     loaders = {"code": DataLoader([window]), "short": DataLoader([window[:20]])}
     Trainer(**quiet, callbacks=SaveEvaluation(tmp_path)).test(lm, loaders, verbose=False)
     found = records.read(tmp_path).continuations
-    for text, start in {"code": 32, "short": 10}.items():
-        length = len(loaders[text].dataset[0])
+    for text, most in {"code": 32, "short": 10}.items():
+        prompt, said = found[text]["prompt"], found[text]["continuation"]
+        length, code = len(loaders[text].dataset[0]), lm.tokenizer.decode(window)
+        (start,) = [n for n in range(most + 1) if lm.tokenizer.decode(window[:n]) == prompt]
+        assert most - 4 < start <= most
+        assert not code[len(prompt) - 1 : len(prompt) + 1].isalnum()  # between two words
         every = lm.model.generate(window[None, :start], max_length=length, do_sample=False)[0]
-        prompt, whole = lm.tokenizer.batch_decode([window[:start], every])
-        assert found[text] == {"prompt": prompt, "continuation": whole.removeprefix(prompt)}
-        assert found[text]["continuation"]
+        whole = lm.tokenizer.decode(every).removeprefix(prompt)
+        assert said
+        assert whole.startswith(said)
+        assert said == whole or not whole[len(said) - 1 : len(said) + 1].isalnum()
     lm.tokenizer = None
     Trainer(**quiet, callbacks=SaveEvaluation(tmp_path / "b")).test(lm, loaders, verbose=False)
     assert records.read(tmp_path / "b").continuations == {}
@@ -77,6 +82,8 @@ def test_a_prompt_that_ends_within_a_character_stands_once(tiny_llama):
 
     found = [continuation(truth(window), tokenizer, window) for window in windows]
     for window, parts in zip(windows, found, strict=True):
-        assert parts["prompt"] + parts["continuation"] == tokenizer.decode(window)
+        whole, said = tokenizer.decode(window), parts["prompt"] + parts["continuation"]
+        assert whole.startswith(said)
+        assert " " not in whole.removeprefix(said).strip()  # but for the last word
     prompts = [parts["prompt"] for parts in found]
     assert prompts != [tokenizer.decode(window[:32]) for window in windows]

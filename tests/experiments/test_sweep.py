@@ -197,7 +197,7 @@ def test_recipes_are_rows_of_the_tables(here):
     recorded = json.loads(Path("out/tiny/2of4-tuned-seed0/evaluation.json").read_text())
     said = recorded["continuations"]["text"]["continuation"].strip("\n")
     assert "2:4 tuned:\n" + textwrap.indent(said, "    ") in page
-    assert "Windows of text have no BOS before them." in page
+    assert "Windows of the evaluation text have no BOS before them." in page
     pictures = re.findall(r"!\[.*\]\((.*)\)", page)
     assert "page/tiny-perplexity.svg" in pictures
     drawn = Path("docs/page/tiny-perplexity.svg").read_text()

@@ -11,6 +11,7 @@ from mrp_lightning.experiments.models import Model
 from mrp_lightning.experiments.numbers import number, perplexity
 from mrp_lightning.experiments.page.parts import Part, Row, Table, columns
 from mrp_lightning.experiments.scores import deviation, scores, text
+from mrp_lightning.records.evaluation import UNNAMED
 
 _CASE = ["model", "setting", "size"]
 _ABLATIONS = {
@@ -49,7 +50,7 @@ def findings(models: Sequence[Model]) -> list[Finding]:
             "model": trial.model,
             "setting": trial.setting,
             "size": f"S={trial.columns}" if trial.columns else "",
-            "text": "" if score.of == "text" else score.of,
+            "text": "" if score.of == UNNAMED else score.of,
             "context": score.context or 0,
             "how": trial.recipe or trial.method,
             "option": trial.changed.option if trial.changed else "",

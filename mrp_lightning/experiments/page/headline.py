@@ -16,6 +16,7 @@ from mrp_lightning.experiments.scores import (
     finite_means,
     mean,
     measured,
+    named,
 )
 
 
@@ -48,19 +49,21 @@ def headline(model: Model) -> Iterator[Value]:
         (result,) = model.originals
         for text in texts:
             if mean(result.runs, text) is not None:
-                yield _perplexity(model, result, text, f"Perplexity on {text.of}")
+                yield _perplexity(model, result, text, f"Perplexity on {named(text.of)}")
         yield from _costs(model, result)
         return
     if not model.results:
         for text in texts:
             found = cell(model.before, text)
-            yield Value(f"Perplexity on {text.of}", found, _how_measured(model, text))
+            yield Value(f"Perplexity on {named(text.of)}", found, _how_measured(model, text))
     for setting, results in by_setting(model.originals).items():
         for score in [*texts, RELATIVE_LOSS]:
             if means := finite_means(results, score):
                 best = min(means, key=lambda result: means[result])
                 if score.of:
-                    yield _perplexity(model, best, score, f"{setting}, perplexity on {score.of}")
+                    yield _perplexity(
+                        model, best, score, f"{setting}, perplexity on {named(score.of)}"
+                    )
                 else:
                     found, label = cell(best.runs, score), f"{setting}, relative layer loss"
                     yield Value(label, found, f"lowest: {best.label}")

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from mrp_lightning.experiments.models import Model
 from mrp_lightning.experiments.runs import Run
+from mrp_lightning.experiments.scores import named
 from mrp_lightning.records.rows import LayerReport
 
 
@@ -91,4 +92,6 @@ def _of_texts(model: Model) -> Iterator[Note]:
     for text, by_sizes in found.items():
         if len(by_sizes) > 1:
             parts = "; ".join(f"{sizes} in {', '.join(runs)}" for sizes, runs in by_sizes.items())
-            yield Note(f"Perplexity on {text} was not measured on the same windows: {parts}.", [])
+            yield Note(
+                f"Perplexity on {named(text)} was not measured on the same windows: {parts}.", []
+            )

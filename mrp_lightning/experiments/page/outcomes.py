@@ -10,7 +10,8 @@ from mrp_lightning.experiments.page.parts import Column, Part, Picture, Row, Tab
 from mrp_lightning.experiments.page.peers import NO_PEERS, Peers
 from mrp_lightning.experiments.page.pictures import Scale, draw_lines
 from mrp_lightning.experiments.page.tables import results_table, zero_shot_table
-from mrp_lightning.experiments.scores import Score, deviation, finite_means, measured, values
+from mrp_lightning.experiments.scores import Score, deviation, finite_means, measured, named, values
+from mrp_lightning.records.evaluation import UNNAMED
 
 
 def results_part(model: Model, peers: Peers = NO_PEERS) -> Part | None:
@@ -70,7 +71,7 @@ def continuations_part(model: Model) -> Part | None:
     return Part(
         "What the models write",
         "Always the most likely token, after the first words of the text.",
-        [Table(f"On {text}", shown, rows) for (text, _), rows in tables.items()],
+        [Table(f"On {named(text)}", shown, rows) for (text, _), rows in tables.items()],
         folded=True,
     )
 
@@ -123,7 +124,7 @@ def _options(model: Model, score: Score) -> Iterator[Picture]:
         shaped = shaped.reindex(places)
         means, spread = shaped["mean"], shaped["spread"]
         caption = f"{_named(score)} over {option} at {setting}."
-        name = f"{option}-{setting}" + (f"-{score.of}" if score.of != "text" else "")
+        name = f"{option}-{setting}" + (f"-{score.of}" if score.of != UNNAMED else "")
         how = (methods, Scale(str(score), score.write, zero=False))
         band = (means - spread, means + spread)
         yield draw_lines(name, caption, means, *how, across=option, band=band)
@@ -134,7 +135,7 @@ def _methods(results: Iterable[Result]) -> dict[str, str | None]:
 
 
 def _named(score: Score) -> str:
-    return "Perplexity" if score.of == "text" else f"Perplexity on {score.of}"
+    return "Perplexity" if score.of == UNNAMED else f"Perplexity on {score.of}"
 
 
 def _prefixes(model: Model) -> Sequence[str]:
@@ -145,7 +146,7 @@ def _prefixes(model: Model) -> Sequence[str]:
             if (tokens := scores.get("prefix")) is not None:
                 found.setdefault(tokens, []).append(text)
     return [
-        f"Windows of {', '.join(dict.fromkeys(texts))} {_begin(tokens)}."
+        f"Windows of {', '.join(map(named, dict.fromkeys(texts)))} {_begin(tokens)}."
         for tokens, texts in found.items()
     ]
 

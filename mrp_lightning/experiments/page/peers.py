@@ -8,6 +8,7 @@ from pathlib import Path
 import pandas as pd
 
 from mrp_lightning.errors import FormatError
+from mrp_lightning.records.evaluation import UNNAMED
 
 Peers = Mapping[tuple[str, str], Mapping[str, Mapping[str, float]]]
 """Perplexities by (model, text), sparsity and the name of the code."""
@@ -28,7 +29,7 @@ def read_tables(page: str) -> list[pd.DataFrame]:
     return [pd.DataFrame(rows[2:], columns=rows[0]) for rows in found if len(rows) > 2]
 
 
-def read_peers(path: Path, text: str = "text") -> Peers:
+def read_peers(path: Path, text: str = UNNAMED) -> Peers:
     """The perplexities of a page, by its tables that name `model`, `sparsity` and `code`.
 
     They are means over the seeds, of the text that sweeps call `text`.

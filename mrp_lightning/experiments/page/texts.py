@@ -8,7 +8,7 @@ import numpy as np
 from mrp_lightning.experiments import numbers
 from mrp_lightning.experiments.models import Model, Result, by_setting
 from mrp_lightning.experiments.page.parts import Column, Part, Row, Table
-from mrp_lightning.experiments.scores import Score, mean, measured
+from mrp_lightning.experiments.scores import Score, mean, measured, named
 
 
 def texts_part(model: Model) -> Part | None:
@@ -56,7 +56,7 @@ def texts_part(model: Model) -> Part | None:
         Column("mean", "× dense, geometric"),
     ]
     before = ", ".join(
-        f"{text.of} {numbers.perplexity(_infinite(found))}" for text, found in dense.items()
+        f"{named(text.of)} {numbers.perplexity(_infinite(found))}" for text, found in dense.items()
     )
     return Part(
         "On other texts",

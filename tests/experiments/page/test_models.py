@@ -6,9 +6,11 @@ import shutil
 import pytest
 
 from mrp_lightning.experiments.models import find_models
+from mrp_lightning.experiments.page.headline import headline
 from mrp_lightning.experiments.page.notes import notes
 from mrp_lightning.experiments.runs import find_runs
 from mrp_lightning.experiments.trials import METHODS, canonical_method, method_rank
+from mrp_lightning.records.evaluation import read, record
 from mrp_lightning.solver.methods import MASKS, NAMED
 
 
@@ -52,6 +54,22 @@ def test_each_model_has_the_dense_run_that_is_nearest(tmp_path, save_run, save_p
         ("one", "one/dense"),
         ("two", "two/dense"),
     ]
+
+
+def test_a_run_may_tell_of_its_dense_model_itself(tmp_path, save_run, save_perplexity):
+    run = tmp_path / "a" / "run"
+    save_run(run)
+    save_perplexity(run, text=8.0)
+    found = read(run).perplexity["text"]
+    record(run, dense={"text": {**found, "perplexity": 5.0, "prefix": 0}})
+    (model,) = models_of(run)
+    (value, *_) = headline(model)
+    assert value.label == "Perplexity on the evaluation text"
+    assert value.value == "5.000 → 8.000"
+    assert value.detail.startswith("+60.0%, context 2048, 166 windows, no BOS before them")
+    assert not notes(model)
+    save_perplexity(tmp_path / "a" / "dense", text=4.0)  # measured by itself, and later
+    assert models_of(run)[0].dense.name == "../dense"
 
 
 def test_settings_in_directories_of_their_own_are_one_model(tmp_path, save_run, save_perplexity):
