@@ -20,6 +20,18 @@ _RECIPES: dict[str, dict[str, Any]] = {
 _OF_MODEL = ("model", "dtype", "gguf_file", "revision", "trust_remote_code")
 _OF_TEXT = ("num_samples", "sequence_length", "batch_size", "seed")
 
+_TYPED = {
+    **{key: f"--{key.replace('_', '-')}" for key in ("pattern", "sparsity", "method", "overwrite")},
+    **{f"data.{key}": f"--{key.replace('_', '-')}" for key in _OF_TEXT},
+    "sequence_length": "--sequence-length",
+    **dict.fromkeys(("data.train_files", "data.eval_files", "data.{train,eval}_files"), "--text"),
+    "data.calibration": "--text",
+    "model": "MODEL",
+    "model.model": "MODEL",
+    "save_dir": "--out",
+}
+"""What is typed here, by what the classes behind it call it."""
+
 _DESCRIPTION = (
     "Prune a language model, measure its perplexity before and after on text that it was not "
     "calibrated on, and save it. `predict` has more options, and YAML files."
@@ -38,12 +50,13 @@ def main(args: list[str]) -> None:
     # Only now: they load Lightning and transformers, which help and a mistake need not wait for.
     from rich.console import Console
 
+    from mrp_lightning.cli.typed import as_typed
     from mrp_lightning.experiments.comparison import prune_and_compare
     from mrp_lightning.loop.signals import interruptible, unclaimed_signals
 
     console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)
     given = vars(options)
-    with interruptible(unclaimed_signals(), at_once=True):
+    with interruptible(unclaimed_signals(), at_once=True), as_typed(_TYPED):
         prune_and_compare(
             {key: given[key] for key in _OF_MODEL},
             {"train_files": options.text, **{key: given[key] for key in _OF_TEXT}},
@@ -100,7 +113,8 @@ def _parser() -> Any:
     what = "paper (SM), joint (JM), best (JM, dense target, tuned blocks), or best_4bit, which "
     what += "also puts the weights on a grid of 4 bits; in place of a method"
     option("--recipe", choices=list(_RECIPES), help=what)
-    what = "text or .jsonl files; a tenth is held out to evaluate on (default: Python's own source)"
+    what = "text or .jsonl files to calibrate on, of which a tenth is held out to evaluate on "
+    what += "(default: the model writes its own, and is evaluated on Python's standard library)"
     option("--text", nargs="+", metavar="FILE", help=what)
     what = "the directory of the pruned model (default: MODEL-PATTERN in this directory)"
     option("--out", type=Path, metavar="DIR", help=what)

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from mrp_lightning.calibration.offload import Offload
+from mrp_lightning.environment import progress_log
 from mrp_lightning.errors import DataError, OptionError
 from mrp_lightning.journal.fingerprint import forward_of
 from mrp_lightning.loop.contents import language_models, streamed_blocks
@@ -28,6 +29,7 @@ from mrp_lightning.samples.writing import Sampling, require_writer
 from mrp_lightning.targets.blocks import find_blocks
 from mrp_lightning.text.prefix import frame
 
+_say = rank_zero_only(progress_log.info)
 _TIMED_TOKENS = 16
 """By how many tokens of a batch the time of all is estimated."""
 
@@ -158,7 +160,7 @@ class _Listener(WritingListener):
         left = spent * max(0, self._mine / done - 1)
         if place >= _TIMED_TOKENS and not self._is_estimated:
             self._is_estimated = True
-            rank_zero_info(f"Writing {self._what} takes about {roughly(spent + left)}.")
+            _say(f"Writing {self._what} takes about {roughly(spent + left)}.")
         if self._is_time():
             self._show(done, f"own text · about {roughly(left)} left")
 
@@ -168,4 +170,4 @@ class _Listener(WritingListener):
 
     def _end(self) -> None:
         if self._finished == self._mine:
-            rank_zero_info(f"Wrote {self._what} in {roughly(time.monotonic() - self._start)}.")
+            _say(f"Wrote {self._what} in {roughly(time.monotonic() - self._start)}.")

@@ -23,6 +23,7 @@ from mrp_lightning.pruning.estimate import Estimate, estimate, products_per_seco
 from mrp_lightning.records.evaluation import Scores, record
 from mrp_lightning.records.report import PruningReport
 from mrp_lightning.targets.plan import make_plan
+from mrp_lightning.text.mixture import SELF
 
 
 def prune_and_compare(
@@ -38,14 +39,16 @@ def prune_and_compare(
 
     Args:
         source: The arguments of the `CausalLM`.
-        text: Those of its text, a `HeldOutText` if they name files, else a `TextDataModule`.
+        text: Those of its text, a `HeldOutText` if they name files. Else the model calibrates on
+            what it writes itself, and is evaluated on the source of Python's standard library.
         pruning: Those of the `PruningCallback`, with `save_dir`.
         windows: The most windows to evaluate on.
         accelerator: Where it runs, as Lightning names it.
         console: Where progress and results are printed.
     """
     prune = PruningCallback(**pruning)
-    data = HeldOutText(**text) if text["train_files"] else TextDataModule(**text)
+    is_given = bool(text["train_files"])
+    data = HeldOutText(**text) if is_given else TextDataModule(**text, calibration=SELF)
     assert prune.save_dir is not None
     with quiet():
         model = CausalLM(**source)
@@ -61,34 +64,40 @@ def prune_and_compare(
             callbacks=[clock],
         )
 
-        def evaluated(what: str) -> Scores:
-            console.print(f"Evaluating the {what} model on text that is held out …")
+        def evaluated(what: str) -> dict[str, Scores]:
+            on = "text that is held out" if is_given else "the source of Python's standard library"
+            console.print(f"Evaluating the {what} model on {on} …")
             trainer.test(model, datamodule=data, verbose=False)
-            (found,) = model.evaluation.values()
-            return found
+            return dict(model.evaluation)
 
         console.print(
             f"{plan.num_layers} layers are to be pruned to {prune.settings.recipe.pattern} by "
-            f"{prune.settings.recipe.method}, calibrated on {data.num_samples} windows of "
-            f"{data.calibration_source}."
-            + ("" if text["train_files"] else " Give text that is like yours by `--text FILE`.")
+            f"{prune.settings.recipe.method}, calibrated on {data.num_samples} windows "
+            + (
+                f"of {data.calibration_source}."
+                if is_given
+                else "that the model writes itself. Text that is like yours is given by `--text "
+                "FILE`: it is then evaluated on, too."
+            )
         )
         dense = evaluated("dense")
+        (before,) = dense.values()
         expected = estimate(
             model.model,
             plan,
             prune.settings,
             windows=data.num_samples,
             length=data.sequence_length,
-            tokens_per_second=clock.tokens_per_second(dense),
+            tokens_per_second=clock.tokens_per_second(before),
             products_per_second=products_per_second(trainer.strategy.root_device),
         )
-        console.print(_announced(expected))
+        console.print(_announced(expected, "" if is_given else " once that text is written"))
         trainer.predict(model, datamodule=data, callbacks=[prune])
         pruned = evaluated("pruned")
+        (after,) = pruned.values()
     assert prune.report is not None
-    record(prune.save_dir, perplexity=model.evaluation, model=str(prune.save_dir))
-    console.print(_table(dense, pruned, prune.report))
+    record(prune.save_dir, perplexity=pruned, dense=dense, model=str(prune.save_dir))
+    console.print(_table(before, after, prune.report))
 
 
 class _Clock(Callback):
@@ -107,9 +116,9 @@ class _Clock(Callback):
         return (found["windows"] or 0) * (found["context"] or 0) / self._seconds
 
 
-def _announced(expected: Estimate) -> str:
+def _announced(expected: Estimate, when: str) -> str:
     return (
-        f"Pruning may take {roughly(expected.seconds)} and, beside the model, "
+        f"Pruning may take {roughly(expected.seconds)}{when} and, beside the model, "
         f"{memory(expected.num_bytes)} of memory. This is a rough estimate from the speed of that "
         "evaluation; small models, few bits and busy machines take longer. If it is interrupted, "
         "the same command goes on where it was."

@@ -57,9 +57,12 @@ def test_one_command_prunes_compares_and_says_what_is_next(tiny_llama, text, cap
         expected = perplexity(directory, held_out, 6)
         (told,) = re.findall(rf"│ {name} +│ +([\d.,]+) │", shown)
         assert float(told.replace(",", "")) == pytest.approx(expected, rel=2e-3)
-    recorded = json.loads((out / "evaluation.json").read_text())["perplexity"]["text"]
+    evaluation = json.loads((out / "evaluation.json").read_text())
+    recorded = evaluation["perplexity"]["text"]
     assert recorded["perplexity"] == pytest.approx(perplexity(out, held_out, 6), rel=2e-3)
     assert recorded["windows"] == 6
+    before = evaluation["dense"]["text"]["perplexity"]
+    assert before == pytest.approx(perplexity(tiny_llama, held_out, 6), rel=2e-3)
     assert "Pruning may take" in shown
     assert f"mrp-lightning export {out}" in shown
     with pytest.raises(SystemExit) as stop:  # before the model is evaluated
@@ -109,3 +112,38 @@ def test_of_many_documents_whole_ones_are_held_out(tmp_path):
     held_out, rest = data.documents("test"), data.documents("train")
     assert held_out == [f"document {i}" for i in (9, 19, 29, 39)]
     assert sorted([*held_out, *rest]) == sorted(f"document {i}" for i in range(40))
+
+
+def test_without_text_the_model_writes_what_it_is_calibrated_on(
+    tiny_llama, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    options = ["--num-samples=4", "--sequence-length=32", "--eval-samples=4", "--accelerator=cpu"]
+    main(["prune", str(tiny_llama), "--sparsity=0.5", *options])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "calibrated on 4 windows that the model writes itself" in shown
+    assert "Evaluating the dense model on the source of Python's standard library" in shown
+    out = Path(f"{tiny_llama.name}-50")
+    report = json.loads((out / "pruning_report.json").read_text())
+    assert report["provenance"]["data"]["source"] == "the model's own text"
+
+
+def test_messages_name_what_was_typed(tiny_llama, text, capsys):
+    asked = [f"--text={text}", "--sequence-length=32", "--accelerator=cpu", "--eval-samples=2"]
+    few = text.with_name("few.txt")
+    few.write_text(text.read_text()[:300])
+    for options, said in (
+        (["--num-samples=100000", *asked], "or `--num-samples "),
+        (["--sequence-length=100000", *asked[:1]], "`--sequence-length` is 100000"),
+        ([*asked, "--num-samples=2", "--method=SN"], "`--method`"),
+        (["--num-samples=2", "--out=/", *asked], "`--out`"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            main(["prune", str(tiny_llama), "--pattern=2:4", *options])
+        assert stop.value.code == 2
+        error = capsys.readouterr().err
+        assert said in error
+        assert "data." not in error
+    many = ["--num-samples=20", f"--text={few}", "--sequence-length=16", "--accelerator=cpu"]
+    with pytest.warns(UserWarning, match="or `--num-samples [0-9]+`"):
+        main(["prune", str(tiny_llama), "--pattern=2:4", *many, "--out=few"])

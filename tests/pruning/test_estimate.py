@@ -20,17 +20,18 @@ def expected(**options):
 def test_one_layer():
     forward, weights = 500 / 100, 40 * 20  # all of the model is in the layer
     hessian = forward * 40**2 / weights
-    solver = (10 * weights * 40 + 3 * 40**3) / 1e4
+    solver = (50 * weights * 40 + 3 * 40**3) / 1e4
     found = expected()
     assert found.seconds == pytest.approx(2 * forward + hessian + solver)
     assert found.num_bytes == pytest.approx(4 * 500 * 40 + 4 * (17.5 * weights + 9.1 * 40**2))
 
 
 def test_what_costs_more_is_expected_to():
-    ways = [{"method": "magnitude"}, {}, {"method": "JM"}, {"method": "JM", "tuning": True}]
+    ways = [{"method": "magnitude"}, {}, {"bits": 4}, {"method": "JM"}]
+    ways += [{"method": "JM", "tuning": True}]
     times = [expected(**options).seconds for options in ways]
     assert times == sorted(times)
-    assert len(set(times)) == 4
+    assert len(set(times)) == 5
 
 
 def test_the_speed_is_that_of_products():
