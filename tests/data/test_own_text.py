@@ -10,6 +10,7 @@ from callbacks import MRPCallback
 from mrp_lightning import CausalLM, TextDataModule, Trainer
 from mrp_lightning.cli.lightning_cli import PruningCLI
 from mrp_lightning.errors import DataError, OptionError, TargetError
+from mrp_lightning.experiments.configuration import quiet
 from mrp_lightning.samples import together
 from mrp_lightning.samples.writing import write
 
@@ -47,7 +48,7 @@ def written(monkeypatch):
 
 
 def test_runs_beside_each_other_share_what_the_model_wrote(tiny_llama, tmp_path, written, caplog):
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO"), quiet():  # as a sweep runs it
         first = pruned(tiny_llama, tmp_path / "a")
         second = pruned(tiny_llama, tmp_path / "b")
     assert written == [range(5)]
