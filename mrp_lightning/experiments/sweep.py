@@ -111,6 +111,13 @@ class Sweep:
             for setting, names in runs.items():
                 for name in names:
                     parse_setting(setting, self._method_of(name))
+        is_page = self.page and not Path(self.page).is_dir()  # which is told of where it is written
+        pictures = Path(self.page or "").absolute().with_suffix("")
+        if is_page and pictures in (out := Path(self.out).absolute(), *out.parents):
+            raise OptionError(
+                f"`page`: its pictures are kept in {pictures}, which is `out` or holds it. Name "
+                "another page."
+            )
         if not self.seeds:
             raise OptionError("`seeds` is empty; expected at least one, such as [0].")
         if not any(trial.method for trial in self.trials):

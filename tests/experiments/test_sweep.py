@@ -78,6 +78,7 @@ def test_pages_and_tables_of_others_are_refused_before_any_run(name, here, capsy
         ('--vary={"zzz": [1]}', "`vary`: there is no option `zzz`. Name one by its dotted key"),
         ("--config=elsewhere.yaml", "elsewhere.yaml, line 1: `base`: there is no file gone.yaml"),
         ("--out=file", "file is a file"),
+        ("--page=out.md", "/out, which is `out` or holds it. Name another page."),
         ("--out=/", "`out`: / is the root of all files"),
         ("--out=/proc/self/fdinfo", "`out`: /proc/"),
         ("--page=.", "`page`: expected a file, but . is a directory"),
