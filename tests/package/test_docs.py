@@ -72,8 +72,8 @@ NOT_RUN = {
 """Page and beginning of the blocks that no test runs, and why."""
 
 RUN = {
-    ("start.md", "python -m mrp_lightning predict"): "tests/package/test_site_pages.py",
-    ("start.md", "python -m mrp_lightning test"): "tests/package/test_site_pages.py",
+    ("start.md", "mrp-lightning prune"): "tests/package/test_site_pages.py",
+    ("start.md", "python -m mrp_lightning layers"): "tests/package/test_site_pages.py",
     ("start.md", "python -m export.to_sparse"): "tests/package/test_site_pages.py",
     ("checkpoint.md", "python -m mrp_lightning layers"): "tests/package/test_site_pages.py",
     ("checkpoint.md", "model:"): "tests/package/test_site_pages.py",

@@ -43,11 +43,13 @@ def test_five_minutes(tiny_llama, here, capsys):
     from export.to_sparse import main as to_sparse
 
     page = "start.md"
-    text = [f"--data.{kind}_files=[text.txt]" for kind in ("train", "eval")]
-    (predict,) = block(page, "python -m mrp_lightning predict").splitlines()
-    main([*words(predict), f"--model.model={tiny_llama}", *text, *QUICK])
-    test, report = block(page, "python -m mrp_lightning test").splitlines()
-    main([*words(test), *text, *QUICK])
+    (prune,) = block(page, "mrp-lightning prune").splitlines()
+    command, _, *options = shlex.split(prune)[1:]
+    few = ["--num-samples=4", "--sequence-length=32", "--accelerator=cpu"]
+    main([command, str(tiny_llama), *options, *few])
+    assert "2:4 by SM" in capsys.readouterr().out
+    layers, report = block(page, "python -m mrp_lightning layers").splitlines()
+    main(words(layers))
     main(words(report))
     assert "What to do next" in Path("runs/first/report.html").read_text("utf-8")
     pack, write = block(page, "python -m export.to_sparse").splitlines()
