@@ -34,7 +34,9 @@ _MOST_OF_ONE_TOKEN = 0.9
 """The part of all tokens that may be one and the same, in a text that is worth calibrating on."""
 _CHECKED = 64  # tokens of a window that is read again, all at once
 _AGREEING = 0.75
-"""The part of these that must be drawn again: rounding moves a few, another state nearly all."""
+"""The part of these that must be drawn again but for rounding; of another state it is a tenth."""
+_ROUNDING = 0.05
+"""How far from its token's a random number may be, in probability: as bfloat16 rounds logits."""
 _COPIES_OF_LOGITS = 6  # in float32, while a token is drawn
 
 
@@ -167,10 +169,13 @@ def _agrees(model: PreTrainedModel, written: Tensor, uniforms: Tensor, start: in
     """Whether a window is also drawn, but for rounding, where the model reads it all at once."""
     read = written[:, : start + _CHECKED]
     logits = model(read, use_cache=False).logits[0, start - 1 : -1]
-    cumulative = _cumulative(logits)
-    wanted = uniforms[0, start : read.shape[1], None].to(cumulative) * cumulative[:, -1:]
-    drawn = torch.searchsorted(cumulative, wanted, right=True).flatten()
-    return float((drawn == read[0, start:]).float().mean()) > _AGREEING
+    upper, tokens = _cumulative(logits), read[0, start:, None]
+    wanted = uniforms[0, start : read.shape[1], None].to(upper) * upper[:, -1:]
+    # Where many tokens are likely, rounding draws another one. The numbers that draw a token are
+    # from the sum up to the one before it to its own.
+    lower = torch.where(tokens > 0, upper.gather(1, (tokens - 1).clamp_min(0)), 0.0)
+    apart = torch.maximum(lower - wanted, wanted - upper.gather(1, tokens))
+    return float((apart < _ROUNDING).float().mean()) > _AGREEING
 
 
 def _cumulative(logits: Tensor) -> Tensor:

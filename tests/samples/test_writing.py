@@ -73,6 +73,29 @@ def test_tokens_are_those_of_a_plain_loop_without_a_cache(family):
     )
 
 
+@pytest.mark.parametrize("is_another", [False, True])
+def test_a_cache_is_given_up_for_another_state_and_not_for_rounding(is_another, caplog):
+    """Of 2,000 tokens that are about as likely, rounding draws others, as another state does."""
+    torch.manual_seed(0)
+    size = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = transformers.LlamaConfig(vocab_size=2000, num_attention_heads=2, **size)
+    model = transformers.LlamaForCausalLM(config).eval()
+    tilt = torch.randn(2000).sort().values
+    drawn = []
+
+    def differs(_, __, logits):
+        moved = logits + 0.05 * torch.randn(logits.shape)
+        drawn.append(logits.shape[1])
+        return moved + 8 * tilt if is_another and logits.shape[1] == 1 else moved
+
+    model.lm_head.register_forward_hook(differs)
+    what = Sampling(length=65, seed=0, prefix=torch.tensor([1]), first=torch.arange(2000))
+    written = write(model, what, range(2), silent)
+    assert ("with its cache" in caplog.text) == is_another
+    assert drawn[:65] == [1] * 64 + [65]
+    assert (written != write(model, what, range(2), silent)).float().mean() > 0.3
+
+
 def test_a_prefix_begins_every_window(llama):
     what = sampling(prefix=(1, 5))
     written = write(llama, what, range(4), silent)
