@@ -1,6 +1,7 @@
-r"""The accuracy that FLAP's own code gives on the windows of a sweep, and what exchanges gain.
+r"""The accuracy that peers' own codes give on the windows of a sweep, and what exchanges gain.
 
-    python benchmarks/flap.py --config configs/sweeps/narrower.yaml --flap FLAP
+    python benchmarks/narrower_peers.py --config configs/sweeps/narrower.yaml --flap FLAP \
+        --slicegpt TransformerCompression
 
 FLAP (CASIA-IVA-Lab/FLAP, at the directory `--flap`) removes neurons of the models of the sweep,
 loaded as it loads them, on the calibration windows that it draws: by its metric WIFV and with its
@@ -9,16 +10,25 @@ as the sweep's runs; `AL`, its default, ranks the neurons of all blocks together
 model that a configuration describes. Both keep the biases, which make up for 1/columns of the
 weights that were removed.
 
+SliceGPT (microsoft/TransformerCompression, at the directory `--slicegpt`; it needs ml-collections)
+rotates the hidden state of LLaMAs and cuts it: to the largest multiple of 8 features with which its
+blocks, and the products that it adds to their shortcuts, hold no more weights than ours. Its
+embeddings get smaller beside that, and its head is no longer tied to them. It was written for
+transformers 4.41: the forward of its blocks is that of transformers 5 here, with its shortcuts.
+
 `exchanges` is the loss of `prune_columns`, on each block's inputs in the dense model, over that of
-its greedy set: the mean over the blocks, and the range.
+its greedy set: the mean over the blocks, and the range; and the same of the best of `--restarts`
+searches by exchanges that begin with sets at random. `--every` n looks at each n-th block alone.
 """
 
 import argparse
 import logging
 import sys
 import time
-from collections.abc import Iterator
+import types
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +42,8 @@ from mrp_lightning.experiments.execute import configure
 from mrp_lightning.experiments.sweep import Sweep
 from mrp_lightning.experiments.trials import Trial, parse_setting
 from mrp_lightning.narrowing.find import narrowing_plan
+from mrp_lightning.solver.column_sets import ColumnSet
+from mrp_lightning.solver.input_hessian import InputHessian
 from mrp_lightning.solver.patterns import Unstructured
 from mrp_lightning.targets.plan import Plan, make_plan
 
@@ -88,9 +100,69 @@ def flap(model: Any, windows: list[Tensor], plan: Plan, across: bool, repository
         compress(block.module, None, mask, None, mean, layer.weight.device)
 
 
-def exchanges(model: Any, windows: list[Tensor], plan: Plan) -> list[float]:
-    """By block, the loss over that of the greedy set."""
-    structure, layers = plan.structure, consumers(plan)
+def slicegpt(model: Any, windows: list[Tensor], plan: Plan, repository: Path) -> None:
+    """Cut the hidden state by SliceGPT's code."""
+    package = types.ModuleType("slicegpt")  # its own imports models that transformers 5 changed
+    package.__path__ = [str(repository / "src" / "slicegpt")]
+    sys.modules["slicegpt"] = package
+    from slicegpt.adapters import llama_adapter  # type: ignore[import-not-found]
+    from slicegpt.config import config  # type: ignore[import-not-found]
+    from slicegpt.layernorm_fusion import (  # type: ignore[import-not-found]
+        fuse_modules,
+        replace_layers,
+    )
+    from slicegpt.rotate import rotate_and_slice  # type: ignore[import-not-found]
+    from slicegpt.slicing_scheduler import (  # type: ignore[import-not-found]
+        ConstSlicingScheduler,
+    )
+
+    class Block(llama_adapter.CompressedLlamaDecoderLayer):  # type: ignore[misc]
+        def forward(self, hidden_states: Tensor, **others: Any) -> Tensor:
+            residual = _shortcut(hidden_states, self.attn_shortcut_Q)
+            attended, _ = self.self_attn(self.input_layernorm(hidden_states), **others)
+            hidden_states = residual + attended
+            residual = _shortcut(hidden_states, self.mlp_shortcut_Q)
+            return residual + self.mlp(self.post_attention_layernorm(hidden_states))
+
+    class Adapter(llama_adapter.LlamaModelAdapter):  # type: ignore[misc]
+        compressed_layer_type = Block
+
+    structure = plan.structure
+    assert structure is not None
+    inside = [p for block in plan.blocks for p in block.module.parameters() if p.ndim == 2]
+    allowed = sum(p.numel() for p in inside) - structure.num_weights
+    hidden = model.config.hidden_size
+    # Each matrix of a block has the hidden size once, and each of its two shortcuts twice.
+    rest = sum(p.numel() for p in inside) // hidden
+    sizes = range(8, hidden, 8)
+    cut = max(d for d in sizes if d * rest + 2 * len(plan.blocks) * d * d <= allowed)
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    config.device = torch.device("cpu")
+    adapter = Adapter(model)
+    replace_layers(adapter)
+    fuse_modules(adapter)
+    data = [{"input_ids": x, "attention_mask": torch.ones_like(x)} for x in windows]
+    rotate_and_slice(adapter, data, ConstSlicingScheduler(cut))
+    inside = [p for block in model.model.layers for p in block.parameters() if p.ndim == 2]
+    held, every = (sum(p.numel() for p in ps) for ps in (inside, model.parameters()))
+    logging.info(
+        "SliceGPT: %d features, %d weights in blocks (ours %d), %d in all",
+        cut,
+        held,
+        allowed,
+        every,
+    )
+
+
+def _shortcut(residual: Tensor, rotation: Tensor | None) -> Tensor:
+    return residual if rotation is None else residual @ rotation
+
+
+def exchanges(
+    model: Any, windows: list[Tensor], plan: Plan, options: Any
+) -> list[tuple[float, float]]:
+    """By block, the loss over that of the greedy set, and that of the best restart over it."""
+    structure, layers = plan.structure, consumers(plan)[:: options.every]
     assert structure is not None
     sums = [HessianAccumulator(layer.in_features) for layer in layers]
     with watched(layers, lambda i, x, _: sums[i].update(x)):
@@ -101,7 +173,16 @@ def exchanges(model: Any, windows: list[Tensor], plan: Plan) -> list[float]:
         solution = prune_columns(layer.weight, each.hessian(), structure.count)
         assert solution.optimal_loss is not None
         assert solution.greedy_loss is not None
-        found.append(solution.optimal_loss / solution.greedy_loss)
+        weight, inverse = layer.weight.double(), InputHessian(each.hessian()).damped(0.01).double
+        searched = []
+        for seed in range(options.restarts):
+            generator = torch.Generator().manual_seed(seed)
+            removed = torch.zeros(structure.units, dtype=torch.bool)
+            removed[torch.randperm(structure.units, generator=generator)[: structure.count]] = True
+            each_set = ColumnSet(inverse.inverse, weight.T @ weight, removed, 1)
+            each_set.swap()
+            searched.append(each_set.loss / solution.greedy_loss)
+        found.append((solution.optimal_loss / solution.greedy_loss, min(searched, default=nan)))
     return found
 
 
@@ -121,14 +202,20 @@ def run(sweep: Sweep, name: str, setting: str, code: str, options: Any) -> str:
         plan = narrowing_plan(model, "neurons", pattern.sparsity, plan)
         start = time.process_time()
         if code == "exchanges":
-            ratios = exchanges(model, windows, plan)
-            mean = sum(ratios) / len(ratios)
-            return f"{mean:.4f} ({min(ratios):.4f} to {max(ratios):.4f}) | "
-        flap(model, windows, plan, code == "FLAP AL", options.flap)
+            pairs = zip(*exchanges(model, windows, plan, options), strict=True)
+            return ", restarts ".join(_range(ratios) for ratios in pairs) + " | "
+        if code == "SliceGPT":
+            slicegpt(model, windows, plan, options.slicegpt)
+        else:
+            flap(model, windows, plan, code == "FLAP AL", options.flap)
     seconds = time.process_time() - start
     cli.trainer.test(cli.model, datamodule=cli.datamodule, verbose=False)
     (found,) = cli.model.evaluation.values()
     return f"{float(found['perplexity']):.3f} | {seconds:.1f}"
+
+
+def _range(ratios: Sequence[float]) -> str:
+    return f"{sum(ratios) / len(ratios):.5f} ({min(ratios):.5f} to {max(ratios):.5f})"
 
 
 def main() -> None:
@@ -138,18 +225,23 @@ def main() -> None:
     )
     parser.add_argument("--config", nargs="+", required=True, help="YAMLs of the sweep")
     parser.add_argument("--flap", type=Path, help="a checkout of CASIA-IVA-Lab/FLAP")
+    parser.add_argument("--slicegpt", type=Path, help="a checkout of TransformerCompression")
+    parser.add_argument("--restarts", type=int, default=0, help="searches from random sets")
+    parser.add_argument("--every", type=int, default=1, help="blocks whose exchanges are measured")
     parser.add_argument("--models", nargs="*", help="of the sweep (default: all)")
     parser.add_argument("--settings", nargs="*", default=["10%", "20%", "30%"])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     sweep = read_sweep([f"--config={path}" for path in options.config])
     print(f"{machine(torch.device('cpu'))}, {options.threads} threads, seed {options.seed}.\n")
     print("| model | neurons | code | perplexity, or loss over greedy | CPU s |")
     print("|---|---|---|---|---|", flush=True)
     codes = ["FLAP UL", "FLAP AL"] if options.flap else []
+    codes += ["SliceGPT"] if options.slicegpt else []
     for model in options.models or sweep.models:
         for setting in options.settings:
             for code in [*codes, "exchanges"]:
