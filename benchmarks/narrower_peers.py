@@ -11,14 +11,16 @@ model that a configuration describes. Both keep the biases, which make up for 1/
 weights that were removed.
 
 SliceGPT (microsoft/TransformerCompression, at the directory `--slicegpt`; it needs ml-collections)
-rotates the hidden state of LLaMAs and cuts it: to the largest multiple of 8 features with which its
-blocks, and the products that it adds to their shortcuts, hold no more weights than ours. Its
-embeddings get smaller beside that, and its head is no longer tied to them. It was written for
-transformers 4.41: the forward of its blocks is that of transformers 5 here, with its shortcuts.
+rotates the hidden state of LLaMAs and cuts it: to the multiple of 8 features, its own rounding,
+with which its blocks, and the products that it adds to their shortcuts, hold most nearly as many
+weights as ours; both numbers are told. Its embeddings get smaller beside that, and its head is no
+longer tied to them. It was written for transformers 4.41: the forward of its blocks is that of
+transformers 5 here, with its shortcuts.
 
-`exchanges` is the loss of `prune_columns`, on each block's inputs in the dense model, over that of
-its greedy set: the mean over the blocks, and the range; and the same of the best of `--restarts`
-searches by exchanges that begin with sets at random. `--every` n looks at each n-th block alone.
+With `--restarts`, `exchanges` is the loss of `prune_columns`, on each block's inputs in the dense
+model, over that of its greedy set: the mean over the blocks, and the range; and the same of the
+best of so many searches by exchanges that begin with sets at random. `--every` n looks at each n-th
+block alone.
 """
 
 import argparse
@@ -48,6 +50,8 @@ from mrp_lightning.solver.patterns import Unstructured
 from mrp_lightning.targets.plan import Plan, make_plan
 
 METRIC = "WIFV"
+
+log = logging.getLogger("narrower_peers")
 
 
 @contextmanager
@@ -132,10 +136,14 @@ def slicegpt(model: Any, windows: list[Tensor], plan: Plan, repository: Path) ->
     inside = [p for block in plan.blocks for p in block.module.parameters() if p.ndim == 2]
     allowed = sum(p.numel() for p in inside) - structure.num_weights
     hidden = model.config.hidden_size
-    # Each matrix of a block has the hidden size once, and each of its two shortcuts twice.
-    rest = sum(p.numel() for p in inside) // hidden
-    sizes = range(8, hidden, 8)
-    cut = max(d for d in sizes if d * rest + 2 * len(plan.blocks) * d * d <= allowed)
+    # Each matrix of a block has the hidden size once, and each of its two shortcuts twice. What the
+    # last block hands to the head keeps its size.
+    rest, shortcuts = sum(p.numel() for p in inside) // hidden, 2 * len(plan.blocks)
+    held = {
+        d: d * (rest + shortcuts * d) + (hidden - d) * (structure.units + d)
+        for d in range(8, hidden, 8)
+    }
+    cut = min(held, key=lambda d: abs(held[d] - allowed))
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
     config.device = torch.device("cpu")
     adapter = Adapter(model)
@@ -144,14 +152,8 @@ def slicegpt(model: Any, windows: list[Tensor], plan: Plan, repository: Path) ->
     data = [{"input_ids": x, "attention_mask": torch.ones_like(x)} for x in windows]
     rotate_and_slice(adapter, data, ConstSlicingScheduler(cut))
     inside = [p for block in model.model.layers for p in block.parameters() if p.ndim == 2]
-    held, every = (sum(p.numel() for p in ps) for ps in (inside, model.parameters()))
-    logging.info(
-        "SliceGPT: %d features, %d weights in blocks (ours %d), %d in all",
-        cut,
-        held,
-        allowed,
-        every,
-    )
+    assert sum(p.numel() for p in inside) == held[cut]
+    log.info("SliceGPT: %d features, %d weights in blocks, ours %d", cut, held[cut], allowed)
 
 
 def _shortcut(residual: Tensor, rotation: Tensor | None) -> Tensor:
@@ -226,7 +228,7 @@ def main() -> None:
     parser.add_argument("--config", nargs="+", required=True, help="YAMLs of the sweep")
     parser.add_argument("--flap", type=Path, help="a checkout of CASIA-IVA-Lab/FLAP")
     parser.add_argument("--slicegpt", type=Path, help="a checkout of TransformerCompression")
-    parser.add_argument("--restarts", type=int, default=0, help="searches from random sets")
+    parser.add_argument("--restarts", type=int, help="measure exchanges, and so many searches")
     parser.add_argument("--every", type=int, default=1, help="blocks whose exchanges are measured")
     parser.add_argument("--models", nargs="*", help="of the sweep (default: all)")
     parser.add_argument("--settings", nargs="*", default=["10%", "20%", "30%"])
@@ -234,7 +236,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    log.addHandler(logging.StreamHandler())
+    log.setLevel(logging.INFO)
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     sweep = read_sweep([f"--config={path}" for path in options.config])
     print(f"{machine(torch.device('cpu'))}, {options.threads} threads, seed {options.seed}.\n")
@@ -242,9 +245,10 @@ def main() -> None:
     print("|---|---|---|---|---|", flush=True)
     codes = ["FLAP UL", "FLAP AL"] if options.flap else []
     codes += ["SliceGPT"] if options.slicegpt else []
+    codes += [] if options.restarts is None else ["exchanges"]
     for model in options.models or sweep.models:
         for setting in options.settings:
-            for code in [*codes, "exchanges"]:
+            for code in codes:
                 found = run(sweep, model, setting, code, options)
                 print(f"| {model} | {setting} | {code} | {found} |", flush=True)
 

@@ -93,7 +93,8 @@ def test_a_cache_is_given_up_for_another_state_and_not_for_rounding(is_another, 
     written = write(model, what, range(2), silent)
     assert ("with its cache" in caplog.text) == is_another
     assert drawn[:65] == [1] * 64 + [65]
-    assert (written != write(model, what, range(2), silent)).float().mean() > 0.3
+    again = write(model, what, range(2), silent)
+    assert is_another or (written != again).float().mean() > 0.3
 
 
 def test_a_prefix_begins_every_window(llama):
