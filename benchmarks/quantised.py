@@ -11,12 +11,12 @@ more than any cache holds, and are read in turn. A model is a shape: a step of d
 ahead of time (`export.compiled_step`), for dense bfloat16 just as for packed weights, with a
 static cache of 256 places that the attention looks at whole; each contestant is a process of its
 own that waits while others run. llama.cpp's time is that of `llama-bench -p 0 -n LONG` less that
-of `-n SHORT`, each with `-t 1 -r 1`, so that loading is left out. Our head and PyTorch's are
-bfloat16 where nothing else is said, llama.cpp's is quantised by its own rules: the bytes that a
-token reads tell. PyTorch's
-int4 is its kernel with a bfloat16 scale and zero for each 64 columns. The rest is a step less its
-products: our operators, called one after the other for the same weights, less what such a call
-takes for 64 rows of 64.
+of `-n SHORT`, each with `-t 1 -r 1`, so that loading is left out. Our head is bfloat16 where
+nothing else is said, llama.cpp's is quantised by its own rules: the bytes that a token reads tell.
+PyTorch's int4 is its kernel with a bfloat16 scale and zero for each 64 columns, in layers alone:
+AOTInductor keeps its group size as constants of its own, which are no part of the model. The rest
+is a step less its products: our operators, called one after the other for the same weights, less
+what such a call takes for 64 rows of 64.
 
 With `--sweep`, what a sweep found of our perplexities stands beside that of PyTorch's int4,
 llama.cpp's types (with an importance matrix of the calibration text, too) and, with `--gptq`, a
@@ -62,7 +62,7 @@ HEAD = ", head 8 bits"
 OURS = ("50%", "2:4", "70%", "50% 4 bits", "2:4 4 bits", "70% 4 bits")
 OURS += (f"50% 4 bits{ROUNDED}", f"70% 4 bits{ROUNDED}")
 HEADS = tuple(f"{side}{HEAD}" for side in ("50% 4 bits", "70% 4 bits", f"50% 4 bits{ROUNDED}"))
-SIDES = (DENSE, *OURS, *HEADS, INT4)
+SIDES = (DENSE, *OURS, *HEADS)
 TYPES = ("BF16", "Q8_0", "Q4_K_M", "Q4_0", "Q3_K_M")
 IMATRIX = ("Q4_0", "Q3_K_M", "IQ2_XS")
 
@@ -147,9 +147,9 @@ def serve(pipe: Connection, name: str, side: str, tokens: int) -> None:
         round_head(model)
         head = model.get_output_embeddings()
     gc.collect()
-    blocks = [m for m in model.modules() if isinstance(m, PackedLinear | cpu.FourBit)]
+    blocks: list[Any] = [m for m in model.modules() if isinstance(m, PackedLinear)]
     blocks = blocks or [m for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
-    weights = sum(m.in_features * _rows(m) for m in blocks)
+    weights = sum(m.in_features * m.out_features for m in blocks)
     bits = 8 * sum(map(storage_bytes, blocks)) / weights
     step = CompiledStep(model, tokens + 2)
     pipe.send((bits, cpu.bytes_of_step(model)))
@@ -163,11 +163,6 @@ def serve(pipe: Connection, name: str, side: str, tokens: int) -> None:
         step.read(token)
         step(token)
         pipe.send((cpu_seconds(some) / tokens, products(blocks, head, side)))
-
-
-def _rows(layer: Any) -> int:
-    scales = getattr(layer, "scales", None)  # of PyTorch's int4
-    return int(layer.out_features if scales is None else scales.shape[1])
 
 
 def products(blocks: Sequence[nn.Module], head: nn.Module, side: str) -> float:
