@@ -292,6 +292,7 @@ def main() -> None:
         cpu.table(name, header, kept(time_model(name, options), rows), write)
         times[name] = {row[1]: float(row[4]) for row in rows}
     if options.sweep:
+        torch.set_num_threads(multiprocessing.cpu_count())  # nothing is timed any more
         write_costs(options, times.get(options.models[0], {}) if options.models else {}, write)
     if page:
         page.close()
