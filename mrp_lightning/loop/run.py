@@ -15,7 +15,7 @@ from torch import nn
 from mrp_lightning.environment import command
 from mrp_lightning.environment import progress_log as log
 from mrp_lightning.journal.journal import require_free
-from mrp_lightning.loop.amount import warn_of_little
+from mrp_lightning.loop.calibrated_on import about_data, warn_of_little
 from mrp_lightning.loop.capture import Step, StepCapture, blocks_on_cpu, eager, require_batches
 from mrp_lightning.loop.contents import (
     check_batch,
@@ -34,7 +34,6 @@ from mrp_lightning.loop.distributed import (
 )
 from mrp_lightning.loop.journaling import open_journal
 from mrp_lightning.loop.listener import listening
-from mrp_lightning.loop.provenance import about_data
 from mrp_lightning.loop.saving import Pruned, check_save_dir, journal_bytes
 from mrp_lightning.loop.signals import Interrupted, interruptible, unclaimed_signals
 from mrp_lightning.narrowing.find import narrowing_plan

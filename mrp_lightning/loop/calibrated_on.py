@@ -1,10 +1,11 @@
-"""Whether the calibration data are enough for the layers that are to be pruned on them."""
+"""What a pruning is calibrated on: whether that is enough, and what its report says of it."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
+from lightning.pytorch import Trainer
 from torch import Tensor
 
 from mrp_lightning.environment import progress_log as log
@@ -13,6 +14,7 @@ from mrp_lightning.models.batch import token_ids
 from mrp_lightning.processes import Processes
 from mrp_lightning.targets.layers import ExpertStack
 from mrp_lightning.targets.plan import Plan
+from mrp_lightning.upstream import predict_data
 
 _FEW_WORDS = 8
 """Different tokens up to which a text is no language."""
@@ -57,6 +59,40 @@ def warn_of_little(steps: Sequence[Step], plan: Plan, processes: Processes) -> N
             f"{tokens:,}",
             len(known),
         )
+
+
+@runtime_checkable
+class TextSource(Protocol):
+    """A data module that can say what it calibrates on, such as `TextDataModule`."""
+
+    seed: int
+    bos: str
+
+    @property
+    def calibration_source(self) -> str:
+        """The name of the text."""
+        ...
+
+
+def about_data(trainer: Trainer, steps: list[Step], processes: Processes) -> dict[str, Any]:
+    """Describe the calibration data, `None` where it is not known; all processes call this.
+
+    Returns:
+        `samples` and `sequence_length` (the longest) of token ids, and `source`, `seed` and `bos`
+        of a `TextSource`, such as `TextDataModule`.
+    """
+    mine = [list(ids.shape) for step in steps if (ids := token_ids(step.batch)) is not None]
+    shapes = [shape for theirs in processes.all(mine) for shape in theirs]
+    # What this call was given: the trainer remembers the datamodule of an earlier one.
+    data = predict_data(trainer)
+    text = data if isinstance(data, TextSource) else None
+    return {
+        "source": text and text.calibration_source,
+        "samples": sum(samples for samples, _ in shapes) or None,
+        "sequence_length": max((length for _, length in shapes), default=None),
+        "seed": None if text is None else text.seed,
+        "bos": text and text.bos,
+    }
 
 
 def _windows(batch: Any) -> list[Tensor]:
