@@ -38,7 +38,9 @@ ORIGINALS = "it takes minutes; tests/package/test_original_accuracy.py runs it o
 ALONE = "it measures speed, in minutes, and needs a machine that does nothing else"
 NOT_RUN = {
     ("ablations.md", "python -m mrp_lightning sweep"): HOURS,
+    ("bits.md", "python -m mrp_lightning sweep"): HOURS,
     ("frontier.md", "python -m mrp_lightning sweep"): HOURS,
+    ("texts.md", "python -m mrp_lightning sweep"): HOURS,
     ("real-model.md", "python -m mrp_lightning sweep"): HOURS,
     ("results.md", "python -m mrp_lightning sweep"): HOURS,
     ("real-model.md", "python -m mrp_lightning test"): HOURS,
