@@ -408,7 +408,7 @@ def test_ablations_are_drawn(here):
     assert picture.read_bytes() == drawn
 
 
-def test_any_kind_of_value_is_varied_and_drawn(here):
+def test_any_kind_of_value_is_varied_and_only_numbers_are_drawn(here):
     Path("other.txt").write_text(Path("text.txt").read_text().replace("compute", "measure"))
     options = {
         "model.dtype": ["float32", "bfloat16"],
@@ -418,9 +418,7 @@ def test_any_kind_of_value_is_varied_and_drawn(here):
     page = Path("page.md").read_text()
     assert "| SM, dtype bfloat16 |" in page
     assert '["text.txt", "other.txt"]' in page
-    for option in ("dtype", "train_files"):
-        assert f"page/tiny-{option.replace('_', '-')}-2of4.svg" in page
-        assert Path(f"page/tiny-{option.replace('_', '-')}-2of4.svg").stat().st_size > 1000
+    assert "](page/tiny-" not in page  # values without an order are no places on an axis
     with Path("out/results.csv").open() as file:
         means = {r["changed"]: r["mean"] for r in csv.DictReader(file) if "perp" in r["measure"]}
     assert means["dtype=float32"] == means['train_files=["text.txt"]']  # as they are without it

@@ -100,26 +100,28 @@ def _settings(
 
 
 def _options(model: Model, score: Score) -> Iterator[Picture]:
-    """A line for each recipe or method over the values of each option that was varied."""
+    """A line for each recipe or method over the values of each option that was varied.
+
+    Values that are no numbers, such as texts, have no order that a line could follow.
+    """
     groups: dict[tuple[str, str], list[Result]] = {}
     for result in model.results:
         if result.trial.changed and finite_means([result], score):
             groups.setdefault((result.setting, result.trial.changed.option), []).append(result)
     for (setting, option), results in groups.items():
+        if any(r.trial.changed is None or r.trial.changed.number is None for r in results):
+            continue
         sizes = {result.trial.columns for result in results} - {""}
         methods, rows = {}, []
-        are_numbers = all(r.trial.changed and r.trial.changed.number is not None for r in results)
         for result in results:
             change, found = result.trial.changed, values(result.runs, score)
             assert change is not None
             size = f", S={result.trial.columns}" if len(sizes) > 1 else ""
             label = f"{result.trial.label}{size}"
-            place = change.number if are_numbers else change.value_text
             methods[label] = result.method
-            rows.append((label, place, float(found.mean()), deviation(found) or 0.0))
+            rows.append((label, change.number, float(found.mean()), deviation(found) or 0.0))
         table = pd.DataFrame(rows, columns=["label", "place", "mean", "spread"])
-        order = sorted if are_numbers else list
-        places = order(dict.fromkeys(table["place"]))
+        places = sorted(set(table["place"]))
         shaped = table.pivot_table(["mean", "spread"], "place", "label", "first", sort=False)
         shaped = shaped.reindex(places)
         means, spread = shaped["mean"], shaped["spread"]
