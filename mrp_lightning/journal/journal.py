@@ -42,6 +42,7 @@ from mrp_lightning.journal.same import differences
 log = logging.getLogger(__name__)
 
 _LOCK = ".lock"
+_BLANK_BYTES = 4096
 _BLOCK = re.compile(r"block-\d{5,}\.safetensors(?P<part>\.partial)?")
 
 
@@ -272,7 +273,7 @@ def _blocks(path: Path) -> list[Path]:
     """The files that a journal wrote for its blocks: all others in its directory are not ours.
 
     They are listed in its manifest, or are records by their content, whole or torn; or they are to
-    be one, and hold nothing yet.
+    be one, and hold nothing yet: a power cut may leave zeros where a file was being written.
     """
     try:
         listed = {entry.file for entry in Manifest.load(path).entries.values()}
@@ -284,12 +285,14 @@ def _blocks(path: Path) -> list[Path]:
         if (kind := _BLOCK.fullmatch(file.name)) is not None
         and file.is_file()
         and not file.is_symlink()
-        and (
-            file.name in listed
-            or BlockRecord.is_in(file)
-            or (kind["part"] and not file.stat().st_size)
-        )
+        and (file.name in listed or BlockRecord.is_in(file) or (kind["part"] and _is_blank(file)))
     ]
+
+
+def _is_blank(file: Path) -> bool:
+    """Whether a file begins with nothing but zeros, or is empty."""
+    with file.open("rb") as content:
+        return not any(content.read(_BLANK_BYTES))
 
 
 def _refuse_others(path: Path) -> None:

@@ -161,7 +161,7 @@ def test_what_goes_beyond_single_layers_stays_on_the_device(fresh, family):
 
 def windows() -> DataLoader:
     generator = torch.Generator().manual_seed(1)
-    return DataLoader(list(torch.randint(3, 2048, (8, 24), generator=generator)), 2)
+    return DataLoader(list(torch.randint(3, 2048, (8, 24), generator=generator)), batch_size=2)
 
 
 def trainer(device: torch.device) -> Trainer:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from faulty import at_call, changed, contents, die, in_child, small_files, weights
 
-from export import to_sparse
+from export import packing, to_sparse
 from export.conversion import writing
 from mrp_lightning import outputs
 
@@ -37,7 +37,7 @@ def torn(tensors, file, *_):
 KILLS = {
     "while weights are written": (writing, "save_file", at_call(1, torn)),
     "after it": (writing, "save_file", at_call(1, None, die)),
-    "before it is compared": (to_sparse, "check_parity", at_call(1, lambda *_, **__: die())),
+    "before it is compared": (packing, "check_parity", at_call(1, lambda *_, **__: die())),
     "before it is moved into place": (outputs, "_move_into_place", at_call(1, lambda *_: die())),
 }
 
