@@ -277,7 +277,7 @@ def main() -> None:
             stream.flush()
 
     method = (__doc__ or "").split("METHOD. ")[-1]
-    command = " ".join(["python benchmarks/quantised.py", *sys.argv[1:]])
+    command = f"python benchmarks/quantised.py {shlex.join(sys.argv[1:])}"
     write(f"# Sparse and four bits on a CPU\n\n{method}\n```\n{command}\n```\n\n")
     write(f"Machine: {machine(torch.device('cpu'))}.\n")
     times = ("µs", "median", "× dense", "× int4")

@@ -62,6 +62,7 @@ NOT_RUN = {
     ("benchmarks/export.md", "make gpu"): ON_GPU,
     ("benchmarks/solver.md", "python benchmarks/solver.py"): SOLVER,
     ("benchmarks/cpu.md", "python benchmarks/cpu.py"): ALONE,
+    ("benchmarks/quantised.md", "python benchmarks/quantised.py"): ALONE,
     ("benchmarks/originals.md", "python benchmarks/original_accuracy.py"): ORIGINALS,
     ("benchmarks/processes.md", "python benchmarks/processes.py"): ALONE,
     ("narrower.md", "python -m mrp_lightning sweep"): HOURS,
