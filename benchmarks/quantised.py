@@ -27,6 +27,7 @@ are those of the same shape with random weights.
 import argparse
 import gc
 import multiprocessing
+import shlex
 import statistics
 import sys
 import tempfile
