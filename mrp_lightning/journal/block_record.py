@@ -17,8 +17,8 @@ from mrp_lightning.records.rows import BlockReport, LayerReport
 from mrp_lightning.targets.layers import Layer
 
 _KEY = "record"
-_LONGEST_HEADER = 100_000_000  # bytes, as the library has it
 """The name, in the metadata of a file, of all that is in a record but its weights."""
+_LONGEST_HEADER = 100_000_000  # bytes, as the library has it
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,14 +23,14 @@ class Codes:
     highest: Tensor
 
     @classmethod
-    def of(cls, weight: Tensor, grid: Grid, *, zero_has_a_code: bool) -> "Codes":
-        """Find them.
+    def of(cls, weight: Tensor, grid: Grid) -> "Codes":
+        """Find them. Zero is one of 2^bits codes, as in quantisation alone.
+
+        A group that has the code of one end never gets that of the other.
 
         Args:
             weight: The weight, (rows, columns), which lies on the grid.
             grid: The grid.
-            zero_has_a_code: Whether zero is one of 2^bits codes. Then a group that has the code of
-                one end never gets that of the other.
 
         Raises:
             FormatError: The weight does not lie on the grid.
@@ -39,7 +39,7 @@ class Codes:
         columns = weight.shape[1]
         highest = torch.full_like(scales, grid.largest)
         lowest = -highest
-        if zero_has_a_code and grid.bits < 8:
+        if grid.bits < 8:
             reaches = grid.grouped(codes).amax(2) == grid.largest
             lowest, highest = lowest + reaches.float(), highest - (~reaches).float()
 

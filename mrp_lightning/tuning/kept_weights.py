@@ -15,9 +15,9 @@ from mrp_lightning.tuning.codes import Codes
 class KeptWeights:
     """The weights of some layers that are not zero, with a float32 master copy of them.
 
-    Where they lie on a grid, the parameters are the grid's values nearest to the masters, whose
-    gradients are taken as if there were no rounding (the straight-through estimator of Bengio et
-    al., 2013). Scales stay as they are.
+    In quantisation alone they lie on a grid: the parameters are the grid's values nearest to the
+    masters, whose gradients are taken as if there were no rounding (the straight-through estimator
+    of Bengio et al., 2013). Scales stay as they are.
 
     Args:
         layers: The layers, which are pruned.
@@ -42,9 +42,10 @@ class KeptWeights:
         self._best = [p.detach().clone() for p in self.parameters]
         self._rounded: list[tuple[Layer, Tensor, Codes]] = []
         if recipe is not None and recipe.grid is not None:
+            assert not removes, "weights beside removed ones get on their grid after tuning"
             masters = dict(zip(self.parameters, self.masters, strict=True))
             for layer in layers:
-                codes = Codes.of(layer.weight, recipe.grid, zero_has_a_code=not removes)
+                codes = Codes.of(layer.weight, recipe.grid)
                 self._rounded.append((layer, masters[layer.parameter], codes))
 
     @property

@@ -8,19 +8,18 @@ from mrp_lightning.tuning.codes import Codes
 
 
 @pytest.mark.parametrize("bits", [3, 4, 8])
-@pytest.mark.parametrize("zero_has_a_code", [True, False])
-def test_nearest_is_the_nearest_of_all_values(bits, zero_has_a_code):
+def test_nearest_is_the_nearest_of_all_values(bits):
     generator = torch.Generator().manual_seed(bits)
     grid = Grid(bits, 8)
     lowest = highest = grid.largest
-    if zero_has_a_code and bits < 8:
+    if bits < 8:
         highest -= 1
     codes = torch.randint(-lowest, highest + 1, (5, 20), generator=generator)
     codes[:, ::8], codes[:, 1::8] = -lowest, 1  # so that no larger scale would do
     signs = torch.tensor([1, -1, 1, -1, 1])[:, None]
     scales = grid.round_scales(torch.rand(5, 3, generator=generator) + 0.5)
     spread = scales.repeat_interleave(8, 1)[:, :20]
-    found = Codes.of((codes * signs * spread).bfloat16(), grid, zero_has_a_code=zero_has_a_code)
+    found = Codes.of((codes * signs * spread).bfloat16(), grid)
     values = 3 * grid.largest * torch.randn(5, 20, generator=generator) * spread / 2
     nearest = found.nearest(values)
     for row in range(5):
@@ -33,7 +32,7 @@ def test_nearest_is_the_nearest_of_all_values(bits, zero_has_a_code):
 
 
 def test_values_on_the_grid_stay():
-    codes = torch.randint(-8, 9, (4, 64), generator=torch.Generator().manual_seed(0))
+    codes = torch.randint(-8, 8, (4, 64), generator=torch.Generator().manual_seed(0))
     weight = codes * torch.tensor([0.5, 0.75, 1.0, 1.25])[:, None]
-    found = Codes.of(weight, Grid(4, 16), zero_has_a_code=False)
+    found = Codes.of(weight, Grid(4, 16))
     assert torch.equal(found.nearest(weight), weight)
