@@ -220,6 +220,24 @@ def predict_data(trainer: Any) -> Any:
     return trainer.predict_loop._data_source.instance
 
 
+def unwrap_dataloaders() -> None:
+    """Take away what Lightning wraps around the methods of dataloaders while it asks for one.
+
+    Seen in Lightning 2.6, which leaves it there, for the whole process, where that raises: of
+    later dataloaders it then refuses all whose `batch_size` is given by its place. In its place:
+    a `finally` in `lightning.fabric.utilities.data._replace_dunder_methods`.
+    """
+    from lightning_utilities.core.inheritance import get_all_subclasses
+    from torch.utils.data import BatchSampler, DataLoader
+
+    for kind in (DataLoader, BatchSampler):
+        for each in {kind, *get_all_subclasses(kind)}:
+            for method in ("__init__", "__setattr__", "__delattr__"):
+                if own := each.__dict__.get(f"__old{method}"):
+                    setattr(each, method, own)
+                    delattr(each, f"__old{method}")
+
+
 # transformers
 
 EXPERTS = "_experts_implementation"

@@ -23,7 +23,7 @@ from mrp_lightning.models.integrity import explained_checkpoint, why_no_checkpoi
 from mrp_lightning.models.tokenizers import tokenizer_beside
 from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.records.report import PruningReport
-from mrp_lightning.upstream import in_order, uncompiled
+from mrp_lightning.upstream import in_order, uncompiled, unwrap_dataloaders
 
 hush_lightning()
 
@@ -56,7 +56,7 @@ class Trainer(pl.Trainer):
     ) -> None:
         logger = False if logger is None else logger
         # At the front: Lightning keeps those that write checkpoints last.
-        callbacks = [Lines(), *_checked(callbacks)]
+        callbacks = [Lines(), Unwrap(), *_checked(callbacks)]
         super().__init__(devices=devices, callbacks=callbacks, logger=logger, **kwargs)
         if type(self.strategy.checkpoint_io) is TorchCheckpointIO:
             self.strategy.checkpoint_io = TensorsOnly()
@@ -146,6 +146,14 @@ class Trainer(pl.Trainer):
             for callback in extra:  # a bound method of the model, which would keep it alive
                 callback.__dict__.pop("log", None)
                 callback.__dict__.pop("log_dict", None)
+
+
+class Unwrap(Callback):
+    """Leaves dataloaders as they were, where a run ends with an error; Lightning does not."""
+
+    def on_exception(self, *_: Any) -> None:
+        """Take Lightning's wrappers away."""
+        unwrap_dataloaders()
 
 
 class TensorsOnly(TorchCheckpointIO):

@@ -1,10 +1,11 @@
 """The Trainer's arguments."""
 
+import families
 import pytest
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningDataModule
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
 
 from callbacks import MRPCallback
@@ -51,6 +52,24 @@ def test_callbacks_of_the_other_lightning_are_refused(alone, trainer):
 def test_one_callback_is_taken_alone():
     mine = Callback()
     assert mine in Trainer(accelerator="cpu", logger=False, callbacks=mine).callbacks
+
+
+@pytest.mark.parametrize("run", ["predict", "test"])
+def test_dataloaders_are_as_before_where_one_cannot_be_made(run, trainer):
+    class Data(LightningDataModule):
+        def predict_dataloader(self):
+            return DataLoader([], -1)
+
+        test_dataloader = predict_dataloader
+
+    kinds = (DataLoader, BatchSampler)
+    before = [(kind.__init__, kind.__setattr__, kind.__delattr__) for kind in kinds]
+    model = CausalLM(families.build("llama"))
+    with pytest.raises(ValueError, match="batch_size should be a positive"):
+        getattr(trainer, run)(model, datamodule=Data())
+    assert [(kind.__init__, kind.__setattr__, kind.__delattr__) for kind in kinds] == before
+    batches = DataLoader(torch.arange(3, 19).view(2, 8), 2)  # refused by Lightning if wrapped
+    assert len(trainer.predict(model, batches)) == 1
 
 
 def test_an_encoder_decoder_is_called_with_its_own_entries(trainer):
