@@ -81,9 +81,9 @@ class TextDataModule(LightningDataModule):
             the model's own text; `stdlib`, Python's standard library; or a file. A mapping gives
             several of these their shares of the windows, such as `{self: 0.5, c4: 0.5}`, where
             `train_files` and `dataset` stand for what those arguments give.
-        evaluation: Texts for `validate` and `test`: published ones (c4, ptb, wikitext2); or, by the
-            name that results give to each, one of these, `stdlib`, or a file, such as `{code:
-            stdlib, mine: test.txt}`.
+        evaluation: Texts for `validate` and `test`: published ones (c4, ptb, wikitext2) and
+            `stdlib`; or, by the name that results give to each, one of these or a file, such as
+            `{code: stdlib, mine: test.txt}`.
         corpora_dir: Directory with local copies of the published texts, in the paths of their
             repositories (`allenai/c4/en/…`); nothing is fetched then. By default they come from
             the hub or, with `HF_HUB_OFFLINE=1`, from its cache.

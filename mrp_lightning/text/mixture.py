@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mrp_lightning.errors import DataError, OptionError
-from mrp_lightning.text.published import CALIBRATION, EVALUATION, check_names
+from mrp_lightning.text.published import CALIBRATION, EVALUATION
 
 SELF = "self"
 """The text that the model writes itself."""
@@ -119,15 +119,20 @@ def interleaved(parts: list[Tensor]) -> Tensor:
 
 
 def texts_by_name(evaluation: Mapping[str, str] | Sequence[str]) -> dict[str, str]:
-    """Texts to evaluate on, by the names that results give them: published ones by their own.
+    """Texts to evaluate on, by the names that results give them; texts that have one keep it.
 
     Raises:
         OptionError: A text is unknown, or a name cannot be part of the name of a metric.
     """
-    if not isinstance(evaluation, Mapping):
-        check_names(evaluation, EVALUATION, "evaluation")
-        return {name: name for name in evaluation}
     known = (STDLIB, *EVALUATION)
+    if not isinstance(evaluation, Mapping):
+        if unknown := [text for text in evaluation if text not in known]:
+            raise OptionError(
+                f"`data.evaluation`: {', '.join(map(repr, unknown))} unknown. Expected "
+                f"{', '.join(known)}. A file is given with a name for its results, as in "
+                "`evaluation: {mine: test.txt}`, or as `data.eval_files`."
+            )
+        return {name: name for name in evaluation}
     wrong = [
         f"`{name}`: {text!r} is neither one of {', '.join(known)} nor a file that exists"
         for name, text in evaluation.items()

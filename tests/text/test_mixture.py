@@ -96,3 +96,6 @@ def test_several_texts_are_evaluated_by_the_names_given(tmp_path):
         TextDataModule(evaluation={"x": "absent.txt"})
     with pytest.raises(OptionError, match="`a/b` is no name of a text"):
         TextDataModule(evaluation={"a/b": "stdlib"})
+    with pytest.raises(OptionError, match=r"'x.txt' unknown.*A file is given with a name"):
+        TextDataModule(evaluation=["stdlib", "x.txt"])
+    assert TextDataModule(evaluation="stdlib").evaluation == {"stdlib": "stdlib"}
