@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mrp_lightning.calibration.forwards import every_layer_called
 from mrp_lightning.processes import Processes
 
 
@@ -55,10 +56,12 @@ def together(size: int, run: Callable[[Processes], Any]) -> list[Any]:
             barrier.abort()
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    # torch keeps one such switch for all threads: each would put back what another one set.
+    with every_layer_called():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     if errors:
         raise errors[0]
     return results
