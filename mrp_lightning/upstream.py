@@ -277,11 +277,11 @@ def grouped_attention() -> Iterator[None]:
             os.environ[name] = before
 
 
-def fits_static_cache(model: Any) -> bool:
-    """Whether a model can generate with a cache of a fixed size, which nothing copies to grow.
+def takes_any_cache(model: Any) -> bool:
+    """Whether a model generates with a cache that it is given, by whichever layers this has.
 
-    Seen in transformers 5.23, where others fail with one in the middle of a forward. In its place:
-    a public property of models.
+    Those that transformers lets generate with one of a fixed size do. Seen in transformers 5.23,
+    where others fail in the middle of a forward. In its place: a public property of models.
     """
     return bool(model._can_compile_fullgraph)
 

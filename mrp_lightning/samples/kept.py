@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from secrets import token_hex
@@ -20,6 +21,7 @@ log = logging.getLogger(__name__)
 
 DIRECTORY = ".own-text"
 """The directory of kept windows, beside the runs that are calibrated on them. It may be deleted."""
+_NAME = re.compile(r"windows-([0-9]{1,9})-([0-9]{1,9})\.safetensors")
 _RULE = 1
 """By which rule tokens are drawn: raised when the same sampling gives other windows."""
 
@@ -46,7 +48,7 @@ def key_of(sampling: Sampling, configuration: str, weights: Iterator[tuple[str, 
 
 
 class KeptWindows:
-    """The batches of windows of one sampling, a file each.
+    """The windows of one sampling that are written, in a file for each batch.
 
     Args:
         directory: Where they are, `None` to keep none.
@@ -56,11 +58,20 @@ class KeptWindows:
     def __init__(self, directory: Path | None, length: int) -> None:
         self.directory, self.length = directory, length
 
-    def read(self, windows: range) -> Tensor | None:
-        """The windows (windows, length) of a batch, `None` where they are not kept whole."""
-        file = self._file(windows)
-        if file is None or not file.is_file():
-            return None
+    def read(self, count: int) -> dict[int, Tensor]:
+        """Those of the first windows (length,) that are kept, by number, in whatever batches."""
+        found: dict[int, Tensor] = {}
+        for file in sorted(self.directory.glob("windows-*")) if self.directory else ():
+            batch = _NAME.fullmatch(file.name)
+            if batch is None:
+                continue
+            windows = range(int(batch[1]), int(batch[2]))
+            if windows.start < count and (written := self._read(file, windows)) is not None:
+                found.update(zip(windows, written, strict=True))
+        return {n: window for n, window in found.items() if n < count}
+
+    def _read(self, file: Path, windows: range) -> Tensor | None:
+        """The windows (windows, length) of a file, `None` where they are not there whole."""
         try:
             found = load_file(file)["input_ids"]
         except (OSError, SafetensorError, KeyError) as error:
@@ -75,18 +86,13 @@ class KeptWindows:
         Raises:
             OSError: It cannot be written.
         """
-        file = self._file(windows)
-        if file is None:
+        if self.directory is None:
             return
-        make_directories(file.parent)
+        make_directories(self.directory)
+        file = self.directory / f"windows-{windows.start}-{windows.stop}.safetensors"
         partial = file.with_name(f".{file.name}.{token_hex(4)}.partial")
         try:
             save_file({"input_ids": written.contiguous()}, partial)
             move_durably(partial, file)
         finally:
             partial.unlink(missing_ok=True)
-
-    def _file(self, windows: range) -> Path | None:
-        if self.directory is None:
-            return None
-        return self.directory / f"windows-{windows.start}-{windows.stop}.safetensors"

@@ -51,22 +51,34 @@ def write_together(
         DataError: What the model writes is nothing to calibrate on.
         OSError: A batch cannot be kept.
     """
-    room = min(windows_at_once(model, sampling.length), -(-count // processes.size))
-    size = int(min(found for (found,) in processes.numbers(room)))
-    batches = [range(n, min(n + size, count)) for n in range(0, count, size)]
-    found = _of_all(processes, {batch.start: kept.read(batch) for batch in batches})
-    missing = [batch for batch in batches if batch.start not in found]
-    mine = missing[processes.rank :: processes.size]
-    written: dict[int, Tensor | None] = {}
+    found = _of_all(processes, kept.read(count))
+    missing = [n for n in range(count) if n not in found]
+    room = processes.numbers(windows_at_once(model, sampling.length))
+    batches = _batches(missing, int(min(most for (most,) in room)), processes.size)
+    mine = batches[processes.rank :: processes.size]
+    written: dict[int, Tensor] = {}
     if mine:
-        listener.start(sum(map(len, mine)), sum(map(len, missing)))
+        listener.start(sum(map(len, mine)), len(missing))
     for batch in mine:
         windows = _write(model, sampling, batch, listener)
         kept.keep(batch, windows)
         listener.finish(len(batch))
-        written[batch.start] = windows
+        written.update(zip(batch, windows, strict=True))
     found |= _of_all(processes, written)
-    return torch.cat([found[batch.start] for batch in batches])
+    return torch.stack([found[n] for n in range(count)])
+
+
+def _batches(windows: list[int], most: int, processes: int) -> list[range]:
+    """Windows that follow each other, in batches about as large, so that none waits for another."""
+    rounds = -(-len(windows) // (most * processes))
+    size = -(-len(windows) // max(1, rounds * processes))
+    batches: list[range] = []
+    for n in windows:
+        if batches and batches[-1].stop == n and len(batches[-1]) < size:
+            batches[-1] = range(batches[-1].start, n + 1)
+        else:
+            batches.append(range(n, n + 1))
+    return batches
 
 
 def _write(
@@ -83,9 +95,9 @@ def _write(
     return torch.cat([_write(model, sampling, part, listener) for part in parts])
 
 
-def _of_all(processes: Processes, mine: dict[int, Tensor | None]) -> dict[int, Tensor]:
-    """The batches that any process has, by their first window."""
-    plain = {start: found.tolist() for start, found in mine.items() if found is not None}
+def _of_all(processes: Processes, mine: dict[int, Tensor]) -> dict[int, Tensor]:
+    """The windows that any process has, by number."""
+    plain = {n: window.tolist() for n, window in mine.items()}
     gathered: Sequence[dict[int, Any]] = processes.all(plain)
-    every = {start: windows for theirs in gathered for start, windows in theirs.items()}
-    return {start: torch.tensor(windows).long() for start, windows in every.items()}
+    every = {n: window for theirs in gathered for n, window in theirs.items()}
+    return {n: torch.tensor(window).long() for n, window in every.items()}

@@ -20,12 +20,12 @@ from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
-    StaticCache,
 )
 
 from mrp_lightning.calibration.forwards import replaced
 from mrp_lightning.errors import DataError, TargetError
-from mrp_lightning.upstream import fits_static_cache
+from mrp_lightning.samples.cache import cache_for
+from mrp_lightning.upstream import takes_any_cache
 
 log = logging.getLogger(__name__)
 
@@ -184,12 +184,11 @@ def _cumulative(logits: Tensor) -> Tensor:
 
 
 def _cache(model: PreTrainedModel, length: int) -> dict[str, Any]:
-    """A cache that need not grow; models that cannot use one make their own, or keep a state."""
+    """A cache that is not copied to grow; models that take none make their own, or keep a state."""
     taken = signature(model.forward).parameters
-    if not fits_static_cache(model) or "past_key_values" not in taken:
+    if not takes_any_cache(model) or "past_key_values" not in taken:
         return {}
-    config = model.config.get_text_config(decoder=True)
-    return {"past_key_values": StaticCache(config=config, max_cache_len=length)}
+    return {"past_key_values": cache_for(model.config, length)}
 
 
 @contextmanager

@@ -8,10 +8,12 @@ import torch
 import transformers
 from thread_processes import together
 from tiny_configs import FAMILIES, VOCABULARY
+from transformers.cache_utils import DynamicLayer
 
 from mrp_lightning.errors import DataError, TargetError
 from mrp_lightning.processes import ALONE
 from mrp_lightning.samples import together as module
+from mrp_lightning.samples.cache import FilledLayer
 from mrp_lightning.samples.kept import KeptWindows, key_of
 from mrp_lightning.samples.together import WritingListener, write_together
 from mrp_lightning.samples.writing import Sampling, require_writer, write
@@ -187,6 +189,43 @@ def test_an_end_while_writing_loses_one_batch_and_changes_no_bit(llama, tmp_path
     again = write_together(llama, sampling(), 8, kept, ALONE, WritingListener())
     assert torch.equal(again, whole)
     assert batches == [range(3, 6)]
+
+
+def test_what_is_kept_is_found_in_batches_of_any_size(llama, tmp_path, monkeypatch):
+    kept, batches = KeptWindows(tmp_path, 12), []
+
+    def counted(*arguments):
+        batches.append(arguments[2])
+        return write(*arguments)
+
+    monkeypatch.setattr(module, "write", counted)
+    for most, count in ((2, 5), (4, 9), (3, 7)):
+        monkeypatch.setattr(module, "windows_at_once", lambda *_, most=most: most)
+        found = write_together(llama, sampling(), count, kept, ALONE, WritingListener())
+        assert torch.equal(found, write(llama, sampling(), range(count), silent))
+    assert batches == [range(2), range(2, 4), range(4, 5), range(5, 9)]
+
+
+@pytest.mark.parametrize(("count", "most", "longest"), [(200, 64, 50), (64, 64, 32), (130, 64, 33)])
+def test_processes_get_about_as_much_to_write(count, most, longest):
+    batches = module._batches(list(range(count)), most, 2)
+    assert [n for batch in batches for n in batch] == list(range(count))
+    assert max(map(len, batches)) == longest
+    each = [sum(map(len, batches[rank::2])) for rank in (0, 1)]
+    assert abs(each[0] - each[1]) < len(batches)
+
+
+def test_the_cache_holds_what_a_growing_one_holds_without_moving_it():
+    length, growing = 9, DynamicLayer()
+    ours = FilledLayer(length)
+    places = set()
+    for tokens in (3, 1, 1, 4):
+        states = torch.randn(2, 3, tokens, 4), torch.randn(2, 3, tokens, 5)
+        for held, expected in zip(ours.update(*states), growing.update(*states), strict=True):
+            assert torch.equal(held, expected)
+        assert ours.get_mask_sizes(1) == growing.get_mask_sizes(1)
+        places.add((ours.keys.data_ptr(), ours.values.data_ptr()))
+    assert len(places) == 1
 
 
 def test_processes_share_the_windows_out_and_all_get_all(llama, tmp_path, monkeypatch):

@@ -1,0 +1,83 @@
+"""Two processes, as a user starts them, write a model's own text, are killed, and go on."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from callbacks import MRPCallback
+from mrp_lightning import CausalLM, TextDataModule, Trainer
+
+ROOT = Path(__file__).parents[2]
+WINDOWS, TOKENS = 140, 128
+"""So many that each process writes two batches, and so long that one takes half a second."""
+
+
+def start_two(model: Path, out: Path) -> subprocess.Popen:
+    options = {
+        "model.model": model,
+        "data.calibration": "self",
+        "data.num_samples": WINDOWS,
+        "data.sequence_length": TOKENS,
+        "trainer.accelerator": "cpu",
+        "trainer.strategy": "ddp",
+        "trainer.devices": 2,
+        "trainer.enable_progress_bar": "false",
+        "trainer.callbacks": "callbacks.MRPCallback",
+        "trainer.callbacks.pattern": "2:4",
+        "trainer.callbacks.save_dir": out,
+    }
+    given = [f"--{name}={value}" for name, value in options.items()]
+    return subprocess.Popen(
+        [sys.executable, "-m", "mrp_lightning", "predict", *given],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def kept(out: Path) -> dict[str, tuple[bytes, int]]:
+    """The files of windows beside a run, and when each was written."""
+    files = out.parent.glob(".own-text/*/windows-*")
+    return {file.name: (file.read_bytes(), file.stat().st_mtime_ns) for file in files}
+
+
+def test_a_kill_loses_a_batch_and_the_weights_are_those_of_one_process(tiny_llama, tmp_path):
+    killed = start_two(tiny_llama, tmp_path / "two")
+    while not kept(tmp_path / "two") and killed.poll() is None:
+        time.sleep(0.01)
+    killed.send_signal(signal.SIGKILL)
+    output = killed.communicate(timeout=120)[0]  # the other process ends by itself
+    assert killed.returncode == -signal.SIGKILL, output
+    before = kept(tmp_path / "two")
+    assert 1 <= len(before) <= 3
+    assert not (tmp_path / "two").exists()
+
+    again = start_two(tiny_llama, tmp_path / "two")
+    output = again.communicate(timeout=120)[0]
+    assert again.returncode == 0, output
+    written = kept(tmp_path / "two")
+    assert before.items() <= written.items()
+    ranges = sorted(tuple(map(int, name.split(".")[0].split("-")[1:])) for name in written)
+    assert [start for start, _ in ranges] == [0, *(stop for _, stop in ranges[:-1])]
+    assert ranges[-1][1] == WINDOWS
+
+    data = TextDataModule(calibration="self", num_samples=WINDOWS, sequence_length=TOKENS)
+    callback = MRPCallback(pattern="2:4", save_dir=tmp_path / "one")
+    trainer = Trainer(accelerator="cpu", enable_progress_bar=False)
+    trainer.predict(CausalLM(tiny_llama), datamodule=data, callbacks=[callback])
+    assert kept(tmp_path / "one") == written  # what two processes wrote, one reads
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("two", "one"))
+    assert ours.keys() == theirs.keys()
+    for name, weight in ours.items():
+        # Sums in another order may decide between two weights that are as dispensable.
+        assert ((weight == 0) != (theirs[name] == 0)).float().mean() < 1e-2
+        same = (weight == 0) == (theirs[name] == 0)
+        difference = (weight - theirs[name])[same].float().norm()
+        assert difference == pytest.approx(0.0, abs=1e-2 * float(theirs[name].float().norm()))
