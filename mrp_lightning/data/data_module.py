@@ -34,9 +34,9 @@ from mrp_lightning.text.sources import OwnText
 from mrp_lightning.text.standard_library import Split
 from mrp_lightning.text.windows import (
     Draws,
-    announce,
     check_amount,
     consecutive_windows,
+    encode,
     segments_across_documents,
     tokenize,
 )
@@ -239,8 +239,7 @@ class TextDataModule(LightningDataModule):
         """All training windows, shuffled anew in every epoch."""
         tokenizer, prefix = self._frame(self._bos_of("train"))
         documents = [document + _SEPARATOR for document in self.documents("train")]
-        announce(sum(map(len, documents)))
-        encoded = tokenizer(documents, add_special_tokens=False, verbose=False)["input_ids"]
+        encoded = encode(tokenizer, documents)
         tokens = torch.tensor(list(chain.from_iterable(encoded)), dtype=torch.int32)
         windows = self._cut(tokens, "train", prefix)
         return self._loader(Windows(windows, len(prefix)), shuffle=True)

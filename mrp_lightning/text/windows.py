@@ -4,7 +4,9 @@ Windows are (count, length), int64; a `name` is what messages call the text.
 """
 
 import random
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -29,19 +31,39 @@ _MANY_CHARACTERS = 2_000_000
 """Tokenizers take seconds for so many, and show no progress."""
 
 
-def announce(characters: int) -> None:
-    """Say that a text is going to be tokenized, where that takes long."""
-    if characters > _MANY_CHARACTERS:
-        from lightning.pytorch.utilities.rank_zero import rank_zero_only
-
-        rank_zero_only(log.info)("Tokenizing %.0f million characters …", characters / 1e6)
-
-
 def tokenize(tokenizer: Any, text: str, *, special_tokens: bool = True) -> Tensor:
     """The token ids of a whole text (tokens,), int32, with special tokens, such as BOS, or not."""
-    announce(len(text))
-    encoded = tokenizer(text, add_special_tokens=special_tokens, verbose=False)
-    return torch.tensor(encoded["input_ids"], dtype=torch.int32)
+    return torch.tensor(encode(tokenizer, text, special_tokens=special_tokens), dtype=torch.int32)
+
+
+def encode(tokenizer: Any, text: str | list[str], *, special_tokens: bool = False) -> Any:
+    """The token ids of a text, or of each. That it takes long is said before, where it does."""
+
+    def ids() -> Any:
+        return tokenizer(text, add_special_tokens=special_tokens, verbose=False)["input_ids"]
+
+    characters = len(text) if isinstance(text, str) else sum(map(len, text))
+    if characters <= _MANY_CHARACTERS:
+        return ids()
+    from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+    rank_zero_only(log.info)("Tokenizing %.0f million characters …", characters / 1e6)
+    return _while_signals_are_heard(ids)
+
+
+def _while_signals_are_heard(work: Callable[[], Any]) -> Any:
+    """Do in a thread what calls no Python for long: their handlers run in the main thread alone."""
+    done: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:  # raised where it is waited for
+            done.set_exception(error)
+
+    # A process that ends waits for the threads of a pool, but not for this one.
+    threading.Thread(target=run, daemon=True).start()
+    return done.result()
 
 
 _MOST_READINGS = 16

@@ -1,6 +1,10 @@
 """What is said of a pruning while it runs, where nobody sees a bar."""
 
+import hashlib
+import os
+import signal
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +15,7 @@ from transformers import AutoTokenizer
 from callbacks import MRPCallback
 from mrp_lightning import CausalLM, TextDataModule, Trainer
 from mrp_lightning.loop import lines, progress
+from mrp_lightning.loop.signals import Interrupted, interruptible
 from mrp_lightning.text import windows
 from mrp_lightning.text.windows import tokenize
 
@@ -181,3 +186,29 @@ def test_a_long_text_is_announced(tiny_llama, caplog, monkeypatch):
     monkeypatch.setattr(windows, "_MANY_CHARACTERS", 500)
     tokenize(tokenizer, "x = 1\n" * 100)
     assert [m for m in caplog.messages if m.startswith("Tokenizing ")]
+
+
+def test_a_signal_is_heard_while_a_long_text_is_tokenized(monkeypatch):
+    finished = []
+
+    def tokenizer(*_: object, **__: object) -> dict[str, list[int]]:
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 3_000_000)  # a second or two without Python
+        finished.append(1)
+        return {"input_ids": [1]}
+
+    monkeypatch.setattr(windows, "_MANY_CHARACTERS", 500)
+    number = signal.SIGTERM
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        with pytest.raises(Interrupted), interruptible([number]):
+            threading.Timer(0.2, os.kill, [os.getpid(), number]).start()
+            tokenize(tokenizer, "x = 1\n" * 100)
+        assert not finished
+    finally:
+        signal.signal(number, before)
+
+
+def test_what_a_long_text_ends_in_is_raised_where_it_is_wanted(monkeypatch):
+    monkeypatch.setattr(windows, "_MANY_CHARACTERS", 500)
+    with pytest.raises(ZeroDivisionError):
+        tokenize(lambda *_, **__: 1 / 0, "x = 1\n" * 100)
