@@ -3,11 +3,13 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mrp_lightning.errors import TargetError
 from mrp_lightning.targets.layers import Layer
 from mrp_lightning.targets.left_out import PLAIN_DTYPES
+
+_VALUES_AT_ONCE = 2**22
 
 
 def refuse_not_finite(
@@ -28,9 +30,7 @@ def refuse_not_finite(
         if plain and id(parameter) not in of_layers:
             tensors[name] = parameter
     counts = {
-        name: int((~torch.isfinite(tensor)).sum())
-        for name, tensor in tensors.items()
-        if tensor.device.type != "meta"
+        name: _count(tensor) for name, tensor in tensors.items() if tensor.device.type != "meta"
     }
     if wrong := {name: count for name, count in counts.items() if count}:
         inside = sum(layer.name in wrong for layer in layers)
@@ -39,6 +39,13 @@ def refuse_not_finite(
         where = " outside the layers to prune" if layers else ""
         parts += [f"{others} parameters{where}"] * bool(others)
         raise TargetError(not_finite(" and ".join(parts), wrong))
+
+
+def _count(tensor: Tensor) -> int:
+    """How many values are not finite, found in parts: to ask takes more memory than the values."""
+    rows = torch.atleast_1d(tensor)
+    most = max(1, _VALUES_AT_ONCE * len(rows) // max(1, rows.numel()))
+    return sum(int((~torch.isfinite(part)).sum()) for part in rows.split(most))
 
 
 def not_finite(what: str, counts: Mapping[str, int]) -> str:
