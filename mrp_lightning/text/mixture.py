@@ -45,8 +45,14 @@ class Mixture:
             OptionError: A source is unknown, a share is no number or below 0, or they are not 1 in
                 all; it lists all that is wrong.
         """
-        given: Mapping[str, Any] = calibration if isinstance(calibration, Mapping) else {}
-        given = given or ({calibration: 1.0} if isinstance(calibration, str) else {})
+        if not isinstance(calibration, str | Mapping):
+            raise OptionError(
+                "`data.calibration`: expected one source, or a share of each, as in "
+                f"{{self: 0.5, c4: 0.5}}; got {calibration!r}."
+            )
+        given: Mapping[str, Any] = (
+            {calibration: 1.0} if isinstance(calibration, str) else calibration
+        )
         wrong = [
             f"the share of {name} must be a number from 0 to 1; got {share!r}"
             for name, share in given.items()

@@ -16,6 +16,8 @@ from mrp_lightning.text.mixture import Mixture, interleaved
         ({"self": "half", "c4": 0.5}, "share of self .* got 'half'"),
         ({"self": True}, "got True"),
         ({"self": float("nan")}, "got nan"),
+        (["self", "stdlib"], r"one source, or a share of each.* got \['self', 'stdlib'\]"),
+        ("", "'' unknown"),
         ({"self": 0.5, "c4": 0.4}, r"expected shares that are 1 in all.* got 0\.9"),
         ({}, "got 0"),
         ({"self": 0.5, "c5": 0.5}, "'c5' unknown. Expected self .*stdlib.*c4, lambada"),
