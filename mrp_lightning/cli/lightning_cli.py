@@ -9,7 +9,6 @@ from typing import Any
 from jsonargparse import Namespace
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
-from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
@@ -19,7 +18,7 @@ from mrp_lightning.data.data_module import TextDataModule
 from mrp_lightning.errors import OptionError
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.save_evaluation import SaveEvaluation
-from mrp_lightning.loop.trainer import Trainer, callbacks_that_prune
+from mrp_lightning.loop.trainer import Trainer, callbacks_that_prune, require_accelerator
 from mrp_lightning.models.integrity import explained_checkpoint
 from mrp_lightning.records.report import NAME
 from mrp_lightning.text.mixture import GIVEN
@@ -113,7 +112,7 @@ class PruningCLI(LightningCLI):
             OptionError: This machine has no such accelerator; `predict` would prune nothing or save
                 nothing; text is given in two ways at one place.
         """
-        self._require_accelerator()
+        require_accelerator(self._given("trainer.accelerator"))
         if self.config.get("subcommand") == "predict":
             self._require_result()
         if type(self._given("data")) is Namespace and "class_path" not in self._given("data"):
@@ -186,20 +185,6 @@ class PruningCLI(LightningCLI):
             )
             for key in keys:
                 data[key] = None
-
-    def _require_accelerator(self) -> None:
-        """Refuse an accelerator that this machine does not have."""
-        wanted = self._given("trainer.accelerator")
-        found = {name: AcceleratorRegistry[name]["accelerator"] for name in AcceleratorRegistry}
-        there = {name for name, accelerator in found.items() if accelerator.is_available()}
-        missing = found.keys() - there
-        if missing >= {"cuda", "mps"}:  # what Lightning takes for `gpu`
-            missing.add("gpu")
-        if wanted in missing:
-            raise OptionError(
-                f"`trainer.accelerator`: expected auto or one that this machine has "
-                f"({', '.join(sorted(there))}). Got {wanted}. Name another, or leave the key out."
-            )
 
     def before_test(self) -> None:
         """Have what is found about a model that was pruned recorded beside it."""

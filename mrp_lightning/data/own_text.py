@@ -23,9 +23,16 @@ from mrp_lightning.loop.distributed import all_or_none, processes_of
 from mrp_lightning.loop.progress import Seldom, nested_progress, roughly
 from mrp_lightning.loop.signals import Interrupted
 from mrp_lightning.loop.trainer import callbacks_that_prune
+from mrp_lightning.pruning.estimate import Estimate
 from mrp_lightning.samples.kept import DIRECTORY, KeptWindows, key_of
 from mrp_lightning.samples.together import WritingListener, write_together
-from mrp_lightning.samples.writing import Sampling, require_writer
+from mrp_lightning.samples.writing import (
+    Sampling,
+    bytes_a_window,
+    require_writer,
+    seconds_a_token,
+    windows_at_once,
+)
 from mrp_lightning.targets.blocks import find_blocks
 from mrp_lightning.text.prefix import frame
 
@@ -92,6 +99,30 @@ def own_windows(
         kept = KeptWindows(_directory(trainer, model, sampling), sampling.length)
         listener = _Listener(trainer, sampling.length, held)
         return write_together(model, sampling, count, kept, processes, listener)
+
+
+def estimate_writing(
+    model: PreTrainedModel, tokenizer: Any, length: int, seed: int, count: int
+) -> Estimate:
+    """Estimate what `own_windows` takes in one process, which writes a few tokens to see it.
+
+    Args:
+        model: The model, on the device where it is going to write.
+        tokenizer: That of the model; `None` if it has none.
+        length: Tokens a window.
+        seed: Seed of what is drawn.
+        count: The number of windows.
+
+    Raises:
+        DataError: Its predictions are not finite.
+        TargetError: It cannot write text.
+    """
+    require_writer(model)
+    sampling = _sampling(model, tokenizer, length, seed)
+    at_once = min(windows_at_once(model, length), count)
+    steps = length * -(-count // at_once)
+    seconds = steps * seconds_a_token(model, sampling, range(at_once))
+    return Estimate(seconds, at_once * bytes_a_window(model, length))
 
 
 def _sampling(model: PreTrainedModel, tokenizer: Any, length: int, seed: int) -> Sampling:

@@ -13,12 +13,13 @@ from rich.table import Table
 from mrp_lightning.callbacks import PruningCallback
 from mrp_lightning.data.data_module import TextDataModule
 from mrp_lightning.data.held_out import HeldOutText
+from mrp_lightning.data.own_text import estimate_writing
 from mrp_lightning.experiments.configuration import quiet
 from mrp_lightning.experiments.numbers import memory, number, percent, perplexity
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.progress import roughly
 from mrp_lightning.loop.saving import check_save_dir
-from mrp_lightning.loop.trainer import Trainer
+from mrp_lightning.loop.trainer import Trainer, require_accelerator
 from mrp_lightning.pruning.estimate import Estimate, estimate, products_per_second
 from mrp_lightning.records.evaluation import Scores, record
 from mrp_lightning.records.report import PruningReport
@@ -46,6 +47,7 @@ def prune_and_compare(
         accelerator: Where it runs, as Lightning names it.
         console: Where progress and results are printed.
     """
+    require_accelerator(accelerator)
     prune = PruningCallback(**pruning)
     is_given = bool(text["train_files"])
     data = HeldOutText(**text) if is_given else TextDataModule(**text, calibration=SELF)
@@ -91,7 +93,13 @@ def prune_and_compare(
             tokens_per_second=clock.tokens_per_second(before),
             products_per_second=products_per_second(trainer.strategy.root_device),
         )
-        console.print(_announced(expected, "" if is_given else " once that text is written"))
+        writing = Estimate(0.0, 0)
+        if not is_given:
+            model.to(trainer.strategy.root_device)  # from where the evaluation has taken it
+            writing = estimate_writing(
+                model.model, model.tokenizer, data.sequence_length, data.seed, data.num_samples
+            )
+        console.print(_announced(expected.after(writing), writing))
         trainer.predict(model, datamodule=data, callbacks=[prune])
         pruned = evaluated("pruned")
         (after,) = pruned.values()
@@ -116,9 +124,12 @@ class _Clock(Callback):
         return (found["windows"] or 0) * (found["context"] or 0) / self._seconds
 
 
-def _announced(expected: Estimate, when: str) -> str:
+def _announced(expected: Estimate, writing: Estimate) -> str:
+    of_writing = (
+        f" ({roughly(writing.seconds)} of it to write that text)" if writing.seconds else ""
+    )
     return (
-        f"Pruning may take {roughly(expected.seconds)}{when} and, beside the model, "
+        f"Pruning may take {roughly(expected.seconds)}{of_writing} and, beside the model, "
         f"{memory(expected.num_bytes)} of memory. This is a rough estimate from the speed of that "
         "evaluation; small models, few bits and busy machines take longer. If it is interrupted, "
         "the same command goes on where it was."

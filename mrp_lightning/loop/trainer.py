@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
+from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.callbacks import Callback, ProgressBar
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.io import TorchCheckpointIO
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel
 from mrp_lightning.arguments import checked
 from mrp_lightning.calibration.memory import explained_out_of_memory
 from mrp_lightning.environment import hush_lightning
-from mrp_lightning.errors import DataError, FormatError
+from mrp_lightning.errors import DataError, FormatError, OptionError
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.lines import Lines
 from mrp_lightning.models.integrity import explained_checkpoint, why_no_checkpoint
@@ -146,6 +147,24 @@ class Trainer(pl.Trainer):
             for callback in extra:  # a bound method of the model, which would keep it alive
                 callback.__dict__.pop("log", None)
                 callback.__dict__.pop("log_dict", None)
+
+
+def require_accelerator(wanted: Any) -> None:
+    """Refuse the name of an accelerator that this machine does not have.
+
+    Raises:
+        OptionError: It does not have it, or there is none of that name.
+    """
+    found = {name: AcceleratorRegistry[name]["accelerator"] for name in AcceleratorRegistry}
+    there = {name for name, accelerator in found.items() if accelerator.is_available()}
+    known = {"auto", *there}
+    if there & {"cuda", "mps"}:  # what Lightning takes for `gpu`
+        known.add("gpu")
+    if isinstance(wanted, str) and wanted not in known:
+        raise OptionError(
+            f"`trainer.accelerator`: expected auto or one that this machine has "
+            f"({', '.join(sorted(there))}). Got {wanted}. Name another, or leave it out."
+        )
 
 
 class Unwrap(Callback):

@@ -31,7 +31,7 @@ _PER_WEIGHT, _PER_SQUARE = 17.5, 9.1  # float32 numbers that the solver holds
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a pruning may take, roughly: what is no product of matrices is not counted.
+    """What work may take, roughly: of a pruning, what is no product of matrices is not counted.
 
     Attributes:
         seconds: The time of calibrating and solving; reading and writing files is not in it.
@@ -40,6 +40,10 @@ class Estimate:
 
     seconds: float
     num_bytes: int
+
+    def after(self, earlier: "Estimate") -> "Estimate":
+        """This work and what is done before it, whose memory is free again by then."""
+        return Estimate(self.seconds + earlier.seconds, max(self.num_bytes, earlier.num_bytes))
 
 
 def estimate(

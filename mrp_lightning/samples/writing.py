@@ -6,10 +6,12 @@ by whichever of several processes, as far as the model's logits are the same the
 
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import signature
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -37,6 +39,8 @@ _AGREEING = 0.75
 """The part of these that must be drawn again but for rounding; of another state it is a tenth."""
 _ROUNDING = 0.05
 """How far from its token's a random number may be, in probability: as bfloat16 rounds logits."""
+_TIMED_TOKENS = 3
+"""How many tokens are written to see how long one takes; the first makes what is made once."""
 _COPIES_OF_LOGITS = 6  # in float32, while a token is drawn
 
 
@@ -127,12 +131,7 @@ def write(
         DataError: The model's predictions are not finite, or it writes one token all the time.
     """
     uniforms = sampling.uniforms(windows).to(model.device)
-    with (
-        torch.inference_mode(False),
-        torch.no_grad(),
-        _evaluating(model),
-        replaced(model, "generation_config", GenerationConfig()),
-    ):
+    with _able_to_write(model):
         starts = sampling.starts(uniforms.cpu()).to(model.device)
         written = _generate(model, starts, uniforms, tell, _cache(model, sampling.length))
         if not _agrees(model, written[:1], uniforms[:1], starts.shape[1]):
@@ -144,6 +143,21 @@ def write(
             written = _generate(model, starts, uniforms, tell, {"use_cache": False})
     _require_text(written[:, starts.shape[1] :])
     return written.cpu()
+
+
+def seconds_a_token(model: PreTrainedModel, sampling: Sampling, windows: range) -> float:
+    """The time, in seconds, of the next token of some windows that are written all at once.
+
+    It is measured on their first ones. Later ones take a little longer: they attend to more.
+    """
+    times: list[float] = []
+    uniforms = sampling.uniforms(windows).to(model.device)
+    with _able_to_write(model):
+        starts = sampling.starts(uniforms.cpu()).to(model.device)
+        few = uniforms[:, : starts.shape[1] + _TIMED_TOKENS]
+        cache = _cache(model, sampling.length)
+        _generate(model, starts, few, lambda _: times.append(time.perf_counter()), cache)
+    return min(later - earlier for earlier, later in pairwise(times))
 
 
 def _generate(
@@ -189,6 +203,18 @@ def _cache(model: PreTrainedModel, length: int) -> dict[str, Any]:
     if not takes_any_cache(model) or "past_key_values" not in taken:
         return {}
     return {"past_key_values": cache_for(model.config, length)}
+
+
+@contextmanager
+def _able_to_write(model: PreTrainedModel) -> Iterator[None]:
+    """Let a model draw from its own distribution, whatever it is configured to do in chats."""
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        _evaluating(model),
+        replaced(model, "generation_config", GenerationConfig()),
+    ):
+        yield
 
 
 @contextmanager
@@ -241,14 +267,19 @@ def windows_at_once(model: PreTrainedModel, length: int) -> int:
 
     They take at most half of what is free on a GPU, and a quarter of a machine's memory.
     """
-    text = model.config.get_text_config()
-    heads = getattr(text, "num_attention_heads", 0) or 0
-    size = getattr(text, "head_dim", None) or text.hidden_size // (heads or 1)
-    heads = getattr(text, "num_key_value_heads", None) or heads
-    keys = 2 * text.num_hidden_layers * heads * size * length * model.dtype.itemsize
-    each = keys + 4 * _COPIES_OF_LOGITS * text.vocab_size
+    each = bytes_a_window(model, length)
     if model.device.type == "cuda":
         room = torch.cuda.mem_get_info(model.device)[0] // 2
     else:
         room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
     return max(1, min(_MOST_AT_ONCE, room // each))
+
+
+def bytes_a_window(model: PreTrainedModel, length: int) -> int:
+    """The memory that a window takes while it is written: keys, values and logits."""
+    text = model.config.get_text_config()
+    heads = getattr(text, "num_attention_heads", 0) or 0
+    size = getattr(text, "head_dim", None) or text.hidden_size // (heads or 1)
+    heads = getattr(text, "num_key_value_heads", None) or heads
+    keys = 2 * text.num_hidden_layers * heads * size * length * model.dtype.itemsize
+    return keys + 4 * _COPIES_OF_LOGITS * text.vocab_size

@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 from callbacks import MRPCallback
 from mrp_lightning import CausalLM, TextDataModule, Trainer
 from mrp_lightning.cli.lightning_cli import PruningCLI
+from mrp_lightning.data import own_text
 from mrp_lightning.errors import DataError, OptionError, TargetError
 from mrp_lightning.experiments.configuration import quiet
 from mrp_lightning.samples import together
@@ -45,6 +46,18 @@ def written(monkeypatch):
 
     monkeypatch.setattr(together, "write", counted)
     return batches
+
+
+def test_the_time_and_the_memory_of_writing_are_known_before(tiny_llama, monkeypatch):
+    monkeypatch.setattr(own_text, "windows_at_once", lambda *_: 3)
+    timed = []
+    monkeypatch.setattr(own_text, "seconds_a_token", lambda *given: timed.append(given) or 0.5)
+    module = CausalLM(tiny_llama)
+    found = own_text.estimate_writing(module.model, module.tokenizer, 24, 0, 8)
+    assert found.seconds == 3 * 24 * 0.5  # in batches of 3, 3 and 2
+    keys_and_values = 2 * 2 * 2 * 8 * 24 * 4  # … of blocks, heads, their size, tokens and bytes
+    assert found.num_bytes == 3 * (keys_and_values + 6 * 2048 * 4)
+    assert [windows for _, _, windows in timed] == [range(3)]
 
 
 def test_runs_beside_each_other_share_what_the_model_wrote(tiny_llama, tmp_path, written, caplog):

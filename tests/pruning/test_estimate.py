@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from mrp_lightning.pruning.estimate import estimate, products_per_second
+from mrp_lightning.pruning.estimate import Estimate, estimate, products_per_second
 from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.targets.plan import make_plan
 
@@ -32,6 +32,11 @@ def test_what_costs_more_is_expected_to():
     times = [expected(**options).seconds for options in ways]
     assert times == sorted(times)
     assert len(set(times)) == 5
+
+
+def test_what_is_done_before_takes_its_time_and_gives_its_memory_back():
+    assert Estimate(5.0, 70).after(Estimate(2.0, 90)) == Estimate(7.0, 90)
+    assert Estimate(5.0, 70).after(Estimate(0.0, 0)) == Estimate(5.0, 70)
 
 
 def test_the_speed_is_that_of_products():

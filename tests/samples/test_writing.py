@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicLayer
 from mrp_lightning.errors import DataError, TargetError
 from mrp_lightning.processes import ALONE
 from mrp_lightning.samples import together as module
+from mrp_lightning.samples import writing
 from mrp_lightning.samples.cache import FilledLayer
 from mrp_lightning.samples.kept import KeptWindows, key_of
 from mrp_lightning.samples.together import WritingListener, write_together
@@ -151,6 +152,13 @@ def test_what_cannot_write_is_refused(model_type):
         require_writer(made(model_type))
     with pytest.raises(TargetError, match="no Hugging Face model, or several"):
         require_writer(torch.nn.Linear(2, 2))
+
+
+def test_the_time_of_a_token_is_that_between_two(llama, monkeypatch):
+    clock = iter([10.0, 17.0, 19.0])  # the first one waits for what is made once
+    monkeypatch.setattr(writing.time, "perf_counter", lambda: next(clock))
+    assert writing.seconds_a_token(llama, sampling(), range(2)) == 2.0
+    assert next(clock, None) is None
 
 
 class Stop(WritingListener):
