@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from mrp_lightning.cli.command import add_model_options, make_parser, number_from
+from mrp_lightning.cli.typed import as_typed
 from mrp_lightning.errors import OptionError
+from mrp_lightning.solver.patterns import SemiStructured, make_pattern
 
 _RECIPES: dict[str, dict[str, Any]] = {
     "paper": {"method": "SM"},
@@ -17,6 +19,9 @@ _RECIPES: dict[str, dict[str, Any]] = {
 }
 """The arguments of `PruningCallback` by the name of a recipe, as in configs/recipes."""
 
+_COLUMNS = 128
+"""The columns that are chosen together, or as many fewer as the groups of a pattern divide."""
+
 _OF_MODEL = ("model", "dtype", "gguf_file", "revision", "trust_remote_code")
 _OF_TEXT = ("num_samples", "sequence_length", "batch_size", "seed")
 
@@ -24,8 +29,9 @@ _TYPED = {
     **{key: f"--{key.replace('_', '-')}" for key in ("pattern", "sparsity", "method", "overwrite")},
     **{f"data.{key}": f"--{key.replace('_', '-')}" for key in _OF_TEXT},
     "sequence_length": "--sequence-length",
-    **dict.fromkeys(("data.train_files", "data.eval_files", "data.{train,eval}_files"), "--text"),
-    "data.calibration": "--text",
+    **dict.fromkeys(("train_files", "data.train_files", "data.eval_files"), "--text"),
+    **dict.fromkeys(("data.{train,eval}_files", "data.calibration"), "--text"),
+    "trainer.accelerator": "--accelerator",
     "model": "MODEL",
     "model.model": "MODEL",
     "save_dir": "--out",
@@ -45,12 +51,12 @@ def main(args: list[str]) -> None:
         OptionError: Options contradict each other or are missing; before anything is loaded.
     """
     options = _parser().parse_args(args)
-    recipe = _recipe(options)
+    with as_typed(_TYPED):
+        recipe = _recipe(options)
     out = options.out or _default_out(options)
     # Only now: they load Lightning and transformers, which help and a mistake need not wait for.
     from rich.console import Console
 
-    from mrp_lightning.cli.typed import as_typed
     from mrp_lightning.experiments.comparison import prune_and_compare
     from mrp_lightning.loop.signals import interruptible, unclaimed_signals
 
@@ -78,7 +84,11 @@ def _recipe(options: Namespace) -> dict[str, Any]:
         )
     if options.method is not None and options.recipe is not None:
         raise OptionError("`--recipe` names a method, too: give either `--recipe` or `--method`.")
-    chosen = _RECIPES[options.recipe] if options.recipe else {"method": options.method or "SM"}
+    chosen = dict(_RECIPES[options.recipe or "paper"])
+    chosen["method"] = options.method or chosen["method"]
+    pattern = make_pattern(options.sparsity, options.pattern)
+    if isinstance(pattern, SemiStructured) and _COLUMNS % pattern.group:
+        chosen["block_size"] = max(1, _COLUMNS // pattern.group) * pattern.group
     return {**chosen, "pattern": options.pattern, "sparsity": options.sparsity}
 
 

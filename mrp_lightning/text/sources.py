@@ -30,7 +30,7 @@ class OwnText:
     def __post_init__(self) -> None:
         files = {"train_files": self.train_files, "eval_files": self.eval_files}
         if missing := [
-            f"`{key}`: {path}"
+            f"`{key}`: {path}" + " is a directory; name files" * path.is_dir()
             for key, paths in files.items()
             for path in paths
             if not path.is_file()

@@ -2,6 +2,9 @@
 
 import json
 import re
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,8 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytest.importorskip("jsonargparse", reason="the command line needs the extra `cli`")
 
+from mrp_lightning.callbacks import PruningCallback
 from mrp_lightning.commands.main import main
-from mrp_lightning.commands.prune import _RECIPES
+from mrp_lightning.commands.prune import _RECIPES, _parser, _recipe
 from mrp_lightning.data.held_out import HeldOutText
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -80,11 +84,14 @@ def test_one_command_prunes_compares_and_says_what_is_next(tiny_llama, text, cap
         (["--pattern=2:4", "--sparsity=0.5"], "Got both"),
         (["--pattern=2:4", "--recipe=best", "--method=SM"], "either `--recipe` or `--method`"),
         (["--pattern=2:4", "--recipe=bets"], "best"),
-        (["--pattern=2:4", "--text=absent.txt"], "absent.txt"),
+        (["--pattern=2:4", "--text=absent.txt"], "`--text`: absent.txt"),
+        (["--pattern=2:4", "--text=."], "`--text`: . is a directory; name files"),
         (["--pattern=4"], "4"),
         (["--sparsity=1.5"], "1.5"),
         (["--pattern=2:4", "--method=SN"], "SN"),
         (["--pattern=2:4", "--num-samples=0"], "num-samples"),
+        (["--pattern=2:4", "--accelerator=quantum"], "`--accelerator`"),
+        (["--pattern=2:4", "--accelerator=tpu"], "Got tpu"),
     ],
     ids=str,
 )
@@ -95,6 +102,14 @@ def test_a_mistake_is_told_in_a_line_before_the_model_is_loaded(options, said, c
     (line,) = capsys.readouterr().err.splitlines()
     assert said in line
     assert "no-such-model" not in line
+
+
+@pytest.mark.parametrize(
+    ("pattern", "columns"), [("2:4", 128), ("2:3", 126), ("5:7", 126), ("100:200", 200)]
+)
+def test_columns_are_chosen_together_as_a_pattern_divides_them(pattern, columns):
+    recipe = _recipe(_parser().parse_args(["model", f"--pattern={pattern}"]))
+    assert PruningCallback(**recipe).settings.recipe.block_size == columns
 
 
 def test_recipes_are_those_of_the_files():
@@ -122,6 +137,7 @@ def test_without_text_the_model_writes_what_it_is_calibrated_on(
     main(["prune", str(tiny_llama), "--sparsity=0.5", *options])
     shown = " ".join(capsys.readouterr().out.split())
     assert "calibrated on 4 windows that the model writes itself" in shown
+    assert re.search(r"Pruning may take .* \(.* of it to write that text\) and", shown)
     assert "Evaluating the dense model on the source of Python's standard library" in shown
     out = Path(f"{tiny_llama.name}-50")
     report = json.loads((out / "pruning_report.json").read_text())
@@ -147,3 +163,22 @@ def test_messages_name_what_was_typed(tiny_llama, text, capsys):
     many = ["--num-samples=20", f"--text={few}", "--sequence-length=16", "--accelerator=cpu"]
     with pytest.warns(UserWarning, match="or `--num-samples [0-9]+`"):
         main(["prune", str(tiny_llama), "--pattern=2:4", *many, "--out=few"])
+
+
+def test_sigterm_ends_the_tokenizing_of_a_long_text_at_once(tiny_llama, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("value = compute(1) + value\n" * 1_500_000)  # of which a tenth is held out
+    command = [sys.executable, "-m", "mrp_lightning", "prune", str(tiny_llama), "--pattern=2:4"]
+    command += [f"--text={text}", f"--out={tmp_path / 'out'}", *SMALL]
+    said = []
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        for line in process.stdout:
+            said.append(line)
+            if line.startswith("Tokenizing 4 million"):
+                time.sleep(0.2)
+                process.terminate()
+        assert process.wait(timeout=60) == 143
+    assert said[-1].startswith("Tokenizing"), said  # and not that a long operation was stopped
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
