@@ -214,7 +214,10 @@ def test_the_cache_of_the_hub_is_enough(published, tokenizer, tmp_path, monkeypa
             {"calibration": "C4"},
             r"`data.calibration`: 'C4' unknown. .* c4, lambada, ptb, wikitext2",
         ),
-        ({"evaluation": ["c4", "lambada", "x"]}, r"'lambada', 'x' unknown. Expected stdlib, c4, ptb, wikite"),
+        (
+            {"evaluation": ["c4", "lambada", "x"]},
+            r"'lambada', 'x' unknown. Expected stdlib, c4, ptb, wikite",
+        ),
         ({"calibration": "c4", "dataset": "a"}, "not several of them"),
         ({"evaluation": "c4", "eval_files": "a"}, "not several of them"),
         ({"corpora_dir": "a"}, r"needs `data.calibration` or `data.evaluation`"),
