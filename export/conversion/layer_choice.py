@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from export.conversion.checkpoint import Checkpoint
-from export.conversion.claims import read_structure
+from export.conversion.claims import read_grid, read_structure
 from mrp_lightning.errors import PatternError
 from mrp_lightning.formats.bitmask4_format import BITMASK4
 from mrp_lightning.formats.bitmask_format import BITMASK
@@ -127,7 +127,7 @@ def refuse_misfits(
         elif any(choice.off_grid for choice in offending):
             problem = f"is not of four bits in {many}. Write `--format bitmask`"
         else:
-            problem = f"has too few zeros in {many}. Prune it"
+            problem = f"has too few zeros in {many}. {_of_bits(checkpoint)}Prune it"
         raise PatternError(
             f"{checkpoint.path} {problem}, leave these out with `--skip`, or pack what fits with "
             f"`--allow-partial`:\n{_listed(offending)}"
@@ -135,6 +135,18 @@ def refuse_misfits(
     if all(choice.reason is not None for choice in choices):
         listed = _listed(choices)
         raise PatternError(f"{checkpoint.path} has no layer that can be packed:\n{listed}")
+
+
+def _of_bits(checkpoint: Checkpoint) -> str:
+    """Why a grid of few bits does not make a checkpoint smaller, if it is on one."""
+    grid = read_grid(checkpoint.path)
+    if grid is None:
+        return ""
+    return (
+        f"It is on a grid of {grid.bits} bits in groups of {grid.group_size}; what is packed is 3 "
+        f"or 4 bits, in groups of a multiple of {GROUP}. `python -m export.to_gguf` writes 8 bits, "
+        "too. "
+    )
 
 
 def _listed(choices: Sequence[LayerChoice]) -> str:

@@ -142,6 +142,18 @@ def test_transformers_loads_saves_and_makes_them_dense(packed, coded, ids, tmp_p
     assert torch.equal(in_float32, logits(coded, ids, dtype=torch.float32))
 
 
+@pytest.mark.parametrize("config", [{"bits": 8}, {"group_size": 30}])
+def test_what_few_bits_cannot_be_packed_is_said(config, coded, capsys):
+    tensors = load_file(coded / "model.safetensors")
+    report(coded, [DOWN], **config)
+    tensors[f"{DOWN}.weight"].fill_(0.5)
+    save_file(tensors, coded / "model.safetensors", {"format": "pt"})
+    shown = refusal([str(coded)], capsys)
+    grid = {"bits": 4, "group_size": 64} | config
+    assert f"grid of {grid['bits']} bits in groups of {grid['group_size']}; what is packed" in shown
+    assert "export.to_gguf" in shown
+
+
 def test_a_weight_off_the_grid_is_named(coded, capsys):
     tensors = load_file(coded / "model.safetensors")
     row = tensors[f"{DOWN}.weight"][3]
