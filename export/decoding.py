@@ -25,6 +25,7 @@ from mrp_lightning.models.skeleton import longest_sequence
 from mrp_lightning.models.tokenizers import load_tokenizer
 from mrp_lightning.packed.bitmask4_linear import Bitmask4Linear
 from mrp_lightning.packed.eight_bit_head import round_head
+from mrp_lightning.packed.eight_bit_linear import EightBitLinear
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ def write(
         eight_bit_head: Whether the head is rounded to 8 bits; the same is printed.
 
     Raises:
-        OptionError: There is no head that can be rounded.
+        OptionError: There is no head that can be rounded; see `Head.of`.
         FileNotFoundError: The directory holds no model.
         FormatError: See `export.load`.
         DataError: There is no tokenizer in it, the prompt is empty, or the text would get longer
@@ -123,7 +124,9 @@ def write(
         )
     tokens = {key: tokens[key] for key in ("input_ids", "attention_mask")}
     first = tokens["input_ids"][:, :FEW]
-    if eight_bit_head:
+    if isinstance(model.get_output_embeddings(), EightBitLinear):
+        print("[a head of 8 bits: it is stored so]")
+    elif eight_bit_head:
         _tell(model, first, "a head of 8 bits", round_head)
     if eight_bits:
         if any(isinstance(module, Bitmask4Linear) for module in model.modules()):

@@ -3,7 +3,8 @@
 import logging
 import sys
 from argparse import Namespace
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel
 from export.backends.apply import check_backend, why_not_here
 from export.backends.torchao_format import load, why_not_storable
 from export.conversion.checkpoint import Checkpoint, open_checkpoint
+from export.conversion.head_choice import HeadChoice, choose_head
 from export.conversion.layer_choice import LayerChoice
 from export.conversion.parity import check_parity
 from export.conversion.selection import choose_layers
@@ -56,6 +58,10 @@ def convert(options: Namespace) -> ExportReport:
             f"`--format torchao` cannot be written here: {reason}. Run it where torchao runs, or "
             "write `--format packed`, which is as small and needs no GPU."
         )
+    if options.head_bits == 8 and options.format in ("dense", "torchao"):
+        raise errors.OptionError(
+            f"`--head-bits 8` is for the packed formats, and not for `--format {options.format}`."
+        )
     if options.format is not None or options.out is not None:
         _output(options)  # refused before anything is read
     if device.index is not None:
@@ -66,18 +72,22 @@ def convert(options: Namespace) -> ExportReport:
             "`--format torchao` is for transformers models; pack a module of your own with "
             "`--format packed`."
         )
+    head = choose_head(source) if options.head_bits == 8 else None
     with bars() as track:
         layers = choose_layers(
             source,
             form=_FORMS.get(options.format),
             skip=options.skip,
             allow_partial=options.allow_partial,
-            refuse=_why_not_torchao if options.format == "torchao" else lambda _: None,
+            refuse=_why_not_torchao if options.format == "torchao" else partial(_why_head, head),
             track=track,
         )
+        layers = [replace(layer, reason=_why_head(head, layer) or layer.reason) for layer in layers]
         options.format = options.format or layers[0].form.option
         out = _output(options)
-        report = ExportReport(str(options.checkpoint), options.format, layers, source.num_bytes)
+        report = ExportReport(
+            str(options.checkpoint), options.format, layers, source.num_bytes, head
+        )
         export = _Export(source, report, options, device, track)
         if not options.check_only:
             with save_directory(out, overwrite=options.overwrite, argument="--out") as staging:
@@ -114,7 +124,7 @@ class _Export:
         elif self.report.format == "dense":
             written = write_dense(self.source, directory, layers)
         else:
-            written = write_packed(self.source, directory, layers)
+            written = write_packed(self.source, directory, layers, self.report.head)
         for _ in self.track(written, len(layers), "writing layers"):
             pass
 
@@ -123,7 +133,13 @@ class _Export:
         report, text = self.report, self.options.text
         report.exported_bytes = open_checkpoint(directory).num_bytes
         report.parity = check_parity(
-            self.source, directory, report.layers, text=text, device=self.device, track=self.track
+            self.source,
+            directory,
+            report.layers,
+            head=report.head,
+            text=text,
+            device=self.device,
+            track=self.track,
         )
         report.parity.require()
         if report.parity.text is None:
@@ -152,6 +168,11 @@ class _Export:
             except Exception as error:  # no reason to lose a proven export
                 log.exception("The benchmark failed; the export is written all the same.")
                 notes.append(f"speed not measured: {type(error).__name__}: {error}")
+
+
+def _why_head(head: HeadChoice | None, layer: LayerChoice) -> str | None:
+    is_head = head is not None and layer.name == head.name
+    return "it has 8 bits, by `--head-bits`" if is_head else None
 
 
 def _why_not_torchao(layer: LayerChoice) -> str | None:

@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from export.conversion.head_choice import HeadChoice
 from export.conversion.layer_choice import LayerChoice, alike
 from export.conversion.parity import Parity
 from export.speed.tables import SpeedReport, tables
@@ -30,6 +31,7 @@ class ExportReport:
         format: `packed`, `bitmask`, `bitmask4`, `dense` or `torchao`.
         layers: Every linear layer of the model.
         source_bytes: Bytes of the weight files read.
+        head: The head, where it has 8 bits, else `None`.
         exported_bytes: Bytes of the weight files written; `None` where nothing was written.
         parity: The comparison with the source; `None` where nothing was written.
         benchmark: The speed that was measured, or `None`.
@@ -40,6 +42,7 @@ class ExportReport:
     format: str
     layers: list[LayerChoice]
     source_bytes: int
+    head: HeadChoice | None = None
     exported_bytes: int | None = None
     parity: Parity | None = None
     benchmark: SpeedReport | None = None
@@ -92,6 +95,7 @@ class ExportReport:
                 }
                 for layer in self.layers
             ],
+            "head": None if self.head is None else _head(self.head),
             "totals": self.totals,
             "parity": None if self.parity is None else self.parity.to_dict(),
             "benchmark": None if self.benchmark is None else asdict(self.benchmark),
@@ -121,6 +125,17 @@ class ExportReport:
             console.print(note, highlight=False)
 
 
+def _head(head: HeadChoice) -> dict[str, Any]:
+    return {
+        "name": head.name,
+        "table": head.table,
+        "shape": list(head.shape),
+        "dtype": str(head.dtype).removeprefix("torch."),
+        "dense_bytes": head.dense_bytes,
+        "packed_bytes": head.packed_bytes,
+    }
+
+
 def _table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
     table = Table(title=title, title_justify="left")
     for column in columns:
@@ -135,6 +150,8 @@ def _sizes(report: ExportReport) -> Table:
     kind = report.format if report.format.startswith("bitmask") else "2:4"
     name = f"{totals['packed_layers']} {kind} layers"
     sizes = {name: (totals["packed_layers_dense_bytes"], totals["packed_layers_packed_bytes"])}
+    if report.head is not None:
+        sizes["head of 8 bits"] = (report.head.dense_bytes, report.head.packed_bytes)
     if report.exported_bytes is not None and report.format != "dense":
         sizes["weight files"] = (report.source_bytes, report.exported_bytes)
     rows = [
@@ -163,6 +180,10 @@ def _parity_rows(parity: Parity) -> Iterable[tuple[str, str]]:
         yield "logits", equal
         yield "likeliest next token agrees", f"{text.top1_agreement:.2%}"
         yield "perplexity", f"{text.perplexity_before:.4f} → {text.perplexity_after:.4f}"
+    if (head := parity.head) is not None:
+        change = f"{head.perplexity_before:.4f} → {head.perplexity_after:.4f}"
+        yield "before that, 8 bits for the head: perplexity", change
+        yield "likeliest next token agrees", f"{head.top1_agreement:.2%}"
 
 
 def _mebibytes(count: int) -> str:

@@ -49,6 +49,8 @@ def _parser() -> Any:
         "checkpoint is 2:4, else bitmask)"
     )
     option("--format", choices=("packed", "bitmask", "bitmask4", "dense", "torchao"), help=what)
+    what = "bits of the head; 8 is smaller, faster on a CPU and less exact, and its cost is told"
+    option("--head-bits", type=int, choices=(16, 8), default=16, help=what)
     option("--overwrite", action="store_true", help="replace what is in --out")
     what = "layers that stay dense: name parts with wildcards, such as lm_head or layers.0"
     option("--skip", nargs="+", default=[], metavar="PATTERN", help=what)

@@ -19,6 +19,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
 from export.backends.torchao_format import load, restore
 from export.conversion.checkpoint import Checkpoint, open_checkpoint
+from export.conversion.head_choice import HeadChoice
 from export.conversion.layer_choice import LayerChoice
 from export.conversion.text_parity import TextParity, compare_text, text_failures, text_windows
 from export.conversion.tracking import Track, silently
@@ -26,6 +27,7 @@ from mrp_lightning.errors import ParityError
 from mrp_lightning.formats.packed_format import different_bits
 from mrp_lightning.formats.sparse24_format import positive_zeros
 from mrp_lightning.kernels.operator import MAX_ERROR_RATIO
+from mrp_lightning.packed.eight_bit_head import round_head
 from mrp_lightning.packed.huggingface import CONFIGS
 from mrp_lightning.packed.packed_linear import PackedLinear
 
@@ -61,13 +63,16 @@ class Parity:
     Attributes:
         tensors: Number of tensors that were compared bit by bit.
         operators: Errors of the packed layers, one by one.
-        text: Comparison of the logits; `None` where the model predicts no next token.
+        text: Comparison of the logits; `None` where the model predicts no next token. Where the
+            head has 8 bits, it is compared with the source whose head has them.
+        head: What such a head does to the logits of the source, else `None`.
         failures: All that is not equal; empty where the gates are passed.
     """
 
     tensors: int = 0
     operators: list[OperatorError] = field(default_factory=list)
     text: TextParity | None = None
+    head: TextParity | None = None
     failures: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
@@ -86,6 +91,7 @@ def check_parity(
     directory: Path,
     layers: Sequence[LayerChoice],
     *,
+    head: HeadChoice | None = None,
     text: Sequence[str] = (),
     device: torch.device | str = "cpu",
     track: Track = silently,
@@ -93,10 +99,11 @@ def check_parity(
     """Compare an exported directory, as it is on disk, with its source.
 
     A failed gate ends the comparison: what follows could only fail too. The logits are compared on
-    the files of `text`, or else on the embedded text.
+    the files of `text`, or else on the embedded text. A `head` of 8 bits has to be what rounding
+    the source's gives; what that costs is no failure, but is found, too.
     """
     parity = Parity()
-    _compare_bits(source, directory, layers, parity, track)
+    _compare_bits(source, directory, layers, head, parity, track)
     if parity.failures:
         return parity
     model = load(directory) if source.config else None
@@ -118,9 +125,15 @@ def check_parity(
     ]
     if not parity.failures and model is not None and _predicts_tokens(model):
         windows, origin = text_windows(source, model, text)
-        parity.text = compare_text(
-            source.load(), model, windows, origin=origin, device=device, track=track
+        compare = functools.partial(
+            compare_text, windows=windows, origin=origin, device=device, track=track
         )
+        before = source.load()
+        if head is not None:
+            round_head(before)
+        parity.text = compare(before, model)
+        if head is not None:
+            parity.head = compare(source.load(), before)
         parity.failures += text_failures(parity.text)
     return parity
 
@@ -129,6 +142,7 @@ def _compare_bits(
     source: Checkpoint,
     directory: Path,
     layers: Sequence[LayerChoice],
+    head: HeadChoice | None,
     parity: Parity,
     track: Track,
 ) -> None:
@@ -142,7 +156,10 @@ def _compare_bits(
         else:
             parity.failures.append(f"{file.name}: the file is missing")
         for name, tensor in file.read().items():
-            parity.failures += _compare_tensor(name, tensor, choices.get(name), stored)
+            if head is not None and name in head.tensors:
+                parity.failures += _compare_head(head.convert(name, tensor), stored)
+            else:
+                parity.failures += _compare_tensor(name, tensor, choices.get(name), stored)
             parity.tensors += 1
 
 
@@ -168,6 +185,16 @@ def _compare_tensor(
     if count := different_bits(found, tensor):
         return [f"{name}: {count} of {tensor.numel()} values have other bits"]
     return []
+
+
+def _compare_head(expected: dict[str, Tensor], stored: dict[str, Tensor]) -> list[str]:
+    failures = []
+    for name, tensor in expected.items():
+        if name not in stored:
+            failures.append(f"{name}: missing")
+        elif count := different_bits(stored[name], tensor):
+            failures.append(f"{name}: {count} of {tensor.numel()} values have other bits")
+    return failures
 
 
 def _packed_in_file(directory: Path, layers: Sequence[LayerChoice]) -> dict[str, PackedLinear]:

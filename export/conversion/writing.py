@@ -11,6 +11,7 @@ from torch import Tensor
 
 from export.backends import torchao_format
 from export.conversion.checkpoint import Checkpoint
+from export.conversion.head_choice import HeadChoice
 from export.conversion.layer_choice import LayerChoice
 from mrp_lightning.files import save_text
 from mrp_lightning.formats.sparse24_format import positive_zeros
@@ -18,12 +19,15 @@ from mrp_lightning.json_files import as_json
 
 
 def write_packed(
-    source: Checkpoint, directory: Path, layers: Sequence[LayerChoice]
+    source: Checkpoint,
+    directory: Path,
+    layers: Sequence[LayerChoice],
+    head: HeadChoice | None = None,
 ) -> Iterator[str]:
     """Write a checkpoint with some weights packed into an empty directory.
 
-    There is at least one layer, and all are packed in the same format. The names of the layers are
-    given one by one as they are packed.
+    There is at least one layer, and all are packed in the same format; the `head` may have 8 bits.
+    The names of the layers are given one by one as they are packed.
     """
     form = layers[0].form
 
@@ -34,7 +38,8 @@ def write_packed(
     names = [layer.name for layer in layers]
     modules = {layer.name: layer.count for layer in layers} if form.count else names
     settings = _settings(form.quant_method, form.version, modules)
-    yield from _write(source, directory, layers, convert, settings)
+    settings |= {} if head is None else {"head": head.settings}
+    yield from _write(source, directory, layers, convert, settings, head=head)
 
 
 def write_torchao(
@@ -74,6 +79,7 @@ def _write(
     convert: Callable[[LayerChoice, Tensor], dict[str, Tensor]],
     settings: dict[str, Any] | None,
     *,
+    head: HeadChoice | None = None,
     in_pickles: bool = False,
 ) -> Iterator[str]:
     chosen = {layer.tensor: layer for layer in layers}
@@ -86,6 +92,8 @@ def _write(
             if name in chosen:
                 converted |= convert(chosen[name], tensor)
                 yield chosen[name].name
+            elif head is not None and name in head.tensors:
+                converted |= head.convert(name, tensor)
             else:
                 others[name] = tensor
         tensors = {**converted, **others}

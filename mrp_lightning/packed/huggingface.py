@@ -8,7 +8,7 @@ its modules that are there by then, and not for its models.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -20,14 +20,17 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from mrp_lightning.errors import FormatError, OptionError
 from mrp_lightning.formats.bitmask4_format import BITMASK4
 from mrp_lightning.formats.bitmask_format import BITMASK
+from mrp_lightning.formats.eight_bit_format import VERSION as HEAD_VERSION
 from mrp_lightning.formats.sparse24_format import SPARSE24
 from mrp_lightning.json_files import as_dataclass
 from mrp_lightning.packed.bitmask4_linear import Bitmask4Linear
 from mrp_lightning.packed.bitmask_linear import BitmaskLinear
+from mrp_lightning.packed.eight_bit_head import Head
+from mrp_lightning.packed.eight_bit_linear import EightBitLinear
 from mrp_lightning.packed.packed_linear import PackedLinear, is_packable
 from mrp_lightning.packed.sparse24_linear import Sparse24Linear
 from mrp_lightning.targets.layers import layers_of
-from mrp_lightning.upstream import was_loaded
+from mrp_lightning.upstream import aligned, was_loaded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -41,31 +44,33 @@ class PackedConfig(QuantizationConfigMixin):
     """
 
     layer: ClassVar[type[PackedLinear]]
+    head: dict[str, Any] | None = None  # of the object only where there is one, as in the files
 
     def __init__(
         self,
         modules: Sequence[str] | Mapping[str, int] = (),
         format_version: int | None = None,
         quant_method: str | None = None,
+        head: Mapping[str, Any] | None = None,
         **unknown: Any,
     ) -> None:
         form = self.layer.FORMAT
-        if format_version not in (None, form.version):
-            raise FormatError(
-                f"`quantization_config.format_version` is {format_version!r}, but this version of "
-                f"mrp-lightning reads {form.version}. Install the version that wrote it, or "
-                "export the pruned model again."
-            )
+        if format_version is not None:
+            _check_version("format_version", format_version, form.version)
         if unknown or quant_method not in (None, form.quant_method):
             raise FormatError(
                 f"`quantization_config`: expected `quant_method` {form.quant_method}, "
-                f"`format_version` and `modules`. Got {quant_method!r}, and also "
+                f"`format_version`, `modules` and maybe `head`. Got {quant_method!r}, and also "
                 f"{sorted(map(str, unknown)) or 'nothing'}. Export the pruned model again."
             )
         kind: type[_Counted | _Named] = _Counted if form.count else _Named
         given = {"modules": modules} if modules else {}  # transformers makes it without any, too
         remedy = "export the pruned model again"
         found = as_dataclass(kind, given, "`quantization_config`", remedy)
+        if head is not None:
+            of_head = as_dataclass(_EightBitHead, head, "`quantization_config.head`", remedy)
+            _check_version("head.format_version", of_head.format_version, HEAD_VERSION)
+            self.head = asdict(of_head)
         self.quant_method: Any = form.quant_method
         self.format_version = form.version
         self.modules = found.modules
@@ -77,6 +82,22 @@ class PackedConfig(QuantizationConfigMixin):
         if argument and isinstance(self.modules, dict):
             return {name: {argument: count} for name, count in self.modules.items()}
         return {name: {} for name in self.modules}
+
+
+def _check_version(key: str, found: int, expected: int) -> None:
+    if found != expected:
+        raise FormatError(
+            f"`quantization_config.{key}` is {found!r}, but this version of mrp-lightning reads "
+            f"{expected}. Install the version that wrote it, or export the pruned model again."
+        )
+
+
+@dataclass
+class _EightBitHead:
+    """The layer that is stored in 8 bits."""
+
+    module: str
+    format_version: int
 
 
 @dataclass
@@ -112,7 +133,7 @@ class PackedQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(
         self, model: "PreTrainedModel", **_: Any
     ) -> "PreTrainedModel":
-        damaged = []
+        damaged = [*self._damage_of_head(model)]
         for name, layer in self._layers(model):
             # What no file held is memory that nobody wrote: it may look like anything.
             tensors = {key: getattr(layer, key) for key in ("weight", *layer.FORMAT.beside)}
@@ -130,6 +151,26 @@ class PackedQuantizer(HfQuantizer):
                 "model again."
             )
         return model
+
+    def _damage_of_head(self, model: nn.Module) -> Iterator[str]:
+        head = self._head(model)
+        tensors = {} if head is None else {k: getattr(head, k) for k in ("weight", "weight_scales")}
+        missing = [key for key, tensor in tensors.items() if not was_loaded(tensor)]
+        for key in missing:
+            yield f"{self._head_name}.{key} (missing, or of another shape)"
+        if head is None or missing or any(tensor.is_meta for tensor in tensors.values()):
+            return
+        head.weight = aligned(head.weight)  # now, and not once a token
+        if damage := head.damage():
+            yield f"{self._head_name}.weight ({damage})"
+
+    @property
+    def _head_name(self) -> str:
+        return (self.quantization_config.head or {}).get("module", "")
+
+    def _head(self, model: nn.Module) -> EightBitLinear | None:
+        layer = model.get_submodule(self._head_name) if self._head_name else None
+        return layer if isinstance(layer, EightBitLinear) else None
 
     def _layers(self, model: nn.Module) -> Iterator[tuple[str, PackedLinear]]:
         for name in self.quantization_config.sizes:
@@ -150,6 +191,8 @@ class PackedQuantizer(HfQuantizer):
             )
         with torch.device("meta"):
             original = type(model)(model.config)
+        if self._head(model) is not None:
+            Head.of(original).put_dense(model, original, dtype)
         for name, packed in layers.items():
             dense = original.get_submodule(name)
             weight = packed.dense_weight().to(dtype)
@@ -206,13 +249,21 @@ for _method in CONFIGS:
 
 
 def pack_modules(model: nn.Module, config: PackedConfig) -> None:
-    """Replace linear layers by uninitialised packed ones of their shape.
+    """Replace linear layers by uninitialised packed ones of their shape, and the head.
 
     Raises:
         FormatError: Layers of these names do not exist, are not linear, or cannot be packed so.
     """
     modules = dict(model.named_modules())
-    if problems := misfits(modules, config):
+    problems, head = misfits(modules, config), None
+    try:
+        if config.head is not None:
+            head = Head.named(model, config.head["module"])
+    except OptionError as error:
+        problems["head"] = str(error)
+    if head is not None and head.name in config.sizes:
+        problems["head"] = f"{head.name}: both a packed layer and the head of 8 bits"
+    if problems:
         listed = "\n".join(f"  {problem}" for problem in problems.values())
         raise FormatError(
             f"`quantization_config.modules` does not fit {type(model).__name__}. The class must be "
@@ -221,6 +272,9 @@ def pack_modules(model: nn.Module, config: PackedConfig) -> None:
     for name, sizes in config.sizes.items():
         packed = config.layer.like(modules[name], None, **sizes)
         model.set_submodule(name, packed.train(modules[name].training))
+    if head is not None:
+        linear: Any = model.get_submodule(head.name)
+        head.put(model, EightBitLinear.like(linear))
 
 
 def misfits(modules: Mapping[str, nn.Module], config: PackedConfig) -> dict[str, str]:

@@ -126,6 +126,8 @@ def _packed_problems(
     modules = dict(module.named_modules())
     form, problems = packed.layer.FORMAT, misfits(modules, packed)
     yield from problems.values()
+    if packed.head is not None:
+        yield f"{packed.head['module']}: a head of 8 bits is for models of transformers"
     for name, sizes in packed.sizes.items():
         if name in problems:
             continue

@@ -30,7 +30,8 @@ def small_model(seed: int) -> Any:
     torch.manual_seed(seed)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    config = AutoConfig.for_model("llama", vocab_size=512, **sizes, **heads)
+    options = sizes | heads | {"tie_word_embeddings": True}
+    config = AutoConfig.for_model("llama", vocab_size=512, **options)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and name != "lm_head":

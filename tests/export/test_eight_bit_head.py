@@ -1,5 +1,7 @@
 """A head of 8 bits, against products in float64 and the model with its own head."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -8,7 +10,17 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from export.generate import main
 from mrp_lightning.embedded import STDLIB_LLAMA
 from mrp_lightning.errors import OptionError
-from mrp_lightning.packed.eight_bit_head import EightBitLinear, round_head
+from mrp_lightning.packed.eight_bit_head import round_head
+from mrp_lightning.packed.eight_bit_linear import EightBitLinear
+
+
+def tiny(**options):
+    config = AutoConfig.for_model(
+        "llama", vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2,
+    )  # fmt: skip
+    config.update(options)
+    return AutoModelForCausalLM.from_config(config)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -18,7 +30,7 @@ def test_the_product_is_that_of_the_nearest_numbers(rows, columns, bias, dtype):
     linear = nn.Linear(columns, rows, bias=bias).to(dtype).requires_grad_(False)
     linear.weight[3] = 0
     linear.weight[4] *= 1e-3  # rows have scales of their own
-    layer = EightBitLinear(linear)
+    layer = EightBitLinear.from_linear(linear)
     dense = linear.weight.double()
     scales = layer.weight_scales.double()[:, None]
     peaks = dense.abs().amax(1, keepdim=True)
@@ -37,19 +49,56 @@ def test_the_product_is_that_of_the_nearest_numbers(rows, columns, bias, dtype):
         assert error < (1e-2 if dtype == torch.bfloat16 else 1e-5)
 
 
-def test_a_tied_table_stays_as_it_is():
+@pytest.mark.parametrize("tokens", [1, 128])
+def test_numbers_may_lie_at_any_address(tokens):
+    linear = nn.Linear(64, 32).to(torch.bfloat16).requires_grad_(False)
+    layer = EightBitLinear.from_linear(linear)
+    x = torch.randn(tokens, 64).to(torch.bfloat16)
+    expected = layer(x)
+    memory = torch.zeros(layer.weight.numel() + 64, dtype=torch.int8)
+    odd = memory[-memory.data_ptr() % 16 + 8 :][: layer.weight.numel()].view(32, 64)
+    layer.weight = odd.copy_(layer.weight)
+    assert layer.weight.data_ptr() % 16 == 8
+    assert torch.equal(layer(x), expected)
+
+
+def test_a_tied_table_has_the_same_bits():
     model = AutoModelForCausalLM.from_pretrained(STDLIB_LLAMA).eval()
-    table = model.get_input_embeddings().weight
-    assert model.lm_head.weight is table
-    before = table.clone()
+    truth = AutoModelForCausalLM.from_pretrained(STDLIB_LLAMA).eval()
+    assert model.lm_head.weight is model.get_input_embeddings().weight
     ids = torch.arange(1, 33).view(2, 16)
     with torch.no_grad():
-        expected = model(ids).logits
+        dense = model(ids).logits
         round_head(model)
         found = model(ids).logits
-    assert torch.equal(model.get_input_embeddings().weight, before)
+        scales = model.lm_head.weight_scales.float()[:, None]
+        rounded = (model.lm_head.weight.float() * scales).to(truth.dtype)
+        truth.get_input_embeddings().weight.copy_(rounded)  # and with it the head's
+        expected = truth(ids).logits
+    names = {name for name, tensor in model.state_dict().items() if tensor.shape[:1] == (2048,)}
+    assert names == {"lm_head.weight", "lm_head.weight_scales"}
     assert model.lm_head.weight.dtype == torch.int8
-    assert 0 < float((found - expected).norm() / expected.norm()) < 0.02
+    assert float((found - expected).norm() / expected.norm()) < 0.01
+    assert 0 < float((found - dense).norm() / dense.norm()) < 0.02
+
+
+def test_an_untied_table_stays_as_it_is():
+    model = tiny(tie_word_embeddings=False)
+    before = model.get_input_embeddings().weight
+    round_head(model)
+    assert model.get_input_embeddings().weight is before
+    assert isinstance(copy.deepcopy(model).lm_head, EightBitLinear)
+
+
+def test_a_copied_model_reads_its_own_bits():
+    model = tiny(tie_word_embeddings=True)
+    round_head(model)
+    other = copy.deepcopy(model)
+    other.lm_head.weight.zero_()
+    ids = torch.arange(4).view(1, 4)
+    assert not other.get_input_embeddings()(ids).any()
+    assert model.get_input_embeddings()(ids).any()
+    assert other.double().get_input_embeddings()(ids).dtype == torch.float64
 
 
 def test_what_it_does_is_told(capsys):
@@ -59,15 +108,15 @@ def test_what_it_does_is_told(capsys):
 
 
 def test_a_model_without_a_head_is_refused():
-    config = AutoConfig.for_model(
-        "llama", vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=2,
-    )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config)
+    model = tiny()
     round_head(model)
     with pytest.raises(OptionError, match="LlamaForCausalLM has a EightBitLinear"):
         round_head(model)
     with pytest.raises(OptionError, match="LlamaModel has none"):
         round_head(model.model)
+    with pytest.raises(OptionError, match="tied to model.layers.0.mlp.up_proj, where"):
+        odd = tiny(vocab_size=32)
+        odd.model.layers[0].mlp.up_proj.weight = odd.lm_head.weight
+        round_head(odd)
     with pytest.raises(OptionError, match="a multiple of 16, got 72"):
-        EightBitLinear(nn.Linear(72, 8))
+        EightBitLinear(72, 8)

@@ -1,0 +1,118 @@
+"""A linear layer of 8 bits, and embeddings that are read from it."""
+
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mrp_lightning.errors import OptionError
+from mrp_lightning.formats.eight_bit_format import damage, pack, unpack, why_not_rounded
+from mrp_lightning.packed.packed_linear import frozen
+from mrp_lightning.upstream import multiply_int8
+
+
+class EightBitLinear(nn.Module):
+    """y = x Wᵀ + b with W of 8 bits: each row is whole numbers from −127 to 127 times its scale.
+
+    Products are torch's own for a CPU, and elsewhere those with the numbers in the input's dtype.
+
+    Args:
+        in_features: Columns of W, a multiple of 16.
+        out_features: Rows of W.
+        bias: Whether there is a b.
+        dtype: Dtype of the scales, the bias and the activations.
+        device: Device of the tensors, which are not initialised.
+
+    Attributes:
+        weight: The numbers, int8 (out_features, in_features).
+        weight_scales: A scale for each row, (out_features,), in the layer's dtype.
+        bias: Added to each output, (out_features,), or `None`.
+
+    Raises:
+        OptionError: The number of columns is no multiple of 16.
+    """
+
+    weight: Tensor
+    weight_scales: Tensor
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        if reason := why_not_rounded(in_features):
+            raise OptionError(f"EightBitLinear: {reason}.")
+        self.in_features, self.out_features = in_features, out_features
+        codes = torch.empty(out_features, in_features, dtype=torch.int8, device=device)
+        self.register_buffer("weight", codes)
+        scales = torch.empty(out_features, dtype=dtype, device=device)
+        self.register_buffer("weight_scales", scales)
+        self.bias = frozen(torch.empty_like(scales)) if bias else None
+
+    @classmethod
+    def like(cls, linear: nn.Linear, device: torch.device | str | None = None) -> Self:
+        """An uninitialised layer of the shape of a linear one, where that is by default."""
+        weight = linear.weight
+        layer = cls(
+            linear.in_features,
+            linear.out_features,
+            linear.bias is not None,
+            weight.dtype,
+            device or weight.device,
+        )
+        return layer.train(linear.training)
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear) -> Self:
+        """The layer whose numbers are nearest to the weights; see `eight_bit_format.pack`."""
+        layer = cls.like(linear, "meta")
+        layer.weight, layer.weight_scales = pack(linear.weight.detach())
+        layer.bias = None if linear.bias is None else frozen(linear.bias.detach())
+        return layer
+
+    def dense_weight(self) -> Tensor:
+        """W (out_features, in_features), in the dtype of the scales."""
+        return unpack(self.weight, self.weight_scales)
+
+    def damage(self) -> str | None:
+        """The reason why the tensors were never packed together, or `None`."""
+        return damage(self.weight, self.weight_scales)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (..., columns) to (..., rows)."""
+        if x.device.type == "cpu":
+            y = multiply_int8(x.flatten(0, -2), self.weight, self.weight_scales)
+            y = y.view(*x.shape[:-1], self.out_features)
+        else:
+            y = F.linear(x, self.weight.to(x.dtype)) * self.weight_scales
+        return y if self.bias is None else y + self.bias
+
+    def extra_repr(self) -> str:
+        """Shape, as `nn.Linear` shows it."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, bits=8"
+
+
+class EightBitTable(nn.Module):
+    """Rows of a head of 8 bits as embeddings. The tensors are the head's: this has no state.
+
+    Args:
+        head: The head, wherever it is moved to later.
+    """
+
+    def __init__(self, head: EightBitLinear) -> None:
+        super().__init__()
+        self._of = (head,)  # in a tuple, so that it is no submodule of this one
+
+    @property
+    def weight(self) -> Tensor:
+        """The numbers of the head, int8 (rows, columns)."""
+        return self._of[0].weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Map token ids (...) to embeddings (..., columns)."""
+        return unpack(self.weight[ids], self._of[0].weight_scales[ids])

@@ -1,0 +1,188 @@
+"""A head of 8 bits in files, against the same head made when the model is loaded."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import export
+from export.generate import main as generate
+from export.to_sparse import main
+from mrp_lightning.errors import FormatError
+from mrp_lightning.packed.eight_bit_head import round_head
+from mrp_lightning.packed.eight_bit_linear import EightBitLinear
+
+TENSORS = {"lm_head.weight", "lm_head.weight_scales"}
+TABLE = "model.embed_tokens.weight"
+
+
+@pytest.fixture(scope="module")
+def _sources(pruned, tmp_path_factory):
+    """Pruned LLaMAs with tied and with free embeddings, and their exports."""
+    sources = {}
+    for tied in (True, False):
+        source = pruned(tie_word_embeddings=tied)
+        root = tmp_path_factory.mktemp("head")
+        sources[tied] = shutil.copytree(source, root / "llama")
+        main([str(root / "llama"), "--head-bits", "8", "--device", "cpu"])
+    return sources
+
+
+@pytest.fixture(params=[True, False], ids=["tied", "free"])
+def source(request, _sources, tmp_path):
+    """A source with its export beside it, in directories of the test's own."""
+    root = shutil.copytree(Path(_sources[request.param]).parent, tmp_path / "both")
+    return root / "llama"
+
+
+@pytest.fixture
+def packed(source):
+    return source.with_name("llama-sparse24")
+
+
+def settings(packed, **head):
+    """Change what `config.json` says of the head."""
+    config = json.loads((packed / "config.json").read_text())
+    config["quantization_config"]["head"] |= head
+    (packed / "config.json").write_text(json.dumps(config))
+    return config
+
+
+def test_the_files_hold_what_loading_would_make(source, packed, ids):
+    before, after = (load_file(path / "model.safetensors") for path in (source, packed))
+    config, old = (json.loads((path / "config.json").read_text()) for path in (packed, source))
+    tied = old["tie_word_embeddings"]
+    assert after.keys() >= TENSORS
+    assert (TABLE in after) == (not tied)
+    assert config.pop("quantization_config")["head"] == {"module": "lm_head", "format_version": 1}
+    assert config == old
+    expected = AutoModelForCausalLM.from_pretrained(source).eval()
+    weight = expected.lm_head.weight.detach().clone()
+    values = after["lm_head.weight"].double() * after["lm_head.weight_scales"].double()[:, None]
+    step = after["lm_head.weight_scales"].double()[:, None]
+    assert bool(((values - weight.double()).abs() <= 0.51 * step + 127 * step / 256).all())
+    round_head(expected)
+    found, loading = AutoModelForCausalLM.from_pretrained(packed, output_loading_info=True)
+    assert not any(loading.values()), loading
+    with torch.no_grad():
+        assert torch.equal(found.eval()(ids).logits, expected(ids).logits)
+        wide = export.load(packed, dtype=torch.float32)
+        assert wide.lm_head.weight.dtype == torch.int8
+        assert wide(ids).logits.dtype == torch.float32
+    assert isinstance(export.load(packed).lm_head, EightBitLinear)
+    half = weight.nbytes // 2 - after["lm_head.weight_scales"].nbytes
+    gone = sum(t.nbytes for t in before.values()) - sum(t.nbytes for t in after.values())
+    blocks = json.loads((packed / "export_report.json").read_text())["totals"]
+    blocks = blocks["packed_layers_dense_bytes"] - blocks["packed_layers_packed_bytes"]
+    assert gone == blocks + half
+
+
+def test_what_it_costs_is_told(packed):
+    report = json.loads((packed / "export_report.json").read_text())
+    assert report["parity"]["text"]["bit_equal"]
+    assert not report["parity"]["head"]["bit_equal"]
+    assert 0 < report["parity"]["head"]["divergence"] < 0.01
+    assert report["head"]["packed_bytes"] == 2048 * (32 + 2)
+    assert report["head"]["dense_bytes"] == 2048 * 64
+    assert "8 bits, which that model was given, too" in (packed / "README.md").read_text()
+
+
+def test_it_is_saved_again_and_made_dense(packed, ids, tmp_path):
+    model = export.load(packed)
+    model.save_pretrained(tmp_path / "again")
+    before, after = (load_file(p / "model.safetensors") for p in (packed, tmp_path / "again"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    with torch.no_grad():
+        expected = export.load(tmp_path / "again")(ids).logits
+        tied = model.config.tie_word_embeddings
+        dense = model.dequantize()
+        assert type(dense.lm_head) is nn.Linear
+        assert (dense.lm_head.weight is dense.get_input_embeddings().weight) == tied
+        found = dense(ids).logits
+    assert float((found - expected).norm() / expected.norm()) < 0.01
+    dense.save_pretrained(tmp_path / "dense")
+    assert not any(AutoModelForCausalLM.from_pretrained(
+        tmp_path / "dense", output_loading_info=True
+    )[1].values())  # fmt: skip
+
+
+def test_generation_takes_it_as_it_is(packed, capsys):
+    arguments = ["--prompt", "import os", "--max-new-tokens", "3", "--device", "cpu", "--eager"]
+    generate([str(packed), *arguments, "--head-bits", "8"])
+    assert "[a head of 8 bits: it is stored so]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil", "message"),
+    [
+        ("weight", lambda t: t.fill_(-128), r"lm_head.weight \(65536 numbers are below -127"),
+        ("weight", lambda t: t.short(), r"lm_head.weight \(expected int8"),
+        ("weight", lambda t: t[:-1].clone(), "lm_head.weight"),
+        ("weight_scales", lambda t: t.fill_(float("nan")), "2048 scales are not positive"),
+        ("weight_scales", lambda t: t.fill_(0), "2048 scales are not positive"),
+        ("weight_scales", lambda t: t.fill_(3e38), "2048 scales are not positive"),
+        ("weight_scales", lambda t: t[:-1].clone(), "lm_head.weight_scales"),
+        ("weight_scales", lambda _: None, "lm_head.weight_scales"),
+        ("weight", lambda _: None, "lm_head.weight"),
+    ],
+)
+def test_damaged_files_are_refused(source, packed, name, spoil, message, capsys):
+    tensors = load_file(packed / "model.safetensors")
+    spoilt = spoil(tensors.pop(f"lm_head.{name}"))
+    tensors |= {} if spoilt is None else {f"lm_head.{name}": spoilt}
+    save_file(tensors, packed / "model.safetensors", {"format": "pt"})
+    with pytest.raises(FormatError, match=message):
+        export.load(packed)
+    with pytest.raises(SystemExit) as ended:
+        main([str(source), "--check-only", "--head-bits", "8", "--device", "cpu"])
+    assert ended.value.code == 1
+    assert f"lm_head.{name}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("head", "message"),
+    [
+        ({"format_version": 2}, "head.format_version` is 2, but .* reads 1"),
+        ({"module": "model.norm"}, "model.norm: the head of LlamaForCausalLM is lm_head"),
+        ({"module": 3}, "head"),
+        ({"format_version": None}, "head"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(packed, head, message):
+    settings(packed, **head)
+    with pytest.raises(FormatError, match=message):
+        export.load(packed)
+
+
+def test_a_head_that_is_packed_twice_is_refused(packed):
+    config = settings(packed)
+    config["quantization_config"]["modules"].append("lm_head")
+    (packed / "config.json").write_text(json.dumps(config))
+    with pytest.raises(FormatError, match="both a packed layer and the head"):
+        export.load(packed)
+
+
+def test_what_has_no_such_form_is_refused(source, pruned, capsys, tmp_path):
+    def refusal(*arguments):
+        with pytest.raises(SystemExit) as ended:
+            main([*map(str, arguments), "--head-bits", "8"])
+        assert ended.value.code == 2
+        return capsys.readouterr().err
+
+    assert "not for `--format dense`" in refusal(source, "--format", "dense")
+    odd = pruned(hidden_size=24, intermediate_size=64, num_attention_heads=3, num_key_value_heads=3)
+    assert "a multiple of 16, got 24" in refusal(odd, "--out", tmp_path / "odd")
+    assert not (tmp_path / "odd").exists()
+
+
+def test_a_module_of_ones_own_has_no_such_head(packed):
+    with pytest.raises(
+        FormatError, match="lm_head: a head of 8 bits is for models of transformers"
+    ):
+        export.load_into(nn.Sequential(nn.Linear(16, 8)), packed)
