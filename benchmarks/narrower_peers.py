@@ -212,8 +212,8 @@ def run(sweep: Sweep, name: str, setting: str, code: str, options: Any) -> str:
             flap(model, windows, plan, code == "FLAP AL", options.flap)
     seconds = time.process_time() - start
     cli.trainer.test(cli.model, datamodule=cli.datamodule, verbose=False)
-    (found,) = cli.model.evaluation.values()
-    return f"{float(found['perplexity']):.3f} | {seconds:.1f}"
+    found = [f"{text} {each['perplexity']:.3f}" for text, each in cli.model.evaluation.items()]
+    return f"{', '.join(found)} | {seconds:.1f}"
 
 
 def _range(ratios: Sequence[float]) -> str:
@@ -225,7 +225,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--config", nargs="+", required=True, help="YAMLs of the sweep")
+    parser.add_argument("--config", action="append", required=True, help="a YAML of the sweep")
     parser.add_argument("--flap", type=Path, help="a checkout of CASIA-IVA-Lab/FLAP")
     parser.add_argument("--slicegpt", type=Path, help="a checkout of TransformerCompression")
     parser.add_argument("--restarts", type=int, help="measure exchanges, and so many searches")
