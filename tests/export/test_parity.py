@@ -91,6 +91,12 @@ def test_perplexity_is_that_of_the_models_own_loss(llama):
     assert text.divergence == pytest.approx(0, abs=1e-12)
 
 
+@pytest.mark.parametrize(("after", "failures"), [(2047.59, 0), (2053.0, 1)])
+def test_a_perplexity_may_change_by_a_thousandth_of_itself(after, failures):
+    text = TextParity("", 4096, 1.0, 2047.56, after, 0.0, 0.0, False)
+    assert len(text_failures(text)) == failures
+
+
 def test_not_a_number_fails():
     nan = float("nan")
     text = TextParity("", 1, nan, 1.0, nan, nan, nan, False)
