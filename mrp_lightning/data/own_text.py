@@ -37,6 +37,8 @@ from mrp_lightning.targets.blocks import find_blocks
 from mrp_lightning.text.prefix import frame
 
 _say = rank_zero_only(progress_log.info)
+_LONGEST = 256
+"""Tokens of a piece: the longer a model writes, the farther it drifts from its training text."""
 _TIMED_TOKENS = 16
 """By how many tokens of a batch the time of all is estimated."""
 
@@ -73,8 +75,8 @@ def own_windows(
 ) -> Tensor:
     """Windows that the model of a trainer writes, or those that it wrote before.
 
-    Each is from the start of a text. They are kept beside the run, in a directory that all runs
-    beside it share.
+    Each is made of pieces of at most 256 tokens, all as long, each from the start of a text. These
+    are kept beside the run, in a directory that all runs beside it share.
 
     Args:
         trainer: The trainer, which has set up its strategy.
@@ -94,11 +96,13 @@ def own_windows(
     model = writer_of(trainer)
     assert trainer is not None
     processes = processes_of(trainer)
-    sampling = _sampling(model, tokenizer, length, seed)
+    pieces, each = _pieces(length)
+    sampling = _sampling(model, tokenizer, each, seed)
     with all_or_none(processes), _on_device(trainer), ExitStack() as held:
-        kept = KeptWindows(_directory(trainer, model, sampling), sampling.length)
-        listener = _Listener(trainer, sampling.length, held)
-        return write_together(model, sampling, count, kept, processes, listener)
+        kept = KeptWindows(_directory(trainer, model, sampling), each)
+        listener = _Listener(trainer, each, held)
+        written = write_together(model, sampling, count * pieces, kept, processes, listener)
+    return written.reshape(count, -1)[:, :length]
 
 
 def estimate_writing(
@@ -118,11 +122,18 @@ def estimate_writing(
         TargetError: It cannot write text.
     """
     require_writer(model)
-    sampling = _sampling(model, tokenizer, length, seed)
-    at_once = min(windows_at_once(model, length), count)
-    steps = length * -(-count // at_once)
+    pieces, each = _pieces(length)
+    sampling = _sampling(model, tokenizer, each, seed)
+    at_once = min(windows_at_once(model, each), count * pieces)
+    steps = each * -(-count * pieces // at_once)
     seconds = steps * seconds_a_token(model, sampling, range(at_once))
-    return Estimate(seconds, at_once * bytes_a_window(model, length))
+    return Estimate(seconds, at_once * bytes_a_window(model, each))
+
+
+def _pieces(length: int) -> tuple[int, int]:
+    """How many pieces a window of a length is made of, and the tokens of each."""
+    pieces = -(-length // _LONGEST)
+    return pieces, -(-length // pieces)
 
 
 def _sampling(model: PreTrainedModel, tokenizer: Any, length: int, seed: int) -> Sampling:
@@ -177,7 +188,7 @@ class _Listener(WritingListener):
     def start(self, mine: int, everywhere: int) -> None:
         """Begin to count the time."""
         self._mine, self._start = mine * self._length, time.monotonic()
-        self._what = f"{everywhere} windows of {self._length} tokens of the model's own text"
+        self._what = f"{everywhere} pieces of {self._length} tokens of the model's own text"
         self._show = self._held.enter_context(
             nested_progress(self._trainer, self._mine, "own text")
         )

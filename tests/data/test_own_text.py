@@ -89,6 +89,13 @@ def _loader(tiny_llama, **options):
     return seen
 
 
+def test_a_long_window_is_made_of_short_pieces(tiny_llama, monkeypatch):
+    pieces = torch.cat(_loader(tiny_llama, num_samples=15, sequence_length=8))
+    monkeypatch.setattr(own_text, "_LONGEST", 10)
+    windows = torch.cat(_loader(tiny_llama, num_samples=5, sequence_length=23))
+    assert torch.equal(windows, pieces.reshape(5, 24)[:, :23])
+
+
 def test_half_of_it_may_be_other_text(tiny_llama, tmp_path):
     text = tmp_path / "a.txt"
     text.write_text("\n".join(f"value_{i} = {i * 7}" for i in range(90)))
