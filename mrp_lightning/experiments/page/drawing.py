@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import log10
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 import matplotlib
@@ -35,6 +36,7 @@ _DASHES = ((0, ()), (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1.2, 1, 1.2)))
 _MARKERS = ("o", "s", "^", "D", "P", "X", "v", "<", ">", "h", "p", "*")
 _DENSE: Any = {"color": INK, "linewidth": 1.2, "linestyle": (0, (4, 2))}
 _WIDE_RANGE = 20
+_LONGEST_LINE = 20  # characters of a name beside the axes
 
 
 def picture(
@@ -94,14 +96,22 @@ def new_figure(height: float) -> tuple[Figure, Axes]:
     return figure, figure.subplots()
 
 
+def in_lines(name: str) -> list[str]:
+    """The lines of a name that stands beside the axes."""
+    return wrap(name, _LONGEST_LINE)
+
+
 def label_ends(axes: Axes, ends: Mapping[str, tuple[float, float, str]]) -> None:
     """Name lines at their ends, right of the axes, which have their limits by now.
 
     `ends` holds the last point of each line and its colour. Names that would lie on each other are
-    moved apart, and a rule leads from each to its end.
+    moved apart, and a rule leads from each to its end. Long ones are broken, to leave room for the
+    axes.
     """
+    broken = {name: in_lines(name) for name in ends}
     figure_height = axes.figure.get_figheight()  # type: ignore[union-attr]
     step = 1.25 * STYLE["font.size"] / 72 / (0.72 * figure_height)  # of the height of the axes
+    step *= max(map(len, broken.values()), default=1)
     to_axes = axes.transData + axes.transAxes.inverted()
     tops = {name: float(to_axes.transform((x, y))[1]) for name, (x, y, _) in ends.items()}
     ordered = sorted(tops, key=lambda name: tops[name])
@@ -117,7 +127,7 @@ def label_ends(axes: Axes, ends: Mapping[str, tuple[float, float, str]]) -> None
         how: Any = {"xycoords": "data", "textcoords": axes.transAxes, "va": "center"}
         how |= {"color": color, "annotation_clip": False}
         rule = {"arrowstyle": "-", "color": RULE, "linewidth": 0.8, "shrinkA": 1, "shrinkB": 3}
-        axes.annotate(name, (x, y), (1.03, place), arrowprops=rule, **how)
+        axes.annotate("\n".join(broken[name]), (x, y), (1.03, place), arrowprops=rule, **how)
 
 
 def set_block_axis(axes: Axes, blocks: Sequence[str]) -> None:

@@ -14,6 +14,7 @@ from mrp_lightning.experiments.page.drawing import (
     HEAT,
     MUTED,
     PAPER,
+    in_lines,
     label_ends,
     lines,
     new_figure,
@@ -60,7 +61,7 @@ def draw_lines(
     places = list(values.index) if is_number else list(range(len(values)))
 
     def draw() -> Figure:
-        figure, axes = new_figure(max(2.5, 0.9 + 0.17 * len(values.columns)))
+        figure, axes = new_figure(max(2.5, 0.9 + 0.17 * sum(len(in_lines(x)) for x in values)))
         ends = {}
         for label, line in zip(values, lines([methods[x] for x in values]), strict=True):
             style = line | ({} if len(values) <= 16 else {"marker": ""})
