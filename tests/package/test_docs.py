@@ -5,6 +5,8 @@ import os
 import re
 import shlex
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,6 +43,7 @@ NOT_RUN = {
     ("bits.md", "python -m mrp_lightning sweep"): HOURS,
     ("frontier.md", "python -m mrp_lightning sweep"): HOURS,
     ("texts.md", "python -m mrp_lightning sweep"): HOURS,
+    ("texts-real.md", "python -m mrp_lightning sweep"): HOURS,
     ("real-model.md", "python -m mrp_lightning sweep"): HOURS,
     ("results.md", "python -m mrp_lightning sweep"): HOURS,
     ("real-model.md", "python -m mrp_lightning test"): HOURS,
@@ -107,6 +110,7 @@ RUN = {
     ("self-calibration.md", "data:"): "tests/package/test_docs.py",
     ("streaming.md", "python -m mrp_lightning predict"): "tests/package/test_docs.py",
     ("streaming.md", "from callbacks import"): "tests/package/test_docs.py",
+    ("texts-real.md", 'python -c "import json;'): "tests/package/test_docs.py",
     ("zeroshot.md", "pip install 'mrp-lightning"): "tests/evaluation/test_zeroshot_page.py",
     ("zeroshot.md", "task: my_lambada"): "tests/evaluation/test_zeroshot_page.py",
     ("zeroshot.md", "lm_eval --model hf"): "tests/evaluation/test_zeroshot_command.py",
@@ -176,6 +180,20 @@ def test_a_model_gets_four_bits_as_the_page_says(tiny_llama, tmp_path, monkeypat
     exec(code.replace("num_samples=128, sequence_length=2048", "num_samples=4, sequence_length=32"))
     report = json.loads((tmp_path / "DIR-four" / "pruning_report.json").read_text())
     assert report["config"]["bits"] == 4
+
+
+def test_stories_are_made_as_the_page_says(tmp_path):
+    lines = [
+        '{"context": "A cat sat on the", "continuation": "mat"}',
+        '{"context": "é", "continuation": "b"}',
+    ]
+    (tmp_path / "lambada_openai.jsonl").write_text("\n".join(lines) + "\n")
+    (tmp_path / "runs").mkdir()
+    command = block("texts-real.md", 'python -c "import json;')
+    subprocess.run(
+        command.replace("python", sys.executable, 1), shell=True, cwd=tmp_path, check=True
+    )
+    assert (tmp_path / "runs" / "stories.txt").read_text() == "A cat sat on the mat\n\né b"
 
 
 def test_every_block_is_run_or_listed():
