@@ -25,7 +25,7 @@ from mrp_lightning.environment import machine
 from mrp_lightning.errors import OptionError
 from mrp_lightning.packed.bitmask4_linear import Bitmask4Linear
 from mrp_lightning.packed.packed_linear import PackedLinear
-from mrp_lightning.upstream import attention_of, grouped_attention
+from mrp_lightning.upstream.transformers_names import attention_of, grouped_attention
 
 log = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ from torch.sparse import (
     to_sparse_semi_structured,
 )
 
-from mrp_lightning import upstream
 from mrp_lightning.errors import first_line
 from mrp_lightning.packed.packed_linear import frozen
+from mrp_lightning.upstream import torch_names
 
 _NO_TORCHAO = "torchao is not installed (pip install 'torchao==0.18.*')"
 
@@ -39,7 +39,7 @@ class Subclass:
 def _torch_missing(device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"`to_sparse_semi_structured` takes CUDA tensors, not {device.type!r} ones"
-    if upstream.is_cutlass_forced():
+    if torch_names.is_cutlass_forced():
         major, minor = torch.cuda.get_device_capability(device)
         if major != 8:
             return f"torch's CUTLASS kernels need sm_8x; this device is sm_{major}{minor}"
@@ -52,7 +52,7 @@ def why_not_tiled(
     kind: type[SparseSemiStructuredTensor], shape: tuple[int, ...], dtype: torch.dtype
 ) -> str | None:
     """The reason why one of torch's classes of 2:4 tensors has no form of a weight, or `None`."""
-    tiles = upstream.tiles_of_sparse24(kind, dtype)
+    tiles = torch_names.tiles_of_sparse24(kind, dtype)
     if dtype == torch.float32 or tiles is None:
         name = str(dtype).removeprefix("torch.")
         return f"torch's 2:4 tensors take float16 and bfloat16, not {name}"
@@ -63,7 +63,7 @@ def why_not_tiled(
 
 
 def _torch_refuse(linear: nn.Linear) -> str | None:
-    forced = upstream.is_cutlass_forced()
+    forced = torch_names.is_cutlass_forced()
     kind = SparseSemiStructuredTensorCUTLASS if forced else SparseSemiStructuredTensorCUSPARSELT
     return why_not_tiled(kind, linear.weight.shape, linear.weight.dtype)
 

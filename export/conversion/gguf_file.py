@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig
 from export.conversion.checkpoint import Checkpoint
 from mrp_lightning.errors import FormatError, OptionError, ParityError
 from mrp_lightning.models.gguf import gguf_config, gguf_model, reading
-from mrp_lightning.upstream import bounded_gguf
+from mrp_lightning.upstream.other_names import bounded_gguf
 
 log = logging.getLogger(__name__)
 

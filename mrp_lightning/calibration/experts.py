@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mrp_lightning.solver.hessian import HessianAccumulator
 from mrp_lightning.targets.layers import Expert, Layer
-from mrp_lightning.upstream import EXPERTS
+from mrp_lightning.upstream.transformers_names import EXPERTS
 
 TOKENS_PER_COLUMN = 1.0
 """The number of tokens for each of its input features that an expert needs to be pruned by its own

@@ -9,7 +9,7 @@ from torch import nn
 
 from mrp_lightning.calibration.forwards import replaced
 from mrp_lightning.models.moved_blocks import MovedBlocks, applied_in_place
-from mrp_lightning.upstream import APPLY
+from mrp_lightning.upstream.torch_names import APPLY
 
 CPU = torch.device("cpu")
 

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from mrp_lightning.calibration.experts import one_by_one
 from mrp_lightning.calibration.padding import Padding
 from mrp_lightning.targets.layers import Expert, Layer
-from mrp_lightning.upstream import times_changed
+from mrp_lightning.upstream.torch_names import times_changed
 
 
 class Watch(ABC):

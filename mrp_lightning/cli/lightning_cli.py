@@ -23,7 +23,7 @@ from mrp_lightning.models.integrity import explained_checkpoint
 from mrp_lightning.records.report import NAME
 from mrp_lightning.text.mixture import GIVEN
 from mrp_lightning.text.published import CALIBRATION
-from mrp_lightning.upstream import take_alone
+from mrp_lightning.upstream.other_names import take_alone
 
 _NO_PRUNING = (
     "`trainer.callbacks`: `predict` prunes, and no callback here does. Add "

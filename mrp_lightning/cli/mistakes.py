@@ -17,7 +17,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from jsonargparse import ArgumentError, ArgumentParser
 
 from mrp_lightning.cli.given import Given
-from mrp_lightning.upstream import options_of
+from mrp_lightning.upstream.other_names import options_of
 
 _PLACES = (
     "mrp_lightning.callbacks",

@@ -9,7 +9,7 @@ from jsonargparse import ArgumentParser
 from mrp_lightning.cli.given import Given, given
 from mrp_lightning.cli.mistakes import explain, unknown_key
 from mrp_lightning.errors import OptionError
-from mrp_lightning.upstream import options_of
+from mrp_lightning.upstream.other_names import options_of
 
 
 class Parser(ArgumentParser):

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mrp_lightning import upstream
+from mrp_lightning.upstream import torch_names
 
 DTYPES = (torch.float16, torch.bfloat16)
 WEIGHT_MULTIPLE = 16  # rows and columns of the sparse operand, 16-bit dtypes
@@ -28,7 +28,7 @@ def missing(device: torch.device) -> str | None:
         return f"cuSPARSELt runs on CUDA devices, not on {device.type!r}"
     if not torch.backends.cusparselt.is_available():
         return f"torch {torch.__version__} was built without cuSPARSELt"
-    if lacking := {"transpose_result", *DEFAULT} - upstream.arguments_of_cusparselt():
+    if lacking := {"transpose_result", *DEFAULT} - torch_names.arguments_of_cusparselt():
         return f"torch {torch.__version__} calls cuSPARSELt without {sorted(lacking)}; use 2.11+"
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
@@ -56,17 +56,19 @@ def version() -> int | None:
 
 def compress(weight: Tensor) -> Tensor:
     """A 2:4 weight (out, in) in the library's layout. It does not check that the weight is 2:4."""
-    return upstream.compress_cusparselt(weight.contiguous())
+    return torch_names.compress_cusparselt(weight.contiguous())
 
 
 def matmul(x: Tensor, compressed: Tensor, bias: Tensor | None, **algorithm: int) -> Tensor:
     """X Wᵀ + b: x is (tokens, in), the result (tokens, out) and contiguous."""
-    return upstream.matmul_cusparselt(compressed, _padded(x).t(), bias, **algorithm)[: x.shape[0]]
+    return torch_names.matmul_cusparselt(compressed, _padded(x).t(), bias, **algorithm)[
+        : x.shape[0]
+    ]
 
 
 def search(x: Tensor, compressed: Tensor) -> dict[str, int]:
     """Let the library try its algorithms on these very operands. Not inside a CUDA graph."""
-    found = upstream.search_cusparselt(compressed, _padded(x).t(), None)
+    found = torch_names.search_cusparselt(compressed, _padded(x).t(), None)
     return DEFAULT | dict(zip(DEFAULT, found, strict=False))  # or the first alone
 
 

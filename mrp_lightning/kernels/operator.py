@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mrp_lightning import upstream
 from mrp_lightning.formats import bitmask4_format, bitmask_format
 from mrp_lightning.formats.bitmask4_format import BITMASK4, num_groups
 from mrp_lightning.formats.bitmask_format import BITMASK
 from mrp_lightning.formats.packed_format import PackedFormat
 from mrp_lightning.formats.sparse24_format import SPARSE24, spread
 from mrp_lightning.kernels import compiled
+from mrp_lightning.upstream import torch_names
 
 MAX_ERROR_RATIO = 1.5
 """Largest error of a kernel, as a multiple of the error of the dense product in the same dtype."""
@@ -122,7 +122,7 @@ def _check_bitmask(x: Tensor, bits: Tensor) -> None:
 
 
 def _check_columns(fit: Any) -> None:
-    upstream.check(fit, "x must have the weight's columns")
+    torch_names.check(fit, "x must have the weight's columns")
 
 
 @linear24.register_fake

@@ -14,7 +14,7 @@ from mrp_lightning.models.batch import token_ids
 from mrp_lightning.processes import Processes
 from mrp_lightning.targets.layers import ExpertStack
 from mrp_lightning.targets.plan import Plan
-from mrp_lightning.upstream import predict_data
+from mrp_lightning.upstream.lightning_names import predict_data
 
 _FEW_WORDS = 8
 """Different tokens up to which a text is no language."""

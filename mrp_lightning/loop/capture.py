@@ -18,7 +18,7 @@ from mrp_lightning.calibration.forwards import replaced
 from mrp_lightning.calibration.offload import CPU, held_on_cpu
 from mrp_lightning.calibration.walks import StopForward
 from mrp_lightning.errors import DataError
-from mrp_lightning.upstream import movable
+from mrp_lightning.upstream.lightning_names import movable
 
 
 def eager() -> Any:

@@ -17,7 +17,7 @@ from mrp_lightning.models.skeleton import longest_sequence
 from mrp_lightning.models.streaming import StreamedBlocks
 from mrp_lightning.targets.blocks import without_wrappers
 from mrp_lightning.targets.plan import Plan
-from mrp_lightning.upstream import uncompiled
+from mrp_lightning.upstream.torch_names import uncompiled
 
 
 def language_models(module: LightningModule) -> dict[str, PreTrainedModel]:

@@ -17,12 +17,12 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed import PrefixStore
 
-from mrp_lightning import upstream
 from mrp_lightning.environment import progress_log
 from mrp_lightning.errors import FAILED, DataError, NumericalWarning, StrategyError
 from mrp_lightning.loop.capture import Step
 from mrp_lightning.models.batch import token_ids
 from mrp_lightning.processes import Processes
+from mrp_lightning.upstream import lightning_names, torch_names
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def require_whole_models(trainer: Trainer, caller: str) -> None:
             or is not known. The message names it.
     """
     strategy: Any = trainer.strategy
-    if upstream.works_in_children(trainer):
+    if lightning_names.works_in_children(trainer):
         problem = "runs in workers that are spawned or forked, whose pruned weights would be lost"
     elif _shards(strategy):
         problem = "shards the model"
@@ -82,7 +82,7 @@ def _shards(strategy: Any) -> bool:
 
 def _name_of(trainer: Trainer) -> str:
     """The strategy as the user named it."""
-    flag = upstream.strategy_as_given(trainer)
+    flag = lightning_names.strategy_as_given(trainer)
     return flag if isinstance(flag, str) else type(trainer.strategy).__name__
 
 
@@ -157,7 +157,7 @@ def all_or_none(processes: Processes) -> Iterator[None]:
         yield
         return
     started = processes.all(time.time_ns())[0]  # tells this run from others of the same group
-    store = PrefixStore(f"mrp_lightning/{started}", upstream.group_store())
+    store = PrefixStore(f"mrp_lightning/{started}", torch_names.group_store())
     left = threading.Event()
     watch = threading.Thread(target=_watch, args=(processes, store, left), daemon=True)
     watch.start()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mrp_lightning.upstream import APPLY
+from mrp_lightning.upstream.torch_names import APPLY
 
 
 class MovedBlocks(ABC):

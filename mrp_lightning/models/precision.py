@@ -15,7 +15,7 @@ from transformers.core_model_loading import build_glob_alternation
 from mrp_lightning.errors import FormatError
 from mrp_lightning.models.checkpoint import directory_of, names_in_model, weight_files
 from mrp_lightning.models.loading import as_dtype
-from mrp_lightning.upstream import conversions_at_loading, dtypes_kept
+from mrp_lightning.upstream.transformers_names import conversions_at_loading, dtypes_kept
 
 _WIDE = {"F32": torch.float32, "F64": torch.float64}
 

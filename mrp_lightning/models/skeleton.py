@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from mrp_lightning.errors import FormatError, first_line
-from mrp_lightning.upstream import from_config
+from mrp_lightning.upstream.transformers_names import from_config
 
 
 def model_class(config: PreTrainedConfig) -> Any:

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from mrp_lightning.errors import OptionError
 from mrp_lightning.formats.eight_bit_format import damage, pack, unpack, why_not_rounded
 from mrp_lightning.packed.packed_linear import frozen
-from mrp_lightning.upstream import multiply_int8
+from mrp_lightning.upstream.torch_names import multiply_int8
 
 
 class EightBitLinear(nn.Module):

@@ -30,7 +30,8 @@ from mrp_lightning.packed.eight_bit_linear import EightBitLinear
 from mrp_lightning.packed.packed_linear import PackedLinear, is_packable
 from mrp_lightning.packed.sparse24_linear import Sparse24Linear
 from mrp_lightning.targets.layers import layers_of
-from mrp_lightning.upstream import aligned, was_loaded
+from mrp_lightning.upstream.torch_names import aligned
+from mrp_lightning.upstream.transformers_names import was_loaded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

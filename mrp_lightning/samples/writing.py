@@ -27,7 +27,7 @@ from transformers import (
 from mrp_lightning.calibration.forwards import replaced
 from mrp_lightning.errors import DataError, TargetError
 from mrp_lightning.samples.cache import cache_for
-from mrp_lightning.upstream import takes_any_cache
+from mrp_lightning.upstream.transformers_names import takes_any_cache
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,11 @@ from contextlib import contextmanager
 
 import torch
 
-from mrp_lightning.upstream import float32_precision, has_matrix_units, set_float32_precision
+from mrp_lightning.upstream.torch_names import (
+    float32_precision,
+    has_matrix_units,
+    set_float32_precision,
+)
 
 Setting = tuple[str, str]
 """Backend and operation whose float32 precision can be set: none (inherited), ieee, tf32, bf16."""

@@ -8,7 +8,7 @@ from torch import nn
 from mrp_lightning.targets.layers import is_linear
 from mrp_lightning.targets.left_out import fused_weights
 from mrp_lightning.targets.names import matches, require_matches
-from mrp_lightning.upstream import COMPILED, uncompiled
+from mrp_lightning.upstream.torch_names import COMPILED, uncompiled
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, unfold
 
-from mrp_lightning.upstream import EXPERTS, pads
+from mrp_lightning.upstream.torch_names import pads
+from mrp_lightning.upstream.transformers_names import EXPERTS
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ from typing import Any
 from mrp_lightning.environment import extra, why_no_hub
 from mrp_lightning.errors import DataError, first_line
 from mrp_lightning.text.standard_library import Split, standard_library
-from mrp_lightning.upstream import hub_away
+from mrp_lightning.upstream.other_names import hub_away
 
 _TABLES = {".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 """Files that are no text as they are, and what `datasets` reads them as."""

@@ -14,12 +14,13 @@ ROOT = Path(__file__).parents[2]
 
 SHARED = (
     *("errors", "arguments", "files", "outputs"),
-    *("json_files", "environment", "processes", "upstream"),
+    *("json_files", "environment", "processes"),
 )
 """Single modules that all others of their package may use, and that use none of them."""
 
 ORDER = {
     "mrp_lightning": (
+        "upstream",
         "solver",
         "text",
         "embedded",
