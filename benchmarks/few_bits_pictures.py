@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import cycle
 
 from few_bits import DENSE, Cost
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from mrp_lightning.experiments.numbers import perplexity
 from mrp_lightning.experiments.page.drawing import (
@@ -19,6 +21,12 @@ from mrp_lightning.experiments.page.parts import Picture
 
 Points = Mapping[str, Sequence[tuple[float, float, str]]]
 """By the name of a line, its points (x, perplexity) and what they are called."""
+ASIDE = {
+    "ours, bits alone": {"xytext": (-3, 2), "ha": "right"},
+    "GPTQ": {"xytext": (-3, 2), "ha": "right"},
+    "llama.cpp, importance matrix": {"xytext": (3, -7)},
+}
+"""Where the names of points stand, by how their line's name begins; others' stand above, right."""
 MOST = 2.6
 """Perplexities above so many times the dense model's are left out: the others would be one line."""
 
@@ -47,6 +55,8 @@ def drawings(costs: Sequence[Cost], times: Mapping[str, float]) -> dict[str, Pic
     shown = [cost for cost in costs if not cost.weights.startswith(DENSE)]
     shown = [cost for cost in shown if cost.perplexity < MOST * dense]
     bits = {cost.weights: cost.bits for cost in shown}
+    lines = dict.fromkeys(map(line_of, shown))
+    colors = dict(zip(lines, cycle(SERIES), strict=False))
     found = {}
     for name, axis, x in (
         ("bits", "bits a weight", bits),
@@ -60,7 +70,7 @@ def drawings(costs: Sequence[Cost], times: Mapping[str, float]) -> dict[str, Pic
         if points:
             caption = f"Perplexity over {axis}; dashed: dense."
             words = "; ".join(map(in_words, points.items()))
-            found[name] = picture(name, caption, words, partial(draw, points, axis, dense))
+            found[name] = picture(name, caption, words, partial(draw, points, colors, axis, dense))
     return found
 
 
@@ -70,21 +80,24 @@ def in_words(line: tuple[str, Sequence[tuple[float, float, str]]]) -> str:
     return f"{name}: " + ", ".join(f"{c} at {x:.2f} {perplexity(y)}" for x, y, c in sorted(points))
 
 
-def draw(points: Points, axis: str, dense: float) -> Figure:
+def draw(points: Points, colors: Mapping[str, str], axis: str, dense: float) -> Figure:
     """One picture."""
     figure, axes = new_figure(4.4)
     axes.axhline(dense, color=INK, linewidth=1, linestyle=(0, (4, 2)))
-    for number, (line, line_points) in enumerate(points.items()):
+    for line, line_points in points.items():
         x, y, names = zip(*sorted(line_points), strict=True)
         ours = line.startswith("ours")
-        color = SERIES[number % len(SERIES)]
         style = {"linestyle": "-" if ours else "", "marker": "o" if ours else "^"}
-        axes.plot(x, y, color=color, label=line, markersize=4, linewidth=1.2, **style)
+        axes.plot(x, y, color=colors[line], label=line, markersize=4, linewidth=1.2, **style)
         for place, name in zip(zip(x, y, strict=True), names, strict=True):
+            aside = (where for start, where in ASIDE.items() if line.startswith(start))
             how = {"textcoords": "offset points", "fontsize": 5.5, "color": MUTED}
-            axes.annotate(name, place, (3, 2), **how)
+            axes.annotate(name, place, **how, **next(aside, {"xytext": (3, 2)}))
     axes.set(xlabel=axis, ylabel="perplexity")
     set_value_axis(axes, "x", [x for line in points.values() for x, *_ in line])
-    set_value_axis(axes, "y", [y for line in points.values() for _, y, _ in line], zero=False)
+    axes.set_yscale("log")  # most points lie close above the dense model's
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 6, 8)))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     figure.legend(loc="outside lower center", ncols=2, fontsize=6, frameon=False)
     return figure
