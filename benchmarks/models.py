@@ -26,39 +26,40 @@ COLUMNS = ["family", "blocks", "walk", "pruned in each block", "left dense in ea
 TEXT = """\
 # Model families
 
-What `predict` prunes in each family of models, how it walks the blocks, and how far the walk is
-from the model's own forward. Written by
+This page shows what `predict` prunes in each family of models, how it runs the blocks one by one
+(the *walk*), and how far the walk is from the model's own forward. It is written by
 
 ```
 python benchmarks/models.py --markdown docs/models.md
 ```
 
 with Python {python}, torch {torch}, transformers {transformers}, on tiny random models
-(`benchmarks/families.py`), which are pruned to 2:4 by SM; `tests/families/` runs the same checks.
+(`benchmarks/families.py`), which are pruned to 2:4 by SM. `tests/families/` runs the same checks.
 
-* **walk**: `inject` runs the model's own forward with stubs in place of the blocks before the
-  current one, which return what is stored. `rerun` runs all blocks before it again. Which one is
-  right is found out by trying `inject` on one batch of each kind: with an image and without, say.
+* **walk**: `inject` runs the model's own forward, in which stubs that return stored hidden states
+  replace the blocks before the current one. `rerun` runs all blocks before it again. The right one
+  is found by trying `inject` on one batch of each kind, such as one with an image and one without.
   A model without repeated blocks is calibrated in one pass over the dense model.
 * **error**: every time that the walk runs a block, its input and output are compared with those in
-  a full forward of a second model that has the weights of that moment. The figure is the largest
-  distance, relative to ‖output − input‖ of the block. *0* means equal bits. Three settings: padded
-  batches of different lengths; the same without padding; and with padding and without a cache,
-  where there is one.
-* Layers outside the blocks, such as heads, stay dense unless `targets` names them; embeddings and
-  norms always do. `python -m mrp_lightning layers --model X` lists all of a model.
+  a full forward of a second model with the same weights. The figure is the largest distance,
+  relative to ‖output − input‖ of the block, in three settings: padded batches of different lengths,
+  the same without padding, and with padding but without a cache where there is one. *0* means equal
+  bits.
+* Layers outside the blocks, such as heads, stay dense unless `targets` names them. Embeddings and
+  norms always stay dense. `python -m mrp_lightning layers --model X` lists all layers of a model.
 
 {table}
 
 ## Other models
 
 Blocks are the members of the outermost `ModuleList`s that hold linear layers, in the order in which
-the first batch runs them. Blocks in a `Sequential`, a `ModuleDict` or in attributes are named in
-`blocks`; without that, the model has none and is calibrated in one dense pass. Refused, with what
-was found: a block that one forward runs more than once (ALBERT), a forward that runs no block, and
-batches that run blocks in another order than the first one, or blocks that the first one does not.
-A batch may leave blocks out; but which blocks run must not hang on the values of hidden states,
-which the walk does not always see as they are in a full forward.
+the first batch runs them. Name blocks that are in a `Sequential`, a `ModuleDict` or attributes in
+`blocks`; otherwise the model has no blocks and is calibrated in one dense pass. Some models are
+refused, with a message that says what was found: a block runs more than once in a forward (ALBERT),
+a forward runs no block, or a batch runs blocks in another order than the first batch, or blocks
+that the first batch does not run. A batch may leave blocks out. But which blocks run must not
+depend on the values of hidden states, since the walk does not always have them as they are in a
+full forward.
 """
 
 
