@@ -19,6 +19,7 @@ from mrp_lightning.errors import DataError, OptionError
 from mrp_lightning.loop.distributed import one_share_each
 from mrp_lightning.models.skeleton import longest_sequence
 from mrp_lightning.models.tokenizers import load_tokenizer
+from mrp_lightning.text.cutter import Cutter
 from mrp_lightning.text.mixture import (
     GIVEN,
     SELF,
@@ -28,22 +29,14 @@ from mrp_lightning.text.mixture import (
     refuse_contradictions,
     texts_by_name,
 )
-from mrp_lightning.text.prefix import Windows, after, frame
+from mrp_lightning.text.prefix import Windows
 from mrp_lightning.text.published import CALIBRATION, EVALUATION, PublishedTexts
 from mrp_lightning.text.sources import OwnText
 from mrp_lightning.text.standard_library import Split
-from mrp_lightning.text.windows import (
-    Draws,
-    check_amount,
-    consecutive_windows,
-    encode,
-    segments_across_documents,
-    tokenize,
-)
+from mrp_lightning.text.windows import SEPARATOR, encode, tokenize
 
 _Path = str | os.PathLike[str]
 _USUAL_LENGTH = 2048  # tokens a window, in the papers
-_SEPARATOR = "\n\n"  # between documents, as SparseGPT joins WikiText2
 
 
 class TextDataModule(LightningDataModule):
@@ -237,12 +230,11 @@ class TextDataModule(LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         """All training windows, shuffled anew in every epoch."""
-        tokenizer, prefix = self._frame(self._bos_of("train"))
-        documents = [document + _SEPARATOR for document in self.documents("train")]
-        encoded = encode(tokenizer, documents)
+        cutter = self._cutter("train")
+        documents = [document + SEPARATOR for document in self.documents("train")]
+        encoded = encode(cutter.tokenizer, documents)
         tokens = torch.tensor(list(chain.from_iterable(encoded)), dtype=torch.int32)
-        windows = self._cut(tokens, "train", prefix)
-        return self._loader(Windows(windows, len(prefix)), shuffle=True)
+        return self._loader(cutter.consecutive(tokens, "train"), shuffle=True)
 
     def val_dataloader(self) -> DataLoader[Any] | dict[str, DataLoader[Any]]:
         """The windows of the validation split, or of each published text."""
@@ -253,13 +245,10 @@ class TextDataModule(LightningDataModule):
         return self._evaluation_loaders("test")
 
     def _evaluation_loaders(self, split: Split) -> DataLoader[Any] | dict[str, DataLoader[Any]]:
-        def loader(windows: Tensor, text: str) -> DataLoader[Any]:
-            return self._loader(Windows(windows, len(self._frame(self._bos_of(text))[1])))
-
         if self._by_protocol:
-            windows = {name: self._text_windows(text) for name, text in self.evaluation.items()}
-            return {name: loader(found, self.evaluation[name]) for name, found in windows.items()}
-        return loader(self.evaluation_windows(split), STDLIB)
+            windows = {name: self._windows_of(text) for name, text in self.evaluation.items()}
+            return {name: self._loader(found) for name, found in windows.items()}
+        return self._loader(self._windows_of_split(split))
 
     def calibration_windows(self) -> Tensor:
         """The windows to calibrate on (num_samples, sequence_length), int64.
@@ -273,7 +262,7 @@ class TextDataModule(LightningDataModule):
         """
         mixture = self._mixture or Mixture({self._given: 1.0})
         counts = mixture.counts(self.num_samples).items()
-        return interleaved([self._windows_of(source, count) for source, count in counts])
+        return interleaved([self._drawn(source, count) for source, count in counts])
 
     @property
     def _given(self) -> str:
@@ -283,19 +272,14 @@ class TextDataModule(LightningDataModule):
         given = {"dataset": self._own.dataset is not None, "train_files": self._own.is_given}
         return next((name for name, is_given in given.items() if is_given), STDLIB)
 
-    def _windows_of(self, source: str, count: int) -> Tensor:
+    def _drawn(self, source: str, count: int) -> Tensor:
         if source == SELF:
             return own_windows(self.trainer, self.tokenizer, self.sequence_length, self.seed, count)
-        tokenizer, prefix = self._frame(self.bos)
-        draws = Draws(count=count, length=self.sequence_length - len(prefix), seed=self.seed)
-        if source in CALIBRATION:
-            return after(prefix, self._published.segments(source, tokenizer, draws))
-        documents = self._documents_of(source)
-        check_amount(documents, tokenizer, draws, "train")
-        windows = segments_across_documents(
-            documents, tokenizer, draws, "train", separator=_SEPARATOR
-        )
-        return after(prefix, windows)
+        cutter = Cutter.of(self._require_tokenizer(), self.sequence_length, self.bos)
+        if source not in CALIBRATION:
+            return cutter.random(self._documents_of(source), count, self.seed)
+        draws = cutter.draws(count, self.seed)
+        return cutter.after_prefix(self._published.segments(source, cutter.tokenizer, draws))
 
     def _documents_of(self, source: str) -> Sequence[str]:
         """The training documents of a source that is neither published nor the model's own."""
@@ -315,7 +299,7 @@ class TextDataModule(LightningDataModule):
         Raises:
             DataError: There is no such split, or it is too short for a window.
         """
-        return self._consecutive(_SEPARATOR.join(self.documents(split)), split)
+        return self._windows_of_split(split).ids
 
     def corpus_windows(self, name: str) -> Tensor:
         """The windows of a published text that perplexity is measured on.
@@ -332,40 +316,37 @@ class TextDataModule(LightningDataModule):
             DataError: The text is too short for a window.
         """
         text, count = self._published.evaluation_text(name)
-        return self._consecutive(text, name)[:count]
+        return self._consecutive(text, name, count).ids
 
-    def _text_windows(self, text: str) -> Tensor:
+    def _windows_of_split(self, split: Split) -> Windows:
+        return self._consecutive(SEPARATOR.join(self.documents(split)), split)
+
+    def _windows_of(self, text: str) -> Windows:
         """The windows of a text that is published, a file, or the standard library's."""
         if text in EVALUATION:
-            return self.corpus_windows(text)
+            whole, count = self._published.evaluation_text(text)
+            return self._consecutive(whole, text, count)
         files = () if text == STDLIB else _paths(text)
         own = OwnText(train_files=(), eval_files=files, dataset=None, column=self._own.column)
-        return self._consecutive(_SEPARATOR.join(own.documents("test")), text)
+        return self._consecutive(SEPARATOR.join(own.documents("test")), text)
 
-    def _bos_of(self, text: str) -> str:
-        """Where BOS stands in a text to evaluate on: as its protocol has it, if it has one."""
-        return self._given_bos or ("text" if text in EVALUATION else "window")
+    def _consecutive(self, text: str, name: str, most: int | None = None) -> Windows:
+        cutter = self._cutter(name)
+        return cutter.consecutive(tokenize(cutter.tokenizer, text), name, most)
 
-    def _consecutive(self, text: str, name: str) -> Tensor:
-        tokenizer, prefix = self._frame(self._bos_of(name))
-        return self._cut(tokenize(tokenizer, text), name, prefix)
+    def _cutter(self, text: str) -> Cutter:
+        """What cuts a text to evaluate or train on: BOS is where its protocol has it, if any."""
+        bos = self._given_bos or ("text" if text in EVALUATION else "window")
+        return Cutter.of(self._require_tokenizer(), self.sequence_length, bos)
 
-    def _cut(self, tokens: Tensor, name: str, prefix: Tensor) -> Tensor:
-        length = self.sequence_length - len(prefix)
-        return after(prefix, consecutive_windows(tokens, length, name))
-
-    def _frame(self, bos: str) -> tuple[Any, Tensor]:
-        """The tokenizer of a text, and the prefix (tokens,) that every window of it is given."""
+    def _require_tokenizer(self) -> Any:
         # Only now: a checkpoint that Lightning restores after `setup` may hold the tokenizer.
-        tokenizer = self.tokenizer
-        if tokenizer is None:
+        if (tokenizer := self.tokenizer) is None:
             raise DataError(
                 "TextDataModule has no tokenizer: the model comes without one. "
                 "Name a directory or hub id with `data.tokenizer`."
             )
-        if bos == "text":
-            return tokenizer, torch.tensor([]).long()
-        return frame(tokenizer, self.sequence_length)
+        return tokenizer
 
     def documents(self, split: Split) -> Sequence[str]:
         """The texts of one split of the dataset, the files or the embedded text.

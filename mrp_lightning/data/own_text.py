@@ -34,7 +34,7 @@ from mrp_lightning.samples.writing import (
     windows_at_once,
 )
 from mrp_lightning.targets.blocks import find_blocks
-from mrp_lightning.text.prefix import frame
+from mrp_lightning.text.cutter import Cutter
 
 _say = rank_zero_only(progress_log.info)
 _LONGEST = 256
@@ -141,7 +141,7 @@ def _sampling(model: PreTrainedModel, tokenizer: Any, length: int, seed: int) ->
     prefix = torch.tensor([]).long()
     known = list(range(model.config.get_text_config().vocab_size))
     if tokenizer is not None:
-        _, prefix = frame(tokenizer, length)
+        prefix = Cutter.of(tokenizer, length, "window").prefix
         special = set(tokenizer.all_special_ids)
         known = [token for token in known[: len(tokenizer)] if token not in special]
     return Sampling(length=length, seed=seed, prefix=prefix, first=torch.tensor(known).long())

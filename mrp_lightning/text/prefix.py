@@ -32,36 +32,6 @@ def prefix_of(tokenizer: Any) -> Tensor:
     )
 
 
-def frame(tokenizer: Any, length: int) -> tuple[Any, Tensor]:
-    """A tokenizer for the text of windows of `length` tokens, and the prefix before each of them.
-
-    The tokenizer puts nothing around a text, whatever it is asked for; without a prefix it is the
-    one given. The prefix, (tokens,), int64, is part of the length.
-
-    Raises:
-        DataError: No token of a window would be left to predict.
-    """
-    prefix = prefix_of(tokenizer)
-    if not len(prefix):
-        return tokenizer, prefix
-    if len(prefix) + 2 > length:  # the first token of the text is not predicted
-        raise DataError(
-            f"`data.sequence_length` is {length}, and {len(prefix)} of these are what the "
-            "tokenizer puts before a text, of which two tokens or more are needed. Give longer "
-            "windows, or `bos: text`."
-        )
-
-    def bare(text: str, *, add_special_tokens: bool, verbose: bool) -> Any:  # noqa: ARG001
-        return tokenizer(text, add_special_tokens=False, verbose=verbose)
-
-    return bare, prefix
-
-
-def after(prefix: Tensor, windows: Tensor) -> Tensor:
-    """Each of the windows (count, length) after the prefix (tokens,)."""
-    return torch.cat([prefix.expand(len(windows), -1), windows], dim=1)
-
-
 class Windows(Dataset[Any]):
     """Windows to train and evaluate on, which say how much of each is a prefix.
 

@@ -17,6 +17,9 @@ from torch import Tensor
 from mrp_lightning.environment import progress_log as log
 from mrp_lightning.errors import DataError
 
+SEPARATOR = "\n\n"
+"""Between the documents of a text that is not published, as SparseGPT joins those of WikiText2."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Draws:
