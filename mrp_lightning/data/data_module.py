@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,20 +19,13 @@ from mrp_lightning.loop.distributed import one_share_each
 from mrp_lightning.models.skeleton import longest_sequence
 from mrp_lightning.models.tokenizers import load_tokenizer
 from mrp_lightning.text.cutter import Cutter
-from mrp_lightning.text.mixture import (
-    GIVEN,
-    SELF,
-    STDLIB,
-    Mixture,
-    interleaved,
-    refuse_contradictions,
-    texts_by_name,
-)
+from mrp_lightning.text.mixture import GIVEN, SELF, Mixture, interleaved
+from mrp_lightning.text.named import NamedTexts
 from mrp_lightning.text.prefix import Windows
-from mrp_lightning.text.published import CALIBRATION, EVALUATION, PublishedTexts
+from mrp_lightning.text.published import EVALUATION
 from mrp_lightning.text.sources import OwnText
 from mrp_lightning.text.standard_library import Split
-from mrp_lightning.text.windows import SEPARATOR, encode, tokenize
+from mrp_lightning.text.windows import SEPARATOR
 
 _Path = str | os.PathLike[str]
 _USUAL_LENGTH = 2048  # tokens a window, in the papers
@@ -122,54 +114,34 @@ class TextDataModule(LightningDataModule):
         super().__init__()
         if bos not in (None, "text", "window"):
             raise OptionError(f"`data.bos` must be text or window. Got {bos!r}.")
-        least = {"num_samples": 1, "batch_size": 1, "sequence_length": 2}  # one is to be predicted
-        counts = num_samples, batch_size, 2 if sequence_length is None else sequence_length
+        least = {"num_samples": (num_samples, 1), "batch_size": (batch_size, 1)}
+        if sequence_length is not None:
+            least["sequence_length"] = sequence_length, 2  # one is to be predicted
         if wrong := [
-            f"`data.{name}` must be at least {least[name]}; got {count}."
-            for name, count in zip(least, counts, strict=True)
-            if count < least[name]
+            f"`data.{name}` must be at least {few}; got {count}."
+            for name, (count, few) in least.items()
+            if count < few
         ]:
             raise OptionError(" ".join(wrong))
         self.calibration = calibration
-        evaluation = [evaluation] if isinstance(evaluation, str) else evaluation or []
-        self.evaluation = texts_by_name(evaluation)
         self.corpora_dir = Path(corpora_dir).expanduser() if corpora_dir is not None else None
-        self._mixture = None if calibration is None else Mixture.of(calibration)
-        self._published = PublishedTexts(
-            calibration=self._mixture.published if self._mixture else [],
-            evaluation=[text for text in self.evaluation.values() if text in EVALUATION],
-            directory=self.corpora_dir,
-        )
-        # One published text alone is the paper's protocol, which says all of both uses.
-        self._by_protocol = bool(self.evaluation) or calibration in CALIBRATION
-        of_paper = calibration in CALIBRATION or (calibration is None and self._published)
-        self.bos = bos or ("text" if of_paper else "window")
-        self._given_bos = bos
-        given = {"train_files": train_files, "eval_files": eval_files, "dataset": dataset}
-        refuse_contradictions(
-            {name for name, text in given.items() if text},
-            self._mixture if calibration not in CALIBRATION else None,
-            by_protocol=self._by_protocol,
-        )
-        if corpora_dir is not None and not self._published:
-            raise OptionError("`data.corpora_dir` needs `data.calibration` or `data.evaluation`.")
-        self._own = OwnText(
-            train_files=_paths(train_files),
-            eval_files=_paths(eval_files),
-            dataset=dataset,
-            column=text_column,
-        )
+        self._named = NamedTexts(calibration, evaluation, self.corpora_dir, text_column)
+        self.evaluation = self._named.evaluation
+        self.bos, self._given_bos = bos or self._named.bos, bos
+        files = {"train_files": _paths(train_files), "eval_files": _paths(eval_files)}
+        given: dict[str, Any] = {**files, "dataset": dataset}
+        self._named.refuse_contradictions({name for name, text in given.items() if text})
+        self._own = OwnText(**given, column=text_column)
         self.num_samples, self.batch_size, self.seed = num_samples, batch_size, seed
         self.sequence_length = sequence_length or _USUAL_LENGTH
         self._fits_model = sequence_length is None
-        self._tokenizer: Any = None
-        self._tokenizer_source = tokenizer
+        self._tokenizer: Any = tokenizer
 
     @property
     def tokenizer(self) -> Any:
         """The tokenizer that was given, or else that of the model that the trainer now runs."""
-        if self._tokenizer is None and self._tokenizer_source is not None:
-            self._tokenizer = load_tokenizer(self._tokenizer_source)
+        if isinstance(self._tokenizer, str | os.PathLike):
+            self._tokenizer = load_tokenizer(self._tokenizer)
         if self._tokenizer is not None:
             return self._tokenizer
         module = self.trainer.lightning_module if self.trainer else None
@@ -200,17 +172,12 @@ class TextDataModule(LightningDataModule):
                 f"`data.sequence_length` is {self.sequence_length}, but the model's configuration "
                 f"has only {limit} positions. Write `sequence_length: {limit}` or less."
             )
-        mixture = self._mixture if stage == "predict" else None
-        if mixture is not None:
-            mixture.counts(self.num_samples)
-            if SELF in mixture:
+        if stage == "predict" and self._named.mixture is not None:
+            self._named.mixture.counts(self.num_samples)
+            if SELF in self._named.mixture:
                 writer_of(self.trainer)
-            if self._published.calibration:
-                self._published.locate(stage)
-        elif self._by_protocol:
-            of_files = self.evaluation and not self._published.evaluation
-            if stage not in ("validate", "test") or not of_files:
-                self._published.locate(stage)
+        if self._named.are_read(stage):
+            self._named.locate(stage)
         elif not self._own.is_given:
             rank_zero_info(
                 f"No text was given: `{getattr(stage, 'value', stage)}` reads the source code of "
@@ -222,7 +189,7 @@ class TextDataModule(LightningDataModule):
     @property
     def calibration_source(self) -> str:
         """The name of the text to calibrate on; of files their names without their directories."""
-        return self._own.train_name if self._mixture is None else str(self._mixture)
+        return str(self._named.mixture or self._own.train_name)
 
     def predict_dataloader(self) -> DataLoader[Any]:
         """The calibration windows, in the order in which they were drawn."""
@@ -230,11 +197,8 @@ class TextDataModule(LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         """All training windows, shuffled anew in every epoch."""
-        cutter = self._cutter("train")
-        documents = [document + SEPARATOR for document in self.documents("train")]
-        encoded = encode(cutter.tokenizer, documents)
-        tokens = torch.tensor(list(chain.from_iterable(encoded)), dtype=torch.int32)
-        return self._loader(cutter.consecutive(tokens, "train"), shuffle=True)
+        windows = self._cutter("train").consecutive("train", self.documents("train"))
+        return self._loader(windows, shuffle=True)
 
     def val_dataloader(self) -> DataLoader[Any] | dict[str, DataLoader[Any]]:
         """The windows of the validation split, or of each published text."""
@@ -245,10 +209,14 @@ class TextDataModule(LightningDataModule):
         return self._evaluation_loaders("test")
 
     def _evaluation_loaders(self, split: Split) -> DataLoader[Any] | dict[str, DataLoader[Any]]:
-        if self._by_protocol:
-            windows = {name: self._windows_of(text) for name, text in self.evaluation.items()}
-            return {name: self._loader(found) for name, found in windows.items()}
-        return self._loader(self._windows_of_split(split))
+        if not self._named.by_protocol:
+            return self._loader(self._windows_of(split))
+        return {
+            name: self._loader(
+                self._cutter(text).consecutive(text, *self._named.evaluation_text(text))
+            )
+            for name, text in self.evaluation.items()
+        }
 
     def calibration_windows(self) -> Tensor:
         """The windows to calibrate on (num_samples, sequence_length), int64.
@@ -260,35 +228,18 @@ class TextDataModule(LightningDataModule):
             DataError: A text is too short for a window, or for so many; or the model would have to
                 write its own, and there is no trainer that runs it, or it writes nothing of use.
         """
-        mixture = self._mixture or Mixture({self._given: 1.0})
-        counts = mixture.counts(self.num_samples).items()
-        return interleaved([self._drawn(source, count) for source, count in counts])
-
-    @property
-    def _given(self) -> str:
-        """The source to calibrate on where `calibration` names none."""
-        if self._by_protocol:
-            self._published.locate("predict")  # which refuses that there is none
-        given = {"dataset": self._own.dataset is not None, "train_files": self._own.is_given}
-        return next((name for name, is_given in given.items() if is_given), STDLIB)
+        mixture = self._named.mixture or Mixture({GIVEN[0]: 1.0})
+        counts = mixture.counts(self.num_samples)
+        return interleaved([self._drawn(source, count) for source, count in counts.items()])
 
     def _drawn(self, source: str, count: int) -> Tensor:
+        """Random windows of a source of the mixture, with their prefix."""
         if source == SELF:
             return own_windows(self.trainer, self.tokenizer, self.sequence_length, self.seed, count)
-        cutter = Cutter.of(self._require_tokenizer(), self.sequence_length, self.bos)
-        if source not in CALIBRATION:
-            return cutter.random(self._documents_of(source), count, self.seed)
-        draws = cutter.draws(count, self.seed)
-        return cutter.after_prefix(self._published.segments(source, cutter.tokenizer, draws))
-
-    def _documents_of(self, source: str) -> Sequence[str]:
-        """The training documents of a source that is neither published nor the model's own."""
+        cutter = Cutter.of(self.tokenizer, self.sequence_length, self.bos)
         if source in GIVEN:
-            return self.documents("train")
-        files = () if source == STDLIB else _paths(source)
-        column = self._own.column
-        text = OwnText(train_files=files, eval_files=(), dataset=None, column=column)
-        return text.documents("train")
+            return cutter.random(self.documents("train"), count, self.seed)
+        return self._named.windows(source, cutter, count, self.seed)
 
     def evaluation_windows(self, split: Split) -> Tensor:
         """Consecutive windows of a split's joined text (windows, sequence_length), int64.
@@ -299,7 +250,7 @@ class TextDataModule(LightningDataModule):
         Raises:
             DataError: There is no such split, or it is too short for a window.
         """
-        return self._windows_of_split(split).ids
+        return self._windows_of(split).ids
 
     def corpus_windows(self, name: str) -> Tensor:
         """The windows of a published text that perplexity is measured on.
@@ -315,38 +266,17 @@ class TextDataModule(LightningDataModule):
             FileNotFoundError: Files are missing; it gives the commands that download them.
             DataError: The text is too short for a window.
         """
-        text, count = self._published.evaluation_text(name)
-        return self._consecutive(text, name, count).ids
+        text = self._named.published.evaluation_text(name)
+        return self._cutter(name).consecutive(name, *text).ids
 
-    def _windows_of_split(self, split: Split) -> Windows:
-        return self._consecutive(SEPARATOR.join(self.documents(split)), split)
-
-    def _windows_of(self, text: str) -> Windows:
-        """The windows of a text that is published, a file, or the standard library's."""
-        if text in EVALUATION:
-            whole, count = self._published.evaluation_text(text)
-            return self._consecutive(whole, text, count)
-        files = () if text == STDLIB else _paths(text)
-        own = OwnText(train_files=(), eval_files=files, dataset=None, column=self._own.column)
-        return self._consecutive(SEPARATOR.join(own.documents("test")), text)
-
-    def _consecutive(self, text: str, name: str, most: int | None = None) -> Windows:
-        cutter = self._cutter(name)
-        return cutter.consecutive(tokenize(cutter.tokenizer, text), name, most)
+    def _windows_of(self, split: Split) -> Windows:
+        return self._cutter(split).consecutive(split, SEPARATOR.join(self.documents(split)))
 
     def _cutter(self, text: str) -> Cutter:
         """What cuts a text to evaluate or train on: BOS is where its protocol has it, if any."""
         bos = self._given_bos or ("text" if text in EVALUATION else "window")
-        return Cutter.of(self._require_tokenizer(), self.sequence_length, bos)
-
-    def _require_tokenizer(self) -> Any:
         # Only now: a checkpoint that Lightning restores after `setup` may hold the tokenizer.
-        if (tokenizer := self.tokenizer) is None:
-            raise DataError(
-                "TextDataModule has no tokenizer: the model comes without one. "
-                "Name a directory or hub id with `data.tokenizer`."
-            )
-        return tokenizer
+        return Cutter.of(self.tokenizer, self.sequence_length, bos)
 
     def documents(self, split: Split) -> Sequence[str]:
         """The texts of one split of the dataset, the files or the embedded text.
@@ -357,8 +287,11 @@ class TextDataModule(LightningDataModule):
         Raises:
             DataError: The source has no such split, or it is empty.
         """
-        if self._by_protocol and not (split == "train" and self._mixture):
-            raise DataError("TextDataModule: published texts have no splits, but their own parts.")
+        if self._named.by_protocol and not (split == "train" and self._named.mixture):
+            raise DataError(
+                "TextDataModule: what `data.calibration` and `data.evaluation` name has no splits. "
+                "Name the text of the other use, too; or give `data.dataset` or files instead."
+            )
         return self._own.documents(split)
 
     def _loader(self, windows: Any, shuffle: bool = False) -> DataLoader[Any]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Self
 
 import torch
@@ -14,7 +15,9 @@ from mrp_lightning.text.windows import (
     Draws,
     check_amount,
     consecutive_windows,
+    encode,
     segments_across_documents,
+    tokenize,
 )
 
 
@@ -37,8 +40,13 @@ class Cutter:
         """One that puts what the tokenizer puts before a text before each `window`, or `text`.
 
         Raises:
-            DataError: No token of a window would be left to predict.
+            DataError: There is no tokenizer, or no token of a window would be left to predict.
         """
+        if tokenizer is None:
+            raise DataError(
+                "TextDataModule has no tokenizer: the model comes without one. "
+                "Name a directory or hub id with `data.tokenizer`."
+            )
         if bos == "text":
             return cls(tokenizer, length, torch.tensor([]).long())
         prefix = prefix_of(tokenizer)
@@ -65,7 +73,7 @@ class Cutter:
         return torch.cat([self.prefix.expand(len(windows), -1), windows], dim=1)
 
     def random(self, documents: Sequence[str], count: int, seed: int) -> Tensor:
-        """Windows that start in random documents of a text to train on; see there.
+        """Windows (count, length) that start in random documents.
 
         Raises:
             DataError: They are too short for a window, or for so many.
@@ -78,11 +86,18 @@ class Cutter:
             )
         )
 
-    def consecutive(self, tokens: Tensor, name: str, most: int | None = None) -> Windows:
-        """The first windows of a text (tokens,), one after the other; all if `most` is `None`.
+    def consecutive(self, name: str, text: str | Sequence[str], most: int | None = None) -> Windows:
+        """The first windows of a text, one after the other; all if `most` is `None`.
+
+        Before documents, which are tokenized one by one, the tokenizer puts nothing.
 
         Raises:
             DataError: The text is shorter than one window.
         """
+        if isinstance(text, str):
+            tokens = tokenize(self.tokenizer, text)
+        else:
+            encoded = encode(self.tokenizer, [document + SEPARATOR for document in text])
+            tokens = torch.tensor(list(chain.from_iterable(encoded)), dtype=torch.int32)
         windows = consecutive_windows(tokens, self.length - len(self.prefix), name)[:most]
         return Windows(self.after_prefix(windows), len(self.prefix))

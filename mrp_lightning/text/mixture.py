@@ -1,8 +1,7 @@
 """Calibration text from several sources, each with its share of the windows."""
 
 import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mrp_lightning.errors import DataError, OptionError
-from mrp_lightning.text.published import CALIBRATION, EVALUATION
+from mrp_lightning.text.published import CALIBRATION
 
 SELF = "self"
 """The text that the model writes itself."""
@@ -20,7 +19,6 @@ STDLIB = "stdlib"
 GIVEN = ("train_files", "dataset")
 """Text that is given in the argument of this name."""
 
-_NAME = re.compile(r"[\w.+-]+")
 _SUM = 1e-6  # how far shares may be from 1 in all, as 0.333333 three times is
 
 
@@ -79,16 +77,12 @@ class Mixture:
         """The published texts among the sources."""
         return [name for name in self.shares if name in CALIBRATION]
 
-    @property
-    def files(self) -> list[str]:
-        """The paths among the sources."""
-        return [name for name in self.shares if not _is_name(name)]
-
     def __contains__(self, source: str) -> bool:
         return source in self.shares
 
     def __str__(self) -> str:
-        names = {name: Path(name).name for name in self.files} | {SELF: "the model's own text"}
+        names = {name: Path(name).name for name in self.shares if not _is_name(name)}
+        names[SELF] = "the model's own text"
         if len(self.shares) == 1:
             return "".join(names.get(name, name) for name in self.shares)
         parts = (f"{share:.3g} {names.get(name, name)}" for name, share in self.shares.items())
@@ -124,66 +118,9 @@ def interleaved(parts: list[Tensor]) -> Tensor:
     return torch.cat(parts)[order]
 
 
-def texts_by_name(evaluation: Mapping[str, str] | Sequence[str]) -> dict[str, str]:
-    """Texts to evaluate on, by the names that results give them; texts that have one keep it.
-
-    Raises:
-        OptionError: A text is unknown, or a name cannot be part of the name of a metric.
-    """
-    known = (STDLIB, *EVALUATION)
-    if not isinstance(evaluation, Mapping):
-        if unknown := [text for text in evaluation if text not in known]:
-            raise OptionError(
-                f"`data.evaluation`: {', '.join(map(repr, unknown))} unknown. Expected "
-                f"{', '.join(known)}. A file is given with a name for its results, as in "
-                "`evaluation: {mine: test.txt}`, or as `data.eval_files`."
-            )
-        return {name: name for name in evaluation}
-    wrong = [
-        f"`{name}`: {text!r} is neither one of {', '.join(known)} nor a file that exists"
-        for name, text in evaluation.items()
-        if text not in known and not Path(str(text)).expanduser().is_file()
-    ]
-    wrong += [f"`{name}` is no name of a text" for name in evaluation if not _NAME.fullmatch(name)]
-    if wrong:
-        raise OptionError(f"`data.evaluation`: {'; '.join(wrong)}.")
-    return dict(evaluation)
-
-
 def _is_name(source: str) -> bool:
     return source in (SELF, STDLIB, *CALIBRATION, *GIVEN)
 
 
 def _is_known(source: object) -> bool:
     return isinstance(source, str) and (_is_name(source) or Path(source).expanduser().is_file())
-
-
-def refuse_contradictions(given: set[str], mixture: Mixture | None, *, by_protocol: bool) -> None:
-    """Refuse text that is given in several ways for one use, and text that is named, but not given.
-
-    Args:
-        given: Which of `train_files`, `eval_files` and `dataset` are given.
-        mixture: What to calibrate on where that is not one published text, or left to the others.
-        by_protocol: Whether published texts are named for the other use.
-    """
-    named = set(GIVEN) & mixture.shares.keys() if mixture else set()
-    if missing := named - given:
-        raise OptionError(
-            f"`data.calibration` names {_listed(missing)}, and there is no such text. Give it, too."
-        )
-    if mixture and "train_files" in given - named:
-        raise OptionError(
-            f"`data.calibration` ({mixture}) leaves nothing to read of `data.train_files`. Leave "
-            "one of them out, or give both their shares: `calibration: {self: 0.5, train_files: "
-            "0.5}`."
-        )
-    others = given - named
-    if by_protocol + ("dataset" in others) + bool(others & {"train_files", "eval_files"}) > 1:
-        raise OptionError(
-            "TextDataModule: give either `dataset` or `train_files`/`eval_files` or "
-            "`calibration`/`evaluation`, not several of them."
-        )
-
-
-def _listed(names: set[str]) -> str:
-    return ", ".join(f"`data.{name}`" for name in sorted(names))

@@ -8,14 +8,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from mrp_lightning.environment import extra, why_no_hub
 from mrp_lightning.errors import DataError, OptionError
+from mrp_lightning.text.cutter import Cutter
 from mrp_lightning.text.windows import (
-    Draws,
     check_amount,
     segments_of_documents,
     segments_of_text,
@@ -96,47 +95,36 @@ CALIBRATION = sorted(CORPORA)
 EVALUATION = sorted(name for name, corpus in CORPORA.items() if corpus.evaluation)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PublishedTexts:
-    """The published texts that are asked for; false if there are none.
+    """The published texts on this machine."""
 
-    Raises:
-        OptionError: A name is unknown.
-    """
+    directory: Path | None  # that of copies; `None` for the hub and its cache
 
-    calibration: Sequence[str]  # the names of those to calibrate on
-    evaluation: Sequence[str]  # the names of those to measure perplexity on
-    directory: Path | None  # that of their files; `None` for the hub and its cache
-
-    def __post_init__(self) -> None:
-        check_names(self.calibration, CALIBRATION, "calibration")
-        check_names(self.evaluation, EVALUATION, "evaluation")
-
-    def __bool__(self) -> bool:
-        return bool(self.calibration or self.evaluation)
-
-    def locate(self, stage: str) -> None:
-        """Find, or fetch, what a stage of the trainer reads.
+    def locate(self, names: Iterable[str], use: str) -> None:
+        """Find, or fetch, what is read of some texts for `calibration` or `evaluation`.
 
         Raises:
-            DataError: The stage has no text.
             FileNotFoundError: Files are missing; it gives the commands that download them.
         """
-        locate(self._needed(stage), self.directory)
+        corpora = [CORPORA[name] for name in names]
+        locate([(corpus, getattr(corpus, use)) for corpus in corpora], self.directory)
 
-    def segments(self, name: str, tokenizer: Any, draws: Draws) -> Tensor:
+    def windows(self, name: str, cutter: Cutter, count: int, seed: int) -> Tensor:
         """Random windows (count, length) of a text to calibrate on, int64.
 
         Raises:
             DataError: It is too short for a window, or for so many.
         """
         corpus, excerpt = CORPORA[name], CORPORA[name].calibration
-        documents = self._documents(corpus, excerpt)
-        check_amount(documents, tokenizer, draws, corpus.name)
+        documents, draws = self._documents(corpus, excerpt), cutter.draws(count, seed)
+        check_amount(documents, cutter.tokenizer, draws, name)
         if excerpt.separator is None:
-            return segments_of_documents(documents, tokenizer, draws, corpus.name)
-        tokens = tokenize(tokenizer, excerpt.separator.join(documents))
-        return segments_of_text(tokens, draws, corpus.name)
+            windows = segments_of_documents(documents, cutter.tokenizer, draws, name)
+        else:
+            tokens = tokenize(cutter.tokenizer, excerpt.separator.join(documents))
+            windows = segments_of_text(tokens, draws, name)
+        return cutter.after_prefix(windows)
 
     def evaluation_text(self, name: str) -> tuple[str, int | None]:
         """A text that perplexity is measured on, and on how many of its first windows.
@@ -144,40 +132,19 @@ class PublishedTexts:
         Raises:
             OptionError: There is no such text.
         """
-        check_names([name], EVALUATION, "evaluation")
+        if name not in EVALUATION:
+            raise OptionError(
+                f"{name!r} is no published text to evaluate on. These are {', '.join(EVALUATION)}."
+            )
         corpus = CORPORA[name]
         excerpt = corpus.evaluation
         assert excerpt is not None
         assert excerpt.separator is not None
         return excerpt.separator.join(self._documents(corpus, excerpt)), excerpt.windows
 
-    def _needed(self, stage: str) -> list[tuple[Corpus, Excerpt]]:
-        """The published texts that a stage reads, and which excerpt of each."""
-        if stage == "fit":
-            raise DataError(
-                "`fit` trains on `data.train_files`, `data.dataset` or the embedded text, not on "
-                "the published texts of `data.calibration` and `data.evaluation`."
-            )
-        key = "calibration" if stage == "predict" else "evaluation"
-        names: Sequence[str] = getattr(self, key)
-        if not names:
-            raise DataError(f"`data.{key}` is needed here. Name published texts.")
-        corpora = [CORPORA[name] for name in names]
-        return [(corpus, getattr(corpus, key)) for corpus in corpora]
-
     def _documents(self, corpus: Corpus, excerpt: Excerpt) -> Sequence[str]:
         (paths,) = locate([(corpus, excerpt)], self.directory)
         return read_documents(corpus, excerpt, paths)
-
-
-def check_names(names: Iterable[str], known: Sequence[str], argument: str) -> None:
-    """Refuse names that are not among the known ones; `argument` is what the message calls them."""
-    if unknown := [name for name in names if name not in known]:
-        raise OptionError(
-            f"`data.{argument}`: {', '.join(map(repr, unknown))} unknown. The published texts are "
-            f"{', '.join(known)}; other text is given as `data.dataset`, or as `data.train_files` "
-            "and `data.eval_files`."
-        )
 
 
 def locate(needed: Sequence[tuple[Corpus, Excerpt]], directory: Path | None) -> list[list[Path]]:
