@@ -17,7 +17,7 @@ from torch.sparse import (
 )
 
 from mrp_lightning.errors import first_line
-from mrp_lightning.packed.packed_linear import frozen
+from mrp_lightning.packed.frozen_linear import frozen
 from mrp_lightning.upstream import torch_names
 
 _NO_TORCHAO = "torchao is not installed (pip install 'torchao==0.18.*')"

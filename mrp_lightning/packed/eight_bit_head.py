@@ -85,10 +85,7 @@ class Head:
         `original` is of the same class, on the meta device.
         """
         packed: EightBitLinear = model.get_submodule(self.name)
-        dense = original.get_submodule(self.name).train(packed.training)
-        dense.weight = nn.Parameter(packed.dense_weight().to(dtype))
-        if packed.bias is not None:
-            dense.bias = nn.Parameter(packed.bias.detach().to(dtype))
+        dense = packed.give(original.get_submodule(self.name), dtype)
         model.set_submodule(self.name, dense)
         if self.table is not None:
             table = original.get_submodule(self.table).train(packed.training)

@@ -8,26 +8,20 @@ from torch.nn import functional as F
 
 from mrp_lightning.errors import OptionError
 from mrp_lightning.formats.eight_bit_format import damage, pack, unpack, why_not_rounded
-from mrp_lightning.packed.packed_linear import frozen
+from mrp_lightning.packed.frozen_linear import FrozenLinear, frozen
 from mrp_lightning.upstream.torch_names import multiply_int8
 
 
-class EightBitLinear(nn.Module):
+class EightBitLinear(FrozenLinear):
     """y = x Wᵀ + b with W of 8 bits: each row is whole numbers from −127 to 127 times its scale.
 
     Products are torch's own for a CPU, and elsewhere those with the numbers in the input's dtype.
 
-    Args:
-        in_features: Columns of W, a multiple of 16.
-        out_features: Rows of W.
-        bias: Whether there is a b.
-        dtype: Dtype of the scales, the bias and the activations.
-        device: Device of the tensors, which are not initialised.
+    The arguments are those of a `Sparse24Linear`; `dtype` is that of the scales.
 
     Attributes:
         weight: The numbers, int8 (out_features, in_features).
         weight_scales: A scale for each row, (out_features,), in the layer's dtype.
-        bias: Added to each output, (out_features,), or `None`.
 
     Raises:
         OptionError: The number of columns is no multiple of 16.
@@ -44,28 +38,13 @@ class EightBitLinear(nn.Module):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__()
         if reason := why_not_rounded(in_features):
             raise OptionError(f"EightBitLinear: {reason}.")
-        self.in_features, self.out_features = in_features, out_features
         codes = torch.empty(out_features, in_features, dtype=torch.int8, device=device)
-        self.register_buffer("weight", codes)
         scales = torch.empty(out_features, dtype=dtype, device=device)
-        self.register_buffer("weight_scales", scales)
-        self.bias = frozen(torch.empty_like(scales)) if bias else None
-
-    @classmethod
-    def like(cls, linear: nn.Linear, device: torch.device | str | None = None) -> Self:
-        """An uninitialised layer of the shape of a linear one, where that is by default."""
-        weight = linear.weight
-        layer = cls(
-            linear.in_features,
-            linear.out_features,
-            linear.bias is not None,
-            weight.dtype,
-            device or weight.device,
-        )
-        return layer.train(linear.training)
+        super().__init__(in_features, out_features, weight=codes, weight_scales=scales)
+        if bias:
+            self.bias = frozen(torch.empty_like(scales))
 
     @classmethod
     def from_linear(cls, linear: nn.Linear) -> Self:
@@ -83,8 +62,7 @@ class EightBitLinear(nn.Module):
         """The reason why the tensors were never packed together, or `None`."""
         return damage(self.weight, self.weight_scales)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (..., columns) to (..., rows)."""
+    def _multiply(self, x: Tensor) -> Tensor:
         if x.device.type == "cpu":
             y = multiply_int8(x.flatten(0, -2), self.weight, self.weight_scales)
             y = y.view(*x.shape[:-1], self.out_features)
@@ -93,8 +71,8 @@ class EightBitLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
     def extra_repr(self) -> str:
-        """Shape, as `nn.Linear` shows it."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, bits=8"
+        """Shape, as `nn.Linear` shows it, and the bits of a weight."""
+        return f"{super().extra_repr()}, bits=8"
 
 
 class EightBitTable(nn.Module):

@@ -195,13 +195,7 @@ class PackedQuantizer(HfQuantizer):
         if self._head(model) is not None:
             Head.of(original).put_dense(model, original, dtype)
         for name, packed in layers.items():
-            dense = original.get_submodule(name)
-            weight = packed.dense_weight().to(dtype)
-            stored = weight if isinstance(dense, nn.Linear) else weight.T.contiguous()  # Conv1D
-            dense.weight = nn.Parameter(stored)
-            if packed.bias is not None:
-                dense.bias = nn.Parameter(packed.bias.detach().to(dtype))
-            model.set_submodule(name, dense.train(packed.training))
+            model.set_submodule(name, packed.give(original.get_submodule(name), dtype))
         return model
 
     def is_serializable(self, *_: Any, **__: Any) -> bool:
@@ -271,8 +265,7 @@ def pack_modules(model: nn.Module, config: PackedConfig) -> None:
             f"the one that was exported; else export the pruned model again:\n{listed}"
         )
     for name, sizes in config.sizes.items():
-        packed = config.layer.like(modules[name], None, **sizes)
-        model.set_submodule(name, packed.train(modules[name].training))
+        model.set_submodule(name, config.layer.like(modules[name], **sizes))
     if head is not None:
         linear: Any = model.get_submodule(head.name)
         head.put(model, EightBitLinear.like(linear))

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from mrp_lightning.arguments import checked
 from mrp_lightning.errors import FormatError, TargetError
 from mrp_lightning.formats.packed_format import PackedFormat
+from mrp_lightning.packed.frozen_linear import FrozenLinear, frozen
 from mrp_lightning.targets.layers import is_conv1d, layers_of
 
 
@@ -17,12 +18,7 @@ def is_packable(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or is_conv1d(module)
 
 
-def frozen(tensor: Tensor) -> nn.Parameter:
-    """A parameter that is not trained."""
-    return nn.Parameter(tensor, requires_grad=False)
-
-
-class PackedLinear(nn.Module):
+class PackedLinear(FrozenLinear):
     """y = x Wᵀ + b with W packed as `docs/format.md` says: the kept values, their places, and more.
 
     All are on the device of the layer; the bias is not initialised.
@@ -41,10 +37,8 @@ class PackedLinear(nn.Module):
         beside: Sequence[Tensor],
         bias: bool,
     ) -> None:
-        super().__init__()
-        self.in_features, self.out_features = in_features, out_features
-        for name, tensor in zip(self.FORMAT.beside, beside, strict=True):
-            self.register_buffer(name, tensor)
+        tensors = dict(zip(self.FORMAT.beside, beside, strict=True))
+        super().__init__(in_features, out_features, **tensors)
         self.weight = frozen(weight)
         options: dict[str, Any] = {"dtype": self.dtype, "device": weight.device}
         self.bias = frozen(torch.empty(out_features, **options)) if bias else None
@@ -63,42 +57,9 @@ class PackedLinear(nn.Module):
         super()._load_from_state_dict(*args, **kwargs)
         self.derive()
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (..., in_features) to (..., out_features).
-
-        Raises:
-            RuntimeError: The input has another number of columns; `nn.Linear` raises the same.
-        """
-        if x.shape[-1] != self.in_features:
-            raise RuntimeError(
-                f"{type(self).__name__}: expected {self.in_features} columns, its `in_features`, "
-                f"got an input of shape {tuple(x.shape)}."
-            )
-        return self._multiply(x)
-
-    def _multiply(self, x: Tensor) -> Tensor:
-        """Call the operator."""
-        raise NotImplementedError
-
     def derive(self) -> None:
         """Renew or forget what was computed from the stored tensors, because they changed."""
         raise NotImplementedError
-
-    @classmethod
-    def like(
-        cls, linear: nn.Module, device: torch.device | str | None = None, **sizes: int
-    ) -> Self:
-        """An uninitialised layer of the shape of an `nn.Linear` or of transformers' `Conv1D`.
-
-        It is made where the dense weight is, if no device is given. `sizes` is `num_kept`, where
-        the class cannot tell that from the shape.
-        """
-        (dense,) = layers_of("", linear)
-        weight = dense.weight
-        rows, columns = weight.shape
-        has_bias = getattr(linear, "bias", None) is not None
-        options: dict[str, Any] = {"dtype": weight.dtype, "device": device or weight.device}
-        return cls(columns, rows, bias=has_bias, **(options | sizes))
 
     @classmethod
     @checked
@@ -180,19 +141,3 @@ class PackedLinear(nn.Module):
         if self.places.dtype != torch.uint8:
             return f"expected uint8, got {self.places.dtype}"
         return self.FORMAT.damage(*self.packed(), self.in_features)
-
-    def to_linear(self) -> nn.Linear:
-        """The same layer with its zeros stored."""
-        has_bias = self.bias is not None
-        linear = nn.Linear(self.in_features, self.out_features, has_bias, device="meta")
-        linear.weight = nn.Parameter(self.dense_weight())
-        if self.bias is not None:
-            linear.bias = nn.Parameter(self.bias.detach())
-        return linear
-
-    def extra_repr(self) -> str:
-        """Shape, as `nn.Linear` shows it."""
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}"
-        )
