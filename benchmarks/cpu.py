@@ -2,14 +2,14 @@
 
     python benchmarks/cpu.py --threads 1 2 --model SMOLLM2_DIR --out docs/benchmarks/cpu.md
 
-Speed does not depend on what weights mean: they are random, and so are the places of the zeros.
-Dense is the fastest of eager and compiled code in bfloat16 and float32; packed is the fastest of
-eager and compiled code in bfloat16. A layer's copies are more than any cache holds and are read in
-turn; more than 128 of them are not compiled, which would take minutes. A step of decoding is one
-token after a prompt, at batch 1. `runs/SmolLM2-135M` is a link to any directory that `make real`
-has written, such as `runs/real/SmolLM2-stdlib/2of4-best-seed0`; a model's head stays dense. What
-quantization to 4 bits gives instead, dense, stands beside it: PyTorch's own kernel for it, with a
-bfloat16 scale and zero for 64 columns.
+Weights and the places of zeros are random, since speed does not depend on what weights mean. Dense
+is the fastest of eager and compiled code in bfloat16 and float32; packed is the fastest of eager
+and compiled code in bfloat16. The copies of a layer are larger than any cache and are read in turn;
+more than 128 of them are not compiled, which would take minutes. A step of decoding is one token
+after a prompt, at batch 1. A model's head stays dense. `runs/SmolLM2-135M` is a link to any
+directory that `make real` has written, such as `runs/real/SmolLM2-stdlib/2of4-best-seed0`. For
+comparison, dense weights of 4 bits run by PyTorch's own kernel, with a bfloat16 scale and zero for
+each 64 columns.
 """
 
 import argparse

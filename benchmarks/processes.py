@@ -2,9 +2,9 @@
 
     python benchmarks/processes.py --out docs/benchmarks/processes.md
 
-Each process has one thread and, as on a machine with a GPU for each, a processor of its own: more
-processes than cores measure nothing. Windows are drawn from the embedded text. Times are those of
-process 0, the least of some runs, and do not overlap:
+Each process has one thread and a core of its own, as it would have a GPU of its own. There must not
+be more processes than cores. Windows are drawn from the embedded text. Times are those of process
+0, the least of some runs, and do not overlap:
 
 * calibration: running blocks and summing up Hessians, over this process's share of the windows;
 * factors: factorising H + λI, which every process does for itself;
@@ -13,10 +13,10 @@ process 0, the least of some runs, and do not overlap:
 * sums, gathers: all_reduce of Hessians and gradients; all_gather of scores, masks, weights and
   numbers. They include waiting for the slower process.
 
-A part whose time in N processes is a + b/N, by the two measurements, is a + b/8 in eight. What
-eight GPUs exchange follows from the shapes: all_reduce moves 2·7/8 of a Hessian's bytes over each
-GPU's link, all_gather 7/8 of the bytes of weights, masks and, for unstructured sparsity, float32
-scores.
+If a part takes a + b/N in N processes, by the two measurements, it takes a + b/8 in eight. The
+shapes give the bytes that eight GPUs exchange: over each GPU's link, all_reduce moves 2·7/8 of the
+bytes of a Hessian, and all_gather 7/8 of the bytes of weights, masks and, for unstructured
+sparsity, float32 scores.
 """
 
 import argparse

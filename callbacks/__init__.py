@@ -1,4 +1,7 @@
-"""The callbacks by a short name; `mrp_lightning.callbacks` has the same, whatever is near."""
+"""A short name for `mrp_lightning.callbacks`.
+
+Use the long name if your project has a folder called `callbacks`.
+"""
 
 from mrp_lightning.callbacks import (
     KeepSparsity,

@@ -1,7 +1,8 @@
-"""Make a pruned checkpoint small and fast.
+"""Pack a pruned checkpoint so that it is smaller and faster.
 
-Importing this package teaches `AutoModelForCausalLM.from_pretrained` the packed formats. What
-loads and runs them is `mrp_lightning.packed`, which no folder of the user's called `export` hides.
+After this package is imported, `AutoModelForCausalLM.from_pretrained` reads the packed formats. If
+your project has a folder called `export`, import `mrp_lightning.packed` instead, which loads and
+runs them.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,7 +1,8 @@
-"""`python -m export.generate DIR --prompt TEXT`: stream what a model writes, and tell its speed.
+"""`python -m export.generate DIR --prompt TEXT` streams what a model writes, and tells its speed.
 
-On a CPU a step of decoding is compiled ahead of time, once for each shape and format (minutes), and
-kept for the next start. Where that cannot be done, a warning says why, and Python takes each step.
+On a CPU a step of decoding is compiled ahead of time, once for each shape and format, which takes
+minutes, and kept for later starts. If it cannot be compiled, a warning says why, and each step runs
+in Python.
 """
 
 from collections.abc import Sequence

@@ -1,1 +1,1 @@
-"""A checkpoint → a packed one, all or nothing, and the proof that it computes the same."""
+"""A checkpoint is packed, and the packed one is checked to compute the same before it is kept."""

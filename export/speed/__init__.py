@@ -1,1 +1,1 @@
-"""How fast kernels, layers and models are."""
+"""The speed of kernels, layers and models is measured and tabulated."""

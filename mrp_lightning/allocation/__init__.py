@@ -1,1 +1,1 @@
-"""A model → a sparsity for each of its blocks, the mean of which is the one asked for."""
+"""Each block of a model gets a sparsity of its own, and the whole model the requested one."""

@@ -1,5 +1,5 @@
-"""Batches → Hessians, block by block. Needs torch alone.
+"""Calibration runs a model block by block and sums up inputs to Hessians. It needs only torch.
 
-`choice` finds the walk that is right for a model, `walks` run one block at a time, `hessians`
-collects what its layers are given, without the padding, and `offload` keeps the other blocks away.
+`choice` finds the right walk for a model, `walks` run one block at a time, `hessians` collects the
+inputs of its layers without padding, and `offload` keeps the other blocks in CPU memory.
 """

@@ -1,4 +1,4 @@
-"""Lightning callbacks that prune, keep what was pruned in training, and save."""
+"""Lightning callbacks that prune a model, keep it sparse in training, and save it."""
 
 from mrp_lightning.callbacks.keep_sparsity import KeepSparsity
 from mrp_lightning.callbacks.mrp import MRPCallback

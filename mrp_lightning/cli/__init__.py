@@ -1,1 +1,1 @@
-"""One command line for all commands: options, YAML files, and what is wrong with them."""
+"""The command line that all commands share: options, YAML files, and messages on mistakes."""

@@ -1,1 +1,1 @@
-"""The command line."""
+"""The commands of `mrp-lightning`, one module each."""

@@ -1,1 +1,1 @@
-"""Texts → the batches that a trainer reads."""
+"""The data module turns texts into the batches that a trainer reads."""

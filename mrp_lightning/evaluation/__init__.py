@@ -1,1 +1,1 @@
-"""A model → perplexity and zero-shot accuracy, and the file that records them."""
+"""Evaluation measures the perplexity and the zero-shot accuracy of a model."""

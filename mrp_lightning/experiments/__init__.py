@@ -1,1 +1,1 @@
-"""Many runs → tables, pictures and pages."""
+"""Sweeps make many runs, and tables, pictures and pages of their results."""

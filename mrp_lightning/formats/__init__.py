@@ -1,1 +1,1 @@
-"""Zeros → a packed form: the tensors in a file, and back."""
+"""The packed formats: weights with zeros become smaller tensors, which can be unpacked again."""

@@ -1,1 +1,1 @@
-"""All of it inside Lightning: the module, the trainer and its predict loop."""
+"""Pruning and evaluation in Lightning: the module, the trainer and its predict loop."""

@@ -1,1 +1,1 @@
-"""A name or a directory → a model and its tokenizer, and back to disk."""
+"""Models and tokenizers are loaded from a name or a directory, and saved."""

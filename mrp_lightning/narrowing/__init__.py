@@ -1,1 +1,1 @@
-"""A model → what can be cut out of it whole, and the narrower model."""
+"""Whole neurons, heads or experts are found in a model and cut out, which makes it narrower."""

@@ -1,7 +1,7 @@
-"""Linear layers with a packed weight, and models of them.
+"""Linear layers with a packed weight, and models of such layers.
 
-Importing this package teaches `AutoModelForCausalLM.from_pretrained` the packed formats, whether
-transformers is loaded yet or not; so does `import export`, which has all of it by shorter names.
+After this package is imported, `AutoModelForCausalLM.from_pretrained` reads the packed formats,
+also if transformers is imported later. `import export` does the same and has shorter names.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,1 +1,4 @@
-"""Hessians → pruned layers, all of them in order, written and reported. Needs torch alone."""
+"""All layers of a model are pruned in order, written and reported.
+
+It needs only torch, safetensors and filelock.
+"""

@@ -1,1 +1,1 @@
-"""The files beside a model: the report of its pruning, its evaluation, its card."""
+"""The files that describe a model beside it: its report, its evaluation and its card."""

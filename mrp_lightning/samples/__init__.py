@@ -1,1 +1,1 @@
-"""A language model → windows of text that it writes itself, to calibrate on."""
+"""A language model writes the windows of text that it is calibrated on."""

@@ -1,6 +1,6 @@
-"""One weight matrix: from a Hessian to the pruned, compensated weight. Needs torch alone.
+"""The solver prunes one weight matrix by its Hessian, and compensates. It needs only torch.
 
 `hessian` sums up calibration inputs, `input_hessian` checks their Hessian and `damping` factorises
-it. A `recipe` says how to prune: `masks` choose what goes, `compensations` and `exact` make up for
-it, and `pruning` puts them together.
+it. A `recipe` says how to prune: `masks` choose the weights to remove, `compensations` and `exact`
+move the others to make up for them, and `pruning` puts these parts together.
 """

@@ -1,1 +1,1 @@
-"""A model → what can be pruned in it: its blocks, its layers, and the plan. Needs torch alone."""
+"""Finds the blocks and layers of a model that can be pruned, and plans. It needs only torch."""

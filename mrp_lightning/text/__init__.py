@@ -1,1 +1,1 @@
-"""Text → token windows: where documents come from, and how windows are cut from them."""
+"""Documents are read from many sources and cut into token windows."""

@@ -1,1 +1,1 @@
-"""A pruned block → the same block, its kept weights tuned towards the dense model's outputs."""
+"""The kept weights of a pruned block are tuned towards its outputs in the dense model."""

@@ -1,6 +1,6 @@
-"""Names that other packages keep to themselves, and that there is no public way around.
+"""Private names of other packages that are needed because there is no public way.
 
-No other room uses such a name. Each function says in which version it was seen, why it is needed,
-and what takes its place once upstream offers it. Packages are imported inside the functions: who
-needs torch alone loads torch alone.
+Only this folder uses such names. Each function says in which version the name was seen, why it is
+needed, and what replaces it once upstream offers a public way. Packages are imported inside the
+functions, so that code that needs only torch loads only torch.
 """
