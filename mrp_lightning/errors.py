@@ -25,7 +25,7 @@ class MethodError(ValueError):
 
 
 class HessianError(ValueError):
-    """Calibration data gave no usable Hessian: no tokens, NaN or Inf, all zero, or indefinite."""
+    """The Hessian is not usable: no tokens, NaN or Inf, all zero, or not positive definite."""
 
 
 class TargetError(ValueError):

@@ -21,12 +21,12 @@ class KeepSparsity(Callback):
 
     The weights that are zero when training starts, in every layer with at least 5% of them, are
     exactly zero after each optimizer step, with any optimizer, gradient accumulation, mixed
-    precision and clipping. Their gradients are set to zero before clipping, so that they take no
-    part in the gradient's norm nor in the optimizer's moments. The pattern (2:4, 50%, any other)
-    follows from the zeros. A checkpoint of the trained model can be packed like that of the pruned
-    one.
+    precision and clipping. Their gradients are set to zero before clipping, so that they count
+    neither in the gradient's norm nor in the optimizer's moments. The pattern (2:4, 50%, any other)
+    follows from the zeros. The trained model can be packed like the pruned one.
 
-    It costs one bool for each weight of the pruned layers, and a pass over them for each step.
+    This costs memory for one bool for each weight of the pruned layers, and one pass over these
+    weights in each step.
 
     Attributes:
         removed: The number of weights that are kept at zero, by the name of their layer.

@@ -23,18 +23,18 @@ log = logging.getLogger(__name__)
 
 
 class PruningCallback(Callback):
-    """Prune the model that `predict` runs, calibrated on the data that it runs on.
+    """Prune the model that `predict` runs, calibrated on the data of that `predict`.
 
     For each linear layer, with H = 2·XᵀX / tokens of its inputs over the calibration data, it
     minimises ½·tr(δ H δᵀ), the mean over tokens of ‖(w + δ)x − wx‖², subject to the removed weights
     being zero. Blocks are pruned in the order in which they run, each on the outputs of the pruned
     blocks before it. Padding (`attention_mask` 0) counts nowhere.
 
-    The loop itself only stores the batches; the work is done at its end, in place, and `predict`
-    returns nothing. A callback prunes once: later `predict` calls with it are ordinary.
+    The loop only stores the batches. At its end the model is pruned in place, and `predict` returns
+    nothing. A callback prunes once: it has no effect on later calls of `predict`.
 
     With `strategy="ddp"`, also under torchrun and on several machines, processes share the batches
-    and the rows of each layer. All of them end with the same weights, and the first one writes.
+    and the rows of each layer. All of them end with the same weights, and the first one saves.
 
     Args:
         method: magnitude, wanda, SS (the same as sparsegpt), SM, MS, MM, or a pair
@@ -49,52 +49,52 @@ class PruningCallback(Callback):
         damping: The fraction (≥ 0) of the mean of the Hessian's diagonal that is added to it.
         tolerance: The relative distance (> 0) to the optimal loss at which the exact compensation M
             stops.
-        bits: 3, 4 or 8: the kept weights are put on a grid of so many bits, a scale for each row
-            and `group_size` columns, so that the layer's outputs change least. The checkpoint
+        bits: 3, 4 or 8: the kept weights are put on a grid of so many bits, with a scale for each
+            row and `group_size` columns, so that the layer's outputs change least. The checkpoint
             keeps its dtype, and its values lie on the grid exactly. Without `sparsity` and
-            `pattern` it is quantisation alone. `None` leaves the weights as they come.
+            `pattern` it is quantisation alone. `None` leaves the weights as they are.
         group_size: The number of columns (input features) of a row that share a scale, for `bits`.
-        target: "own": each layer aims at what its dense weight gives on the inputs that the pruned
-            blocks before it now give. "dense": at what it gives in the dense model, which makes up
-            for what those blocks have lost. It runs each block twice as often. Not for methods
-            without compensation. See docs/methods.md for this and the next three.
-        target_weight: How far it aims there, in (0, 1]. `None` is ½, by measurement.
-        allocation: "uniform": all blocks get the same sparsity. "output": those whose pruning
-            changes the model's output more get less, and the model the same in all, for a dry run
-            of the pruning. For `sparsity` only.
-        tuning: Whether, or how, the kept weights of each block are tuned towards its outputs in the
-            dense model once it is pruned. The report's losses of layers are those before that.
-        targets: The names of the linear layers to prune, with shell wildcards: runs of whole name
-            parts, such as `q_proj`, `mlp`, `layers.3`. Behind `re:`, a regular expression for whole
-            names of layers from their start, such as `re:.*q_proj$`. All layers in the blocks but
-            routers if not given. A name that is in no block, such as `lm_head`, is calibrated after
-            the blocks.
-        ignore: The names, of the same form, of what to leave dense.
-        blocks: The names of the lists of blocks (`model.layers`), or of single blocks, where the
+        target: With "own", the target of a layer is what its dense weight gives on its inputs in
+            the pruned model. With "dense", it is the layer's output in the dense model, which makes
+            up for losses of earlier blocks and runs each block twice as often; it is refused for
+            methods without compensation. See docs/methods.md for this and the next three.
+        target_weight: The weight α of the dense target, in (0, 1]. `None` is ½, by measurement.
+        allocation: With "uniform", all blocks get the same sparsity. With "output", blocks whose
+            pruning changes the model's output more get less sparsity, and the model the same in
+            all; this takes a dry run of the pruning. For `sparsity` only.
+        tuning: Whether, or how, the kept weights of each pruned block are tuned towards its outputs
+            in the dense model. The losses of layers in the report are those before tuning.
+        targets: The names of the linear layers to prune; by default all layers in the blocks except
+            routers. A name is one or more whole parts of a layer's name, such as `q_proj`, `mlp` or
+            `layers.3`, with shell wildcards. After `re:` it is a regular expression that matches
+            names of layers from their start, such as `re:.*q_proj$`. A layer outside the blocks,
+            such as `lm_head`, is calibrated after the blocks.
+        ignore: The names of layers to leave dense, of the same form.
+        blocks: The names of the lists of blocks (`model.layers`), or of single blocks, if the
             outermost `ModuleList`s are not the right ones.
         true_sequential: Whether the layers of a block are pruned one after another (q, k, v; then
-            o; …), each on the outputs of those before it, for one pass over the data each.
-        offload: Whether blocks and stored activations stay in CPU memory, one block at a time on
-            the accelerator.
+            o; …), each on the outputs of those before it. Each takes one pass over the data.
+        offload: Whether blocks and stored activations stay in CPU memory, with one block at a time
+            on the accelerator.
         structure: "neurons", "heads" or "experts": remove whole neurons of the MLPs, whole
             key-value groups with their query heads, or whole experts with their rows of the router,
             `sparsity` of them in each block, and leave a narrower dense model that its
             configuration describes. Of neurons a multiple of 32 stays, of experts at least as many
             as each token is sent to. For `sparsity` and the methods SM, magnitude, wanda,
             magnitude+M and wanda+M only (experts: the first three); see docs/narrower.md.
-        skip_indivisible: Whether layers whose input features are no multiple of M are left dense,
-            instead of refusing the model.
-        save_dir: The directory for the pruned model: a Hugging Face checkpoint if the
-            LightningModule holds exactly one `PreTrainedModel`, with the weights beside it, if
-            there are any, in `module.safetensors`; else `model.safetensors`; and
-            `pruning_report.json`. It appears when it is whole. Nothing is written with
+        skip_indivisible: Whether layers whose input features are no multiple of M are left dense;
+            otherwise such a model is refused.
+        save_dir: The directory for the pruned model and `pruning_report.json`. If the
+            LightningModule holds exactly one `PreTrainedModel`, it is a Hugging Face checkpoint,
+            with any other weights in `module.safetensors`; otherwise all weights are in
+            `model.safetensors`. The directory appears when it is whole. Nothing is written with
             `fast_dev_run`.
         overwrite: Whether `save_dir` may be replaced, if all that it holds was written by this
             package.
-        resume: Whether an interrupted run goes on at its first block that is not pruned yet, by the
-            journal that it left beside `save_dir`; `False` starts afresh. See docs/reliability.md.
-        journal_beside: The directory beside which the journal lies, in place of `save_dir`. Whoever
-            gives it removes the journal (`remove_journal`), which outlives the run.
+        resume: Whether an interrupted run resumes at its first block that is not pruned yet, from
+            the journal beside `save_dir`; `False` starts afresh. See docs/reliability.md.
+        journal_beside: The directory beside which the journal lies, in place of `save_dir`. This
+            journal outlives the run: the caller removes it with `remove_journal`.
 
     Attributes:
         settings: The arguments that say what is pruned and how, checked.

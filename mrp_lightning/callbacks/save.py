@@ -18,14 +18,14 @@ log = logging.getLogger(__name__)
 class SaveModel(Callback):
     """Save a `CausalLM` when `fit` has ended, as a directory that `from_pretrained` loads.
 
-    With `KeepSparsity`, a model that was loaded from the directory of a pruned one stays so, and
-    its `pruning_report.json` comes along, by which `export.to_sparse` knows the pruned layers.
+    If a pruned model is loaded from its directory and trained with `KeepSparsity`, its
+    `pruning_report.json` is copied, by which `export.to_sparse` knows the pruned layers.
 
     Args:
         save_dir: The directory, which is written aside and moved into place when it is whole.
-        dtype: The type as which floating weights are stored, such as `bfloat16`. `None` keeps that
-            in which the model is trained, so that nothing is rounded: float32 for
-            `CausalLM(..., dtype="float32")`, whatever the checkpoint had.
+        dtype: The type in which floating-point weights are stored, such as `bfloat16`. `None` keeps
+            the type in which the model is trained, so that nothing is rounded: float32 for
+            `CausalLM(..., dtype="float32")`, whatever the dtype of the checkpoint was.
         overwrite: Whether a directory that is not empty may be replaced.
 
     Raises:

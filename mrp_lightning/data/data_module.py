@@ -37,23 +37,23 @@ class TextDataModule(LightningDataModule):
     * `calibration` and `evaluation` name published texts, read by the protocol of SparseGPT
       (docs/data.md): `predict` draws pieces of single documents, `validate` and `test` cut each
       evaluation text into consecutive windows, and give a dictionary of dataloaders.
-    * With `dataset`, with files, or with neither (then the text is the source of the running
-      Python's standard library, split by a hash of each file's path), `predict` starts each window
-      at a random place of a random training document, and where the document ends too soon, the
-      next ones follow it; `fit` shuffles consecutive windows of the training documents; `validate`
-      and `test` cut the evaluation text into consecutive windows.
-    * With `calibration="self"`, the model that `predict` runs writes the windows itself, drawn from
-      its own distribution, before it is pruned. What it wrote is kept beside the pruned model
+    * With `dataset` or files, `predict` starts each window at a random place of a random training
+      document; if the document ends too soon, the next documents follow it. `fit` shuffles
+      consecutive windows of the training documents; `validate` and `test` cut the evaluation text
+      into consecutive windows. Without any of these arguments the text is the source of the running
+      Python's standard library, split by a hash of each file's path.
+    * With `calibration="self"`, the model that `predict` runs writes the windows itself before it
+      is pruned, drawn from its own distribution. The windows are kept beside the pruned model
       (docs/self-calibration.md).
 
     Consecutive windows do not overlap, and the last partial one is dropped.
 
-    Most windows start in the middle of a text, where the BOS of its start is far away, and some
-    families cannot do without. So what the tokenizer puts before a text stands before each window
-    (`bos="window"`), except where a published protocol is followed. It counts to the
-    `sequence_length` that the model reads, but it is not predicted, nor is the first token after
-    it: a batch to train or to evaluate on is then no tensor but a mapping of `input_ids` and
-    `labels`, −100 for these. Where the tokenizer puts nothing before a text, `bos` changes nothing.
+    Most windows start in the middle of a text and so lack the BOS of its start, which some families
+    need. So the tokens that the tokenizer puts before a text are put before each window
+    (`bos="window"`), except where a published protocol is followed. They count towards the
+    `sequence_length` that the model reads, but neither they nor the first token after them are
+    predicted: a batch for training or evaluation is then a mapping of `input_ids` and `labels`,
+    with −100 for these tokens. If the tokenizer puts nothing before a text, `bos` has no effect.
 
     Args:
         train_files: UTF-8 text files (a document each) or .jsonl files (a document a line, under
@@ -73,11 +73,11 @@ class TextDataModule(LightningDataModule):
             repositories (`allenai/c4/en/…`); nothing is fetched then. By default they come from
             the hub or, with `HF_HUB_OFFLINE=1`, from its cache.
         num_samples: Number of calibration windows.
-        sequence_length: Tokens a window, which is the context that perplexity is measured at. By
-            default 2048, or as many as the model can read where those are fewer.
-        bos: Whether what the tokenizer puts before a text, as a rule BOS, stands once at the start
-            of each text that is cut into windows (`text`, the default for the published texts, as
-            SparseGPT has it), or before every window (`window`, the default for all others).
+        sequence_length: Tokens of a window, which is the context that perplexity is measured at. By
+            default 2048, or the most that the model can read, if that is less.
+        bos: Whether the tokens that the tokenizer puts before a text, usually BOS, are put once at
+            the start of each text that is cut into windows (`text`, the default for the published
+            texts, as in SparseGPT), or before every window (`window`, the default otherwise).
         batch_size: Windows a batch.
         seed: Seed of the draws of calibration windows, and of the order in which `fit` reads.
         text_column: Key of the text in .jsonl files, and its column in datasets.
@@ -90,7 +90,7 @@ class TextDataModule(LightningDataModule):
             places, or a published text is unknown.
         DataError: Files are tables, such as JSON or CSV, and no text; or, raised in `setup` or when
             windows are made, no tokenizer is known, windows are longer than the model can read, or
-            the text is too short for one, or for so many.
+            the text is too short for a window, or for that many.
     """
 
     @checked

@@ -35,19 +35,19 @@ class CausalLM(LightningModule):
     """A causal language model to prune (`predict`), to evaluate (`test`) and to train (`fit`).
 
     The loss is the mean negative log-likelihood of every token but the first of each window, and
-    perplexity its exponential. With the non-overlapping windows of `TextDataModule` this is the
-    protocol of SparseGPT and Wanda. Padding, and a token whose label in a batch is −100, is never
-    predicted nor counted, logits of any precision are turned into probabilities in float32, and the
-    batch size changes nothing but rounding.
+    perplexity is its exponential. With the non-overlapping windows of `TextDataModule` this is the
+    protocol of SparseGPT and Wanda. Padding and tokens with the label −100 are never predicted or
+    counted. Logits of any precision are turned into probabilities in float32. The batch size
+    affects only rounding.
 
-    `test` and `validate` take one text, and log `perplexity` and `loss`; or several texts as a
-    dictionary of dataloaders, and log `perplexity/<name>` and `loss/<name>` of each.
+    `test` and `validate` log `perplexity` and `loss` of one text. Of several texts, given as a
+    dictionary of dataloaders, they log `perplexity/<name>` and `loss/<name>` each.
 
     Args:
-        model: What the model comes from: a local directory, a hub id, a GGUF file (also the only
-            one of a directory without a `config.json`), which is dequantized to bfloat16, a
-            configuration (an object, or its dictionary with a `model_type`) for a new model with
-            random weights, or a loaded Hugging Face model.
+        model: A local directory, a hub id, a GGUF file, a configuration, or a loaded Hugging Face
+            model. A GGUF file is dequantized to bfloat16; if it is the only one in a directory
+            without a `config.json`, the directory can be given. A configuration is an object or a
+            dictionary with a `model_type`, for a new model with random weights.
         dtype: The precision to load the weights in, such as `float32` or `bfloat16`. `None` keeps
             the checkpoint's.
         revision: The branch, tag or commit on the hub.
@@ -55,10 +55,10 @@ class CausalLM(LightningModule):
         gguf_file: The name of a GGUF file in the directory or hub repository `model`.
         tokenizer: A tokenizer, or the directory or hub id of one that is not beside the model.
         attn_implementation: The attention kernel of transformers, such as `sdpa` or `eager`.
-        offload: Whether the blocks stay in CPU memory in `validate` and `test`, one at a time on
-            the accelerator, for models that it cannot hold. Large batches make up for the moves.
-        streaming: Whether the blocks stay in the safetensors files of the checkpoint, one at a time
-            in memory, for models that CPU memory cannot hold. Pruning then needs `save_dir`.
+        offload: Whether the blocks stay in CPU memory in `validate` and `test`, with one at a time
+            on the accelerator, for models that it cannot hold. Use large batches then.
+        streaming: Whether the blocks stay in the safetensors files of the checkpoint, with one at a
+            time in memory, for models that CPU memory cannot hold. Pruning then needs `save_dir`.
         learning_rate: The peak of the AdamW schedule: linear warm-up, then a cosine down to 0.
         weight_decay: The weight decay of the matrices; vectors (norms, biases) have none.
         warmup_steps: The number of optimizer steps until the peak.
@@ -67,10 +67,10 @@ class CausalLM(LightningModule):
         model: The Hugging Face model.
         tokenizer: Its tokenizer, or `None` where there is none.
         streamed: The blocks that are read from files, `None` without `streaming`.
-        evaluation: What the last `test` or `validate` found, by text: `perplexity`, `loss`, the
-            `context` (longest window), `windows`, `tokens` (that were predicted) and, of the
-            windows of `TextDataModule`, `prefix` (tokens such as BOS before the text in each). A
-            single text without a name is called "text".
+        evaluation: The results of the last `test` or `validate`, by text: `perplexity`, `loss`, the
+            `context` (the length of the longest window), the numbers of `windows` and of predicted
+            `tokens`, and, for the windows of `TextDataModule`, `prefix` (the number of tokens such
+            as BOS before the text in each). A single text without a name is called "text".
 
     Raises:
         FileNotFoundError: `model` is neither a model directory nor a model that the hub gives.
@@ -80,7 +80,7 @@ class CausalLM(LightningModule):
         OptionError: The directory holds several GGUF files, and `gguf_file` names none of them; or
             `streaming` is asked for, and there are no safetensors files of dense weights.
         DependencyError: The model is a GGUF file, and the extra `gguf` is not installed.
-        TypeError: `model` or `tokenizer` is none of the above.
+        TypeError: `model` or `tokenizer` is of another type.
     """
 
     @checked

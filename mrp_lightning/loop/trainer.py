@@ -34,11 +34,11 @@ class Trainer(pl.Trainer):
     """A `lightning.pytorch.Trainer` whose `predict` takes callbacks and plain models.
 
     Args:
-        devices: The number of accelerators, or which ones. With `strategy="ddp"` pruning shares
-            its work out over several; see docs/processes.md.
-        callbacks: One callback or several, for all that the trainer runs.
-        logger: One logger or several; `True` is Lightning's own, which makes a directory of logs in
-            the working directory at each run. There is none by default.
+        devices: The number of accelerators, or which ones. With `strategy="ddp"` several devices
+            share the work of pruning; see docs/processes.md.
+        callbacks: One callback or several, for everything that the trainer runs.
+        logger: One logger or several. `True` is Lightning's default logger, which makes a directory
+            of logs in the working directory at each run. By default there is no logger.
         **kwargs: The other arguments of `lightning.pytorch.Trainer`.
 
     Raises:

@@ -33,25 +33,25 @@ class PruningReport:
             known.
         peak_rss: The most memory of this machine, in bytes, that the process held during the walk.
             `None` where that is not known: where the process had held more before, and on Windows.
-        complete: Whether all was done that was asked for. If it was not, `layers` says which layers
-            are pruned, and all others are untouched.
+        complete: Whether the run has done everything. If not, `layers` says which layers are
+            pruned, and all others are untouched.
         versions: The versions of the libraries that pruned, by name.
         stored_totals: The `totals` of the file from which the report was read, `None` for a report
             that is being made.
-        provenance: The `command` that pruned, and what calibrated: the `data`, with its `source`,
-            `samples`, `sequence_length` and `seed`, as far as they are known. Of a model that was
-            pruned when it was loaded, `pruned_before`: `method` and `sparsity` or `pattern` of each
-            pruning before this one.
-        model_weights: The number of all weights of the model, those in no layer too; `None` for a
+        provenance: The `command` that pruned, and the calibration `data` with its `source`,
+            `samples`, `sequence_length` and `seed`, as far as they are known. For a model that was
+            pruned before, `pruned_before` has the `method` and the `sparsity` or `pattern` of each
+            earlier pruning.
+        model_weights: The number of all weights of the model, also outside layers; `None` for a
             report that an older version wrote.
         files: The names of all files that were written with the report, relative to its directory.
-        blocks: The blocks, in their order, where something was done to them as a whole.
-        narrowed: What was removed whole: the `structure`, the number of `units` of each block and
-            how many are `kept`, the entries of the `config` that say it, and the number of weights
-            that the model still has, `model_weights`. Empty where nothing was. The `shape` of a
-            layer is that before.
-        resumed_blocks: How many blocks came from the journal of an interrupted run, the layers
-            outside the blocks as one; `seconds` counts that run, too.
+        blocks: The blocks in their order, in runs with tuning or allocation.
+        narrowed: For a narrower model, the `structure` that was removed, the number of `units` of
+            each block and how many are `kept`, the changed entries of the `config`, and the
+            remaining number of weights, `model_weights`; otherwise empty. The `shape` of a layer is
+            that before the removal.
+        resumed_blocks: The number of blocks from the journal of an interrupted run. The layers
+            outside the blocks count as one block; `seconds` includes that run.
     """
 
     config: dict[str, Any]

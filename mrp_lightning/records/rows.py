@@ -46,22 +46,23 @@ class LayerReport(_Row):
         shared_hessian: The share of all experts' Hessian, between 0 and 1, in the Hessian by which
             an expert was pruned. It is above 0 where the expert saw too few tokens, and `loss` is
             then measured by that mixture. It is `None` for layers that are not experts.
-        raised_damping: The fraction of the Hessian's mean diagonal that was added, where more was
-            needed than was asked for. It is `None` where what was asked for was enough.
+        raised_damping: The fraction of the Hessian's mean diagonal that was added, if the requested
+            fraction was too small. It is `None` if that was enough.
         peak_memory: The most memory, in bytes, that was allocated on the GPU while the layer was
             pruned. It is `None` on other devices.
         target_loss: The same as `loss`, against the weight that stands for the dense model's
             outputs. It is `None` where the layer's own outputs are the target.
-        own_target: Why the layer's own outputs are its target, in a run with `target="dense"`.
-        fallback_mask: The mask that was taken in place of that of `method`, such as `magnitude`,
-            because that one lost more. It is `None` as a rule.
+        own_target: The reason why the layer's own outputs are its target in a run with
+            `target="dense"`.
+        fallback_mask: The mask that replaced that of `method`, such as `magnitude`, because it lost
+            less. It is usually `None`.
         swaps: How often a removed column, or group of columns, was exchanged for a kept one, where
             whole columns are removed. It is `None` elsewhere.
-        bits: The bits of a kept weight, `None` where its values are free.
-        zeros_loss: The part of `loss` that is there before the kept weights are put on their grid.
-            It is `None` where their values are free, as is the next.
-        grid_loss: The part of `loss` that the grid adds; negative where it made up for some. Of a
-            tuned layer it is the loss against the tuned weights, and the rest is of before tuning.
+        bits: The bits of a kept weight, `None` if the weights are on no grid.
+        zeros_loss: The part of `loss` before the kept weights are put on their grid. It is `None`
+            if they are on no grid, and so is `grid_loss`.
+        grid_loss: The part of `loss` that the grid adds, which may be negative. For a tuned layer
+            it is the loss against the tuned weights; the other losses are those before tuning.
         block: The name of the repeated block that the layer is in, such as `model.layers.3`. It is
             `None` outside the blocks, and in reports of older versions.
 
@@ -111,7 +112,7 @@ class LayerReport(_Row):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockReport(_Row):
-    """The row of a block as a whole in the report. What was not asked for is `None`.
+    """The row of a block in the report. Values of parts that the run does not use are `None`.
 
     Attributes:
         name: The name of the block in the model.

@@ -46,7 +46,7 @@ class ColumnSolution:
         gap: Certified relative distance of the damped loss to `optimal_loss`, before a cast to a
             dtype narrower than float32; `None` for methods that do not seek the optimum.
         dead_inputs: Number of columns whose input was always zero.
-        target_loss: The same as `loss` against the weight that was aimed at; `None` where that is
+        target_loss: The same as `loss`, but against the target weight; `None` where the target is
             the weight itself.
     """
 
@@ -77,13 +77,13 @@ def prune_columns(
     """Remove whole columns and compensate for them, so that the layer's outputs change least.
 
     Minimises ½·tr(δ H δᵀ), the mean over tokens of ‖(w + δ)x − wx‖², with the removed columns zero
-    in all rows. Weights of several layers that read the same inputs share a set where they are
-    given as one, their rows below each other.
+    in all rows. To remove the same columns from several layers with the same inputs, give their
+    weights as one, stacked by rows.
 
     The method SM removes one group of columns after another, each time the one whose removal costs
-    least with all others at their optimum; then it exchanges a removed group for a kept one, each
-    time the pair that lowers the loss most, until none does. The others rank the groups once, by
-    Σ w² (magnitude) or Σ w²·H_jj (wanda), and compensate with M only.
+    least with all others at their optimum. Then it exchanges a removed group for a kept one, each
+    time the pair that lowers the loss most, until no exchange lowers it. The other methods rank the
+    groups once, by Σ w² (magnitude) or Σ w²·H_jj (wanda), and compensate only if they end in +M.
 
     Args:
         weight: The dense weight, (rows, columns), floating point.

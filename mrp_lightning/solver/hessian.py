@@ -51,9 +51,8 @@ class HessianAccumulator:
                 token.
 
         Raises:
-            HessianError: The shape or dtype is wrong, there are no values, or NaN or Inf among them
-                (or values whose squares overflow float32). The accumulator is then as it was
-                before.
+            HessianError: The shape or dtype is wrong, there are no values, or some are NaN, Inf or
+                so large that their squares overflow float32. The accumulator is unchanged then.
         """
         if x.ndim == 0 or x.shape[-1] != self.columns or not x.is_floating_point():
             raise HessianError(

@@ -45,16 +45,16 @@ class Solution:
         damping_ratio: Fraction of the mean diagonal of H that λ is: the given damping, or what it
             had to be raised to.
         iterations: Number of conjugate gradient iterations; None for methods without.
-        gap: Certified relative distance of the damped loss to that of the optimum for `pruned`,
-            before a cast to a narrower dtype, and before `bits`; None for methods that do not seek
-            the optimum.
+        gap: Certified relative distance of the damped loss to the optimal one for `pruned`, before
+            a cast to a narrower dtype, and before `bits`; None for methods that do not seek the
+            optimum.
         dead_inputs: Number of columns whose input was always zero.
-        target_loss: The same as `loss` against the weight that was aimed at; None where that is the
+        target_loss: The same as `loss`, but against the target weight; None where the target is the
             weight itself.
-        fallback_mask: The mask that was taken in place of the method's, which lost more than that
-            one does even without compensation; None as a rule. See `prune_weight`.
-        zeros_loss: With `bits`, the part of `loss` that is there before the kept weights are put on
-            their grid; None without.
+        fallback_mask: The mask that replaced that of the method, because the latter lost more even
+            than this one without compensation; usually None. See `prune_weight`.
+        zeros_loss: With `bits`, the loss before the kept weights are put on their grid; None
+            without `bits`.
     """
 
     weight: Tensor
@@ -97,18 +97,19 @@ def prune_weight(
     Minimises ½·tr(δ H δᵀ), the mean over tokens of ‖(w + δ)x − wx‖², with the removed weights zero.
     Give exactly one of `sparsity` and `pattern`, or neither of them and `bits`.
 
-    With `bits` the kept weights are then put on a grid: whole numbers times a scale for each row
-    and `group_size` columns, so chosen that the same loss grows little. At 3 and 4 bits the numbers
-    are those from −2^(bits − 1) to 2^(bits − 1), at 8 bits from −127 to 127; where nothing is
-    removed, zero takes the code of one end, whose sign the scale decides. Kept weights may become
-    zero, too. All values are exact in bfloat16. Without `sparsity` and `pattern` it is quantisation
-    alone, which moves weights that are zero, too: give a pruned model its pattern again.
+    With `bits` the kept weights are then put on a grid: whole numbers times a scale, one for each
+    row and `group_size` columns. Numbers and scales are chosen so that the same loss grows little.
+    At 3 and 4 bits the numbers are −2^(bits − 1) to 2^(bits − 1), at 8 bits −127 to 127. Where
+    nothing is removed, zero needs a code, too, and takes that of one of the two ends. Kept weights
+    may become zero. All values are exact in bfloat16. Without `sparsity` and `pattern` it is
+    quantisation alone, which also moves weights that are zero: give a pruned model its pattern
+    again.
 
-    The masks S and M count on all other inputs to make up for a weight, also on those whose own
-    weights go: where inputs are nearly copies of each other, they may remove all copies. So where a
-    mask with the compensation M loses more than the smallest weights of each column block would
-    without any, these are removed instead and compensated by M, if that loses less, with a
-    `NumericalWarning`.
+    The masks S and M assume that all other inputs can make up for a removed weight, even inputs
+    whose own weights are removed. So they may remove all of several inputs that are nearly copies
+    of each other. If a mask with the compensation M loses more than the smallest weights of each
+    column block do without compensation, these are removed instead and compensated by M, provided
+    that this loses less, with a `NumericalWarning`.
 
     Args:
         weight: The dense weight, (rows, columns), floating point.

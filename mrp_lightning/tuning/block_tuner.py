@@ -30,20 +30,20 @@ _TIMED_STEPS = 3
 class BlockTuning:
     """How the kept weights of each block are tuned after it is pruned.
 
-    They minimise ‖y − y_d‖² over the calibration data, for the outputs y of the pruned block on
-    the outputs of the pruned blocks before it, and y_d of the same block in the dense model, by
-    Adam with a rate that falls linearly to zero. Removed weights stay zero, and what is no pruned
-    layer's weight stays as it is. Some windows are held out: the epoch that is best on them is
-    kept, and the block before tuning if none is better. It costs about 3·epochs forwards and
-    backwards of the calibration data, and five copies of one block's weights in float32.
+    Adam, with a rate that falls linearly to zero, minimises ‖y − y_d‖² over the calibration data.
+    Here y are the outputs of the pruned block after the pruned blocks before it, and y_d those of
+    the block in the dense model. Only the kept weights of pruned layers change; removed weights
+    stay zero. Some windows are held out. The epoch with the lowest error on them is kept, or the
+    block before tuning if no epoch is better. Tuning costs about 3·epochs forwards of the
+    calibration data, and memory for five copies of one block's weights in float32.
 
     Args:
-        epochs: How often the calibration windows are gone through, ≥ 1.
+        epochs: The number of passes over the calibration windows, ≥ 1.
         learning_rate: The rate of the first step, > 0.
-        batch_size: The number of windows a step, ≥ 1; whole batches of the calibration data, and
-            where there are several processes, at least one of each.
-        held_out: The fraction of the windows, in (0, 1), that is held out: the last ones, at least
-            one.
+        batch_size: The number of windows in a step, ≥ 1. A step takes whole batches of the
+            calibration data, and at least one of each process.
+        held_out: The fraction of the windows, in (0, 1), that is held out. These are the last ones,
+            at least one.
 
     Raises:
         OptionError: Values are out of range; all are listed.
