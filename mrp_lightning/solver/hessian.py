@@ -16,7 +16,35 @@ _PANEL = 512
 """Columns whose products are summed up together, with themselves and those before them."""
 
 
-class HessianAccumulator:
+class TokenSum:
+    """A matrix (columns, columns), float32, that is summed up over the tokens of a layer's inputs.
+
+    It is on the device of the first batch.
+    """
+
+    def __init__(self, columns: int, name: str | None) -> None:
+        self.columns, self.name = columns, name
+        self.num_tokens = 0
+        self._sum: Tensor | None = None
+
+    def _sum_on(self, device: torch.device) -> Tensor:
+        if self._sum is None:
+            size = (self.columns, self.columns)
+            self._sum = torch.zeros(size, dtype=torch.float32, device=device)
+        return self._sum
+
+    def sum_over(self, processes: Processes, num_tokens: int) -> None:
+        """Add what other processes have seen of the same input; all call it.
+
+        Args:
+            processes: The processes, each with a sum of the same number of columns.
+            num_tokens: The number of tokens that all of them have seen.
+        """
+        processes.sum_(self._sum_on(processes.device))
+        self.num_tokens = num_tokens
+
+
+class HessianAccumulator(TokenSum):
     """Sum up H = 2·XᵀX / tokens over batches of a layer's inputs.
 
     H is the Hessian of the mean over tokens of ‖(w + δ)x − wx‖² with respect to a row of δ. It
@@ -37,10 +65,7 @@ class HessianAccumulator:
     def __init__(self, columns: int, name: str | None = None) -> None:
         if not is_count(columns):
             raise OptionError(f"`columns` must be a positive integer; got {columns!r}.")
-        self.columns = columns
-        self.name = name
-        self.num_tokens = 0
-        self._sum: Tensor | None = None  # without the panels above the diagonal
+        super().__init__(columns, name)  # the sum is without the panels above the diagonal
 
     @checked
     def update(self, x: Tensor) -> None:
@@ -71,15 +96,12 @@ class HessianAccumulator:
             if not narrow:
                 tokens = tokens.float()
             self._check_finite(tokens)
-            if self._sum is None:
-                self._sum = torch.zeros(
-                    self.columns, self.columns, dtype=torch.float32, device=x.device
-                )
+            total = self._sum_on(x.device)
             # Products of 16-bit numbers are exact in float32, in which they are summed.
             with bfloat16_factors() if x.dtype == torch.bfloat16 else nullcontext():
                 for start, stop in split_range(0, self.columns, _PANEL):
                     left, right = tokens[:, start:stop].T, tokens[:, :stop]
-                    part = self._sum[start:stop, :stop]
+                    part = total[start:stop, :stop]
                     if narrow:
                         part.add_(torch.mm(left, right, out_dtype=torch.float32), alpha=2)
                     else:
@@ -105,19 +127,6 @@ class HessianAccumulator:
                 else:
                     self._sum.add_(other._sum.to(self._sum.device))
             self.num_tokens += other.num_tokens
-
-    def sum_over(self, processes: Processes, num_tokens: int) -> None:
-        """Add what the accumulators of other processes have seen of the same input; all call it.
-
-        Args:
-            processes: The processes, each with an accumulator of the same number of columns.
-            num_tokens: The number of tokens that all of them have seen.
-        """
-        if self._sum is None:
-            size = (self.columns, self.columns)
-            self._sum = torch.zeros(size, dtype=torch.float32, device=processes.device)
-        processes.sum_(self._sum)
-        self.num_tokens = num_tokens
 
     def hessian(self) -> Tensor:
         """Return 2·XᵀX / tokens, undamped: float32 (columns, columns), a new tensor.

@@ -4,41 +4,25 @@ import torch
 from torch import Tensor
 
 from mrp_lightning.errors import HessianError
-from mrp_lightning.processes import Processes
 from mrp_lightning.solver.damping import DampedHessian
+from mrp_lightning.solver.hessian import TokenSum
 from mrp_lightning.solver.precision import full_float32
 
 
-class InputShift:
+class InputShift(TokenSum):
     """Sum up how far a layer's inputs are from those of the dense model: 2·(X_d − X̂)ᵀX̂ / tokens.
 
     It is C − H, with C = 2·X_dᵀX̂ / tokens and the Hessian H = 2·X̂ᵀX̂ / tokens. Summed up as the
     product of a difference, it is exactly zero where both inputs are the same.
     """
 
-    def __init__(self, columns: int, name: str) -> None:
-        self.columns, self.name = columns, name
-        self.num_tokens = 0
-        self._sum: Tensor | None = None
-
     def update(self, dense: Tensor, pruned: Tensor) -> None:
         """Add a batch of inputs X_d and X̂, (..., columns) each, whose rows are the same tokens."""
         with torch.inference_mode(False), torch.no_grad(), full_float32(pruned.device):
             given = pruned.detach().reshape(-1, self.columns).float()
             difference = dense.detach().reshape(-1, self.columns).float() - given
-            if self._sum is None:
-                size = (self.columns, self.columns)
-                self._sum = torch.zeros(size, dtype=torch.float32, device=given.device)
-            self._sum.addmm_(difference.T, given, alpha=2)
+            self._sum_on(given.device).addmm_(difference.T, given, alpha=2)
             self.num_tokens += len(given)
-
-    def sum_over(self, processes: Processes, num_tokens: int) -> None:
-        """Add what other processes have seen; see `HessianAccumulator.sum_over`."""
-        if self._sum is None:
-            size = (self.columns, self.columns)
-            self._sum = torch.zeros(size, dtype=torch.float32, device=processes.device)
-        processes.sum_(self._sum)
-        self.num_tokens = num_tokens
 
     def matrix(self) -> Tensor:
         """Return 2·(X_d − X̂)ᵀX̂ / tokens, float32 (columns, columns).
