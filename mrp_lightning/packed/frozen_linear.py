@@ -58,9 +58,9 @@ class FrozenLinear(nn.Module):
         (dense,) = layers_of("", linear)
         weight = dense.weight
         rows, columns = weight.shape
-        has_bias = getattr(linear, "bias", None) is not None
         options: dict[str, Any] = {"dtype": weight.dtype, "device": device or weight.device}
-        return cls(columns, rows, bias=has_bias, **(options | sizes)).train(linear.training)
+        options |= {"bias": getattr(linear, "bias", None) is not None, **sizes}
+        return cls(columns, rows, **options).train(linear.training)
 
     def to_linear(self) -> nn.Linear:
         """The same layer with its zeros stored."""

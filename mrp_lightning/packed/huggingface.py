@@ -265,7 +265,7 @@ def pack_modules(model: nn.Module, config: PackedConfig) -> None:
             f"the one that was exported; else export the pruned model again:\n{listed}"
         )
     for name, sizes in config.sizes.items():
-        model.set_submodule(name, config.layer.like(modules[name], **sizes))
+        model.set_submodule(name, config.layer.like(modules[name], None, **sizes))
     if head is not None:
         linear: Any = model.get_submodule(head.name)
         head.put(model, EightBitLinear.like(linear))
