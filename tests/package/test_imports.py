@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 SHARED = (
-    *("errors", "arguments", "files", "outputs"),
+    *("errors", "arguments", "files", "destinations", "outputs"),
     *("json_files", "environment", "processes"),
 )
 """Single modules that all others of their package may use, and that use none of them."""
