@@ -71,11 +71,11 @@ def read(file: str | os.PathLike[str]) -> dict[str, Tensor]:
 
 @checked
 def load(directory: str | os.PathLike[str], **options: Any) -> PreTrainedModel:
-    """A model, packed or dense, all of whose weights come from the directory.
+    """Load a packed or dense model, and check that the directory has all of its weights.
 
     Args:
-        directory: What `python -m export.to_sparse` wrote. Of `--format torchao` the model comes on
-            the CUDA device, with its layers in the form in which torchao runs them there.
+        directory: A directory that `python -m export.to_sparse` wrote. With `--format torchao` the
+            model is loaded on the CUDA device, with its layers in the form that torchao runs there.
         **options: Options of `from_pretrained`, such as `dtype` and `device_map`.
 
     Raises:

@@ -105,8 +105,8 @@ def _next_steps(out: Path) -> str:
         [
             f"The pruned model is in {out}; AutoModelForCausalLM.from_pretrained loads it. Next:",
             f"  mrp-lightning export {pruned}",
-            "      stores it without its zeros: smaller, and faster where a kernel is for it;",
-            "      `python -m export.generate` then generates from what that has made",
+            "      packs it without its zeros: smaller, and faster where a kernel supports it;",
+            "      `python -m export.generate` generates text with the packed model",
             f"  mrp-lightning zeroshot --model {pruned} --tasks hellaswag,piqa",
             f"  mrp-lightning report {pruned}",
         ]

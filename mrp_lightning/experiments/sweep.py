@@ -27,9 +27,11 @@ class ModelTrials:
     """One model of a sweep.
 
     Args:
-        options: What its trials change of the configuration, by dotted key, such as `model.model`.
-        block_sizes: Each trial is repeated with each; `null` is all columns.
-        runs: In place of those of the sweep.
+        options: Options that replace those of the configuration, by dotted key, such as
+            `model.model`.
+        block_sizes: Column block sizes, with each of which every trial is repeated; `null` is all
+            columns.
+        runs: Methods and recipes in place of those of the sweep.
     """
 
     options: dict[str, Any]
@@ -42,37 +44,37 @@ class Sweep:
     """Prune models in many ways, evaluate each, and compare.
 
     Every run is what `predict` and `test` would do with the configuration `base`, the options of
-    the model, and those of the trial. It is kept in `<out>/<model>/<trial>`; a run that is there is
-    not made again. The tables are `<out>/results.{md,csv,json}`, with the paper's values beside
-    ours where it has any.
+    the model, and those of the trial. Its results are kept in `<out>/<model>/<trial>`, and existing
+    runs are not made again. The tables are `<out>/results.{md,csv,json}`, with the paper's values
+    beside ours if there are any.
 
     Args:
         base: Configurations that all trials share, as `predict --config` takes them; the last of
             `trainer.callbacks` prunes.
-        models: By the name that tables show. One in a GGUF file is dequantized once for all of its
-            runs, which takes the memory of one more model.
+        models: The models, by their names in tables. A GGUF file is dequantized once for all runs
+            of its model, which takes the memory of one more model.
         runs: The methods and recipes at each setting: a percentage ("50%") or a pattern ("2:4"),
             quoted, either of them with bits ("2:4+4bit"), or bits alone ("4bit").
-        recipes: By the name that `runs` and tables use, what the callback that prunes is given:
-            `method`, and any of its other arguments but the setting, such as
+        recipes: Arguments of the pruning callback, by the name that `runs` and tables use: `method`
+            and any others except the setting, such as
             `{method: JM, target: dense, tuning: {epochs: 15}}`.
         out: Directory of the runs and their tables.
-        seeds: Calibration sets: every trial is repeated with each.
+        seeds: Seeds of calibration sets, with each of which every trial is repeated.
         vary: Ablations: the values of one option at a time, by its dotted key, such as
-            `{data.num_samples: [32, 128]}`. Where it is given, only these trials are made.
+            `{data.num_samples: [32, 128]}`. If it is given, only these trials are made.
         only: Names of the runs to make, `<model>/<trial>` with shell wildcards, such as
-            `*/2of4-SM-*`. All if empty.
+            `*/2of4-SM-*`. If it is empty, all runs are made.
         zeroshot: Tasks of lm-eval to evaluate beside perplexity.
         include_path: Directory with YAML files of more tasks.
         save_checkpoints: Whether to keep the pruned models, each with the results of its run.
         page: A Markdown file to write: pictures, tables and claims.
-        peers: A Markdown file with a table of what other codes give, with the columns `model`,
-            `sparsity`, `code` and `perplexity`: lines in the pictures of the page.
+        peers: A Markdown file with a table of the results of other codes, with the columns `model`,
+            `sparsity`, `code` and `perplexity`. They are lines in the pictures of the page.
         continuations: Whether the page shows what the models write after the first words of each
             text.
-        title: Of the page.
-        description: Of the page: what is run, and why.
-        remarks: Of the page: what is said after the results, with headings of its own.
+        title: The title of the page.
+        description: The text at the beginning of the page: what is run, and why.
+        remarks: The text after the results of the page, with headings of its own.
 
     Raises:
         OptionError: A setting does not exist, nothing is left to do, or two trials have one name.

@@ -23,9 +23,9 @@ _NEW_TOKENS = 48
 class SaveEvaluation(Callback):
     """Record what `test` of a `CausalLM` found in `evaluation.json`.
 
-    It keeps the perplexity of each text and, where the model has a tokenizer, what the model writes
-    after the first tokens of the text. Results of other texts, and of zero-shot tasks, that are
-    recorded there are kept.
+    It records the perplexity of each text and, if the model has a tokenizer, the continuation that
+    the model writes of the first tokens of the text. Recorded results of other texts and of
+    zero-shot tasks are kept.
 
     Args:
         save_dir: The directory, such as that of the pruned model. It is made if it does not exist.

@@ -11,27 +11,26 @@ from mrp_lightning.packed.packed_linear import PackedLinear
 class Bitmask4Linear(PackedLinear):
     """y = x Wᵀ + b with W of any pattern of zeros and four bits, packed as `docs/format.md` says.
 
-    Products are those of the values in the layer's dtype, unless `eight_bit_activations` is set. It
-    holds plain tensors, so that state dicts, safetensors, `deepcopy`, `torch.compile` and
-    `torch.export` treat it as any other module.
+    Products are those of the values in the layer's dtype, unless `eight_bit_activations` is set.
+    The layer holds plain tensors, so that state dicts, safetensors, `deepcopy`, `torch.compile` and
+    `torch.export` treat it like any other module.
 
     Args:
         in_features: Columns of W.
         out_features: Rows of W.
-        num_bytes: Number of bytes that the codes of the weights that are not zero take.
+        num_bytes: Number of bytes of the codes of all weights that are not zero.
         bias: Whether there is a b.
         dtype: Dtype of the scales, the bias and the activations.
         device: Device of the tensors, which are not initialised.
 
     Attributes:
         weight: Codes, uint8 (num_bytes,), two in a byte, group after group of 64 columns; frozen.
-        weight_bits: Where they were, uint8 (out_features, ceil(in_features / 8)), lowest bit first.
+        weight_bits: Their places, uint8 (out_features, ceil(in_features / 8)), lowest bit first.
         weight_scales: A scale for each group, (out_features, ceil(in_features / 64)); frozen.
         bias: Added to each output, (out_features,), or `None`.
         offsets: Where the codes of each row begin, int64 (out_features,). They are counted from
-            `weight_bits` when these are assigned or loaded, and are no part of the state dict;
-            `None` while the bits have no data. Whoever writes into the bits in place must call
-            `derive()`.
+            `weight_bits` when these are assigned or loaded, and are not in the state dict; `None`
+            while the bits have no data. After the bits are changed in place, call `derive()`.
         eight_bit_activations: Whether up to 8 tokens of bfloat16 are rounded on a CPU to 8 bits,
             with a scale for each 64 columns, before they are multiplied: faster, and less exact
             (off by default; `python -m export.generate --activations 8` tells the error).

@@ -10,8 +10,8 @@ from mrp_lightning.packed.packed_linear import PackedLinear
 class BitmaskLinear(PackedLinear):
     """y = x Wᵀ + b with W of any pattern of zeros, packed as `docs/format.md` says.
 
-    It holds plain tensors, so that state dicts, safetensors, `deepcopy`, `torch.compile` and
-    `torch.export` treat it as any other module.
+    The layer holds plain tensors, so that state dicts, safetensors, `deepcopy`, `torch.compile` and
+    `torch.export` treat it like any other module.
 
     Args:
         in_features: Columns of W.
@@ -23,12 +23,11 @@ class BitmaskLinear(PackedLinear):
 
     Attributes:
         weight: Kept values (num_kept,), row after row in the order of their columns; frozen.
-        weight_bits: Where they were, uint8 (out_features, ceil(in_features / 8)), lowest bit first.
+        weight_bits: Their places, uint8 (out_features, ceil(in_features / 8)), lowest bit first.
         bias: Added to each output, (out_features,), or `None`.
         offsets: Where the values of each row begin, int64 (out_features,). They are counted from
-            `weight_bits` when these are assigned or loaded, and are no part of the state dict;
-            `None` while the bits have no data. Whoever writes into the bits in place must call
-            `derive()`.
+            `weight_bits` when these are assigned or loaded, and are not in the state dict; `None`
+            while the bits have no data. After the bits are changed in place, call `derive()`.
     """
 
     FORMAT = BITMASK

@@ -26,12 +26,12 @@ Module = TypeVar("Module", bound=nn.Module)
 def load_into(module: Module, directory: str | os.PathLike[str]) -> Module:
     """Give a module the packed layers and all weights of an exported directory.
 
-    It is for what was pruned in a LightningModule of one's own. The layers are replaced in place,
-    and all else of the module stays as it is. Nothing is changed where the directory does not fit.
+    Use it for a LightningModule of your own that was pruned. The layers are replaced in place, and
+    the rest of the module stays as it is. Nothing is changed if the directory does not fit.
 
     Args:
         module: A module of the class that was pruned, with any weights, on any device.
-        directory: What `python -m export.to_sparse` wrote, packed or dense.
+        directory: A directory that `python -m export.to_sparse` wrote, packed or dense.
 
     Returns:
         The same module.

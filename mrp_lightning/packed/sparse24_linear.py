@@ -14,8 +14,8 @@ from mrp_lightning.packed.packed_linear import PackedLinear
 class Sparse24Linear(PackedLinear):
     """y = x Wᵀ + b with W 2:4, packed as `docs/format.md` says.
 
-    It holds plain tensors, so that state dicts, safetensors, `deepcopy`, `torch.compile` and
-    `torch.export` treat it as any other module.
+    The layer holds plain tensors, so that state dicts, safetensors, `deepcopy`, `torch.compile` and
+    `torch.export` treat it like any other module.
 
     Args:
         in_features: Columns of W, a multiple of 8.
@@ -28,11 +28,10 @@ class Sparse24Linear(PackedLinear):
         weight: Kept values (out_features, in_features / 2); frozen.
         weight_meta: Columns of the kept values, uint8 (out_features, in_features / 8).
         bias: Added to each output, (out_features,), or `None`.
-        compressed: W in cuSPARSELt's layout, which prefill on a CUDA device is fastest with, or
-            `None`. It depends on library and device, is no part of the state dict, and is gone
-            after `load_state_dict`, after the layer moved to another device or dtype, and when
-            `weight` or `weight_meta` is assigned. Whoever writes into one of these in place must
-            set it to `None`.
+        compressed: W in cuSPARSELt's layout, the fastest for prefill on a CUDA device, or `None`.
+            It depends on library and device and is not in the state dict. It becomes `None` after
+            `load_state_dict`, after a move to another device or dtype, and when `weight` or
+            `weight_meta` is assigned. After one of these is changed in place, set it to `None`.
 
     Raises:
         PatternError: `in_features` does not fit.
