@@ -8,7 +8,7 @@
 # %% [markdown]
 # # Compare methods
 #
-# First on one matrix, where all is exact and takes a second; then on the whole model, where it counts.
+# Methods are compared first on one matrix, which takes a second, and then on the whole model.
 
 # %%
 import logging
@@ -32,7 +32,7 @@ dense = CausalLM(str(STDLIB_LLAMA))
 # %% [markdown]
 # ## One matrix
 #
-# The Hessian H = 2·XᵀX / tokens of a layer's inputs is all that a method sees of the calibration text.
+# A method uses nothing of the calibration text but the Hessian H = 2·XᵀX / tokens of a layer's inputs.
 
 # %%
 layer = dense.model.get_submodule("model.layers.1.mlp.up_proj")
@@ -54,8 +54,8 @@ axes.grid(axis="y", alpha=0.4)
 axes.set(xlabel="relative loss of the layer at 2:4", xlim=(0, None))
 
 # %% [markdown]
-# `wanda+M` is Wanda's mask with the exact compensation: what the mask alone does, and what moving the other
-# weights does, can be told apart.
+# `wanda+M` is Wanda's mask with the exact compensation. It separates the effect of the mask from that of moving
+# the other weights.
 
 # %%
 for method, loss in losses.items():
@@ -64,7 +64,7 @@ for method, loss in losses.items():
 # %% [markdown]
 # ## The whole model
 #
-# Perplexity on text that none of them has seen.
+# The perplexity is measured on text that neither training nor calibration saw.
 
 # %%
 quiet = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}

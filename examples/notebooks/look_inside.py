@@ -9,7 +9,7 @@
 # # Prune, and look inside
 #
 # The small LLaMA that comes with the package is pruned to 2:4 in a Lightning `predict` loop. Then we look at
-# what was removed, what each layer lost, and how near that is to the optimum.
+# what was removed, what each layer lost, and how near each layer is to the optimum.
 
 # %%
 import logging
@@ -28,8 +28,8 @@ quiet = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
 trainer = Trainer(**quiet, limit_test_batches=2, enable_model_summary=False)
 
 # %% [markdown]
-# Perplexity before, the pruning, and perplexity after. `data` names no text, so it is Python's own standard
-# library, of which training, calibration and evaluation see different files.
+# The perplexity is measured before and after the pruning. `data` names no text, so it is the source of Python's
+# standard library, of which training, calibration and evaluation use different files.
 
 # %%
 before = trainer.test(model, datamodule=data, verbose=False)[0]["perplexity"]
@@ -57,7 +57,7 @@ print(f"{pruned.float().mean():.0%} removed; in a group of four: {groups.unique(
 # %% [markdown]
 # ## What each layer lost
 #
-# `relative_loss` is the mean over tokens of ‖δx‖² / ‖wx‖²: which share of its output a layer has lost.
+# `relative_loss` is the mean over tokens of ‖δx‖², divided by that of ‖wx‖².
 
 # %%
 layers = prune.report.pruned
@@ -77,8 +77,8 @@ figure.colorbar(shown)
 # %% [markdown]
 # ## How near to the optimum
 #
-# `gap` is certified: the loss of the layer's own mask is at most so far above the least possible, relative to
-# it. The tolerance is a millionth.
+# `gap` is a certified bound: the loss of a layer is at most this far above the optimal loss for the same mask,
+# relative to its loss. The tolerance is a millionth.
 
 # %%
 figure, axes = plt.subplots(figsize=(6, 2.8), layout="constrained")

@@ -9,7 +9,7 @@
 # # Your own module
 #
 # Nothing here is a language model: a LightningModule of residual blocks learns a function, is pruned to 70%
-# and evaluated again. Layers are found by the blocks that `predict_step` runs.
+# and evaluated again. The pruned layers are those of the blocks that `predict_step` runs.
 
 # %%
 import logging
@@ -88,7 +88,7 @@ for method, value in errors.items():
     print(f"{method:10} {value:.5f}")
 
 # %% [markdown]
-# What the function looks like along one line, before and after:
+# The picture shows the function along one line, before and after pruning:
 
 # %%
 line = torch.stack([torch.linspace(-2, 2, 200), torch.zeros(200)], -1)
@@ -103,8 +103,8 @@ for name, model in {"dense": dense, **models}.items():
 axes.set(xlabel="x₁ at x₂ = 0", ylabel="y")
 
 # %% [markdown]
-# The report lists the layers of the repeated blocks. The first and the last layer stand in none and stay dense;
-# `targets` would name them.
+# The report lists the layers of the repeated blocks. The first and the last layer are in no block and stay dense,
+# unless `targets` names them.
 
 # %%
 for layer in prune.report.layers:
