@@ -22,7 +22,7 @@ from pathlib import Path
 
 from mrp_lightning.embedded import STDLIB_LLAMA
 from mrp_lightning.environment import machine
-from mrp_lightning.journal.journal import journal_path
+from mrp_lightning.journal.directory import journal_path
 
 
 def main() -> None:

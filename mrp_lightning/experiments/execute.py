@@ -17,7 +17,7 @@ from mrp_lightning.experiments.configuration import Configured, quiet
 from mrp_lightning.experiments.runs import FinishedTrial
 from mrp_lightning.experiments.sweep import Sweep
 from mrp_lightning.experiments.trials import CALLBACK, Trial
-from mrp_lightning.journal.journal import remove_journal
+from mrp_lightning.journal.directory import remove_journal
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.save_evaluation import SaveEvaluation
 from mrp_lightning.loop.trainer import callbacks_that_prune

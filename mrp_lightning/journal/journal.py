@@ -6,8 +6,6 @@ a safetensors file for each block, each written beside its place and renamed whe
 
 import hashlib
 import logging
-import re
-import shutil
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -16,19 +14,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 from safetensors import SafetensorError
 
 from mrp_lightning.errors import JournalError, SaveError
 from mrp_lightning.files import (
-    flush,
-    hidden_beside,
     make_directories,
     move_durably,
-    not_ours,
-    output_path,
 )
 from mrp_lightning.journal.block_record import BlockRecord
+from mrp_lightning.journal.directory import empty, hold, journal_path, refuse_others, remove
 from mrp_lightning.journal.manifest import (
     NAME,
     Entry,
@@ -40,10 +35,6 @@ from mrp_lightning.journal.manifest import (
 from mrp_lightning.journal.same import differences
 
 log = logging.getLogger(__name__)
-
-_LOCK = ".lock"
-_BLANK_BYTES = 4096
-_BLOCK = re.compile(r"block-\d{5,}\.safetensors(?P<part>\.partial)?")
 
 
 class Journal:
@@ -90,14 +81,11 @@ class Journal:
             raise SaveError(f"The journal {path} is a link, and is not followed. Move it away.")
         try:
             make_directories(path)
-            lock = FileLock(path / _LOCK)
-            lock.acquire(timeout=0)
-        except Timeout as error:
-            raise _in_use(path) from error
         except OSError as error:
             raise SaveError(f"The journal {path} cannot be written: {error}.") from error
+        lock = hold(path)
         try:
-            _refuse_others(path)
+            refuse_others(path)
             journal = cls(path, Manifest(plain(fingerprint), plain(about or {})), lock)
             if resume and (path / NAME).exists():
                 journal._go_on(defaults or {})
@@ -158,7 +146,7 @@ class Journal:
 
     def remove(self) -> None:
         """Delete it, when all is done and saved; not while another process goes on with it."""
-        _remove(self.path, self._lock)
+        remove(self.path, self._lock)
 
     def __enter__(self) -> "Journal":
         """Hold it in this context."""
@@ -208,10 +196,7 @@ class Journal:
         self._damaged.discard(step)
 
     def _start_afresh(self) -> None:
-        blocks = _blocks(self.path)
-        (self.path / NAME).unlink(missing_ok=True)  # first: what it does not name is nothing
-        for file in blocks:
-            file.unlink()
+        empty(self.path)
         self._save_manifest()
 
     def _save_manifest(self) -> None:
@@ -219,98 +204,6 @@ class Journal:
             self.manifest.save(self.path)
         except OSError as error:
             raise SaveError(f"The journal {self.path} cannot be written: {error}.") from error
-
-
-def journal_path(beside: str | PathLike[str]) -> Path:
-    """Where the journal lies of a run that writes a directory."""
-    return hidden_beside(output_path(beside).resolve(), ".partial")
-
-
-def require_free(beside: str | PathLike[str]) -> None:
-    """Refuse a run while another process makes it.
-
-    Raises:
-        JournalError: One does.
-        SaveError: Something else stands where its lock is to be.
-    """
-    path = journal_path(beside)
-    if not (path / _LOCK).exists():
-        return
-    lock = FileLock(path / _LOCK)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout as error:
-        raise _in_use(path) from error
-    except OSError as error:
-        raise SaveError(f"The journal {path} cannot be written: {error}.") from error
-    lock.release()
-
-
-def remove_journal(beside: str | PathLike[str]) -> None:
-    """Delete the journal of a run that is done, but not while another process holds it."""
-    path = journal_path(beside)
-    if path.is_dir():
-        _remove(path, FileLock(path / _LOCK))
-
-
-def _remove(path: Path, lock: FileLock) -> None:
-    with suppress(Timeout, OSError):
-        lock.acquire(timeout=0)
-        blocks = _blocks(path)
-        (path / NAME).unlink(missing_ok=True)  # first: what it does not name is nothing
-        flush(path)
-        for file in blocks:
-            file.unlink()
-        others = set(not_ours(path)) - {_LOCK, f"{NAME}.partial"}
-        if others:
-            log.warning("%s is not ours, and stays in %s.", ", ".join(sorted(others)), path)
-        else:
-            shutil.rmtree(path, ignore_errors=True)
-        lock.release(force=True)
-
-
-def _blocks(path: Path) -> list[Path]:
-    """The files that a journal wrote for its blocks: all others in its directory are not ours.
-
-    They are listed in its manifest, or are records by their content, whole or torn; or they are to
-    be one, and hold nothing yet: a power cut may leave zeros where a file was being written.
-    """
-    try:
-        listed = {entry.file for entry in Manifest.load(path).entries.values()}
-    except (JournalError, OSError):
-        listed = set()
-    return [
-        file
-        for file in path.iterdir()
-        if (kind := _BLOCK.fullmatch(file.name)) is not None
-        and file.is_file()
-        and not file.is_symlink()
-        and (file.name in listed or BlockRecord.is_in(file) or (kind["part"] and _is_blank(file)))
-    ]
-
-
-def _is_blank(file: Path) -> bool:
-    """Whether a file begins with nothing but zeros, or is empty."""
-    with file.open("rb") as content:
-        return not any(content.read(_BLANK_BYTES))
-
-
-def _refuse_others(path: Path) -> None:
-    """Refuse a directory in which files of others stand where a journal would write its blocks."""
-    ours = _blocks(path)
-    names = [f.name for f in path.iterdir() if _BLOCK.fullmatch(f.name) and f not in ours]
-    if names:
-        raise SaveError(
-            f"The journal {path} cannot be written: {', '.join(sorted(names))} in it is not ours. "
-            "Move it away."
-        )
-
-
-def _in_use(path: Path) -> JournalError:
-    return JournalError(
-        f"Another process is making this run: it holds the journal {path}. Wait for it, end it, or "
-        "name another `save_dir`."
-    )
 
 
 def _sha256(path: Path) -> str:

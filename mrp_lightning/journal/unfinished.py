@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 
 from mrp_lightning.errors import FormatError, JournalError
 from mrp_lightning.journal.block_record import BlockRecord
-from mrp_lightning.journal.journal import journal_path
+from mrp_lightning.journal.directory import journal_path
 from mrp_lightning.journal.manifest import NAME, Manifest
 from mrp_lightning.json_files import as_dataclass
 from mrp_lightning.records.report import PruningReport

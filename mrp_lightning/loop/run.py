@@ -14,7 +14,7 @@ from torch import nn
 
 from mrp_lightning.environment import command
 from mrp_lightning.environment import progress_log as log
-from mrp_lightning.journal.journal import require_free
+from mrp_lightning.journal.directory import require_free
 from mrp_lightning.loop.calibrated_on import about_data, warn_of_little
 from mrp_lightning.loop.capture import Step, StepCapture, blocks_on_cpu, eager, require_batches
 from mrp_lightning.loop.contents import (

@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 from mrp_lightning.environment import command
 from mrp_lightning.errors import OptionError, SaveError
 from mrp_lightning.files import BESIDE, output_path, visible_files
-from mrp_lightning.journal.journal import Journal, journal_path
+from mrp_lightning.journal.directory import journal_path
+from mrp_lightning.journal.journal import Journal
 from mrp_lightning.journal.shared import SharedJournal
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.contents import (

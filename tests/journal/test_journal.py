@@ -12,7 +12,8 @@ from slow_pruning import prune_model
 from mrp_lightning.calibration import choice
 from mrp_lightning.errors import JournalError, SaveError
 from mrp_lightning.journal.block_record import BlockRecord
-from mrp_lightning.journal.journal import Journal, journal_path
+from mrp_lightning.journal.directory import journal_path
+from mrp_lightning.journal.journal import Journal
 from mrp_lightning.journal.same import differences
 from mrp_lightning.records.rows import LayerReport
 
