@@ -39,7 +39,6 @@ class Joint(Mask):
     """
 
     name: ClassVar[str] = "J"
-    by_block: ClassVar[bool] = False
     needs_inverse: ClassVar[bool] = True
 
     def bind(self, problem: Problem, inverse_blocks: InverseBlocks) -> Chooser:

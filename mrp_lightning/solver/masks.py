@@ -37,10 +37,10 @@ class Mask(Protocol):
     """The choice of the weights to remove."""
 
     name: ClassVar[str]  # in MASK+COMPENSATION
-    by_block: ClassVar[bool]
+    by_block: ClassVar[bool] = False
     """Whether weights are chosen one column block after another, each time from the weights as they
     are by then; else all at once from the dense weights, so that column blocks mean nothing."""
-    needs_inverse: ClassVar[bool]  # whether it uses (H + λI)⁻¹
+    needs_inverse: ClassVar[bool] = False  # whether it uses (H + λI)⁻¹
 
     def check(self, pattern: Pattern) -> None:
         """Raise a MethodError where the mask does not exist for the pattern."""
@@ -56,8 +56,6 @@ class Magnitude(Mask):
     """The smallest |w|, over the whole layer or in each group."""
 
     name: ClassVar[str] = "magnitude"
-    by_block: ClassVar[bool] = False
-    needs_inverse: ClassVar[bool] = False
 
     def bind(self, problem: Problem, inverse_blocks: InverseBlocks) -> Chooser:
         """Rank |w|."""
@@ -70,8 +68,6 @@ class Wanda(Mask):
     """The smallest |w_ij|·‖x_j‖, in each output row or in each group (Sun et al., 2024)."""
 
     name: ClassVar[str] = "wanda"
-    by_block: ClassVar[bool] = False
-    needs_inverse: ClassVar[bool] = False
 
     def bind(self, problem: Problem, inverse_blocks: InverseBlocks) -> Chooser:
         """Rank |w_ij|·√H_jj, which is Wanda's score up to a constant."""
@@ -175,8 +171,6 @@ class Given(Mask):
     """A mask that was chosen before."""
 
     name: ClassVar[str] = "given"
-    by_block: ClassVar[bool] = False
-    needs_inverse: ClassVar[bool] = False
 
     pruned: Tensor  # bool (rows, columns), True = removed
 
