@@ -50,29 +50,16 @@ class Lines(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Tell the batch."""
-        total = trainer.num_sanity_val_batches if trainer.sanity_checking else None
-        self._tell_text(
-            trainer, "validating", batch_idx, dataloader_idx, total or trainer.num_val_batches
-        )
+        """Tell the batch, and of several texts the text."""
+        if trainer.testing:
+            what, totals = "testing", trainer.num_test_batches
+        else:
+            checked = trainer.num_sanity_val_batches if trainer.sanity_checking else None
+            what, totals = "validating", checked or trainer.num_val_batches
+        text = f"text {dataloader_idx + 1} of {len(totals)}, " if len(totals) > 1 else ""
+        self._tell(trainer, f"{what}: {text}batch", batch_idx, totals[dataloader_idx])
 
-    def on_test_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Tell the batch."""
-        self._tell_text(trainer, "testing", batch_idx, dataloader_idx, trainer.num_test_batches)
-
-    def _tell_text(
-        self, trainer: Trainer, what: str, index: int, text: int, totals: list[int | float]
-    ) -> None:
-        of_text = f"text {text + 1} of {len(totals)}, " if len(totals) > 1 else ""
-        self._tell(trainer, f"{what}: {of_text}batch", index, totals[text])
+    on_test_batch_end = on_validation_batch_end
 
     def _begin(self) -> None:
         self._start = time.monotonic()
