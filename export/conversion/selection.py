@@ -1,11 +1,7 @@
 """Which layers of a checkpoint are packed, and why the others stay dense."""
 
-import functools
-import inspect
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +12,7 @@ from export.conversion.checkpoint import Checkpoint
 from export.conversion.claims import Claim, layers_beside, read_claims, read_grid, refuse_unknown
 from export.conversion.finite import require_finite
 from export.conversion.layer_choice import LayerChoice, form_of, judge, refuse_misfits
+from export.conversion.read_directly import is_read_directly
 from export.conversion.tracking import Track, silently
 from mrp_lightning.errors import FormatError
 from mrp_lightning.formats.bitmask4_format import BITMASK4, GRID, GROUP, count_bytes
@@ -284,27 +281,3 @@ def _reasons(
             yield name, _TIED
         elif is_read_directly(model, name):
             yield name, "the module around it multiplies with its weight itself"
-
-
-def is_read_directly(model: nn.Module, name: str) -> bool:
-    """Whether a layer's weight is multiplied by the module that holds it, and not by the layer.
-
-    Mamba multiplies by `self.dt_proj.weight`, and torch's `MultiheadAttention` by its `out_proj`'s:
-    such code needs the dense matrix.
-    """
-    owner, _, child = name.rpartition(".")
-    parent = model.get_submodule(owner)
-    kind: Any = type(parent)
-    return isinstance(parent, nn.MultiheadAttention) or child in _read_directly(kind)
-
-
-@functools.cache
-def _read_directly(kind: type) -> frozenset[str]:
-    """Names of the children whose weights the code of a class multiplies with."""
-    try:
-        source = inspect.getsource(kind)
-    except (OSError, TypeError):  # a class without a file, such as one typed at a prompt
-        return frozenset()
-    weight = r"self\.(\w+)\.weight\b"
-    uses = rf"{weight}\s*@|@\s*{weight}|\blinear\([^()]*,\s*{weight}"
-    return frozenset(name for found in re.findall(uses, source) for name in found if name)
