@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from mrp_lightning import HessianAccumulator, prune_columns
@@ -66,6 +67,17 @@ def watched(layers: list[nn.Linear], see: Any) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+class Windows(Callback):
+    """Keeps the windows that a trainer calibrates on, which its model may have written."""
+
+    def __init__(self) -> None:
+        self.windows: list[Tensor] = []
+
+    def on_predict_batch_start(self, *given: Any) -> None:
+        """Take a batch apart."""
+        self.windows += given[2].split(1)
 
 
 def consumers(plan: Plan) -> list[Any]:
@@ -194,9 +206,10 @@ def run(sweep: Sweep, name: str, setting: str, code: str, options: Any) -> str:
     cli.config["data.seed"] = options.seed
     cli.config["trainer.enable_progress_bar"] = False
     cli.build()
-    cli.datamodule.tokenizer = cli.model.tokenizer
+    read = Windows()
+    cli.trainer.predict(cli.model, datamodule=cli.datamodule, callbacks=[read])
     model: Any = cli.model.model.eval()
-    windows = list(cli.datamodule.calibration_windows().split(1))
+    windows = read.windows
     pattern = parse_setting(setting, "magnitude").pattern
     assert isinstance(pattern, Unstructured)
     with torch.no_grad():
