@@ -25,6 +25,7 @@ are those of the same shape with random weights.
 """
 
 import argparse
+import ctypes
 import gc
 import multiprocessing
 import shlex
@@ -153,6 +154,8 @@ def serve(pipe: Connection, name: str, side: str, tokens: int) -> None:
     weights = sum(m.in_features * m.out_features for m in blocks)
     bits = 8 * sum(map(storage_bytes, blocks)) / weights
     step = CompiledStep(model, tokens + 2)
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # gigabytes of compiling, of each contestant, would stay
     pipe.send((bits, cpu.bytes_of_step(model)))
     token = torch.ones(1, 1, dtype=torch.int64)
 
