@@ -73,8 +73,6 @@ def measure(options: argparse.Namespace, place: Path) -> list[list[str]]:
     for name, model in models.items():
         sizes[name, TRANSFORMERS] = sum(p.nbytes for p in model.parameters())
     times: dict[tuple[str, str], list[float]] = {key: [] for key in sizes}
-    for file in files.values():
-        llama_bench.seconds_a_token(file, options.llamacpp)  # reads it from the disk, once
     for _ in range(options.rounds):
         for key, file in files.items():
             times[key].append(llama_bench.seconds_a_token(file, options.llamacpp))

@@ -199,8 +199,6 @@ def time_model(name: str, options: argparse.Namespace) -> Iterator[list[str]]:
         if options.llama:
             settings = cpu.MODELS[name]
             files = llama_bench.files_of(settings, Path(place), options.llama, options.types)
-        for file in files.values():
-            llama_bench.seconds_a_token(file, options.llama)  # reads it from the disk, once
         found, rests = [], []
         for _ in range(options.rounds):
             times, rest = {}, {}
