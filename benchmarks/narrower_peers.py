@@ -158,6 +158,7 @@ def slicegpt(model: Any, windows: list[Tensor], plan: Plan, repository: Path) ->
     cut = min(held, key=lambda d: abs(held[d] - allowed))
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
     config.device = torch.device("cpu")
+    model.config.torch_dtype = model.dtype  # in which its code makes its own blocks
     adapter = Adapter(model)
     replace_layers(adapter)
     fuse_modules(adapter)
