@@ -23,7 +23,7 @@ from mrp_lightning.text.mixture import GIVEN, SELF, Mixture, interleaved
 from mrp_lightning.text.named import NamedTexts
 from mrp_lightning.text.prefix import Windows
 from mrp_lightning.text.published import EVALUATION
-from mrp_lightning.text.sources import OwnText
+from mrp_lightning.text.sources import GivenText
 from mrp_lightning.text.standard_library import Split
 from mrp_lightning.text.windows import SEPARATOR
 
@@ -131,7 +131,7 @@ class TextDataModule(LightningDataModule):
         files = {"train_files": _paths(train_files), "eval_files": _paths(eval_files)}
         given: dict[str, Any] = {**files, "dataset": dataset}
         self._named.refuse_contradictions({name for name, text in given.items() if text})
-        self._own = OwnText(**given, column=text_column)
+        self._given = GivenText(**given, column=text_column)
         self.num_samples, self.batch_size, self.seed = num_samples, batch_size, seed
         self.sequence_length = sequence_length or _USUAL_LENGTH
         self._fits_model = sequence_length is None
@@ -178,7 +178,7 @@ class TextDataModule(LightningDataModule):
                 writer_of(self.trainer)
         if self._named.are_read(stage):
             self._named.locate(stage)
-        elif not self._own.is_given:
+        elif not self._given.is_given:
             rank_zero_info(
                 f"No text was given: `{getattr(stage, 'value', stage)}` reads the source code of "
                 "Python's standard library. Other text is named by `data.train_files` and "
@@ -189,7 +189,7 @@ class TextDataModule(LightningDataModule):
     @property
     def calibration_source(self) -> str:
         """The name of the text to calibrate on; of files their names without their directories."""
-        return str(self._named.mixture or self._own.train_name)
+        return str(self._named.mixture or self._given.train_name)
 
     def predict_dataloader(self) -> DataLoader[Any]:
         """The calibration windows, in the order in which they were drawn."""
@@ -292,7 +292,7 @@ class TextDataModule(LightningDataModule):
                 "TextDataModule: what `data.calibration` and `data.evaluation` name has no splits. "
                 "Name the text of the other use, too; or give `data.dataset` or files instead."
             )
-        return self._own.documents(split)
+        return self._given.documents(split)
 
     def _loader(self, windows: Any, shuffle: bool = False) -> DataLoader[Any]:
         if shuffle:

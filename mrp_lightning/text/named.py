@@ -10,7 +10,7 @@ from mrp_lightning.errors import DataError, OptionError
 from mrp_lightning.text.cutter import Cutter
 from mrp_lightning.text.mixture import GIVEN, STDLIB, Mixture
 from mrp_lightning.text.published import CALIBRATION, EVALUATION, PublishedTexts
-from mrp_lightning.text.sources import OwnText
+from mrp_lightning.text.sources import GivenText
 from mrp_lightning.text.standard_library import Split
 from mrp_lightning.text.windows import SEPARATOR
 
@@ -132,7 +132,7 @@ class NamedTexts:
         """The documents of a file, or of a split of the standard library."""
         files = () if source == STDLIB else (Path(source).expanduser(),)
         train, other = (files, ()) if split == "train" else ((), files)
-        text = OwnText(train_files=train, eval_files=other, dataset=None, column=self._column)
+        text = GivenText(train_files=train, eval_files=other, dataset=None, column=self._column)
         return text.documents(split)
 
 

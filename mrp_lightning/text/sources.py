@@ -18,7 +18,7 @@ _TABLES = {".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet",
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnText:
+class GivenText:
     """A text in splits: a dataset, or existing files; without either, the standard library."""
 
     train_files: Sequence[Path]  # text or .jsonl files of the split train
@@ -188,7 +188,7 @@ def _loaded(arguments: dict[str, Any]) -> Any:
 def documents_of_dataset(dataset: Any, split: Split, column: str) -> Sequence[str]:
     """The documents of one split of a dataset; each is read when it is asked for.
 
-    `dataset` is as in `OwnText`; validation stands in for a missing test split.
+    `dataset` is as in `GivenText`; validation stands in for a missing test split.
 
     Raises:
         DataError: It cannot be loaded, has no such split or column, or is one split alone.

@@ -9,7 +9,7 @@ import pytest
 
 from mrp_lightning.errors import DataError
 from mrp_lightning.text import sources
-from mrp_lightning.text.sources import OwnText, documents_of_dataset, documents_of_files
+from mrp_lightning.text.sources import GivenText, documents_of_dataset, documents_of_files
 
 
 def test_a_line_of_json_ends_where_json_says(tmp_path):
@@ -100,7 +100,7 @@ def test_a_dataset_that_is_not_there_is_told_at_once(monkeypatch):
 def test_a_table_is_no_text_and_what_is_told_reads_it(tmp_path, name, content, read_as):
     (tmp_path / name).write_text(content)
     with pytest.raises(DataError, match=rf"`data\.eval_files`: .*{name}: this is no text") as told:
-        OwnText(train_files=[], eval_files=[tmp_path / name], dataset=None, column="text")
+        GivenText(train_files=[], eval_files=[tmp_path / name], dataset=None, column="text")
     pytest.importorskip("datasets", reason="needs the extra data")
     asked = json.loads(re.search(r"`data\.dataset: (\{.*\})`", str(told.value))[1])
     assert asked["path"] == read_as
