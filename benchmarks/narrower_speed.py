@@ -11,6 +11,7 @@ transformers' that of greedy steps in bfloat16, uncompiled, after a prompt of as
 """
 
 import argparse
+import sys
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -104,7 +105,7 @@ def main() -> None:
     header = ("by", "model", "MiB", "tokens/s", "least", "bytes", "time")
     print(f"{machine(torch.device('cpu'))}.")
     with TemporaryDirectory() as place:
-        cpu.table("Decoding", header, iter(measure(options, Path(place))), print)
+        cpu.table("Decoding", header, iter(measure(options, Path(place))), sys.stdout.write)
 
 
 if __name__ == "__main__":
