@@ -169,8 +169,8 @@ def test_the_command_line_takes_the_text_that_is_given_last(
     given = [f"--config={config}", f"--data.{option.replace('FILE', str(file))}"]
     made = PruningCLI([*given, f"--model.model={tiny_llama}"], run=False).datamodule
     assert made.calibration == calibration
-    assert bool(made._own.train_files) == train_files
-    assert bool(made._own.eval_files) == ("eval" in in_file)
+    assert bool(made._given.train_files) == train_files
+    assert bool(made._given.eval_files) == ("eval" in in_file)
 
 
 def test_two_texts_at_one_place_are_refused(tiny_llama, tmp_path):
