@@ -101,27 +101,21 @@ inline std::vector<float> plain_tokens(
 }
 
 #ifdef MRP_AVX512
-// ---- With AVX-512: 64 columns at a time. `vpshufb` looks codes up, `vpexpandb` spreads them ----
+// ---- With AVX-512: 64 columns at a time, which `vpexpandb` spreads ----
 
-// Bytes of nibbles: some rows of them.
-constexpr int64_t NIBBLES_AHEAD = 1024;
+// Bytes of nibbles and of places, by measurement: half as many cost a twentieth, none a half.
+constexpr int64_t CODES_AHEAD = 2048;
 
 struct alignas(64) Line {
   uint8_t bytes[64];
 };
 
-// A line of all bytes of a table of 16.
-template <typename Entry>
-MRP_AVX512_CODES inline __m512i table_of(Entry entry) {
-  alignas(16) uint8_t table[16];
-  for (int nibble = 0; nibble < 16; nibble++) {
-    table[nibble] = static_cast<uint8_t>(entry(CODES[nibble]));
-  }
-  return _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(table)));
-}
-
-inline int bits_of(int code) {  // of a code in bfloat16
-  return BFloat16(static_cast<float>(code)).x;
+// 64 places. They go through a register, or else each count of them would wait for a mask.
+inline uint64_t load_places(const uint8_t* places) {
+  uint64_t word;
+  std::memcpy(&word, places, 8);
+  asm("" : "+r"(word));
+  return word;
 }
 
 // 64 nibbles from v on, a byte each; of those beyond `count` nothing is read.
@@ -135,91 +129,7 @@ MRP_AVX512_CODES inline __m512i load_nibbles(const uint8_t* v, int64_t count) {
       _mm512_or_si512(words, _mm512_slli_epi16(words, 4)), _mm512_set1_epi8(15));
 }
 
-// Tokens in bfloat16. A group of a token is two lines: the columns in the order in which
-// `vpunpcklbw` gives the codes, and those of `vpunpckhbw`.
-struct Exact {
-  int64_t groups;
-  std::vector<Line> lines;
-  __m512i low, high;  // bytes of the codes in bfloat16
-
-  MRP_AVX512_CODES Exact(const BFloat16* x, int64_t tokens, int64_t columns)
-      : groups((columns + GROUP - 1) / GROUP), lines(2 * tokens * groups) {
-    low = table_of(bits_of);
-    high = table_of([](int code) { return bits_of(code) >> 8; });
-    for (int64_t t = 0; t < tokens; t++) {
-      for (int64_t column = 0; column < columns; column++) {
-        const int64_t place = column % GROUP, half = place / 8 % 2;
-        Line& line = lines[2 * (t * groups + column / GROUP) + half];
-        std::memcpy(line.bytes + 2 * (place / 16 * 8 + place % 8), x + t * columns + column, 2);
-      }
-    }
-  }
-
-  template <int Tokens>
-  MRP_AVX512_CODES void add(
-      int64_t t, int64_t group, __m512i nibbles, uint64_t kept, float scale,
-      __m512 (&sums)[Tokens]) const {
-    const __m512i spread = _mm512_maskz_expand_epi8(kept, nibbles);
-    const __m512i lower = _mm512_maskz_shuffle_epi8(kept, low, spread);
-    const __m512i upper = _mm512_maskz_shuffle_epi8(kept, high, spread);
-    const __m512bh first = (__m512bh)_mm512_unpacklo_epi8(lower, upper);
-    const __m512bh second = (__m512bh)_mm512_unpackhi_epi8(lower, upper);
-    const __m512 factor = _mm512_set1_ps(scale);
-    for (int i = 0; i < Tokens; i++) {
-      const Line* x = lines.data() + 2 * ((t + i) * groups + group);
-      __m512 sum = _mm512_dpbf16_ps(
-          _mm512_setzero_ps(), first, (__m512bh)_mm512_load_si512(x->bytes));
-      sum = _mm512_dpbf16_ps(sum, second, (__m512bh)_mm512_load_si512((x + 1)->bytes));
-      sums[i] = _mm512_fmadd_ps(sum, factor, sums[i]);
-    }
-  }
-};
-
-// Tokens rounded to 8 bits, with a scale for each group. `vpdpbusd` takes codes without a sign, so
-// that they are 8 too large: what that adds is in the second line of each group, with a minus.
-struct Rounded {
-  int64_t groups;
-  std::vector<Line> lines;
-  std::vector<float> scales;
-  __m512i codes;
-
-  MRP_AVX512_CODES Rounded(const BFloat16* x, int64_t tokens, int64_t columns)
-      : groups((columns + GROUP - 1) / GROUP), lines(2 * tokens * groups), scales(tokens * groups) {
-    codes = table_of([](int code) { return code + 8; });
-    for (int64_t t = 0; t < tokens; t++) {
-      for (int64_t group = 0; group < groups; group++) {
-        int8_t rounded[GROUP];
-        const int64_t width = std::min(GROUP, columns - group * GROUP);
-        const int64_t at = t * groups + group;
-        scales[at] = round_group(x + t * columns + group * GROUP, width, rounded);
-        int32_t extra[GROUP / 4] = {};
-        for (int64_t i = 0; i < GROUP; i++) {
-          extra[i / 4] -= 8 * rounded[i];
-        }
-        std::memcpy(lines[2 * at].bytes, rounded, sizeof rounded);
-        std::memcpy(lines[2 * at + 1].bytes, extra, sizeof extra);
-      }
-    }
-  }
-
-  template <int Tokens>
-  MRP_AVX512_CODES void add(
-      int64_t t, int64_t group, __m512i nibbles, uint64_t kept, float scale,
-      __m512 (&sums)[Tokens]) const {
-    const __m512i spread = _mm512_mask_expand_epi8(
-        _mm512_set1_epi8(8), kept, _mm512_shuffle_epi8(codes, nibbles));
-    for (int i = 0; i < Tokens; i++) {
-      const int64_t at = (t + i) * groups + group;
-      const Line* x = lines.data() + 2 * at;
-      const __m512i sum = _mm512_dpbusd_epi32(
-          _mm512_load_si512((x + 1)->bytes), spread, _mm512_load_si512(x->bytes));
-      const __m512 factor = _mm512_set1_ps(scale * scales[at]);
-      sums[i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), factor, sums[i]);
-    }
-  }
-};
-
-// The scales of a row in float32, for as many columns as lines of them have.
+// The scales of a row in float32, in whole lines.
 MRP_AVX512_CODES inline void widen_scales(const BFloat16* scales, int64_t groups, float* wide) {
   for (int64_t group = 0; group < groups; group += 16) {
     const __m256i some = _mm256_maskz_loadu_epi16(
@@ -229,11 +139,126 @@ MRP_AVX512_CODES inline void widen_scales(const BFloat16* scales, int64_t groups
   }
 }
 
+// Tokens in float32: `vdpbf16ps` keeps both ports of vectors busy for two cycles, longer than what
+// replaces it. A group of a token is four lines of every fourth column, as the codes lie in words.
+struct Exact {
+  int64_t groups;
+  std::vector<Line> lines;
+  __m512 codes;
+
+  MRP_AVX512_CODES Exact(const BFloat16* x, int64_t tokens, int64_t columns)
+      : groups((columns + GROUP - 1) / GROUP), lines(4 * tokens * groups) {
+    codes = _mm512_cvtepi32_ps(_mm512_loadu_si512(CODES));
+    for (int64_t t = 0; t < tokens; t++) {
+      for (int64_t column = 0; column < columns; column++) {
+        const int64_t place = column % GROUP;
+        const float value = static_cast<float>(x[t * columns + column]);
+        Line& line = lines[4 * (t * groups + column / GROUP) + place % 4];
+        std::memcpy(line.bytes + place / 4 * 4, &value, sizeof value);
+      }
+    }
+  }
+
+  // What the products of each token with each group of a row are multiplied by: its scale.
+  template <int Tokens>
+  const float* factors(int64_t, const float* scales, std::vector<Line>&) const {
+    return scales;
+  }
+
+  template <int Tokens>
+  MRP_AVX512_CODES void add(
+      int64_t t, int64_t group, __m512i nibbles, uint64_t kept, const float* scales,
+      __m512 (&sums)[Tokens]) const {
+    // A removed column is a 16, which looks up the first of the second table.
+    const __m512i spread = _mm512_mask_expand_epi8(_mm512_set1_epi8(16), kept, nibbles);
+    const __m512 zero = _mm512_setzero_ps();
+    const __m512 weights[4] = {
+        _mm512_permutex2var_ps(codes, spread, zero),
+        _mm512_permutex2var_ps(codes, _mm512_srli_epi32(spread, 8), zero),
+        _mm512_permutex2var_ps(codes, _mm512_srli_epi32(spread, 16), zero),
+        _mm512_permutex2var_ps(codes, _mm512_srli_epi32(spread, 24), zero)};
+    const __m512 scale = _mm512_set1_ps(scales[group]);
+    for (int i = 0; i < Tokens; i++) {
+      const Line* x = lines.data() + 4 * ((t + i) * groups + group);
+      __m512 sum = _mm512_mul_ps(weights[0], _mm512_load_ps(x));
+      for (int part = 1; part < 4; part++) {
+        sum = _mm512_fmadd_ps(weights[part], _mm512_load_ps(x + part), sum);
+      }
+      sums[i] = _mm512_fmadd_ps(sum, scale, sums[i]);
+    }
+  }
+};
+
+// Tokens rounded to 8 bits, with a scale for each group. `vpdpbusd` takes codes without a sign, so
+// that they are 8 too large: what that adds is in the second line of each group, with a minus.
+struct Rounded {
+  int64_t groups;
+  int64_t padded;  // groups, up to whole lines of scales
+  std::vector<Line> lines;
+  std::vector<float> scales;
+  __m512i codes;
+
+  MRP_AVX512_CODES Rounded(const BFloat16* x, int64_t tokens, int64_t columns)
+      : groups((columns + GROUP - 1) / GROUP), padded((groups + 15) / 16 * 16),
+        lines(2 * tokens * groups), scales(tokens * padded) {
+    alignas(16) uint8_t table[16];
+    std::transform(CODES, CODES + 16, table, [](int code) { return uint8_t(code + 8); });
+    codes = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(table)));
+    for (int64_t t = 0; t < tokens; t++) {
+      for (int64_t group = 0; group < groups; group++) {
+        int8_t rounded[GROUP];
+        const int64_t width = std::min(GROUP, columns - group * GROUP);
+        scales[t * padded + group] =
+            round_group(x + t * columns + group * GROUP, width, rounded);
+        int32_t extra[GROUP / 4] = {};
+        for (int64_t i = 0; i < GROUP; i++) {
+          extra[i / 4] -= 8 * rounded[i];
+        }
+        Line* line = lines.data() + 2 * (t * groups + group);
+        std::memcpy(line[0].bytes, rounded, sizeof rounded);
+        std::memcpy(line[1].bytes, extra, sizeof extra);
+      }
+    }
+  }
+
+  // What the products of each token with each group of a row are multiplied by: both scales.
+  template <int Tokens>
+  MRP_AVX512_CODES const float* factors(
+      int64_t t, const float* of_row, std::vector<Line>& place) const {
+    place.resize(4 * padded / 16);  // up to four tokens
+    float* products = reinterpret_cast<float*>(place.data());
+    for (int i = 0; i < Tokens; i++) {
+      for (int64_t group = 0; group < padded; group += 16) {
+        const __m512 of_token = _mm512_loadu_ps(scales.data() + (t + i) * padded + group);
+        _mm512_store_ps(
+            products + i * padded + group,
+            _mm512_mul_ps(_mm512_load_ps(of_row + group), of_token));
+      }
+    }
+    return products;
+  }
+
+  template <int Tokens>
+  MRP_AVX512_CODES void add(
+      int64_t t, int64_t group, __m512i nibbles, uint64_t kept, const float* factors,
+      __m512 (&sums)[Tokens]) const {
+    const __m512i spread = _mm512_mask_expand_epi8(
+        _mm512_set1_epi8(8), kept, _mm512_shuffle_epi8(codes, nibbles));
+    for (int i = 0; i < Tokens; i++) {
+      const Line* x = lines.data() + 2 * ((t + i) * groups + group);
+      const __m512i sum = _mm512_dpbusd_epi32(
+          _mm512_load_si512((x + 1)->bytes), spread, _mm512_load_si512(x->bytes));
+      const __m512 factor = _mm512_set1_ps(factors[i * padded + group]);
+      sums[i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), factor, sums[i]);
+    }
+  }
+};
+
 // The products of row r with `Tokens` tokens from t on.
 template <typename Input, int Tokens>
 MRP_AVX512_CODES void multiply_coded_row(
     const Coded<BFloat16>& weight, int64_t r, const uint8_t* v, const Input& x, int64_t t,
-    const float* scales, float* results) {
+    const float* factors, float* results) {
   const uint8_t* places = weight.places + r * weight.row_bytes;
   __m512 sums[Tokens];
   for (int i = 0; i < Tokens; i++) {
@@ -242,15 +267,17 @@ MRP_AVX512_CODES void multiply_coded_row(
   int64_t group = 0;
   // 32 bytes may be read for each group, and no group takes more.
   const int64_t whole = weight.end - v >= 32 * x.groups ? weight.columns / GROUP : 0;
-#pragma GCC unroll 4
-  for (; group < whole; group++) {
-    if (group % 4 == 0) {
-      _mm_prefetch(reinterpret_cast<const char*>(v) + NIBBLES_AHEAD, _MM_HINT_T0);
+  for (; group + 8 <= whole; group += 8) {
+    _mm_prefetch(reinterpret_cast<const char*>(places) + 8 * group + CODES_AHEAD, _MM_HINT_T0);
+#pragma GCC unroll 8
+    for (int64_t next = group; next < group + 8; next++) {
+      if ((next - group) % 2 == 0) {
+        _mm_prefetch(reinterpret_cast<const char*>(v) + CODES_AHEAD, _MM_HINT_T0);
+      }
+      const uint64_t kept = load_places(places + 8 * next);
+      x.template add<Tokens>(t, next, load_nibbles<false>(v, 64), kept, factors, sums);
+      v += (_mm_popcnt_u64(kept) + 1) / 2;
     }
-    uint64_t kept;
-    std::memcpy(&kept, places + 8 * group, 8);
-    x.template add<Tokens>(t, group, load_nibbles<false>(v, 64), kept, scales[group], sums);
-    v += (_mm_popcnt_u64(kept) + 1) / 2;
   }
   for (; group < x.groups; group++) {
     const uint64_t kept =
@@ -259,7 +286,7 @@ MRP_AVX512_CODES void multiply_coded_row(
     if (weight.end - v < (count + 1) / 2) {
       throw_missing_values();
     }
-    x.template add<Tokens>(t, group, load_nibbles<true>(v, count), kept, scales[group], sums);
+    x.template add<Tokens>(t, group, load_nibbles<true>(v, count), kept, factors, sums);
     v += (count + 1) / 2;
   }
   for (int i = 0; i < Tokens; i++) {
@@ -271,7 +298,7 @@ template <typename Input>
 MRP_AVX512_CODES void multiply_coded_rows(
     const Coded<BFloat16>& weight, const Input& x, int64_t tokens, const BFloat16* bias,
     BFloat16* y, int64_t rows, int64_t begin, int64_t end) {
-  std::vector<Line> wide((x.groups + 15) / 16);
+  std::vector<Line> wide((x.groups + 15) / 16), place;
   float* scales = reinterpret_cast<float*>(wide.data());
   for (int64_t r = begin; r < end; r++) {
     const uint8_t* v = weight.row(r);
@@ -279,16 +306,16 @@ MRP_AVX512_CODES void multiply_coded_rows(
     widen_scales(weight.scales + r * x.groups, x.groups, scales);
     for (int64_t t = 0; t < tokens;) {
       float results[4];
-      int64_t taken = 1;
-      if (tokens - t >= 4) {
-        multiply_coded_row<Input, 4>(weight, r, v, x, t, scales, results);
-        taken = 4;
-      } else if (tokens - t >= 2) {
-        multiply_coded_row<Input, 2>(weight, r, v, x, t, scales, results);
-        taken = 2;
-      } else {
-        multiply_coded_row<Input, 1>(weight, r, v, x, t, scales, results);
-      }
+      const auto multiply = [&](auto count) {
+        constexpr int Tokens = decltype(count)::value;
+        const float* factors = x.template factors<Tokens>(t, scales, place);
+        multiply_coded_row<Input, Tokens>(weight, r, v, x, t, factors, results);
+        return int64_t{Tokens};
+      };
+      const int64_t left = tokens - t;
+      const int64_t taken = left >= 4 ? multiply(std::integral_constant<int, 4>())
+          : left >= 2                 ? multiply(std::integral_constant<int, 2>())
+                                      : multiply(std::integral_constant<int, 1>());
       for (int64_t i = 0; i < taken; i++) {
         y[(t + i) * rows + r] = static_cast<BFloat16>(results[i] + added);
       }
