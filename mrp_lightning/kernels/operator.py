@@ -1,4 +1,4 @@
-"""The operators of packed layers: `torch.ops.mrp_lightning.linear24`, `linear_bitmask` and `…4`.
+"""The operators of packed layers: `mrp_lightning::linear24`, `linear_bitmask`, `…4` and `linear8`.
 
 They are opaque to `torch.compile` and `torch.export`. Which kernel runs is decided inside them,
 where the number of tokens is known, so that a new number costs no recompilation and every CUDA
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mrp_lightning.formats import bitmask4_format, bitmask_format
+from mrp_lightning.formats import bitmask4_format, bitmask_format, eight_bit_format
 from mrp_lightning.formats.bitmask4_format import BITMASK4, num_groups
 from mrp_lightning.formats.bitmask_format import BITMASK
 from mrp_lightning.formats.packed_format import PackedFormat
@@ -117,6 +117,24 @@ def linear_bitmask4(
     return F.linear(x, bitmask4_format.unpack(nibbles, bits, scales, x.shape[-1]), bias)
 
 
+@torch.library.custom_op("mrp_lightning::linear8", mutates_args=())
+def linear8(x: Tensor, numbers: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute x Wᵀ + bias with W = unpack(numbers, scales).
+
+    Args:
+        x: Input (..., columns), in the dtype of `scales`.
+        numbers: From −127 to 127, int8 (rows, columns).
+        scales: A scale for each row, (rows,).
+        bias: Added to each output, (rows,).
+
+    Returns:
+        The product (..., rows), contiguous.
+    """
+    if x.device.type == "cpu" and compiled.load():
+        return torch.ops.mrp_lightning.linear8(x, numbers, scales, bias)
+    return F.linear(x, eight_bit_format.unpack(numbers, scales), bias)
+
+
 def _check_bitmask(x: Tensor, bits: Tensor) -> None:
     _check_columns(bitmask_format.bytes_of(x.shape[-1]) == bits.shape[1])
 
@@ -147,6 +165,13 @@ def _fake_bitmask4(
     _check_bitmask(x, bits)
     _check_columns(num_groups(x.shape[-1]) == scales.shape[1])
     return x.new_empty(*x.shape[:-1], bits.shape[0])
+
+
+@linear8.register_fake
+def _fake8(x: Tensor, numbers: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    del scales, bias
+    _check_columns(x.shape[-1] == numbers.shape[1])
+    return x.new_empty(*x.shape[:-1], numbers.shape[0])
 
 
 def _save(form: PackedFormat, ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

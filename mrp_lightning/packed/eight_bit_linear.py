@@ -4,18 +4,17 @@ from typing import Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from mrp_lightning.errors import OptionError
 from mrp_lightning.formats.eight_bit_format import damage, pack, unpack, why_not_rounded
 from mrp_lightning.packed.frozen_linear import FrozenLinear, frozen
-from mrp_lightning.upstream.torch_names import multiply_int8
 
 
 class EightBitLinear(FrozenLinear):
     """y = x Wᵀ + b with W of 8 bits: each row is whole numbers from −127 to 127 times its scale.
 
-    Products are torch's own for a CPU, and elsewhere those with the numbers in the input's dtype.
+    On a CPU the numbers are multiplied as they are, and elsewhere the weight is unpacked for each
+    product.
 
     The arguments are those of a `Sparse24Linear`; `dtype` is that of the scales.
 
@@ -63,12 +62,7 @@ class EightBitLinear(FrozenLinear):
         return damage(self.weight, self.weight_scales)
 
     def _multiply(self, x: Tensor) -> Tensor:
-        if x.device.type == "cpu":
-            y = multiply_int8(x.flatten(0, -2), self.weight, self.weight_scales)
-            y = y.view(*x.shape[:-1], self.out_features)
-        else:
-            y = F.linear(x, self.weight.to(x.dtype)) * self.weight_scales
-        return y if self.bias is None else y + self.bias
+        return torch.ops.mrp_lightning.linear8(x, self.weight, self.weight_scales, self.bias)
 
     def extra_repr(self) -> str:
         """Shape, as `nn.Linear` shows it, and the bits of a weight."""

@@ -30,7 +30,6 @@ from mrp_lightning.packed.eight_bit_linear import EightBitLinear
 from mrp_lightning.packed.packed_linear import PackedLinear, is_packable
 from mrp_lightning.packed.sparse24_linear import Sparse24Linear
 from mrp_lightning.targets.layers import layers_of
-from mrp_lightning.upstream.torch_names import aligned
 from mrp_lightning.upstream.transformers_names import was_loaded
 
 if TYPE_CHECKING:
@@ -161,7 +160,6 @@ class PackedQuantizer(HfQuantizer):
             yield f"{self._head_name}.{key} (missing, or of another shape)"
         if head is None or missing or any(tensor.is_meta for tensor in tensors.values()):
             return
-        head.weight = aligned(head.weight)  # now, and not once a token
         if damage := head.damage():
             yield f"{self._head_name}.weight ({damage})"
 

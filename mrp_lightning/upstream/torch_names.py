@@ -79,25 +79,6 @@ def group_store() -> Any:
     return distributed_c10d._get_default_store()
 
 
-def multiply_int8(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-    """X Wᵀ for x (tokens, columns), W = weight · scales[:, None], weight int8 (rows, columns).
-
-    Seen in torch 2.13, where on a CPU columns that are no multiple of 16 are read beyond their end,
-    and addresses that are none end the process: those of tensors read from a file may be such.
-    In its place: a public product of 8 bits; torchao's layers call this one.
-    """
-    return torch.ops.aten._weight_int8pack_mm(aligned(x), aligned(weight), scales)
-
-
-def aligned(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy of it, at an address that `multiply_int8` can read from.
-
-    It is the tensor itself while code is traced, which has no address.
-    """
-    at_hand = torch.compiler.is_compiling() or tensor.is_meta
-    return tensor if at_hand or tensor.data_ptr() % 16 == 0 else tensor.clone()
-
-
 def check(holds: Any, message: str) -> None:
     """Raise a RuntimeError where a relation of shapes does not hold, which may be symbols.
 

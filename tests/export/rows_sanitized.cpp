@@ -1,5 +1,6 @@
 // `make sanitize` runs the kernels of packed rows under the address and undefined sanitizers, with
 // every buffer as large as its content and not a byte more, and compares with a plain loop.
+#include "byte_rows.h"
 #include "coded_rows.h"
 #include "rows.h"
 
@@ -227,6 +228,45 @@ void run_codes(const CodedProblem& problem, int64_t rows, int64_t columns, int64
   }
 }
 
+void run_bytes(int64_t rows, int64_t columns, int64_t tokens, std::mt19937& random) {
+#ifdef MRP_AVX512
+  if (!mrp::has_avx512()) {
+    return;
+  }
+  std::normal_distribution<float> normal;
+  std::vector<int8_t> drawn(rows * columns);
+  std::vector<BFloat16> factors(rows), shift(rows);
+  std::vector<float> input(tokens * columns);
+  for (auto& number : drawn) {
+    number = random() % 255 - 127;
+  }
+  for (int64_t r = 0; r < rows; r++) {
+    factors[r] = normal(random), shift[r] = normal(random);
+  }
+  for (auto& value : input) {
+    value = BFloat16(normal(random));
+  }
+  const auto numbers = exactly(drawn);
+  const auto scales = exactly(factors), bias = exactly(shift);
+  const auto x = exactly(input);
+  Buffer<BFloat16> y(new BFloat16[tokens * rows]);
+  const mrp::Bytes weight{numbers.get(), scales.get(), columns};
+  mrp::multiply(weight, x.get(), tokens, bias.get(), y.get(), rows, 0, rows);
+  for (int64_t t = 0; t < tokens; t++) {
+    for (int64_t r = 0; r < rows; r++) {
+      double exact = float(shift[r]), size = 1;
+      for (int64_t c = 0; c < columns; c++) {
+        const double product = double(input[t * columns + c]) * drawn[r * columns + c] * float(factors[r]);
+        exact += product;
+        size += std::abs(product);
+      }
+      const double error = std::abs(float(y[t * rows + r]) - exact);
+      expect(error <= std::abs(exact) / 128 + size * 1e-6, "bytes", rows, columns, tokens);
+    }
+  }
+#endif
+}
+
 }  // namespace
 
 int main() {
@@ -235,6 +275,8 @@ int main() {
   for (int64_t columns : {1, 7, 8, 9, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 160, 192, 255, 264, 520, 1000}) {
     for (int64_t rows : {1, 2, 5}) {
       for (int64_t tokens : {1, 2, 3, 4, 5, 7, 8}) {
+        run_bytes(rows, columns, tokens, random);
+        runs++;
         for (double kept : {0.0, 0.1, 0.5, 0.9, 1.0}) {
           run<mrp::Bits>(draw(rows, columns, kept, false, random), rows, columns, tokens, random);
           run_codes(draw_codes(rows, columns, kept, random), rows, columns, tokens, random);

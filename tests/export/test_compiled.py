@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mrp_lightning.formats import bitmask4_format, bitmask_format, sparse24_format
+from mrp_lightning.formats import bitmask4_format, bitmask_format, eight_bit_format, sparse24_format
 from mrp_lightning.kernels import compiled
 
 from .conftest import keep_two_of_four, onto_grid
@@ -169,6 +169,45 @@ def test_what_is_not_finite_spreads_through_four_bits(portable):
             )
             assert bool(found[0].isfinite().all())
             assert not bool(found[1].isfinite().any())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_eight_bits_of_any_width(dtype):
+    for number, columns in enumerate(COLUMNS):
+        tokens, rows = (1, 2, 3, 5, 8, 9)[number % 6], (1, 7, 40)[number % 3]
+        codes, scales = eight_bit_format.pack(random(rows, columns, seed=number).to(dtype))
+        x = random(tokens, columns, seed=1).to(dtype)
+        bias = random(rows).to(dtype) if number % 2 else None
+        found = torch.ops.mrp_lightning.linear8(x, codes, scales, bias)
+        assert found.shape == (tokens, rows)
+        exact = codes.double() * scales.double()[:, None]
+        expected = x.double() @ exact.T + (0 if bias is None else bias.double())
+        # Where torch or a dense product takes over, weights are rounded to the dtype before.
+        step = 4 * torch.finfo(dtype).eps
+        allowed = step * (expected.abs() + x.double().abs() @ exact.abs().T) + 1e-12
+        assert bool(((found.double() - expected).abs() <= allowed).all())
+
+
+def test_few_tokens_of_eight_bits_are_rounded_once():
+    codes, scales = eight_bit_format.pack(random(40, 1000).bfloat16())
+    x = random(3, 1000, seed=1).bfloat16()
+    found = torch.ops.mrp_lightning.linear8(x, codes, scales, None)
+    expected = x.double() @ (codes.double() * scales.double()[:, None]).T
+    assert bool(((found.double() - expected).abs() <= expected.abs() * 2**-8 + 1e-4).all())
+
+
+def test_tensors_that_are_no_eight_bits_are_refused():
+    codes, scales = eight_bit_format.pack(random(8, 64).bfloat16())
+    x = torch.ones(1, 64).bfloat16()
+
+    def refused(match: str, *packed: Tensor, given: Tensor = x) -> None:
+        with pytest.raises(RuntimeError, match=match):
+            torch.ops.mrp_lightning.linear8(given, *packed, None)
+
+    refused("with a scale for each row", codes, scales[:-1])
+    refused("must be int8", codes.int(), scales)
+    refused("cast one of them", codes, scales.float())
+    refused("columns", codes, scales, given=x[:, :48])
 
 
 def test_many_tokens_are_a_dense_product_bit_by_bit(portable):

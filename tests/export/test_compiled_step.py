@@ -75,7 +75,7 @@ def test_compiled_steps_give_the_logits_of_the_model(place, monkeypatch):
             assert bool((errors < 0.02 * expected.double().norm(dim=1)).all())
         monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", None)
     assert [file.suffix for file in place.rglob("step-*")].count(".pt2") == 1
-    assert "_weight_int8pack_mm" in wrapper_of(step.file)
+    assert "mrp_lightning.linear8" in wrapper_of(step.file)
     round_activations(model)
     with pytest.raises(TypeError):  # it asks for another step, and compiles
         CompiledStep(model, 20)

@@ -1,5 +1,7 @@
-// The CPU kernels of torch.ops.mrp_lightning.linear_bitmask, linear_bitmask4 and linear24: bfloat16 is
-// multiplied as it is decoded where there are few tokens; all else is decoded for a dense product.
+// The CPU kernels of torch.ops.mrp_lightning.linear_bitmask, linear_bitmask4, linear24 and linear8:
+// bfloat16 is multiplied as it is decoded where there are few tokens; all else is decoded for a dense
+// product, or, of 8 bits, multiplied by torch.
+#include "byte_rows.h"
 #include "coded_rows.h"
 #include "rows.h"
 
@@ -186,6 +188,41 @@ Tensor of_four(
   return linear<mrp::Nibbles>(product, values, nullptr);
 }
 
+// At an address that torch's product can read from: that of a tensor of a file may be none.
+Tensor aligned(const Tensor& tensor) {
+  const Tensor stored = tensor.contiguous();
+  return reinterpret_cast<uintptr_t>(stored.const_data_ptr()) % 16 ? stored.clone() : stored;
+}
+
+Tensor linear8(const Tensor& x, const Tensor& numbers, const Tensor& scales, const Bias& bias) {
+  TORCH_CHECK(
+      numbers.dim() == 2 && numbers.scalar_type() == at::kChar && scales.dim() == 1 &&
+          scales.size(0) == numbers.size(0),
+      "Numbers of 8 bits must be int8, with a scale for each row.");
+  const Product product(x, scales, numbers.view(at::kByte), bias, numbers.size(1), false);
+#ifdef MRP_AVX512
+  if (x.scalar_type() == at::kBFloat16 && mrp::has_avx512() && product.is_small(true)) {
+    const Tensor stored = numbers.contiguous(), factors = scales.contiguous();
+    const mrp::Bytes weight{
+        stored.const_data_ptr<int8_t>(), factors.const_data_ptr<c10::BFloat16>(), product.columns};
+    const Tensor tokens = product.x.to(at::kFloat);
+    const float* input = tokens.const_data_ptr<float>();
+    return product.by_rows(
+        [&](auto... where) { mrp::multiply(weight, input, product.count, where...); });
+  }
+#endif
+  if (x.scalar_type() == at::kDouble || numbers.size(1) % 16) {
+    const Tensor dense = numbers.to(scales.scalar_type()) * scales.unsqueeze(1);
+    return at::linear(x, dense, bias);
+  }
+  const Tensor flat = aligned(x.reshape({product.count, product.columns}));
+  Tensor y = at::_weight_int8pack_mm(flat, aligned(numbers), scales.contiguous());
+  c10::DimVector shape(x.sizes());
+  shape.back() = numbers.size(0);
+  y = y.view(shape);
+  return bias ? y.add_(*bias) : y;
+}
+
 Tensor linear_bitmask(
     const Tensor& x, const Tensor& values, const Tensor& bits, const Tensor& offsets,
     const Bias& bias) {
@@ -209,6 +246,7 @@ TORCH_LIBRARY_IMPL(mrp_lightning, CPU, library) {
   library.impl("linear_bitmask", linear_bitmask);
   library.impl("linear_bitmask4", linear_bitmask4);
   library.impl("linear24", linear24);
+  library.impl("linear8", linear8);
 }
 
 // For tests: the same, with the choice of the instructions.
