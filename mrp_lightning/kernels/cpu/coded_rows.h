@@ -5,21 +5,10 @@
 // Products are those of codes with bfloat16, exact, and summed in float32 before the scale comes.
 #pragma once
 
+#include "coded_tokens.h"
 #include "rows.h"
 
-#include <cmath>
-#include <limits>
-
-#ifdef MRP_AVX512
-#define MRP_AVX512_CODES                                                                         \
-  __attribute__((                                                                                \
-      target("avx512f,avx512bw,avx512vl,avx512vbmi2,avx512bf16,avx512vnni,popcnt")))
-#endif
-
 namespace mrp {
-
-constexpr int64_t GROUP = 64;  // columns that share a scale
-constexpr int CODES[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 1, 2, 3, 4, 5, 6, 7, 8};
 
 // The weight as it is stored: rows of bytes of places, rows of scales, and all nibbles.
 template <typename T>
@@ -64,51 +53,11 @@ void decode_row(const Coded<T>& weight, int64_t r, T* dense) {
   }
 }
 
-// Rounds a group of a token to 8 bits: x ≈ rounded · the scale that is returned.
-inline float round_group(const BFloat16* x, int64_t width, int8_t (&rounded)[GROUP]) {
-  float largest = 0;
-  bool finite = true;
-  for (int64_t i = 0; i < width; i++) {
-    const float value = static_cast<float>(x[i]);
-    finite = finite && std::isfinite(value);
-    largest = std::max(largest, std::abs(value));
-  }
-  std::fill(rounded, rounded + GROUP, int8_t(0));
-  if (!finite) {
-    return std::numeric_limits<float>::quiet_NaN();  // as a dense product would give
-  }
-  for (int64_t i = 0; i < width && largest > 0; i++) {
-    rounded[i] = static_cast<int8_t>(std::nearbyint(static_cast<float>(x[i]) / largest * 127));
-  }
-  return largest / 127;
-}
-
-// The tokens as they are multiplied on any processor: in float32, maybe rounded to 8 bits before.
-inline std::vector<float> plain_tokens(
-    const BFloat16* x, int64_t tokens, int64_t columns, bool eight_bits) {
-  std::vector<float> plain(x, x + tokens * columns);
-  for (int64_t t = 0; t < tokens && eight_bits; t++) {
-    for (int64_t column = 0; column < columns; column += GROUP) {
-      const int64_t at = t * columns + column, width = std::min(GROUP, columns - column);
-      int8_t rounded[GROUP];
-      const float scale = round_group(x + at, width, rounded);
-      std::transform(rounded, rounded + width, plain.begin() + at, [&](int8_t value) {
-        return value * scale;
-      });
-    }
-  }
-  return plain;
-}
-
 #ifdef MRP_AVX512
-// ---- With AVX-512: 64 columns at a time, which `vpexpandb` spreads ----
+// ---- With AVX-512 ----
 
 // Bytes of nibbles and of places, by measurement: half as many cost a twentieth, none a half.
 constexpr int64_t CODES_AHEAD = 2048;
-
-struct alignas(64) Line {
-  uint8_t bytes[64];
-};
 
 // 64 places. They go through a register, or else each count of them would wait for a mask.
 inline uint64_t load_places(const uint8_t* places) {
@@ -139,121 +88,6 @@ MRP_AVX512_CODES inline void widen_scales(const BFloat16* scales, int64_t groups
   }
 }
 
-// Tokens in float32: `vdpbf16ps` keeps both ports of vectors busy for two cycles, longer than what
-// replaces it. A group of a token is four lines of every fourth column, as the codes lie in words.
-struct Exact {
-  int64_t groups;
-  std::vector<Line> lines;
-  __m512 codes;
-
-  MRP_AVX512_CODES Exact(const BFloat16* x, int64_t tokens, int64_t columns)
-      : groups((columns + GROUP - 1) / GROUP), lines(4 * tokens * groups) {
-    codes = _mm512_cvtepi32_ps(_mm512_loadu_si512(CODES));
-    for (int64_t t = 0; t < tokens; t++) {
-      for (int64_t column = 0; column < columns; column++) {
-        const int64_t place = column % GROUP;
-        const float value = static_cast<float>(x[t * columns + column]);
-        Line& line = lines[4 * (t * groups + column / GROUP) + place % 4];
-        std::memcpy(line.bytes + place / 4 * 4, &value, sizeof value);
-      }
-    }
-  }
-
-  // What the products of each token with each group of a row are multiplied by: its scale.
-  template <int Tokens>
-  const float* factors(int64_t, const float* scales, std::vector<Line>&) const {
-    return scales;
-  }
-
-  template <int Tokens>
-  MRP_AVX512_CODES void add(
-      int64_t t, int64_t group, __m512i nibbles, uint64_t kept, const float* scales,
-      __m512 (&sums)[Tokens]) const {
-    // A removed column is a 16, which looks up the first of the second table.
-    const __m512i spread = _mm512_mask_expand_epi8(_mm512_set1_epi8(16), kept, nibbles);
-    const __m512 zero = _mm512_setzero_ps();
-    const __m512 weights[4] = {
-        _mm512_permutex2var_ps(codes, spread, zero),
-        _mm512_permutex2var_ps(codes, _mm512_srli_epi32(spread, 8), zero),
-        _mm512_permutex2var_ps(codes, _mm512_srli_epi32(spread, 16), zero),
-        _mm512_permutex2var_ps(codes, _mm512_srli_epi32(spread, 24), zero)};
-    const __m512 scale = _mm512_set1_ps(scales[group]);
-    for (int i = 0; i < Tokens; i++) {
-      const Line* x = lines.data() + 4 * ((t + i) * groups + group);
-      __m512 sum = _mm512_mul_ps(weights[0], _mm512_load_ps(x));
-      for (int part = 1; part < 4; part++) {
-        sum = _mm512_fmadd_ps(weights[part], _mm512_load_ps(x + part), sum);
-      }
-      sums[i] = _mm512_fmadd_ps(sum, scale, sums[i]);
-    }
-  }
-};
-
-// Tokens rounded to 8 bits, with a scale for each group. `vpdpbusd` takes codes without a sign, so
-// that they are 8 too large: what that adds is in the second line of each group, with a minus.
-struct Rounded {
-  int64_t groups;
-  int64_t padded;  // groups, up to whole lines of scales
-  std::vector<Line> lines;
-  std::vector<float> scales;
-  __m512i codes;
-
-  MRP_AVX512_CODES Rounded(const BFloat16* x, int64_t tokens, int64_t columns)
-      : groups((columns + GROUP - 1) / GROUP), padded((groups + 15) / 16 * 16),
-        lines(2 * tokens * groups), scales(tokens * padded) {
-    alignas(16) uint8_t table[16];
-    std::transform(CODES, CODES + 16, table, [](int code) { return uint8_t(code + 8); });
-    codes = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(table)));
-    for (int64_t t = 0; t < tokens; t++) {
-      for (int64_t group = 0; group < groups; group++) {
-        int8_t rounded[GROUP];
-        const int64_t width = std::min(GROUP, columns - group * GROUP);
-        scales[t * padded + group] =
-            round_group(x + t * columns + group * GROUP, width, rounded);
-        int32_t extra[GROUP / 4] = {};
-        for (int64_t i = 0; i < GROUP; i++) {
-          extra[i / 4] -= 8 * rounded[i];
-        }
-        Line* line = lines.data() + 2 * (t * groups + group);
-        std::memcpy(line[0].bytes, rounded, sizeof rounded);
-        std::memcpy(line[1].bytes, extra, sizeof extra);
-      }
-    }
-  }
-
-  // What the products of each token with each group of a row are multiplied by: both scales.
-  template <int Tokens>
-  MRP_AVX512_CODES const float* factors(
-      int64_t t, const float* of_row, std::vector<Line>& place) const {
-    place.resize(4 * padded / 16);  // up to four tokens
-    float* products = reinterpret_cast<float*>(place.data());
-    for (int i = 0; i < Tokens; i++) {
-      for (int64_t group = 0; group < padded; group += 16) {
-        const __m512 of_token = _mm512_loadu_ps(scales.data() + (t + i) * padded + group);
-        _mm512_store_ps(
-            products + i * padded + group,
-            _mm512_mul_ps(_mm512_load_ps(of_row + group), of_token));
-      }
-    }
-    return products;
-  }
-
-  template <int Tokens>
-  MRP_AVX512_CODES void add(
-      int64_t t, int64_t group, __m512i nibbles, uint64_t kept, const float* factors,
-      __m512 (&sums)[Tokens]) const {
-    const __m512i spread = _mm512_mask_expand_epi8(
-        _mm512_set1_epi8(8), kept, _mm512_shuffle_epi8(codes, nibbles));
-    for (int i = 0; i < Tokens; i++) {
-      const Line* x = lines.data() + 2 * ((t + i) * groups + group);
-      const __m512i sum = _mm512_dpbusd_epi32(
-          _mm512_load_si512((x + 1)->bytes), spread, _mm512_load_si512(x->bytes));
-      const __m512 factor = _mm512_set1_ps(factors[i * padded + group]);
-      sums[i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), factor, sums[i]);
-    }
-  }
-};
-
 // The products of row r with `Tokens` tokens from t on.
 template <typename Input, int Tokens>
 MRP_AVX512_CODES void multiply_coded_row(
@@ -267,17 +101,23 @@ MRP_AVX512_CODES void multiply_coded_row(
   int64_t group = 0;
   // 32 bytes may be read for each group, and no group takes more.
   const int64_t whole = weight.end - v >= 32 * x.groups ? weight.columns / GROUP : 0;
+  const auto add_whole = [&](int64_t next) MRP_AVX512_CODES {
+    const uint64_t kept = load_places(places + 8 * next);
+    x.template add<Tokens>(t, next, load_nibbles<false>(v, 64), kept, factors, sums);
+    v += (_mm_popcnt_u64(kept) + 1) / 2;
+  };
   for (; group + 8 <= whole; group += 8) {
     _mm_prefetch(reinterpret_cast<const char*>(places) + 8 * group + CODES_AHEAD, _MM_HINT_T0);
 #pragma GCC unroll 8
-    for (int64_t next = group; next < group + 8; next++) {
-      if ((next - group) % 2 == 0) {
+    for (int64_t next = 0; next < 8; next++) {
+      if (next % 2 == 0) {
         _mm_prefetch(reinterpret_cast<const char*>(v) + CODES_AHEAD, _MM_HINT_T0);
       }
-      const uint64_t kept = load_places(places + 8 * next);
-      x.template add<Tokens>(t, next, load_nibbles<false>(v, 64), kept, factors, sums);
-      v += (_mm_popcnt_u64(kept) + 1) / 2;
+      add_whole(group + next);
     }
+  }
+  for (; group < whole; group++) {
+    add_whole(group);
   }
   for (; group < x.groups; group++) {
     const uint64_t kept =
