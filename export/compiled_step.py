@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 LENGTHS = 256
 """A static cache is as long as a multiple of this, so that few lengths are compiled."""
-VERSION = 2
+VERSION = 3
 """Of what is traced here: steps that an older one compiled are not run."""
 _OPTIONS = {"aot_inductor.package_constants_in_so": False}
 

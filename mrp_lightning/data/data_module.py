@@ -252,23 +252,6 @@ class TextDataModule(LightningDataModule):
         """
         return self._windows_of(split).ids
 
-    def corpus_windows(self, name: str) -> Tensor:
-        """The windows of a published text that perplexity is measured on.
-
-        Args:
-            name: c4, ptb or wikitext2.
-
-        Returns:
-            Windows (windows, sequence_length), int64, in order.
-
-        Raises:
-            OptionError: `name` is none of these.
-            FileNotFoundError: Files are missing; it gives the commands that download them.
-            DataError: The text is too short for a window.
-        """
-        text = self._named.published.evaluation_text(name)
-        return self._cutter(name).consecutive(name, *text).ids
-
     def _windows_of(self, split: Split) -> Windows:
         return self._cutter(split).consecutive(split, SEPARATOR.join(self.documents(split)))
 

@@ -89,7 +89,8 @@ class Cutter:
     def consecutive(self, name: str, text: str | Sequence[str], most: int | None = None) -> Windows:
         """The first windows of a text, one after the other; all if `most` is `None`.
 
-        Before documents, which are tokenized one by one, the tokenizer puts nothing.
+        Documents are tokenized one by one. Where windows have no prefix, what the tokenizer puts
+        before and after a text is there once, and of documents around each.
 
         Raises:
             DataError: The text is shorter than one window.
@@ -97,7 +98,9 @@ class Cutter:
         if isinstance(text, str):
             tokens = tokenize(self.tokenizer, text)
         else:
-            encoded = encode(self.tokenizer, [document + SEPARATOR for document in text])
+            encoded = encode(
+                self.tokenizer, [document + SEPARATOR for document in text], special_tokens=True
+            )
             tokens = torch.tensor(list(chain.from_iterable(encoded)), dtype=torch.int32)
         windows = consecutive_windows(tokens, self.length - len(self.prefix), name)[:most]
         return Windows(self.after_prefix(windows), len(self.prefix))

@@ -85,6 +85,20 @@ def test_text_puts_it_once_before_the_text(data):
     assert (evaluated == 0).sum() == 1
 
 
+def test_text_puts_it_before_each_document_to_train_on(tmp_path):
+    documents = [f"value_{number} = {number}\n" * 9 for number in range(5)]
+    files = [tmp_path / f"{number}.txt" for number in range(5)]
+    for file, document in zip(files, documents, strict=True):
+        file.write_text(document)
+    tokenizer = tokenizer_with("[E] $A")
+    made = TextDataModule(files, tokenizer=tokenizer, sequence_length=16, bos="text")
+    stream = [token for text in documents for token in tokenizer(text + "\n\n").input_ids]
+    assert stream.count(0) == 5
+    windows = made.train_dataloader().dataset.ids.flatten().tolist()
+    assert windows == stream[: len(windows)]
+    assert len(stream) - len(windows) < 16
+
+
 @pytest.mark.parametrize("length", [8, 16])
 def test_it_is_not_counted_in_perplexity(data, tiny_llama, length, tmp_path, caplog):
     lm = CausalLM(tiny_llama)

@@ -112,7 +112,7 @@ def test_only_the_first_documents_of_c4_are_read(published, corpora_dir, tokeniz
     lengths = range(len(stream) // 200, len(stream))
     length = next(k for k in lengths if (len(stream) - left_over * 4) % k < 4)
     module = data(tokenizer, corpora_dir, evaluation="c4", sequence_length=length)
-    windows = module.corpus_windows("c4")
+    windows = torch.cat(list(module.test_dataloader()["c4"]))
     assert torch.equal(windows, windows_in_order(stream, length))
     assert len(windows) < 256
 
@@ -138,7 +138,7 @@ def test_each_text_gets_its_own_perplexity(corpora_dir, tiny_llama):
     assert list(lm.evaluation) == names
     for name, found, values in zip(names, lm.evaluation.values(), logged, strict=True):
         assert values == {f"loss/{name}": found["loss"], f"perplexity/{name}": found["perplexity"]}
-        windows = texts.corpus_windows(name)
+        windows = torch.cat(list(texts.test_dataloader()[name]))
         with torch.inference_mode():
             log_probabilities = lm.model(windows).logits.double().log_softmax(-1)[:, :-1]
         loss = -log_probabilities.gather(2, windows[:, 1:, None]).mean().item()
@@ -202,7 +202,7 @@ def test_the_cache_of_the_hub_is_enough(published, tokenizer, tmp_path, monkeypa
     module.setup("test")
     for name in names:
         expected = expected_evaluation(name, published, tokenizer[0])
-        assert torch.equal(module.corpus_windows(name), expected)
+        assert torch.equal(torch.cat(list(module.test_dataloader()[name])), expected)
     expected = expected_calibration("c4", published, tokenizer[0], 0)
     assert torch.equal(module.calibration_windows(), expected)
 
