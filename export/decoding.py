@@ -31,7 +31,8 @@ log = logging.getLogger(__name__)
 
 _FREE = {"bos_token_id", "eos_token_id", "pad_token_id", "do_sample", "temperature", "top_k"}
 _FREE |= {"top_p", "max_length", "max_new_tokens", "transformers_version", "use_cache"}
-_FREE |= {"_from_model_config", "cache_implementation"}
+_FREE |= {"_from_model_config", "cache_implementation", "return_dict_in_generate"}
+_FREE |= {f"output_{what}" for what in ("attentions", "hidden_states", "scores", "logits")}
 """Settings of `generation_config` that do not change which token is the likeliest."""
 FEW = 8
 """Up to so many tokens packed rows are multiplied as they are decoded."""

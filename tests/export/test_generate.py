@@ -1,14 +1,17 @@
 """`python -m export.generate`, on the embedded model."""
 
+import json
 import re
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from export import decoding
 from export.generate import main
 from export.to_sparse import main as to_sparse
 from mrp_lightning.embedded import STDLIB_LLAMA
+from mrp_lightning.errors import OptionError
 
 PROMPT = "import os\n\ndef "
 
@@ -73,3 +76,16 @@ def test_what_is_beyond_the_positions_is_refused(llama, capsys):
         f"128 positions, beyond which it writes nothing of sense. Give at most {128 - int(length)}"
         in shown
     )
+
+
+def test_what_else_generation_would_return_keeps_no_step_from_being_compiled(monkeypatch, caplog):
+    """transformers writes down that neither attentions nor states are asked for."""
+    settings = json.loads((STDLIB_LLAMA / "generation_config.json").read_text())
+    assert settings["output_attentions"] is False
+
+    def asked(model, length):
+        raise OptionError(f"a step of {type(model).__name__} for {length} tokens")
+
+    monkeypatch.setattr(decoding, "CompiledStep", asked)
+    main([str(STDLIB_LLAMA), "--prompt", "import", "--max-new-tokens", "3", "--device", "cpu"])
+    assert "(OptionError: a step of LlamaForCausalLM for 4 tokens)" in caplog.text
