@@ -76,7 +76,7 @@ MRP_AVX512_CODES inline __m512i counted() {
   return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
 }
 
-// Tokens in float32: `vdpbf16ps` keeps both ports of vectors busy for two cycles, longer than what
+// Tokens in float32: Intel's `vdpbf16ps` keeps both ports of vectors for two cycles, longer than what
 // replaces it. A group of a token is four lines of every fourth column, as the codes lie in words.
 struct Exact {
   int64_t groups;
