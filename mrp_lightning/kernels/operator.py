@@ -20,7 +20,6 @@ from torch.nn import functional as F
 from mrp_lightning.formats import bitmask4_format, bitmask_format, eight_bit_format
 from mrp_lightning.formats.bitmask4_format import BITMASK4, num_groups
 from mrp_lightning.formats.bitmask_format import BITMASK
-from mrp_lightning.formats.packed_format import PackedFormat
 from mrp_lightning.formats.sparse24_format import SPARSE24, spread
 from mrp_lightning.kernels import compiled
 from mrp_lightning.upstream import torch_names
@@ -174,24 +173,26 @@ def _fake8(x: Tensor, numbers: Tensor, scales: Tensor, bias: Tensor | None) -> T
     return x.new_empty(*x.shape[:-1], numbers.shape[0])
 
 
-def _save(form: PackedFormat, ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """Keep what the gradient of the input needs."""
+def _save(stored: int, ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Keep what the gradient of the input needs: the tensors that the weight is stored as."""
     del output
     x, *tensors = inputs
     ctx.columns, ctx.num_inputs = x.shape[-1], len(inputs)
-    ctx.save_for_backward(*tensors[: 1 + len(form.beside)])
+    ctx.save_for_backward(*tensors[:stored])
 
 
-def _backward(form: PackedFormat, bias: int, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(
+    unpack: Callable[..., Tensor], bias: int, ctx: Any, grad: Tensor
+) -> tuple[Tensor | None, ...]:
     """Gradients of the input and the bias, for prompts, adapters and attributions."""
-    if any(ctx.needs_input_grad[place] for place in range(1, 2 + len(form.beside))):
+    if any(ctx.needs_input_grad[1 : 1 + len(ctx.saved_tensors)]):
         raise NotImplementedError(
             "A packed weight cannot be trained: call `model.dequantize()` first, or freeze it "
             "with `weight.requires_grad_(False)`."
         )
     grads: list[Tensor | None] = [None] * ctx.num_inputs
     if ctx.needs_input_grad[0]:
-        grads[0] = grad @ form.unpack(*ctx.saved_tensors, ctx.columns)
+        grads[0] = grad @ unpack(*ctx.saved_tensors, ctx.columns)
     if ctx.needs_input_grad[bias]:
         grads[bias] = grad.sum_to_size(grad.shape[-1:])
     return tuple(grads)
@@ -219,14 +220,15 @@ def _cast(tensor: Tensor | None, device: str) -> Tensor | None:
 
 # `torch.library.register_autocast` casts to a dtype that is chosen here, not by the user.
 _LIBRARY = torch.library.Library("mrp_lightning", "IMPL")
-for _operator, _name, _form, _floating in (  # the places of floating operands, the bias the last
-    (linear24, "linear24", SPARSE24, (0, 1, 3)),
-    (linear_bitmask, "linear_bitmask", BITMASK, (0, 1, 4)),
-    (linear_bitmask4, "linear_bitmask4", BITMASK4, (0, 3, 5)),
+for _operator, _name, _unpack, _stored, _floating in (  # floating operands, the bias the last
+    (linear24, "linear24", SPARSE24.unpack, 2, (0, 1, 3)),
+    (linear_bitmask, "linear_bitmask", BITMASK.unpack, 2, (0, 1, 4)),
+    (linear_bitmask4, "linear_bitmask4", BITMASK4.unpack, 3, (0, 3, 5)),
+    (linear8, "linear8", lambda *stored: eight_bit_format.unpack(*stored[:2]), 2, (0, 2, 3)),
 ):
     _operator.register_autograd(
-        functools.partial(_backward, _form, _floating[-1]),
-        setup_context=functools.partial(_save, _form),
+        functools.partial(_backward, _unpack, _floating[-1]),
+        setup_context=functools.partial(_save, _stored),
     )
     for _device in ("cpu", "cuda"):
         _kernel = functools.partial(_autocast, _operator, _floating, _device)

@@ -62,6 +62,36 @@ def test_numbers_may_lie_at_any_address(tokens):
     assert torch.equal(layer(x), expected)
 
 
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_gradients_pass_through_to_the_input_and_the_bias(tokens):
+    layer = EightBitLinear.from_linear(nn.Linear(64, 32))
+    layer.bias.requires_grad_()
+    dense = nn.Linear(64, 32)
+    dense.weight.data, dense.bias.data = layer.dense_weight(), layer.bias.detach().clone()
+    x = torch.randn(2, tokens, 64, requires_grad=True)
+    other = x.detach().clone().requires_grad_()
+    weights = torch.randn(2, tokens, 32)
+    (layer(x) * weights).sum().backward()
+    (dense(other) * weights).sum().backward()
+    torch.testing.assert_close(x.grad, other.grad)
+    torch.testing.assert_close(layer.bias.grad, dense.bias.grad)
+    torch.library.opcheck(
+        torch.ops.mrp_lightning.linear8.default,
+        (x[0], layer.weight, layer.weight_scales, layer.bias),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+
+def test_autocast_casts_what_it_casts_of_a_dense_layer():
+    layer = EightBitLinear.from_linear(nn.Linear(64, 32))
+    x = torch.randn(3, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = layer(x)
+    assert found.dtype == torch.bfloat16
+    error = (found.double() - layer(x).double()).norm() / layer(x).double().norm()
+    assert 0 < error < 0.02
+
+
 def test_a_tied_table_has_the_same_bits():
     model = AutoModelForCausalLM.from_pretrained(STDLIB_LLAMA).eval()
     truth = AutoModelForCausalLM.from_pretrained(STDLIB_LLAMA).eval()
