@@ -70,7 +70,7 @@ sanitize: .venv/installed
 	mkdir -p build
 	$(CXX) -std=c++20 -O1 -g -Wall -Wextra -Wno-maybe-uninitialized -Wno-uninitialized \
 		-fsanitize=address,undefined -fno-sanitize-recover=all \
-		-I mrp_lightning/kernels/cpu \
+		-I mrp_sparse/kernels/cpu \
 		-isystem $$($(BIN)/python -c "import torch.utils.cpp_extension as e; print(e.include_paths()[0])") \
 		tests/export/rows_sanitized.cpp -o build/rows_sanitized
 	build/rows_sanitized
@@ -82,20 +82,21 @@ embedded-model: .venv/installed
 		--trainer.callbacks.init_args.save_dir mrp_lightning/embedded/stdlib-llama
 
 # constraints.txt holds the versions that were tested; pyproject.toml the ranges that should work.
-.venv/installed: pyproject.toml constraints.txt
+.venv/installed: pyproject.toml mrp_sparse/pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable mrp_sparse --editable ".[dev]"
 	touch $@
 
 # Makes the notebooks of examples/ from their scripts, with what the cells show.
 notebooks: .venv/installed
 	PYTHONWARNINGS=ignore HF_HUB_DISABLE_PROGRESS_BARS=1 $(BIN)/jupytext --quiet --to ipynb --execute examples/notebooks/*.py
 
-# The sdist, and the wheel that is built from it.
+# The sdists of both distributions, and the wheels that are built from them.
 dist: .venv/installed
 	rm -rf dist
-	$(BIN)/python -m build --no-isolation --outdir dist
+	$(BIN)/python -m build --no-isolation --outdir dist mrp_sparse
+	$(BIN)/python -m build --no-isolation --outdir dist .
 
 clean:
 	rm -rf .venv runs build dist

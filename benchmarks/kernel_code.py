@@ -27,8 +27,8 @@ from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
-from mrp_lightning.kernels import triton_kernels
-from mrp_lightning.kernels.candidates import KERNELS, PackedWeight
+from mrp_sparse.kernels import triton_kernels
+from mrp_sparse.kernels.candidates import KERNELS, PackedWeight
 
 COLUMNS = 65536
 """So many that no loop is unrolled whole."""

@@ -21,8 +21,8 @@ from collections import Counter
 from pathlib import Path
 
 from mrp_lightning.embedded import STDLIB_LLAMA
-from mrp_lightning.environment import machine
 from mrp_lightning.journal.directory import journal_path
+from mrp_sparse.environment import machine
 
 
 def main() -> None:

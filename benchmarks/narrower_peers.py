@@ -40,7 +40,6 @@ from torch import Tensor, nn
 
 from mrp_lightning import HessianAccumulator, prune_columns
 from mrp_lightning.commands.sweep import read_sweep
-from mrp_lightning.environment import machine
 from mrp_lightning.experiments.execute import configure
 from mrp_lightning.experiments.sweep import Sweep
 from mrp_lightning.experiments.trials import Trial, parse_setting
@@ -49,6 +48,7 @@ from mrp_lightning.solver.column_sets import ColumnSet
 from mrp_lightning.solver.input_hessian import InputHessian
 from mrp_lightning.solver.patterns import Unstructured
 from mrp_lightning.targets.plan import Plan, make_plan
+from mrp_sparse.environment import machine
 
 METRIC = "WIFV"
 

@@ -8,7 +8,7 @@ METHOD. Speed does not depend on what weights mean: they are random, and so are 
 zeros, but for those of 2:4. All run with one thread, in rounds, each contestant once a round; a
 time is CPU time of the process, the least of the rounds and their median. A layer's copies are
 more than any cache holds, and are read in turn. A model is a shape: a step of decoding is compiled
-ahead of time (`export.compiled_step`), for dense bfloat16 just as for packed weights, with a
+ahead of time (`mrp_sparse.compiled_step`), for dense bfloat16 just as for packed weights, with a
 static cache of 256 places that the attention looks at whole; each contestant is a process of its
 own that waits while others run. llama.cpp's time is that of `llama-bench -p 0 -n LONG` less that
 of `-n SHORT`, each with `-t 1 -r 1`, so that loading is left out. Our head is bfloat16 where
@@ -46,12 +46,12 @@ from few_bits_pictures import drawings
 from torch import Tensor, nn
 
 from export import Bitmask4Linear
-from export.compiled_step import CompiledStep
-from export.speed.twins import storage_bytes
-from mrp_lightning.environment import machine
-from mrp_lightning.kernels import compiled
-from mrp_lightning.packed.eight_bit_head import round_head
-from mrp_lightning.packed.packed_linear import PackedLinear
+from mrp_sparse.compiled_step import CompiledStep
+from mrp_sparse.decoding import storage_bytes
+from mrp_sparse.environment import machine
+from mrp_sparse.kernels import compiled
+from mrp_sparse.layers.eight_bit_head import round_head
+from mrp_sparse.layers.packed_linear import PackedLinear
 
 SHAPES = ("4096x4096", "5632x2048", "1536x576")
 SMOLLM2 = {"model_type": "llama", "hidden_size": 576, "num_attention_heads": 9}

@@ -29,7 +29,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from export.speed.random_models import SHAPES
-from mrp_lightning.environment import machine
 from mrp_lightning.evaluation.perplexity import Perplexity, token_losses
 from mrp_lightning.models.loading import load_model
 from mrp_lightning.models.tokenizers import load_tokenizer
@@ -40,6 +39,7 @@ from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.plan import make_plan
 from mrp_lightning.text.standard_library import standard_library
 from mrp_lightning.text.windows import Draws, consecutive_windows, segments_of_text, tokenize
+from mrp_sparse.environment import machine
 
 ORIGINALS = {
     "original SparseGPT": (originals.sparsegpt, "sparsegpt"),

@@ -5,11 +5,23 @@ minutes, and kept for later starts. If it cannot be compiled, a warning says why
 in Python.
 """
 
-from collections.abc import Sequence
-from typing import Any
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from mrp_lightning.cli.command import make_parser, number_from, told
-from mrp_lightning.environment import device_named, machine
+from mrp_lightning.environment import device_named
+from mrp_lightning.errors import DataError, first_line
+from mrp_sparse.environment import machine
+
+if TYPE_CHECKING:
+    from mrp_sparse.decoding import Speed
+
+FEW = 8
+"""Number of tokens up to which packed rows are multiplied as they are decoded."""
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -19,8 +31,6 @@ def main(args: Sequence[str] | None = None) -> None:
         # Only now: they load transformers, which help and a mistake need not wait for.
         from transformers.utils import logging as transformers_logging
 
-        from export.decoding import write
-
         transformers_logging.disable_progress_bar()
         device = device_named(options.device)
         print(f"On {machine(device)}\n")
@@ -28,7 +38,7 @@ def main(args: Sequence[str] | None = None) -> None:
         for directory in filter(None, (options.compare, options.directory)):
             print(f"--- {directory}")
             speeds.append(
-                write(
+                _generate(
                     directory,
                     options.prompt,
                     options.max_new_tokens,
@@ -45,6 +55,82 @@ def main(args: Sequence[str] | None = None) -> None:
             f"{after.rate / before.rate:.2f} times the tokens a second, "
             f"{after.num_bytes / before.num_bytes:.2f} of the memory"
         )
+
+
+def _generate(
+    directory: str | os.PathLike[str],
+    prompt: str,
+    max_new_tokens: int,
+    device: torch.device,
+    *,
+    compiled: bool,
+    eight_bits: bool,
+    eight_bit_head: bool,
+) -> "Speed":
+    """Print how a model of a directory continues a text, and return its speed.
+
+    Raises:
+        OptionError: There is no head that can be rounded; see `Head.of`.
+        FileNotFoundError: The directory holds no model.
+        FormatError: See `export.load`.
+        DataError: There is no tokenizer in it, the prompt is empty, or the text would get longer
+            than the model's positions.
+    """
+    # Only now: these load transformers.
+    from export.loading import load
+    from mrp_lightning.models.skeleton import longest_sequence
+    from mrp_lightning.models.tokenizers import load_tokenizer
+    from mrp_sparse.compiled_step import round_activations
+    from mrp_sparse.decoding import TimedStreamer, write
+    from mrp_sparse.layers.bitmask4_linear import Bitmask4Linear
+    from mrp_sparse.layers.eight_bit_head import round_head
+    from mrp_sparse.layers.eight_bit_linear import EightBitLinear
+
+    model: Any = load(Path(directory), dtype="auto").eval()
+    model.to(device)
+    try:
+        tokenizer = load_tokenizer(directory)
+    except (FileNotFoundError, DataError) as error:
+        raise DataError(
+            f"{directory} holds no tokenizer that can be loaded: {first_line(error)}"
+        ) from error
+    tokens = tokenizer(prompt, return_tensors="pt").to(device)
+    if not tokens["input_ids"].numel():
+        raise DataError("`--prompt` is empty; give the beginning of a text.")
+    most, length = longest_sequence(model.config), tokens["input_ids"].shape[1]
+    if most is not None and length + max_new_tokens > most:
+        step = f"at most {most - length}" if length < most else "a shorter prompt"
+        raise DataError(
+            f"`--prompt` has {length} tokens and `--max-new-tokens` is {max_new_tokens}, but "
+            f"{directory} has {most} positions, beyond which it writes nothing of sense. Give "
+            f"{step}."
+        )
+    tokens = {key: tokens[key] for key in ("input_ids", "attention_mask")}
+    first = tokens["input_ids"][:, :FEW]
+    if isinstance(model.get_output_embeddings(), EightBitLinear):
+        print("[a head of 8 bits: it is stored so]")
+    elif eight_bit_head:
+        _change(model, first, "a head of 8 bits", round_head)
+    if eight_bits:
+        if any(isinstance(module, Bitmask4Linear) for module in model.modules()):
+            _change(model, first, "activations of 8 bits", round_activations)
+        else:
+            print("[activations of 8 bits: no layer has four bits, and none is rounded]")
+    return write(model, tokens, TimedStreamer(tokenizer), max_new_tokens, compiled)
+
+
+@torch.no_grad()
+def _change(model: Any, tokens: torch.Tensor, what: str, change: Callable[[Any], object]) -> None:
+    """Change a model, and print by how much the logits of a few tokens change."""
+    before = model(tokens).logits.double()
+    change(model)
+    after = model(tokens).logits.double()
+    error = float((after - before).norm() / before.norm())
+    same = float((after.argmax(-1) == before.argmax(-1)).double().mean())
+    print(
+        f"[{what}: logits are off by {error:.2%}, and the likeliest token is the same for "
+        f"{same:.0%} of {tokens.shape[1]} tokens]"
+    )
 
 
 def _parser() -> Any:

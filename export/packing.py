@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from export.backends.apply import check_backend, why_not_here
-from export.backends.torchao_format import load, why_not_storable
+from export.backends.torchao_format import why_not_storable
 from export.conversion.checkpoint import Checkpoint, open_checkpoint
 from export.conversion.head_choice import HeadChoice, choose_head
 from export.conversion.layer_choice import LayerChoice
@@ -20,6 +20,7 @@ from export.conversion.parity import check_parity
 from export.conversion.selection import choose_layers
 from export.conversion.tracking import Track, bars
 from export.conversion.writing import write_dense, write_packed, write_torchao
+from export.loading import load
 from export.model_card import write_card
 from export.report import NO_CUDA, ExportReport
 from export.speed.comparison import compare
@@ -27,10 +28,10 @@ from export.speed.options import SpeedOptions
 from mrp_lightning import errors
 from mrp_lightning.environment import device_named
 from mrp_lightning.files import output_path
-from mrp_lightning.formats.bitmask4_format import BITMASK4
-from mrp_lightning.formats.bitmask_format import BITMASK
-from mrp_lightning.formats.sparse24_format import SPARSE24
 from mrp_lightning.outputs import check_output_dir, save_directory
+from mrp_sparse.formats.bitmask import BITMASK
+from mrp_sparse.formats.bitmask4 import BITMASK4
+from mrp_sparse.formats.sparse24 import SPARSE24
 
 log = logging.getLogger(__name__)
 

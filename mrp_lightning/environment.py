@@ -1,7 +1,6 @@
 """The environment of a command: device, hub, libraries; and the part of it that a report names."""
 
 import logging
-import os
 import platform
 import shlex
 import sys
@@ -42,15 +41,6 @@ def device_named(name: str | None) -> torch.device:
             "device; try `cpu`."
         )
     return device
-
-
-def machine(device: torch.device) -> str:
-    """The device and the version of torch."""
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-    else:
-        name = f"{_processor()}, {torch.get_num_threads()} of {os.cpu_count()} cores"
-    return f"{name}; torch {torch.__version__}"
 
 
 _HUB_SECONDS = 3
@@ -161,10 +151,3 @@ def versions() -> dict[str, str]:
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
     return found
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()

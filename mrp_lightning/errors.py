@@ -1,5 +1,11 @@
 """The errors that users meet, by kind, so that they can be told apart in code and by a shell."""
 
+from mrp_sparse.errors import FormatError as FormatError
+from mrp_sparse.errors import OptionError as OptionError
+from mrp_sparse.errors import PatternError as PatternError
+from mrp_sparse.errors import TargetError as TargetError
+from mrp_sparse.errors import first_line as first_line
+
 FAILED, MISTAKE = 1, 2
 """Exit statuses: what was asked for could not be done; what was asked for cannot be."""
 
@@ -7,17 +13,6 @@ FAILED, MISTAKE = 1, 2
 def ended_by(signal: int) -> int:
     """The exit status of a process that a signal ends, as shells have it."""
     return 128 + signal
-
-
-def first_line(error: Exception) -> str:
-    """The kind of a library's error, and the first line of what it says, if it says anything."""
-    kind = type(error).__name__
-    lines = str(error).strip().splitlines()
-    return f"{kind}: {lines[0]}" if lines else kind
-
-
-class PatternError(ValueError):
-    """`sparsity` or `pattern` is missing, malformed, or does not fit a layer."""
 
 
 class MethodError(ValueError):
@@ -28,20 +23,12 @@ class HessianError(ValueError):
     """The Hessian is not usable: no tokens, NaN or Inf, all zero, or not positive definite."""
 
 
-class TargetError(ValueError):
-    """Layers or blocks that were asked for do not exist, or cannot be pruned as they are."""
-
-
 class StrategyError(ValueError):
     """The trainer spreads the model or the data over processes in a way that is not supported."""
 
 
 class DataError(ValueError):
     """Text or batches cannot be used: none, too short, of an unknown form, without a tokenizer."""
-
-
-class FormatError(ValueError):
-    """A checkpoint cannot be read as what it says it is: missing, damaged or unknown content."""
 
 
 class ParityError(ValueError):
@@ -64,13 +51,13 @@ class ProcessError(RuntimeError):
     """One of several processes that prune together has ended, or cannot be reached."""
 
 
-class OptionError(ValueError):
-    """An option has a value that it cannot have."""
-
-
 class DependencyError(ImportError):
     """A package that a command needs is not installed, or is hidden by another of its name."""
 
 
 class NumericalWarning(UserWarning):
     """A result is valid but less accurate than asked for, or took more damping than asked for."""
+
+
+ERROR_OF_ARGUMENT = {"sparsity": PatternError, "pattern": PatternError, "method": MethodError}
+"""The error of a public argument that has a class of its own; all others are `OptionError`."""

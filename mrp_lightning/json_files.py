@@ -3,13 +3,13 @@
 import json
 import math
 import os
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from reprlib import repr as shortened
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from mrp_lightning.errors import FormatError
+from mrp_sparse.errors import FormatError
+from mrp_sparse.json_files import check_version as check_version
+from mrp_sparse.json_files import read_json as read_json
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -25,40 +25,6 @@ def as_json(content: Any) -> str:
         TypeError: The content is more than mappings, lists, tuples, strings, numbers and `None`.
     """
     return json.dumps(_finite(content), indent=2, allow_nan=False) + "\n"
-
-
-def read_json(path: str | os.PathLike[str], remedy: str, version: int | None = None) -> Any:
-    """Read a JSON object.
-
-    Args:
-        path: The file.
-        remedy: The next step if it cannot be read, such as "prune again".
-        version: The `format_version` that it has to have; `None` for a file that has none.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        FormatError: It is no JSON object, or of another version; or no file, but a directory or a
-            pipe, which would be waited for.
-    """
-    if os.path.lexists(path) and not Path(path).is_file():
-        raise FormatError(f"{path} is no file. Move it away, or {remedy}.")
-    try:
-        content = json.loads(
-            Path(path).read_text("utf-8"),
-            parse_int=lambda digits: _within_floats(int(digits)),
-            parse_float=lambda digits: _within_floats(float(digits)),
-            parse_constant=lambda name: _within_floats(float(name)),
-        )
-        # Half of a surrogate pair can be escaped in JSON, but not be written into any file.
-        json.dumps(content, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{path} is not JSON ({error}). Delete it, or {remedy}.") from error
-    if version is not None:
-        check_version(content, str(path), version, remedy)
-    if not isinstance(content, dict):
-        kind = type(content).__name__
-        raise FormatError(f"{path}: expected a JSON object, got a {kind}. Delete it, or {remedy}.")
-    return content
 
 
 def read_as(
@@ -99,16 +65,6 @@ def as_dataclass(kind: type[T], content: Any, source: str, remedy: str) -> T:
         raise FormatError(f"{refused}\n{listed}") from error
 
 
-def check_version(content: Any, source: str, version: int, remedy: str) -> None:
-    """Raise a `FormatError` where `format_version` is missing or another one."""
-    found = content.get("format_version") if isinstance(content, dict) else None
-    if found != version:
-        raise FormatError(
-            f"{source}: `format_version` is {found!r}, but this version of mrp-lightning reads "
-            f"{version}. Use the version that wrote it, or {remedy}."
-        )
-
-
 def _place(found: "ErrorDetails", content: Any) -> str:
     """Keys and positions as `layers[3].name`, without the kinds that pydantic adds for a union."""
     place = ""
@@ -130,13 +86,6 @@ def _problem(place: str, found: "ErrorDetails") -> str:
     if message.startswith(_EXPECTED):
         return f"{name} is {shortened(found['input'])}, expected {message[len(_EXPECTED) :]}"
     return f"{name}: {message.removeprefix('Value error, ')}"
-
-
-def _within_floats(number: int | float) -> int | float:
-    """A number with which can be reckoned: neither NaN nor beyond the range of floats."""
-    if not abs(number) <= sys.float_info.max:
-        raise ValueError("a number in it is NaN, or beyond the range of floats")
-    return number
 
 
 def _finite(content: Any) -> Any:

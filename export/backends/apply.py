@@ -14,7 +14,7 @@ from torch import nn
 
 from export.backends.subclasses import SUBCLASSES
 from mrp_lightning.errors import OptionError
-from mrp_lightning.kernels.candidates import (
+from mrp_sparse.kernels.candidates import (
     KERNELS,
     Call,
     compress,
@@ -22,9 +22,9 @@ from mrp_lightning.kernels.candidates import (
     usable,
     why_not_compressible,
 )
-from mrp_lightning.kernels.dispatch import known_times
-from mrp_lightning.kernels.kernel_times import STORED_DENSE, KernelTimes
-from mrp_lightning.packed.sparse24_linear import Sparse24Linear
+from mrp_sparse.kernels.dispatch import known_times
+from mrp_sparse.kernels.kernel_times import STORED_DENSE, KernelTimes
+from mrp_sparse.layers.sparse24_linear import Sparse24Linear
 
 BACKENDS = ("auto", "triton", *SUBCLASSES)
 TARGETS: Mapping[str, tuple[int, ...]] = {

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from export.backends.torchao_format import read
+from export.loading import read
 from mrp_lightning.errors import FormatError, first_line
 from mrp_lightning.files import BESIDE, visible_files
 from mrp_lightning.json_files import read_json

@@ -13,8 +13,8 @@ from mrp_lightning.errors import FormatError, OptionError, PatternError
 from mrp_lightning.files import BESIDE
 from mrp_lightning.json_files import read_as
 from mrp_lightning.records.report import NAME
-from mrp_lightning.solver.grid import Grid
 from mrp_lightning.solver.patterns import SemiStructured, make_pattern
+from mrp_sparse.formats.grid import Grid
 
 _ROUNDING = 1e-6
 """The fraction of weights by which a report's `sparsity`, a mean in float32, may be off."""

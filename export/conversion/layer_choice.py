@@ -9,12 +9,12 @@ from torch import Tensor
 from export.conversion.checkpoint import Checkpoint
 from export.conversion.claims import read_grid, read_structure
 from mrp_lightning.errors import PatternError
-from mrp_lightning.formats.bitmask4_format import BITMASK4
-from mrp_lightning.formats.bitmask_format import BITMASK
-from mrp_lightning.formats.packed_format import PackedFormat
-from mrp_lightning.formats.sparse24_format import GROUP, SPARSE24
 from mrp_lightning.records.report import NAME
 from mrp_lightning.targets.names import without_numbers
+from mrp_sparse.formats.bitmask import BITMASK
+from mrp_sparse.formats.bitmask4 import BITMASK4
+from mrp_sparse.formats.packed_format import PackedFormat
+from mrp_sparse.formats.sparse24 import GROUP, SPARSE24
 
 
 @dataclass(frozen=True)

@@ -17,19 +17,20 @@ from torch.nn import functional as F
 from torch.sparse import SparseSemiStructuredTensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
-from export.backends.torchao_format import load, restore
+from export.backends.torchao_format import restore
 from export.conversion.checkpoint import Checkpoint, open_checkpoint
 from export.conversion.head_choice import HeadChoice
 from export.conversion.layer_choice import LayerChoice
 from export.conversion.text_parity import TextParity, compare_text, text_failures, text_windows
 from export.conversion.tracking import Track, silently
+from export.loading import load
 from mrp_lightning.errors import ParityError
-from mrp_lightning.formats.packed_format import different_bits
-from mrp_lightning.formats.sparse24_format import positive_zeros
-from mrp_lightning.kernels.operator import MAX_ERROR_RATIO
-from mrp_lightning.packed.eight_bit_head import round_head
-from mrp_lightning.packed.huggingface import CONFIGS
-from mrp_lightning.packed.packed_linear import PackedLinear
+from mrp_sparse.formats.packed_format import different_bits
+from mrp_sparse.formats.sparse24 import positive_zeros
+from mrp_sparse.huggingface import CONFIGS
+from mrp_sparse.kernels.operator import MAX_ERROR_RATIO
+from mrp_sparse.layers.eight_bit_head import round_head
+from mrp_sparse.layers.packed_linear import PackedLinear
 
 _TOKENS = (1, 16)
 """Numbers of tokens at which each layer is compared: other kernels run one token than several."""

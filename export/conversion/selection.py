@@ -15,19 +15,19 @@ from export.conversion.layer_choice import LayerChoice, form_of, judge, refuse_m
 from export.conversion.read_directly import is_read_directly
 from export.conversion.tracking import Track, silently
 from mrp_lightning.errors import FormatError
-from mrp_lightning.formats.bitmask4_format import BITMASK4, GRID, GROUP, count_bytes
-from mrp_lightning.formats.bitmask_format import count_kept
-from mrp_lightning.formats.packed_format import PackedFormat, why_no_matrix
-from mrp_lightning.formats.sparse24_format import broken_groups, positive_zeros
 from mrp_lightning.models.checkpoint import names_in_model
 from mrp_lightning.models.integrity import larger
 from mrp_lightning.models.skeleton import build_without_weights
-from mrp_lightning.packed.packed_linear import is_packable
 from mrp_lightning.records.report import NAME, PruningReport
 from mrp_lightning.solver.patterns import Unstructured
 from mrp_lightning.targets.layers import Expert, Layer, is_conv1d, layers_of
 from mrp_lightning.targets.names import matches, require_matches
 from mrp_lightning.targets.plan import make_plan
+from mrp_sparse.formats.bitmask import count_kept
+from mrp_sparse.formats.bitmask4 import BITMASK4, GRID, GROUP, count_bytes
+from mrp_sparse.formats.packed_format import PackedFormat, why_no_matrix
+from mrp_sparse.formats.sparse24 import broken_groups, positive_zeros
+from mrp_sparse.layers.packed_linear import is_packable
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _SKIPPED = "left out by `--skip`"

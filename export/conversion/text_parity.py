@@ -14,8 +14,8 @@ from export.conversion.checkpoint import Checkpoint
 from export.conversion.tracking import Track, silently
 from mrp_lightning.data.data_module import TextDataModule
 from mrp_lightning.errors import DataError, first_line
-from mrp_lightning.formats.packed_format import different_bits
 from mrp_lightning.models.skeleton import longest_sequence
+from mrp_sparse.formats.packed_format import different_bits
 
 MIN_TOP1_AGREEMENT = 0.995
 MAX_PERPLEXITY_CHANGE = 0.001

@@ -14,8 +14,8 @@ from export.conversion.checkpoint import Checkpoint
 from export.conversion.head_choice import HeadChoice
 from export.conversion.layer_choice import LayerChoice
 from mrp_lightning.files import save_text
-from mrp_lightning.formats.sparse24_format import positive_zeros
 from mrp_lightning.json_files import as_json
+from mrp_sparse.formats.sparse24 import positive_zeros
 
 
 def write_packed(

@@ -14,13 +14,14 @@ from export.speed.model_timing import time_models
 from export.speed.options import SpeedOptions
 from export.speed.tables import SpeedReport
 from export.speed.timing import microseconds, take_turns
-from export.speed.twins import dense_copy, storage_bytes
-from mrp_lightning.arguments import checked
+from export.speed.twins import dense_copy
 from mrp_lightning.errors import OptionError
-from mrp_lightning.kernels import cusparselt
-from mrp_lightning.kernels.dispatch import known_times, use_times
-from mrp_lightning.kernels.kernel_times import Failure, Measurement, cache_path
-from mrp_lightning.packed.sparse24_linear import Sparse24Linear
+from mrp_sparse.arguments import checked
+from mrp_sparse.decoding import storage_bytes
+from mrp_sparse.kernels import cusparselt
+from mrp_sparse.kernels.dispatch import known_times, use_times
+from mrp_sparse.kernels.kernel_times import Failure, Measurement, cache_path
+from mrp_sparse.layers.sparse24_linear import Sparse24Linear
 
 log = logging.getLogger(__name__)
 

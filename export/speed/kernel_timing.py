@@ -15,9 +15,9 @@ from torch import Tensor
 
 from export.speed.timing import copies, graphed, take_turns
 from mrp_lightning.errors import first_line
-from mrp_lightning.formats.sparse24_format import GROUP, pack
-from mrp_lightning.kernels import cusparselt
-from mrp_lightning.kernels.candidates import (
+from mrp_sparse.formats.sparse24 import GROUP, pack
+from mrp_sparse.kernels import cusparselt
+from mrp_sparse.kernels.candidates import (
     KERNELS,
     SOME_TOKENS,
     Call,
@@ -26,8 +26,8 @@ from mrp_lightning.kernels.candidates import (
     compress,
     why_not_compressible,
 )
-from mrp_lightning.kernels.kernel_times import STORED_DENSE, Failure, Measurement
-from mrp_lightning.kernels.operator import MAX_ERROR_RATIO
+from mrp_sparse.kernels.kernel_times import STORED_DENSE, Failure, Measurement
+from mrp_sparse.kernels.operator import MAX_ERROR_RATIO
 
 log = logging.getLogger(__name__)
 QUICK = 5

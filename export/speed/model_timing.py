@@ -19,7 +19,7 @@ from export.speed.kernel_timing import REPEATS
 from export.speed.options import SpeedOptions
 from export.speed.timing import Timing, captured, graphed, microseconds, take_turns
 from mrp_lightning.errors import first_line
-from mrp_lightning.upstream.transformers_names import attention_of
+from mrp_sparse.upstream import attention_of
 
 SPARE = 16
 """Further places in the cache, for the steps of the warm-up."""

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from export.speed.kernel_timing import random_24
-from mrp_lightning.formats.sparse24_format import why_not_packable
+from mrp_sparse.formats.sparse24 import why_not_packable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

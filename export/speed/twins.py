@@ -1,13 +1,12 @@
-"""One model packed and dense, with all other tensors shared, and the memory that it takes."""
+"""One model packed and dense, with all other tensors shared."""
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from mrp_lightning.packed.sparse24_linear import Sparse24Linear
+from mrp_sparse.layers.sparse24_linear import Sparse24Linear
 
 
 def packed_copy(model: PreTrainedModel, names: Iterable[str]) -> PreTrainedModel:
@@ -27,24 +26,3 @@ def dense_copy(model: PreTrainedModel) -> PreTrainedModel:
         if isinstance(module, Sparse24Linear):
             dense.set_submodule(name, module.to_linear())
     return dense
-
-
-def storage_bytes(model: nn.Module) -> int:
-    """Bytes that the weights take in memory: each storage once, in all layouts that are kept.
-
-    A 2:4 tensor subclass gives the `nbytes` of its dense matrix; its parts are counted instead.
-    """
-    storages: dict[int, int] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        for part in _parts(tensor):
-            storage = part.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
-
-
-def _parts(tensor: Tensor) -> list[Tensor]:
-    flatten: Callable[[], tuple[list[str], Any]] | None
-    flatten = getattr(tensor, "__tensor_flatten__", None)
-    if flatten is None:
-        return [tensor]
-    return [part for name in flatten()[0] for part in _parts(getattr(tensor, name))]

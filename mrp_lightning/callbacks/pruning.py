@@ -8,9 +8,8 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
-from mrp_lightning.arguments import checked
 from mrp_lightning.environment import progress_log
-from mrp_lightning.errors import DataError, OptionError
+from mrp_lightning.errors import ERROR_OF_ARGUMENT, DataError, OptionError
 from mrp_lightning.files import output_path
 from mrp_lightning.loop.run import Output, Run
 from mrp_lightning.loop.saving import Pruned
@@ -18,6 +17,7 @@ from mrp_lightning.loop.signals import Interrupted
 from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.records.report import PruningReport
 from mrp_lightning.tuning.block_tuner import BlockTuning
+from mrp_sparse.arguments import checked
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class PruningCallback(Callback):
         OptionError: Another argument is out of range, or does not go with the others.
     """
 
-    @checked
+    @checked(errors=ERROR_OF_ARGUMENT)
     def __init__(
         self,
         *,

@@ -6,11 +6,11 @@ from os import PathLike
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from mrp_lightning.arguments import checked
 from mrp_lightning.files import output_path
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.saving import check_save_dir, save_trained
 from mrp_lightning.models.loading import as_dtype
+from mrp_sparse.arguments import checked
 
 log = logging.getLogger(__name__)
 

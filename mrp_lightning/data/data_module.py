@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from mrp_lightning.arguments import checked
 from mrp_lightning.data.own_text import own_windows, writer_of
 from mrp_lightning.errors import DataError, OptionError
 from mrp_lightning.loop.distributed import one_share_each
@@ -26,6 +25,7 @@ from mrp_lightning.text.published import EVALUATION
 from mrp_lightning.text.sources import GivenText
 from mrp_lightning.text.standard_library import Split
 from mrp_lightning.text.windows import SEPARATOR
+from mrp_sparse.arguments import checked
 
 _Path = str | os.PathLike[str]
 _USUAL_LENGTH = 2048  # tokens a window, in the papers

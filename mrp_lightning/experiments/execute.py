@@ -10,7 +10,6 @@ from difflib import get_close_matches
 from lightning.pytorch.cli import instantiate_class
 
 from mrp_lightning.data.data_module import TextDataModule
-from mrp_lightning.environment import machine
 from mrp_lightning.errors import FormatError, OptionError
 from mrp_lightning.evaluation.zeroshot import Tasks, evaluate, summarize
 from mrp_lightning.experiments.configuration import Configured, quiet
@@ -25,6 +24,7 @@ from mrp_lightning.models.gguf import located
 from mrp_lightning.models.loading import load_config
 from mrp_lightning.records.evaluation import NAME, Scores, record
 from mrp_lightning.tuning.block_tuner import BlockTuning
+from mrp_sparse.environment import machine
 
 _BAR = "trainer.enable_progress_bar"
 

@@ -16,7 +16,7 @@ from mrp_lightning.environment import versions
 from mrp_lightning.journal.manifest import Fingerprint, digest
 from mrp_lightning.journal.same import with_a_say
 from mrp_lightning.processes import Processes
-from mrp_lightning.upstream.transformers_names import attention_of
+from mrp_sparse.upstream import attention_of
 
 _OF_NO_FORWARD = ("_name_or_path", "transformers_version")
 _LIBRARIES = ("mrp_lightning", "torch", "transformers", "cuda")

@@ -15,7 +15,6 @@ from transformers import (
     get_cosine_schedule_with_warmup,
 )
 
-from mrp_lightning.arguments import checked
 from mrp_lightning.calibration.offload import Offload, held_on_cpu
 from mrp_lightning.errors import OptionError, TargetError
 from mrp_lightning.evaluation.perplexity import Perplexities, token_losses
@@ -26,6 +25,7 @@ from mrp_lightning.models.tokenizers import tokenizer_files, tokenizer_from_file
 from mrp_lightning.targets.blocks import find_blocks
 from mrp_lightning.targets.finite import refuse_not_finite
 from mrp_lightning.targets.zeros import pruned_layers
+from mrp_sparse.arguments import checked
 
 _TOKENIZER = "tokenizer_files"
 """The key of a checkpoint under which the files of the tokenizer are, by name, as bytes."""

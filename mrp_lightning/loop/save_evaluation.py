@@ -10,11 +10,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from mrp_lightning.arguments import checked
 from mrp_lightning.files import output_path
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.models.batch import split_batch
 from mrp_lightning.records import evaluation as records
+from mrp_sparse.arguments import checked
 
 _PROMPT_TOKENS = 32
 _NEW_TOKENS = 48

@@ -14,7 +14,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from mrp_lightning.arguments import checked
 from mrp_lightning.calibration.memory import explained_out_of_memory
 from mrp_lightning.environment import hush_lightning
 from mrp_lightning.errors import DataError, FormatError, OptionError
@@ -26,6 +25,7 @@ from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.records.report import PruningReport
 from mrp_lightning.upstream.lightning_names import in_order, unwrap_dataloaders
 from mrp_lightning.upstream.torch_names import uncompiled
+from mrp_sparse.arguments import checked
 
 hush_lightning()
 

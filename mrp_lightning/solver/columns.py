@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mrp_lightning.arguments import checked
-from mrp_lightning.errors import MethodError, OptionError
+from mrp_lightning.errors import ERROR_OF_ARGUMENT, MethodError, OptionError
 from mrp_lightning.solver.column_sets import ColumnSet, greedy_set
 from mrp_lightning.solver.input_hessian import InputHessian
 from mrp_lightning.solver.methods import parse_method
 from mrp_lightning.solver.options import is_count, is_number
 from mrp_lightning.solver.problem import check_weight, output_energy
+from mrp_sparse.arguments import checked
 
 METHODS = ("magnitude", "wanda", "SM", "magnitude+M", "wanda+M")
 """The methods that remove whole columns."""
@@ -63,7 +63,7 @@ class ColumnSolution:
     target_loss: float | None = None
 
 
-@checked
+@checked(errors=ERROR_OF_ARGUMENT)
 def prune_columns(
     weight: Tensor,
     hessian: Tensor,

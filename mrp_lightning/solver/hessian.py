@@ -5,12 +5,12 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from mrp_lightning.arguments import checked
 from mrp_lightning.errors import HessianError, OptionError
 from mrp_lightning.processes import Processes
 from mrp_lightning.solver.options import is_count
 from mrp_lightning.solver.precision import bfloat16_factors, full_float32
 from mrp_lightning.solver.ranges import split_range
+from mrp_sparse.arguments import checked
 
 _PANEL = 512
 """Columns whose products are summed up together, with themselves and those before them."""

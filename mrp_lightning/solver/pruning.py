@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mrp_lightning.arguments import checked
 from mrp_lightning.errors import (
+    ERROR_OF_ARGUMENT,
     HessianError,
     NumericalWarning,
     PatternError,
@@ -18,7 +18,6 @@ from mrp_lightning.errors import (
 from mrp_lightning.processes import ALONE, Processes
 from mrp_lightning.solver.compensations import Compensated
 from mrp_lightning.solver.exact import ExactCompensation
-from mrp_lightning.solver.grid import Grid
 from mrp_lightning.solver.input_hessian import InputHessian
 from mrp_lightning.solver.joint import Joint
 from mrp_lightning.solver.masks import Given, Magnitude, smallest_of_blocks
@@ -28,6 +27,8 @@ from mrp_lightning.solver.precision import full_float32
 from mrp_lightning.solver.problem import Problem, check_weight
 from mrp_lightning.solver.quantisation import on_grid
 from mrp_lightning.solver.recipe import Recipe
+from mrp_sparse.arguments import checked
+from mrp_sparse.formats.grid import Grid
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Solution:
         return None if self.zeros_loss is None else self.loss - self.zeros_loss
 
 
-@checked
+@checked(errors=ERROR_OF_ARGUMENT)
 def prune_weight(
     weight: Tensor,
     hessian: Tensor,

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from mrp_lightning.processes import ALONE, Processes
 from mrp_lightning.solver.damping import DampedHessian
-from mrp_lightning.solver.grid import Grid
 from mrp_lightning.solver.input_hessian import InputHessian
 from mrp_lightning.solver.patterns import Dense
 from mrp_lightning.solver.precision import full_float32
 from mrp_lightning.solver.problem import Problem, check_weight
 from mrp_lightning.solver.ranges import by_rows, split_range
 from mrp_lightning.solver.recipe import Recipe
+from mrp_sparse.formats.grid import Grid
 
 _FACTORS = torch.logspace(-0.35, 0.2, 30).tolist()
 """Scales that are tried, relative to the one that makes the largest weight the largest code."""

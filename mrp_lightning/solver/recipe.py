@@ -9,12 +9,12 @@ from torch import Tensor
 
 from mrp_lightning.errors import NumericalWarning, OptionError, PatternError
 from mrp_lightning.processes import Processes
-from mrp_lightning.solver.grid import GROUP_SIZE, Grid
 from mrp_lightning.solver.input_hessian import InputHessian
 from mrp_lightning.solver.methods import Method, parse_method
 from mrp_lightning.solver.options import is_count, is_number
 from mrp_lightning.solver.patterns import Dense, Pattern, SemiStructured, make_pattern
 from mrp_lightning.solver.problem import Problem
+from mrp_sparse.formats.grid import GROUP_SIZE, Grid
 
 MOST_DAMPING = 10
 """The fraction of the mean diagonal up to which damping is raised for a Hessian that needs it."""

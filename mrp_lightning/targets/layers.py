@@ -16,6 +16,7 @@ from torch.nn.functional import pad, unfold
 
 from mrp_lightning.upstream.torch_names import pads
 from mrp_lightning.upstream.transformers_names import EXPERTS
+from mrp_sparse.layers.frozen_linear import is_conv1d as is_conv1d
 
 
 @dataclass(frozen=True, eq=False)
@@ -241,14 +242,6 @@ def holds_experts(module: nn.Module) -> bool:
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that a module itself holds, by name."""
     return dict(module.named_parameters(recurse=False, remove_duplicate=False))
-
-
-def is_conv1d(module: nn.Module) -> bool:
-    """Whether this is the `Conv1D` of GPT-2; told by name, so that torch alone is needed here."""
-    return any(
-        (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
-        for kind in type(module).__mro__
-    )
 
 
 def is_linear(module: nn.Module) -> bool:

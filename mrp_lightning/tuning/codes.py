@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mrp_lightning.solver.grid import Grid
+from mrp_sparse.formats.grid import Grid
 
 
 @dataclass(frozen=True, eq=False)

@@ -79,49 +79,6 @@ def group_store() -> Any:
     return distributed_c10d._get_default_store()
 
 
-def check(holds: Any, message: str) -> None:
-    """Raise a RuntimeError where a relation of shapes does not hold, which may be symbols.
-
-    Seen in torch 2.13. Code that `torch.compile` and `torch.export` trace cannot ask a symbol by
-    `if`. In its place: a public name of `torch._check`, which torch's pages recommend.
-    """
-    torch._check(holds, lambda: message)
-
-
-def arguments_of_cusparselt() -> set[str]:
-    """The names of the arguments of `matmul_cusparselt` that this torch knows.
-
-    Seen in torch 2.13, as the three functions below. torch's public way to cuSPARSELt,
-    `to_sparse_semi_structured`, gives a subclass of tensors, which neither safetensors nor an
-    operator of ours takes. In their place: public operators, once torch has them.
-    """
-    return {argument.name for argument in torch.ops.aten._cslt_sparse_mm.default._schema.arguments}
-
-
-def compress_cusparselt(weight: Tensor) -> Tensor:
-    """A 2:4 weight in cuSPARSELt's layout; see `arguments_of_cusparselt`."""
-    return torch._cslt_compress(weight)
-
-
-def matmul_cusparselt(
-    compressed: Tensor, x: Tensor, bias: Tensor | None, **algorithm: Any
-) -> Tensor:
-    """(W x)ᵀ + bias for x (in, tokens); see `arguments_of_cusparselt`."""
-    return torch._cslt_sparse_mm(compressed, x, bias=bias, transpose_result=True, **algorithm)
-
-
-def search_cusparselt(compressed: Tensor, x: Tensor, bias: Tensor | None) -> tuple[int, ...]:
-    """The `alg_id`, and maybe `split_k` and `split_k_mode`, that are fastest for these operands.
-
-    The operator for it tells the first alone; a binding, where torch has one, tells all. See
-    `arguments_of_cusparselt`.
-    """
-    binding = getattr(torch._C, "_cusparselt", None)
-    if binding is not None and "mm_search" in dir(binding):
-        return tuple(map(int, binding.mm_search(compressed, x, bias, None, None, True)[:3]))
-    return (int(torch._cslt_sparse_mm_search(compressed, x, bias=bias, transpose_result=True)),)
-
-
 def is_cutlass_forced() -> bool:
     """Whether torch's 2:4 tensors run on CUTLASS though cuSPARSELt is there.
 

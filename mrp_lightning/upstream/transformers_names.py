@@ -1,12 +1,10 @@
 """Names that transformers keeps to itself."""
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 
 EXPERTS = "_experts_implementation"
 """The attribute of a configuration that says how stacked experts are multiplied. Seen in
@@ -14,35 +12,6 @@ transformers 5.23.
 
 Its public setter, `PreTrainedModel.set_experts_implementation`, needs the model; calibration has
 any module that holds experts. In its place: an attribute of that name without the underscore."""
-
-
-def attention_of(config: Any) -> str | None:
-    """By which attention a model computes, such as `sdpa`.
-
-    Seen in transformers 5.23, which has a public setter, but no getter. In its place: a
-    `get_attn_implementation` beside the `get_experts_implementation` of models.
-    """
-    name: str | None = config._attn_implementation
-    return name
-
-
-@contextmanager
-def grouped_attention() -> Iterator[None]:
-    """Let what is traced attend with as many heads of keys and values as there are.
-
-    Seen in transformers 5.23, which repeats them for all heads of queries in a graph with a mask;
-    torch's product for CPUs does not need that. In its place: an argument of the attention.
-    """
-    name = "TRANSFORMERS_SDPA_FORCE_GQA"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 def takes_any_cache(model: Any) -> bool:
@@ -61,15 +30,6 @@ def dtypes_kept(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
     tells it.
     """
     return model._get_dtype_plan(dtype)
-
-
-def was_loaded(tensor: Tensor) -> bool:
-    """Whether `from_pretrained` read a tensor from a file, or left it on the disk.
-
-    Seen in transformers 5.23, which tells what was missing only after the quantizer had its turn.
-    In its place: the report of the loading, once quantizers are given it.
-    """
-    return tensor.is_meta or getattr(tensor, "_is_hf_initialized", False)
 
 
 def conversions_at_loading(model: Any) -> list[Any]:

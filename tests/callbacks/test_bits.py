@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from callbacks import MRPCallback
 from mrp_lightning import BlockTuning, CausalLM, OptionError, Trainer, prune_weight
 from mrp_lightning.pruning import block
-from mrp_lightning.solver.grid import Grid
+from mrp_sparse.formats.grid import Grid
 
 TUNING = BlockTuning(epochs=2, learning_rate=3e-3, batch_size=2)
 

@@ -13,18 +13,18 @@ from export.backends.subclasses import SUBCLASSES
 from export.speed import kernel_timing
 from export.speed.kernel_timing import random_24
 from mrp_lightning.errors import FormatError, OptionError
-from mrp_lightning.formats.sparse24_format import broken_groups, pack, unpack
-from mrp_lightning.kernels import candidates, cusparselt, dispatch
-from mrp_lightning.kernels.candidates import KERNELS, Call, PackedWeight, compress
-from mrp_lightning.kernels.dispatch import choose, known_times, multiply, use_times
-from mrp_lightning.kernels.kernel_times import (
+from mrp_sparse.formats.sparse24 import broken_groups, pack, unpack
+from mrp_sparse.kernels import candidates, cusparselt, dispatch
+from mrp_sparse.kernels.candidates import KERNELS, Call, PackedWeight, compress
+from mrp_sparse.kernels.dispatch import choose, known_times, multiply, use_times
+from mrp_sparse.kernels.kernel_times import (
     STORED_DENSE,
     KernelTimes,
     Measurement,
     cache_path,
     environment,
 )
-from mrp_lightning.packed.sparse24_linear import Sparse24Linear
+from mrp_sparse.layers.sparse24_linear import Sparse24Linear
 
 CPU = torch.device("cpu")
 

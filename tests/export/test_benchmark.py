@@ -20,13 +20,14 @@ from export.speed.options import SpeedOptions, add_arguments
 from export.speed.random_models import SHAPES, prunable, random_model
 from export.speed.tables import SpeedReport, speed_ups, tables
 from export.speed.timing import COLD_BYTES, Timing, copies, take_turns
-from export.speed.twins import dense_copy, packed_copy, storage_bytes
+from export.speed.twins import dense_copy, packed_copy
 from mrp_lightning.cli.command import make_parser
 from mrp_lightning.errors import OptionError
-from mrp_lightning.formats.sparse24_format import broken_groups
-from mrp_lightning.kernels.dispatch import known_times, use_times
-from mrp_lightning.kernels.kernel_times import STORED_DENSE, Failure, KernelTimes, Measurement
-from mrp_lightning.packed.sparse24_linear import Sparse24Linear
+from mrp_sparse.decoding import storage_bytes
+from mrp_sparse.formats.sparse24 import broken_groups
+from mrp_sparse.kernels.dispatch import known_times, use_times
+from mrp_sparse.kernels.kernel_times import STORED_DENSE, Failure, KernelTimes, Measurement
+from mrp_sparse.layers.sparse24_linear import Sparse24Linear
 
 CPU = torch.device("cpu")
 PARAMETERS = {"llama2-7b": 6.74e9, "llama3-8b": 8.03e9, "opt-6.7b": 6.66e9}

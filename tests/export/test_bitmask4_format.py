@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mrp_lightning.errors import FormatError, PatternError
-from mrp_lightning.formats import bitmask4_format
-from mrp_lightning.formats.bitmask4_format import (
+from mrp_sparse.formats import bitmask4
+from mrp_sparse.formats.bitmask4 import (
     BITMASK4,
     count_bytes,
     damage,
@@ -85,7 +85,7 @@ def test_packing_loses_no_bit(weight):
 def test_many_rows_are_packed_some_at_a_time(monkeypatch):
     weight = torch.randint(-8, 9, (23, 200), generator=torch.Generator().manual_seed(0)).float()
     expected = pack(weight)
-    monkeypatch.setattr(bitmask4_format, "_WEIGHTS_AT_A_TIME", 1000)
+    monkeypatch.setattr(bitmask4, "_WEIGHTS_AT_A_TIME", 1000)
     for some, whole in zip(pack(weight), expected, strict=True):
         assert torch.equal(some, whole)
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mrp_lightning.errors import PatternError
-from mrp_lightning.formats import bitmask_format
-from mrp_lightning.formats.bitmask_format import (
+from mrp_sparse.formats import bitmask
+from mrp_sparse.formats.bitmask import (
     BITMASK,
     count_kept,
     damage,
@@ -23,7 +23,7 @@ from mrp_lightning.formats.bitmask_format import (
     row_offsets,
     unpack,
 )
-from mrp_lightning.formats.sparse24_format import positive_zeros
+from mrp_sparse.formats.sparse24 import positive_zeros
 
 INTEGERS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 SIGN = {torch.int16: 0x8000, torch.int32: 0x80000000}
@@ -106,7 +106,7 @@ class Largest(TorchDispatchMode):
 
 
 def test_nothing_larger_than_the_weight_is_made(monkeypatch):
-    monkeypatch.setattr(bitmask_format, "_WEIGHTS_AT_A_TIME", 5000)  # four rows
+    monkeypatch.setattr(bitmask, "_WEIGHTS_AT_A_TIME", 5000)  # four rows
     weight = (torch.randn(63, 1021) * (torch.rand(63, 1021) < 0.4)).bfloat16()
     with Largest() as packing:
         values, bits = pack(weight)

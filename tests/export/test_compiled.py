@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mrp_lightning.formats import bitmask4_format, bitmask_format, eight_bit_format, sparse24_format
-from mrp_lightning.kernels import compiled
+from mrp_sparse.formats import bitmask, bitmask4, eight_bit, sparse24
+from mrp_sparse.kernels import compiled
 
 from .conftest import keep_two_of_four, onto_grid
 
@@ -55,8 +55,8 @@ def test_any_pattern_of_any_width(kept, dtype, portable):
         weight = torch.where(random(rows, columns).abs().argsort(1) < kept * columns, weight, 0.0)
         weight[rows // 2] = 0.0
         weight = weight.to(dtype)
-        values, bits = bitmask_format.pack(weight)
-        offsets = bitmask_format.row_offsets(bits)
+        values, bits = bitmask.pack(weight)
+        offsets = bitmask.row_offsets(bits)
         x = random(tokens, columns, seed=1).to(dtype)
         bias = random(rows).to(dtype) if number % 2 else None
         found = torch.ops.mrp_lightning_cpu.linear_bitmask(x, values, bits, offsets, bias, portable)
@@ -69,7 +69,7 @@ def test_nibbles_are_read_as_bits(dtype, portable):
         tokens, rows = (1, 2, 3, 5, 8, 9)[number % 6], (1, 7, 40)[number % 3]
         weight = keep_two_of_four(random(rows, columns)).to(dtype)
         weight[rows // 2, : columns // 2] = 0.0
-        values, meta = sparse24_format.pack(weight)
+        values, meta = sparse24.pack(weight)
         x = random(tokens, columns, seed=1).to(dtype)
         bias = random(rows).to(dtype) if number % 2 else None
         found = torch.ops.mrp_lightning_cpu.linear24(x, values, meta, bias, portable)
@@ -89,8 +89,8 @@ def test_four_bits_of_any_pattern_and_width(kept, dtype, portable):
     for number, columns in enumerate(COLUMNS):
         tokens, rows = (1, 2, 3, 5, 8, 9)[number % 6], (1, 7, 40)[number % 3]
         weight = of_four_bits(rows, columns, kept, number).to(dtype)
-        packed = bitmask4_format.pack(weight)
-        offsets = bitmask4_format.row_offsets(packed[1])
+        packed = bitmask4.pack(weight)
+        offsets = bitmask4.row_offsets(packed[1])
         x = random(tokens, columns, seed=1).to(dtype)
         bias = random(rows).to(dtype) if number % 2 else None
         found = torch.ops.mrp_lightning_cpu.linear_bitmask4(
@@ -104,8 +104,8 @@ def test_eight_bit_activations_err_by_their_rounding_alone(tokens, portable):
     """Each activation is off by at most half a step: a 254th of the largest of its 64."""
     for columns in (40, 64, 200, 1000):
         weight = of_four_bits(24, columns, 0.5).bfloat16()
-        packed = bitmask4_format.pack(weight)
-        offsets = bitmask4_format.row_offsets(packed[1])
+        packed = bitmask4.pack(weight)
+        offsets = bitmask4.row_offsets(packed[1])
         x = random(tokens, columns, seed=1).bfloat16()
         x[:, columns // 2 :] *= 16
         x[0, :1] = 0.0
@@ -124,8 +124,8 @@ def test_eight_bit_activations_err_by_their_rounding_alone(tokens, portable):
 
 def test_four_bits_of_many_tokens_are_a_dense_product_bit_by_bit(portable):
     weight, x = of_four_bits(24, 200, 0.5).bfloat16(), random(17, 200, seed=1).bfloat16()
-    packed = bitmask4_format.pack(weight)
-    offsets = bitmask4_format.row_offsets(packed[1])
+    packed = bitmask4.pack(weight)
+    offsets = bitmask4.row_offsets(packed[1])
     for eight_bits in (False, True):
         found = torch.ops.mrp_lightning_cpu.linear_bitmask4(
             x, *packed, offsets, None, eight_bits, portable
@@ -136,8 +136,8 @@ def test_four_bits_of_many_tokens_are_a_dense_product_bit_by_bit(portable):
 @pytest.mark.parametrize("tokens", [1, 20])
 @pytest.mark.parametrize("eight_bits", [False, True])
 def test_damaged_tensors_of_four_bits_are_refused(tokens, eight_bits, portable):
-    nibbles, bits, scales = bitmask4_format.pack(of_four_bits(7, 100, 0.5).bfloat16())
-    offsets = bitmask4_format.row_offsets(bits)
+    nibbles, bits, scales = bitmask4.pack(of_four_bits(7, 100, 0.5).bfloat16())
+    offsets = bitmask4.row_offsets(bits)
     x = torch.ones(tokens, 100).bfloat16()
 
     def refused(match: str, *packed: Tensor, given: Tensor = x) -> None:
@@ -158,8 +158,8 @@ def test_damaged_tensors_of_four_bits_are_refused(tokens, eight_bits, portable):
 
 def test_what_is_not_finite_spreads_through_four_bits(portable):
     weight = of_four_bits(5, 130, 0.5).bfloat16()
-    packed = bitmask4_format.pack(weight)
-    offsets = bitmask4_format.row_offsets(packed[1])
+    packed = bitmask4.pack(weight)
+    offsets = bitmask4.row_offsets(packed[1])
     for wrong in (float("inf"), float("nan")):
         x = torch.ones(2, 130).bfloat16()
         x[1, 70] = wrong
@@ -175,7 +175,7 @@ def test_what_is_not_finite_spreads_through_four_bits(portable):
 def test_eight_bits_of_any_width(dtype):
     for number, columns in enumerate(COLUMNS):
         tokens, rows = (1, 2, 3, 5, 8, 9)[number % 6], (1, 7, 40)[number % 3]
-        codes, scales = eight_bit_format.pack(random(rows, columns, seed=number).to(dtype))
+        codes, scales = eight_bit.pack(random(rows, columns, seed=number).to(dtype))
         x = random(tokens, columns, seed=1).to(dtype)
         bias = random(rows).to(dtype) if number % 2 else None
         found = torch.ops.mrp_lightning.linear8(x, codes, scales, bias)
@@ -189,7 +189,7 @@ def test_eight_bits_of_any_width(dtype):
 
 
 def test_few_tokens_of_eight_bits_are_rounded_once():
-    codes, scales = eight_bit_format.pack(random(40, 1000).bfloat16())
+    codes, scales = eight_bit.pack(random(40, 1000).bfloat16())
     x = random(3, 1000, seed=1).bfloat16()
     found = torch.ops.mrp_lightning.linear8(x, codes, scales, None)
     expected = x.double() @ (codes.double() * scales.double()[:, None]).T
@@ -197,7 +197,7 @@ def test_few_tokens_of_eight_bits_are_rounded_once():
 
 
 def test_tensors_that_are_no_eight_bits_are_refused():
-    codes, scales = eight_bit_format.pack(random(8, 64).bfloat16())
+    codes, scales = eight_bit.pack(random(8, 64).bfloat16())
     x = torch.ones(1, 64).bfloat16()
 
     def refused(match: str, *packed: Tensor, given: Tensor = x) -> None:
@@ -213,13 +213,13 @@ def test_tensors_that_are_no_eight_bits_are_refused():
 def test_many_tokens_are_a_dense_product_bit_by_bit(portable):
     weight = keep_two_of_four(random(24, 136)).bfloat16()
     x = random(17, 136, seed=1).bfloat16()
-    values, bits = bitmask_format.pack(weight)
-    offsets = bitmask_format.row_offsets(bits)
+    values, bits = bitmask.pack(weight)
+    offsets = bitmask.row_offsets(bits)
     expected = torch.nn.functional.linear(x, weight)
     multiply = torch.ops.mrp_lightning_cpu
     found = multiply.linear_bitmask(x, values, bits, offsets, None, portable)
     assert torch.equal(found, expected)
-    packed = sparse24_format.pack(weight)
+    packed = sparse24.pack(weight)
     assert torch.equal(multiply.linear24(x, *packed, None, portable), expected)
 
 
@@ -228,8 +228,8 @@ def test_what_is_not_finite_spreads_as_in_a_dense_product(portable):
     weight[0, 3], weight[1, 35] = float("inf"), float("nan")
     x = torch.ones(2, 40)
     x[1, 39] = float("inf")  # times a weight that was removed
-    values, bits = bitmask_format.pack(weight.bfloat16())
-    offsets = bitmask_format.row_offsets(bits)
+    values, bits = bitmask.pack(weight.bfloat16())
+    offsets = bitmask.row_offsets(bits)
     found = torch.ops.mrp_lightning_cpu.linear_bitmask(
         x.bfloat16(), values, bits, offsets, None, portable
     )
@@ -239,8 +239,8 @@ def test_what_is_not_finite_spreads_as_in_a_dense_product(portable):
 @pytest.mark.parametrize("tokens", [1, 20])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_nothing_past_the_values_is_read_whatever_the_bits_say(dtype, tokens, portable):
-    values, bits = bitmask_format.pack(torch.ones(2, 300, dtype=dtype))
-    offsets = bitmask_format.row_offsets(bits)
+    values, bits = bitmask.pack(torch.ones(2, 300, dtype=dtype))
+    offsets = bitmask.row_offsets(bits)
     x = torch.ones(tokens, 300, dtype=dtype)
 
     def multiply(values: Tensor, offsets: Tensor) -> Tensor:
@@ -255,8 +255,8 @@ def test_nothing_past_the_values_is_read_whatever_the_bits_say(dtype, tokens, po
 
 
 def test_operands_that_do_not_fit_are_refused():
-    values, bits = bitmask_format.pack(torch.ones(2, 20))
-    offsets, x = bitmask_format.row_offsets(bits), torch.ones(1, 20)
+    values, bits = bitmask.pack(torch.ones(2, 20))
+    offsets, x = bitmask.row_offsets(bits), torch.ones(1, 20)
     multiply = torch.ops.mrp_lightning.linear_bitmask
     assert multiply(x, values, bits, offsets, None).tolist() == [[20.0, 20.0]]
     for arguments, said in [
@@ -273,8 +273,8 @@ def test_operands_that_do_not_fit_are_refused():
 def test_threads_share_the_rows():
     weight = keep_two_of_four(random(600, 512)).bfloat16()
     x = random(1, 512, seed=1).bfloat16()
-    values, bits = bitmask_format.pack(weight)
-    arguments = x, values, bits, bitmask_format.row_offsets(bits), None
+    values, bits = bitmask.pack(weight)
+    arguments = x, values, bits, bitmask.row_offsets(bits), None
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
@@ -296,7 +296,7 @@ def test_without_a_compiler_weights_are_unpacked_and_one_warning_says_why(
     (tmp_path / "cpu" / "operators.cpp").write_text("this is no C++\n")
     code = (
         "import torch, export, pathlib, logging; logging.basicConfig();"
-        "from mrp_lightning.kernels import compiled;"
+        "from mrp_sparse.kernels import compiled;"
         f"compiled.SOURCES = pathlib.Path({str(tmp_path / 'cpu')!r});"
         "linear = torch.nn.Linear(40, 8).requires_grad_(False);"
         "layers = [export.BitmaskLinear.from_linear(linear) for _ in range(2)];"

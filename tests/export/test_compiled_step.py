@@ -11,10 +11,10 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from export import Bitmask4Linear
-from export.compiled_step import LENGTHS, CompiledStep, round_activations
 from mrp_lightning.errors import OptionError
-from mrp_lightning.kernels import compiled
-from mrp_lightning.packed.eight_bit_head import round_head
+from mrp_sparse.compiled_step import LENGTHS, CompiledStep, round_activations
+from mrp_sparse.kernels import compiled
+from mrp_sparse.layers.eight_bit_head import round_head
 
 from .conftest import onto_grid
 

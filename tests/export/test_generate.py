@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from export import decoding
 from export.generate import main
 from export.to_sparse import main as to_sparse
 from mrp_lightning.embedded import STDLIB_LLAMA
 from mrp_lightning.errors import OptionError
+from mrp_sparse import decoding
 
 PROMPT = "import os\n\ndef "
 

@@ -15,9 +15,9 @@ from export.conversion.selection import choose_layers
 from export.conversion.text_parity import MIN_TOKENS, TextParity, compare_text, text_failures
 from export.conversion.writing import write_packed
 from mrp_lightning.errors import DataError, ParityError
-from mrp_lightning.formats.packed_format import different_bits
 from mrp_lightning.json_files import as_json
-from mrp_lightning.packed.sparse24_linear import Sparse24Linear
+from mrp_sparse.formats.packed_format import different_bits
+from mrp_sparse.layers.sparse24_linear import Sparse24Linear
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from export.to_sparse import main
-from mrp_lightning.packed import registration
+from mrp_sparse import registration
 
 TEACH = "import export"
 READ = "from transformers import AutoModelForCausalLM"
@@ -20,7 +20,7 @@ LOAD = (
 
 @pytest.mark.parametrize(
     "order",
-    [(TEACH, READ), (READ, TEACH), ("import transformers", "import mrp_lightning.packed", READ)],
+    [(TEACH, READ), (READ, TEACH), ("import transformers", "import mrp_sparse", READ)],
 )
 def test_from_pretrained_knows_the_formats_in_any_order_of_imports(order, llama):
     main([str(llama)])

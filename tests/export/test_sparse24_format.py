@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mrp_lightning.errors import PatternError
-from mrp_lightning.formats.sparse24_format import (
+from mrp_sparse.formats.sparse24 import (
     broken_groups,
     invalid_nibbles,
     pack,

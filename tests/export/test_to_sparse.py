@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 import export
 from export.to_sparse import main
 from mrp_lightning.errors import FormatError
-from mrp_lightning.formats.sparse24_format import SPARSE24, pack
+from mrp_sparse.formats.sparse24 import SPARSE24, pack
 
 ROOT = Path(__file__).parents[2]
 

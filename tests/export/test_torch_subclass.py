@@ -7,7 +7,7 @@ from torch.sparse import SparseSemiStructuredTensorCUTLASS
 
 from export.backends.apply import apply
 from export.speed.kernel_timing import random_24
-from mrp_lightning.packed.sparse24_linear import Sparse24Linear
+from mrp_sparse.layers.sparse24_linear import Sparse24Linear
 
 CPU = torch.device("cpu")
 
@@ -38,7 +38,7 @@ def test_the_layer_computes_the_same(torch_subclass_on_cpu, backend, tokens):
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of SparseSemiStructuredTensor")
 def test_memory_is_counted_by_parts_not_by_the_matrix_it_stands_for(torch_subclass_on_cpu):
-    from export.speed.twins import storage_bytes
+    from mrp_sparse.decoding import storage_bytes
 
     model = nn.Sequential(layer(32, 64))
     bias_bytes = 32 * 2

@@ -92,7 +92,8 @@ def test_the_file_holds_tensors_only(torchao, pruned, tmp_path):
     main([str(source), "--format", "torchao", "--out", str(tmp_path / "out")])
     file = tmp_path / "out" / "pytorch_model.bin"
     code = (  # in a process that has made no such tensor before
-        "import torch; from export.backends.torchao_format import read, restore;"
+        "import torch; from export.loading import read;"
+        "from export.backends.torchao_format import restore;"
         f"tensors = read({str(file)!r});"
         "print(sum(int((restore(t) == 0).sum()) for n, t in tensors.items() if 'proj' in n))"
     )

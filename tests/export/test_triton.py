@@ -13,10 +13,10 @@ import torch
 pytest.importorskip("triton", reason="needs Triton, as the extra `dev` or torch for CUDA bring it")
 
 from export.speed.kernel_timing import random_24
-from mrp_lightning.formats.sparse24_format import pack
-from mrp_lightning.kernels import triton_kernels
-from mrp_lightning.kernels.candidates import KERNELS, Call, PackedWeight
-from mrp_lightning.kernels.dispatch import choose, multiply
+from mrp_sparse.formats.sparse24 import pack
+from mrp_sparse.kernels import triton_kernels
+from mrp_sparse.kernels.candidates import KERNELS, Call, PackedWeight
+from mrp_sparse.kernels.dispatch import choose, multiply
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPES = [(16, 64), (70, 520), (33, 8), (64, 1024)]

@@ -13,9 +13,7 @@ from torch import nn
 
 import export
 from callbacks import MRPCallback, PruningCallback, SaveModel
-from export.decoding import write
 from mrp_lightning import CausalLM, HessianAccumulator, TextDataModule, Trainer, prune_weight
-from mrp_lightning.arguments import checked
 from mrp_lightning.errors import (
     MethodError,
     NumericalWarning,
@@ -24,6 +22,7 @@ from mrp_lightning.errors import (
     TargetError,
 )
 from mrp_lightning.loop.save_evaluation import SaveEvaluation
+from mrp_sparse.arguments import checked
 
 
 class Takes:
@@ -157,7 +156,6 @@ COLUMNS.update(torch.eye(4))
         (lambda w, h: export.pack(w.numpy()), OptionError, "`weight` must be a Tensor"),
         (lambda w, h: export.Sparse24Linear.from_linear(w), OptionError, "`linear` must be a Mod"),
         (lambda w, h: export.BitmaskLinear.from_linear(nn.Embedding(2, 4)), TargetError, "Embedd"),
-        (lambda w, h: write("x", 5, "y", torch.device("cpu")), OptionError, "prompt.*max_new_to"),
     ],
 )
 def test_public_functions_are_checked(call, error, message):

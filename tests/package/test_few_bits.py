@@ -6,9 +6,9 @@ import torch
 from few_bits_pictures import drawings
 
 from mrp_lightning.experiments.trials import parse_setting
-from mrp_lightning.formats.bitmask4_format import BITMASK4
-from mrp_lightning.formats.bitmask_format import BITMASK
-from mrp_lightning.formats.sparse24_format import SPARSE24
+from mrp_sparse.formats.bitmask import BITMASK
+from mrp_sparse.formats.bitmask4 import BITMASK4
+from mrp_sparse.formats.sparse24 import SPARSE24
 
 
 @pytest.mark.parametrize(

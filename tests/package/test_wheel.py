@@ -10,39 +10,47 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from transformers import AutoModelForCausalLM
 
+from export.to_sparse import main as to_sparse
 from mrp_lightning import __version__
+from mrp_lightning.embedded import STDLIB_LLAMA
+from mrp_sparse import __version__ as runtime_version
 
 for package in ("build", "hatchling"):
     pytest.importorskip(package, reason="the wheel is built by the extra `dev`")
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("mrp_lightning", "callbacks", "export")
+DATA = {"pyproject.toml", "README.md"}
+"""Files of `mrp_sparse/` that are of its distribution, and not of the package."""
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    """Built from the sdist, as `make dist` does."""
+def wheels(tmp_path_factory) -> dict[str, Path]:
+    """The wheels by name, each built from its sdist, as `make dist` does."""
     out = tmp_path_factory.mktemp("dist")
-    (recipe,) = re.findall(r"-m build (.*)$", (ROOT / "Makefile").read_text(), flags=re.M)
-    options = recipe.replace("--outdir dist", f"--outdir {out}").split()
-    command = [sys.executable, "-m", "build", *options, str(ROOT)]
-    built = subprocess.run(command, capture_output=True, text=True)
-    assert built.returncode == 0, built.stdout + built.stderr
-    (found,) = out.glob("*.whl")
-    assert [path.name for path in out.glob("*.tar.gz")] == [f"mrp_lightning-{__version__}.tar.gz"]
-    return found
+    recipe = (ROOT / "Makefile").read_text()
+    for options in re.findall(r"-m build (.*)$", recipe, flags=re.M):
+        parts = options.replace("--outdir dist", f"--outdir {out}").split()
+        command = [sys.executable, "-m", "build", *parts]
+        built = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+        assert built.returncode == 0, built.stdout + built.stderr
+    names = {"mrp_lightning", "mrp_sparse"}
+    assert {path.name for path in out.glob("*.tar.gz")} == {
+        f"{name}-{__version__}.tar.gz" for name in names
+    }
+    return {path.name.partition("-")[0]: path for path in out.glob("*.whl")}
 
 
-@pytest.fixture(scope="module")
-def python(wheel, tmp_path_factory) -> Path:
-    """A new environment with the wheel in it, which finds the packages that it needs in ours.
+def environment(home: Path, *wheels: Path) -> Path:
+    """Return the Python of a new environment with these wheels, which finds all else in ours.
 
-    They are found by a path file. An editable installation of ours is one, too, and those of a
-    directory that is added by another are not read.
+    The packages that they need are found by a path file. An editable installation of ours is one,
+    too, and those of a directory that is added by another are not read.
     """
-    home = tmp_path_factory.mktemp("clean")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(home)], check=True)
     python = home / "bin" / "python"
     where = "import sysconfig; print(sysconfig.get_path('purelib'))"
@@ -50,8 +58,23 @@ def python(wheel, tmp_path_factory) -> Path:
     here = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
     Path(purelib.stdout.strip(), "needed.pth").write_text("\n".join(here))
     pip = [sys.executable, "-m", "pip", f"--python={python}", "install", "--quiet"]
-    subprocess.run([*pip, "--no-deps", "--no-index", "--force-reinstall", str(wheel)], check=True)
+    subprocess.run([*pip, "--no-deps", "--no-index", "--force-reinstall", *wheels], check=True)
     return python
+
+
+@pytest.fixture(scope="module")
+def python(wheels, tmp_path_factory) -> Path:
+    """The Python of an environment with both wheels."""
+    return environment(tmp_path_factory.mktemp("clean"), *wheels.values())
+
+
+def prune_weights(source: Path, directory: Path) -> None:
+    """Save a model, two of every four weights of each layer set to zero."""
+    model = AutoModelForCausalLM.from_pretrained(source)
+    for name, module in model.named_modules():
+        if name.endswith("proj"):
+            module.weight.data.view(-1, 4)[:, :2] = 0
+    model.save_pretrained(directory)
 
 
 def run(*command: str | Path) -> str:
@@ -71,15 +94,14 @@ def run(*command: str | Path) -> str:
     return found.stdout
 
 
-def test_all_that_is_needed_is_in_the_wheel(wheel):
-    inside = set(zipfile.ZipFile(wheel).namelist())
+def test_all_that_is_needed_is_in_the_wheel(wheels):
+    inside = set(zipfile.ZipFile(wheels["mrp_lightning"]).namelist())
     here = [
         path.relative_to(ROOT).as_posix()
         for package in PACKAGES
         for path in (ROOT / package).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     ]
-    assert "mrp_lightning/kernels/cpu/operators.cpp" in here
     assert "mrp_lightning/embedded/stdlib-llama/model.safetensors" in here
     assert not [name for name in here if name not in inside]
     for path in (ROOT / "configs").rglob("*.yaml"):
@@ -88,6 +110,42 @@ def test_all_that_is_needed_is_in_the_wheel(wheel):
         assert data in inside
     ours = (*PACKAGES, f"mrp_lightning-{__version__}.d")
     assert all(name.startswith(ours) for name in inside)
+
+
+def test_the_runtime_is_in_its_own_wheel(wheels):
+    inside = set(zipfile.ZipFile(wheels["mrp_sparse"]).namelist())
+    here = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "mrp_sparse").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts and path.name not in DATA
+    }
+    assert "mrp_sparse/kernels/cpu/operators.cpp" in here
+    assert {name for name in inside if ".dist-info/" not in name} == here
+
+
+def test_the_runtime_loads_a_packed_model_by_itself(wheels, tmp_path):
+    """It neither has nor needs what prunes: without these packages the model loads and writes."""
+    packed = tmp_path / "packed"
+    pruned = tmp_path / "pruned"
+    prune_weights(STDLIB_LLAMA, pruned)
+    to_sparse([str(pruned), "--out", str(packed)])
+    python = environment(tmp_path / "clean", wheels["mrp_sparse"])
+    code = (
+        "import sys\n"
+        "unwanted = ('mrp_lightning', 'lightning', 'jsonargparse', 'rich', 'pydantic')\n"
+        "sys.modules.update(dict.fromkeys(unwanted))\n"  # an import of these fails
+        "import mrp_sparse, torch\n"
+        "from transformers import AutoModelForCausalLM\n"
+        f"model = AutoModelForCausalLM.from_pretrained({str(packed)!r})\n"
+        "print(sum(isinstance(m, mrp_sparse.Sparse24Linear) for m in model.modules()))\n"
+        "written = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=8, do_sample=False)\n"
+        "print(written[0].tolist())"
+    )
+    layers, written = run(python, "-c", code).splitlines()
+    model = AutoModelForCausalLM.from_pretrained(pruned)
+    expected = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=8, do_sample=False)
+    assert int(layers) == sum(name.endswith("proj") for name, _ in model.named_modules())
+    assert json.loads(written) == expected[0].tolist()
 
 
 def test_the_wheel_prunes_and_packs_in_another_directory(python, tmp_path, monkeypatch):
@@ -123,7 +181,7 @@ def test_the_command_is_installed(python):
 
 def test_the_version_is_said_once_and_told_elsewhere():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert citation["version"] == __version__
+    assert citation["version"] == __version__ == runtime_version
     newest = re.search(r"^## ([\d.]+)", (ROOT / "CHANGELOG.md").read_text(), flags=re.M)
     assert newest
     assert newest[1] == __version__

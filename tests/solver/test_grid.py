@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mrp_lightning.errors import FormatError, OptionError
-from mrp_lightning.solver.grid import Grid
+from mrp_sparse.formats.grid import Grid
 
 
 def significant_bits(value):

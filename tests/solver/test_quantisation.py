@@ -10,11 +10,11 @@ import torch
 from mrp_lightning import prune_weight
 from mrp_lightning.errors import NumericalWarning, OptionError, PatternError
 from mrp_lightning.processes import ALONE
-from mrp_lightning.solver.grid import Grid
 from mrp_lightning.solver.input_hessian import InputHessian
 from mrp_lightning.solver.patterns import Dense, Unstructured
 from mrp_lightning.solver.problem import Problem
 from mrp_lightning.solver.quantisation import _FACTORS, _Descent, on_grid
+from mrp_sparse.formats.grid import Grid
 
 SETTINGS = [{"sparsity": 0.5}, {"sparsity": 0.7}, {"pattern": "2:4"}, {}]
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from mrp_lightning.solver.grid import Grid
 from mrp_lightning.tuning.codes import Codes
+from mrp_sparse.formats.grid import Grid
 
 
 @pytest.mark.parametrize("bits", [3, 4, 8])

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from export.conversion.checkpoint import open_checkpoint
+from export.loading import load
 from export.model_card import write_card
 from mrp_lightning.commands.main import main
 from mrp_lightning.errors import DataError, FormatError
@@ -18,7 +19,6 @@ from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.trainer import TensorsOnly, Trainer
 from mrp_lightning.models.loading import load_config, load_model
 from mrp_lightning.models.tokenizers import load_tokenizer, tokenizer_from_files
-from mrp_lightning.packed.loading import load
 
 CODE = "from pathlib import Path\nPath(__file__).with_name('ran').mkdir()\n"
 

@@ -19,11 +19,11 @@ from export.conversion.selection import choose_layers
 from mrp_lightning.cli.given import given as what_is_given
 from mrp_lightning.errors import FormatError, OptionError, PatternError
 from mrp_lightning.experiments.runs import FinishedTrial
-from mrp_lightning.formats import bitmask4_format, bitmask_format, sparse24_format
 from mrp_lightning.models.integrity import check_values, damaged_files
-from mrp_lightning.packed.own_module import load_into
 from mrp_lightning.records import evaluation as records
 from mrp_lightning.records.report import PruningReport
+from mrp_sparse.formats import bitmask, bitmask4, sparse24
+from mrp_sparse.own_module import load_into
 
 ALWAYS_THE_SAME = settings(
     derandomize=True,
@@ -205,7 +205,7 @@ def sparse(rows: int, columns: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "packed",
-    [sparse24_format.SPARSE24, bitmask_format.BITMASK, bitmask4_format.BITMASK4],
+    [sparse24.SPARSE24, bitmask.BITMASK, bitmask4.BITMASK4],
     ids=lambda x: x.option,
 )
 @ALWAYS_THE_SAME
@@ -213,7 +213,7 @@ def sparse(rows: int, columns: int) -> torch.Tensor:
 def test_packed_files(packed, data):
     """What is loaded from a file that was changed has the bits that the file has."""
     weight = sparse(4, 16)
-    if packed is bitmask4_format.BITMASK4:
+    if packed is bitmask4.BITMASK4:
         weight = weight % 17 - 8  # whole numbers are on a grid whose scale is 1
     values, *beside = packed.pack(weight)
     tensors = {"0.weight": values, "0.bias": torch.zeros(4)}
@@ -235,7 +235,7 @@ def test_packed_files(packed, data):
             assert torch.equal(module[0].weight, before)
             return
         kept = layer.dense_weight()[layer.dense_weight() != 0]
-        if packed is bitmask4_format.BITMASK4:
+        if packed is bitmask4.BITMASK4:
             assert bool(kept.isfinite().all())
             return
         again = packed.pack(layer.dense_weight())
@@ -254,7 +254,7 @@ def test_packed_files(packed, data):
     )
 )
 def test_packed_configurations(content):
-    values, places = bitmask_format.pack(sparse(4, 16))
+    values, places = bitmask.pack(sparse(4, 16))
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         save_file(

@@ -11,17 +11,18 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from export import loading
 from export.backends import torchao_format
 from export.conversion.checkpoint import open_checkpoint
 from export.conversion.selection import choose_layers
+from export.loading import load
 from mrp_lightning import CausalLM
 from mrp_lightning.errors import FormatError, PatternError
-from mrp_lightning.formats.bitmask_format import pack
 from mrp_lightning.models.integrity import check_values
 from mrp_lightning.models.loading import load_config, load_model
 from mrp_lightning.models.pickles import why_no_pickle
-from mrp_lightning.packed.loading import load
-from mrp_lightning.packed.own_module import load_into
+from mrp_sparse.formats.bitmask import pack
+from mrp_sparse.own_module import load_into
 
 GIGABYTE = 2**30
 UP = "model.layers.0.mlp.up_proj"
@@ -82,8 +83,8 @@ def test_the_largest_models_are_not_absurd():
     [
         (3, "(?s)`quantization_config` is not .* `modules` is 3, expected an object"),
         ([UP], r"`modules` is \[.*\], expected an object"),
-        ({UP: -1}, f"expected counts from 0 in `modules`: {UP}"),
-        ({UP: "a"}, f"`modules.{UP}` is 'a', expected a valid integer"),
+        ({UP: -1}, f"`modules.{UP}` is -1, expected a whole number from 0"),
+        ({UP: "a"}, f"`modules.{UP}` is 'a', expected a whole number from 0"),
         ({UP: 10**15}, f"{UP}: 1,000,000,000,000,000 values are kept of 64×32 weights"),
         (
             {"model.norm": 1},
@@ -201,7 +202,7 @@ def test_a_tensor_of_torchao_that_is_larger_than_its_file_is_refused(tmp_path):
         {"a": torchao_format.Stored(torch.Size([10**6, 10**5]), **parts)}, tmp_path / "a.bin"
     )
     with pytest.raises(FormatError, match=r"a\.bin cannot be read: its .* bytes of its tensors"):
-        torchao_format.read(tmp_path / "a.bin")
+        loading.read(tmp_path / "a.bin")
 
 
 @pytest.mark.parametrize("content", [[1], {}, {"state_dict": {1: 2}, "hyper_parameters": 3}])

@@ -1,0 +1,120 @@
+"""Models and tensors from exported directories: packed, dense, and of torchao's 2:4 tensors.
+
+All weights are checked to be there.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from export.backends import torchao_format
+from export.backends.subclasses import SUBCLASSES
+from mrp_lightning.environment import device_named
+from mrp_lightning.errors import FormatError, OptionError, first_line
+from mrp_lightning.json_files import read_json
+from mrp_lightning.models.checkpoint import refuse_adapter
+from mrp_lightning.models.integrity import check_files, check_values, explained_damage, misfits
+from mrp_lightning.models.loading import load_config
+from mrp_lightning.models.pickles import read_pickle
+from mrp_lightning.models.skeleton import build_without_weights, model_class
+from mrp_sparse.arguments import checked
+
+
+def read(file: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """The tensors of a file, torchao's among them, on the CPU. No code of the file is run.
+
+    Raises:
+        FormatError: It is damaged, holds other things, or tensors that are far larger than it is.
+    """
+    try:
+        return read_pickle(file, [torchao_format.Stored])
+    except FormatError as error:
+        raise FormatError(f"{file} cannot be read: {error}. Fetch it again.") from error
+    except Exception as error:  # damaged archives and refused classes come as many kinds
+        raise FormatError(
+            f"{file} cannot be read with torch.load(weights_only=True) ({first_line(error)}), and "
+            "nothing else is tried, because it could run code. Fetch it again, or save the model "
+            "as safetensors where it comes from."
+        ) from error
+
+
+@checked
+def load(directory: str | os.PathLike[str], **options: Any) -> PreTrainedModel:
+    """Load a packed or dense model, and check that the directory has all of its weights.
+
+    Args:
+        directory: A directory that `python -m export.to_sparse` wrote. With `--format torchao` the
+            model is loaded on the CUDA device, with its layers in the form that torchao runs there.
+        **options: Options of `from_pretrained`, such as `dtype` and `device_map`.
+
+    Raises:
+        FileNotFoundError: There is no `config.json` in it.
+        FormatError: Tensors are missing, unexpected, damaged or of another shape; or the directory
+            holds an adapter alone.
+        OptionError: The directory is of `--format torchao`, and torchao cannot run here, or not in
+            this `dtype`.
+    """
+    directory = Path(directory)
+    if not (directory / "config.json").is_file():
+        return _load_pretrained(directory, **options)  # which says so
+    content = read_json(directory / "config.json", "export the pruned model again")
+    check_values(content, directory)
+    settings = content.get("quantization_config") or {}
+    if settings.get("quant_method") != torchao_format.QUANT_METHOD:
+        return _load_pretrained(directory, **options)
+    if settings.get("format_version") != torchao_format.FORMAT_VERSION:
+        raise FormatError(
+            f"{directory}: `quantization_config.format_version` is "
+            f"{settings.get('format_version')!r}, but this version of mrp-lightning reads "
+            f"{torchao_format.FORMAT_VERSION}. Export the pruned model again."
+        )
+    device = device_named(None)
+    if reason := SUBCLASSES["torchao"].missing(device):
+        raise OptionError(
+            f"{directory} holds torchao's 2:4 tensors, which cannot run here: {reason}. Load the "
+            "pruned model, or export it with `--format packed`, which runs everywhere."
+        )
+    return torchao_format.run_on_torchao(
+        _load_dense(directory, options).to(device), settings["modules"]
+    )
+
+
+def _load_dense(directory: Path, options: dict[str, Any]) -> nn.Module:
+    config = load_config(str(directory))
+    del config.quantization_config
+    check_files(directory, build_without_weights(config))
+    state: dict[str, Tensor] = {}
+    for file in sorted(directory.glob("pytorch_model*.bin")):
+        state |= {name: torchao_format.restore(tensor) for name, tensor in read(file).items()}
+    model, loading = model_class(config).from_pretrained(
+        None, config=config, state_dict=state, output_loading_info=True, **options
+    )
+    if problem := misfits(directory, model, loading):
+        raise FormatError(problem)
+    return model
+
+
+def _load_pretrained(directory: str | os.PathLike[str], **options: Any) -> PreTrainedModel:
+    """Load a packed or dense model, but not torchao's, by `from_pretrained`."""
+    refuse_adapter(directory)
+    if not (Path(directory) / "config.json").is_file():
+        raise FileNotFoundError(f"{directory} holds no config.json: not a model directory.")
+    trust = bool(options.get("trust_remote_code"))
+    config = load_config(str(directory), trust_remote_code=trust)
+    if not trust:
+        check_files(Path(directory), build_without_weights(config))
+    with explained_damage(str(directory), None):
+        model, loading = model_class(config).from_pretrained(
+            directory, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
+    problems = [
+        f"{kind.replace('_', ' ')}: {', '.join(sorted(map(str, loading[kind])))}"
+        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
+        if loading[kind]
+    ]
+    if problems:
+        raise FormatError(f"{directory} does not fit {type(model).__name__}: {'; '.join(problems)}")
+    return model

@@ -1,0 +1,31 @@
+"""Run models with packed sparse weights: formats, kernels, layers and a plug-in for transformers.
+
+After this package is imported, `AutoModelForCausalLM.from_pretrained` reads the packed formats,
+also if transformers is imported later. `import export` does the same and has shorter names.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from mrp_sparse.formats.sparse24 import pack, unpack
+from mrp_sparse.kernels import dispatch as _dispatch  # noqa: F401  (registers the operators)
+from mrp_sparse.layers.bitmask4_linear import Bitmask4Linear
+from mrp_sparse.layers.bitmask_linear import BitmaskLinear
+from mrp_sparse.layers.sparse24_linear import Sparse24Linear
+from mrp_sparse.registration import register
+
+if TYPE_CHECKING:
+    from mrp_sparse.own_module import load_into
+
+__all__ = ["Bitmask4Linear", "BitmaskLinear", "Sparse24Linear", "load_into", "pack", "unpack"]
+
+__version__ = "0.1.0"
+
+register()
+
+
+def __getattr__(name: str) -> Any:
+    if name == "load_into":  # transformers is loaded with it
+        from mrp_sparse import own_module
+
+        return own_module.load_into
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,112 @@
+"""The arguments of public classes and functions, checked by the types in their signatures."""
+
+import functools
+import inspect
+import reprlib
+from ast import literal_eval
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from numbers import Integral, Real
+from os import PathLike
+from types import NoneType, UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints, overload
+
+from mrp_sparse.errors import OptionError
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Rule = tuple[str, Callable[[Any], bool]]  # what a value must be, in words, and whether it is
+_RULES: dict[Any, Rule] = {
+    bool: ("true or false", lambda x: isinstance(x, bool)),
+    int: ("a whole number", lambda x: isinstance(x, Integral) and not isinstance(x, bool)),
+    float: ("a number", lambda x: isinstance(x, Real) and not isinstance(x, bool)),
+    str: ("text", lambda x: isinstance(x, str)),
+    PathLike: ("a path", lambda x: isinstance(x, PathLike)),
+    NoneType: ("None", lambda x: x is None),
+}
+_MANY = {"a whole number": "whole numbers", "a number": "numbers"}
+
+
+@overload
+def checked(function: Function, /) -> Function: ...
+@overload
+def checked(*, errors: Mapping[str, type[ValueError]]) -> Callable[[Function], Function]: ...
+def checked(
+    function: Function | None = None, /, *, errors: Mapping[str, type[ValueError]] | None = None
+) -> Any:
+    """Make a function refuse values that its annotations do not allow; all of them are named.
+
+    An argument that may be of a type without a rule is checked by the function itself.
+
+    Args:
+        function: The function, where this is used as a decorator without parentheses.
+        errors: The classes of the errors of some arguments, by name. The error is of such a class
+            if only arguments of this class are wrong; else it is an `OptionError`.
+    """
+    if function is None:
+        return functools.partial(_checked, errors=errors or {})
+    return _checked(function, errors={})
+
+
+def _checked(function: Function, *, errors: Mapping[str, type[ValueError]]) -> Function:
+    signature, hints = inspect.signature(function), functools.cache(get_type_hints)
+
+    @functools.wraps(function)
+    def checking(*args: Any, **options: Any) -> Any:
+        given: dict[str, Any] = {}
+        with suppress(TypeError):  # the call itself fails below, with Python's own message
+            given = signature.bind(*args, **options).arguments
+        rules = {name: _rule(hint) for name, hint in hints(function).items() if name in given}
+        if wrong := {
+            name: f"`{name}` must be {rule[0]}; got {reprlib.repr(given[name])}."
+            f"{_next_step(rule, given[name])}"
+            for name, rule in rules.items()
+            if rule is not None and not rule[1](given[name])
+        }:
+            kinds = {errors.get(name, OptionError) for name in wrong}
+            raise (kinds.pop() if len(kinds) == 1 else OptionError)(" ".join(wrong.values()))
+        return function(*args, **options)
+
+    return checking  # type: ignore[return-value]
+
+
+def _rule(hint: Any, *, in_list: bool = False) -> Rule | None:
+    hint = hint.__bound__ if isinstance(hint, TypeVar) else hint
+    if isinstance(hint, list):  # the arguments of a callable
+        return None
+    kind = get_origin(hint) or hint
+    parts = [_rule(part, in_list=kind in (list, Sequence)) for part in get_args(hint)]
+    known = [part for part in parts if part is not None]
+    if kind in (Union, UnionType) and known == parts:
+        words = " or ".join(words for words, _ in known)
+        return words, lambda x: any(fits(x) for _, fits in known)
+    if kind in (list, Sequence) and known:
+        ((words, fits),) = known
+        return (
+            f"a list of {_MANY.get(words, words)}",
+            lambda x: isinstance(x, list | tuple) and all(map(fits, x)),
+        )
+    if kind in _RULES or in_list or hint is Any or not inspect.isclass(hint):
+        return _RULES.get(kind)
+    article = "an" if hint.__name__[0] in "AEIOU" else "a"
+    return f"{article} {hint.__name__}", lambda x: isinstance(x, hint)
+
+
+def _next_step(rule: Rule, value: Any) -> str:
+    """What to give in place of a value that looks like what was meant, behind a space."""
+    words, fits = rule
+    if isinstance(value, str):
+        text = value.strip().capitalize() if value.strip().isalpha() else value.strip()
+        with suppress(ValueError, SyntaxError):
+            if fits(meant := literal_eval(text)):
+                return f" Give {meant!r}, without quotes."
+        with suppress(ValueError):
+            if value.endswith("%") and fits(meant := float(value[:-1]) / 100):
+                return f" Give {meant:g}."
+    elif words.startswith("a Tensor"):
+        if hasattr(value, "hessian"):
+            return " Give what its `hessian()` returns."
+        if hasattr(value, "weight"):
+            return " Give its `weight`."
+        if hasattr(value, "__array__"):
+            return " `torch.from_numpy` makes a tensor of it."
+    return ""

@@ -1,0 +1,191 @@
+"""A step of decoding without Python: compiled ahead of time, and kept for the next start.
+
+What is compiled is the model's own forward for one token with a static cache of keys and values,
+by torch.export and AOTInductor. Packed layers call their operators, and what lies between products
+becomes loops in C++. The weights are not part of what is kept: every model of the same shapes and
+packed formats runs it, however many weights of a layer are not zero.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import StaticCache
+from transformers.cache_utils import StaticLayer
+
+from mrp_sparse.environment import machine
+from mrp_sparse.errors import OptionError
+from mrp_sparse.file_lock import locked
+from mrp_sparse.layers.bitmask4_linear import Bitmask4Linear
+from mrp_sparse.layers.packed_linear import PackedLinear
+from mrp_sparse.upstream import attention_of, grouped_attention
+
+log = logging.getLogger(__name__)
+
+LENGTHS = 256
+"""A static cache is as long as a multiple of this, so that few lengths are compiled."""
+VERSION = 3
+"""Of what is traced here: steps that an older one compiled are not run."""
+_OPTIONS = {"aot_inductor.package_constants_in_so": False}
+
+
+class Step(nn.Module):
+    """The logits after one more token, with the cache as buffers that `torch.export` can see."""
+
+    def __init__(self, model: nn.Module, cache: StaticCache) -> None:
+        super().__init__()
+        self.model, self.cache = model, cache
+        layers: Any = cache.layers
+        self.layers = layers
+        for place, layer in enumerate(self.layers):
+            self.register_buffer(f"keys_{place}", layer.keys)
+            self.register_buffer(f"values_{place}", layer.values)
+
+    def forward(self, token: Tensor, position: Tensor) -> Tensor:
+        """Map the token (1, 1) at a position, int64 (1,), to the logits (1, 1, vocabulary)."""
+        self.give_back()
+        for layer in self.layers:
+            layer.cumulative_length = position[0].clone()  # the update adds to it in place
+        found = self.model(input_ids=token, past_key_values=self.cache, use_cache=True)
+        return found.logits
+
+    def give_back(self) -> None:
+        """Let the cache hold the buffers; tracing leaves it with tensors that have no data."""
+        for place, layer in enumerate(self.layers):
+            layer.cumulative_length = torch.tensor(0)
+            layer.keys = self.get_buffer(f"keys_{place}")
+            layer.values = self.get_buffer(f"values_{place}")
+
+
+class CompiledStep:
+    """A model's step of decoding at batch 1, on the CPU.
+
+    The first start on a machine compiles it, which takes minutes; it is kept in the cache directory
+    (`XDG_CACHE_HOME` moves it), and the next start takes it from there.
+
+    Args:
+        model: The model, on the CPU. Its weights are shared and must stay where they are.
+        length: The number of tokens that it has room for, rounded up to a multiple of `LENGTHS`.
+
+    Attributes:
+        file: Where the compiled step is kept.
+
+    Raises:
+        OptionError: A model of this kind cannot be compiled so.
+        Exception: The errors of torch.export and of the compilers, of many kinds.
+    """
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def __init__(self, model: Any, length: int) -> None:
+        self._model, self._position = model, 0
+        self._length = -(-length // LENGTHS) * LENGTHS
+        self._cache = StaticCache(config=model.config, max_cache_len=self._length)
+        layers = self._cache.layers
+        kinds = {type(layer).__name__ for layer in layers if type(layer) is not StaticLayer}
+        if model.device.type != "cpu" or kinds:
+            what = f"its cache is a {', '.join(sorted(kinds))}" if kinds else "it is not on the CPU"
+            raise OptionError(f"the step of {type(model).__name__} cannot be compiled: {what}")
+        model(input_ids=torch.zeros(1, 1, dtype=torch.int64), past_key_values=self._cache)
+        self._step = Step(model, self._cache).eval()
+        self.file = _file(self._step)
+        with locked(self.file.with_suffix(".lock")):
+            if not self.file.is_file():
+                log.warning("Compiling the step of decoding, once: some minutes.")
+                _compile(self._step, self.file)
+        self._run = torch._inductor.aoti_load_package(str(self.file), run_single_threaded=True)
+        self._run.load_constants(
+            _constants(self._step, self._run), check_full_update=True, user_managed=True
+        )
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def read(self, prompt: Tensor) -> Tensor:
+        """Begin with a prompt, int64 (1, tokens), and give the logits (vocabulary,) after it."""
+        self._step.give_back()
+        self._position = prompt.shape[1]
+        found = self._model(input_ids=prompt, past_key_values=self._cache, logits_to_keep=1)
+        return found.logits[0, -1]
+
+    @torch.inference_mode()  # else each operator of ours goes through Python's autograd
+    def __call__(self, token: Tensor) -> Tensor:
+        """Append a token, int64 (1, 1), and give the logits (vocabulary,) after it.
+
+        Raises:
+            OptionError: There is no room left.
+        """
+        if self._position >= self._length:
+            raise OptionError(f"there is room for {self._length} tokens, and all are there")
+        position = torch.tensor([self._position])
+        self._position += 1
+        found = self._run(token, position)
+        return (found if isinstance(found, Tensor) else found[0])[0, -1]
+
+
+def _file(step: Step) -> Path:
+    """Where the compiled step is kept: by all that decides what is compiled."""
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mrp-lightning"
+    root.mkdir(parents=True, exist_ok=True)
+    tensors = step.state_dict(keep_vars=True) | dict(step.named_buffers(remove_duplicate=False))
+    model: Any = step.model
+    config = model.config.to_dict()
+    for of_the_files in ("_name_or_path", "quantization_config", "transformers_version"):
+        config.pop(of_the_files, None)
+    modules = dict(step.named_modules())
+    packed = {name: m for name, m in modules.items() if isinstance(m, PackedLinear)}
+    # Nothing but the operator reads the values, and how many they are is no part of the code.
+    counted = {f"{name}.weight" for name, layer in packed.items() if layer.FORMAT.count}
+    shapes = {name: [] if name in counted else [*map(int, t.shape)] for name, t in tensors.items()}
+    decides = {
+        "version": VERSION,
+        "options": _OPTIONS,
+        "config": config,
+        "attention": attention_of(model.config),
+        "tensors": {name: [shapes[name], str(t.dtype)] for name, t in tensors.items()},
+        "kinds": {name: type(layer).__name__ for name, layer in packed.items()},
+        "rounded": [n for n, m in packed.items() if getattr(m, "eight_bit_activations", False)],
+        "machine": machine(torch.device("cpu")),
+        "transformers": transformers.__version__,
+    }
+    text = json.dumps(decides, sort_keys=True, default=str)
+    return root / f"step-{hashlib.sha256(text.encode()).hexdigest()[:16]}.pt2"
+
+
+def _compile(step: Step, file: Path) -> None:
+    """Write the compiled step, whole or not at all."""
+    given = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    try:
+        with grouped_attention():
+            exported = torch.export.export(step, given, strict=False)
+    finally:
+        step.give_back()
+    with tempfile.TemporaryDirectory(dir=file.parent) as directory:
+        package = str(Path(directory) / "step.pt2")
+        torch._inductor.aoti_compile_and_package(
+            exported, package_path=package, inductor_configs=dict(_OPTIONS)
+        )
+        Path(package).replace(file)
+
+
+def _constants(step: Step, run: Any) -> dict[str, Tensor]:
+    """The tensors of the model and its cache, as the compiled step names them."""
+    known: dict[str, Tensor] = dict(step.named_parameters(remove_duplicate=False))
+    known |= dict(step.named_buffers(remove_duplicate=False))
+    names = run.loader.get_constant_fqns()
+    if unknown := sorted(set(names) - known.keys()):
+        raise OptionError(f"it computes with tensors of no module: {', '.join(unknown[:3])}")
+    return {name: known[name].detach() for name in names}
+
+
+def round_activations(model: nn.Module) -> None:
+    """Let all layers of four bits multiply with activations of 8 bits."""
+    for module in model.modules():
+        if isinstance(module, Bitmask4Linear):
+            module.eight_bit_activations = True

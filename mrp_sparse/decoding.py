@@ -1,0 +1,152 @@
+"""What a model writes, likeliest token after likeliest token, and how fast.
+
+On a CPU a step of decoding is compiled ahead of time, once for each shape and format (minutes), and
+kept for the next start. Where that cannot be done, a warning says why, and Python takes each step.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import TextStreamer
+
+from mrp_sparse.compiled_step import CompiledStep
+from mrp_sparse.errors import OptionError, first_line
+
+log = logging.getLogger(__name__)
+
+_FREE = {"bos_token_id", "eos_token_id", "pad_token_id", "do_sample", "temperature", "top_k"}
+_FREE |= {"top_p", "max_length", "max_new_tokens", "transformers_version", "use_cache"}
+_FREE |= {"_from_model_config", "cache_implementation", "return_dict_in_generate"}
+_FREE |= {f"output_{what}" for what in ("attentions", "hidden_states", "scores", "logits")}
+"""Settings of `generation_config` that do not change which token is the likeliest."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast a model wrote.
+
+    Attributes:
+        tokens: Number of tokens that it wrote.
+        first: Seconds until the first of them.
+        rate: Tokens a second after the first; 0 where there was but one.
+        num_bytes: Bytes that its weights take in memory.
+    """
+
+    tokens: int
+    first: float
+    rate: float
+    num_bytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"[{self.tokens} tokens: the first after {self.first:.2f} s, then {self.rate:.1f} a "
+            f"second; {self.num_bytes / 2**20:,.0f} MiB of weights]"
+        )
+
+
+class TimedStreamer(TextStreamer):
+    """Print tokens as they come, and note when they came."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__(tokenizer, skip_special_tokens=True)
+        self.times: list[float] = []  # of the prompt, then of each token
+
+    def put(self, value: Tensor) -> None:
+        """Take the prompt, then the tokens one by one."""
+        self.times.append(time.perf_counter())
+        super().put(value)
+
+
+def write(
+    model: Any,
+    tokens: Mapping[str, Tensor],
+    streamer: TimedStreamer,
+    max_new_tokens: int,
+    compiled: bool,
+) -> Speed:
+    """Let a model continue a text, likeliest token after likeliest token.
+
+    Args:
+        model: A language model of transformers, dense or packed, in evaluation.
+        tokens: `input_ids` and `attention_mask` of the beginning of the text, each (1, tokens).
+        streamer: Prints the tokens as they come.
+        max_new_tokens: Number of new tokens at most; an end token ends the text earlier.
+        compiled: Whether steps run without Python, if this model can be compiled so. If it cannot,
+            a warning says why.
+
+    Returns:
+        The speed, after a warm-up.
+    """
+    with torch.inference_mode():
+        written = compiled and _write_compiled(model, tokens["input_ids"], max_new_tokens, streamer)
+        if not written:
+            model.generate(**tokens, max_new_tokens=2, do_sample=False)  # warms up
+            model.generate(
+                **tokens, max_new_tokens=max_new_tokens, do_sample=False, streamer=streamer
+            )
+    begin, *times = streamer.times
+    spent = times[-1] - times[0]
+    return Speed(
+        tokens=len(times),
+        first=times[0] - begin,
+        rate=(len(times) - 1) / spent if spent else 0.0,
+        num_bytes=storage_bytes(model),
+    )
+
+
+def _write_compiled(
+    model: Any, prompt: Tensor, max_new_tokens: int, streamer: TimedStreamer
+) -> bool:
+    """Write by steps without Python, and say whether that could be done; a warning says why not."""
+    try:
+        if asks := set(model.generation_config.to_diff_dict()) - _FREE:
+            raise OptionError(f"its generation_config asks for {', '.join(sorted(asks))}")
+        step = CompiledStep(model, prompt.shape[1] + max_new_tokens)
+    except Exception as error:  # each part of torch.export and the compilers has its own
+        log.debug("The step was not compiled.", exc_info=True)
+        log.warning(
+            "Python takes each step of decoding, which is slower: the step could not be compiled "
+            "(%s).",
+            first_line(error),
+        )
+        return False
+    step.read(prompt[:, :1])
+    step(prompt[:, :1])  # warms up
+    streamer.put(prompt)
+    logits = step.read(prompt)
+    stop = model.generation_config.eos_token_id
+    ends = set(stop if isinstance(stop, list) else [stop])
+    for left in reversed(range(max_new_tokens)):
+        token = logits.argmax(dim=-1).view(1, 1)
+        streamer.put(token[0])
+        if not left or int(token) in ends:
+            break
+        logits = step(token)
+    streamer.end()
+    return True
+
+
+def storage_bytes(model: nn.Module) -> int:
+    """Bytes that the weights take in memory: each storage once, in all layouts that are kept.
+
+    A 2:4 tensor subclass gives the `nbytes` of its dense matrix; its parts are counted instead.
+    """
+    storages: dict[int, int] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        for part in _parts(tensor):
+            storage = part.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    flatten: Callable[[], tuple[list[str], Any]] | None
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        return [tensor]
+    return [part for name in flatten()[0] for part in _parts(getattr(tensor, name))]

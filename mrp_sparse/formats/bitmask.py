@@ -1,0 +1,124 @@
+"""The bitmask format: one bit a weight, and the weights that are not zero, whatever their pattern.
+
+`docs/format.md` describes it byte by byte. Nothing here knows files, layers or devices.
+"""
+
+import torch
+from torch import Tensor
+
+from mrp_sparse.errors import PatternError
+from mrp_sparse.formats.packed_format import PackedFormat, as_integers, why_no_matrix
+
+BYTE = 8
+"""Columns that share a byte of `bits`; the first of them is the lowest bit."""
+_WEIGHTS_AT_A_TIME = 2**20
+
+
+def packed_bytes(shape: tuple[int, int], dtype: torch.dtype, kept: int) -> int:
+    """Bytes of `values` and `bits` for a weight of this shape of which `kept` are not zero."""
+    return kept * dtype.itemsize + shape[0] * bytes_of(shape[1])
+
+
+def bytes_of(columns: int) -> int:
+    """Bytes that the bits of a row take."""
+    return -(-columns // BYTE)
+
+
+def count_kept(weight: Tensor) -> int:
+    """Number of weights that would be kept."""
+    return int(_kept(weight).sum())
+
+
+def pack(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Keep what is not zero. −0.0 is not kept; NaN is, with all its bits.
+
+    Args:
+        weight: A weight (rows, columns) of a floating dtype.
+
+    Returns:
+        The kept values, row after row in the order of their columns, 1-D in the weight's dtype; and
+        bits, uint8 (rows, ceil(columns / 8)), which say where they were.
+
+    Raises:
+        PatternError: It is no matrix.
+    """
+    if reason := why_no_matrix(weight.shape):
+        raise PatternError(f"This weight cannot be packed: {reason}.")
+    # torch selects by way of indices of 16 bytes a value, so that some rows go at a time.
+    some = weight.split(max(1, _WEIGHTS_AT_A_TIME // max(1, weight.shape[1])))
+    values, bits = zip(*map(_pack_rows, some), strict=True)
+    return torch.cat(values).view(weight.dtype), torch.cat(bits)
+
+
+def _pack_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The values, as integers, and the bits of some rows."""
+    kept = _kept(weight)
+    return as_integers(weight)[kept], pack_places(kept)
+
+
+def pack_places(kept: Tensor) -> Tensor:
+    """The bits, uint8 (rows, ceil(columns / 8)), of bool `kept` (rows, columns)."""
+    octets = torch.nn.functional.pad(kept, (0, -kept.shape[1] % BYTE)).unflatten(1, (-1, BYTE))
+    places = torch.tensor([1 << b for b in range(BYTE)], dtype=torch.uint8, device=kept.device)
+    return (octets * places).sum(dim=2, dtype=torch.uint8)
+
+
+def unpack(values: Tensor, bits: Tensor, columns: int) -> Tensor:
+    """The weight (rows, columns) that was packed, bit by bit.
+
+    `bits`, uint8 (rows, ceil(columns / 8)), says where the values were.
+    """
+    shifts = torch.arange(BYTE, dtype=torch.uint8, device=bits.device)
+    kept = (bits[:, :, None] >> shifts & 1).flatten(1)[:, :columns].bool()
+    integers = as_integers(values)
+    weight = integers.new_zeros(kept.shape).masked_scatter_(kept, integers)
+    return weight.view(values.dtype)
+
+
+def row_offsets(bits: Tensor) -> Tensor:
+    """The place in `values` at which each row begins, int64 (rows,)."""
+    counts = count_bits(bits)
+    return counts.cumsum(0) - counts
+
+
+def damage(values: Tensor, bits: Tensor, columns: int) -> str | None:
+    """The reason why these tensors were never packed together, or `None`."""
+    marked = int(count_bits(bits).sum())
+    if marked != values.numel():
+        return f"{marked} weights are marked as kept, and there are {values.numel()} values"
+    return f"bits are set beyond its {columns} columns" if unused_bits(bits, columns) else None
+
+
+def unused_bits(bits: Tensor, columns: int) -> bool:
+    """Whether bits are set beyond the last column."""
+    unused = columns % BYTE
+    return bool(unused) and bool((bits[:, -1] >> unused).any())
+
+
+def count_bits(bits: Tensor) -> Tensor:
+    """Kept weights of each row (rows, bytes), int64 (rows,)."""
+    counts = [byte.bit_count() for byte in range(256)]
+    set_bits = torch.tensor(counts, dtype=torch.uint8, device=bits.device)
+    # Indices of int32 take four bytes for each of `bits`; to index with brackets takes twelve.
+    return set_bits.index_select(0, bits.flatten().int()).view_as(bits).sum(dim=1)
+
+
+def _kept(weight: Tensor) -> Tensor:
+    """Where any bit but the sign is set: so neither NaN nor a denormal depends on the processor."""
+    integers = as_integers(weight)
+    return integers & torch.iinfo(integers.dtype).max != 0
+
+
+BITMASK = PackedFormat(
+    option="bitmask",
+    suffix="bitmask",
+    quant_method="mrp_bitmask",
+    version=1,
+    beside=("weight_bits",),
+    count="num_kept",
+    pack=pack,
+    unpack=unpack,
+    damage=damage,
+    why_not=why_no_matrix,
+    num_bytes=packed_bytes,
+)

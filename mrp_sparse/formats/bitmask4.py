@@ -1,0 +1,153 @@
+"""Bitmasks of four bits: one bit a weight, a nibble for each that is kept, and scales.
+
+`docs/format.md` describes it byte by byte. Nothing here knows files, layers or devices.
+"""
+
+import torch
+from torch import Tensor
+
+from mrp_sparse.errors import PatternError
+from mrp_sparse.formats.bitmask import bytes_of, count_bits, pack_places, unused_bits
+from mrp_sparse.formats.grid import Grid
+from mrp_sparse.formats.packed_format import PackedFormat, why_no_matrix
+
+GROUP = 64
+"""Consecutive columns of a row that share a scale, and whose nibbles begin at a byte."""
+GRID = Grid(4, GROUP)
+_CODES = [code for code in range(-8, 9) if code]
+"""By nibble. Zero is no code: what is zero is not kept."""
+_WEIGHTS_AT_A_TIME = 2**20
+
+
+def num_groups(columns: int) -> int:
+    """Scales of a row."""
+    return -(-columns // GROUP)
+
+
+def packed_bytes(shape: tuple[int, int], dtype: torch.dtype, num_bytes: int) -> int:
+    """Bytes of all tensors of a weight of this shape, whose nibbles take `num_bytes`."""
+    rows, columns = shape
+    return num_bytes + rows * (bytes_of(columns) + num_groups(columns) * dtype.itemsize)
+
+
+def count_bytes(weight: Tensor) -> int:
+    """Number of bytes that the nibbles of a weight take."""
+    return sum(
+        int(_bytes_of_groups((rows != 0).sum(2)).sum())
+        for rows in map(GRID.grouped, _some_rows(weight))
+    )
+
+
+def pack(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Keep what is not zero, as a code of four bits.
+
+    Args:
+        weight: A weight (rows, columns) of a floating dtype, on the grid of four bits: each is
+            a whole number from −8 to 8 times the scale of its row and its 64 columns.
+
+    Returns:
+        The codes, uint8, two in a byte, group after group in the order of their columns; the bits
+        that say where they were, uint8 (rows, ceil(columns / 8)); and the scales
+        (rows, ceil(columns / 64)) in the weight's dtype.
+
+    Raises:
+        PatternError: It is no matrix.
+        FormatError: It is not on the grid; the message names the first row and group that is not.
+    """
+    if reason := why_no_matrix(weight.shape):
+        raise PatternError(f"This weight cannot be packed: {reason}.")
+    codes, scales = GRID.decompose(weight)
+    nibbles = torch.cat([_pack_rows(rows) for rows in _some_rows(codes)])
+    return nibbles, pack_places(codes != 0), scales.to(weight.dtype)
+
+
+def _some_rows(weight: Tensor) -> tuple[Tensor, ...]:
+    return weight.split(max(1, _WEIGHTS_AT_A_TIME // max(1, weight.shape[1])))
+
+
+def _pack_rows(codes: Tensor) -> Tensor:
+    """The bytes of the nibbles of some rows."""
+    groups = GRID.grouped(codes).flatten(0, 1)
+    kept = groups != 0
+    nibbles = (groups + 8 - (groups > 0).to(torch.int8)).view(torch.uint8)
+    # Those that are kept go to the front of their group, and the others behind it.
+    places = torch.where(kept, kept.cumsum(1) - 1, GROUP)
+    front = nibbles.new_zeros(len(groups), GROUP + 1).scatter_(1, places, nibbles)
+    pairs = front[:, 0:GROUP:2] | front[:, 1:GROUP:2] << 4
+    return pairs[_first(_bytes_of_groups(kept.sum(1)), GROUP // 2)]
+
+
+def unpack(nibbles: Tensor, bits: Tensor, scales: Tensor, columns: int) -> Tensor:
+    """The weight (rows, columns) that was packed, bit by bit, in the dtype of the scales."""
+    kept = _kept_by_group(bits)
+    rows, groups, _ = kept.shape
+    counts = kept.sum(2)
+    first = _first(_bytes_of_groups(counts), GROUP // 2)
+    pairs = nibbles.new_zeros(first.shape).masked_scatter_(first, nibbles)
+    codes = torch.tensor(_CODES, dtype=scales.dtype, device=nibbles.device)
+    values = codes[torch.stack((pairs & 15, pairs >> 4), dim=3).flatten(2).int()]
+    values = values * scales[:, :, None]
+    weight = values.new_zeros(kept.shape)
+    weight.masked_scatter_(kept, values[_first(counts, GROUP)])
+    return weight.view(rows, groups * GROUP)[:, :columns].contiguous()
+
+
+def row_offsets(bits: Tensor) -> Tensor:
+    """The place in the nibbles at which each row begins, int64 (rows,)."""
+    lengths = _lengths(bits)
+    return lengths.cumsum(0) - lengths
+
+
+def damage(nibbles: Tensor, bits: Tensor, scales: Tensor, columns: int) -> str | None:
+    """The reason why these tensors were never packed together, or `None`."""
+    if nibbles.dtype != torch.uint8 or bits.dtype != torch.uint8:
+        return f"expected uint8, got {nibbles.dtype} for the codes and {bits.dtype} for the bits"
+    if not scales.is_floating_point():
+        return f"the scales are {scales.dtype}, no floating dtype"
+    needed = int(_lengths(bits).sum())
+    if needed != nibbles.numel():
+        return f"the weights marked as kept take {needed} bytes, and there are {nibbles.numel()}"
+    if unused_bits(bits, columns):
+        return f"bits are set beyond its {columns} columns"
+    if count := int((~(scales * _CODES[0]).isfinite()).sum()):
+        return f"{count} scales are not finite, or make weights that are not"
+    return None
+
+
+def _lengths(bits: Tensor) -> Tensor:
+    """Bytes of the nibbles of each row, int64 (rows,)."""
+    padded = torch.nn.functional.pad(bits, (0, -bits.shape[1] % (GROUP // 8)))
+    groups = padded.view(-1, GROUP // 8)
+    lengths = _bytes_of_groups(count_bits(groups))
+    return lengths.view(len(bits), -1).sum(dim=1)
+
+
+def _kept_by_group(bits: Tensor) -> Tensor:
+    """Whether each weight is kept, bool (rows, groups, 64)."""
+    padded = torch.nn.functional.pad(bits, (0, -bits.shape[1] % (GROUP // 8)))
+    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return (padded[:, :, None] >> shifts & 1).bool().view(len(bits), -1, GROUP)
+
+
+def _bytes_of_groups(counts: Tensor) -> Tensor:
+    return counts + 1 >> 1
+
+
+def _first(counts: Tensor, width: int) -> Tensor:
+    """A mask (..., width) of the first `counts` of each."""
+    return torch.arange(width, device=counts.device) < counts[..., None]
+
+
+BITMASK4 = PackedFormat(
+    option="bitmask4",
+    suffix="bitmask4",
+    quant_method="mrp_bitmask4",
+    version=1,
+    beside=("weight_bits", "weight_scales"),
+    count="num_bytes",
+    pack=pack,
+    unpack=unpack,
+    damage=damage,
+    why_not=why_no_matrix,
+    num_bytes=packed_bytes,
+)

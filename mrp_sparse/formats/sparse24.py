@@ -1,0 +1,154 @@
+"""The packed 2:4 format: two values and one nibble for every four weights of a row.
+
+`docs/format.md` describes it byte by byte. Nothing here knows files, layers or devices.
+"""
+
+import torch
+from torch import Tensor
+
+from mrp_sparse.arguments import checked
+from mrp_sparse.errors import FormatError, PatternError
+from mrp_sparse.formats.packed_format import PackedFormat, why_no_matrix
+
+GROUP = 4
+"""Consecutive input columns that share a nibble; at most half of them are not zero."""
+COLUMNS_MULTIPLE = 2 * GROUP
+"""Rows must be whole bytes of `meta`, each of which holds two groups."""
+
+
+def _slots(bits: int) -> tuple[int, int]:
+    """The two columns to keep of a group whose non-zero columns are the set bits."""
+    columns = range(GROUP)
+    nonzero_first = sorted(columns, key=lambda column: not bits >> column & 1)
+    first, second = sorted(nonzero_first[:2])
+    return first, second
+
+
+_SLOTS = [_slots(bits) for bits in range(2**GROUP)]
+_NIBBLES = [first | second << 2 for first, second in _SLOTS]
+
+
+def broken_groups(weight: Tensor) -> int:
+    """Count the groups of four columns, the last maybe narrower, with more than two non-zeros."""
+    padded = torch.nn.functional.pad(weight != 0, (0, -weight.shape[1] % GROUP))
+    return int((padded.unflatten(1, (-1, GROUP)).sum(dim=2) > 2).sum())
+
+
+def positive_zeros(weight: Tensor) -> tuple[Tensor, int]:
+    """The weight with −0.0 replaced by +0.0, all other bits as they are, and how many there were.
+
+    A product of a weight with a bool is where negative zeros come from; the format has no place
+    for the sign of a removed weight.
+    """
+    negative = (weight == 0) & weight.signbit()
+    return torch.where(negative, torch.zeros_like(weight), weight), int(negative.sum())
+
+
+def why_not_packable(shape: tuple[int, ...]) -> str | None:
+    """The reason why a weight of this shape has no packed form, or `None`."""
+    if reason := why_no_matrix(shape):
+        return reason
+    if not shape[1] or shape[1] % COLUMNS_MULTIPLE:
+        return f"in_features {shape[1]} is not a multiple of {COLUMNS_MULTIPLE}"
+    return None
+
+
+@checked
+def pack(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Keep two values of every four.
+
+    A group with fewer than two non-zeros keeps zeros from its lowest free columns, so that every
+    group has exactly two values. −0.0 is kept as +0.0.
+
+    Args:
+        weight: A weight (rows, columns) of a floating dtype; columns is a multiple of 8.
+
+    Returns:
+        The kept values (rows, columns / 2) in the weight's dtype, and meta, the columns that they
+        were in, uint8 (rows, columns / 8).
+
+    Raises:
+        PatternError: The shape does not fit, or a group has more than two non-zeros.
+    """
+    if reason := why_not_packable(weight.shape):
+        raise PatternError(f"This weight cannot be packed: {reason}.")
+    if broken := broken_groups(weight):
+        raise PatternError(
+            f"This weight is not 2:4: {broken} of {weight.numel() // GROUP} groups of four columns "
+            "have more than two non-zeros."
+        )
+    groups = positive_zeros(weight)[0].unflatten(1, (-1, GROUP))
+    nonzero = groups != 0
+    bits = sum(nonzero[..., column].to(torch.int32) << column for column in range(GROUP))
+    assert isinstance(bits, Tensor)
+    slots = torch.tensor(_SLOTS, device=weight.device)[bits]
+    nibbles = torch.tensor(_NIBBLES, dtype=torch.uint8, device=weight.device)[bits]
+    values = groups.gather(2, slots).flatten(1)
+    return values, nibbles[:, 0::2] | nibbles[:, 1::2] << 4
+
+
+@checked
+def unpack(values: Tensor, meta: Tensor) -> Tensor:
+    """The weight (rows, columns) that was packed, bit by bit.
+
+    Args:
+        values: The kept values (rows, columns / 2).
+        meta: Their columns, uint8 (rows, columns / 8).
+
+    Raises:
+        FormatError: They were never packed together.
+    """
+    given = f"values {tuple(values.shape)} and meta {tuple(meta.shape)}, {meta.dtype}"
+    fits = values.ndim == meta.ndim == 2 and (meta.shape[0], 4 * meta.shape[1]) == values.shape
+    if not fits or meta.dtype != torch.uint8:
+        raise FormatError(
+            "`unpack` needs the two tensors that `pack` gave: values (rows, columns / 2), and meta "
+            f"(rows, columns / 8), uint8. Got {given}."
+        )
+    if damage := _damage(meta):
+        raise FormatError(f"`meta` is damaged: {damage}. Pack the weight again.")
+    return spread(values, meta)
+
+
+def spread(values: Tensor, meta: Tensor) -> Tensor:
+    """What `unpack` says, of tensors that are known to be packed together."""
+    nibbles = torch.stack((meta & 15, meta >> 4), dim=-1).flatten(1)
+    slots = torch.stack((nibbles & 3, nibbles >> 2), dim=-1).long()
+    rows, groups = nibbles.shape
+    weight = values.new_zeros(rows, groups, GROUP)
+    return weight.scatter_(2, slots, values.view(rows, groups, 2)).flatten(1)
+
+
+def invalid_nibbles(meta: Tensor) -> int:
+    """Count the nibbles of uint8 `meta` that do not name two columns first < second.
+
+    `pack` writes none, so that one of them shows a damaged or missing tensor.
+    """
+    nibbles = torch.stack((meta & 15, meta >> 4))
+    return int(((nibbles & 3) >= (nibbles >> 2)).sum())
+
+
+def _damage(meta: Tensor) -> str | None:
+    count = invalid_nibbles(meta)
+    return f"{count} of {2 * meta.numel()} nibbles are of no 2:4 weight" if count else None
+
+
+def _packed_bytes(shape: tuple[int, int], dtype: torch.dtype) -> int:
+    rows, columns = shape
+    return rows * (columns // 2 * dtype.itemsize + columns // COLUMNS_MULTIPLE)
+
+
+# The shape says all: neither the columns nor the number of kept values need to be told.
+SPARSE24 = PackedFormat(
+    option="packed",
+    suffix="sparse24",
+    quant_method="mrp_sparse24",
+    version=1,
+    beside=("weight_meta",),
+    count=None,
+    pack=pack,
+    unpack=lambda values, meta, _: spread(values, meta),
+    damage=lambda _, meta, __: _damage(meta),
+    why_not=why_not_packable,
+    num_bytes=lambda shape, dtype, _: _packed_bytes(shape, dtype),
+)

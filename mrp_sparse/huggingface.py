@@ -1,0 +1,286 @@
+"""The quantizer plug-ins with which `from_pretrained` reads packed directories.
+
+The packed tensor is called `weight`, so that loading without it fails with a size mismatch; under
+any other name transformers would put random weights in its place.
+
+`registration.py` imports this while transformers is still being loaded: it asks only for those of
+its modules that are there by then, and not for its models.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from reprlib import repr as shortened
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from mrp_sparse.errors import FormatError, OptionError
+from mrp_sparse.formats.bitmask import BITMASK
+from mrp_sparse.formats.bitmask4 import BITMASK4
+from mrp_sparse.formats.eight_bit import VERSION as HEAD_VERSION
+from mrp_sparse.formats.sparse24 import SPARSE24
+from mrp_sparse.layers.bitmask4_linear import Bitmask4Linear
+from mrp_sparse.layers.bitmask_linear import BitmaskLinear
+from mrp_sparse.layers.eight_bit_head import Head
+from mrp_sparse.layers.eight_bit_linear import EightBitLinear
+from mrp_sparse.layers.frozen_linear import weight_matrix
+from mrp_sparse.layers.packed_linear import PackedLinear, is_packable
+from mrp_sparse.layers.sparse24_linear import Sparse24Linear
+from mrp_sparse.upstream import was_loaded
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class PackedConfig(QuantizationConfigMixin):
+    """`quantization_config` in the `config.json` of a packed directory; `docs/format.md` tells it.
+
+    Raises:
+        FormatError: The directory was written in another version of the format, or this is damaged.
+    """
+
+    layer: ClassVar[type[PackedLinear]]
+    head: dict[str, Any] | None = None  # of the object only where there is one, as in the files
+
+    def __init__(
+        self,
+        modules: Sequence[str] | Mapping[str, int] = (),
+        format_version: int | None = None,
+        quant_method: str | None = None,
+        head: Mapping[str, Any] | None = None,
+        **unknown: Any,
+    ) -> None:
+        form = self.layer.FORMAT
+        if format_version is not None:
+            _check_version("format_version", format_version, form.version)
+        if unknown or quant_method not in (None, form.quant_method):
+            raise FormatError(
+                f"`quantization_config`: expected `quant_method` {form.quant_method}, "
+                f"`format_version`, `modules` and maybe `head`. Got {quant_method!r}, and also "
+                f"{sorted(map(str, unknown)) or 'nothing'}. Export the pruned model again."
+            )
+        problems = list(_problems_of_modules(modules, counted=form.count is not None))
+        if head is not None:
+            problems += _problems_of_head(head)
+        if problems:
+            listed = "\n".join(f"  {problem}" for problem in problems)
+            raise FormatError(
+                "`quantization_config` is not as mrp-lightning writes it. Export the pruned model "
+                f"again.\n{listed}"
+            )
+        if head is not None:
+            _check_version("head.format_version", head["format_version"], HEAD_VERSION)
+            self.head = {key: head[key] for key in ("module", "format_version")}
+        self.quant_method: Any = form.quant_method
+        self.format_version = form.version
+        # transformers makes one without modules, too.
+        self.modules: Any = modules if modules else {} if form.count else []
+
+    @property
+    def sizes(self) -> dict[str, Mapping[str, int]]:
+        """By name of a layer, the options of its class that do not follow from its shape."""
+        argument = self.layer.FORMAT.count
+        if argument:
+            return {name: {argument: count} for name, count in dict(self.modules).items()}
+        return {name: {} for name in self.modules}
+
+
+def _check_version(key: str, found: int, expected: int) -> None:
+    if found != expected:
+        raise FormatError(
+            f"`quantization_config.{key}` is {found!r}, but this version of mrp-lightning reads "
+            f"{expected}. Install the version that wrote it, or export the pruned model again."
+        )
+
+
+def _problems_of_modules(modules: Any, *, counted: bool) -> Iterator[str]:
+    """Yield what is wrong with `modules`: a list of names or, if counted, sizes by name."""
+    if isinstance(modules, list | tuple | dict) and not modules:
+        return
+    if counted and isinstance(modules, dict):
+        for name, size in modules.items():
+            if type(size) is not int or size < 0:
+                yield f"`modules.{name}` is {shortened(size)}, expected a whole number from 0"
+    elif not counted and isinstance(modules, list | tuple):
+        for i, name in enumerate(modules):
+            if not isinstance(name, str):
+                yield f"`modules[{i}]` is {shortened(name)}, expected a name"
+    else:
+        expected = "an object of sizes by name" if counted else "a list of names"
+        yield f"`modules` is {shortened(modules)}, expected {expected}"
+
+
+def _problems_of_head(head: Any) -> Iterator[str]:
+    """Yield what is wrong with `head`: the name of a module, and the version of the format."""
+    for key, kind in (("module", str), ("format_version", int)):
+        value = head.get(key) if isinstance(head, Mapping) else None
+        if type(value) is not kind:
+            yield f"`head.{key}` is {shortened(value)}, expected {kind.__name__}"
+
+
+class PackedQuantizer(HfQuantizer):
+    """Put packed layers where the configuration says, before the weights are read."""
+
+    quantization_config: PackedConfig
+    requires_calibration = True  # weights that are not packed cannot be packed while loading
+
+    def _process_model_before_weight_loading(
+        self, model: "PreTrainedModel", **_: Any
+    ) -> "PreTrainedModel":
+        pack_modules(model, self.quantization_config)
+        return model
+
+    def _process_model_after_weight_loading(
+        self, model: "PreTrainedModel", **_: Any
+    ) -> "PreTrainedModel":
+        damaged = [*self._damage_of_head(model)]
+        for name, layer in self._layers(model):
+            # What no file held is memory that nobody wrote: it may look like anything.
+            tensors = {key: getattr(layer, key) for key in ("weight", *layer.FORMAT.beside)}
+            if missing := [key for key, tensor in tensors.items() if not was_loaded(tensor)]:
+                damaged += [f"{name}.{key} (missing, or of another shape)" for key in missing]
+                continue
+            layer.weight.requires_grad_(False)
+            layer.derive()
+            offloaded = layer.weight.is_meta or layer.places.is_meta
+            if not offloaded and (damage := layer.damage()):
+                damaged.append(f"{name}.{layer.FORMAT.places} ({damage})")
+        if damaged:
+            raise FormatError(
+                f"The checkpoint is damaged or incomplete: {', '.join(damaged)}. Export the pruned "
+                "model again."
+            )
+        return model
+
+    def _damage_of_head(self, model: nn.Module) -> Iterator[str]:
+        head = self._head(model)
+        tensors = {} if head is None else {k: getattr(head, k) for k in ("weight", "weight_scales")}
+        missing = [key for key, tensor in tensors.items() if not was_loaded(tensor)]
+        for key in missing:
+            yield f"{self._head_name}.{key} (missing, or of another shape)"
+        if head is None or missing or any(tensor.is_meta for tensor in tensors.values()):
+            return
+        if damage := head.damage():
+            yield f"{self._head_name}.weight ({damage})"
+
+    @property
+    def _head_name(self) -> str:
+        return (self.quantization_config.head or {}).get("module", "")
+
+    def _head(self, model: nn.Module) -> EightBitLinear | None:
+        layer = model.get_submodule(self._head_name) if self._head_name else None
+        return layer if isinstance(layer, EightBitLinear) else None
+
+    def _layers(self, model: nn.Module) -> Iterator[tuple[str, PackedLinear]]:
+        for name in self.quantization_config.sizes:
+            layer = model.get_submodule(name)
+            assert isinstance(layer, PackedLinear)
+            yield name, layer
+
+    def _dequantize(self, model: "PreTrainedModel", dtype: torch.dtype | str | None = None) -> Any:
+        """Put back the layers that the model's class has, with the zeros stored."""
+        # A configuration that was saved holds a name.
+        kind: torch.dtype | None = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        layers = dict(self._layers(model))
+        if any(layer.weight.is_meta for layer in layers.values()):
+            raise OptionError(
+                "Weights that are offloaded cannot be made dense: load the model without disk "
+                "offload (`device_map`, `offload_folder`), then dequantize it."
+            )
+        with torch.device("meta"):
+            original = type(model)(model.config)
+        if self._head(model) is not None:
+            Head.of(original).put_dense(model, original, kind)
+        for name, packed in layers.items():
+            model.set_submodule(name, packed.give(original.get_submodule(name), kind))
+        return model
+
+    def is_serializable(self, *_: Any, **__: Any) -> bool:
+        """`save_pretrained` writes the packed tensors as they are."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Packed weights are frozen."""
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        """The operator has a fake kernel."""
+        return True
+
+
+@register_quantization_config(SPARSE24.quant_method)
+class Sparse24Config(PackedConfig):
+    """`quantization_config` of 2:4 weights: `modules` is a list of names."""
+
+    layer = Sparse24Linear
+
+
+@register_quantization_config(BITMASK4.quant_method)
+class Bitmask4Config(PackedConfig):
+    """`quantization_config` of bitmasks of four bits: `modules` maps names to numbers of bytes."""
+
+    layer = Bitmask4Linear
+
+
+@register_quantization_config(BITMASK.quant_method)
+class BitmaskConfig(PackedConfig):
+    """`quantization_config` of bitmasks: `modules` maps names to numbers of kept values."""
+
+    layer = BitmaskLinear
+
+
+CONFIGS: dict[str, type[PackedConfig]] = {
+    config.layer.FORMAT.quant_method: config
+    for config in (Sparse24Config, BitmaskConfig, Bitmask4Config)
+}
+"""By `quant_method`."""
+for _method in CONFIGS:
+    register_quantizer(_method)(PackedQuantizer)
+
+
+def pack_modules(model: nn.Module, config: PackedConfig) -> None:
+    """Replace linear layers by uninitialised packed ones of their shape, and the head.
+
+    Raises:
+        FormatError: Layers of these names do not exist, are not linear, or cannot be packed so.
+    """
+    modules = dict(model.named_modules())
+    problems, head = misfits(modules, config), None
+    try:
+        if config.head is not None:
+            head = Head.named(model, config.head["module"])
+    except OptionError as error:
+        problems["head"] = str(error)
+    if head is not None and head.name in config.sizes:
+        problems["head"] = f"{head.name}: both a packed layer and the head of 8 bits"
+    if problems:
+        listed = "\n".join(f"  {problem}" for problem in problems.values())
+        raise FormatError(
+            f"`quantization_config.modules` does not fit {type(model).__name__}. The class must be "
+            f"the one that was exported; else export the pruned model again:\n{listed}"
+        )
+    for name, sizes in config.sizes.items():
+        model.set_submodule(name, config.layer.like(modules[name], None, **sizes))
+    if head is not None:
+        linear: Any = model.get_submodule(head.name)
+        head.put(model, EightBitLinear.like(linear))
+
+
+def misfits(modules: Mapping[str, nn.Module], config: PackedConfig) -> dict[str, str]:
+    """The problems of layers that cannot be packed so, by name, before memory is taken for them."""
+    problems = {}
+    for name, sizes in config.sizes.items():
+        if name not in modules or not is_packable(modules[name]):
+            problems[name] = f"{name}: the module has no linear layer of this name"
+            continue
+        rows, columns = weight_matrix(modules[name]).shape
+        if reason := config.layer.FORMAT.why_not((rows, columns)):
+            problems[name] = f"{name}: {reason}"
+        elif (count := sum(sizes.values())) > rows * columns:
+            problems[name] = f"{name}: {count:,} values are kept of {rows}×{columns} weights"
+    return problems

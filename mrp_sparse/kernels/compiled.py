@@ -1,0 +1,101 @@
+"""The compiled kernels for CPUs: built on first use, and missing where there is no compiler."""
+
+import functools
+import logging
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from mrp_sparse.file_lock import locked
+
+log = logging.getLogger(__name__)
+
+SOURCES = Path(__file__).with_name("cpu")
+NAME = "mrp_lightning_cpu"
+NEXT_STEP = "Install ninja (pip install 'mrp-lightning[cpu]') and a C++ compiler such as g++."
+_lock = threading.Lock()
+
+
+def load() -> bool:
+    """Let the compiled kernels take the operators' calls on the CPU, and say whether they do.
+
+    The first call on a machine compiles them into torch's cache of extensions. If they cannot be
+    had, a warning says why, once.
+    """
+    with _lock:
+        return _load()
+
+
+@functools.cache
+def _load() -> bool:
+    with _scripts_on_path():
+        reason = _missing_tool() or _build()
+    if reason is not None:
+        log.warning(
+            "Packed weights are unpacked for every product on this CPU, which is slow: the kernels "
+            "for them cannot be built (%s). %s",
+            reason,
+            NEXT_STEP,
+        )
+    return reason is None
+
+
+def _missing_tool() -> str | None:
+    from torch.utils import cpp_extension
+
+    if not cpp_extension.is_ninja_available():
+        return "ninja is not installed"
+    compiler, *_ = shlex.split(cpp_extension.get_cxx_compiler())
+    return None if shutil.which(compiler) else f"there is no compiler {compiler!r}"
+
+
+def _build() -> str | None:
+    """Compile what changed since it was last compiled, and load it, or say why not."""
+    from torch.utils import cpp_extension
+
+    # torch's own name for the place says nothing of its version, on which the binary depends.
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root()
+    place = Path(root) / f"{NAME}-{torch.__version__}"
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        with locked(place / "processes.lock"):
+            (place / "lock").unlink(missing_ok=True)  # torch would wait for a killed process's
+            if not any(place.glob(f"{NAME}.*")):
+                log.warning("Compiling the kernels for packed weights, once: about a minute.")
+            cpp_extension.load(
+                NAME,
+                [str(SOURCES / "operators.cpp")],
+                extra_cflags=["-O3", *_OPENMP],
+                extra_ldflags=[*_OPENMP],
+                build_directory=str(place),
+                is_python_module=False,
+            )
+    except (RuntimeError, OSError, subprocess.SubprocessError) as error:
+        log.debug("The build failed.", exc_info=True)
+        lines = [line for line in str(error).splitlines() if line] or [repr(error)]
+        return next((line for line in lines if "error: " in line), lines[0])
+    return None
+
+
+_OPENMP = ("-fopenmp",) if sys.platform == "linux" else ()
+"""torch's threads on Linux; elsewhere compilers have other flags for them, or none."""
+
+
+@contextmanager
+def _scripts_on_path() -> Iterator[None]:
+    """Find the ninja of this environment, be it activated or not."""
+    before = os.environ.get("PATH", "")
+    os.environ["PATH"] = os.pathsep.join((sysconfig.get_path("scripts"), before))
+    try:
+        yield
+    finally:
+        os.environ["PATH"] = before

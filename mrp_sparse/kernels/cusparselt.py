@@ -1,0 +1,75 @@
+"""cuSPARSELt on plain tensors.
+
+cuSPARSELt multiplies with the sparse tensor cores (sm_80 and newer) and needs its own layout,
+which depends on library and device: it is built at load and never written to disk. Each call sets
+up its product on the host, so it is only fast inside a CUDA graph, and the default algorithm is
+often slow.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mrp_sparse import upstream
+
+DTYPES = (torch.float16, torch.bfloat16)
+WEIGHT_MULTIPLE = 16  # rows and columns of the sparse operand, 16-bit dtypes
+TOKEN_MULTIPLE = 8  # the dense operand, 16-bit dtypes
+# NVIDIA's release notes: 0.8.0 lost speed on Hopper, 0.8.1 has it back. torch 2.11 pins 0.8.0.
+SLOW_ON_HOPPER = 800  # counted as major·1000 + minor·100 + patch
+DEFAULT = {"alg_id": 0, "split_k": 1, "split_k_mode": -1}
+"""The library's own choice: the number of an algorithm, in how many pieces of the columns it sums
+apart, and how these are added, −1 for any way."""
+
+
+def missing(device: torch.device) -> str | None:
+    """The reason why cuSPARSELt cannot be used on a device, or `None`."""
+    if device.type != "cuda":
+        return f"cuSPARSELt runs on CUDA devices, not on {device.type!r}"
+    if not torch.backends.cusparselt.is_available():
+        return f"torch {torch.__version__} was built without cuSPARSELt"
+    if lacking := {"transpose_result", *DEFAULT} - upstream.arguments_of_cusparselt():
+        return f"torch {torch.__version__} calls cuSPARSELt without {sorted(lacking)}; use 2.11+"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return f"sparse tensor cores need sm_80 or newer; this device is sm_{major}{minor}"
+    return None
+
+
+def refuse(out_features: int, in_features: int, dtype: torch.dtype) -> str | None:
+    """The reason why a weight of this shape and dtype cannot be compressed, or `None`."""
+    if dtype not in DTYPES:
+        name = str(dtype).removeprefix("torch.")
+        return f"cuSPARSELt takes float16 and bfloat16 here, not {name}"
+    if out_features % WEIGHT_MULTIPLE or in_features % WEIGHT_MULTIPLE:
+        return (
+            f"cuSPARSELt needs both dimensions to be multiples of {WEIGHT_MULTIPLE}, "
+            f"not {out_features}×{in_features}"
+        )
+    return None
+
+
+def version() -> int | None:
+    """The version number of the library, or `None` without it."""
+    return torch.backends.cusparselt.version() if torch.backends.cusparselt.is_available() else None
+
+
+def compress(weight: Tensor) -> Tensor:
+    """A 2:4 weight (out, in) in the library's layout. It does not check that the weight is 2:4."""
+    return upstream.compress_cusparselt(weight.contiguous())
+
+
+def matmul(x: Tensor, compressed: Tensor, bias: Tensor | None, **algorithm: int) -> Tensor:
+    """X Wᵀ + b: x is (tokens, in), the result (tokens, out) and contiguous."""
+    return upstream.matmul_cusparselt(compressed, _padded(x).t(), bias, **algorithm)[: x.shape[0]]
+
+
+def search(x: Tensor, compressed: Tensor) -> dict[str, int]:
+    """Let the library try its algorithms on these very operands. Not inside a CUDA graph."""
+    found = upstream.search_cusparselt(compressed, _padded(x).t(), None)
+    return DEFAULT | dict(zip(DEFAULT, found, strict=False))  # or the first alone
+
+
+def _padded(x: Tensor) -> Tensor:
+    padding = -x.shape[0] % TOKEN_MULTIPLE
+    return F.pad(x, (0, 0, 0, padding)) if padding else x.contiguous()

@@ -1,0 +1,233 @@
+"""The operators of packed layers: `mrp_lightning::linear24`, `linear_bitmask`, `…4` and `linear8`.
+
+They are opaque to `torch.compile` and `torch.export`. Which kernel runs is decided inside them,
+where the number of tokens is known, so that a new number costs no recompilation and every CUDA
+graph captures its own choice: on CUDA devices by `dispatch`. What is here takes the calls of all
+other devices: it unpacks the weight and multiplies as a dense one. On a CPU it does so only until
+the compiled kernels are there, which register themselves for it and take all calls from then on.
+
+Under autocast all floating operands are cast, as those of `F.linear` are.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mrp_sparse import upstream
+from mrp_sparse.formats import bitmask, bitmask4, eight_bit
+from mrp_sparse.formats.bitmask import BITMASK
+from mrp_sparse.formats.bitmask4 import BITMASK4, num_groups
+from mrp_sparse.formats.sparse24 import SPARSE24, spread
+from mrp_sparse.kernels import compiled
+
+MAX_ERROR_RATIO = 1.5
+"""Largest error of a kernel, as a multiple of the error of the dense product in the same dtype."""
+
+
+@torch.library.custom_op("mrp_lightning::linear24", mutates_args=())
+def linear24(
+    x: Tensor,
+    weight: Tensor,
+    meta: Tensor,
+    bias: Tensor | None,
+    compressed: Tensor | None = None,
+) -> Tensor:
+    """Compute x Wᵀ + bias with W = unpack(weight, meta).
+
+    Args:
+        x: Input (..., columns), in the dtype of `weight`.
+        weight: Kept values (rows, columns / 2).
+        meta: Columns of the kept values, uint8 (rows, columns / 8).
+        bias: Added to each output, (rows,).
+        compressed: The same W in cuSPARSELt's layout, for kernels that can use it.
+
+    Returns:
+        The product (..., rows), contiguous.
+    """
+    if x.device.type == "cpu" and compiled.load():
+        return torch.ops.mrp_lightning.linear24(x, weight, meta, bias, compressed)
+    return F.linear(x, spread(weight, meta), bias)
+
+
+@torch.library.custom_op("mrp_lightning::linear_bitmask", mutates_args=())
+def linear_bitmask(
+    x: Tensor, values: Tensor, bits: Tensor, offsets: Tensor, bias: Tensor | None
+) -> Tensor:
+    """Compute x Wᵀ + bias with W = unpack(values, bits, columns).
+
+    Args:
+        x: Input (..., columns), in the dtype of `values`. One that is too narrow for the bits is
+            refused on a CPU; of one that is wider within the last byte nothing tells.
+        values: Kept values, row after row in the order of their columns.
+        bits: Where they were, uint8 (rows, ceil(columns / 8)), lowest bit first.
+        offsets: Where the values of each row begin, int64 (rows,); the end of the last may follow.
+        bias: Added to each output, (rows,).
+
+    Returns:
+        The product (..., rows), contiguous.
+    """
+    if x.device.type == "cpu" and compiled.load():
+        return torch.ops.mrp_lightning.linear_bitmask(x, values, bits, offsets, bias)
+    _check_bitmask(x, bits)
+    # A look at the bits would have other devices wait, which a CUDA graph cannot.
+    if x.device.type == "cpu" and (damage := bitmask.damage(values, bits, x.shape[-1])):
+        raise RuntimeError(f"The packed weight does not fit the input's columns: {damage}.")
+    return F.linear(x, bitmask.unpack(values, bits, x.shape[-1]), bias)
+
+
+@torch.library.custom_op("mrp_lightning::linear_bitmask4", mutates_args=())
+def linear_bitmask4(
+    x: Tensor,
+    nibbles: Tensor,
+    bits: Tensor,
+    scales: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None,
+    eight_bits: bool = False,
+) -> Tensor:
+    """Compute x Wᵀ + bias with W = unpack(nibbles, bits, scales, columns).
+
+    Args:
+        x: Input (..., columns), in the dtype of `scales`. One that is too narrow for the bits is
+            refused on a CPU; of one that is wider within the last byte nothing tells.
+        nibbles: Codes of the kept values, uint8, two in a byte, group after group.
+        bits: Where they were, uint8 (rows, ceil(columns / 8)), lowest bit first.
+        scales: Scales (rows, ceil(columns / 64)).
+        offsets: Where the codes of each row begin, int64 (rows,).
+        bias: Added to each output, (rows,).
+        eight_bits: Whether the compiled kernel may round up to 8 tokens of bfloat16 to 8 bits, with
+            a scale for each 64 columns.
+
+    Returns:
+        The product (..., rows), contiguous.
+    """
+    if x.device.type == "cpu" and compiled.load():
+        operator = torch.ops.mrp_lightning.linear_bitmask4
+        return operator(x, nibbles, bits, scales, offsets, bias, eight_bits)
+    _check_bitmask(x, bits)
+    if x.device.type == "cpu" and (damage := bitmask4.damage(nibbles, bits, scales, x.shape[-1])):
+        raise RuntimeError(f"The packed weight does not fit the input's columns: {damage}.")
+    return F.linear(x, bitmask4.unpack(nibbles, bits, scales, x.shape[-1]), bias)
+
+
+@torch.library.custom_op("mrp_lightning::linear8", mutates_args=())
+def linear8(x: Tensor, numbers: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute x Wᵀ + bias with W = unpack(numbers, scales).
+
+    Args:
+        x: Input (..., columns), in the dtype of `scales`.
+        numbers: From −127 to 127, int8 (rows, columns).
+        scales: A scale for each row, (rows,).
+        bias: Added to each output, (rows,).
+
+    Returns:
+        The product (..., rows), contiguous.
+    """
+    if x.device.type == "cpu" and compiled.load():
+        return torch.ops.mrp_lightning.linear8(x, numbers, scales, bias)
+    return F.linear(x, eight_bit.unpack(numbers, scales), bias)
+
+
+def _check_bitmask(x: Tensor, bits: Tensor) -> None:
+    _check_columns(bitmask.bytes_of(x.shape[-1]) == bits.shape[1])
+
+
+def _check_columns(fit: Any) -> None:
+    upstream.check(fit, "x must have the weight's columns")
+
+
+@linear24.register_fake
+def _fake24(x: Tensor, weight: Tensor, meta: Tensor, *_: Tensor | None) -> Tensor:
+    del meta
+    _check_columns(x.shape[-1] == 2 * weight.shape[1])
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+@linear_bitmask.register_fake
+def _fake_bitmask(x: Tensor, values: Tensor, bits: Tensor, *_: Tensor | None) -> Tensor:
+    del values
+    _check_bitmask(x, bits)
+    return x.new_empty(*x.shape[:-1], bits.shape[0])
+
+
+@linear_bitmask4.register_fake
+def _fake_bitmask4(
+    x: Tensor, nibbles: Tensor, bits: Tensor, scales: Tensor, *_: Tensor | bool | None
+) -> Tensor:
+    del nibbles
+    _check_bitmask(x, bits)
+    _check_columns(num_groups(x.shape[-1]) == scales.shape[1])
+    return x.new_empty(*x.shape[:-1], bits.shape[0])
+
+
+@linear8.register_fake
+def _fake8(x: Tensor, numbers: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    del scales, bias
+    _check_columns(x.shape[-1] == numbers.shape[1])
+    return x.new_empty(*x.shape[:-1], numbers.shape[0])
+
+
+def _save(stored: int, ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Keep what the gradient of the input needs: the tensors that the weight is stored as."""
+    del output
+    x, *tensors = inputs
+    ctx.columns, ctx.num_inputs = x.shape[-1], len(inputs)
+    ctx.save_for_backward(*tensors[:stored])
+
+
+def _backward(
+    unpack: Callable[..., Tensor], bias: int, ctx: Any, grad: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Gradients of the input and the bias, for prompts, adapters and attributions."""
+    if any(ctx.needs_input_grad[1 : 1 + len(ctx.saved_tensors)]):
+        raise NotImplementedError(
+            "A packed weight cannot be trained: call `model.dequantize()` first, or freeze it "
+            "with `weight.requires_grad_(False)`."
+        )
+    grads: list[Tensor | None] = [None] * ctx.num_inputs
+    if ctx.needs_input_grad[0]:
+        grads[0] = grad @ unpack(*ctx.saved_tensors, ctx.columns)
+    if ctx.needs_input_grad[bias]:
+        grads[bias] = grad.sum_to_size(grad.shape[-1:])
+    return tuple(grads)
+
+
+def _autocast(
+    operator: Callable[..., Tensor], floating: Sequence[int], device: str, *operands: Any
+) -> Tensor:
+    """Call an operator with its operands as autocast gives them to `F.linear`."""
+    cast = [
+        _cast(operand, device) if place in floating else operand
+        for place, operand in enumerate(operands)
+    ]
+    if operator is linear24 and cast[1] is not operands[1]:
+        cast[4:] = [None]  # cuSPARSELt's layout holds the weight in the dtype that it had
+    with torch.autocast(device, enabled=False):
+        return operator(*cast)
+
+
+def _cast(tensor: Tensor | None, device: str) -> Tensor | None:
+    if tensor is None or tensor.device.type != device or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(device))
+
+
+# `torch.library.register_autocast` casts to a dtype that is chosen here, not by the user.
+_LIBRARY = torch.library.Library("mrp_lightning", "IMPL")
+for _operator, _name, _unpack, _stored, _floating in (  # floating operands, the bias the last
+    (linear24, "linear24", SPARSE24.unpack, 2, (0, 1, 3)),
+    (linear_bitmask, "linear_bitmask", BITMASK.unpack, 2, (0, 1, 4)),
+    (linear_bitmask4, "linear_bitmask4", BITMASK4.unpack, 3, (0, 3, 5)),
+    (linear8, "linear8", lambda *stored: eight_bit.unpack(*stored[:2]), 2, (0, 2, 3)),
+):
+    _operator.register_autograd(
+        functools.partial(_backward, _unpack, _floating[-1]),
+        setup_context=functools.partial(_save, _stored),
+    )
+    for _device in ("cpu", "cuda"):
+        _kernel = functools.partial(_autocast, _operator, _floating, _device)
+        _LIBRARY.impl(_name, _kernel, f"Autocast{_device.upper()}")

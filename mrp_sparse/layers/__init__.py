@@ -1,0 +1,1 @@
+"""Linear layers whose weight is stored packed."""

@@ -1,0 +1,90 @@
+"""Names that torch and transformers keep to themselves."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def check(holds: Any, message: str) -> None:
+    """Raise a RuntimeError where a relation of shapes does not hold, which may be symbols.
+
+    Seen in torch 2.13. Code that `torch.compile` and `torch.export` trace cannot ask a symbol by
+    `if`. In its place: a public name of `torch._check`, which torch's pages recommend.
+    """
+    torch._check(holds, lambda: message)
+
+
+def arguments_of_cusparselt() -> set[str]:
+    """The names of the arguments of `matmul_cusparselt` that this torch knows.
+
+    Seen in torch 2.13, as the three functions below. torch's public way to cuSPARSELt,
+    `to_sparse_semi_structured`, gives a subclass of tensors, which neither safetensors nor an
+    operator of ours takes. In their place: public operators, once torch has them.
+    """
+    return {argument.name for argument in torch.ops.aten._cslt_sparse_mm.default._schema.arguments}
+
+
+def compress_cusparselt(weight: Tensor) -> Tensor:
+    """A 2:4 weight in cuSPARSELt's layout; see `arguments_of_cusparselt`."""
+    return torch._cslt_compress(weight)
+
+
+def matmul_cusparselt(
+    compressed: Tensor, x: Tensor, bias: Tensor | None, **algorithm: Any
+) -> Tensor:
+    """(W x)ᵀ + bias for x (in, tokens); see `arguments_of_cusparselt`."""
+    return torch._cslt_sparse_mm(compressed, x, bias=bias, transpose_result=True, **algorithm)
+
+
+def search_cusparselt(compressed: Tensor, x: Tensor, bias: Tensor | None) -> tuple[int, ...]:
+    """The `alg_id`, and maybe `split_k` and `split_k_mode`, that are fastest for these operands.
+
+    The operator for it tells the first alone; a binding, where torch has one, tells all. See
+    `arguments_of_cusparselt`.
+    """
+    binding = getattr(torch._C, "_cusparselt", None)
+    if binding is not None and "mm_search" in dir(binding):
+        return tuple(map(int, binding.mm_search(compressed, x, bias, None, None, True)[:3]))
+    return (int(torch._cslt_sparse_mm_search(compressed, x, bias=bias, transpose_result=True)),)
+
+
+def attention_of(config: Any) -> str | None:
+    """By which attention a model computes, such as `sdpa`.
+
+    Seen in transformers 5.23, which has a public setter, but no getter. In its place: a
+    `get_attn_implementation` beside the `get_experts_implementation` of models.
+    """
+    name: str | None = config._attn_implementation
+    return name
+
+
+@contextmanager
+def grouped_attention() -> Iterator[None]:
+    """Let what is traced attend with as many heads of keys and values as there are.
+
+    Seen in transformers 5.23, which repeats them for all heads of queries in a graph with a mask;
+    torch's product for CPUs does not need that. In its place: an argument of the attention.
+    """
+    name = "TRANSFORMERS_SDPA_FORCE_GQA"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def was_loaded(tensor: Tensor) -> bool:
+    """Whether `from_pretrained` read a tensor from a file, or left it on the disk.
+
+    Seen in transformers 5.23, which tells what was missing only after the quantizer had its turn.
+    In its place: the report of the loading, once quantizers are given it.
+    """
+    return tensor.is_meta or getattr(tensor, "_is_hf_initialized", False)
