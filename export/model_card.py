@@ -8,7 +8,9 @@ from mrp_lightning.environment import command
 from mrp_lightning.models.skeleton import model_class
 from mrp_lightning.records import evaluation
 from mrp_lightning.records.model_card import (
-    NAME,
+    NAME as CARD,
+)
+from mrp_lightning.records.model_card import (
     made_by,
     new_card,
     with_perplexities,
@@ -57,14 +59,14 @@ def write_card(source: Checkpoint, report: ExportReport, directory: Path) -> Non
         *made_by(command()),
     ]
     text = with_section(_card_of_source(source.path), title, lines)
-    (directory / NAME).write_text(text, encoding="utf-8")
+    (directory / CARD).write_text(text, encoding="utf-8")
 
 
 def _card_of_source(source: Path) -> str:
     """The card of the pruned model, with the perplexities that are known by now."""
     text = new_card("Pruned model")
-    if (source / NAME).is_file():
-        text = (source / NAME).read_text("utf-8", "replace")
+    if (source / CARD).is_file():
+        text = (source / CARD).read_text("utf-8", "replace")
     if (source / evaluation.NAME).is_file():
         text = with_perplexities(text, evaluation.read(source).perplexity)
     return text

@@ -12,7 +12,7 @@ from mrp_lightning.errors import PatternError
 from mrp_lightning.records.report import NAME
 from mrp_lightning.targets.names import without_numbers
 from mrp_sparse.formats.bitmask import BITMASK
-from mrp_sparse.formats.bitmask4 import BITMASK4
+from mrp_sparse.formats.bitmask4 import BITMASK4, GRID
 from mrp_sparse.formats.packed_format import PackedFormat
 from mrp_sparse.formats.sparse24 import GROUP, SPARSE24
 
@@ -144,7 +144,7 @@ def _of_bits(checkpoint: Checkpoint) -> str:
         return ""
     return (
         f"It is on a grid of {grid.bits} bits in groups of {grid.group_size}; what is packed is 3 "
-        f"or 4 bits, in groups of a multiple of {GROUP}. `python -m export.to_gguf` writes 8 bits, "
+        f"or 4 bits, in groups of a multiple of {GRID.group_size}. `python -m export.to_gguf` writes 8 bits, "
         "too. "
     )
 

@@ -24,7 +24,7 @@ from mrp_lightning.targets.layers import Expert, Layer, is_conv1d, layers_of
 from mrp_lightning.targets.names import matches, require_matches
 from mrp_lightning.targets.plan import make_plan
 from mrp_sparse.formats.bitmask import count_kept
-from mrp_sparse.formats.bitmask4 import BITMASK4, GRID, GROUP, count_bytes
+from mrp_sparse.formats.bitmask4 import BITMASK4, GRID, count_bytes
 from mrp_sparse.formats.packed_format import PackedFormat, why_no_matrix
 from mrp_sparse.formats.sparse24 import broken_groups, positive_zeros
 from mrp_sparse.layers.packed_linear import is_packable
@@ -205,7 +205,7 @@ def _look(
 def _is_of_four_bits(checkpoint: Checkpoint) -> bool:
     """Whether the report says that the weights were put on a grid that four bits can tell."""
     grid = read_grid(checkpoint.path)
-    return grid is not None and grid.bits <= GRID.bits and grid.group_size % GROUP == 0
+    return grid is not None and grid.bits <= GRID.bits and grid.group_size % GRID.group_size == 0
 
 
 def _coded(
