@@ -21,7 +21,7 @@ from collections import Counter
 from pathlib import Path
 
 from mrp_lightning.embedded import STDLIB_LLAMA
-from mrp_lightning.journal.directory import journal_path
+from mrp_lightning.journal.journal import journal_path
 from mrp_sparse.environment import machine
 
 

@@ -43,9 +43,9 @@ from mrp_lightning.commands.sweep import read_sweep
 from mrp_lightning.experiments.execute import configure
 from mrp_lightning.experiments.sweep import Sweep
 from mrp_lightning.experiments.trials import Trial, parse_setting
+from mrp_lightning.narrowing.columns import ColumnSet
 from mrp_lightning.narrowing.find import narrowing_plan
-from mrp_lightning.solver.column_sets import ColumnSet
-from mrp_lightning.solver.input_hessian import InputHessian
+from mrp_lightning.solver.hessian import InputHessian
 from mrp_lightning.solver.patterns import Unstructured
 from mrp_lightning.targets.plan import Plan, make_plan
 from mrp_sparse.environment import machine

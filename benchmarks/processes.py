@@ -36,19 +36,17 @@ from typing import Any
 import torch
 from torch import distributed
 
-from mrp_lightning.calibration.dense import DenseStream
-from mrp_lightning.calibration.walks import Walk
+from mrp_lightning.calibration.walks import DenseStream, Walk
 from mrp_lightning.embedded import STDLIB_LLAMA
 from mrp_lightning.processes import Processes
 from mrp_lightning.pruning import prune_layer
 from mrp_lightning.pruning.block import BlockPruner
-from mrp_lightning.pruning.job import Job
+from mrp_lightning.pruning.block_tuner import BlockTuner, BlockTuning
+from mrp_lightning.pruning.job import Job, Settings
 from mrp_lightning.pruning.sequential import prune_model
-from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.solver.conjugate_gradients import LowRankModel
-from mrp_lightning.solver.input_hessian import InputHessian
+from mrp_lightning.solver.hessian import InputHessian
 from mrp_lightning.targets.plan import make_plan
-from mrp_lightning.tuning.block_tuner import BlockTuner, BlockTuning
 from mrp_sparse.environment import machine
 
 PARTS = ("calibration", "factors", "solve", "tuning", "sums", "gathers")

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from mrp_lightning.pruning import prune_layer, sequential
-from mrp_lightning.solver import compensations, damping, exact, hessian, input_hessian, problem
-from mrp_lightning.solver.methods import MASKS
+from mrp_lightning.solver import compensations, exact, hessian, problem
+from mrp_lightning.solver.recipe import MASKS
 
 WALK = "walk finding"
 PARTS: dict[str, list[tuple[Any, str]]] = {
@@ -17,11 +17,11 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
     "Hessians": [
         (hessian.HessianAccumulator, "update"),
         (hessian.HessianAccumulator, "hessian"),
-        (input_hessian.InputHessian, "__init__"),
+        (hessian.InputHessian, "__init__"),
     ],
     "factorisation": [
-        (damping.DampedHessian, "__init__"),
-        (damping.DampedHessian.__dict__["inverse"], "func"),
+        (hessian.DampedHessian, "__init__"),
+        (hessian.DampedHessian.__dict__["inverse"], "func"),
     ],
     "mask": [(type(mask), "bind") for mask in MASKS.values()],
     "sweep": [(compensations.ColumnSweep, "apply")],

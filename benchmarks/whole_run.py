@@ -32,12 +32,11 @@ from export.speed.random_models import SHAPES
 from mrp_lightning.evaluation.perplexity import Perplexity, token_losses
 from mrp_lightning.models.loading import load_model
 from mrp_lightning.models.tokenizers import load_tokenizer
-from mrp_lightning.pruning.job import Job
+from mrp_lightning.pruning.job import Job, Settings
 from mrp_lightning.pruning.sequential import prune_model
-from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.plan import make_plan
-from mrp_lightning.text.standard_library import standard_library
+from mrp_lightning.text.sources import standard_library
 from mrp_lightning.text.windows import Draws, consecutive_windows, segments_of_text, tokenize
 from mrp_sparse.environment import machine
 

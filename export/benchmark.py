@@ -11,7 +11,7 @@ from typing import Any
 
 from export.speed.options import LAYER_TOKENS, SpeedOptions, add_arguments
 from export.speed.random_models import SHAPES
-from mrp_lightning.cli.command import make_parser, number_from, told
+from mrp_lightning.cli.parser import make_parser, number_from, told
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -19,7 +19,7 @@ def main(args: Sequence[str] | None = None) -> None:
     with told():
         parsed = _parser().parse_args(args)
         # Only now: it loads transformers, which help and a mistake need not wait for.
-        from export.speed.shapes import measure_shapes
+        from export.speed.comparison import measure_shapes
 
         measure_shapes(parsed.shape, SpeedOptions.of(parsed), parsed.dtype, parsed.out)
 

@@ -15,14 +15,12 @@ from export.backends.apply import check_backend, why_not_here
 from export.backends.torchao_format import why_not_storable
 from export.conversion.checkpoint import Checkpoint, open_checkpoint
 from export.conversion.head_choice import HeadChoice, choose_head
-from export.conversion.layer_choice import LayerChoice
 from export.conversion.parity import check_parity
-from export.conversion.selection import choose_layers
+from export.conversion.selection import LayerChoice, choose_layers
 from export.conversion.tracking import Track, bars
 from export.conversion.writing import write_dense, write_packed, write_torchao
 from export.loading import load
-from export.model_card import write_card
-from export.report import NO_CUDA, ExportReport
+from export.report import NO_CUDA, ExportReport, write_card
 from export.speed.comparison import compare
 from export.speed.options import SpeedOptions
 from mrp_lightning import errors

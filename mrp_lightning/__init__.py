@@ -31,10 +31,9 @@ if TYPE_CHECKING:
     from mrp_lightning.data.data_module import TextDataModule
     from mrp_lightning.loop.causal_lm import CausalLM
     from mrp_lightning.loop.trainer import Trainer
-    from mrp_lightning.records.report import PruningReport
-    from mrp_lightning.records.rows import BlockReport, LayerReport
-    from mrp_lightning.solver.columns import ColumnSolution, prune_columns
-    from mrp_lightning.tuning.block_tuner import BlockTuning
+    from mrp_lightning.narrowing.columns import ColumnSolution, prune_columns
+    from mrp_lightning.pruning.block_tuner import BlockTuning
+    from mrp_lightning.records.report import BlockReport, LayerReport, PruningReport
 
 __all__ = [
     "BlockReport",
@@ -68,15 +67,15 @@ hush_torchao()
 
 # What needs more than torch is loaded when it is first asked for (PEP 562).
 _LAZY = {
-    "BlockReport": "mrp_lightning.records.rows",
-    "BlockTuning": "mrp_lightning.tuning.block_tuner",
+    "BlockReport": "mrp_lightning.records.report",
+    "BlockTuning": "mrp_lightning.pruning.block_tuner",
     "CausalLM": "mrp_lightning.loop.causal_lm",
-    "ColumnSolution": "mrp_lightning.solver.columns",
-    "LayerReport": "mrp_lightning.records.rows",
+    "ColumnSolution": "mrp_lightning.narrowing.columns",
+    "LayerReport": "mrp_lightning.records.report",
     "PruningReport": "mrp_lightning.records.report",
     "TextDataModule": "mrp_lightning.data.data_module",
     "Trainer": "mrp_lightning.loop.trainer",
-    "prune_columns": "mrp_lightning.solver.columns",
+    "prune_columns": "mrp_lightning.narrowing.columns",
 }
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import math
 import reprlib
 from ast import literal_eval
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +10,7 @@ from contextlib import suppress
 from numbers import Integral, Real
 from os import PathLike
 from types import NoneType, UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints, overload
+from typing import Any, TypeGuard, TypeVar, Union, get_args, get_origin, get_type_hints, overload
 
 from mrp_sparse.errors import OptionError
 
@@ -110,3 +111,13 @@ def _next_step(rule: Rule, value: Any) -> str:
         if hasattr(value, "__array__"):
             return " `torch.from_numpy` makes a tensor of it."
     return ""
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether this is a finite number, of any real type; True and False are none."""
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def is_count(value: object) -> TypeGuard[int]:
+    """Whether this is a whole number from 1 on; True is none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

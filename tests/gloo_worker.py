@@ -12,7 +12,7 @@ from torch.distributed import init_process_group
 
 from mrp_lightning.loop import distributed
 from mrp_lightning.processes import Processes
-from mrp_lightning.solver.input_hessian import InputHessian
+from mrp_lightning.solver.hessian import InputHessian
 from mrp_lightning.solver.pruning import prune
 from mrp_lightning.solver.recipe import Recipe
 

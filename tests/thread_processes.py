@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mrp_lightning.calibration.forwards import every_layer_called
+from mrp_lightning.calibration.walks import every_layer_called
 from mrp_lightning.processes import Processes
 
 

@@ -1,7 +1,7 @@
 """A checkpoint on disk, read file by file."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from mrp_lightning.models.checkpoint import refuse_adapter, weight_files
 from mrp_lightning.models.integrity import check_size, check_values, misfits
 from mrp_lightning.models.skeleton import build_without_weights, model_class
 from mrp_lightning.records import report as pruning_report
+from mrp_lightning.targets.layers import PLAIN_DTYPES
+from mrp_lightning.targets.plan import not_finite
 
 _REPLACED = {"config.json", "export_report.json"}
 _WEIGHTS = {".safetensors", ".bin", ".ckpt", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf"}
@@ -207,3 +209,25 @@ def _companions(path: Path) -> list[Path]:
             f"{', '.join(outside)}. Put the files themselves there, or remove the links."
         )
     return files
+
+
+def require_finite(
+    tensors: Iterable[tuple[str, Tensor]], path: Path, is_parameter: Callable[[str], bool]
+) -> Iterator[tuple[str, Tensor]]:
+    """Pass the tensors of a checkpoint on, and refuse it at their end if they are not finite.
+
+    Only parameters must be free of Inf, which some buffers hold by design, such as masks. Values of
+    dtypes that torch cannot look into, such as packed ones of four bits, are not looked at.
+
+    Raises:
+        FormatError: All tensors with such values are named.
+    """
+    counts = {}
+    for name, tensor in tensors:
+        if tensor.dtype in PLAIN_DTYPES:
+            wrong = ~tensor.isfinite() if is_parameter(name) else tensor.isnan()
+            if count := int(wrong.sum()):
+                counts[name] = count
+        yield name, tensor
+    if counts:
+        raise FormatError(f"{path}: {not_finite(f'{len(counts)} tensors', counts)}")

@@ -1,33 +1,367 @@
 """Which layers of a checkpoint are packed, and why the others stay dense."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+import functools
+import inspect
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
-from export.conversion.checkpoint import Checkpoint
-from export.conversion.claims import Claim, layers_beside, read_claims, read_grid, refuse_unknown
-from export.conversion.finite import require_finite
-from export.conversion.layer_choice import LayerChoice, form_of, judge, refuse_misfits
-from export.conversion.read_directly import is_read_directly
+from export.conversion.checkpoint import Checkpoint, require_finite
 from export.conversion.tracking import Track, silently
-from mrp_lightning.errors import FormatError
+from mrp_lightning.errors import FormatError, OptionError, PatternError
+from mrp_lightning.files import BESIDE
+from mrp_lightning.json_files import read_as
 from mrp_lightning.models.checkpoint import names_in_model
 from mrp_lightning.models.integrity import larger
 from mrp_lightning.models.skeleton import build_without_weights
 from mrp_lightning.records.report import NAME, PruningReport
-from mrp_lightning.solver.patterns import Unstructured
+from mrp_lightning.solver.patterns import SemiStructured, Unstructured, make_pattern
+from mrp_lightning.targets.blocks import matches, require_matches, without_numbers
 from mrp_lightning.targets.layers import Expert, Layer, is_conv1d, layers_of
-from mrp_lightning.targets.names import matches, require_matches
 from mrp_lightning.targets.plan import make_plan
-from mrp_sparse.formats.bitmask import count_kept
+from mrp_sparse.formats.bitmask import BITMASK, count_kept
 from mrp_sparse.formats.bitmask4 import BITMASK4, GRID, count_bytes
+from mrp_sparse.formats.grid import Grid
 from mrp_sparse.formats.packed_format import PackedFormat, why_no_matrix
-from mrp_sparse.formats.sparse24 import broken_groups, positive_zeros
+from mrp_sparse.formats.sparse24 import GROUP, SPARSE24, broken_groups, positive_zeros
 from mrp_sparse.layers.packed_linear import is_packable
+
+_ROUNDING = 1e-6
+"""The fraction of weights by which a report's `sparsity`, a mean in float32, may be off."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a report claims of a pruned layer.
+
+    Attributes:
+        sparsity: The fraction of the weights that are zero, at least; 0 where nothing is claimed.
+        pattern: The pattern N:M that each group has, if there is one.
+    """
+
+    sparsity: float
+    pattern: SemiStructured | None
+
+    def breach(self, weight: Tensor) -> str | None:
+        """How a weight (rows, columns) breaks the claim, and where first; `None` if it holds."""
+        kept = weight != 0
+        rows, columns = kept.shape
+        if self.pattern is not None:
+            return _broken_group(kept, self.pattern)
+        expected = (1 - self.sparsity + _ROUNDING) * rows * columns
+        count = int(kept.sum())
+        if count <= expected:
+            return None
+        in_rows = kept.sum(dim=1)
+        row = int(in_rows.argmax())
+        return (
+            f"{1 - count / (rows * columns):.1%} of it is zero, expected {self.sparsity:.1%}; row "
+            f"{row} has the fewest zeros, {columns - int(in_rows[row])} of {columns}"
+        )
+
+
+def _broken_group(kept: Tensor, pattern: SemiStructured) -> str | None:
+    """Name the first group of a bool matrix (rows, columns) that keeps too many, if one does."""
+    group = pattern.group
+    if not pattern.divides(kept.shape[1]):
+        return f"its {kept.shape[1]} columns do not split into groups of {group}"
+    counts = kept.unflatten(1, (-1, group)).sum(dim=2)
+    broken = (counts > pattern.kept).nonzero()
+    if not len(broken):
+        return None
+    row, place = (int(i) for i in broken[0])
+    return (
+        f"{len(broken)} of {counts.numel()} groups are not {pattern}, the first in row {row}, "
+        f"columns {group * place} to {group * (place + 1) - 1}: {int(counts[row, place])} of "
+        f"{group} are not zero"
+    )
+
+
+@dataclass(kw_only=True)
+class _Row:
+    name: str
+    skipped: str | None = None
+    sparsity: float | None = None
+
+
+@dataclass(kw_only=True)
+class _Config:
+    pattern: Any = None
+    structure: str | None = None
+    bits: int | None = None
+    group_size: int | None = None
+
+
+@dataclass(kw_only=True)
+class _Report:
+    """The part of a `pruning_report.json` that an export counts on."""
+
+    layers: list[_Row]
+    config: _Config = field(default_factory=_Config)
+
+
+def read_claims(directory: str | os.PathLike[str]) -> dict[str, Claim] | None:
+    """The claims of the report in a directory, by layer; `None` if there is no report.
+
+    Raises:
+        FormatError: The report is damaged.
+        PatternError: Its pattern is none.
+    """
+    file = Path(directory) / NAME
+    if not file.is_file():
+        return None
+    report = read_as(_Report, file, "prune again")
+    pattern = report.config.pattern
+    made = None if pattern is None else make_pattern(None, pattern)
+    groups = made if isinstance(made, SemiStructured) else None
+    is_narrow = report.config.structure is not None  # its columns are gone, and none are zero
+    return {
+        row.name: Claim(0.0 if is_narrow else row.sparsity or 0.0, groups)
+        for row in report.layers
+        if row.skipped is None
+    }
+
+
+def read_structure(directory: str | os.PathLike[str]) -> str | None:
+    """What the report in a directory says was removed whole, such as `neurons`; `None` if nothing.
+
+    Raises:
+        FormatError: The report is damaged.
+    """
+    file = Path(directory) / NAME
+    return read_as(_Report, file, "prune again").config.structure if file.is_file() else None
+
+
+def read_grid(directory: str | os.PathLike[str]) -> Grid | None:
+    """The grid that the report in a directory says the weights are on; `None` if it says none.
+
+    Raises:
+        FormatError: The report is damaged.
+    """
+    file = Path(directory) / NAME
+    config = read_as(_Report, file, "prune again").config if file.is_file() else _Config()
+    if config.bits is None:
+        return None
+    try:
+        return Grid(config.bits, 64 if config.group_size is None else config.group_size)
+    except OptionError as error:
+        raise FormatError(f"{file}: `config` says what no run can have: {error}") from error
+
+
+def layers_beside(directory: str | os.PathLike[str]) -> set[str]:
+    """The layers whose weights lie beside those of the model, as the module's own.
+
+    Raises:
+        FormatError: Their file cannot be read.
+    """
+    file = Path(directory) / BESIDE
+    if not file.is_file():
+        return set()
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return {name.rpartition(".")[0] for name in opened.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise FormatError(f"{file} is damaged: {error}. Fetch or prune it again.") from error
+
+
+def refuse_unknown(directory: str | os.PathLike[str], unknown: Iterable[str]) -> None:
+    """Refuse a report that lists pruned layers which the model does not have."""
+    if names := sorted(unknown):
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        raise PatternError(
+            f"{directory}: {NAME} lists pruned layers that the model does not have: "
+            f"{', '.join(names[:5])}{more}. It is of another model: fetch or prune this one again, "
+            "or remove the report."
+        )
+
+
+def is_read_directly(model: nn.Module, name: str) -> bool:
+    """Whether a layer's weight is multiplied by the module that holds it, and not by the layer.
+
+    Mamba multiplies by `self.dt_proj.weight`, and torch's `MultiheadAttention` by its `out_proj`'s:
+    such code needs the dense matrix.
+    """
+    owner, _, child = name.rpartition(".")
+    parent = model.get_submodule(owner)
+    kind: Any = type(parent)
+    return isinstance(parent, nn.MultiheadAttention) or child in _read_directly(kind)
+
+
+@functools.cache
+def _read_directly(kind: type) -> frozenset[str]:
+    """Names of the children whose weights the code of a class multiplies with."""
+    try:
+        source = inspect.getsource(kind)
+    except (OSError, TypeError):  # a class without a file, such as one typed at a prompt
+        return frozenset()
+    weight = r"self\.(\w+)\.weight\b"
+    uses = rf"{weight}\s*@|@\s*{weight}|\blinear\([^()]*,\s*{weight}"
+    return frozenset(name for found in re.findall(uses, source) for name in found if name)
+
+
+@dataclass(frozen=True)
+class LayerChoice:
+    """One linear layer of the checkpoint, by the name of its module in the model.
+
+    Attributes:
+        tensor: Name of its weight in the files; empty where no tensor there is its weight.
+        shape: Shape of the weight, (rows, columns).
+        transposed: Whether the file holds (columns, rows), as for `Conv1D`.
+        form: The format that it is packed in.
+        kept: Number of weights that are not zero.
+        code_bytes: Number of bytes that they take as codes of four bits.
+        off_grid: The reason why they have no such codes, where that was looked for, or `None`.
+        broken_groups: Number of groups of four columns with more than two non-zeros.
+        breach: How it breaks what the report of its pruning claims; `None` if it does not.
+        misfit: Whether it stays dense because of its zeros: they break the pattern or are too few.
+        reason: The reason why it stays dense; `None` for a layer that is packed.
+    """
+
+    name: str
+    tensor: str
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    transposed: bool = False
+    form: PackedFormat = SPARSE24
+    kept: int = 0
+    code_bytes: int = 0
+    off_grid: str | None = None
+    broken_groups: int = 0
+    negative_zeros: int = 0
+    breach: str | None = None
+    misfit: bool = False
+    reason: str | None = None
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of the weight with its zeros."""
+        return self.shape[0] * self.shape[1] * self.dtype.itemsize
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of all packed tensors, or of the dense weight where it stays so."""
+        if self.reason is not None:
+            return self.dense_bytes
+        return self.form.num_bytes(self.shape, self.dtype, self.count)
+
+    @property
+    def count(self) -> int:
+        """Number of elements of the packed `weight`, where the format counts them."""
+        return self.code_bytes if self.form is BITMASK4 else self.kept
+
+    def matrix(self, tensor: Tensor) -> Tensor:
+        """The weight (rows, columns) of the tensor in the file."""
+        return tensor.T.contiguous() if self.transposed else tensor
+
+
+def form_of(
+    choices: Sequence[LayerChoice], expected: set[str], allow_partial: bool
+) -> PackedFormat:
+    """The format that the pattern asks for: 2:4 where all is 2:4, or what may be partial."""
+    asked = [choice for choice in choices if choice.name in expected and choice.reason is None]
+    fits = [not choice.broken_groups for choice in asked]
+    return SPARSE24 if all(fits) or (allow_partial and any(fits)) else BITMASK
+
+
+def judge(choice: LayerChoice, form: PackedFormat, expected: bool) -> LayerChoice:
+    """Say what keeps a layer from being packed in this format, if anything does."""
+    choice = replace(choice, form=form)
+    if choice.breach is not None:
+        return replace(choice, misfit=True, reason=choice.breach)
+    if reason := choice.reason or form.why_not(choice.shape):
+        return replace(choice, reason=reason)
+    size = choice.shape[0] * choice.shape[1]
+    if form is SPARSE24 and choice.broken_groups:
+        reason = f"not 2:4: {choice.broken_groups} of {size // GROUP} groups have more than two "
+        reason += "non-zeros"
+    elif form is BITMASK4 and choice.off_grid:
+        reason = f"not of four bits: {choice.off_grid}"
+    elif choice.packed_bytes >= choice.dense_bytes:
+        reason = f"it would get no smaller: {choice.kept / max(size, 1):.0%} of it is not zero"
+    else:
+        return choice
+    reason += "" if expected else "; it was not to be pruned"
+    return replace(choice, misfit=True, reason=reason)
+
+
+def refuse_misfits(
+    checkpoint: Checkpoint, choices: list[LayerChoice], expected: set[str], allow_partial: bool
+) -> None:
+    """Refuse a checkpoint of which layers that should be pruned are not, or none can be packed."""
+    breaches = [choice for choice in choices if choice.breach is not None]
+    if breaches and not allow_partial:
+        raise PatternError(
+            f"{checkpoint.path} is not what its {NAME} says, in {len(breaches)} of {len(expected)} "
+            "layers. Fetch or prune the model again. If the change is meant, leave these layers "
+            f"out with `--skip`, or dense with `--allow-partial`:\n{_listed(breaches)}"
+        )
+    offending = [choice for choice in choices if choice.misfit and choice.name in expected]
+    if offending and not allow_partial:
+        many = f"{len(offending)} of {len(expected)} layers"
+        if structure := read_structure(checkpoint.path):
+            raise PatternError(
+                f"{checkpoint.path} was made narrower by `structure: {structure}`: its layers are "
+                "smaller and dense, and there are no zeros to pack. It is smaller and faster as it "
+                "is, wherever models run. To pack it, too, prune it again with `pattern`."
+            )
+        if offending[0].form is SPARSE24:
+            problem = f'is not 2:4 in {many}. Prune it with `pattern: "2:4"`'
+        elif any(choice.off_grid for choice in offending):
+            problem = f"is not of four bits in {many}. Write `--format bitmask`"
+        else:
+            problem = f"has too few zeros in {many}. {_of_bits(checkpoint)}Prune it"
+        raise PatternError(
+            f"{checkpoint.path} {problem}, leave these out with `--skip`, or pack what fits with "
+            f"`--allow-partial`:\n{_listed(offending)}"
+        )
+    if all(choice.reason is not None for choice in choices):
+        listed = _listed(choices)
+        raise PatternError(f"{checkpoint.path} has no layer that can be packed:\n{listed}")
+
+
+def _of_bits(checkpoint: Checkpoint) -> str:
+    """Why a grid of few bits does not make a checkpoint smaller, if it is on one."""
+    grid = read_grid(checkpoint.path)
+    if grid is None:
+        return ""
+    return (
+        f"It is on a grid of {grid.bits} bits in groups of {grid.group_size}; what is packed is 3 "
+        f"or 4 bits, in groups of a multiple of {GRID.group_size}. `python -m export.to_gguf` "
+        "writes 8 bits, too. "
+    )
+
+
+def _listed(choices: Sequence[LayerChoice]) -> str:
+    reasons = {choice.name: choice.reason or "" for choice in choices}
+    return "\n".join(f"  {layers}: {reason}" for layers, reason in alike(reasons))
+
+
+def alike(reasons: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Layers with their reasons; those that differ in numbers only are one, with their count.
+
+    Where numbers in the reasons differ, too, one layer stands for all.
+    """
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, reason in reasons.items():
+        groups.setdefault((without_numbers(name), without_numbers(reason)), []).append(name)
+    found = []
+    for (pattern, _), names in groups.items():
+        first = names[0]
+        layers = first if len(names) == 1 else f"{pattern} ({len(names)} layers)"
+        if len({reasons[name] for name in names}) > 1:
+            layers += f", such as {first}"
+        found.append((layers, reasons[first]))
+    return found
+
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _SKIPPED = "left out by `--skip`"

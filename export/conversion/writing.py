@@ -12,7 +12,7 @@ from torch import Tensor
 from export.backends import torchao_format
 from export.conversion.checkpoint import Checkpoint
 from export.conversion.head_choice import HeadChoice
-from export.conversion.layer_choice import LayerChoice
+from export.conversion.selection import LayerChoice
 from mrp_lightning.files import save_text
 from mrp_lightning.json_files import as_json
 from mrp_sparse.formats.sparse24 import positive_zeros

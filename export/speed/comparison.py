@@ -1,20 +1,24 @@
 """A packed model against its dense twin: every kernel on its layers, then the whole models."""
 
+import copy
 import logging
+import os
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 from transformers import PreTrainedModel
 
 from export.backends.apply import apply, check_backend
-from export.speed.kernel_timing import measure
 from export.speed.model_timing import time_models
 from export.speed.options import SpeedOptions
-from export.speed.tables import SpeedReport
-from export.speed.timing import microseconds, take_turns
-from export.speed.twins import dense_copy
+from export.speed.random_models import prunable, random_model
+from export.speed.tables import SpeedReport, tables
+from export.speed.timing import measure, microseconds, take_turns
 from mrp_lightning.errors import OptionError
 from mrp_sparse.arguments import checked
 from mrp_sparse.decoding import storage_bytes
@@ -22,6 +26,26 @@ from mrp_sparse.kernels import cusparselt
 from mrp_sparse.kernels.dispatch import known_times, use_times
 from mrp_sparse.kernels.kernel_times import Failure, Measurement, cache_path
 from mrp_sparse.layers.sparse24_linear import Sparse24Linear
+
+
+def packed_copy(model: PreTrainedModel, names: Iterable[str]) -> PreTrainedModel:
+    """The model with these layers packed; all other tensors are shared with the original."""
+    shared: dict[int, Any] = {id(p): p for p in (*model.parameters(), *model.buffers())}
+    sparse = copy.deepcopy(model, shared)
+    for name in names:
+        sparse.set_submodule(name, Sparse24Linear.from_linear(model.get_submodule(name)))
+    return sparse
+
+
+def dense_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with its packed layers dense; all other tensors are shared with the original."""
+    shared: dict[int, Any] = {id(p): p for p in (*model.parameters(), *model.buffers())}
+    dense = copy.deepcopy(model, shared)
+    for name, module in model.named_modules():
+        if isinstance(module, Sparse24Linear):
+            dense.set_submodule(name, module.to_linear())
+    return dense
+
 
 log = logging.getLogger(__name__)
 
@@ -105,3 +129,58 @@ def _versions() -> dict[str, str]:
         return found
     driver, clock = answer.stdout.splitlines()[0].split(", ")
     return found | {"driver": driver, "highest clock": clock}
+
+
+def measure_shapes(
+    shapes: Sequence[str],
+    options: SpeedOptions,
+    dtype: str = "bfloat16",
+    out: str | os.PathLike[str] | None = None,
+) -> None:
+    """Measure shapes one after the other, and print what was found.
+
+    Args:
+        shapes: Keys of `SHAPES`.
+        options: What to measure.
+        dtype: Dtype of the weights, `bfloat16` or `float16`.
+        out: Directory for SHAPE-BACKEND.md and .json, which grow as it runs; `None` writes none.
+
+    Raises:
+        OptionError: There is no CUDA device, or the back-end cannot run on it.
+        SystemExit: With status 1 and their names if shapes could not be measured to their end.
+    """
+    if not torch.cuda.is_available():
+        raise OptionError("speed is measured on a CUDA device, and this machine has none.")
+    device = torch.device("cuda", torch.cuda.current_device())
+    check_backend(options.backend, device)
+    failed = []
+    for shape in shapes:
+        sys.stdout.write(f"## {shape}, {options.backend}\n\n")
+        path = None if out is None else Path(out, f"{shape}-{options.backend}")
+        try:
+            report = _measure(shape, getattr(torch, dtype), device, options, path)
+        except Exception:  # the shapes that follow may fit where this one did not
+            log.exception("%s was not measured to its end.", shape)
+            failed.append(shape)
+        else:
+            sys.stdout.write(f"{tables(report)}\n")
+        sys.stdout.flush()
+    if failed:
+        raise SystemExit(f"not measured to the end: {', '.join(failed)}")
+
+
+def _measure(
+    shape: str, dtype: torch.dtype, device: torch.device, options: SpeedOptions, path: Path | None
+) -> SpeedReport:
+    """Measure one shape, and save the report as it grows."""
+
+    def save(report: SpeedReport) -> None:
+        if path is not None:
+            report.save(path)
+
+    model = random_model(shape, dtype, device)
+    sparse = packed_copy(model, prunable(model))
+    del model
+    report = compare(sparse, options, report_on=save)
+    save(report)
+    return report

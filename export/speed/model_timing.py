@@ -1,8 +1,4 @@
-"""Prefill and decode of a whole model: the same weights dense and sparse, taking turns.
-
-All contestants replay CUDA graphs. Each side runs as captured eager code and as captured code of
-`torch.compile`; its faster way counts, and both are reported.
-"""
+"""Prefill and decode of a whole model: the same weights dense and sparse, taking turns."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -15,9 +11,8 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel, StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from export.speed.kernel_timing import REPEATS
 from export.speed.options import SpeedOptions
-from export.speed.timing import Timing, captured, graphed, microseconds, take_turns
+from export.speed.timing import REPEATS, Timing, captured, graphed, microseconds, take_turns
 from mrp_lightning.errors import first_line
 from mrp_sparse.upstream import attention_of
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from export.speed.kernel_timing import random_24
+from export.speed.timing import random_24
 from mrp_sparse.formats.sparse24 import why_not_packable
 
 if TYPE_CHECKING:

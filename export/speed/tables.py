@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from export.conversion.layer_choice import alike
+from export.conversion.selection import alike
 from export.speed.model_timing import ModelTime
 from mrp_lightning.files import save_text
 from mrp_lightning.json_files import as_json

@@ -1,10 +1,29 @@
-"""How a time is taken on a CUDA device: replayed graphs, cold weights, contestants in turns."""
+"""How a time is taken on a CUDA device, and the time of every kernel on a layer's shape."""
 
+import functools
+import logging
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mrp_lightning.errors import first_line
+from mrp_sparse.formats.sparse24 import GROUP, pack
+from mrp_sparse.kernels import cusparselt
+from mrp_sparse.kernels.candidates import (
+    KERNELS,
+    SOME_TOKENS,
+    Call,
+    Kernel,
+    PackedWeight,
+    compress,
+    why_not_compressible,
+)
+from mrp_sparse.kernels.kernel_times import STORED_DENSE, Failure, Measurement
+from mrp_sparse.kernels.operator import MAX_ERROR_RATIO
 
 COLD_BYTES = 512 * 2**20
 """Bytes of the weights that are read one after the other: several times any L2 cache."""
@@ -85,3 +104,167 @@ def microseconds(call: Callable[[], object]) -> float:
     end.record()
     end.synchronize()
     return start.elapsed_time(end) * 1e3
+
+
+log = logging.getLogger(__name__)
+QUICK = 5
+"""Rounds in which the configurations of one kernel are compared."""
+REPEATS = 20
+"""Rounds in which the kernels are compared."""
+BUCKETS = (16, 64, SOME_TOKENS)
+"""Numbers of tokens up to which one search for a configuration of a Triton kernel is enough."""
+Config = dict[str, int]
+Once = Callable[[], float]
+"""Runs a kernel and gives microseconds."""
+Winners = dict[tuple[str, int], Config]
+"""The fastest configuration, by kernel and bucket."""
+
+
+def random_24(
+    out_features: int, in_features: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Normal weights of variance 1/in, with the two smallest of every four removed."""
+    weight = torch.randn(out_features, in_features, dtype=dtype, device=device) / in_features**0.5
+    groups = weight.unflatten(1, (-1, GROUP))
+    smallest = groups.abs().topk(GROUP // 2, dim=-1, largest=False).indices
+    return groups.scatter(-1, smallest, 0).flatten(1)
+
+
+@torch.no_grad()
+def measure(
+    out_features: int,
+    in_features: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    tokens: Iterable[int],
+    repeats: int = REPEATS,
+) -> Iterator[tuple[list[Measurement], list[Failure]]]:
+    """Time all kernels against the same pruned weight stored dense, with CUDA graphs.
+
+    A kernel's configurations are compared in a short round, and its best one enters the long one,
+    of so many repeats. For each number of tokens it gives what was measured, and what could not be.
+    """
+    with torch.cuda.device(device):
+        number = copies(out_features * in_features * dtype.itemsize)
+        dense = [random_24(out_features, in_features, dtype, device) for _ in range(number)]
+        packed = [PackedWeight(*pack(weight)) for weight in dense]
+        call = Call(1, out_features, in_features, dtype, device)
+        uncompressed = why_not_compressible(call)
+        if uncompressed is None:
+            try:
+                packed = [PackedWeight(w.values, w.meta, compress(*w[:2])) for w in packed]
+            except RuntimeError as error:
+                uncompressed = f"compression failed: {first_line(error)}"
+        winners: Winners = {}
+        for count in tokens:
+            x = torch.randn(count, in_features, dtype=dtype, device=device)
+            call = replace(call, tokens=count, compressed=uncompressed is None)
+            yield _Contest(call, x, dense, packed, uncompressed, winners).run(repeats)
+
+
+@dataclass(frozen=True)
+class _Contest:
+    """All kernels at one number of tokens: who takes part, in which configuration, or why not.
+
+    It knows the winners of other numbers of tokens, and adds its own to them.
+    """
+
+    call: Call
+    x: Tensor
+    dense: Sequence[Tensor]
+    packed: Sequence[PackedWeight]
+    uncompressed: str | None
+    winners: Winners
+    runs: dict[str, Once] = field(default_factory=dict)
+    configs: dict[str, Config] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def run(self, repeats: int) -> tuple[list[Measurement], list[Failure]]:
+        """Let all take turns, and tell what was measured, and what could not be."""
+        try:
+            stored = [functools.partial(F.linear, self.x, weight) for weight in self.dense]
+            self.runs[STORED_DENSE], self.configs[STORED_DENSE] = graphed(stored), {}
+            for name, kernel in KERNELS.items():
+                uncompressed = self.uncompressed if name == "cusparselt" else None
+                if reason := uncompressed or kernel.refuse(self.call) or self._enter(name, kernel):
+                    self.reasons[name] = reason
+            timings = take_turns(self.runs, repeats)
+        except Exception as error:  # out of memory at this size; smaller ones are measured already
+            log.warning("%s could not be measured: %s", self.call, error)
+            timings = {}
+            self.reasons[STORED_DENSE] = first_line(error)
+        dtype = str(self.call.dtype).removeprefix("torch.")
+        problem = self.call.out_features, self.call.in_features, dtype, self.call.tokens
+        measured = [
+            Measurement(*problem, name, self.configs[name], t.median, t.low, t.high)
+            for name, t in timings.items()
+        ]
+        return measured, [Failure(*problem, name, why) for name, why in self.reasons.items()]
+
+    def _enter(self, name: str, kernel: Kernel) -> str | None:
+        """Let a kernel's fastest configuration that computes the right thing take part.
+
+        If none does, the reason is returned.
+        """
+        best: tuple[float, Config, Once] | None = None
+        reasons = []
+        try:
+            configs = self._configs(name, kernel)
+        except Exception as error:
+            return first_line(error)
+        for config in configs:
+            multiply = functools.partial(kernel.multiply, **config)
+            try:
+                if wrong := why_wrong(
+                    multiply(self.x, self.packed[0], None), self.x, self.dense[0]
+                ):
+                    reasons.append(wrong)
+                    continue
+                calls = [functools.partial(multiply, self.x, w, None) for w in self.packed]
+                once = graphed(calls)
+                median = take_turns({name: once}, QUICK)[name].median
+            except Exception as error:  # too much shared memory, or a shape that is refused
+                log.warning("%s %s failed on this device: %s", name, config, error)
+                reasons.append(first_line(error))
+                continue
+            if best is None or median < best[0]:
+                best = median, config, once
+        if best is None:
+            return f"all {len(configs)} configurations failed: {reasons[0]}"
+        _, self.configs[name], self.runs[name] = best
+        self.winners[name, self._bucket] = self.configs[name]
+        return None
+
+    @property
+    def _bucket(self) -> int:
+        tokens = self.call.tokens
+        return next((limit for limit in BUCKETS if tokens <= limit), tokens)
+
+    def _configs(self, name: str, kernel: Kernel) -> list[Config]:
+        """The configurations to try: what won for a similar number of tokens, else all."""
+        if name != "cusparselt":
+            winner = self.winners.get((name, self._bucket))
+            return [dict(config) for config in kernel.configs] if winner is None else [winner]
+        compressed = self.packed[0].compressed
+        assert compressed is not None
+        try:
+            searched = cusparselt.search(self.x, compressed)
+        except RuntimeError as error:
+            log.warning("cuSPARSELt's search failed, its default algorithm is measured: %s", error)
+            return [cusparselt.DEFAULT]
+        if searched == cusparselt.DEFAULT:
+            return [searched]
+        # The search times each algorithm a few times only, so its winner has to prove itself.
+        return [cusparselt.DEFAULT, searched]
+
+
+def why_wrong(y: Tensor, x: Tensor, dense: Tensor) -> str | None:
+    """How a kernel's result differs from the product, if it is less exact than the dense one."""
+    exact = x.float() @ dense.float().T
+    if y.shape != exact.shape:
+        return f"wrong result: its shape is {tuple(y.shape)}, not {tuple(exact.shape)}"
+    found = float((y - exact).norm() / exact.norm())
+    allowed = MAX_ERROR_RATIO * float((F.linear(x, dense) - exact).norm() / exact.norm())
+    if found <= allowed:
+        return None
+    return f"wrong result: its relative error is {found:.1e}, the limit {allowed:.1e}"

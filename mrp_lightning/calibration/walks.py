@@ -1,9 +1,4 @@
-"""Running the blocks of a model one at a time, each on the outputs of those before it.
-
-Every block is run by the model's own forward, so it gets the arguments that the model computes for
-it: attention masks and rotary tables differ between the blocks of one model. `Inject` replaces the
-blocks before it by stubs that return what is stored of them; `Rerun` runs them again.
-"""
+"""Run the blocks of a model one at a time, each on the outputs of those before it."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -14,8 +9,39 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mrp_lightning.calibration.forwards import every_layer_called, replaced
 from mrp_lightning.targets.blocks import Block
+from mrp_lightning.targets.layers import Layer
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Let an attribute of this one object, as a rule a method, stand in for that of its class.
+
+    Replacements nest: the last one counts, and what it replaced comes back after it. A module keeps
+    its hooks and all else.
+    """
+    own = vars(owner)
+    before = {name: own[name]} if name in own else {}
+    own[name] = value
+    try:
+        yield
+    finally:
+        own.pop(name, None)
+        own.update(before)
+
+
+@contextmanager
+def every_layer_called() -> Iterator[None]:
+    """Let torch's own encoders and attention call their layers; fused, no hook sees these.
+
+    Fused, an encoder with padding passes nested tensors, which have no shape, between its blocks.
+    """
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 class StopForward(BaseException):
@@ -218,3 +244,58 @@ def hidden_of(output: Any) -> Tensor:
     if not isinstance(hidden, Tensor):
         raise TypeError(f"the block returns a {type(output).__name__}")
     return hidden
+
+
+class DenseStream:
+    """A second walk, over the dense model, which needs no second copy of the model.
+
+    It begins with the walk over the model that is being pruned, and runs a block while it is still
+    dense; what is pruned in it meanwhile is put back for the time of a forward. So the weights of
+    one block are kept twice. Only where the walk runs all blocks in every forward (`Rerun`) are
+    those of all pruned layers. With `keeps_outputs` it has `outputs` also where the walk itself
+    needs none.
+    """
+
+    def __init__(self, walk: Walk, *, keeps_outputs: bool = False) -> None:
+        # By batch, the hidden state that the block last left behind returned: on the walk's store,
+        # `None` where the batch does not reach the block.
+        self.outputs: list[Tensor | None] = [None] * len(walk.batches)
+        self._walk = walk.twin()
+        self._keeps_outputs = keeps_outputs or isinstance(self._walk, Inject)
+        # By the name of the parameter: modules may get new ones where they are moved.
+        self._dense: dict[str, tuple[Layer, Tensor]] = {}
+
+    def remember(self, layer: Layer) -> None:
+        """Keep a copy of a layer's dense weight, before it is pruned."""
+        if layer.parameter_name not in self._dense:
+            dense = layer.parameter.detach().to(self._walk.store, copy=True)
+            self._dense[layer.parameter_name] = layer, dense
+
+    def output(self, k: int, i: int) -> Any:
+        """Run block k of the dense model on batch i; see `Walk.output`."""
+        self._exchange()
+        try:
+            return self._walk.output(k, i)
+        finally:
+            self._exchange()
+
+    def advance(self, k: int) -> Iterator[int]:
+        """Make the dense outputs of block k the inputs of the next."""
+        for i in range(len(self._walk.batches) if self._keeps_outputs else 0):
+            self.outputs[i] = self._walk.stored(self.output(k, i))
+            self._walk.keep(k, i, self.outputs[i])
+            yield i
+        later = {id(p) for block in self._walk.runs_after(k) for p in block.module.parameters()}
+        self._dense = {
+            key: (layer, dense)
+            for key, (layer, dense) in self._dense.items()
+            if id(layer.parameter) in later
+        }
+
+    def _exchange(self) -> None:
+        """Let the model's weights and those that are kept change places. No weight moves."""
+        with torch.no_grad():
+            for layer, dense in self._dense.values():
+                before = layer.parameter.detach().clone()
+                layer.parameter.copy_(dense)
+                dense.copy_(before)

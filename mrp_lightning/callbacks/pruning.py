@@ -14,9 +14,9 @@ from mrp_lightning.files import output_path
 from mrp_lightning.loop.run import Output, Run
 from mrp_lightning.loop.saving import Pruned
 from mrp_lightning.loop.signals import Interrupted
-from mrp_lightning.pruning.settings import Settings
+from mrp_lightning.pruning.block_tuner import BlockTuning
+from mrp_lightning.pruning.job import Settings
 from mrp_lightning.records.report import PruningReport
-from mrp_lightning.tuning.block_tuner import BlockTuning
 from mrp_sparse.arguments import checked
 
 log = logging.getLogger(__name__)
@@ -305,3 +305,15 @@ class PruningCallback(Callback):
     @property
     def _is_done(self) -> bool:
         return self.report is not None and self.report.complete
+
+
+class MRPCallback(PruningCallback):
+    """`PruningCallback` with the multiple removal method: mask S, exact compensation M.
+
+    Args:
+        method: As in `PruningCallback`.
+        **kwargs: The other arguments of `PruningCallback`.
+    """
+
+    def __init__(self, *, method: str = "SM", **kwargs: Any) -> None:
+        super().__init__(method=method, **kwargs)

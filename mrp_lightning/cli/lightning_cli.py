@@ -12,12 +12,12 @@ from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from mrp_lightning.cli.given import Given, given, is_name
+from mrp_lightning.callbacks.saving import SaveEvaluation
+from mrp_lightning.cli.mistakes import Given, given, is_name
 from mrp_lightning.cli.parser import Parser
 from mrp_lightning.data.data_module import TextDataModule
 from mrp_lightning.errors import OptionError
 from mrp_lightning.loop.causal_lm import CausalLM
-from mrp_lightning.loop.save_evaluation import SaveEvaluation
 from mrp_lightning.loop.trainer import Trainer, callbacks_that_prune, require_accelerator
 from mrp_lightning.models.integrity import explained_checkpoint
 from mrp_lightning.records.report import NAME

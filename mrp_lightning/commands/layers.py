@@ -15,11 +15,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from mrp_lightning.cli.command import add_model_options, make_parser
+from mrp_lightning.cli.parser import add_model_options, make_parser
 from mrp_lightning.errors import TargetError
 from mrp_lightning.solver.patterns import Pattern, Unstructured, make_pattern
+from mrp_lightning.targets.blocks import without_numbers
 from mrp_lightning.targets.layers import is_linear
-from mrp_lightning.targets.names import without_numbers
 from mrp_lightning.targets.plan import Plan, make_plan
 
 FORMAT_VERSION = 1

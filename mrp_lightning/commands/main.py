@@ -11,7 +11,7 @@ from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 
-from mrp_lightning.cli.command import told
+from mrp_lightning.cli.parser import told
 from mrp_lightning.environment import __version__, extra
 from mrp_lightning.errors import MISTAKE, DependencyError, OptionError, ended_by
 
@@ -64,7 +64,7 @@ def _run(given: list[str], args: list[str] | None) -> None:
         sys.stdout.write(f"mrp-lightning {__version__}\n")
         return
     with extra("cli", "The command line"):
-        from mrp_lightning.cli.glance import has_sections, require_plain_sense
+        from mrp_lightning.cli.preflight import has_sections, require_plain_sense
     if first.startswith("-") and not has_sections(given, list(_OF_LIGHTNING)):
         name = next((word for word in given if word in {*_OF_LIGHTNING, *_COMMANDS}), "COMMAND")
         options = shlex.join(word for word in given if word != name)

@@ -5,10 +5,10 @@ import sys
 from pathlib import Path
 
 from mrp_lightning.cli.parser import Parser
-from mrp_lightning.destinations import require_writable
 from mrp_lightning.environment import extra
 from mrp_lightning.errors import FAILED
 from mrp_lightning.experiments.sweep import Sweep
+from mrp_lightning.outputs import require_writable
 
 _WHAT = str(Sweep.__doc__).partition("Args:")[0].strip()
 

@@ -1,4 +1,4 @@
-"""Text as token windows: random ones to calibrate on, consecutive ones to train and evaluate on."""
+"""Calibration and evaluation data from texts, as a LightningDataModule."""
 
 import os
 from collections.abc import Sequence
@@ -17,14 +17,10 @@ from mrp_lightning.errors import DataError, OptionError
 from mrp_lightning.loop.distributed import one_share_each
 from mrp_lightning.models.skeleton import longest_sequence
 from mrp_lightning.models.tokenizers import load_tokenizer
-from mrp_lightning.text.cutter import Cutter
-from mrp_lightning.text.mixture import GIVEN, SELF, Mixture, interleaved
-from mrp_lightning.text.named import NamedTexts
-from mrp_lightning.text.prefix import Windows
+from mrp_lightning.text.mixture import GIVEN, SELF, Mixture, NamedTexts, interleaved
 from mrp_lightning.text.published import EVALUATION
-from mrp_lightning.text.sources import GivenText
-from mrp_lightning.text.standard_library import Split
-from mrp_lightning.text.windows import SEPARATOR
+from mrp_lightning.text.sources import GivenText, Split
+from mrp_lightning.text.windows import SEPARATOR, Cutter, Windows
 from mrp_sparse.arguments import checked
 
 _Path = str | os.PathLike[str]
@@ -288,3 +284,35 @@ class TextDataModule(LightningDataModule):
 def _paths(files: Sequence[_Path] | _Path | None) -> tuple[Path, ...]:
     files = [files] if isinstance(files, str | os.PathLike) else files or []
     return tuple(Path(file).expanduser() for file in files)
+
+
+_DOCUMENTS = 20  # from so many on, whole ones are held out
+
+
+class HeldOutText(TextDataModule):
+    """A `TextDataModule` that evaluates on a part of its `train_files`, and calibrates on the rest.
+
+    Every tenth document is held out or, where there are few, the last tenth of each.
+    """
+
+    def documents(self, split: Split) -> Sequence[str]:
+        """The texts of one split.
+
+        Args:
+            split: `train` is what is calibrated on; the other two are what is held out.
+
+        Raises:
+            DataError: The files are empty, or no text.
+        """
+        texts, is_training = super().documents("train"), split == "train"
+        if len(texts) >= _DOCUMENTS:
+            return [text for i, text in enumerate(texts) if (i % 10 != 9) == is_training]
+        cuts = [_cut(text) for text in texts]
+        return [t[:cut] if is_training else t[cut:] for t, cut in zip(texts, cuts, strict=True)]
+
+
+def _cut(text: str) -> int:
+    """Where the last tenth of a text begins: at a line, if one begins there."""
+    place = len(text) * 9 // 10
+    line = text.find("\n", place) + 1
+    return line if 0 < line < len(text) - len(text) // 20 else place

@@ -1,40 +1,220 @@
-"""The calibration text that a trainer's model writes itself, shared out over processes and kept."""
+"""Windows that the model writes itself: by all processes together, and kept in files."""
 
+import hashlib
+import json
+import logging
+import re
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from mrp_lightning.calibration.offload import Offload
-from mrp_lightning.environment import progress_log
-from mrp_lightning.errors import DataError, OptionError
-from mrp_lightning.journal.fingerprint import forward_of
-from mrp_lightning.loop.contents import language_models, streamed_blocks
-from mrp_lightning.loop.distributed import all_or_none, processes_of
-from mrp_lightning.loop.progress import Seldom, nested_progress, roughly
-from mrp_lightning.loop.signals import Interrupted
-from mrp_lightning.loop.trainer import callbacks_that_prune
-from mrp_lightning.pruning.estimate import Estimate
-from mrp_lightning.samples.kept import DIRECTORY, KeptWindows, key_of
-from mrp_lightning.samples.together import WritingListener, write_together
-from mrp_lightning.samples.writing import (
+from mrp_lightning.data.sampling import (
     Sampling,
     bytes_a_window,
     require_writer,
     seconds_a_token,
     windows_at_once,
+    write,
 )
+from mrp_lightning.environment import is_out_of_memory, progress_log
+from mrp_lightning.errors import DataError, OptionError
+from mrp_lightning.files import make_directories, move_durably
+from mrp_lightning.journal.fingerprint import forward_of
+from mrp_lightning.journal.manifest import digest
+from mrp_lightning.loop.distributed import all_or_none, processes_of
+from mrp_lightning.loop.module_parts import language_models, streamed_blocks
+from mrp_lightning.loop.progress import Seldom, nested_progress, roughly
+from mrp_lightning.loop.signals import Interrupted
+from mrp_lightning.loop.trainer import callbacks_that_prune
+from mrp_lightning.processes import Processes
+from mrp_lightning.pruning.estimate import Estimate
 from mrp_lightning.targets.blocks import find_blocks
-from mrp_lightning.text.cutter import Cutter
+from mrp_lightning.text.windows import Cutter
+
+log = logging.getLogger(__name__)
+
+DIRECTORY = ".own-text"
+"""The directory of kept windows, beside the runs that are calibrated on them. It may be deleted."""
+_NAME = re.compile(r"windows-([0-9]{1,9})-([0-9]{1,9})\.safetensors")
+_RULE = 1
+"""By which rule tokens are drawn: raised when the same sampling gives other windows."""
+
+
+def key_of(sampling: Sampling, configuration: str, weights: Iterator[tuple[str, Tensor]]) -> str:
+    """A name for the windows of a sampling of one model.
+
+    Args:
+        sampling: What is written.
+        configuration: What the model computes with its weights, as a text.
+        weights: All of its tensors, by name, which are read once.
+    """
+    about = {
+        "rule": _RULE,
+        "length": sampling.length,
+        "seed": sampling.seed,
+        "prefix": sampling.prefix.tolist(),
+        "first": None if len(sampling.prefix) else digest([("first", sampling.first)]),
+        "configuration": configuration,
+        "weights": digest(weights),
+    }
+    text = json.dumps(about, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+class KeptWindows:
+    """The windows of one sampling that are written, in a file for each batch.
+
+    Args:
+        directory: Where they are, `None` to keep none.
+        length: Tokens a window.
+    """
+
+    def __init__(self, directory: Path | None, length: int) -> None:
+        self.directory, self.length = directory, length
+
+    def read(self, count: int) -> dict[int, Tensor]:
+        """Those of the first windows (length,) that are kept, by number, in whatever batches."""
+        found: dict[int, Tensor] = {}
+        for file in sorted(self.directory.glob("windows-*")) if self.directory else ():
+            batch = _NAME.fullmatch(file.name)
+            if batch is None:
+                continue
+            windows = range(int(batch[1]), int(batch[2]))
+            if windows.start < count and (written := self._read(file, windows)) is not None:
+                found.update(zip(windows, written, strict=True))
+        return {n: window for n, window in found.items() if n < count}
+
+    def _read(self, file: Path, windows: range) -> Tensor | None:
+        """The windows (windows, length) of a file, `None` where they are not there whole."""
+        try:
+            found = load_file(file)["input_ids"]
+        except (OSError, SafetensorError, KeyError) as error:
+            log.warning("%s is damaged (%s): these windows are written again.", file, error)
+            return None
+        is_whole = found.shape == (len(windows), self.length) and found.dtype == torch.int64
+        return found if is_whole else None
+
+    def keep(self, windows: range, written: Tensor) -> None:
+        """Write a batch to its file, in one step.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        if self.directory is None:
+            return
+        make_directories(self.directory)
+        file = self.directory / f"windows-{windows.start}-{windows.stop}.safetensors"
+        partial = file.with_name(f".{file.name}.{token_hex(4)}.partial")
+        try:
+            save_file({"input_ids": written.contiguous()}, partial)
+            move_durably(partial, file)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+class WritingListener:
+    """Is told how the writing goes. This one does nothing."""
+
+    def start(self, mine: int, everywhere: int) -> None:
+        """Hear how many windows this process is going to write, and how many all of them."""
+
+    def move(self, windows: int, place: int) -> None:
+        """Hear, often, that so many windows have so many tokens now. What it raises ends all."""
+
+    def finish(self, windows: int) -> None:
+        """Hear that a batch of so many windows is written and kept."""
+
+
+def write_together(
+    model: PreTrainedModel,
+    sampling: Sampling,
+    count: int,
+    kept: KeptWindows,
+    processes: Processes,
+    listener: WritingListener,
+) -> Tensor:
+    """Windows that a model writes, without those that are kept; all processes call this.
+
+    Args:
+        model: The model, the same in all processes.
+        sampling: What is written.
+        count: The number of windows.
+        kept: Where batches are kept; machines need not share it.
+        processes: The processes, each of which writes some of the batches.
+        listener: Is told how it goes.
+
+    Returns:
+        The token ids (count, length), int64, the same in all processes.
+
+    Raises:
+        DataError: What the model writes is nothing to calibrate on.
+        OSError: A batch cannot be kept.
+    """
+    found = _of_all(processes, kept.read(count))
+    missing = [n for n in range(count) if n not in found]
+    room = processes.numbers(windows_at_once(model, sampling.length))
+    batches = _batches(missing, int(min(most for (most,) in room)), processes.size)
+    mine = batches[processes.rank :: processes.size]
+    written: dict[int, Tensor] = {}
+    if mine:
+        listener.start(sum(map(len, mine)), len(missing))
+    for batch in mine:
+        windows = _write(model, sampling, batch, listener)
+        kept.keep(batch, windows)
+        listener.finish(len(batch))
+        written.update(zip(batch, windows, strict=True))
+    found |= _of_all(processes, written)
+    return torch.stack([found[n] for n in range(count)])
+
+
+def _batches(windows: list[int], most: int, processes: int) -> list[range]:
+    """Windows that follow each other, in batches about as large, so that none waits for another."""
+    rounds = -(-len(windows) // (most * processes))
+    size = -(-len(windows) // max(1, rounds * processes))
+    batches: list[range] = []
+    for n in windows:
+        if batches and batches[-1].stop == n and len(batches[-1]) < size:
+            batches[-1] = range(batches[-1].start, n + 1)
+        else:
+            batches.append(range(n, n + 1))
+    return batches
+
+
+def _write(
+    model: PreTrainedModel, sampling: Sampling, windows: range, listener: WritingListener
+) -> Tensor:
+    """Write a batch, in halves where memory is too small for it."""
+    try:
+        return write(model, sampling, windows, lambda place: listener.move(len(windows), place))
+    except (MemoryError, RuntimeError) as error:
+        if len(windows) == 1 or not is_out_of_memory(error):
+            raise
+    half = len(windows) // 2
+    parts = windows[:half], windows[half:]
+    return torch.cat([_write(model, sampling, part, listener) for part in parts])
+
+
+def _of_all(processes: Processes, mine: dict[int, Tensor]) -> dict[int, Tensor]:
+    """The windows that any process has, by number."""
+    plain = {n: window.tolist() for n, window in mine.items()}
+    gathered: Sequence[dict[int, Any]] = processes.all(plain)
+    every = {n: window for theirs in gathered for n, window in theirs.items()}
+    return {n: torch.tensor(window).long() for n, window in every.items()}
+
 
 _say = rank_zero_only(progress_log.info)
 _LONGEST = 256

@@ -5,7 +5,7 @@ import sys
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from mrp_lightning.text.standard_library import standard_library
+from mrp_lightning.text.sources import standard_library
 
 VOCABULARY = 2048
 

@@ -10,7 +10,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
 from mrp_lightning.records.evaluation import UNNAMED
-from mrp_lightning.text.prefix import Windows
+from mrp_lightning.text.windows import Windows
 
 _POSITIONS = 1024  # whose logits are in float32 at the same time
 

@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mrp_lightning.callbacks import PruningCallback
-from mrp_lightning.data.data_module import TextDataModule
-from mrp_lightning.data.held_out import HeldOutText
+from mrp_lightning.data.data_module import HeldOutText, TextDataModule
 from mrp_lightning.data.own_text import estimate_writing
 from mrp_lightning.experiments.configuration import quiet
 from mrp_lightning.experiments.numbers import memory, number, percent, perplexity

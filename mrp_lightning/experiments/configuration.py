@@ -13,11 +13,11 @@ from jsonargparse.typing import Path_fr
 from lightning.pytorch.cli import LightningArgumentParser
 from transformers.utils import logging as transformers_logging
 
-from mrp_lightning.cli.given import Given
 from mrp_lightning.cli.lightning_cli import PruningCLI
+from mrp_lightning.cli.mistakes import Given
 from mrp_lightning.cli.parser import Parser
 from mrp_lightning.environment import progress_log
-from mrp_lightning.journal.same import differences
+from mrp_lightning.journal.manifest import differences
 
 
 class Configured(PruningCLI):

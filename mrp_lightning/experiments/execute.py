@@ -9,6 +9,7 @@ from difflib import get_close_matches
 
 from lightning.pytorch.cli import instantiate_class
 
+from mrp_lightning.callbacks.saving import SaveEvaluation
 from mrp_lightning.data.data_module import TextDataModule
 from mrp_lightning.errors import FormatError, OptionError
 from mrp_lightning.evaluation.zeroshot import Tasks, evaluate, summarize
@@ -16,14 +17,13 @@ from mrp_lightning.experiments.configuration import Configured, quiet
 from mrp_lightning.experiments.runs import FinishedTrial
 from mrp_lightning.experiments.sweep import Sweep
 from mrp_lightning.experiments.trials import CALLBACK, Trial
-from mrp_lightning.journal.directory import remove_journal
+from mrp_lightning.journal.journal import remove_journal
 from mrp_lightning.loop.causal_lm import CausalLM
-from mrp_lightning.loop.save_evaluation import SaveEvaluation
 from mrp_lightning.loop.trainer import callbacks_that_prune
 from mrp_lightning.models.gguf import located
 from mrp_lightning.models.loading import load_config
+from mrp_lightning.pruning.block_tuner import BlockTuning
 from mrp_lightning.records.evaluation import NAME, Scores, record
-from mrp_lightning.tuning.block_tuner import BlockTuning
 from mrp_sparse.environment import machine
 
 _BAR = "trainer.enable_progress_bar"

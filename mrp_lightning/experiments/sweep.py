@@ -19,7 +19,7 @@ from mrp_lightning.experiments.trials import (
     parse_setting,
     sees_inputs,
 )
-from mrp_lightning.solver.methods import parse_method
+from mrp_lightning.solver.recipe import parse_method
 
 
 @dataclass(frozen=True)

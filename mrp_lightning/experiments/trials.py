@@ -12,8 +12,7 @@ from mrp_lightning.errors import OptionError
 from mrp_lightning.json_files import as_dataclass
 from mrp_lightning.solver.compensations import ColumnSweep, NoCompensation
 from mrp_lightning.solver.exact import ExactCompensation
-from mrp_lightning.solver.methods import MASKS, NAMED, parse_method
-from mrp_lightning.solver.recipe import Recipe
+from mrp_lightning.solver.recipe import MASKS, NAMED, Recipe, parse_method
 
 _SETTING = re.compile(
     r"((?P<percent>\d+(\.\d+)?)%|(?P<pattern>[^+]*:[^+]*))?((^|(?<=.)\+)(?P<bits>\d+)bit)?"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mrp_lightning.errors import JournalError
 from mrp_lightning.json_files import as_dataclass
-from mrp_lightning.records.rows import BlockReport, LayerReport
+from mrp_lightning.records.report import BlockReport, LayerReport
 from mrp_lightning.targets.layers import Layer
 
 _KEY = "record"

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from mrp_lightning.environment import versions
-from mrp_lightning.journal.manifest import Fingerprint, digest
-from mrp_lightning.journal.same import with_a_say
+from mrp_lightning.journal.manifest import Fingerprint, digest, with_a_say
 from mrp_lightning.processes import Processes
 from mrp_sparse.upstream import attention_of
 

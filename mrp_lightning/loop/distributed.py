@@ -19,7 +19,7 @@ from torch.distributed import PrefixStore
 
 from mrp_lightning.environment import progress_log
 from mrp_lightning.errors import FAILED, DataError, NumericalWarning, StrategyError
-from mrp_lightning.loop.capture import Step
+from mrp_lightning.loop.module_parts import Step
 from mrp_lightning.models.batch import token_ids
 from mrp_lightning.processes import Processes
 from mrp_lightning.upstream import lightning_names, torch_names

@@ -1,30 +1,23 @@
 """One pruning in Lightning's predict loop: from its `setup` until the module is pruned."""
 
+import hashlib
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from os import PathLike
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import nn
+from torch import Tensor, nn
 
 from mrp_lightning.environment import command
 from mrp_lightning.environment import progress_log as log
-from mrp_lightning.journal.directory import require_free
-from mrp_lightning.loop.calibrated_on import about_data, warn_of_little
-from mrp_lightning.loop.capture import Step, StepCapture, blocks_on_cpu, eager, require_batches
-from mrp_lightning.loop.contents import (
-    check_batch,
-    check_streamed_plan,
-    checkpoint_root,
-    is_built_later,
-    start_streamed,
-    streamed_blocks,
-)
+from mrp_lightning.journal.fingerprint import Fingerprint, fingerprint
+from mrp_lightning.journal.journal import Journal, SharedJournal, StreamedJournal, require_free
 from mrp_lightning.loop.distributed import (
     all_or_none,
     one_voice,
@@ -32,20 +25,183 @@ from mrp_lightning.loop.distributed import (
     require_whole_models,
     warn_of_repeats,
 )
-from mrp_lightning.loop.journaling import open_journal
-from mrp_lightning.loop.listener import listening
+from mrp_lightning.loop.module_parts import (
+    Step,
+    StepCapture,
+    blocks_on_cpu,
+    check_batch,
+    check_streamed_plan,
+    checkpoint_root,
+    eager,
+    is_built_later,
+    language_models,
+    require_batches,
+    start_streamed,
+    streamed_blocks,
+)
+from mrp_lightning.loop.progress import listening
 from mrp_lightning.loop.saving import Pruned, check_save_dir, journal_bytes
 from mrp_lightning.loop.signals import Interrupted, interruptible, unclaimed_signals
+from mrp_lightning.models.batch import token_ids
 from mrp_lightning.narrowing.find import narrowing_plan
 from mrp_lightning.narrowing.narrow import StreamedNarrowing, narrow
 from mrp_lightning.processes import Processes
-from mrp_lightning.pruning.job import Job
+from mrp_lightning.pruning.job import Job, Settings
 from mrp_lightning.pruning.sequential import prune_model
-from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.records.report import PruningReport, pruned_before
 from mrp_lightning.targets.blocks import find_blocks
+from mrp_lightning.targets.layers import ExpertStack
 from mrp_lightning.targets.plan import Plan, make_plan
 from mrp_lightning.targets.structure import Structure
+from mrp_lightning.upstream.lightning_names import predict_data
+
+_FEW_WORDS = 8
+"""Different tokens up to which a text is no language."""
+
+
+def warn_of_little(steps: Sequence[Step], plan: Plan, processes: Processes) -> None:
+    """Warn before the work of fewer tokens than a layer has columns, and of a text of a few words.
+
+    A window that is there several times counts once, and padding not at all. Data that are no token
+    ids are not looked at. All processes call this.
+    """
+    mine = [window for step in steps for window in _windows(step.batch)]
+    sizes = {hashlib.sha1(window.numpy().tobytes()).hexdigest(): len(window) for window in mine}
+    words = torch.cat(mine).unique().tolist() if mine else []
+    windows: dict[str, int] = {}
+    known: set[int] = set()
+    for their_sizes, their_words in processes.all((sizes, words)):
+        windows |= their_sizes
+        known |= set(their_words)
+    if not windows:
+        return
+    layers = [*plan.outside, *(layer for layers in plan.layers.values() for layer in layers)]
+    solved = [layer for layer in layers if not isinstance(layer, ExpertStack)]
+    widest = max(solved, key=lambda layer: layer.columns, default=None)
+    tokens = sum(windows.values())
+    if widest is not None and tokens < widest.columns:
+        log.warning(
+            "The calibration data hold %s tokens in %d different windows, and %s, the widest of "
+            "the layers to prune, has %s columns: with fewer tokens than columns, the text says "
+            "nothing of some of its inputs. Give more or longer windows (`data.num_samples`, "
+            "`data.sequence_length`), several times as many tokens as columns.",
+            f"{tokens:,}",
+            len(windows),
+            widest.name,
+            f"{widest.columns:,}",
+        )
+    if len(known) <= _FEW_WORDS:
+        log.warning(
+            "All %s tokens of the calibration data are repetitions of %d different ones, which is "
+            "no text that a model reads. Give text of the kind that it is to be used on "
+            "(`data.train_files`, `data.dataset` or `data.calibration`).",
+            f"{tokens:,}",
+            len(known),
+        )
+
+
+@runtime_checkable
+class TextSource(Protocol):
+    """A data module that can say what it calibrates on, such as `TextDataModule`."""
+
+    seed: int
+    bos: str
+
+    @property
+    def calibration_source(self) -> str:
+        """The name of the text."""
+        ...
+
+
+def about_data(trainer: Trainer, steps: list[Step], processes: Processes) -> dict[str, Any]:
+    """Describe the calibration data, `None` where it is not known; all processes call this.
+
+    Returns:
+        `samples` and `sequence_length` (the longest) of token ids, and `source`, `seed` and `bos`
+        of a `TextSource`, such as `TextDataModule`.
+    """
+    mine = [list(ids.shape) for step in steps if (ids := token_ids(step.batch)) is not None]
+    shapes = [shape for theirs in processes.all(mine) for shape in theirs]
+    # What this call was given: the trainer remembers the datamodule of an earlier one.
+    data = predict_data(trainer)
+    text = data if isinstance(data, TextSource) else None
+    return {
+        "source": text and text.calibration_source,
+        "samples": sum(samples for samples, _ in shapes) or None,
+        "sequence_length": max((length for _, length in shapes), default=None),
+        "seed": None if text is None else text.seed,
+        "bos": text and text.bos,
+    }
+
+
+def _windows(batch: Any) -> list[Tensor]:
+    """The token ids of each window of a batch, without padding; none where it has no such."""
+    ids = token_ids(batch)
+    if ids is None:
+        return []
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    if mask is None or mask.shape != ids.shape:
+        return list(ids)
+    return [row[kept] for row, kept in zip(ids, mask != 0, strict=True)]
+
+
+@contextmanager
+def open_journal(
+    job: Job,
+    module: LightningModule,
+    trainer: Trainer,
+    beside: str | PathLike[str],
+    *,
+    resume: bool,
+) -> Iterator[Journal | SharedJournal]:
+    """Start the journal of a job, or go on with it; say how far it came if the run fails.
+
+    The first of the processes keeps it. `resume` says whether to go on with one that is there.
+    """
+    report, plan, processes = job.report, job.plan, job.processes
+    found = _fingerprint(job, module, trainer)
+    if processes.rank:
+        yield SharedJournal(None, processes)
+        return
+    about = {
+        "config": report.config,
+        "provenance": report.provenance,
+        "versions": report.versions,
+        "model_weights": sum(p.numel() for p in module.parameters()),
+        "blocks": sum(1 for layers in plan.layers.values() if layers) + bool(plan.outside),
+        "layers": plan.num_layers,
+    }
+    kind = Journal if job.streamed is None else StreamedJournal
+    journal = kind.open(beside, found, resume=resume, about=about, defaults=Settings.defaults())
+    if isinstance(journal, StreamedJournal) and job.streamed is not None:
+        journal.streamed = job.streamed
+    with journal:
+        try:
+            yield journal if processes.size == 1 else SharedJournal(journal, processes)
+        except BaseException:
+            log.warning(
+                "%d of %d blocks are pruned, and kept in %s. Start the same run again: it goes on "
+                "there.",
+                len(journal.manifest.entries),
+                about["blocks"],
+                journal.path,
+            )
+            raise
+
+
+def _fingerprint(job: Job, module: LightningModule, trainer: Trainer) -> Fingerprint:
+    held = chain(module.named_parameters(), module.named_buffers())
+    settings = {key: value for key, value in job.report.config.items() if key != "base_model"}
+    settings["device"] = trainer.strategy.root_device.type
+    settings["model"] = type(checkpoint_root(module)[1]).__name__
+    settings["whole blocks in the journal"] = job.streamed is not None
+    return fingerprint(
+        settings,
+        [model.config for model in language_models(module).values()],
+        held if job.streamed is None else job.streamed.named_tensors(),
+        job.batches,
+        job.processes,
+    )
 
 
 @dataclass(frozen=True)

@@ -18,23 +18,21 @@ from transformers import PreTrainedModel
 from mrp_lightning.environment import command
 from mrp_lightning.errors import OptionError, SaveError
 from mrp_lightning.files import BESIDE, output_path, visible_files
-from mrp_lightning.journal.directory import journal_path
-from mrp_lightning.journal.journal import Journal
-from mrp_lightning.journal.shared import SharedJournal
+from mrp_lightning.journal.journal import Journal, SharedJournal, journal_path
 from mrp_lightning.loop.causal_lm import CausalLM
-from mrp_lightning.loop.contents import (
+from mrp_lightning.loop.module_parts import (
     checkpoint_root,
     language_models,
     streamed_blocks,
     weights_beside,
 )
 from mrp_lightning.loop.trainer import as_lightning_module
-from mrp_lightning.models.precision import stored_dtype, wider_dtypes
+from mrp_lightning.models.loading import stored_dtype, wider_dtypes
 from mrp_lightning.models.saving import save_pretrained, save_streamed
 from mrp_lightning.outputs import check_output_dir, save_directory
 from mrp_lightning.records.model_card import model_card
 from mrp_lightning.records.report import NAME, PruningReport
-from mrp_lightning.targets.zeros import pruned_layers
+from mrp_lightning.targets.plan import pruned_layers
 
 
 def check_save_dir(

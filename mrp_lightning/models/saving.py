@@ -14,8 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from mrp_lightning.models.loading import as_dtype
-from mrp_lightning.models.precision import cast, stored_dtype, wider_dtypes
+from mrp_lightning.models.loading import as_dtype, cast, stored_dtype, wider_dtypes
 from mrp_lightning.models.streaming import StreamedBlocks
 
 _INDEX = "model.safetensors.index.json"

@@ -8,19 +8,21 @@ from functools import partial
 import torch
 from torch import nn
 
-from mrp_lightning.calibration.dense import DenseStream
-from mrp_lightning.calibration.experts import blend, portions
-from mrp_lightning.calibration.hessians import Calibration, InputGroup, InputsDiffer
+from mrp_lightning.calibration.hessians import (
+    Calibration,
+    InputGroup,
+    InputsDiffer,
+    blend,
+    portions,
+)
 from mrp_lightning.calibration.padding import Padding
-from mrp_lightning.calibration.walks import Walk
-from mrp_lightning.narrowing.routing import Routing
+from mrp_lightning.calibration.walks import DenseStream, Walk
+from mrp_lightning.narrowing.narrow import Routing
 from mrp_lightning.pruning.job import Job
 from mrp_lightning.pruning.prune_layer import Aim, Calibrated, prune_layer, put_layer_on_grid
-from mrp_lightning.pruning.remove_experts import remove_experts
-from mrp_lightning.pruning.remove_units import remove_units
-from mrp_lightning.records.rows import LayerReport
-from mrp_lightning.solver.hessian import HessianAccumulator
-from mrp_lightning.solver.input_hessian import InputHessian
+from mrp_lightning.pruning.remove import remove_experts, remove_units
+from mrp_lightning.records.report import LayerReport
+from mrp_lightning.solver.hessian import HessianAccumulator, InputHessian
 from mrp_lightning.solver.patterns import Pattern
 from mrp_lightning.targets.layers import Expert, Layer
 from mrp_lightning.targets.structure import Structure

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from mrp_lightning.processes import ALONE, Processes
-from mrp_lightning.records.rows import LayerReport
-from mrp_lightning.solver.input_hessian import InputHessian
-from mrp_lightning.solver.problem import output_energy
+from mrp_lightning.records.report import LayerReport
+from mrp_lightning.solver.hessian import InputHessian
+from mrp_lightning.solver.problem import dense_target, output_energy
 from mrp_lightning.solver.pruning import prune
 from mrp_lightning.solver.quantisation import put_on_grid
 from mrp_lightning.solver.recipe import Recipe
-from mrp_lightning.solver.target import dense_target
 from mrp_lightning.targets.layers import Layer
 
 log = logging.getLogger(__name__)

@@ -10,26 +10,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mrp_lightning.allocation.dry_run import DryRun
-from mrp_lightning.allocation.rule import Sparsities, find_sparsities
-from mrp_lightning.calibration.choice import choose_walk
-from mrp_lightning.calibration.dense import DenseStream
-from mrp_lightning.calibration.memory import explained_out_of_memory, peak_rss
-from mrp_lightning.calibration.offload import CPU, Offload, Pinned
+from mrp_lightning.calibration.offload import (
+    CPU,
+    Offload,
+    Pinned,
+    explained_out_of_memory,
+    peak_rss,
+)
 from mrp_lightning.calibration.padding import Padding
-from mrp_lightning.calibration.walks import Rerun, Walk, WholeModel, hidden_of
+from mrp_lightning.calibration.walk_choice import choose_walk
+from mrp_lightning.calibration.walks import DenseStream, Rerun, Walk, WholeModel, hidden_of
 from mrp_lightning.errors import TargetError
 from mrp_lightning.journal.block_record import BlockRecord
-from mrp_lightning.narrowing.routing import rerouted
-from mrp_lightning.narrowing.trial import BlockTrial
+from mrp_lightning.narrowing.narrow import BlockTrial, rerouted
+from mrp_lightning.pruning.allocation import DryRun, Sparsities, find_sparsities
 from mrp_lightning.pruning.block import BlockPruner
+from mrp_lightning.pruning.block_tuner import BlockTuner
 from mrp_lightning.pruning.job import Job
-from mrp_lightning.records.report import PruningReport
-from mrp_lightning.records.rows import BlockReport, LayerReport
+from mrp_lightning.records.report import BlockReport, LayerReport, PruningReport
 from mrp_lightning.targets.blocks import Block
-from mrp_lightning.targets.finite import refuse_not_finite
 from mrp_lightning.targets.layers import Layer
-from mrp_lightning.tuning.block_tuner import BlockTuner
+from mrp_lightning.targets.plan import refuse_not_finite
 
 log = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from mrp_lightning.solver.arithmetic import split_range
 from mrp_lightning.solver.masks import Mask
 from mrp_lightning.solver.patterns import SemiStructured
 from mrp_lightning.solver.problem import Problem
-from mrp_lightning.solver.ranges import split_range
 
 _PANEL = 128
 

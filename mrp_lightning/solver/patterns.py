@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mrp_lightning.errors import PatternError
-from mrp_lightning.solver.options import is_number
+from mrp_sparse.arguments import is_number
 
 _EXAMPLES = '`sparsity` is a fraction such as 0.5; `pattern` is a string such as "2:4"'
 

@@ -16,17 +16,15 @@ from mrp_lightning.errors import (
     TargetError,
 )
 from mrp_lightning.processes import ALONE, Processes
+from mrp_lightning.solver.arithmetic import full_float32
 from mrp_lightning.solver.compensations import Compensated
 from mrp_lightning.solver.exact import ExactCompensation
-from mrp_lightning.solver.input_hessian import InputHessian
-from mrp_lightning.solver.joint import Joint
-from mrp_lightning.solver.masks import Given, Magnitude, smallest_of_blocks
-from mrp_lightning.solver.methods import Method
+from mrp_lightning.solver.hessian import InputHessian
+from mrp_lightning.solver.masks import Given, Joint, Magnitude, smallest_of_blocks
 from mrp_lightning.solver.patterns import Dense, Pattern
-from mrp_lightning.solver.precision import full_float32
 from mrp_lightning.solver.problem import Problem, check_weight
 from mrp_lightning.solver.quantisation import on_grid
-from mrp_lightning.solver.recipe import Recipe
+from mrp_lightning.solver.recipe import Method, Recipe
 from mrp_sparse.arguments import checked
 from mrp_sparse.formats.grid import Grid
 

@@ -16,12 +16,10 @@ import torch
 from torch import Tensor
 
 from mrp_lightning.processes import ALONE, Processes
-from mrp_lightning.solver.damping import DampedHessian
-from mrp_lightning.solver.input_hessian import InputHessian
+from mrp_lightning.solver.arithmetic import by_rows, full_float32, split_range
+from mrp_lightning.solver.hessian import DampedHessian, InputHessian
 from mrp_lightning.solver.patterns import Dense
-from mrp_lightning.solver.precision import full_float32
 from mrp_lightning.solver.problem import Problem, check_weight
-from mrp_lightning.solver.ranges import by_rows, split_range
 from mrp_lightning.solver.recipe import Recipe
 from mrp_sparse.formats.grid import Grid
 

@@ -7,14 +7,69 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mrp_lightning.errors import NumericalWarning, OptionError, PatternError
+from mrp_lightning.errors import MethodError, NumericalWarning, OptionError, PatternError
 from mrp_lightning.processes import Processes
-from mrp_lightning.solver.input_hessian import InputHessian
-from mrp_lightning.solver.methods import Method, parse_method
-from mrp_lightning.solver.options import is_count, is_number
+from mrp_lightning.solver.compensations import ColumnSweep, Compensation, NoCompensation
+from mrp_lightning.solver.exact import ExactCompensation
+from mrp_lightning.solver.hessian import InputHessian
+from mrp_lightning.solver.masks import Joint, Magnitude, Mask, MultipleRemoval, SingleRemoval, Wanda
 from mrp_lightning.solver.patterns import Dense, Pattern, SemiStructured, make_pattern
 from mrp_lightning.solver.problem import Problem
+from mrp_sparse.arguments import is_count, is_number
 from mrp_sparse.formats.grid import GROUP_SIZE, Grid
+
+MASKS: dict[str, Mask] = {
+    mask.name: mask for mask in (Magnitude(), Wanda(), SingleRemoval(), MultipleRemoval(), Joint())
+}
+NAMED = {
+    "magnitude": "magnitude+none",
+    "wanda": "wanda+none",
+    "SS": "S+S",
+    "sparsegpt": "S+S",
+    "SM": "S+M",
+    "MS": "M+S",
+    "MM": "M+M",
+    "JM": "J+M",
+}
+
+
+@dataclass(frozen=True)
+class Method:
+    """A mask, which says what weights go, and a compensation, which makes up for them."""
+
+    name: str  # as the user wrote it
+    mask: Mask
+    compensation: Compensation
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def needs_inverse(self) -> bool:
+        """Whether the method uses (H + λI)⁻¹, so that λ has a part in its result."""
+        return self.mask.needs_inverse or self.compensation.needs_inverse
+
+
+def parse_method(name: str, *, tolerance: float = 1e-6) -> Method:
+    """Look up a method by its name in the table, or by a pair MASK+COMPENSATION such as "wanda+M".
+
+    `tolerance` is that of the compensation M, and means nothing to the others.
+
+    Raises:
+        MethodError: There is no such method; the message lists all.
+        OptionError: The tolerance is out of range.
+    """
+    known = (NoCompensation(), ColumnSweep(), ExactCompensation(tolerance))
+    compensations: dict[str, Compensation] = {each.name: each for each in known}
+    parts = NAMED.get(name, name).split("+") if isinstance(name, str) else []
+    if len(parts) != 2 or parts[0] not in MASKS or parts[1] not in compensations:
+        raise MethodError(
+            f"`method` must be one of {', '.join(NAMED)}, or MASK+COMPENSATION with MASK in "
+            f"{'|'.join(MASKS)} and COMPENSATION in {'|'.join(compensations)} (case matters); "
+            f"got {name!r}."
+        )
+    return Method(name, MASKS[parts[0]], compensations[parts[1]])
+
 
 MOST_DAMPING = 10
 """The fraction of the mean diagonal up to which damping is raised for a Hessian that needs it."""

@@ -1,26 +1,104 @@
 """The plan of a pruning: every layer, in its block, checked before any work starts."""
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from mrp_lightning.errors import PatternError, TargetError
 from mrp_lightning.solver.patterns import Pattern
-from mrp_lightning.targets.blocks import Block, find_blocks, named_modules, without_wrappers
-from mrp_lightning.targets.finite import refuse_not_finite
-from mrp_lightning.targets.layers import Expert, Layer, is_linear, layers_of
-from mrp_lightning.targets.left_out import (
+from mrp_lightning.targets.blocks import (
+    Block,
+    as_patterns,
+    find_blocks,
+    matches,
+    named_modules,
+    require_matches,
+    without_wrappers,
+)
+from mrp_lightning.targets.layers import (
+    PLAIN_DTYPES,
+    Expert,
+    Layer,
     fused_weights,
     is_adapter,
+    is_linear,
     is_recurrent,
+    layers_of,
     other_weights,
     packed_weights,
     why_no_layer,
     why_not_plain,
 )
-from mrp_lightning.targets.names import as_patterns, matches, require_matches
 from mrp_lightning.targets.structure import Structure
+
+_VALUES_AT_ONCE = 2**22
+
+
+def refuse_not_finite(
+    layers: Sequence[Layer], parameters: Iterable[tuple[str, nn.Parameter]]
+) -> None:
+    """Refuse values that would make every result NaN, before the time of a run.
+
+    The `parameters` are all of the model or block, by their names; those that are no plain tensors
+    are not looked at, and those of the `layers` to prune only as these.
+
+    Raises:
+        TargetError: There are some; all are named.
+    """
+    tensors = {layer.name: layer.weight for layer in layers}
+    of_layers = {id(layer.parameter) for layer in layers}
+    for name, parameter in parameters:
+        plain = type(parameter) is nn.Parameter and parameter.dtype in PLAIN_DTYPES
+        if plain and id(parameter) not in of_layers:
+            tensors[name] = parameter
+    counts = {
+        name: _count(tensor) for name, tensor in tensors.items() if tensor.device.type != "meta"
+    }
+    if wrong := {name: count for name, count in counts.items() if count}:
+        inside = sum(layer.name in wrong for layer in layers)
+        others = len(wrong) - inside
+        parts = [f"{inside} layers to prune"] * bool(inside)
+        where = " outside the layers to prune" if layers else ""
+        parts += [f"{others} parameters{where}"] * bool(others)
+        raise TargetError(not_finite(" and ".join(parts), wrong))
+
+
+def _count(tensor: Tensor) -> int:
+    """How many values are not finite, found in parts: to ask takes more memory than the values."""
+    rows = torch.atleast_1d(tensor)
+    most = max(1, _VALUES_AT_ONCE * len(rows) // max(1, rows.numel()))
+    return sum(int((~torch.isfinite(part)).sum()) for part in rows.split(most))
+
+
+def not_finite(what: str, counts: Mapping[str, int]) -> str:
+    """The message on values that are not finite, by name how many, with the next step."""
+    listed = "\n".join(f"  {name}: {count:,}" for name, count in counts.items())
+    return (
+        f"{what} hold NaN or Inf. The checkpoint is damaged, or its values were too large for its "
+        f"dtype: get it again, or in bfloat16. NaN and Inf in each:\n{listed}"
+    )
+
+
+LEAST_SPARSITY = 0.05
+"""Trained weights are exactly zero by chance only; nobody prunes to less than this."""
+
+
+def pruned_layers(model: nn.Module) -> list[Layer]:
+    """The layers with at least 5% zeros, in the order of the module tree, each weight once.
+
+    A layer of nothing but zeros was initialised so.
+    """
+    found: dict[object, Layer] = {}
+    for name, module in named_modules(model):
+        for layer in layers_of(name, module):
+            if layer.key in found or why_not_plain(layer) is not None:
+                continue
+            zeros = int((layer.weight == 0).sum())
+            if LEAST_SPARSITY * layer.weight.numel() <= zeros < layer.weight.numel():
+                found[layer.key] = layer
+    return list(found.values())
 
 
 @dataclass(frozen=True)

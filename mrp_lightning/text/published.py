@@ -13,8 +13,8 @@ from torch import Tensor
 
 from mrp_lightning.environment import extra, why_no_hub
 from mrp_lightning.errors import DataError, OptionError
-from mrp_lightning.text.cutter import Cutter
 from mrp_lightning.text.windows import (
+    Cutter,
     check_amount,
     segments_of_documents,
     segments_of_text,

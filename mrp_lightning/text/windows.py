@@ -1,7 +1,4 @@
-"""From text to token windows of one length: consecutive ones, and random ones.
-
-Windows are (count, length), int64; a `name` is what messages call the text.
-"""
+"""From text to token windows of one length, each of which begins with the same prefix."""
 
 import random
 import threading
@@ -9,13 +6,63 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from itertools import chain
+from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from mrp_lightning.environment import progress_log as log
 from mrp_lightning.errors import DataError
+
+IGNORED = -100
+"""The label of a token that is not to be predicted, as everywhere in torch and transformers."""
+
+
+def prefix_of(tokenizer: Any) -> Tensor:
+    """The tokens that a tokenizer puts before a text (tokens,), int64; many put none.
+
+    It is found by tokenizing: attributes such as `add_bos_token` do not always tell the truth.
+
+    Raises:
+        DataError: With special tokens the tokenizer cuts a text otherwise than without.
+    """
+    bare = tokenize(tokenizer, "a", special_tokens=False).tolist()
+    whole = tokenize(tokenizer, "a").tolist()
+    for start in range(len(whole) - len(bare) + 1):
+        if whole[start : start + len(bare)] == bare:
+            return torch.tensor(whole[:start], dtype=torch.int64)
+    raise DataError(
+        f"`data.bos: window` needs to know what the tokenizer puts before a text, but it makes "
+        f"{whole} of 'a', and {bare} without special tokens. Use `data.bos: text`."
+    )
+
+
+class Windows(Dataset[Any]):
+    """Windows to train and evaluate on, which say how much of each is a prefix.
+
+    An item is the token ids (length,), int64. Where the `ids` (count, length) begin with a prefix
+    of some tokens, it is a mapping of `input_ids` and `labels`, both of that form, where a label of
+    −100 says that the token is not to be predicted: neither those of the prefix nor the first of
+    the text. So the same tokens are predicted as without a prefix, though not always from the same
+    ones.
+    """
+
+    def __init__(self, ids: Tensor, prefix: int = 0) -> None:
+        self.ids, self.prefix = ids, prefix
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> Any:
+        ids = self.ids[index]
+        if not self.prefix:
+            return ids
+        labels = ids.clone()
+        labels[: self.prefix + 1] = IGNORED
+        return {"input_ids": ids, "labels": labels}
+
 
 SEPARATOR = "\n\n"
 """Between the documents of a text that is not published, as SparseGPT joins those of WikiText2."""
@@ -212,3 +259,88 @@ def _too_short(name: str, num_tokens: int, length: int) -> DataError:
         f"TextDataModule: the {name} text has only {num_tokens} tokens, less than one window "
         f"of {length}. Give more text, or shorter windows (`data.sequence_length`)."
     )
+
+
+@dataclass(frozen=True)
+class Cutter:
+    """Cuts texts into windows of `length` tokens, of which the first are the prefix.
+
+    Attributes:
+        tokenizer: It puts nothing around a text where there is a prefix.
+        length: Tokens a window, those of the prefix among them.
+        prefix: What each window begins with, (tokens,), int64; as a rule BOS, or nothing.
+    """
+
+    tokenizer: Any
+    length: int
+    prefix: Tensor
+
+    @classmethod
+    def of(cls, tokenizer: Any, length: int, bos: str) -> Self:
+        """One that puts what the tokenizer puts before a text before each `window`, or `text`.
+
+        Raises:
+            DataError: There is no tokenizer, or no token of a window would be left to predict.
+        """
+        if tokenizer is None:
+            raise DataError(
+                "TextDataModule has no tokenizer: the model comes without one. "
+                "Name a directory or hub id with `data.tokenizer`."
+            )
+        if bos == "text":
+            return cls(tokenizer, length, torch.tensor([]).long())
+        prefix = prefix_of(tokenizer)
+        if not len(prefix):
+            return cls(tokenizer, length, prefix)
+        if len(prefix) + 2 > length:  # the first token of the text is not predicted
+            raise DataError(
+                f"`data.sequence_length` is {length}, and {len(prefix)} of these are what the "
+                "tokenizer puts before a text, of which two tokens or more are needed. Give longer "
+                "windows, or `bos: text`."
+            )
+
+        def bare(text: str, *, add_special_tokens: bool, verbose: bool) -> Any:  # noqa: ARG001
+            return tokenizer(text, add_special_tokens=False, verbose=verbose)
+
+        return cls(bare, length, prefix)
+
+    def draws(self, count: int, seed: int) -> Draws:
+        """What is to be drawn for so many windows: the text after their prefix."""
+        return Draws(count=count, length=self.length - len(self.prefix), seed=seed)
+
+    def after_prefix(self, windows: Tensor) -> Tensor:
+        """Each of the windows of text (count, tokens) with the prefix before it."""
+        return torch.cat([self.prefix.expand(len(windows), -1), windows], dim=1)
+
+    def random(self, documents: Sequence[str], count: int, seed: int) -> Tensor:
+        """Windows (count, length) that start in random documents.
+
+        Raises:
+            DataError: They are too short for a window, or for so many.
+        """
+        draws = self.draws(count, seed)
+        check_amount(documents, self.tokenizer, draws, "train")
+        return self.after_prefix(
+            segments_across_documents(
+                documents, self.tokenizer, draws, "train", separator=SEPARATOR
+            )
+        )
+
+    def consecutive(self, name: str, text: str | Sequence[str], most: int | None = None) -> Windows:
+        """The first windows of a text, one after the other; all if `most` is `None`.
+
+        Documents are tokenized one by one. Where windows have no prefix, what the tokenizer puts
+        before and after a text is there once, and of documents around each.
+
+        Raises:
+            DataError: The text is shorter than one window.
+        """
+        if isinstance(text, str):
+            tokens = tokenize(self.tokenizer, text)
+        else:
+            encoded = encode(
+                self.tokenizer, [document + SEPARATOR for document in text], special_tokens=True
+            )
+            tokens = torch.tensor(list(chain.from_iterable(encoded)), dtype=torch.int32)
+        windows = consecutive_windows(tokens, self.length - len(self.prefix), name)[:most]
+        return Windows(self.after_prefix(windows), len(self.prefix))

@@ -9,10 +9,9 @@ import torch
 from slow_pruning import prune_model
 from torch import Tensor, nn
 
-from mrp_lightning.allocation.dry_run import Change
-from mrp_lightning.allocation.rule import allocate, check_allocation, patterns_of_layers
 from mrp_lightning.calibration.walks import Inject
 from mrp_lightning.errors import OptionError, TargetError
+from mrp_lightning.pruning.allocation import Change, allocate, check_allocation, patterns_of_layers
 from mrp_lightning.pruning.prune_layer import prune_layer
 from mrp_lightning.solver.patterns import make_pattern
 
@@ -96,7 +95,7 @@ def test_blocks_that_change_the_predicted_tokens_more_are_pruned_less(kept, buil
 @torch.no_grad()
 def test_enough_tokens_are_run_and_no_more(build, batches, monkeypatch):
     run, finish = [], Inject.finish
-    monkeypatch.setattr("mrp_lightning.allocation.output_change.TOKENS", 1)
+    monkeypatch.setattr("mrp_lightning.pruning.allocation.TOKENS", 1)
     monkeypatch.setattr(
         Inject, "finish", lambda self, k, i: run.append((k, i)) or finish(self, k, i)
     )

@@ -1,6 +1,6 @@
 from torch import nn
 
-from mrp_lightning.calibration.forwards import replaced
+from mrp_lightning.calibration.walks import replaced
 
 
 def test_replacements_nest_and_what_stood_there_comes_back():

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from mrp_lightning.calibration.choice import kind, one_of_each_kind
+from mrp_lightning.calibration.walk_choice import kind, one_of_each_kind
 
 IDS, FLOATS = torch.ones(2, 5, dtype=torch.long), torch.ones(2, 5)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mrp_lightning.calibration.memory import explained_out_of_memory, peak_rss
+from mrp_lightning.calibration.offload import explained_out_of_memory, peak_rss
 from mrp_lightning.errors import OutOfMemoryError
 
 

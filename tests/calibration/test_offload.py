@@ -1,8 +1,8 @@
 import torch
 from torch import Tensor, nn
 
-from mrp_lightning.calibration.choice import choose_walk
 from mrp_lightning.calibration.offload import Offload, held_on_cpu
+from mrp_lightning.calibration.walk_choice import choose_walk
 from mrp_lightning.calibration.walks import Inject
 from mrp_lightning.targets.blocks import Block
 

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from mrp_lightning.calibration.sketches import DIRECTIONS, relative_error, sketch
+from mrp_lightning.calibration.walk_choice import DIRECTIONS, relative_error, sketch
 
 
 def distance(a, b):

@@ -5,9 +5,9 @@ import torch
 from slow_pruning import prune_model
 from torch import Tensor, nn
 
-from mrp_lightning.calibration.forwards import every_layer_called
 from mrp_lightning.calibration.hessians import Calibration
 from mrp_lightning.calibration.padding import Padding
+from mrp_lightning.calibration.walks import every_layer_called
 from mrp_lightning.targets.layers import Linear
 
 LENGTHS = (4, 6)

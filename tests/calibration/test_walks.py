@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mrp_lightning.calibration.choice import choose_walk
+from mrp_lightning.calibration.walk_choice import choose_walk
 from mrp_lightning.calibration.walks import Inject, Rerun, Walk
 from mrp_lightning.errors import TargetError
 from mrp_lightning.targets.blocks import Block, find_blocks

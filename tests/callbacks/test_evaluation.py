@@ -8,8 +8,8 @@ from torch.utils.data import DataLoader
 
 from callbacks import SaveEvaluation
 from mrp_lightning import CausalLM, Trainer
+from mrp_lightning.callbacks.saving import continuation
 from mrp_lightning.errors import FormatError
-from mrp_lightning.loop.save_evaluation import continuation
 from mrp_lightning.records import evaluation as records
 
 

@@ -18,9 +18,8 @@ from callbacks import MRPCallback
 from mrp_lightning import CausalLM, MethodError, OptionError, TargetError, Trainer
 from mrp_lightning.narrowing.find import narrowing_plan
 from mrp_lightning.narrowing.narrow import narrow
-from mrp_lightning.pruning.job import Job
+from mrp_lightning.pruning.job import Job, Settings
 from mrp_lightning.pruning.sequential import prune_model
-from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.targets.plan import make_plan
 
 QUIET = {

@@ -14,11 +14,10 @@ from torch.utils.data import DataLoader
 from callbacks import MRPCallback
 from mrp_lightning import CausalLM, Trainer
 from mrp_lightning.errors import JournalError, OptionError, SaveError
-from mrp_lightning.journal.directory import journal_path
-from mrp_lightning.journal.journal import Journal
+from mrp_lightning.journal.journal import Journal, journal_path
 from mrp_lightning.journal.manifest import Manifest
 from mrp_lightning.loop.saving import num_bytes
-from mrp_lightning.tuning.block_tuner import BlockTuning
+from mrp_lightning.pruning.block_tuner import BlockTuning
 
 
 class Killed(BaseException):

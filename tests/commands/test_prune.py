@@ -17,7 +17,7 @@ pytest.importorskip("jsonargparse", reason="the command line needs the extra `cl
 from mrp_lightning.callbacks import PruningCallback
 from mrp_lightning.commands.main import main
 from mrp_lightning.commands.prune import _RECIPES, _parser, _recipe
-from mrp_lightning.data.held_out import HeldOutText
+from mrp_lightning.data.data_module import HeldOutText
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SMALL = ["--num-samples=4", "--sequence-length=32", "--batch-size=2", "--accelerator=cpu"]

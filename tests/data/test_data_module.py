@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoTokenizer
 from mrp_lightning import CausalLM, TextDataModule, Trainer
 from mrp_lightning.embedded import STDLIB_LLAMA
 from mrp_lightning.errors import DataError
-from mrp_lightning.text.standard_library import standard_library
+from mrp_lightning.text.sources import standard_library
 
 TEXTS = [f"def function_{i}(x):\n    return x + {i}\n" * (i + 1) for i in range(12)]
 

@@ -10,10 +10,9 @@ from callbacks import MRPCallback
 from mrp_lightning import CausalLM, TextDataModule, Trainer
 from mrp_lightning.cli.lightning_cli import PruningCLI
 from mrp_lightning.data import data_module, own_text
+from mrp_lightning.data.sampling import write
 from mrp_lightning.errors import DataError, OptionError, TargetError
 from mrp_lightning.experiments.configuration import quiet
-from mrp_lightning.samples import together
-from mrp_lightning.samples.writing import write
 
 QUIET = {
     "accelerator": "cpu",
@@ -44,7 +43,7 @@ def written(monkeypatch):
         batches.append(windows)
         return write(model, sampling, windows, tell)
 
-    monkeypatch.setattr(together, "write", counted)
+    monkeypatch.setattr(own_text, "write", counted)
     return batches
 
 

@@ -11,9 +11,9 @@ from export.conversion.parity import check_parity
 from export.conversion.selection import choose_layers
 from export.conversion.writing import write_packed
 from export.speed import random_models
+from export.speed.comparison import dense_copy, packed_copy
 from export.speed.model_timing import Decoder, prefill
 from export.speed.random_models import prunable, random_model
-from export.speed.twins import dense_copy, packed_copy
 from mrp_lightning.embedded import STDLIB_LLAMA
 from mrp_sparse.layers.sparse24_linear import Sparse24Linear
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from mrp_lightning.embedded import STDLIB_LLAMA
 from mrp_lightning.solver.patterns import SemiStructured
 from mrp_lightning.targets.layers import is_linear
-from mrp_lightning.text.standard_library import standard_library
+from mrp_lightning.text.sources import standard_library
 
 METRICS = {
     "continuation": ["acc", "acc_norm"],

@@ -7,7 +7,7 @@ import pytest
 
 from mrp_lightning.experiments.paper import paper_values, reported
 from mrp_lightning.experiments.trials import Trial, parse_setting
-from mrp_lightning.solver.methods import parse_method
+from mrp_lightning.solver.recipe import parse_method
 
 
 def test_every_table_is_there_whole():

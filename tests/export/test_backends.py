@@ -10,8 +10,8 @@ from torch import nn
 
 from export.backends.apply import BACKENDS, apply, not_faster
 from export.backends.subclasses import SUBCLASSES
-from export.speed import kernel_timing
-from export.speed.kernel_timing import random_24
+from export.speed import timing
+from export.speed.timing import random_24
 from mrp_lightning.errors import FormatError, OptionError
 from mrp_sparse.formats.sparse24 import broken_groups, pack, unpack
 from mrp_sparse.kernels import candidates, cusparselt, dispatch
@@ -334,13 +334,13 @@ def without_a_clock(monkeypatch):
         microseconds = next(durations)
         return lambda: microseconds
 
-    monkeypatch.setattr(kernel_timing, "graphed", graphed)
-    monkeypatch.setattr(kernel_timing, "copies", lambda size: 2)
+    monkeypatch.setattr(timing, "graphed", graphed)
+    monkeypatch.setattr(timing, "copies", lambda size: 2)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
 
 
 def contest(tokens=(1, 8, 16)):
-    found = list(kernel_timing.measure(64, 32, torch.bfloat16, CPU, tokens, repeats=2))
+    found = list(timing.measure(64, 32, torch.bfloat16, CPU, tokens, repeats=2))
     return [m for measured, _ in found for m in measured], [
         f for _, failed in found for f in failed
     ]
@@ -370,7 +370,7 @@ def test_kernels_that_are_refused_that_fail_or_that_are_wrong_lose_nothing_else(
         "misshapen": kernel(lambda x, *_: x),
         "good": kernel(dense_product),
     }
-    monkeypatch.setattr(kernel_timing, "KERNELS", kernels)
+    monkeypatch.setattr(timing, "KERNELS", kernels)
     measured, failures = contest(tokens=(1, 8))
     assert [(m.kernel, m.tokens) for m in measured] == [
         (STORED_DENSE, 1),
@@ -397,7 +397,7 @@ def test_a_search_for_a_configuration_holds_for_similar_numbers_of_tokens(
         return dense_product(x, weight, bias)
 
     configs = ({"rows": 8}, {"rows": 4})
-    monkeypatch.setattr(kernel_timing, "KERNELS", {"mine": kernel(run, configs=configs)})
+    monkeypatch.setattr(timing, "KERNELS", {"mine": kernel(run, configs=configs)})
     measured, _ = contest(tokens=(1, 16, 64))
     assert {rows for tokens, rows in tried if tokens == 1} == {8, 4}
     assert {rows for tokens, rows in tried if tokens == 16} == {8}
@@ -406,15 +406,15 @@ def test_a_search_for_a_configuration_holds_for_similar_numbers_of_tokens(
 
 
 def test_running_out_of_memory_ends_one_number_of_tokens(without_a_clock, monkeypatch):
-    graphed = kernel_timing.graphed
+    graphed = timing.graphed
 
     def limited(calls):
         if calls[0].args[0].shape[0] == 8:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return graphed(calls)
 
-    monkeypatch.setattr(kernel_timing, "graphed", limited)
-    monkeypatch.setattr(kernel_timing, "KERNELS", {"good": kernel(dense_product)})
+    monkeypatch.setattr(timing, "graphed", limited)
+    monkeypatch.setattr(timing, "KERNELS", {"good": kernel(dense_product)})
     measured, failures = contest(tokens=(1, 8, 16))
     assert {m.tokens for m in measured} == {1, 16}
     assert [(f.tokens, f.kernel, f.reason) for f in failures] == [
@@ -454,12 +454,12 @@ def test_the_operator_is_as_exact_as_a_dense_product_on_shapes_of_real_models(sh
     compressed = compress(values, meta)
     x = torch.randn(tokens, shape[1], dtype=torch.bfloat16, device="cuda")
     y = torch.ops.mrp_lightning.linear24(x, values, meta, None, compressed)
-    assert kernel_timing.why_wrong(y, x, weight) is None
+    assert timing.why_wrong(y, x, weight) is None
     # An input whose rows are not one after the other.
     wide = torch.randn(tokens, 2 * shape[1], dtype=torch.bfloat16, device="cuda")
     part = wide[:, : shape[1]]
     y = torch.ops.mrp_lightning.linear24(part, values, meta, None, compressed)
-    assert kernel_timing.why_wrong(y, part, weight) is None
+    assert timing.why_wrong(y, part, weight) is None
 
 
 @pytest.mark.gpu

@@ -11,17 +11,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import import_utils
 
 from export.benchmark import main
-from export.conversion.layer_choice import alike
-from export.speed import comparison, random_models, shapes
-from export.speed.comparison import compare
-from export.speed.kernel_timing import random_24
+from export.conversion.selection import alike
+from export.speed import comparison, random_models
+from export.speed.comparison import compare, dense_copy, packed_copy
 from export.speed.model_timing import Decoder, ModelTime, prefill, without_masks
 from export.speed.options import SpeedOptions, add_arguments
 from export.speed.random_models import SHAPES, prunable, random_model
 from export.speed.tables import SpeedReport, speed_ups, tables
-from export.speed.timing import COLD_BYTES, Timing, copies, take_turns
-from export.speed.twins import dense_copy, packed_copy
-from mrp_lightning.cli.command import make_parser
+from export.speed.timing import COLD_BYTES, Timing, copies, random_24, take_turns
+from mrp_lightning.cli.parser import make_parser
 from mrp_lightning.errors import OptionError
 from mrp_sparse.decoding import storage_bytes
 from mrp_sparse.formats.sparse24 import broken_groups
@@ -358,8 +356,8 @@ def test_layers_and_models_are_compared_and_reported_as_they_come(
     report = compare(
         packed_copy(tiny, prunable(tiny)), options, lambda r: seen.append(len(r.layers))
     )
-    shapes = {(m.out_features, m.in_features) for m in report.layers}
-    assert shapes == {(32, 32), (16, 32), (48, 32), (32, 48)}
+    sizes = {(m.out_features, m.in_features) for m in report.layers}
+    assert sizes == {(32, 32), (16, 32), (48, 32), (32, 48)}
     assert seen == [2, 4, 6, 8, 10, 12, 14, 16, 16]  # after each number of tokens, and the models
     assert len(report.failures) == 8
     assert speed_ups(report.models) == {("decode", 1): 2.0}
@@ -379,10 +377,10 @@ def test_a_shape_that_fails_does_not_keep_others_from_being_measured(monkeypatch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(shapes, "random_model", lambda shape, dtype, device: shape)
-    monkeypatch.setattr(shapes, "prunable", lambda model: {})
-    monkeypatch.setattr(shapes, "packed_copy", lambda model, names: model)
-    monkeypatch.setattr(shapes, "compare", fails_for_llama2)
+    monkeypatch.setattr(comparison, "random_model", lambda shape, dtype, device: shape)
+    monkeypatch.setattr(comparison, "prunable", lambda model: {})
+    monkeypatch.setattr(comparison, "packed_copy", lambda model, names: model)
+    monkeypatch.setattr(comparison, "compare", fails_for_llama2)
     with pytest.raises(SystemExit, match="not measured to the end: llama2-7b"):
         main(["--shape", "llama2-7b", "opt-6.7b", "--out", str(tmp_path / "out")])
     shown = capsys.readouterr().out

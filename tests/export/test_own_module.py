@@ -15,8 +15,7 @@ import export
 from callbacks import MRPCallback
 from export.to_sparse import main
 from mrp_lightning.errors import FormatError
-from mrp_lightning.records.report import PruningReport
-from mrp_lightning.records.rows import LayerReport
+from mrp_lightning.records.report import LayerReport, PruningReport
 
 QUIET = {
     "accelerator": "cpu",

@@ -16,8 +16,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 
 import export
 from export.conversion.checkpoint import open_checkpoint
-from export.conversion.read_directly import is_read_directly
-from export.conversion.selection import choose_layers
+from export.conversion.selection import choose_layers, is_read_directly
 from export.to_sparse import main
 from mrp_lightning.models.checkpoint import names_in_model
 from mrp_lightning.models.skeleton import build_without_weights

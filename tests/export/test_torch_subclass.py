@@ -6,7 +6,7 @@ from torch import nn
 from torch.sparse import SparseSemiStructuredTensorCUTLASS
 
 from export.backends.apply import apply
-from export.speed.kernel_timing import random_24
+from export.speed.timing import random_24
 from mrp_sparse.layers.sparse24_linear import Sparse24Linear
 
 CPU = torch.device("cpu")

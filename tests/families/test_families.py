@@ -10,7 +10,7 @@ from full_forwards import CheckedRun, prune_and_compare
 from tiny_configs import FAMILIES, IMAGES
 from torch import Tensor, nn
 
-from mrp_lightning.calibration.choice import choose_walk
+from mrp_lightning.calibration.walk_choice import choose_walk
 from mrp_lightning.calibration.walks import Inject
 from mrp_lightning.pruning import sequential
 from mrp_lightning.targets.layers import is_conv1d

@@ -12,8 +12,7 @@ from faulty import at_call, changed, contents, die, in_child, small_files, weigh
 from mrp_lightning import Trainer, outputs
 from mrp_lightning.errors import HessianError, JournalError, OutOfMemoryError, SaveError
 from mrp_lightning.journal import block_record, journal, manifest
-from mrp_lightning.journal.directory import journal_path
-from mrp_lightning.journal.journal import Journal
+from mrp_lightning.journal.journal import Journal, journal_path
 from mrp_lightning.loop import saving
 from mrp_lightning.solver.conjugate_gradients import ConjugateGradients
 

@@ -16,7 +16,7 @@ from mrp_lightning import Trainer
 from mrp_lightning.errors import JournalError
 from mrp_lightning.journal.fingerprint import digest_of, together
 from mrp_lightning.journal.journal import Journal
-from mrp_lightning.loop.capture import Step, copy_tensors
+from mrp_lightning.loop.module_parts import Step, copy_tensors
 
 QUIET = {
     "accelerator": "cpu",

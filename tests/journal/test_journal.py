@@ -9,13 +9,12 @@ import torch
 from safetensors.torch import save_file
 from slow_pruning import prune_model
 
-from mrp_lightning.calibration import choice
+from mrp_lightning.calibration import walk_choice
 from mrp_lightning.errors import JournalError, SaveError
 from mrp_lightning.journal.block_record import BlockRecord
-from mrp_lightning.journal.directory import journal_path
-from mrp_lightning.journal.journal import Journal
-from mrp_lightning.journal.same import differences
-from mrp_lightning.records.rows import LayerReport
+from mrp_lightning.journal.journal import Journal, journal_path
+from mrp_lightning.journal.manifest import differences
+from mrp_lightning.records.report import LayerReport
 
 PRINT = {"method": "SM", "sparsity": 0.5}
 ROW = LayerReport(name="a", shape=(2, 4), loss=0.1, relative_loss=float("nan"), seconds=1 / 3)
@@ -43,7 +42,7 @@ def test_any_walk_goes_on_with_the_same_bits(
     family, rerun, beyond, build, batches, tmp_path, monkeypatch
 ):
     if rerun:
-        monkeypatch.setattr(choice, "SELF_TEST_TOLERANCE", -1.0)
+        monkeypatch.setattr(walk_choice, "SELF_TEST_TOLERANCE", -1.0)
     if family == "bart":
         for batch in batches:
             batch["decoder_input_ids"] = batch["input_ids"].flip(0)

@@ -14,7 +14,7 @@ from mrp_lightning import CausalLM, TextDataModule, Trainer
 from mrp_lightning.embedded import STDLIB_LLAMA
 from mrp_lightning.errors import OptionError, TargetError
 from mrp_lightning.evaluation.perplexity import token_losses
-from mrp_lightning.text.standard_library import standard_library
+from mrp_lightning.text.sources import standard_library
 
 QUIET = {
     "accelerator": "cpu",

@@ -14,8 +14,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from thread_processes import together
 
 from mrp_lightning.errors import DataError, NumericalWarning
-from mrp_lightning.loop.capture import Step
 from mrp_lightning.loop.distributed import one_share_each, one_voice, warn_of_repeats
+from mrp_lightning.loop.module_parts import Step
 from mrp_lightning.processes import Processes
 
 ROOT = Path(__file__).parents[2]

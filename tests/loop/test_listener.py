@@ -4,10 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from mrp_lightning.loop.listener import TrainerListener
+from mrp_lightning.loop.progress import TrainerListener
 from mrp_lightning.pruning.job import Progress
-from mrp_lightning.records.report import PruningReport
-from mrp_lightning.records.rows import LayerReport
+from mrp_lightning.records.report import LayerReport, PruningReport
 
 
 def test_many_layers_are_logged_each_once_with_its_place():

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from callbacks import MRPCallback
 from mrp_lightning import CausalLM, TextDataModule, Trainer
-from mrp_lightning.loop import lines, progress
+from mrp_lightning.loop import progress
 from mrp_lightning.loop.signals import Interrupted, interruptible
 from mrp_lightning.text import windows
 from mrp_lightning.text.windows import tokenize
@@ -164,7 +164,7 @@ def test_batches_are_told_where_no_bar_is_seen(
     bar = [TQDMProgressBar()] if shown else []
     trainer = Trainer(callbacks=bar, enable_progress_bar=shown, max_epochs=1, **TRAINER)
     model = CausalLM(str(tiny_llama))
-    monkeypatch.setattr(lines.time, "monotonic", Slow())
+    monkeypatch.setattr(progress.time, "monotonic", Slow())
     for run in (trainer.fit, trainer.validate, trainer.test):
         run(model, datamodule=data)
     said = [m for m in caplog.messages if m.startswith(("training: ", "validating: ", "testing: "))]

@@ -7,8 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from mrp_lightning.models.loading import load_model
-from mrp_lightning.models.precision import wider_dtypes
+from mrp_lightning.models.loading import load_model, wider_dtypes
 from mrp_lightning.models.saving import save_pretrained, save_streamed
 from mrp_lightning.models.streaming import load_streamed
 from mrp_lightning.outputs import save_directory

@@ -14,6 +14,7 @@ from torch import nn
 import export
 from callbacks import MRPCallback, PruningCallback, SaveModel
 from mrp_lightning import CausalLM, HessianAccumulator, TextDataModule, Trainer, prune_weight
+from mrp_lightning.callbacks.saving import SaveEvaluation
 from mrp_lightning.errors import (
     MethodError,
     NumericalWarning,
@@ -21,7 +22,6 @@ from mrp_lightning.errors import (
     PatternError,
     TargetError,
 )
-from mrp_lightning.loop.save_evaluation import SaveEvaluation
 from mrp_sparse.arguments import checked
 
 

@@ -17,7 +17,7 @@ from faulty import in_child
 from mrp_lightning import files, outputs
 from mrp_lightning.errors import FormatError, OptionError
 from mrp_lightning.files import MANIFEST, check_output_file, save_ours, save_text, write_manifest
-from mrp_lightning.journal.directory import journal_path
+from mrp_lightning.journal.journal import journal_path
 from mrp_lightning.json_files import as_json, read_json
 from mrp_lightning.outputs import check_output_dir, save_directory
 

@@ -157,8 +157,7 @@ def test_the_dense_stream_is_what_the_dense_model_computes(family, monkeypatch):
     """Each dense run of a block gives what it gives in a full forward of a dense twin."""
     import families
 
-    from mrp_lightning.calibration.dense import DenseStream
-    from mrp_lightning.calibration.walks import hidden_of
+    from mrp_lightning.calibration.walks import DenseStream, hidden_of
 
     model, twin = families.build(family), families.build(family)
     batches = families.batches(family)

@@ -8,11 +8,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mrp_lightning import prune_weight
-from mrp_lightning.calibration import experts
+from mrp_lightning.calibration import hessians
 from mrp_lightning.errors import PatternError
-from mrp_lightning.pruning.job import Job
+from mrp_lightning.pruning.job import Job, Settings
 from mrp_lightning.pruning.sequential import prune_model as prune_job
-from mrp_lightning.pruning.settings import Settings
 from mrp_lightning.records.report import PruningReport
 from mrp_lightning.solver.hessian import HessianAccumulator
 from mrp_lightning.solver.patterns import make_pattern
@@ -322,9 +321,9 @@ def test_an_expert_without_tokens_gets_the_hessian_of_all(build, batches, caplog
 @torch.no_grad()
 def test_portions_give_the_same_weights(build, batches, monkeypatch):
     whole, parts = build("qwen3_moe"), build("qwen3_moe")
-    monkeypatch.setattr(experts, "TOKENS_PER_COLUMN", 0.05)  # each by its own Hessian
+    monkeypatch.setattr(hessians, "TOKENS_PER_COLUMN", 0.05)  # each by its own Hessian
     prune_model(whole, batches)
-    monkeypatch.setattr(experts, "HESSIAN_BYTES", 1)
+    monkeypatch.setattr(hessians, "HESSIAN_BYTES", 1)
     prune_model(parts, batches)
     for (name, a), b in zip(whole.named_parameters(), parts.parameters(), strict=True):
         assert torch.equal(a == 0, b == 0), name

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from mrp_lightning.pruning.prune_layer import Calibrated, prune_layer
-from mrp_lightning.solver.input_hessian import InputHessian
+from mrp_lightning.solver.hessian import InputHessian
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.layers import layers_of
 

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mrp_lightning.errors import FormatError
-from mrp_lightning.records.report import PruningReport
-from mrp_lightning.records.rows import BlockReport, LayerReport
+from mrp_lightning.records.report import BlockReport, LayerReport, PruningReport
 
 numbers = st.none() | st.floats(0, 1e30)
 counts = st.none() | st.integers(0, 2**53)

@@ -10,14 +10,12 @@ from thread_processes import together
 from tiny_configs import FAMILIES, VOCABULARY
 from transformers.cache_utils import DynamicLayer
 
+from mrp_lightning.data import own_text as module
+from mrp_lightning.data import sampling
+from mrp_lightning.data.own_text import KeptWindows, WritingListener, key_of, write_together
+from mrp_lightning.data.sampling import FilledLayer, Sampling, require_writer, write
 from mrp_lightning.errors import DataError, TargetError
 from mrp_lightning.processes import ALONE
-from mrp_lightning.samples import together as module
-from mrp_lightning.samples import writing
-from mrp_lightning.samples.cache import FilledLayer
-from mrp_lightning.samples.kept import KeptWindows, key_of
-from mrp_lightning.samples.together import WritingListener, write_together
-from mrp_lightning.samples.writing import Sampling, require_writer, write
 
 CAUSAL = ["llama", "opt", "bloom", "gpt2", "mistral", "gemma3_text", "gpt_oss", "qwen3_next"]
 CAUSAL += ["mamba", "mamba2", "falcon_h1", "rwkv"]
@@ -36,7 +34,7 @@ def made(name: str) -> transformers.PreTrainedModel:
     return model.eval()
 
 
-def sampling(length=12, seed=0, prefix=()) -> Sampling:
+def sampling_of(length=12, seed=0, prefix=()) -> Sampling:
     return Sampling(
         length=length,
         seed=seed,
@@ -70,7 +68,7 @@ def drawn_plainly(model, what: Sampling, windows: range) -> list[list[int]]:
 
 @pytest.mark.parametrize("family", CAUSAL)
 def test_tokens_are_those_of_a_plain_loop_without_a_cache(family):
-    model, what = made(family), sampling()
+    model, what = made(family), sampling_of()
     assert write(model, what, range(2, 5), silent).tolist() == drawn_plainly(
         model, what, range(2, 5)
     )
@@ -101,7 +99,7 @@ def test_a_cache_is_given_up_for_another_state_and_not_for_rounding(is_another, 
 
 
 def test_a_prefix_begins_every_window(llama):
-    what = sampling(prefix=(1, 5))
+    what = sampling_of(prefix=(1, 5))
     written = write(llama, what, range(4), silent)
     assert written[:, :2].tolist() == [[1, 5]] * 4
     assert written.tolist() == drawn_plainly(llama, what, range(4))
@@ -110,7 +108,7 @@ def test_a_prefix_begins_every_window(llama):
 
 def test_the_tokens_follow_the_models_probabilities(llama):
     count = 4000
-    written = write(llama, sampling(length=2, prefix=(7,)), range(count), silent)
+    written = write(llama, sampling_of(length=2, prefix=(7,)), range(count), silent)
     with torch.no_grad():
         expected = llama(torch.tensor([[7]])).logits[0, -1].softmax(-1)
     share = torch.bincount(written[:, 1], minlength=VOCABULARY) / count
@@ -120,17 +118,17 @@ def test_the_tokens_follow_the_models_probabilities(llama):
 
 
 def test_neither_generation_options_nor_dropout_have_a_say(llama):
-    plain = write(llama, sampling(), range(3), silent)
+    plain = write(llama, sampling_of(), range(3), silent)
     llama.generation_config = own = transformers.GenerationConfig(
         eos_token_id=plain[:, 3].tolist(), temperature=0.2, do_sample=True, repetition_penalty=3.0
     )
     llama.config.attention_dropout = 0.9
     llama.train()
-    assert torch.equal(write(llama, sampling(), range(3), silent), plain)
+    assert torch.equal(write(llama, sampling_of(), range(3), silent), plain)
     assert llama.generation_config is own
     assert all(part.training for part in llama.modules())
-    assert torch.equal(write(llama, sampling(), range(1, 3), silent), plain[1:])
-    assert not torch.equal(write(llama, sampling(seed=-1), range(3), silent), plain)
+    assert torch.equal(write(llama, sampling_of(), range(1, 3), silent), plain[1:])
+    assert not torch.equal(write(llama, sampling_of(seed=-1), range(3), silent), plain)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +141,7 @@ def test_what_is_no_text_is_refused(llama, value, message):
 
     llama.lm_head.register_forward_hook(spoil)
     with pytest.raises(DataError, match=message):
-        write(llama, sampling(), range(3), silent)
+        write(llama, sampling_of(), range(3), silent)
 
 
 @pytest.mark.parametrize("model_type", ["bert", "t5"])
@@ -156,8 +154,8 @@ def test_what_cannot_write_is_refused(model_type):
 
 def test_the_time_of_a_token_is_that_between_two(llama, monkeypatch):
     clock = iter([10.0, 17.0, 19.0])  # the first one waits for what is made once
-    monkeypatch.setattr(writing.time, "perf_counter", lambda: next(clock))
-    assert writing.seconds_a_token(llama, sampling(), range(2)) == 2.0
+    monkeypatch.setattr(sampling.time, "perf_counter", lambda: next(clock))
+    assert sampling.seconds_a_token(llama, sampling_of(), range(2)) == 2.0
     assert next(clock, None) is None
 
 
@@ -177,10 +175,10 @@ class Stop(WritingListener):
 
 def test_an_end_while_writing_loses_one_batch_and_changes_no_bit(llama, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "windows_at_once", lambda *_: 3)
-    whole = write_together(llama, sampling(), 8, KeptWindows(None, 12), ALONE, WritingListener())
+    whole = write_together(llama, sampling_of(), 8, KeptWindows(None, 12), ALONE, WritingListener())
     kept, batches = KeptWindows(tmp_path / "new" / "a", 12), []
     with pytest.raises(KeyboardInterrupt):
-        write_together(llama, sampling(), 8, kept, ALONE, Stop())
+        write_together(llama, sampling_of(), 8, kept, ALONE, Stop())
 
     def counted(*arguments):
         batches.append(arguments[2])
@@ -188,13 +186,13 @@ def test_an_end_while_writing_loses_one_batch_and_changes_no_bit(llama, tmp_path
 
     monkeypatch.setattr(module, "write", counted)
     for written in ([range(3, 6), range(6, 8)], []):
-        again = write_together(llama, sampling(), 8, kept, ALONE, WritingListener())
+        again = write_together(llama, sampling_of(), 8, kept, ALONE, WritingListener())
         assert torch.equal(again, whole)
         assert batches == written
         batches.clear()
     file = kept.directory / "windows-3-6.safetensors"
     file.write_bytes(file.read_bytes()[:50])
-    again = write_together(llama, sampling(), 8, kept, ALONE, WritingListener())
+    again = write_together(llama, sampling_of(), 8, kept, ALONE, WritingListener())
     assert torch.equal(again, whole)
     assert batches == [range(3, 6)]
 
@@ -209,8 +207,8 @@ def test_what_is_kept_is_found_in_batches_of_any_size(llama, tmp_path, monkeypat
     monkeypatch.setattr(module, "write", counted)
     for most, count in ((2, 5), (4, 9), (3, 7)):
         monkeypatch.setattr(module, "windows_at_once", lambda *_, most=most: most)
-        found = write_together(llama, sampling(), count, kept, ALONE, WritingListener())
-        assert torch.equal(found, write(llama, sampling(), range(count), silent))
+        found = write_together(llama, sampling_of(), count, kept, ALONE, WritingListener())
+        assert torch.equal(found, write(llama, sampling_of(), range(count), silent))
     assert batches == [range(2), range(2, 4), range(4, 5), range(5, 9)]
 
 
@@ -237,7 +235,7 @@ def test_the_cache_holds_what_a_growing_one_holds_without_moving_it():
 
 
 def test_processes_share_the_windows_out_and_all_get_all(llama, tmp_path, monkeypatch):
-    whole = write_together(llama, sampling(), 7, KeptWindows(None, 12), ALONE, WritingListener())
+    whole = write_together(llama, sampling_of(), 7, KeptWindows(None, 12), ALONE, WritingListener())
     models, mine = [made("llama") for _ in range(2)], [[], []]
 
     def counted(model, *arguments):
@@ -249,7 +247,7 @@ def test_processes_share_the_windows_out_and_all_get_all(llama, tmp_path, monkey
     def work(processes):
         kept = KeptWindows(tmp_path / str(processes.rank), 12)  # machines without a common disk
         model = models[processes.rank]
-        return write_together(model, sampling(), 7, kept, processes, WritingListener())
+        return write_together(model, sampling_of(), 7, kept, processes, WritingListener())
 
     for _ in range(2):
         first, second = together(2, work)
@@ -259,7 +257,7 @@ def test_processes_share_the_windows_out_and_all_get_all(llama, tmp_path, monkey
 
 
 def test_memory_for_half_a_batch_is_enough(llama, monkeypatch):
-    whole = write(llama, sampling(), range(4), silent)
+    whole = write(llama, sampling_of(), range(4), silent)
 
     def narrow(model, what, windows, tell):
         if len(windows) > 2:
@@ -267,7 +265,7 @@ def test_memory_for_half_a_batch_is_enough(llama, monkeypatch):
         return write(model, what, windows, tell)
 
     monkeypatch.setattr(module, "write", narrow)
-    found = write_together(llama, sampling(), 4, KeptWindows(None, 12), ALONE, WritingListener())
+    found = write_together(llama, sampling_of(), 4, KeptWindows(None, 12), ALONE, WritingListener())
     assert torch.equal(found, whole)
 
 
@@ -276,10 +274,15 @@ def test_the_key_tells_other_text_apart(llama):
 
     def key(what=None, configuration=config, **changed):
         weights = {**dict(llama.named_parameters()), **changed}
-        return key_of(what or sampling(), configuration, iter(weights.items()))
+        return key_of(what or sampling_of(), configuration, iter(weights.items()))
 
     other = {**dict(llama.named_parameters())}["lm_head.weight"].detach() + 1
-    keys = [key(), key(sampling(seed=1)), key(sampling(length=13)), key(sampling(prefix=(1,)))]
+    keys = [
+        key(),
+        key(sampling_of(seed=1)),
+        key(sampling_of(length=13)),
+        key(sampling_of(prefix=(1,))),
+    ]
     keys += [key(configuration=config.replace("10000.0", "5.0")), key(**{"lm_head.weight": other})]
     assert len(set(keys)) == len(keys)
     assert key() == keys[0]

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from mrp_lightning.solver.damping import cholesky
+from mrp_lightning.solver.hessian import cholesky
 
 
 def positive_definite(columns: int, dtype: torch.dtype) -> torch.Tensor:

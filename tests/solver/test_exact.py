@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from mrp_lightning import prune_weight
 from mrp_lightning.errors import NumericalWarning
 from mrp_lightning.solver.conjugate_gradients import ConjugateGradients, LowRankModel, full_product
-from mrp_lightning.solver.input_hessian import InputHessian
-from mrp_lightning.solver.masked_rows import MaskedRows
+from mrp_lightning.solver.exact import MaskedRows
+from mrp_lightning.solver.hessian import InputHessian
 
 ENDING_IN_M = ["magnitude+M", "wanda+M", "SM", "MM", "JM"]
 PATTERNS = [{"pattern": "2:4"}, {"pattern": "1:4"}, {"pattern": "4:8"}]
@@ -170,7 +170,7 @@ def test_many_rows_are_solved_in_chunks(problem, truth, monkeypatch):
     for arguments in ({"pattern": "2:4"}, {"sparsity": 0.6}):
         whole = prune_weight(weight, hessian, block_size=16, **arguments)
         with monkeypatch.context() as patch:
-            patch.setattr("mrp_lightning.solver.ranges.ELEMENTS", 7 * 64)
+            patch.setattr("mrp_lightning.solver.arithmetic.ELEMENTS", 7 * 64)
             patch.setattr("mrp_lightning.solver.masks.ELEMENTS", 1)
             chunks = prune_weight(weight, hessian, block_size=16, **arguments)
         assert (chunks.pruned != whole.pruned).float().mean() < 0.01
@@ -240,10 +240,8 @@ def test_what_rounding_hides_from_float32_is_not_sought_there():
 
 def units(monkeypatch, are_there):
     """Whether the device multiplies bfloat16 numbers fast; these tests run on any processor."""
-    for module in ("exact", "masked_rows"):
-        name = f"mrp_lightning.solver.{module}.has_bfloat16_units"
-        monkeypatch.setattr(name, lambda device: are_there)
-    monkeypatch.setattr("mrp_lightning.solver.damping._MANY_COLUMNS", 1)
+    monkeypatch.setattr("mrp_lightning.solver.exact.has_bfloat16_units", lambda device: are_there)
+    monkeypatch.setattr("mrp_lightning.solver.hessian._MANY_COLUMNS", 1)
 
 
 @pytest.mark.parametrize("arguments", [{"pattern": "2:4"}, {"sparsity": 0.6}])
@@ -260,8 +258,7 @@ def test_products_may_be_rounded(problem, truth, monkeypatch, arguments):
     assert losses[1] == pytest.approx(losses[0], rel=5e-3)
 
 
-@pytest.mark.parametrize("module", ["exact", "masked_rows"])
-def test_rounded_products_that_lead_astray_are_not_followed(problem, truth, monkeypatch, module):
+def test_rounded_products_that_lead_astray_are_not_followed(problem, truth, monkeypatch):
     weight, inputs = problem(rows=16, columns=64)
     hessian = truth.hessian_of(inputs).float()
     units(monkeypatch, False)
@@ -272,7 +269,7 @@ def test_rounded_products_that_lead_astray_are_not_followed(problem, truth, monk
         return lambda left, out: torch.mm(left, opposed @ opposed.T, out=out)
 
     units(monkeypatch, True)
-    monkeypatch.setattr(f"mrp_lightning.solver.{module}.rounded_product", wrong)
+    monkeypatch.setattr("mrp_lightning.solver.exact.rounded_product", wrong)
     solution = prune_weight(weight, hessian, block_size=16, pattern="2:4")
     assert torch.equal(solution.pruned, expected.pruned)
     assert solution.gap <= 1e-6
@@ -296,7 +293,7 @@ def test_the_last_solve_rounds_its_products_where_that_helps(problem, truth, mon
         system = MaskedRows(weight.float(), x, gradient, pruned, damped)
         products = []
         monkeypatch.setattr(
-            "mrp_lightning.solver.masked_rows.full_product",
+            "mrp_lightning.solver.exact.full_product",
             lambda matrix, products=products: counted(full_product(matrix), products),
         )
         system.solve(1e-6, lambda _: None)
@@ -342,7 +339,7 @@ def test_slow_iterations_end_in_another_preconditioner_or_a_direct_solve(
     monkeypatch.setattr(LowRankModel, "on", useless)
     if both:
         monkeypatch.setattr(
-            "mrp_lightning.solver.masked_rows.InverseOnKept",
+            "mrp_lightning.solver.exact.InverseOnKept",
             lambda inverse, kept: useless(None, kept),
         )
     solution = prune_weight(weight, hessian, block_size=None, **arguments)

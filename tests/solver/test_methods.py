@@ -5,12 +5,11 @@ import torch
 
 from mrp_lightning import prune_weight
 from mrp_lightning.errors import MethodError
-from mrp_lightning.solver.input_hessian import InputHessian
+from mrp_lightning.solver.hessian import InputHessian
 from mrp_lightning.solver.masks import Mask
-from mrp_lightning.solver.methods import NAMED, Method, parse_method
 from mrp_lightning.solver.patterns import SemiStructured, Unstructured
 from mrp_lightning.solver.pruning import prune
-from mrp_lightning.solver.recipe import Recipe
+from mrp_lightning.solver.recipe import NAMED, Method, Recipe, parse_method
 
 PAIRS = [f"{m}+{c}" for m in ("magnitude", "wanda", "S", "M", "J") for c in ("none", "S", "M")]
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mrp_lightning.solver.precision import bfloat16_factors, full_float32
+from mrp_lightning.solver.arithmetic import bfloat16_factors, full_float32
 
 SETTINGS = [
     ("generic", "all"),

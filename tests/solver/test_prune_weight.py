@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mrp_lightning import prune_weight
 from mrp_lightning.errors import HessianError, NumericalWarning, PatternError, TargetError
-from mrp_lightning.solver.input_hessian import InputHessian
+from mrp_lightning.solver.hessian import InputHessian
 from mrp_lightning.solver.pruning import prune
 from mrp_lightning.solver.recipe import Recipe
 

@@ -10,7 +10,7 @@ import torch
 from mrp_lightning import prune_weight
 from mrp_lightning.errors import NumericalWarning, OptionError, PatternError
 from mrp_lightning.processes import ALONE
-from mrp_lightning.solver.input_hessian import InputHessian
+from mrp_lightning.solver.hessian import InputHessian
 from mrp_lightning.solver.patterns import Dense, Unstructured
 from mrp_lightning.solver.problem import Problem
 from mrp_lightning.solver.quantisation import _FACTORS, _Descent, on_grid

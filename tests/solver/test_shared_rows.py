@@ -5,11 +5,10 @@ import torch
 from thread_processes import together
 
 from mrp_lightning.processes import ALONE, Processes
-from mrp_lightning.solver.input_hessian import InputHessian
-from mrp_lightning.solver.methods import NAMED
+from mrp_lightning.solver.hessian import InputHessian
+from mrp_lightning.solver.problem import dense_target
 from mrp_lightning.solver.pruning import Solution, prune
-from mrp_lightning.solver.recipe import Recipe
-from mrp_lightning.solver.target import dense_target
+from mrp_lightning.solver.recipe import NAMED, Recipe
 
 HALF, TWO_OF_FOUR = {"sparsity": 0.5}, {"pattern": "2:4"}
 CASES = [(name, HALF) for name in NAMED if name not in ("MS", "MM")]

@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from mrp_lightning import HessianAccumulator, HessianError, Recipe
-from mrp_lightning.solver.input_hessian import InputHessian
+from mrp_lightning.solver.hessian import InputHessian
+from mrp_lightning.solver.problem import InputShift, dense_target
 from mrp_lightning.solver.pruning import prune
-from mrp_lightning.solver.target import InputShift, dense_target
 
 ROWS, COLUMNS, TOKENS = 24, 32, 300
 

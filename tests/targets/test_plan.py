@@ -8,9 +8,8 @@ from torch import nn
 
 from mrp_lightning.errors import PatternError, TargetError
 from mrp_lightning.solver.patterns import make_pattern
-from mrp_lightning.targets.blocks import find_blocks
+from mrp_lightning.targets.blocks import find_blocks, matches
 from mrp_lightning.targets.layers import Conv1D
-from mrp_lightning.targets.names import matches
 from mrp_lightning.targets.plan import Plan, make_plan
 
 HALF = make_pattern(0.5, None)

@@ -12,7 +12,7 @@ import torch
 
 from export.conversion.checkpoint import open_checkpoint
 from export.loading import load
-from export.model_card import write_card
+from export.report import write_card
 from mrp_lightning.commands.main import main
 from mrp_lightning.errors import DataError, FormatError
 from mrp_lightning.loop.causal_lm import CausalLM

@@ -8,7 +8,7 @@ from mrp_lightning.experiments.models import Model, plain
 from mrp_lightning.experiments.numbers import Write
 from mrp_lightning.experiments.page.parts import Fold, Part, Row, Table, columns
 from mrp_lightning.experiments.runs import Run
-from mrp_lightning.targets.names import without_numbers
+from mrp_lightning.targets.blocks import without_numbers
 
 LAYER_ROWS = 2000
 """Layers that a page lists at most; a page of fewer runs lists them."""

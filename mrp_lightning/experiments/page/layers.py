@@ -18,8 +18,8 @@ from mrp_lightning.experiments.page.pictures import (
     draw_lines,
     draw_map,
 )
-from mrp_lightning.records.rows import LayerReport
-from mrp_lightning.targets.names import without_numbers
+from mrp_lightning.records.report import LayerReport
+from mrp_lightning.targets.blocks import without_numbers
 
 
 class Quantity(NamedTuple):

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from mrp_lightning.experiments.models import Model
 from mrp_lightning.experiments.runs import Run
 from mrp_lightning.experiments.scores import named
-from mrp_lightning.records.rows import LayerReport
+from mrp_lightning.records.report import LayerReport
 
 
 class Note(NamedTuple):

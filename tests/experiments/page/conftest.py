@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from mrp_lightning.records.evaluation import record
-from mrp_lightning.records.report import PruningReport
-from mrp_lightning.records.rows import LayerReport
+from mrp_lightning.records.report import LayerReport, PruningReport
 
 # For browser.py and html_page.py, which the tests import.
 sys.path.insert(0, str(Path(__file__).parent))

@@ -11,7 +11,7 @@ from mrp_lightning.experiments.page.notes import notes
 from mrp_lightning.experiments.runs import find_runs
 from mrp_lightning.experiments.trials import METHODS, canonical_method, method_rank
 from mrp_lightning.records.evaluation import read, record
-from mrp_lightning.solver.methods import MASKS, NAMED
+from mrp_lightning.solver.recipe import MASKS, NAMED
 
 
 def models_of(root):

@@ -26,7 +26,7 @@ from mrp_lightning.commands.report import main
 from mrp_lightning.experiments.page.drawing import INK, MUTED, PAPER, RULE, SERIES, color_of
 from mrp_lightning.experiments.page.weights import MAGNITUDES, count_magnitudes
 from mrp_lightning.records.evaluation import record
-from mrp_lightning.records.rows import BlockReport, LayerReport
+from mrp_lightning.records.report import BlockReport, LayerReport
 
 EVIL = "<img src=x onerror=alert()>&\"'$x_{a}$"  # numbers in the names of layers become `*`
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from mrp_lightning.cli.given import Given, given
+from mrp_lightning.cli.mistakes import Given, given
 from mrp_lightning.errors import OptionError
 
 _NEEDS = {

@@ -1,8 +1,4 @@
-"""Windows of text that a language model writes itself, drawn from its own distribution.
-
-Every window has random numbers of its own. So it is the same in whatever batch it is written, and
-by whichever of several processes, as far as the model's logits are the same there.
-"""
+"""Windows of text that a language model writes itself, drawn from its own distribution."""
 
 import logging
 import os
@@ -18,16 +14,67 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import (
+    Cache,
+    DynamicCache,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
+    PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.cache_utils import DynamicLayer
 
-from mrp_lightning.calibration.forwards import replaced
+from mrp_lightning.calibration.walks import replaced
 from mrp_lightning.errors import DataError, TargetError
-from mrp_lightning.samples.cache import cache_for
 from mrp_lightning.upstream.transformers_names import takes_any_cache
+
+
+class FilledLayer(DynamicLayer):
+    """Those of a layer that attends to all tokens, in room for as many as there will be.
+
+    Args:
+        length: Tokens of a window, at the end.
+    """
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self._length = length
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Take the memory, as the first keys and values (windows, heads, tokens, size) are."""
+        super().lazy_initialization(key_states, value_states)
+        self._room = [
+            states.new_empty(*states.shape[:2], self._length, states.shape[3])
+            for states in (key_states, value_states)
+        ]
+        self.keys, self.values = (room[:, :, :0] for room in self._room)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Add the keys and values of further tokens; returns all, as views of the room."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        start = self.get_seq_length()
+        stop = start + key_states.shape[2]
+        for room, states in zip(self._room, (key_states, value_states), strict=True):
+            room[:, :, start:stop] = states
+        self.keys, self.values = (room[:, :, :stop] for room in self._room)
+        return self.keys, self.values
+
+
+def cache_for(config: PreTrainedConfig, length: int) -> Cache:
+    """A cache for windows of a length, by what kinds of layers the model's configuration names.
+
+    Layers with a sliding window keep that alone, and recurrent ones their state, as in
+    transformers' own cache.
+    """
+    cache = DynamicCache(config=config.get_text_config(decoder=True))
+    cache.layers = [
+        FilledLayer(length) if type(layer) is DynamicLayer else layer for layer in cache.layers
+    ]
+    return cache
+
 
 log = logging.getLogger(__name__)
 

@@ -1,15 +1,4 @@
-"""Removing whole experts of a block: measure what each set of them costs, choose, write.
-
-With x the tokens that calibration saw, O_e(x) what expert e gives and w_e(x) what the router gives
-it, 0 for those that it does not choose, the block's experts give y = Σ w_e O_e. Without a set of
-experts the router chooses others and weighs anew, w', and what is lost is
-
-    mean over x of ‖Σ (w'_e − w_e) O_e − s‖² = dᵀG d − 2·dᵀb + ‖s‖²,   d = w' − w
-
-with G_ef = O_e·O_f and b_e = O_e·s for each token, and s what is aimed at beside the own outputs:
-0, or α(y_d − y) for y_d in the dense model. So all experts run once on the tokens, and then each
-set costs a run of the router, which is the model's own, without the rows of the set.
-"""
+"""Remove whole units of a block: measure what each set costs, choose, solve, write."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -19,15 +8,98 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mrp_lightning.calibration.dense import DenseStream
 from mrp_lightning.calibration.padding import Padding
-from mrp_lightning.calibration.walks import Walk, hidden_input
+from mrp_lightning.calibration.walks import DenseStream, Walk, hidden_input
 from mrp_lightning.errors import TargetError
-from mrp_lightning.narrowing.routing import Call, Routing
+from mrp_lightning.narrowing.columns import measured_set, remove_columns
+from mrp_lightning.narrowing.narrow import Call, Routing
 from mrp_lightning.processes import Processes
-from mrp_lightning.records.rows import LayerReport
-from mrp_lightning.solver.measured_sets import measured_set
+from mrp_lightning.pruning.prune_layer import Calibrated, measured
+from mrp_lightning.records.report import LayerReport
+from mrp_lightning.solver.problem import output_energy
 from mrp_lightning.solver.recipe import Recipe
+from mrp_lightning.targets.layers import Layer
+from mrp_lightning.targets.structure import Structure
+
+
+def remove_units(
+    layers: list[Layer],
+    calibrated: Calibrated,
+    structure: Structure,
+    recipe: Recipe,
+    processes: Processes,
+) -> list[LayerReport]:
+    """Set the columns of some units to zero in the layers that read them, and say what was done.
+
+    The layers are pruned in place. They share the set, and so are solved as one, their rows below
+    each other.
+
+    Args:
+        layers: The consumers of a block, which read the same input.
+        calibrated: The Hessian of the input, and the target.
+        structure: What is removed whole, and how much of it.
+        recipe: The method, and the damping.
+        processes: The processes that prune the model together; each solves all of it.
+
+    Raises:
+        TargetError: Other consumers of the units read another input.
+        HessianError: The Hessian is unusable.
+    """
+    inputs, aim = calibrated.inputs, calibrated.aim
+    parts = next(parts for parts in structure.blocks.values() if layers[0] in parts.consumers)
+    if len(layers) != len(parts.consumers):
+        raise TargetError(
+            f"`structure: {structure.kind}`: {', '.join(x.name for x in parts.consumers)} read the "
+            f"same {structure.kind}, but not the same input."
+        )
+    weights = [layer.weight for layer in layers]
+    weight = torch.cat(weights)
+    zeros = [int((weight == 0).sum()) / weight.numel() for weight in weights]
+    with measured(weight.device) as used:
+        solution = remove_columns(
+            weight,
+            inputs,
+            structure.count,
+            group=parts.group,
+            method=recipe.method.name,
+            damping=recipe.damping,
+            target=None if aim is None else aim.target(weight, inputs, recipe),
+        )
+        # All processes have the same sums, and yet another machine might round otherwise.
+        pruned = processes.like_first_(solution.weight.contiguous())
+    rows = []
+    for layer, dense, new, before in zip(
+        layers, weights, pruned.split([len(w) for w in weights]), zeros, strict=True
+    ):
+        wide = torch.promote_types(dense.dtype, torch.float32)
+        change = new.to(wide) - dense.to(wide)
+        loss, energy = (output_energy(x, inputs.hessian) for x in (change, dense))
+        rows.append(
+            LayerReport(
+                name=layer.name,
+                shape=tuple(dense.shape),
+                method=recipe.method.name,
+                sparsity=structure.count / structure.units,
+                loss=loss,
+                relative_loss=loss / energy if energy else 0.0,
+                damping=solution.damping_used,
+                gap=solution.gap,
+                tokens=calibrated.tokens,
+                dead_inputs=solution.dead_inputs,
+                zeros_before=before or None,
+                raised_damping=(
+                    solution.damping_ratio if solution.damping_ratio > recipe.damping else None
+                ),
+                target_loss=solution.target_loss,
+                own_target=None if aim is None else aim.own,
+                swaps=solution.swaps,
+                **used,
+            )
+        )
+    for layer, new in zip(layers, pruned.split([len(w) for w in weights]), strict=True):
+        layer.write_(new)
+    return rows
+
 
 MOST_BYTES = 2**30
 """The bytes that are kept of the tokens of a block. Of more tokens, every n-th is taken."""

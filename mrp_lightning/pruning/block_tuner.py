@@ -11,17 +11,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mrp_lightning.calibration.choice import trace
-from mrp_lightning.calibration.dense import DenseStream
 from mrp_lightning.calibration.padding import Padding
-from mrp_lightning.calibration.walks import Walk, hidden_of
+from mrp_lightning.calibration.walk_choice import trace
+from mrp_lightning.calibration.walks import DenseStream, Walk, hidden_of
 from mrp_lightning.environment import is_out_of_memory
 from mrp_lightning.errors import DataError, OptionError, TargetError
 from mrp_lightning.processes import ALONE, Processes
-from mrp_lightning.records.rows import BlockReport
+from mrp_lightning.pruning.kept_weights import KeptWeights, only_these_train
+from mrp_lightning.records.report import BlockReport
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.layers import Layer
-from mrp_lightning.tuning.kept_weights import KeptWeights, only_these_train
 
 _TIMED_STEPS = 3
 

@@ -1,0 +1,460 @@
+"""Remove whole columns of a weight, the same for all rows, and compensate for them exactly."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mrp_lightning.errors import ERROR_OF_ARGUMENT, MethodError, OptionError
+from mrp_lightning.solver.hessian import InputHessian
+from mrp_lightning.solver.problem import check_weight, output_energy
+from mrp_lightning.solver.recipe import parse_method
+from mrp_sparse.arguments import checked, is_count, is_number
+
+_PANEL = 64
+"""Columns whose removal is written into all others at once."""
+_PAIRS = 2**22
+"""Numbers in a table of pairs that is made at a time."""
+_LEAST_GAIN = 1e-9
+"""Exchanges that lower the loss by a smaller fraction are rounding."""
+
+
+def greedy_set(inverse: Tensor, covariance: Tensor, count: int, width: int) -> list[int]:
+    """Remove one group after another, each the one that costs least when all others adapt.
+
+    Once P is removed, (H_KK)⁻¹ = A_KK − A_KP A_PP⁻¹ A_PK for what is kept, and the kept weights are
+    at their optimum; removing the group J next costs ½·tr(A_JJ⁻¹ C_JJ) with A and C as they then
+    are.
+
+    Args:
+        inverse: A, (columns, columns).
+        covariance: C, (columns, columns).
+        count: Number of groups to remove.
+        width: Columns of a group.
+
+    Returns:
+        The groups, in the order in which they go.
+    """
+    inverse, covariance = inverse.clone(), covariance.clone()
+    own, energy = diagonal_blocks(inverse, width), diagonal_blocks(covariance, width)
+    lost = torch.zeros(len(own), dtype=inverse.dtype, device=inverse.device)
+    order: list[int] = []
+    # A − Σ aᵀl and C − Σ (hᵀl + lᵀh) are what holds; a, l and h are (width, columns) each.
+    pending: list[tuple[Tensor, Tensor, Tensor]] = []
+    for _ in range(count):
+        j = int((costs(own, energy) + lost).argmin())
+        order.append(j)
+        lost[j] = torch.inf
+        here = slice(j * width, (j + 1) * width)
+        a, c = inverse[here].clone(), covariance[here].clone()
+        if pending:
+            before_a, before_l, before_h = (torch.cat(x) for x in zip(*pending, strict=True))
+            a -= before_a[:, here].T @ before_l
+            c -= before_h[:, here].T @ before_l + before_l[:, here].T @ before_h
+        step = torch.linalg.solve(a[:, here], a)
+        half = c - c[:, here] @ step / 2
+        pending.append((a, step, half))
+        steps, halves = blocks_of(step, width), blocks_of(half, width)
+        own = own - blocks_of(a, width).mT @ steps
+        change = halves.mT @ steps
+        energy = energy - change - change.mT
+        # What is removed has no cost any more, and must not divide by its zeros.
+        own[j], energy[j] = torch.eye(width, dtype=own.dtype, device=own.device), 0
+        if len(pending) * width >= _PANEL:
+            a, step, half = (torch.cat(x) for x in zip(*pending, strict=True))
+            inverse.addmm_(a.T, step, alpha=-1)
+            covariance.addmm_(half.T, step, alpha=-1).addmm_(step.T, half, alpha=-1)
+            pending.clear()
+    return order
+
+
+class ColumnSet:
+    """A set P of removed groups, its exact loss, and what exchanging two groups would change.
+
+    It holds two matrices (columns, columns). In S are (H_KK)⁻¹, T = (H_KK)⁻¹H_KP and the Schur
+    complement B = H_PP − H_PK T, which is the inverse of A_PP. With Y_K, the weights at their
+    optimum, and Y_P, the gradients of the removed ones, Q = YᵀY. Putting a group back or removing
+    one is a sweep of S (Beaton, 1964) and a change of rank 2·`width` in Q.
+
+    Args:
+        inverse: A, (columns, columns).
+        covariance: C, (columns, columns).
+        removed: bool (groups,), True = removed. It is kept up to date.
+        width: Columns of a group.
+
+    Attributes:
+        loss: ½·tr(W_P B W_Pᵀ), the damped loss of the optimum.
+    """
+
+    def __init__(self, inverse: Tensor, covariance: Tensor, removed: Tensor, width: int) -> None:
+        self.removed, self._width = removed, width
+        gone = removed.repeat_interleave(width)
+        p, k = gone.nonzero()[:, 0], (~gone).nonzero()[:, 0]
+        schur = torch.linalg.inv(inverse[p][:, p])
+        schur = (schur + schur.T) / 2
+        reach = -inverse[k][:, p] @ schur
+        swept = torch.empty_like(inverse)
+        swept[p[:, None], p] = schur
+        swept[k[:, None], p], swept[p[:, None], k] = reach, reach.T
+        swept[k[:, None], k] = inverse[k][:, k] + reach @ inverse[p][:, k]
+        # Y = W M, with the columns of M as they follow from W.
+        maps = torch.zeros_like(inverse)
+        maps[k, k] = 1
+        maps[p[:, None], k], maps[p[:, None], p] = reach.T, schur
+        self._swept, self._energy = swept, maps.T @ covariance @ maps
+        self.loss = float((covariance[p][:, p] * schur).sum()) / 2
+
+    @property
+    def _columns(self) -> tuple[Tensor, Tensor]:
+        """The removed columns, and those that are kept."""
+        gone = self.removed.repeat_interleave(self._width)
+        return gone.nonzero()[:, 0], (~gone).nonzero()[:, 0]
+
+    def optimum(self, weight: Tensor, live: Tensor) -> Tensor:
+        """The weight (rows, columns) with P removed; `live` is it without dead inputs' columns."""
+        p, k = self._columns
+        found = torch.zeros_like(weight)
+        found[:, k] = torch.addmm(weight[:, k], live[:, p], self._swept[p][:, k])
+        return found
+
+    def gap(self, weight: Tensor, found: Tensor, matrix: Tensor) -> float:
+        """How far the loss of what was found is from the optimum's, relative to it.
+
+        It is ½·tr(r (H_KK)⁻¹ rᵀ) for the residual r = (W − Ŵ)H on K, with `matrix` the damped H.
+        """
+        k = self._columns[1]
+        residual = (weight - found) @ matrix[:, k]
+        distance = float(((residual @ self._swept[k][:, k]) * residual).sum()) / 2
+        return max(distance, 0.0) / self.loss if self.loss > 0 else 0.0
+
+    def swap(self) -> int:
+        """Exchange groups while that lowers the loss, each time the best pair: how often."""
+        done = 0
+        while done < len(self.removed):
+            gain, back, out = self._best_exchange()
+            if not gain > _LEAST_GAIN * self.loss:
+                break
+            self._move(back)
+            self._move(out)
+            self.loss -= gain
+            done += 1
+        return done
+
+    def _best_exchange(self) -> tuple[float, int, int]:
+        """The pair that lowers the loss most: by how much, what comes back, and what goes."""
+        width = self._width
+        back, out = self.removed.nonzero()[:, 0], (~self.removed).nonzero()[:, 0]
+        own, energy = diagonal_blocks(self._swept, width), diagonal_blocks(self._energy, width)
+        times: Callable[[Tensor, Tensor], Tensor] = torch.mul if width == 1 else torch.matmul
+        best = (-torch.inf, -1, -1)
+        for some in back.split(max(1, _PAIRS // (len(out) * width**2))):
+            schur = own[some][:, None]  # (p, 1, width, width)
+            t = _tiles(self._swept, some, out, width).mT  # T_qp, (p, q, width, width)
+            # With p back, A_qq gains T B⁻¹ Tᵀ, and Y_q loses Y_p B⁻¹ Tᵀ.
+            step = times(t, torch.linalg.inv(schur))
+            a = own[out] + times(step, t.mT)
+            through = times(step, _tiles(self._energy, some, out, width))
+            c = energy[out] - through - through.mT
+            c += times(times(step, energy[some][:, None]), step.mT)
+            change = costs(schur, energy[some][:, None]) - costs(a, c)
+            value, place = change.flatten().max(0)
+            if float(value) > best[0]:
+                i, j = divmod(int(place), len(out))
+                best = float(value), int(some[i]), int(out[j])
+        return best
+
+    def _move(self, j: int) -> None:
+        """Put a removed group back, or remove a kept one."""
+        swept, energy, width = self._swept, self._energy, self._width
+        here = slice(j * width, (j + 1) * width)
+        gone = self.removed.repeat_interleave(width)
+        other = gone != gone[here.start]  # the columns on the other side
+        side = swept[:, here].clone()
+        pivot = torch.linalg.inv(side[here])
+        pivot = (pivot + pivot.T) / 2
+        step = side @ pivot
+        across = torch.where(other[:, None], step, 0)
+        swept.addmm_(step, side.T, alpha=-1)
+        # Between two columns of the other side the change has the other sign.
+        swept.addmm_(across, side.T * other, alpha=2)
+        leaves = not bool(self.removed[j])
+        turned = torch.where(other[:, None] == leaves, step, -step)
+        swept[:, here], swept[here] = turned, turned.T
+        swept[here, here] = pivot
+        # Y − Y_j lᵀ for all others, and Y_j times the pivot for the group itself.
+        change = torch.where(other[:, None], -step, step) if leaves else step.clone()
+        change[here] = torch.eye(width, dtype=step.dtype, device=step.device) - pivot
+        column = energy[:, here].clone()
+        half = column - change @ column[here] / 2
+        energy.addmm_(half, change.T, alpha=-1).addmm_(change, half.T, alpha=-1)
+        self.removed[j] = leaves
+
+
+def costs(inverse: Tensor, energy: Tensor) -> Tensor:
+    """½·tr(A⁻¹C) of blocks (..., width, width).
+
+    It is what removing a group costs, and with B and Y_pᵀY_p what putting one back gains.
+    """
+    if inverse.shape[-1] == 1:
+        return (energy / inverse)[..., 0, 0] / 2
+    return torch.linalg.solve(inverse, energy).diagonal(dim1=-2, dim2=-1).sum(-1) / 2
+
+
+def blocks_of(rows: Tensor, width: int) -> Tensor:
+    """A matrix (width, columns) as (groups, width, width)."""
+    return rows.unflatten(1, (-1, width)).transpose(0, 1)
+
+
+def diagonal_blocks(matrix: Tensor, width: int) -> Tensor:
+    """The blocks (groups, width, width) on the diagonal of a matrix (columns, columns)."""
+    groups = len(matrix) // width
+    tiles = matrix.view(groups, width, groups, width)
+    return tiles.diagonal(dim1=0, dim2=2).permute(2, 0, 1).contiguous()
+
+
+def _tiles(matrix: Tensor, rows: Tensor, columns: Tensor, width: int) -> Tensor:
+    """The blocks of a matrix (columns, columns) in some groups: (rows, columns, width, width)."""
+    groups = len(matrix) // width
+    return matrix.view(groups, width, groups, width)[rows][:, :, columns].transpose(1, 2)
+
+
+Measure = Callable[[Sequence[tuple[int, ...]]], Sequence[float]]
+"""Gives the losses of some sets of units."""
+
+_LEAST_MEASURED_GAIN = 1e-6
+"""Exchanges that lower the loss by a smaller fraction are rounding."""
+
+
+def measured_set(measure: Measure, units: int, count: int) -> tuple[list[int], float, int]:
+    """Remove one unit after another, each time the one with which the least is lost; then exchange.
+
+    A removed unit and a kept one are exchanged, each time the pair that lowers the loss most, until
+    none does. It measures units·count sets, and count·(units − count) a round of exchanges.
+
+    Args:
+        measure: Gives the losses of sets, each in the order of the units.
+        units: Number of units.
+        count: Number of units to remove.
+
+    Returns:
+        The removed units in order, their loss, and the number of exchanges.
+    """
+    removed: list[int] = []
+    loss = 0.0
+    for _ in range(count):
+        rest = [unit for unit in range(units) if unit not in removed]
+        removed, loss = _best(measure, [[*removed, unit] for unit in rest])
+    swaps = 0
+    while True:
+        rest = [unit for unit in range(units) if unit not in removed]
+        others = [[*(x for x in removed if x != back), out] for back in removed for out in rest]
+        best, lower = _best(measure, others)
+        if not loss - lower > _LEAST_MEASURED_GAIN * loss:
+            return removed, loss, swaps
+        removed, loss, swaps = best, lower, swaps + 1
+
+
+def _best(measure: Measure, sets: list[list[int]]) -> tuple[list[int], float]:
+    """The set of the lowest loss, the first of those that are equal, and its loss."""
+    ordered = [tuple(sorted(each)) for each in sets]
+    losses = measure(ordered)
+    best = min(range(len(ordered)), key=lambda i: losses[i])
+    return list(ordered[best]), float(losses[best])
+
+
+METHODS = ("magnitude", "wanda", "SM", "magnitude+M", "wanda+M")
+"""The methods that remove whole columns."""
+
+
+@dataclass(frozen=True, eq=False)
+class ColumnSolution:
+    """A weight without some of its columns, and how good it is.
+
+    Attributes:
+        weight: The new weight, (rows, columns), in the dtype of the input; removed columns are
+            +0.0.
+        removed: bool (groups,), True = removed: one for each group of columns, or each column.
+        loss: ½·tr(δ H δᵀ), H undamped, δ = returned weight − weight: the mean over the calibration
+            tokens of ‖δ x‖².
+        damping_used: λ, what was added to the diagonal of H. Methods without an inverse add
+            nothing; then it is what the given damping would have added.
+        damping_ratio: Fraction of the mean diagonal of H that λ is: the given damping, or what it
+            had to be raised to.
+        swaps: Number of times that a removed group was put back and another removed in its place.
+        greedy_loss: The damped loss of the optimum before the swaps; `None` for other methods.
+        optimal_loss: The damped loss of the optimum for `removed`; `None` for methods that do not
+            seek it.
+        gap: Certified relative distance of the damped loss to `optimal_loss`, before a cast to a
+            dtype narrower than float32; `None` for methods that do not seek the optimum.
+        dead_inputs: Number of columns whose input was always zero.
+        target_loss: The same as `loss`, but against the target weight; `None` where the target is
+            the weight itself.
+    """
+
+    weight: Tensor
+    removed: Tensor
+    loss: float
+    damping_used: float
+    damping_ratio: float
+    swaps: int
+    greedy_loss: float | None
+    optimal_loss: float | None
+    gap: float | None
+    dead_inputs: int
+    target_loss: float | None = None
+
+
+@checked(errors=ERROR_OF_ARGUMENT)
+def prune_columns(
+    weight: Tensor,
+    hessian: Tensor,
+    count: int,
+    *,
+    group: int = 1,
+    method: str = "SM",
+    damping: float = 0.01,
+    swaps: bool = True,
+) -> ColumnSolution:
+    """Remove whole columns and compensate for them, so that the layer's outputs change least.
+
+    Minimises ½·tr(δ H δᵀ), the mean over tokens of ‖(w + δ)x − wx‖², with the removed columns zero
+    in all rows. To remove the same columns from several layers with the same inputs, give their
+    weights as one, stacked by rows.
+
+    The method SM removes one group of columns after another, each time the one whose removal costs
+    least with all others at their optimum. Then it exchanges a removed group for a kept one, each
+    time the pair that lowers the loss most, until no exchange lowers it. The other methods rank the
+    groups once, by Σ w² (magnitude) or Σ w²·H_jj (wanda), and compensate only if they end in +M.
+
+    Args:
+        weight: The dense weight, (rows, columns), floating point.
+        hessian: H = 2·XᵀX / tokens, (columns, columns), undamped; see `HessianAccumulator`.
+        count: Number of groups to remove, from 1 to all but one.
+        group: Number of neighbouring columns that are removed together, a divisor of the columns.
+        method: magnitude, wanda, SM, magnitude+M or wanda+M.
+        damping: Fraction of the mean diagonal of H that is added to the diagonal, ≥ 0. It rises
+            tenfold, with a `NumericalWarning`, while H is not positive definite.
+        swaps: Whether SM improves its greedy set by exchanges.
+
+    Returns:
+        The weight, what was removed, and its measures. The inputs are not modified.
+
+    Raises:
+        MethodError: The method removes no columns.
+        OptionError: `count`, `group` or `damping` is out of range.
+        HessianError: H is unusable.
+        TargetError: The weight is not a finite floating-point matrix.
+    """
+    check_column_method(method)
+    if not is_number(damping) or damping < 0:
+        raise OptionError(f"`damping` must be a finite number ≥ 0; got {damping!r}.")
+    with torch.inference_mode(False), torch.no_grad():
+        inputs = InputHessian(hessian.detach().to(weight.device))
+        return remove_columns(
+            weight, inputs, count, group=group, method=method, damping=damping, swaps=swaps
+        )
+
+
+def check_column_method(method: str) -> None:
+    """Refuse a method that does not remove whole columns.
+
+    Raises:
+        MethodError: It does not, or does not exist.
+    """
+    name = parse_method(method).name
+    if name not in METHODS:
+        raise MethodError(
+            f"The method {name} does not remove whole columns. Take one of {', '.join(METHODS)}."
+        )
+
+
+def remove_columns(
+    weight: Tensor,
+    inputs: InputHessian,
+    count: int,
+    *,
+    group: int = 1,
+    method: str = "SM",
+    damping: float = 0.01,
+    swaps: bool = True,
+    target: Tensor | None = None,
+) -> ColumnSolution:
+    """Do what `prune_columns` says, where the Hessian is checked already.
+
+    Set and compensation work on the `target` (see `dense_target`), where one is given, in place of
+    the dense weight.
+    """
+    check_weight(weight, inputs)
+    groups = _checked_groups(inputs, count, group)
+    aim = (weight if target is None else target).double()
+    chosen = parse_method(method)
+    swapped, greedy_loss = 0, None
+    if chosen.needs_inverse:
+        # What dead inputs carry is nothing: their columns go first, and never come back.
+        live = aim.masked_fill(inputs.dead, 0)
+        damped = inputs.damped(damping).double
+        covariance = live.T @ live
+        removed = torch.zeros(groups, dtype=torch.bool, device=aim.device)
+        if chosen.mask.needs_inverse:
+            removed[greedy_set(damped.inverse, covariance, count, group)] = True
+        else:
+            removed[_lowest(aim, inputs, chosen.mask.name, count, group)] = True
+        found = ColumnSet(damped.inverse, covariance, removed, group)
+        if chosen.mask.needs_inverse:
+            greedy_loss = found.loss
+            swapped = found.swap() if swaps else 0
+        best, ratio = found.optimum(aim, live), damped.ratio
+    else:
+        removed = torch.zeros(groups, dtype=torch.bool, device=aim.device)
+        removed[_lowest(aim, inputs, chosen.mask.name, count, group)] = True
+        best = aim.masked_fill(removed.repeat_interleave(group), 0)
+        ratio = damping
+    result = best.to(weight.dtype)
+    gap = optimal_loss = None
+    if chosen.needs_inverse:
+        wide = torch.float64 if torch.float64 in (weight.dtype, inputs.dtype) else torch.float32
+        rounded = best.to(wide).double().masked_fill(inputs.dead, 0)
+        optimal_loss, gap = found.loss, found.gap(live, rounded, damped.matrix)
+    exact = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    lost = output_energy(result.to(exact) - weight.to(exact), inputs.hessian)
+    missed = output_energy(result.to(exact) - aim.to(exact), inputs.hessian)
+    return ColumnSolution(
+        weight=result,
+        removed=removed,
+        loss=lost,
+        damping_used=ratio * inputs.mean_diagonal,
+        damping_ratio=ratio,
+        swaps=swapped,
+        greedy_loss=greedy_loss,
+        optimal_loss=optimal_loss,
+        gap=gap,
+        dead_inputs=inputs.dead_inputs,
+        target_loss=None if target is None else missed,
+    )
+
+
+def _lowest(weight: Tensor, inputs: InputHessian, mask: str, count: int, group: int) -> Tensor:
+    """The groups of the lowest score, ties by position: those of dead inputs come first."""
+    energies = weight.square().sum(0)
+    if mask == "wanda":
+        energies = energies * inputs.diagonal.double()
+    scores = energies.masked_fill(inputs.dead, 0).view(-1, group).sum(1)
+    scores[inputs.dead.view(-1, group).all(1)] = -1
+    return scores.sort(stable=True).indices[:count]
+
+
+def _checked_groups(inputs: InputHessian, count: int, group: int) -> int:
+    """The number of groups of columns."""
+    columns = inputs.columns
+    if not is_count(group) or columns % group:
+        raise OptionError(
+            f"`group` must be a number of columns that divides the {columns} of {inputs.label}; "
+            f"got {group!r}."
+        )
+    if not is_count(count) or count >= columns // group:
+        raise OptionError(
+            f"`count` must be a number of groups from 1 to {columns // group - 1}, all but one of "
+            f"{inputs.label}; got {count!r}."
+        )
+    return columns // group

@@ -1,0 +1,317 @@
+"""Allocation: how much sparsity each block gets, with the total asked for, once for a run."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mrp_lightning.calibration.offload import Pinned
+from mrp_lightning.calibration.padding import Padding
+from mrp_lightning.calibration.walks import Walk
+from mrp_lightning.errors import OptionError, TargetError
+from mrp_lightning.journal.journal import Journal, SharedJournal
+from mrp_lightning.processes import Processes
+from mrp_lightning.solver.patterns import Dense, Pattern, SemiStructured, Unstructured
+from mrp_lightning.targets.layers import Layer
+
+TOKENS = 4096
+"""After how many rows of the output no further batch is run."""
+_CHUNK = 256  # rows that are compared at once, in float32
+
+
+class OutputChange:
+    """Compares what a model returns with what the dense model returned, row by row.
+
+    A row of logits over the vocabulary of a language model of transformers stands for the
+    distribution p of a token, and its change is the divergence KL(p_d ‖ p) in nats. That of a row
+    y of any other output is ‖y − y_d‖² / ‖y_d‖².
+
+    The first batches are run, until they have `TOKENS` rows, and padding counts nowhere. What the
+    dense model returned for them is kept in memory.
+
+    Args:
+        model: The module whose forward the walk runs.
+        walk: A walk over the dense model, at its start.
+        padding: What tells tokens from padding.
+        processes: The processes that share the batches.
+
+    Raises:
+        TargetError: The model returns nothing that can be compared.
+    """
+
+    def __init__(
+        self, model: nn.Module, walk: Walk, padding: Padding, processes: Processes
+    ) -> None:
+        self._walk, self._padding, self._processes = walk, padding, processes
+        self._vocabularies = _vocabularies(model)
+        self._dense: list[Tensor] = []
+        enough = TOKENS / processes.size
+        while len(self._dense) < len(self._walk.batches) and sum(map(len, self._dense)) < enough:
+            self._dense.append(self._rows(0, len(self._dense)).clone())
+
+    def of(self, k: int) -> float:
+        """The mean change of the rows where the model, as it is now, runs on from block k.
+
+        Args:
+            k: The number of a block, which the walk of the pass has reached.
+        """
+        total = 0.0
+        for i, dense in enumerate(self._dense):
+            change = _divergence if dense.shape[1] in self._vocabularies else _relative_error
+            for now, before in zip(
+                self._rows(k, i).split(_CHUNK), dense.split(_CHUNK), strict=True
+            ):
+                total += float(change(now.float(), before.float()).sum())
+        found = self._processes.numbers(total, sum(map(len, self._dense)))
+        changes, rows = map(math.fsum, zip(*found, strict=True))
+        return changes / rows
+
+    def _rows(self, k: int, i: int) -> Tensor:
+        """The rows (tokens, columns) that the model returns for batch i."""
+        returned = self._walk.finish(k, i)
+        output = _found_in(returned)
+        if output is None:
+            raise TargetError(
+                "`allocation: output` compares what `predict_step` returns, with and without each "
+                "block pruned: expected a tensor of floating point numbers, or a mapping, tuple or "
+                f"list that holds one; got {type(returned).__name__}. Let it return the logits, "
+                "or leave `allocation` out."
+            )
+        kept = self._padding.rows_of_output(output)
+        rows = output.reshape(-1, output.shape[-1] if output.ndim else 1)
+        return rows if kept is None else rows[kept]
+
+
+def _found_in(returned: Any) -> Tensor | None:
+    """The logits, or else the first floating-point tensor."""
+    if isinstance(returned, Tensor):
+        return returned if returned.is_floating_point() else None
+    if isinstance(returned, Mapping):
+        logits = _found_in(returned.get("logits"))
+        return _found_in(list(returned.values())) if logits is None else logits
+    if isinstance(returned, Sequence) and not isinstance(returned, str):
+        return next((x for x in map(_found_in, returned) if x is not None), None)
+    return None
+
+
+def _divergence(now: Tensor, dense: Tensor) -> Tensor:
+    expected, found = dense.log_softmax(1), now.log_softmax(1)
+    # Logits of -inf, by which models rule tokens out, would give 0 · nan.
+    return torch.where(expected > -torch.inf, expected.exp() * (expected - found), 0.0).sum(1)
+
+
+def _relative_error(now: Tensor, dense: Tensor) -> Tensor:
+    energy = dense.square().sum(1).clamp_min(torch.finfo(dense.dtype).tiny)
+    return (now - dense).square().sum(1) / energy
+
+
+def _vocabularies(model: nn.Module) -> set[int]:
+    """The numbers of tokens of which the language models in a module give logits."""
+    found = (getattr(module, "get_output_embeddings", None) for module in model.modules())
+    heads = [head() for head in found if callable(head)]
+    return {len(head.weight) for head in heads if hasattr(head, "weight")}
+
+
+@dataclass(frozen=True)
+class Change:
+    """The effect of pruning one block alone.
+
+    Attributes:
+        of_output: The mean change of the model's output; see `OutputChange`.
+        layers: The layers of the block that are run, and so will be pruned.
+    """
+
+    of_output: float
+    layers: list[Layer]
+
+
+@dataclass(frozen=True, eq=False)
+class DryRun:
+    """One pass over the blocks of the dense model, which leaves them as they were.
+
+    Attributes:
+        model: The module whose forward the walk runs.
+        walk: A walk over the dense model, at its start.
+        layers: The layers to prune, by block.
+        padding: What tells tokens from padding.
+        pinned: Keeps a block on the device while it runs.
+        prune: Prunes layers of a block, by its number, and returns the names of those it pruned.
+        tell: Called with what is being done.
+        processes: The processes that share the batches and the rows of the layers.
+    """
+
+    model: nn.Module
+    walk: Walk
+    layers: Mapping[str, Sequence[Layer]]
+    padding: Padding
+    pinned: Pinned
+    prune: Callable[[int, list[Layer]], set[str]]
+    tell: Callable[[str], None]
+    processes: Processes
+
+    def changes(self) -> dict[str, Change]:
+        """Prune each block, run on to the output, put its weights back, and go on with the next.
+
+        Returns:
+            The changes by the name of the block, but of blocks of which no layer is run.
+
+        Raises:
+            TargetError: The model returns nothing that can be compared, or no finite numbers.
+        """
+        waiting = [k for k, block in enumerate(self.walk.blocks) if self.layers[block.name]]
+        last = max(waiting, default=-1)
+        output = OutputChange(self.model, self.walk, self.padding, self.processes)
+        changes: dict[str, Change] = {}
+        for k, block in enumerate(self.walk.blocks[: last + 1]):
+            layers = list(self.layers[block.name])
+            with self.pinned(block.module):
+                with _put_back(layers):
+                    run = self.prune(k, layers)
+                    self.tell(f"{block.name}, the model's output")
+                    found = output.of(k) if run else 0.0
+                if not math.isfinite(found):
+                    raise TargetError(
+                        f"`allocation: output`: with {block.name} pruned the output differs by "
+                        f"{found}. Expected a finite number: load the model in bfloat16 or "
+                        "float32, or leave `allocation` out."
+                    )
+                for i in self.walk.advance(k) if k < last else ():
+                    self.tell(f"{block.name}, outputs {i + 1}/{len(self.walk.batches)}")
+            if run:
+                changes[block.name] = Change(found, [x for x in layers if x.name in run])
+        return changes
+
+
+@contextmanager
+def _put_back(layers: Sequence[Layer]) -> Iterator[None]:
+    """Give layers the weights that they have now after this context, whatever happens in it."""
+    before = [layer.weight.clone() for layer in layers]
+    try:
+        yield
+    finally:
+        for layer, weight in zip(layers, before, strict=True):
+            layer.write_(weight)
+
+
+ALLOCATIONS = ("uniform", "output")
+SPREAD = 0.15
+"""How far, at most, blocks are from the mean."""
+STEEPNESS = 7.0
+"""By how much the logarithm of what a block does grows with its sparsity, by measurement."""
+
+
+def check_allocation(allocation: str, pattern: Pattern) -> None:
+    """Refuse an allocation that does not exist, or not for a pattern.
+
+    Raises:
+        OptionError: Either is the case.
+    """
+    if allocation not in ALLOCATIONS:
+        raise OptionError(
+            f"`allocation` must be one of {', '.join(ALLOCATIONS)}; got {allocation!r}."
+        )
+    if allocation != "uniform" and isinstance(pattern, Dense):
+        raise OptionError(
+            f"`allocation: {allocation}` gives blocks different sparsities, and nothing is "
+            "removed. Give `sparsity` beside `bits`, or leave `allocation` out."
+        )
+    if allocation != "uniform" and isinstance(pattern, SemiStructured):
+        raise OptionError(
+            f"`allocation: {allocation}` gives blocks different sparsities, but pattern "
+            f'"{pattern}" removes {pattern.removed} of every {pattern.group} weights everywhere. '
+            "Give `sparsity` in place of `pattern`, or leave `allocation` out."
+        )
+
+
+@dataclass(frozen=True)
+class Sparsities:
+    """The sparsities that differ from the one that the whole model gets.
+
+    Attributes:
+        blocks: The sparsities of blocks, by name.
+        layers: The patterns of layers, by name.
+    """
+
+    blocks: Mapping[str, float] = field(default_factory=dict)
+    layers: Mapping[str, Unstructured] = field(default_factory=dict)
+
+
+def find_sparsities(
+    sparsity: float,
+    changes: Callable[[], Mapping[str, Change]],
+    journal: Journal | SharedJournal | None,
+) -> Sparsities:
+    """Allocate a sparsity by a dry run, or take what the journal says was allocated.
+
+    Args:
+        sparsity: The fraction of all weights to remove.
+        changes: Makes the dry run, over a model that is still dense.
+        journal: Keeps what is found; a run that goes on does not measure again.
+    """
+    if journal is not None and (known := journal.manifest.allocation):
+        patterns = {name: Unstructured(share) for name, share in known["layers"].items()}
+        return Sparsities(known["blocks"], patterns)
+    found = changes()
+    if not found:
+        return Sparsities()
+    blocks = allocate(sparsity, found)
+    patterns = patterns_of_layers(blocks, found)
+    if journal is not None:
+        shares = {name: pattern.sparsity for name, pattern in patterns.items()}
+        journal.allocate({"blocks": blocks, "layers": shares})
+    return Sparsities(blocks, patterns)
+
+
+def allocate(sparsity: float, changes: Mapping[str, Change]) -> dict[str, float]:
+    """Give blocks sparsities whose mean over all of their weights is the one that is asked for.
+
+    A block that alone, pruned to sparsity s, changes the model's output by E_b is taken to change
+    it by E_b·exp(κ(s_b − s)) at s_b, κ being `STEEPNESS`, and changes to add up. Their sum is the
+    least, for blocks of one size, where all are the same: s_b = s + (μ − ln E_b)/κ. It stays
+    within `SPREAD` of s, or less where that would leave (0, 1), and μ gives the mean.
+
+    Args:
+        sparsity: The fraction of all weights to remove, s.
+        changes: What pruning each block alone does to the output, by the name of the block.
+    """
+    logs = {name: math.log(max(change.of_output, 1e-30)) for name, change in changes.items()}
+    sizes = {name: sum(map(_size, change.layers)) for name, change in changes.items()}
+    reach = min(SPREAD, sparsity / 2, (1 - sparsity) / 2)
+
+    def spread(level: float) -> dict[str, float]:
+        return {
+            name: min(max((level - log) / STEEPNESS, -reach), reach) for name, log in logs.items()
+        }
+
+    low, high = min(logs.values()) - STEEPNESS, max(logs.values()) + STEEPNESS
+    for _ in range(100):
+        level = (low + high) / 2
+        total = math.fsum(shift * sizes[name] for name, shift in spread(level).items())
+        low, high = (level, high) if total < 0 else (low, level)
+    return {name: sparsity + shift for name, shift in spread(high).items()}
+
+
+def patterns_of_layers(
+    sparsities: Mapping[str, float], changes: Mapping[str, Change]
+) -> dict[str, Unstructured]:
+    """The pattern of each layer, by name: blocks keep their sparsity, and all together the total.
+
+    Counts are rounded so that the layers up to any one remove what they are to, within one half.
+    """
+    patterns: dict[str, Unstructured] = {}
+    asked, removed = 0.0, 0
+    for name, sparsity in sparsities.items():
+        for layer in changes[name].layers:
+            asked += sparsity * _size(layer)
+            count = min(max(math.floor(asked + 0.5) - removed, 1), _size(layer) - 1)
+            removed += count
+            patterns[layer.name] = Unstructured(count / _size(layer))
+    return patterns
+
+
+def _size(layer: Layer) -> int:
+    return layer.weight.numel()
