@@ -38,7 +38,7 @@ runs/smollm2/%.gguf: configs/real-model.txt | .venv/installed
 # All that waits for a GPU, with $(PYTHON) as it is: it needs torch, transformers, lightning, and pytest
 # for the tests. PART=tests|decode|solver|walk|prefill, at most 8 minutes each; tables in runs/gpu.
 gpu:
-	$(PYTHON) benchmarks/gpu.py $(PART)
+	$(PYTHON) lab/benchmarks/gpu.py $(PART)
 
 # Writes docs/results.md and docs/ablations.md anew; resumes after an interruption.
 results: $(patsubst %,runs/models/%/config.json,opt bloom mamba)

@@ -11,7 +11,7 @@ from typing import Any
 
 from export.speed.options import LAYER_TOKENS, SpeedOptions, add_arguments
 from export.speed.random_models import SHAPES
-from mrp_lightning.cli.parser import make_parser, number_from, told
+from mrp_lightning.cli.command import make_parser, number_from, told
 
 
 def main(args: Sequence[str] | None = None) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mrp_lightning.cli.parser import make_parser, number_from, told
+from mrp_lightning.cli.command import make_parser, number_from, told
 from mrp_lightning.environment import device_named
 from mrp_lightning.errors import DataError, first_line
 from mrp_sparse.environment import machine

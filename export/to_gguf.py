@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from mrp_lightning import errors
-from mrp_lightning.cli.parser import make_parser, told
+from mrp_lightning.cli.command import make_parser, told
 from mrp_lightning.environment import extra
 from mrp_lightning.files import move_durably
 

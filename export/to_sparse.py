@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from export.speed.options import add_arguments
-from mrp_lightning.cli.parser import make_parser, told
+from mrp_lightning.cli.command import make_parser, told
 
 
 def main(args: Sequence[str] | None = None) -> None:

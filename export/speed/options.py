@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from export.backends.apply import BACKENDS, TARGETS
-from mrp_lightning.cli.parser import number_from
+from mrp_lightning.cli.command import number_from
 
 LAYER_TOKENS = (1, 4, 8, 16, 64, 256, 1024, 4096, 16384)
 

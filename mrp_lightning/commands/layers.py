@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from mrp_lightning.cli.parser import add_model_options, make_parser
+from mrp_lightning.cli.command import add_model_options, make_parser
 from mrp_lightning.errors import TargetError
 from mrp_lightning.solver.patterns import Pattern, Unstructured, make_pattern
 from mrp_lightning.targets.blocks import without_numbers

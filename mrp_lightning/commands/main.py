@@ -11,7 +11,7 @@ from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 
-from mrp_lightning.cli.parser import told
+from mrp_lightning.cli.command import told
 from mrp_lightning.environment import __version__, extra
 from mrp_lightning.errors import MISTAKE, DependencyError, OptionError, ended_by
 

@@ -6,7 +6,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from mrp_lightning.cli.parser import add_model_options, as_typed, make_parser, number_from
+from mrp_lightning.cli.command import add_model_options, as_typed, make_parser, number_from
 from mrp_lightning.errors import OptionError
 from mrp_lightning.solver.patterns import SemiStructured, make_pattern
 

@@ -19,7 +19,7 @@ from export.speed.options import SpeedOptions, add_arguments
 from export.speed.random_models import SHAPES, prunable, random_model
 from export.speed.tables import SpeedReport, speed_ups, tables
 from export.speed.timing import COLD_BYTES, Timing, copies, random_24, take_turns
-from mrp_lightning.cli.parser import make_parser
+from mrp_lightning.cli.command import make_parser
 from mrp_lightning.errors import OptionError
 from mrp_sparse.decoding import storage_bytes
 from mrp_sparse.formats.sparse24 import broken_groups

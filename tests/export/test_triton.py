@@ -74,7 +74,7 @@ def test_every_configuration_that_is_measured_computes_the_product(name, tokens,
 # A device of this kind has so many bytes of shared memory for a program.
 @pytest.mark.parametrize(("capability", "shared"), [(80, 166912), (90, 232448)])
 def test_every_configuration_compiles_for_devices_that_are_not_here(capability, shared):
-    command = [sys.executable, "benchmarks/kernel_code.py", "--json", "--capability"]
+    command = [sys.executable, "lab/benchmarks/kernel_code.py", "--json", "--capability"]
     root = Path(__file__).parents[2]
     made = subprocess.run(
         [*command, str(capability)],

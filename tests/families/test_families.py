@@ -1,4 +1,4 @@
-"""Every family against its own full forward, on tiny random models; see benchmarks/families.py."""
+"""Every family of lab/benchmarks/families.py against its own full forward, on tiny models."""
 
 import re
 from typing import Any

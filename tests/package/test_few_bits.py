@@ -1,4 +1,4 @@
-"""The perplexities that benchmarks/quantised.py compares: bits, rounding, pictures."""
+"""The perplexities that lab/benchmarks/quantised.py compares: bits, rounding, pictures."""
 
 import few_bits
 import pytest

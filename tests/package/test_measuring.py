@@ -1,4 +1,4 @@
-"""The scripts of benchmarks/ that measure whole runs, and all that waits for a GPU."""
+"""The scripts of lab/benchmarks/ that measure whole runs, and all that waits for a GPU."""
 
 import os
 import re
@@ -41,7 +41,7 @@ def mean_loss(directory, text):
 def test_the_parts_of_a_whole_run_add_up(tiny_llama, tmp_path):
     text = " ".join(f"{n} sheep and {n * n} goats" for n in range(300))
     (tmp_path / "text.txt").write_text(text)
-    command = "benchmarks/whole_run.py --methods SM --samples 3 --length 24 --dtype float32"
+    command = "lab/benchmarks/whole_run.py --methods SM --samples 3 --length 24 --dtype float32"
     files = ["--model", tiny_llama, "--text", tmp_path / "text.txt"]
     made = subprocess.run(
         [sys.executable, *command.split(), *files, "--perplexity", tmp_path / "text.txt"],
@@ -110,5 +110,5 @@ def test_speed_needs_no_package_that_reads_command_lines(part):
 def test_every_part_names_files_that_are_there():
     named = [argument for make in gpu.PARTS.values() for command in make() for argument in command]
     scripts = {argument for argument in named if argument.endswith(".py")}
-    assert {"benchmarks/solver.py", "tests/solver/test_gpu.py"} <= scripts
+    assert {"lab/benchmarks/solver.py", "tests/solver/test_gpu.py"} <= scripts
     assert all((ROOT / script).is_file() for script in scripts)

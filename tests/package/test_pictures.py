@@ -1,4 +1,4 @@
-"""docs/pictures.py, which draws docs/methods.md, and docs/method_pictures.py, on a tiny model."""
+"""The pictures of docs/methods.md and docs/method.md, drawn of a tiny model."""
 
 import importlib.util
 from pathlib import Path
@@ -10,7 +10,7 @@ from mrp_lightning import CausalLM
 
 pytest.importorskip("matplotlib", reason="pictures need the extra `report`")
 
-SCRIPT = Path(__file__).parents[2] / "docs" / "pictures.py"
+SCRIPT = Path(__file__).parents[2] / "lab" / "pictures" / "methods.py"
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_both_pictures_show_what_was_measured(pictures, tiny_llama, monkeypatch)
 @pytest.fixture
 def method_pictures(tiny_llama, tmp_path, monkeypatch):
     """The script as a module, with little text."""
-    script = SCRIPT.with_name("method_pictures.py")
+    script = SCRIPT.with_name("method.py")
     spec = importlib.util.spec_from_file_location("method_pictures", script)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

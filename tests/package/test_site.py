@@ -96,7 +96,7 @@ def test_every_public_name_has_an_entry(pages):
         for name in module.__all__:
             thing = getattr(module, name)
             is_error = isinstance(thing, type) and issubclass(thing, BaseException)
-            entry = f"mrp_lightning.errors.{name}" if is_error else f"{package}.{name}"
+            entry = f"{thing.__module__}.{name}" if is_error else f"{package}.{name}"
             missing += [] if entry in anchors else [entry]
     assert not missing
 

@@ -44,7 +44,7 @@ def read_peers(path: Path, text: str = UNNAMED) -> Peers:
     if not tables:
         raise FormatError(
             f"`peers`: {path} has no table with the columns {', '.join(_COLUMNS)}; expected what "
-            "`python benchmarks/original_accuracy.py` prints."
+            "`python lab/benchmarks/original_accuracy.py` prints."
         )
     found: dict[tuple[str, str], dict[str, dict[str, float]]] = {}
     for keys, rows in pd.concat(tables).groupby(list(_COLUMNS[:3]), sort=False):

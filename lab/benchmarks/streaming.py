@@ -1,6 +1,6 @@
 """Pruning a checkpoint that is larger than the memory that the process may take.
 
-    python benchmarks/streaming.py --directory /tmp/streaming --gigabytes 4 --limit 2.5
+    python lab/benchmarks/streaming.py --directory /tmp/streaming --gigabytes 4 --limit 2.5
 
 It writes a random LLaMA-shaped checkpoint, never holding more of it than one file, and prunes it
 three times, each in a process of its own: in memory and streamed under the limit (`ulimit -d`,
@@ -158,7 +158,7 @@ def child(*args: object, limit: float | None = None) -> dict[str, int] | str:
     """
     bytes_ = resource.RLIM_INFINITY if limit is None else int(limit * GB)
     command = [sys.executable, __file__, "--child", str(bytes_), *map(str, args)]
-    here = str(Path(__file__).parents[1])
+    here = str(Path(__file__).parents[2])
     environment = os.environ | {"PYTHONPATH": here, "HF_HUB_OFFLINE": "1"}
     ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if ended.returncode:

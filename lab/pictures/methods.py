@@ -1,4 +1,4 @@
-"""The pictures of docs/methods.md: `python docs/pictures.py`, some minutes on a CPU.
+"""The pictures of docs/methods.md: `python lab/pictures/methods.py`, some minutes on a CPU.
 
 They are of the embedded model at 70%, calibrated on 32 windows of 512 tokens.
 """
@@ -28,7 +28,7 @@ from mrp_lightning.experiments.page.drawing import (
     marker_of,
 )
 
-DIRECTORY = Path(__file__).with_name("methods")
+DIRECTORY = Path(__file__).parents[2] / "docs" / "methods"
 SPARSITY = 0.7
 WINDOWS, LENGTH = 32, 512
 LAYERS = [

@@ -1,6 +1,6 @@
 """The table of docs/models.md: every family of `families.py`, pruned and compared.
 
-    python benchmarks/models.py --markdown docs/models.md
+    python lab/benchmarks/models.py --markdown docs/models.md
 
 Without `--markdown` it prints; with names of families, only their rows.
 """
@@ -30,11 +30,11 @@ This page shows what `predict` prunes in each family of models, how it runs the 
 (the *walk*), and how far the walk is from the model's own forward. It is written by
 
 ```
-python benchmarks/models.py --markdown docs/models.md
+python lab/benchmarks/models.py --markdown docs/models.md
 ```
 
 with Python {python}, torch {torch}, transformers {transformers}, on tiny random models
-(`benchmarks/families.py`), which are pruned to 2:4 by SM. `tests/families/` runs the same checks.
+(`lab/benchmarks/families.py`), which are pruned to 2:4 by SM. `tests/families/` checks the same.
 
 * **walk**: `inject` runs the model's own forward, in which stubs that return stored hidden states
   replace the blocks before the current one. `rerun` runs all blocks before it again. The right one

@@ -1,8 +1,8 @@
 r"""Whether llama.cpp computes from a GGUF file what transformers computes from the checkpoint.
 
     python -m export.to_gguf RUN --like SOURCE.gguf
-    python benchmarks/llamacpp.py RUN RUN-bf16.gguf --llamacpp BUILD/bin --text FILE.txt
-    python benchmarks/llamacpp.py RUN RUN-bf16.gguf --llamacpp BUILD/bin --speed
+    python lab/benchmarks/llamacpp.py RUN RUN-bf16.gguf --llamacpp BUILD/bin --text FILE.txt
+    python lab/benchmarks/llamacpp.py RUN RUN-bf16.gguf --llamacpp BUILD/bin --speed
 
 Perplexity as `llama-perplexity` has it: windows of 512 tokens, of which the second half counts.
 llama.cpp rounds activations in its own way, so the two agree to some thousandths, not to the bit.

@@ -1,7 +1,8 @@
 r"""Decoding on a CPU with weights of few bits: ours, PyTorch's and llama.cpp's, taking turns.
 
     mrp-lightning sweep --config configs/sweeps/bits.yaml
-    python benchmarks/quantised.py --llama LLAMA.CPP/build/bin --out docs/benchmarks/quantised.md \
+    python lab/benchmarks/quantised.py --llama LLAMA.CPP/build/bin \
+        --out docs/benchmarks/quantised.md \
         --sweep configs/sweeps/bits.yaml --sweep-model SmolLM2-WikiText2
 
 METHOD. Speed does not depend on what weights mean: they are random, and so are the places of the
@@ -281,7 +282,7 @@ def main() -> None:
             stream.flush()
 
     method = (__doc__ or "").split("METHOD. ")[-1]
-    command = f"python benchmarks/quantised.py {shlex.join(sys.argv[1:])}"
+    command = f"python lab/benchmarks/quantised.py {shlex.join(sys.argv[1:])}"
     write(f"# Sparse and four bits on a CPU\n\n{method}\n```\n{command}\n```\n\n")
     write(f"Machine: {machine(torch.device('cpu'))}.\n")
     times = ("µs", "median", "× dense", "× int4")

@@ -1,8 +1,8 @@
 r"""Where the time of a whole pruning run goes, part by part, beside the original codes.
 
-    python benchmarks/whole_run.py --model runs/smollm2 --text valid.txt --perplexity test.txt \
+    python lab/benchmarks/whole_run.py --model runs/smollm2 --text valid.txt --perplexity test.txt \
         --sparsegpt SPARSEGPT
-    python benchmarks/whole_run.py --shape llama2-7b --samples 128 --length 2048 --device cuda
+    python lab/benchmarks/whole_run.py --shape llama2-7b --samples 128 --length 2048 --device cuda
 
 Every method prunes the same model to 2:4, calibrated on the same windows of tokens, in a process of
 its own. On a CPU it is CPU time that is counted, on a GPU elapsed time. Peak memory is that of the

@@ -1,6 +1,6 @@
 """Kill runs of the command line at random moments, start them again, and compare what they write.
 
-    python benchmarks/kill.py --kills 20
+    python lab/benchmarks/kill.py --kills 20
 
 A run is killed (SIGKILL) at a random moment of the time that a whole one takes, started again with
 the same command, killed again, and so on until it comes through; then the next one begins. After

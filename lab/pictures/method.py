@@ -1,4 +1,4 @@
-"""The pictures of docs/method.md: `python docs/method_pictures.py`, seconds on a CPU.
+"""The pictures of docs/method.md: `python lab/pictures/method.py`, seconds on a CPU.
 
 The first is of two weights, the second of a layer of the embedded model.
 """
@@ -17,7 +17,7 @@ from mrp_lightning import CausalLM, HessianAccumulator, TextDataModule, prune_we
 from mrp_lightning.embedded import STDLIB_LLAMA
 from mrp_lightning.experiments.page.drawing import INK, MUTED, PAPER, RULE, STYLE, color_of
 
-DIRECTORY = Path(__file__).with_name("method")
+DIRECTORY = Path(__file__).parents[2] / "docs" / "method"
 LAYER = "model.layers.1.mlp.up_proj"
 TOLERANCES = [10.0**-k for k in range(1, 8)]
 WINDOWS, LENGTH = 8, 512

@@ -1,6 +1,6 @@
 """The pictures of the pages that sweeps write, from the tables of these pages.
 
-    python docs/redraw.py
+    python lab/pictures/redraw.py
 
 A sweep draws them with its page. This draws them again where the runs are no longer there.
 """
@@ -18,7 +18,7 @@ from mrp_lightning.experiments.page.peers import NO_PEERS, read_peers, read_tabl
 from mrp_lightning.experiments.page.pictures import Scale, draw_lines
 from mrp_lightning.experiments.trials import canonical_method
 
-DOCS = Path(__file__).parent
+DOCS = Path(__file__).parents[2] / "docs"
 PAGES = {"results": None, "frontier": "benchmarks/originals.md"}
 PAGES["real-model"] = PAGES["frontier"]
 """The pages, and where the values of other codes are."""

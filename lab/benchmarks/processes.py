@@ -1,6 +1,6 @@
 """What each part of a pruning costs in one process and in several, and what that comes to for many.
 
-    python benchmarks/processes.py --out docs/benchmarks/processes.md
+    python lab/benchmarks/processes.py --out docs/benchmarks/processes.md
 
 Each process has one thread and a core of its own, as it would have a GPU of its own. There must not
 be more processes than cores. Windows are drawn from the embedded text. Times are those of process
@@ -214,7 +214,7 @@ def main() -> None:
             if sum(found.values()) < sum(best.values()):
                 times[size] = found
     page = ["# Several processes", "", (__doc__ or "").split("\n\n", 2)[2].rstrip(), ""]
-    page += ["```", " ".join(["python benchmarks/processes.py", *sys.argv[1:]]), "```", ""]
+    page += ["```", " ".join(["python lab/benchmarks/processes.py", *sys.argv[1:]]), "```", ""]
     torch.set_num_threads(1)
     page += [f"Machine: {machine(torch.device('cpu'))}; {Path(options.model).name},"]
     page += [f"{options.samples} windows of {options.length} tokens.", ""]

@@ -1,6 +1,6 @@
 """Decoding on a CPU: packed weights of any sparsity against dense ones, in layers and whole models.
 
-    python benchmarks/cpu.py --threads 1 2 --model SMOLLM2_DIR --out docs/benchmarks/cpu.md
+    python lab/benchmarks/cpu.py --threads 1 2 --model SMOLLM2_DIR --out docs/benchmarks/cpu.md
 
 Weights and the places of zeros are random, since speed does not depend on what weights mean. Dense
 is the fastest of eager and compiled code in bfloat16 and float32; packed is the fastest of eager
@@ -262,7 +262,7 @@ def main() -> None:
             file.flush()
 
     description = (__doc__ or "").split("\n\n")[-1]
-    command = " ".join(["python benchmarks/cpu.py", *sys.argv[1:]])
+    command = " ".join(["python lab/benchmarks/cpu.py", *sys.argv[1:]])
     write(f"# Packed weights on a CPU\n\n{description}\n```\n{command}\n```\n\n")
     write(f"Machine: {machine(torch.device('cpu'))}.\n")
     names = [*options.models, *options.model]

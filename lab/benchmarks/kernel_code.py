@@ -1,7 +1,7 @@
 """The machine code of the Triton kernels, for devices that need not be there.
 
-    python benchmarks/kernel_code.py
-    python benchmarks/kernel_code.py --capability 80 --json
+    python lab/benchmarks/kernel_code.py
+    python lab/benchmarks/kernel_code.py --capability 80 --json
 
 Compiles every configuration that a device would measure, for bfloat16, and counts what its loop
 executes. Triton brings compiler and disassembler along.

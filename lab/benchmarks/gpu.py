@@ -1,7 +1,7 @@
 """All that waits for a GPU, in parts of at most 8 minutes each: `make gpu PYTHON=python3`.
 
-    python benchmarks/gpu.py                      # all parts, the most important first
-    python benchmarks/gpu.py walk --methods SM    # one of them; more options go to its last command
+    python lab/benchmarks/gpu.py                      # all parts, the most important first
+    python lab/benchmarks/gpu.py walk --methods SM    # one of them; options go to its last command
 
 It takes torch, transformers and lightning (the tests pytest, too), installs nothing and needs no
 network. What each part prints is written into FILE.md of `runs/gpu` as it comes. Nothing is kept
@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 OUT = Path("runs/gpu")
 LIMIT = 480.0
 """Seconds that a part may take."""
@@ -59,14 +59,14 @@ def speed(phase: str, tokens: list[int], **more: int) -> list[Command]:
 def solver() -> list[Command]:
     """The solver against the column sweep."""
     sizes = ("4096", "4096x11008")
-    command = ["benchmarks/solver.py", "--device", "cuda", "--rounds", "3", "--skip-cholesky"]
+    command = ["lab/benchmarks/solver.py", "--device", "cuda", "--rounds", "3", "--skip-cholesky"]
     return [[*command, "--sizes", size] for size in sizes]
 
 
 def walk() -> list[Command]:
     """A whole run on a model of 7 billion random weights."""
     calibration = ["--samples", "128", "--length", "2048"]
-    command = ["benchmarks/whole_run.py", "--shape", "llama2-7b", "--device", "cuda"]
+    command = ["lab/benchmarks/whole_run.py", "--shape", "llama2-7b", "--device", "cuda"]
     return [[*command, *calibration, "--methods", "SM", "SS", "JM"]]
 
 

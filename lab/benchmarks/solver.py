@@ -1,8 +1,8 @@
 """Time of the multiple-removal solver against SparseGPT's column sweep, ALPS and per-row Cholesky.
 
-    python benchmarks/solver.py --sizes 512 1024 --threads 1
-    python benchmarks/solver.py --sizes 576 --inputs steep --threads 1
-    python benchmarks/solver.py --sizes 1024 4096 4096x11008 --device cuda
+    python lab/benchmarks/solver.py --sizes 512 1024 --threads 1
+    python lab/benchmarks/solver.py --sizes 576 --inputs steep --threads 1
+    python lab/benchmarks/solver.py --sizes 1024 4096 4096x11008 --device cuda
 
 All contestants prune the same layer to 2:4 in the same dtype, factorise the Hessian themselves and
 take turns; the median of the rounds is shown. Hessians are those of inputs with a decaying

@@ -1,6 +1,6 @@
 r"""Decoding with narrower models in llama.cpp and in transformers, beside the dense one.
 
-    python benchmarks/narrower_speed.py RUN RUN... --like SOURCE.gguf --llamacpp BUILD/bin
+    python lab/benchmarks/narrower_speed.py RUN RUN... --like SOURCE.gguf --llamacpp BUILD/bin
 
 A run is a directory that pruning wrote, of the model in SOURCE.gguf. Each is a file for llama.cpp
 by `export.to_gguf`, and so is the dense model, in each of `--types`. All run with one thread, in

@@ -1,0 +1,130 @@
+"""All commands share some options, and the way in which a mistake of the user's ends them."""
+
+import argparse
+import errno
+import inspect
+import re
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from safetensors import SafetensorError
+
+from mrp_lightning import errors
+from mrp_lightning.environment import extra
+
+_USER_ERRORS: tuple[Any, ...] = (
+    *(
+        error
+        for _, error in inspect.getmembers(errors, inspect.isclass)
+        if issubclass(error, Exception) and not issubclass(error, Warning)
+    ),
+    OSError,  # files that are not there, exist already, or cannot be written: a full disk, too
+    SafetensorError,
+)
+"""The errors that a user can put right; each is shown as a line, not as a traceback."""
+
+
+@contextmanager
+def told(interrupted: str = "interrupted") -> Iterator[None]:
+    """End the process with one line where something inside fails that a user can put right.
+
+    Args:
+        interrupted: What is said of Ctrl-C.
+
+    Raises:
+        SystemExit: With `MISTAKE`; with `FAILED` if a result is not what it must be; with the
+            status of an interrupted process.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        sys.stderr.write(f"{interrupted}\n")
+        raise SystemExit(errors.ended_by(signal.SIGINT)) from None
+    except Exception as error:
+        mistake: BaseException | None = error
+        while mistake is not None and not isinstance(mistake, _USER_ERRORS):
+            mistake = mistake.__cause__  # jsonargparse wraps what a constructor raises
+        if mistake is None:
+            raise
+        sys.stderr.write(f"error: {_words(mistake)}\n")
+        failed = isinstance(mistake, errors.ParityError)
+        raise SystemExit(errors.FAILED if failed else errors.MISTAKE) from error
+
+
+def _words(mistake: BaseException) -> str:
+    """What an error says; the one that names no file is about the working directory."""
+    is_named = not isinstance(mistake, FileNotFoundError) or mistake.filename is not None
+    if not is_named and getattr(mistake, "errno", None) == errno.ENOENT:
+        return "the working directory was deleted. Change to one that exists."
+    return str(mistake)
+
+
+def make_parser(prog: str, description: str) -> Any:
+    """The parser of a command whose options are added one by one; `prog` is what the user types.
+
+    Raises:
+        DependencyError: jsonargparse is not installed.
+    """
+    with extra("cli", "The command line"):
+        from mrp_lightning.cli.parser import Parser
+    raw, filled = argparse.RawDescriptionHelpFormatter, argparse.HelpFormatter
+    formatter = raw if "\n" in description else filled
+    return Parser(prog=prog, description=description, formatter_class=formatter)
+
+
+def add_model_options(parser: Any, *, first: bool = False) -> None:
+    """Let a command take `--model`, and what says where and how it is read.
+
+    `first` lets it take the model as its first word in place of `--model`.
+    """
+    name, options = ("model", {"metavar": "MODEL"}) if first else ("--model", {"required": True})
+    parser.add_argument(name, help="a model directory, hub id or GGUF file", **options)
+    parser.add_argument("--gguf-file", metavar="NAME", help="the GGUF file in that directory")
+    parser.add_argument("--revision", help="branch, tag or commit on the hub")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the model's own code")
+
+
+def number_from(least: int) -> Callable[[str | int], int]:
+    """The type of an option that is a whole number of at least so much."""
+
+    def number(text: str | int) -> int:  # jsonargparse gives it the default, too
+        if not str(text).isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"expected a number from {least}, got {text!r}")
+        return int(text)
+
+    return number
+
+
+@contextmanager
+def as_typed(options: Mapping[str, str]) -> Iterator[None]:
+    """Name arguments in errors and warnings as they were typed.
+
+    Args:
+        options: What the user typed, such as `--num-samples`, by what messages quote in its place,
+            such as `data.num_samples`.
+    """
+    quoted = re.compile(rf"`({'|'.join(map(re.escape, options))})(?:(?:: |=)([^`]*))?`")
+
+    def typed(found: re.Match[str]) -> str:
+        name, value = options[found[1]], found[2]
+        is_flag = value in (None, "true", "True")
+        return f"`{name}`" if is_flag else f"`{name} {value}`"
+
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+
+        def show_as_typed(message: Any, *more: Any, **options: Any) -> None:
+            said = type(message)(quoted.sub(typed, str(message)))
+            show(said, *more, **options)
+
+        warnings.showwarning = show_as_typed
+        try:
+            yield
+        except Exception as error:
+            if error.args and isinstance(error.args[0], str):
+                error.args = (quoted.sub(typed, error.args[0]), *error.args[1:])
+            raise
