@@ -70,10 +70,10 @@ def test_two_processes_give_what_one_gives(killed, given):
     rows = first["report"]["layers"]
     assert [row["name"] for row in rows] == [row.name for row in callback.report.layers]
     for row, same in zip(rows, callback.report.layers, strict=True):
+        assert row["tokens"] == same.tokens
+        assert row["sparsity"] == same.sparsity
         # Sums in another order may decide between two weights that are as dispensable.
         assert row["relative_loss"] == pytest.approx(same.relative_loss, abs=1e-3)
-        assert row["tokens"] == same.tokens
-        assert row["sparsity"] == pytest.approx(same.sparsity, abs=2 / 512)
     assert first["report"]["config"]["processes"] == 2
     assert first["report"]["config"]["batches"] == callback.report.config["batches"] == 4
     assert first["report"]["provenance"]["data"] == callback.report.provenance["data"]

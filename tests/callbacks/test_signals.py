@@ -104,8 +104,7 @@ def test_a_signal_before_the_first_batch(handlers, llama, loader, quiet):
 
 
 SLOW = """
-import os, sys, time
-import torch
+import signal, sys, time
 from mrp_lightning import TextDataModule
 from mrp_lightning.commands.main import main
 
@@ -114,6 +113,7 @@ def predict_dataloader(self):
     time.sleep(60)
 
 TextDataModule.predict_dataloader = predict_dataloader
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background of a shell
 main(sys.argv[1:])
 """
 
