@@ -114,6 +114,32 @@ def _is_no_tip(record: logging.LogRecord) -> bool:
 
 
 @contextmanager
+def quiet_lightning() -> Iterator[None]:
+    """Silence Lightning's messages and transformers' loading bars; progress is still reported."""
+    from transformers.utils import logging as transformers_logging
+
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    levels = [logger.level for logger in loggers]
+    argv, bars = sys.argv, transformers_logging.is_progress_bar_enabled()
+    sys.argv = argv[:1]  # LightningCLI warns if there are arguments in `sys.argv`, too
+    transformers_logging.disable_progress_bar()
+    for logger in loggers:
+        logger.setLevel(logging.WARNING)
+    progress_log.setLevel(logging.INFO)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+            yield
+    finally:
+        sys.argv = argv
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+        progress_log.setLevel(logging.NOTSET)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+@contextmanager
 def extra(name: str, what: str) -> Iterator[None]:
     """Import what an extra of `pyproject.toml` brings, or say how to install it.
 

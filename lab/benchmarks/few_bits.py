@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from export import to_gguf
 from mrp_lightning.commands.sweep import read_sweep
-from mrp_lightning.experiments.configuration import Configured, quiet
+from mrp_lightning.environment import quiet_lightning
+from mrp_lightning.experiments.configuration import Configured
 from mrp_lightning.experiments.execute import configure
 from mrp_lightning.experiments.runs import find_runs
 from mrp_lightning.experiments.scores import scores
@@ -141,7 +142,7 @@ class Costs:
 
     def perplexity(self, cli: Configured) -> float:
         """The perplexity of a model on the windows of the sweep."""
-        with quiet():
+        with quiet_lightning():
             cli.trainer.test(cli.model, datamodule=cli.datamodule, verbose=False)
         (found,) = cli.model.evaluation.values()
         return float(found["perplexity"])
@@ -154,7 +155,7 @@ class Costs:
             cli.config["trainer.limit_test_batches"] = self.options.batches
         if source is not None:
             cli.config["model.model"], cli.config["model.gguf_file"] = str(source), None
-        with quiet():
+        with quiet_lightning():
             cli.build()
         return cli
 

@@ -56,7 +56,7 @@ def main(args: list[str]) -> None:
     # Only now: they load Lightning and transformers, which help and a mistake need not wait for.
     from rich.console import Console
 
-    from mrp_lightning.experiments.comparison import prune_and_compare
+    from mrp_lightning.commands.comparison import prune_and_compare
     from mrp_lightning.loop.signals import interruptible, unclaimed_signals
 
     console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)

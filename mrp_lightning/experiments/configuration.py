@@ -1,22 +1,17 @@
 """The configuration of a run: files and options as one, flat, and beside that of another run."""
 
 import json
-import logging
-import sys
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 from jsonargparse import ArgumentError, Namespace
 from jsonargparse.typing import Path_fr
 from lightning.pytorch.cli import LightningArgumentParser
-from transformers.utils import logging as transformers_logging
 
 from mrp_lightning.cli.lightning_cli import PruningCLI
 from mrp_lightning.cli.mistakes import Given
 from mrp_lightning.cli.parser import Parser
-from mrp_lightning.environment import progress_log
+from mrp_lightning.environment import quiet_lightning
 from mrp_lightning.journal.manifest import differences
 
 
@@ -28,7 +23,7 @@ class Configured(PruningCLI):
 
     def __init__(self, files: Sequence[Path_fr], options: Mapping[str, Any]) -> None:
         self._options = options
-        with quiet():
+        with quiet_lightning():
             super().__init__([f"--config={file.absolute}" for file in files], run=False)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
@@ -78,30 +73,6 @@ class Configured(PruningCLI):
         finally:
             parser.exit_on_error = exits
         return {key: value for key, value in _flat(found) if key in wanted}
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Silence what every run would say again, but for where it is."""
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
-    levels = [logger.level for logger in loggers]
-    argv, bars = sys.argv, transformers_logging.is_progress_bar_enabled()
-    sys.argv = argv[:1]  # LightningCLI warns when it is given arguments beside these
-    transformers_logging.disable_progress_bar()
-    for logger in loggers:
-        logger.setLevel(logging.WARNING)
-    progress_log.setLevel(logging.INFO)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-            yield
-    finally:
-        sys.argv = argv
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-        progress_log.setLevel(logging.NOTSET)
-        if bars:
-            transformers_logging.enable_progress_bar()
 
 
 def _nested(parser: LightningArgumentParser, config: Any) -> dict[str, Any]:

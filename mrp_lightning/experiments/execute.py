@@ -11,9 +11,10 @@ from lightning.pytorch.cli import instantiate_class
 
 from mrp_lightning.callbacks.saving import SaveEvaluation
 from mrp_lightning.data.data_module import TextDataModule
+from mrp_lightning.environment import quiet_lightning
 from mrp_lightning.errors import FormatError, OptionError
 from mrp_lightning.evaluation.zeroshot import Tasks, evaluate, summarize
-from mrp_lightning.experiments.configuration import Configured, quiet
+from mrp_lightning.experiments.configuration import Configured
 from mrp_lightning.experiments.runs import FinishedTrial
 from mrp_lightning.experiments.sweep import Sweep
 from mrp_lightning.experiments.trials import CALLBACK, Trial
@@ -123,7 +124,7 @@ def execute(trial: Trial, sweep: Sweep, tasks: Tasks | None = None) -> None:
     config = cli.described()
     cli.config[_BAR] = cli.config[_BAR] is not False and sys.stdout.isatty()
     gc.collect()  # a model and its trainer hold each other: the last run's would still be there
-    with quiet():
+    with quiet_lightning():
         cli.build()
         if trial.method is not None:
             (callback,) = callbacks_that_prune(cli.trainer)
@@ -150,7 +151,7 @@ def evaluate_again(trial: Trial, sweep: Sweep, tasks: Tasks) -> None:
     if trial.method is not None:
         options |= {"model.model": str(directory), "model.gguf_file": None}
     gc.collect()
-    with quiet():
+    with quiet_lightning():
         cli = Configured(sweep.base, options)
         cli.build()
         zeroshot = _zeroshot(cli, tasks)

@@ -11,8 +11,8 @@ from mrp_lightning import CausalLM, TextDataModule, Trainer
 from mrp_lightning.cli.lightning_cli import PruningCLI
 from mrp_lightning.data import data_module, own_text
 from mrp_lightning.data.sampling import write
+from mrp_lightning.environment import quiet_lightning
 from mrp_lightning.errors import DataError, OptionError, TargetError
-from mrp_lightning.experiments.configuration import quiet
 
 QUIET = {
     "accelerator": "cpu",
@@ -60,7 +60,7 @@ def test_the_time_and_the_memory_of_writing_are_known_before(tiny_llama, monkeyp
 
 
 def test_runs_beside_each_other_share_what_the_model_wrote(tiny_llama, tmp_path, written, caplog):
-    with caplog.at_level("INFO"), quiet():  # as a sweep runs it
+    with caplog.at_level("INFO"), quiet_lightning():  # as a sweep runs it
         first = pruned(tiny_llama, tmp_path / "a")
         second = pruned(tiny_llama, tmp_path / "b")
     assert written == [range(5)]

@@ -13,7 +13,7 @@ from rich.table import Table
 from mrp_lightning.callbacks import PruningCallback
 from mrp_lightning.data.data_module import HeldOutText, TextDataModule
 from mrp_lightning.data.own_text import estimate_writing
-from mrp_lightning.experiments.configuration import quiet
+from mrp_lightning.environment import quiet_lightning
 from mrp_lightning.experiments.numbers import memory, number, percent, perplexity
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.progress import roughly
@@ -51,7 +51,7 @@ def prune_and_compare(
     is_given = bool(text["train_files"])
     data = HeldOutText(**text) if is_given else TextDataModule(**text, calibration=SELF)
     assert prune.save_dir is not None
-    with quiet():
+    with quiet_lightning():
         model = CausalLM(**source)
         check_save_dir(prune.save_dir, model, overwrite=prune.overwrite)
         plan = make_plan(model.model, prune.settings.recipe.pattern)
