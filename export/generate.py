@@ -82,9 +82,8 @@ def _generate(
     from mrp_lightning.models.tokenizers import load_tokenizer
     from mrp_sparse.compiled_step import round_activations
     from mrp_sparse.decoding import TimedStreamer, write
-    from mrp_sparse.layers.bitmask4_linear import Bitmask4Linear
-    from mrp_sparse.layers.eight_bit_head import round_head
-    from mrp_sparse.layers.eight_bit_linear import EightBitLinear
+    from mrp_sparse.eight_bit_head import EightBitLinear, round_head
+    from mrp_sparse.packed_linear import Bitmask4Linear
 
     model: Any = load(Path(directory), dtype="auto").eval()
     model.to(device)

@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mrp_sparse.formats.sparse24 import pack, unpack
 from mrp_sparse.kernels import dispatch as _dispatch  # noqa: F401  (registers the operators)
-from mrp_sparse.layers.bitmask4_linear import Bitmask4Linear
-from mrp_sparse.layers.bitmask_linear import BitmaskLinear
-from mrp_sparse.layers.sparse24_linear import Sparse24Linear
+from mrp_sparse.packed_linear import Bitmask4Linear, BitmaskLinear, Sparse24Linear
 from mrp_sparse.registration import register
 
 if TYPE_CHECKING:

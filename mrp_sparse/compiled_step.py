@@ -23,8 +23,7 @@ from transformers.cache_utils import StaticLayer
 from mrp_sparse.environment import machine
 from mrp_sparse.errors import OptionError
 from mrp_sparse.file_lock import locked
-from mrp_sparse.layers.bitmask4_linear import Bitmask4Linear
-from mrp_sparse.layers.packed_linear import PackedLinear
+from mrp_sparse.packed_linear import Bitmask4Linear, PackedLinear
 from mrp_sparse.upstream import attention_of, grouped_attention
 
 log = logging.getLogger(__name__)

@@ -17,18 +17,20 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from mrp_sparse.eight_bit_head import EightBitLinear, Head
 from mrp_sparse.errors import FormatError, OptionError
 from mrp_sparse.formats.bitmask import BITMASK
 from mrp_sparse.formats.bitmask4 import BITMASK4
 from mrp_sparse.formats.eight_bit import VERSION as HEAD_VERSION
 from mrp_sparse.formats.sparse24 import SPARSE24
-from mrp_sparse.layers.bitmask4_linear import Bitmask4Linear
-from mrp_sparse.layers.bitmask_linear import BitmaskLinear
-from mrp_sparse.layers.eight_bit_head import Head
-from mrp_sparse.layers.eight_bit_linear import EightBitLinear
-from mrp_sparse.layers.frozen_linear import weight_matrix
-from mrp_sparse.layers.packed_linear import PackedLinear, is_packable
-from mrp_sparse.layers.sparse24_linear import Sparse24Linear
+from mrp_sparse.packed_linear import (
+    Bitmask4Linear,
+    BitmaskLinear,
+    PackedLinear,
+    Sparse24Linear,
+    is_packable,
+    weight_matrix,
+)
 from mrp_sparse.upstream import was_loaded
 
 if TYPE_CHECKING:
@@ -139,7 +141,7 @@ class PackedQuantizer(HfQuantizer):
         damaged = [*self._damage_of_head(model)]
         for name, layer in self._layers(model):
             # What no file held is memory that nobody wrote: it may look like anything.
-            tensors = {key: getattr(layer, key) for key in ("weight", *layer.FORMAT.beside)}
+            tensors = {key: getattr(layer, key) for key in ("weight", *layer.FORMAT.companions)}
             if missing := [key for key, tensor in tensors.items() if not was_loaded(tensor)]:
                 damaged += [f"{name}.{key} (missing, or of another shape)" for key in missing]
                 continue

@@ -15,7 +15,7 @@ from mrp_sparse.arguments import checked
 from mrp_sparse.errors import FormatError
 from mrp_sparse.huggingface import CONFIGS, PackedConfig, misfits, pack_modules
 from mrp_sparse.json_files import read_json
-from mrp_sparse.layers.frozen_linear import is_conv1d
+from mrp_sparse.packed_linear import is_conv1d
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ def _packed_problems(
         columns = layer.in_features
         if form.count and is_conv1d(modules[name]) and columns == layer.out_features:
             yield f"{name}: a square Conv1D, whose bits may be those of its transpose; `--skip` it"
-        keys = [f"{name}.{key}" for key in ("weight", *form.beside)]
+        keys = [f"{name}.{key}" for key in ("weight", *form.companions)]
         if any(key not in tensors or tensors[key].shape != expected[key] for key in keys):
             continue
         stored = [tensors[key] for key in keys]

@@ -24,7 +24,7 @@ from mrp_sparse.kernels.candidates import (
 )
 from mrp_sparse.kernels.dispatch import known_times
 from mrp_sparse.kernels.kernel_times import STORED_DENSE, KernelTimes
-from mrp_sparse.layers.sparse24_linear import Sparse24Linear
+from mrp_sparse.packed_linear import Sparse24Linear
 
 BACKENDS = ("auto", "triton", *SUBCLASSES)
 TARGETS: Mapping[str, tuple[int, ...]] = {

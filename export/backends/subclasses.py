@@ -18,7 +18,7 @@ from torch.sparse import (
 
 from mrp_lightning.errors import first_line
 from mrp_lightning.upstream import torch_names
-from mrp_sparse.layers.frozen_linear import frozen
+from mrp_sparse.packed_linear import frozen
 
 _NO_TORCHAO = "torchao is not installed (pip install 'torchao==0.18.*')"
 

@@ -10,8 +10,8 @@ from export.conversion.checkpoint import Checkpoint
 from mrp_lightning.errors import OptionError
 from mrp_lightning.models.checkpoint import names_in_model
 from mrp_lightning.models.skeleton import build_without_weights
+from mrp_sparse.eight_bit_head import Head
 from mrp_sparse.formats.eight_bit import VERSION, pack
-from mrp_sparse.layers.eight_bit_head import Head
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -23,12 +23,12 @@ from export.loading import load
 from mrp_lightning.data.data_module import TextDataModule
 from mrp_lightning.errors import DataError, ParityError, first_line
 from mrp_lightning.models.skeleton import longest_sequence
+from mrp_sparse.eight_bit_head import round_head
 from mrp_sparse.formats.packed_format import different_bits
 from mrp_sparse.formats.sparse24 import positive_zeros
 from mrp_sparse.huggingface import CONFIGS
 from mrp_sparse.kernels.operator import MAX_ERROR_RATIO
-from mrp_sparse.layers.eight_bit_head import round_head
-from mrp_sparse.layers.packed_linear import PackedLinear
+from mrp_sparse.packed_linear import PackedLinear
 
 MIN_TOP1_AGREEMENT = 0.995
 MAX_PERPLEXITY_CHANGE = 0.001
@@ -305,7 +305,7 @@ def _compare_tensor(
     if layer is not None:
         tensor = positive_zeros(layer.matrix(tensor))[0]
         form, columns = layer.form, tensor.shape[1]
-        names = form.names_beside(name)
+        names = form.companion_names(name)
         beside = [stored[key] for key in names if key in stored]
         if not beside:
             found = layer.matrix(found)
@@ -335,7 +335,7 @@ def _packed_in_file(directory: Path, layers: Sequence[LayerChoice]) -> dict[str,
     tensors = dict(open_checkpoint(directory).tensors())
     packed = {}
     for layer in layers:
-        names = [layer.tensor, *layer.form.names_beside(layer.tensor)]
+        names = [layer.tensor, *layer.form.companion_names(layer.tensor)]
         if all(name in tensors for name in names):
             kind = CONFIGS[layer.form.quant_method].layer
             stored = [tensors[name] for name in names]

@@ -33,7 +33,7 @@ from mrp_sparse.formats.bitmask4 import BITMASK4, GRID, count_bytes
 from mrp_sparse.formats.grid import Grid
 from mrp_sparse.formats.packed_format import PackedFormat, why_no_matrix
 from mrp_sparse.formats.sparse24 import GROUP, SPARSE24, broken_groups, positive_zeros
-from mrp_sparse.layers.packed_linear import is_packable
+from mrp_sparse.packed_linear import is_packable
 
 _ROUNDING = 1e-6
 """The fraction of weights by which a report's `sparsity`, a mean in float32, may be off."""

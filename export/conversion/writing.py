@@ -32,7 +32,7 @@ def write_packed(
     form = layers[0].form
 
     def convert(layer: LayerChoice, tensor: Tensor) -> dict[str, Tensor]:
-        names = [layer.tensor, *form.names_beside(layer.tensor)]
+        names = [layer.tensor, *form.companion_names(layer.tensor)]
         return dict(zip(names, form.pack(layer.matrix(tensor)), strict=True))
 
     names = [layer.name for layer in layers]

@@ -25,7 +25,7 @@ from mrp_sparse.decoding import storage_bytes
 from mrp_sparse.kernels import cusparselt
 from mrp_sparse.kernels.dispatch import known_times, use_times
 from mrp_sparse.kernels.kernel_times import Failure, Measurement, cache_path
-from mrp_sparse.layers.sparse24_linear import Sparse24Linear
+from mrp_sparse.packed_linear import Sparse24Linear
 
 
 def packed_copy(model: PreTrainedModel, names: Iterable[str]) -> PreTrainedModel:

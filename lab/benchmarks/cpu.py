@@ -33,7 +33,7 @@ from export.speed.model_timing import Decoder
 from mrp_sparse.decoding import storage_bytes
 from mrp_sparse.environment import machine
 from mrp_sparse.kernels import compiled
-from mrp_sparse.layers.packed_linear import PackedLinear
+from mrp_sparse.packed_linear import PackedLinear
 
 LAYERS = ("576x576", "1536x576", "2048x2048", "5632x2048", "4096x4096", "11008x4096", "4096x11008")
 LLAMA = {"model_type": "llama", "hidden_size": 2048, "num_attention_heads": 32}

@@ -27,7 +27,7 @@ from mrp_lightning.experiments.trials import Trial, parse_setting
 from mrp_lightning.solver.patterns import Dense
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.plan import make_plan
-from mrp_sparse.layers.eight_bit_head import round_head
+from mrp_sparse.eight_bit_head import round_head
 
 INT4 = "PyTorch int4"
 DENSE = "dense"

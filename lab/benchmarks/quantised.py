@@ -49,10 +49,10 @@ from torch import Tensor, nn
 from export import Bitmask4Linear
 from mrp_sparse.compiled_step import CompiledStep
 from mrp_sparse.decoding import storage_bytes
+from mrp_sparse.eight_bit_head import round_head
 from mrp_sparse.environment import machine
 from mrp_sparse.kernels import compiled
-from mrp_sparse.layers.eight_bit_head import round_head
-from mrp_sparse.layers.packed_linear import PackedLinear
+from mrp_sparse.packed_linear import PackedLinear
 
 SHAPES = ("4096x4096", "5632x2048", "1536x576")
 SMOLLM2 = {"model_type": "llama", "hidden_size": 576, "num_attention_heads": 9}

@@ -109,16 +109,23 @@ def _kept(weight: Tensor) -> Tensor:
     return integers & torch.iinfo(integers.dtype).max != 0
 
 
+def _empty(shape: tuple[int, int], count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    bits = torch.empty(shape[0], bytes_of(shape[1]), dtype=torch.uint8)
+    return torch.empty(count, dtype=dtype), bits
+
+
 BITMASK = PackedFormat(
     option="bitmask",
     suffix="bitmask",
     quant_method="mrp_bitmask",
     version=1,
-    beside=("weight_bits",),
+    companions=("weight_bits",),
     count="num_kept",
     pack=pack,
     unpack=unpack,
+    empty=_empty,
     damage=damage,
     why_not=why_no_matrix,
     num_bytes=packed_bytes,
+    row_offsets=row_offsets,
 )

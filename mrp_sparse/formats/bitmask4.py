@@ -138,16 +138,25 @@ def _first(counts: Tensor, width: int) -> Tensor:
     return torch.arange(width, device=counts.device) < counts[..., None]
 
 
+def _empty(shape: tuple[int, int], count: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    rows, columns = shape
+    bits = torch.empty(rows, bytes_of(columns), dtype=torch.uint8)
+    scales = torch.empty(rows, num_groups(columns), dtype=dtype)
+    return torch.empty(count, dtype=torch.uint8), bits, scales
+
+
 BITMASK4 = PackedFormat(
     option="bitmask4",
     suffix="bitmask4",
     quant_method="mrp_bitmask4",
     version=1,
-    beside=("weight_bits", "weight_scales"),
+    companions=("weight_bits", "weight_scales"),
     count="num_bytes",
     pack=pack,
     unpack=unpack,
+    empty=_empty,
     damage=damage,
     why_not=why_no_matrix,
     num_bytes=packed_bytes,
+    row_offsets=row_offsets,
 )

@@ -11,45 +11,51 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class PackedFormat:
-    """A form of weights with zeros, in some tensors: the kept values, where they were, and more.
+    """A stored form of a weight with zeros: the non-zero values, their columns, and more.
 
     Attributes:
-        option: Its name for `--format`.
-        suffix: The end of the name of a directory in this format.
-        quant_method: Its name in `quantization_config`.
-        version: The version of it that is written and read.
-        beside: Names of the tensors of a layer beside the values, which are called `weight`: the
-            first says where they were.
-        count: The argument by which a layer is told how many elements `weight` has, where its
-            shape does not say; else `None`.
-        pack: Gives the tensors of a weight (rows, columns).
-        unpack: `unpack(*tensors, columns)` gives the weight again, bit by bit.
-        damage: `damage(*tensors, columns)` says why these were never packed, or `None`.
-        why_not: The reason why no weight of a shape has this form, or `None`.
-        num_bytes: `num_bytes(shape, dtype, count)` gives the size, in bytes, of all tensors of a
-            weight whose values are so many elements.
+        option: Name for `--format`.
+        suffix: End of the name of an exported directory.
+        quant_method: Name in `quantization_config`.
+        version: Version of the format that is written and read.
+        companions: Names of a layer's tensors next to the values, which are called `weight`. The
+            first holds the columns of the values.
+        count: Name of the argument of a layer that gives the number of elements of `weight`, where
+            the layer's shape does not determine it; else `None`.
+        pack: `pack(weight)` returns the tensors of a weight (rows, columns).
+        unpack: `unpack(*tensors, columns)` returns the weight again, equal to the bit.
+        empty: `empty(shape, count, dtype)` returns uninitialised tensors of a weight of a shape.
+        damage: `damage(*tensors, columns)` returns the reason why these tensors were never packed
+            together, or `None`.
+        why_not: `why_not(shape)` returns the reason why no weight of a shape has this form, or
+            `None`.
+        num_bytes: `num_bytes(shape, dtype, count)` returns the bytes of all tensors of a weight.
+        row_offsets: `row_offsets(columns of the values)` returns the first index of each row in the
+            values, int64 (rows,); `None` where rows have one length.
     """
 
     option: str
     suffix: str
     quant_method: str
     version: int
-    beside: tuple[str, ...]
+    companions: tuple[str, ...]
     count: str | None
     pack: Callable[[Tensor], tuple[Tensor, ...]]
     unpack: Callable[..., Tensor]
+    empty: Callable[[tuple[int, int], int, torch.dtype], tuple[Tensor, ...]]
     damage: Callable[..., str | None]
     why_not: Callable[[tuple[int, ...]], str | None]
     num_bytes: Callable[[tuple[int, int], torch.dtype, int], int]
+    row_offsets: Callable[[Tensor], Tensor] | None = None
 
     @property
     def places(self) -> str:
-        """Name of the tensor that says where the values were."""
-        return self.beside[0]
+        """Name of the tensor that holds the columns of the values."""
+        return self.companions[0]
 
-    def names_beside(self, weight: str) -> list[str]:
-        """The names in the files of the tensors beside the values, by that of the values."""
-        return [weight + name.removeprefix("weight") for name in self.beside]
+    def companion_names(self, weight: str) -> list[str]:
+        """Return the names in a checkpoint of the companions, from the name of the values."""
+        return [weight + name.removeprefix("weight") for name in self.companions]
 
 
 def why_no_matrix(shape: tuple[int, ...]) -> str | None:

@@ -138,16 +138,24 @@ def _packed_bytes(shape: tuple[int, int], dtype: torch.dtype) -> int:
     return rows * (columns // 2 * dtype.itemsize + columns // COLUMNS_MULTIPLE)
 
 
-# The shape says all: neither the columns nor the number of kept values need to be told.
+def _empty(shape: tuple[int, int], count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    del count
+    rows, columns = shape
+    meta = torch.empty(rows, columns // COLUMNS_MULTIPLE, dtype=torch.uint8)
+    return torch.empty(rows, columns // 2, dtype=dtype), meta
+
+
+# The shape of the values determines everything: `unpack` needs no columns, and layers no count.
 SPARSE24 = PackedFormat(
     option="packed",
     suffix="sparse24",
     quant_method="mrp_sparse24",
     version=1,
-    beside=("weight_meta",),
+    companions=("weight_meta",),
     count=None,
     pack=pack,
     unpack=lambda values, meta, _: spread(values, meta),
+    empty=_empty,
     damage=lambda _, meta, __: _damage(meta),
     why_not=why_not_packable,
     num_bytes=lambda shape, dtype, _: _packed_bytes(shape, dtype),

@@ -15,7 +15,7 @@ from export.speed.comparison import dense_copy, packed_copy
 from export.speed.model_timing import Decoder, prefill
 from export.speed.random_models import prunable, random_model
 from mrp_lightning.embedded import STDLIB_LLAMA
-from mrp_sparse.layers.sparse24_linear import Sparse24Linear
+from mrp_sparse.packed_linear import Sparse24Linear
 
 KINDS = {
     "llama": {"intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2},

@@ -24,7 +24,7 @@ from mrp_sparse.kernels.kernel_times import (
     cache_path,
     environment,
 )
-from mrp_sparse.layers.sparse24_linear import Sparse24Linear
+from mrp_sparse.packed_linear import Sparse24Linear
 
 CPU = torch.device("cpu")
 

@@ -25,7 +25,7 @@ from mrp_sparse.decoding import storage_bytes
 from mrp_sparse.formats.sparse24 import broken_groups
 from mrp_sparse.kernels.dispatch import known_times, use_times
 from mrp_sparse.kernels.kernel_times import STORED_DENSE, Failure, KernelTimes, Measurement
-from mrp_sparse.layers.sparse24_linear import Sparse24Linear
+from mrp_sparse.packed_linear import Sparse24Linear
 
 CPU = torch.device("cpu")
 PARAMETERS = {"llama2-7b": 6.74e9, "llama3-8b": 8.03e9, "opt-6.7b": 6.66e9}

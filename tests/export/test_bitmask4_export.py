@@ -93,7 +93,7 @@ def test_the_checkpoint_decides(coded, capsys):
 
 
 def export_names() -> tuple[str, ...]:
-    return Bitmask4Linear.FORMAT.beside
+    return Bitmask4Linear.FORMAT.companions
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from export import Bitmask4Linear
 from mrp_lightning.errors import OptionError
 from mrp_sparse.compiled_step import LENGTHS, CompiledStep, round_activations
+from mrp_sparse.eight_bit_head import round_head
 from mrp_sparse.kernels import compiled
-from mrp_sparse.layers.eight_bit_head import round_head
 
 from .conftest import onto_grid
 

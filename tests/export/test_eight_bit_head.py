@@ -10,8 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from export.generate import main
 from mrp_lightning.embedded import STDLIB_LLAMA
 from mrp_lightning.errors import OptionError
-from mrp_sparse.layers.eight_bit_head import round_head
-from mrp_sparse.layers.eight_bit_linear import EightBitLinear
+from mrp_sparse.eight_bit_head import EightBitLinear, round_head
 
 
 def tiny(**options):

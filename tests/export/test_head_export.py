@@ -14,8 +14,7 @@ import export
 from export.generate import main as generate
 from export.to_sparse import main
 from mrp_lightning.errors import FormatError
-from mrp_sparse.layers.eight_bit_head import round_head
-from mrp_sparse.layers.eight_bit_linear import EightBitLinear
+from mrp_sparse.eight_bit_head import EightBitLinear, round_head
 
 TENSORS = {"lm_head.weight", "lm_head.weight_scales"}
 TABLE = "model.embed_tokens.weight"

@@ -24,7 +24,7 @@ from export.conversion.writing import write_packed
 from mrp_lightning.errors import DataError, ParityError
 from mrp_lightning.json_files import as_json
 from mrp_sparse.formats.packed_format import different_bits
-from mrp_sparse.layers.sparse24_linear import Sparse24Linear
+from mrp_sparse.packed_linear import Sparse24Linear
 
 
 @pytest.fixture

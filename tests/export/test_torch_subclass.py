@@ -7,7 +7,7 @@ from torch.sparse import SparseSemiStructuredTensorCUTLASS
 
 from export.backends.apply import apply
 from export.speed.timing import random_24
-from mrp_sparse.layers.sparse24_linear import Sparse24Linear
+from mrp_sparse.packed_linear import Sparse24Linear
 
 CPU = torch.device("cpu")
 

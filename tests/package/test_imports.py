@@ -42,7 +42,7 @@ ORDER = {
         "experiments",
         "commands",
     ),
-    "mrp_sparse": ("formats", "kernels", "layers"),
+    "mrp_sparse": ("formats", "kernels"),
     "export": ("backends", "loading", "conversion", "speed"),
     "callbacks": (),
 }
@@ -120,7 +120,7 @@ def test_every_folder_has_its_place(package):
         ("mrp_lightning/files.py", "from mrp_lightning.solver import ranges", False),
         ("mrp_lightning/loop/a.py", "if TYPE_CHECKING:\n    from callbacks import x", False),
         ("callbacks/a.py", "import export", False),
-        ("mrp_sparse/kernels/a.py", "import mrp_sparse.layers.frozen_linear", False),
+        ("mrp_sparse/kernels/a.py", "import mrp_sparse.packed_linear", False),
         ("mrp_sparse/kernels/a.py", "import mrp_lightning.errors", False),
         ("export/backends/a.py", "from export.speed import timing", False),
         ("export/speed/a.py", "from export.backends import apply", True),

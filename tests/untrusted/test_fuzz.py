@@ -217,7 +217,7 @@ def test_packed_files(packed, data):
         weight = weight % 17 - 8  # whole numbers are on a grid whose scale is 1
     values, *beside = packed.pack(weight)
     tensors = {"0.weight": values, "0.bias": torch.zeros(4)}
-    tensors |= dict(zip([f"0.{name}" for name in packed.beside], beside, strict=True))
+    tensors |= dict(zip([f"0.{name}" for name in packed.companions], beside, strict=True))
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         file = directory / "model.safetensors"

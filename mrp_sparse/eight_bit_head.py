@@ -1,0 +1,198 @@
+"""A head of 8 bits: the layer that maps hidden states to logits, at half of its 16-bit bytes.
+
+An embedding table that is tied to the head is read from the same 8 bits, and stores no tensors.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from mrp_sparse.errors import OptionError
+from mrp_sparse.formats.eight_bit import damage, pack, unpack, why_not_rounded
+from mrp_sparse.packed_linear import FrozenLinear, frozen
+
+
+class EightBitLinear(FrozenLinear):
+    """y = x Wᵀ + b with W of 8 bits: each row is whole numbers from −127 to 127 times a scale.
+
+    On a CPU the numbers are multiplied as they are; elsewhere each product unpacks the weight.
+
+    The arguments are those of `Sparse24Linear`; `dtype` is that of the scales.
+
+    Attributes:
+        weight: The numbers, int8 (out_features, in_features).
+        weight_scales: A scale for each row, (out_features,), in the layer's dtype.
+
+    Raises:
+        OptionError: The number of columns is no multiple of 16.
+    """
+
+    weight_scales: Tensor
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if reason := why_not_rounded(in_features):
+            raise OptionError(f"EightBitLinear: {reason}.")
+        codes = torch.empty(out_features, in_features, dtype=torch.int8, device=device)
+        scales = torch.empty(out_features, dtype=dtype, device=device)
+        super().__init__(in_features, out_features, weight=codes, weight_scales=scales)
+        if bias:
+            self.bias = frozen(torch.empty_like(scales))
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear) -> Self:
+        """Return the layer whose numbers are nearest to the weights, as `pack` rounds them."""
+        layer = cls.like(linear, "meta")
+        layer.weight, layer.weight_scales = pack(linear.weight.detach())
+        layer.bias = None if linear.bias is None else frozen(linear.bias.detach())
+        return layer
+
+    def dense_weight(self) -> Tensor:
+        """Return W (out_features, in_features), in the dtype of the scales."""
+        return unpack(self.weight, self.weight_scales)
+
+    def damage(self) -> str | None:
+        """Return the reason why the tensors were never packed together, or `None`."""
+        return damage(self.weight, self.weight_scales)
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        return torch.ops.mrp_lightning.linear8(x, self.weight, self.weight_scales, self.bias)
+
+    def extra_repr(self) -> str:
+        """Return the shape, as `nn.Linear` shows it, and the bits of a weight."""
+        return f"{super().extra_repr()}, bits=8"
+
+
+class EightBitTable(nn.Module):
+    """Embeddings read from the rows of a head of 8 bits. The module has no tensors of its own.
+
+    Args:
+        head: The head, which may be moved to another device later.
+    """
+
+    def __init__(self, head: EightBitLinear) -> None:
+        super().__init__()
+        self._head = (head,)  # in a tuple, so that it is no submodule of this one
+
+    @property
+    def weight(self) -> Tensor:
+        """The numbers of the head, int8 (rows, columns)."""
+        return self._head[0].weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Map token ids (...) to embeddings (..., columns)."""
+        return unpack(self.weight[ids], self._head[0].weight_scales[ids])
+
+
+@dataclass(frozen=True)
+class Head:
+    """The names of a model's head, and of the embeddings that are tied to it.
+
+    Attributes:
+        name: Name of the linear layer that gives the logits.
+        table: Name of the embeddings that are tied to it, `None` where they have their own weight.
+    """
+
+    name: str
+    table: str | None
+
+    @classmethod
+    def of(cls, model: Any) -> Self:
+        """Return the head of a transformers model, if it can have 8 bits.
+
+        Raises:
+            OptionError: There is no linear head, its columns are no multiple of 16, or its weight
+                is tied to other modules than plain embeddings.
+        """
+        layer = model.get_output_embeddings()
+        kind = type(model).__name__
+        if type(layer) is not nn.Linear:
+            head = "none" if layer is None else f"a {type(layer).__name__}"
+            raise OptionError(f"a head of 8 bits is made of a linear layer; {kind} has {head}")
+        if reason := why_not_rounded(layer.in_features):
+            raise OptionError(reason)
+        names = {id(module): name for name, module in model.named_modules()}
+        name = names[id(layer)]
+        tied = _tied_to(model, f"{name}.weight", layer.weight)
+        if not tied:
+            return cls(name, None)
+        embeddings = model.get_input_embeddings()
+        table = names.get(id(embeddings))
+        if type(embeddings) is not nn.Embedding or embeddings.max_norm or tied != {table}:
+            raise OptionError(
+                f"the head of {kind} is tied to {', '.join(sorted(tied))}, where its 8 bits would "
+                "do other things than in plain embeddings"
+            )
+        return cls(name, table)
+
+    @classmethod
+    def named(cls, model: Any, name: str) -> Self:
+        """Return the head of this name, which a checkpoint stores in 8 bits.
+
+        Raises:
+            OptionError: The model has no such head, or one that cannot have 8 bits.
+        """
+        if not hasattr(model, "get_output_embeddings"):
+            raise OptionError(f"{name}: a head of 8 bits is for models of transformers")
+        head = cls.of(model)
+        if head.name != name:
+            raise OptionError(f"{name}: the head of {type(model).__name__} is {head.name}")
+        return head
+
+    def put(self, model: Any, layer: EightBitLinear) -> None:
+        """Replace the head of a model, and the embeddings that are tied to it, in place."""
+        model.set_submodule(self.name, layer)
+        if self.table is not None:
+            model.set_submodule(self.table, EightBitTable(layer).train(layer.training))
+            # Neither is a parameter now that transformers could tie.
+            weights = {f"{self.name}.weight", f"{self.table}.weight"}
+            ties = model.all_tied_weights_keys
+            model.all_tied_weights_keys = {a: b for a, b in ties.items() if not {a, b} & weights}
+
+    def put_dense(self, model: Any, original: Any, dtype: torch.dtype | None) -> None:
+        """Replace the head of 8 bits, and its embeddings, by dense modules with the same values.
+
+        Args:
+            model: The model with a head of 8 bits.
+            original: A model of the same class on the meta device, whose modules are used.
+            dtype: Dtype of the weight; `None` is that of the scales.
+        """
+        packed: EightBitLinear = model.get_submodule(self.name)
+        dense = packed.give(original.get_submodule(self.name), dtype)
+        model.set_submodule(self.name, dense)
+        if self.table is not None:
+            table = original.get_submodule(self.table).train(packed.training)
+            table.weight = dense.weight
+            model.set_submodule(self.table, table)
+            model.all_tied_weights_keys = original.all_tied_weights_keys
+
+
+def _tied_to(model: Any, name: str, weight: Tensor) -> set[str]:
+    """Return the names of the other modules that share this weight, or will after loading.
+
+    While a model is loaded, tied weights are still two parameters: the class declares the ties.
+    """
+    pairs = [{target, source} for target, source in model.all_tied_weights_keys.items()]
+    group = {n for n, p in model.named_parameters(remove_duplicate=False) if p is weight} | {name}
+    for _ in pairs:
+        group = group.union(*(pair for pair in pairs if pair & group))
+    return {tied.rpartition(".")[0] for tied in group - {name}}
+
+
+def round_head(model: Any) -> None:
+    """Round the head of a transformers model to 8 bits, in place.
+
+    Embeddings that are tied to the head are read from the same 8 bits.
+
+    Raises:
+        OptionError: The head cannot have 8 bits; see `Head.of`.
+    """
+    Head.of(model).put(model, EightBitLinear.from_linear(model.get_output_embeddings()))

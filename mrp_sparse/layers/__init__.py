@@ -1,1 +1,0 @@
-"""Linear layers whose weight is stored packed."""

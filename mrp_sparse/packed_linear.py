@@ -1,0 +1,426 @@
+"""Linear layers that store their weight packed: 2:4, bitmask, and bitmask of four bits.
+
+The layers hold plain tensors, so that state dicts, safetensors, `deepcopy`, `torch.compile` and
+`torch.export` treat them like any other module. The weight is frozen. `docs/format.md` describes
+the stored tensors byte by byte.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, ClassVar, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from mrp_sparse.arguments import checked
+from mrp_sparse.errors import FormatError, PatternError, TargetError
+from mrp_sparse.formats import bitmask, bitmask4
+from mrp_sparse.formats.bitmask import BITMASK
+from mrp_sparse.formats.bitmask4 import BITMASK4
+from mrp_sparse.formats.packed_format import PackedFormat
+from mrp_sparse.formats.sparse24 import SPARSE24
+
+Dense = TypeVar("Dense", bound=nn.Module)
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Return whether the module is the `Conv1D` of GPT-2, by name: transformers is not imported."""
+    return any(
+        (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
+        for kind in type(module).__mro__
+    )
+
+
+def is_packable(module: nn.Module) -> bool:
+    """Return whether the module is a linear layer with one matrix: no convolution, no experts."""
+    return isinstance(module, nn.Linear) or is_conv1d(module)
+
+
+def weight_matrix(linear: Any) -> Tensor:
+    """Return the weight (rows, columns) of an `nn.Linear` or a `Conv1D`, as a view."""
+    weight: Tensor = linear.weight.detach()
+    return weight.T if is_conv1d(linear) else weight
+
+
+def frozen(tensor: Tensor) -> nn.Parameter:
+    """Return a parameter that is not trained."""
+    return nn.Parameter(tensor, requires_grad=False)
+
+
+class FrozenLinear(nn.Module):
+    """y = x Wᵀ + b with W computed from stored tensors, `weight` among them; not trained."""
+
+    weight: Tensor
+
+    def __init__(self, in_features: int, out_features: int, **tensors: Tensor) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor)
+        self.bias: nn.Parameter | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (..., in_features) to (..., out_features).
+
+        Raises:
+            RuntimeError: The input has another number of columns; `nn.Linear` raises the same.
+        """
+        if x.shape[-1] != self.in_features:
+            raise RuntimeError(
+                f"{type(self).__name__}: expected {self.in_features} columns, its `in_features`, "
+                f"got an input of shape {tuple(x.shape)}."
+            )
+        return self._multiply(x)
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def dense_weight(self) -> Tensor:
+        """Return W (out_features, in_features), with its zeros."""
+        raise NotImplementedError
+
+    @classmethod
+    def like(
+        cls, linear: nn.Module, device: torch.device | str | None = None, **count: int
+    ) -> Self:
+        """Return an uninitialised layer of the shape of an `nn.Linear` or a `Conv1D`.
+
+        Args:
+            linear: The dense layer. The new one is in training if this one is.
+            device: Device of the tensors; `None` is that of the dense weight.
+            **count: The argument of the class that its format names as `count`, if it names one.
+        """
+        weight = weight_matrix(linear)
+        rows, columns = weight.shape
+        options: dict[str, Any] = {"dtype": weight.dtype, "device": device or weight.device}
+        options |= {"bias": getattr(linear, "bias", None) is not None, **count}
+        return cls(columns, rows, **options).train(linear.training)
+
+    def to_linear(self) -> nn.Linear:
+        """Return the same layer as an `nn.Linear`, its zeros stored."""
+        has_bias = self.bias is not None
+        linear = nn.Linear(self.in_features, self.out_features, has_bias, device="meta")
+        return self.give(linear, None)
+
+    def give(self, dense: Dense, dtype: torch.dtype | None) -> Dense:
+        """Assign the weight and the bias to a dense layer of this shape, and return it.
+
+        Args:
+            dense: An `nn.Linear` or a `Conv1D`, on any device.
+            dtype: Dtype of the assigned tensors; `None` is that of this layer.
+        """
+        weight = self.dense_weight().to(dtype)
+        stored = weight if isinstance(dense, nn.Linear) else weight.T.contiguous()
+        dense.weight = nn.Parameter(stored)
+        if self.bias is not None:
+            dense.bias = nn.Parameter(self.bias.detach().to(dtype))
+        return dense.train(self.training)
+
+    def extra_repr(self) -> str:
+        """Return the shape, as `nn.Linear` shows it."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}"
+        )
+
+
+class PackedLinear(FrozenLinear):
+    """A linear layer whose weight is stored in a `PackedFormat`.
+
+    Attributes:
+        weight: The stored values; their shape and dtype are the format's.
+        bias: Added to each output, (out_features,), or `None`. It is not initialised.
+    """
+
+    FORMAT: ClassVar[PackedFormat]
+    """The format of the stored tensors."""
+    DERIVED: ClassVar[str] = "offsets"
+    """Name of the tensor that is computed from the stored ones, and not in the state dict."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        count: int,
+        bias: bool,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if reason := self.FORMAT.why_not((out_features, in_features)):
+            raise PatternError(f"{type(self).__name__}: {reason}.")
+        with nullcontext() if device is None else torch.device(device):
+            values, *companions = self.FORMAT.empty(
+                (out_features, in_features), count, dtype or torch.get_default_dtype()
+            )
+            tensors = dict(zip(self.FORMAT.companions, companions, strict=True))
+            super().__init__(in_features, out_features, **tensors)
+            self.weight = frozen(values)
+            self.bias = frozen(torch.empty(out_features, dtype=self.dtype)) if bias else None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == self.DERIVED:
+            # A non-persistent buffer stays out of state dicts. While there is none it must not be
+            # registered as such: accelerate moves every one of them, `None` too.
+            self.register_buffer(name, value, persistent=value is None)
+            return
+        super().__setattr__(name, value)
+        if name in ("weight", self.FORMAT.places):
+            self.derive()
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self.derive()
+
+    def derive(self) -> None:
+        """Recompute the derived tensor after the stored ones changed; `None` without data."""
+        assert self.FORMAT.row_offsets is not None
+        bits = self.places
+        setattr(self, self.DERIVED, None if bits.is_meta else self.FORMAT.row_offsets(bits))
+
+    @classmethod
+    @checked
+    def from_linear(cls, linear: nn.Module) -> Self:
+        """Pack a pruned `nn.Linear`, or transformers' `Conv1D`.
+
+        Raises:
+            PatternError: Its weight has no form of this kind.
+            TargetError: It is another module.
+        """
+        if not is_packable(linear):
+            raise TargetError(
+                f"{cls.__name__}.from_linear packs an `nn.Linear` or transformers' `Conv1D`; got a "
+                f"{type(linear).__name__}. Give one of these."
+            )
+        weight = weight_matrix(linear)
+        layer = cls.from_packed(cls.FORMAT.pack(weight), weight.shape[1])
+        if isinstance(linear.bias, Tensor):
+            layer.bias = frozen(linear.bias.detach())
+        return layer
+
+    @classmethod
+    @checked
+    def from_packed(cls, tensors: Sequence[Tensor], columns: int) -> Self:
+        """Return a layer without bias on the tensors that a weight of `columns` was packed into.
+
+        Raises:
+            FormatError: They are not as many, of other shapes, or were never packed together.
+            PatternError: No weight of so many columns has this form.
+        """
+        names = ("weight", *cls.FORMAT.companions)
+        kinds = [type(tensor).__name__ for tensor in tensors]
+        if len(tensors) != len(names) or not all(isinstance(x, Tensor) for x in tensors):
+            raise FormatError(
+                f"{cls.__name__}.from_packed needs the tensors {', '.join(names)}; got "
+                f"{', '.join(kinds) or 'none'}."
+            )
+        values, places, *_ = tensors
+        rows = places.shape[0] if places.ndim else 0
+        count = {cls.FORMAT.count: values.numel()} if cls.FORMAT.count else {}
+        options: dict[str, Any] = {"bias": False, "device": "meta", **count}
+        layer = cls(columns, rows, **options)
+        expected = {name: tuple(layer.state_dict()[name].shape) for name in names}
+        shapes = {name: tuple(tensor.shape) for name, tensor in zip(names, tensors, strict=True)}
+        if shapes != expected or places.dtype != torch.uint8:
+            raise FormatError(
+                f"{cls.__name__}.from_packed: of {rows} rows and {columns} columns the "
+                f"tensors are {expected}, with `{cls.FORMAT.places}` in uint8. Got {shapes}, in "
+                f"{places.dtype}."
+            )
+        if damage := cls.FORMAT.damage(*tensors, columns):
+            raise FormatError(f"{cls.__name__}.from_packed: damaged, {damage}. Pack it again.")
+        layer.weight = frozen(values)
+        for name, tensor in zip(cls.FORMAT.companions, tensors[1:], strict=True):
+            setattr(layer, name, tensor)
+        return layer
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the values and the activations."""
+        return self.weight.dtype
+
+    @property
+    def places(self) -> Tensor:
+        """The tensor that holds the columns of the stored values."""
+        return self.get_buffer(self.FORMAT.places)
+
+    def packed(self) -> list[Tensor]:
+        """Return the stored tensors, in the order of the format."""
+        return [self.weight.detach(), *map(self.get_buffer, self.FORMAT.companions)]
+
+    def dense_weight(self) -> Tensor:
+        """Return W (out_features, in_features), with its zeros."""
+        return self.FORMAT.unpack(*self.packed(), self.in_features)
+
+    def damage(self) -> str | None:
+        """Return the reason why the stored tensors were never packed together, or `None`."""
+        if self.places.dtype != torch.uint8:
+            return f"expected uint8, got {self.places.dtype}"
+        return self.FORMAT.damage(*self.packed(), self.in_features)
+
+
+class Sparse24Linear(PackedLinear):
+    """y = x Wᵀ + b with W 2:4: two values and one nibble for every four weights.
+
+    Args:
+        in_features: Columns of W, a multiple of 8.
+        out_features: Rows of W.
+        bias: Whether there is a b.
+        dtype: Dtype of the values, the bias and the activations.
+        device: Device of the tensors, which are not initialised.
+
+    Attributes:
+        weight: Stored values (out_features, in_features / 2); frozen.
+        weight_meta: Columns of the values, uint8 (out_features, in_features / 8).
+        bias: Added to each output, (out_features,), or `None`.
+        compressed: W in cuSPARSELt's layout, the fastest for prefill on a CUDA device, or `None`.
+            It depends on library and device and is not in the state dict. It becomes `None` after
+            `load_state_dict`, after a move to another device or dtype, and when `weight` or
+            `weight_meta` is assigned. After one of these is changed in place, set it to `None`.
+
+    Raises:
+        PatternError: `in_features` does not fit.
+    """
+
+    FORMAT = SPARSE24
+    DERIVED = "compressed"
+    weight_meta: Tensor
+    compressed: Tensor | None
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, *options: Any, **named: Any
+    ) -> None:
+        super().__init__(in_features, out_features, 0, bias, *options, **named)
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        return torch.ops.mrp_lightning.linear24(
+            x, self.weight, self.weight_meta, self.bias, self.compressed
+        )
+
+    def derive(self) -> None:
+        """Drop the layout of cuSPARSELt: only a back-end builds it."""
+        self.compressed = None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        device_and_dtype = self.weight.device, self.weight.dtype
+        super()._apply(fn, recurse)
+        if (self.weight.device, self.weight.dtype) != device_and_dtype:
+            self.derive()
+        return self
+
+    def extra_repr(self) -> str:
+        """Return the shape, as `nn.Linear` shows it."""
+        return f"{super().extra_repr()}, 2:4"
+
+
+class BitmaskLinear(PackedLinear):
+    """y = x Wᵀ + b with W of any pattern of zeros: one bit a weight, and the non-zero values.
+
+    Args:
+        in_features: Columns of W.
+        out_features: Rows of W.
+        num_kept: Number of weights that are not zero.
+        bias: Whether there is a b.
+        dtype: Dtype of the values, the bias and the activations.
+        device: Device of the tensors, which are not initialised.
+
+    Attributes:
+        weight: Stored values (num_kept,), row after row in the order of their columns; frozen.
+        weight_bits: Their columns, uint8 (out_features, ceil(in_features / 8)), lowest bit first.
+        bias: Added to each output, (out_features,), or `None`.
+        offsets: First index of each row in `weight`, int64 (out_features,). It is computed from
+            `weight_bits` when these are assigned or loaded, and is not in the state dict; `None`
+            while the bits have no data. After the bits are changed in place, call `derive()`.
+    """
+
+    FORMAT = BITMASK
+    weight_bits: Tensor
+    offsets: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        num_kept: int,
+        bias: bool = True,
+        *options: Any,
+        **named: Any,
+    ) -> None:
+        super().__init__(in_features, out_features, num_kept, bias, *options, **named)
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        # Bits that accelerate brings from the disk are there during the forward alone.
+        bits = self.weight_bits
+        offsets = bitmask.row_offsets(bits) if self.offsets is None else self.offsets
+        return torch.ops.mrp_lightning.linear_bitmask(x, self.weight, bits, offsets, self.bias)
+
+    def extra_repr(self) -> str:
+        """Return the shape, as `nn.Linear` shows it, and the fraction of non-zero weights."""
+        size = self.in_features * self.out_features
+        return f"{super().extra_repr()}, kept={self.weight.numel() / max(size, 1):.1%}"
+
+
+class Bitmask4Linear(PackedLinear):
+    """y = x Wᵀ + b with W of four bits and any pattern of zeros: a bitmask, codes and scales.
+
+    Products are those of the values in the layer's dtype, unless `eight_bit_activations` is set.
+
+    Args:
+        in_features: Columns of W.
+        out_features: Rows of W.
+        num_bytes: Number of bytes of the codes of all weights that are not zero.
+        bias: Whether there is a b.
+        dtype: Dtype of the scales, the bias and the activations.
+        device: Device of the tensors, which are not initialised.
+
+    Attributes:
+        weight: Codes, uint8 (num_bytes,), two in a byte, group after group of 64 columns; frozen.
+        weight_bits: Their columns, uint8 (out_features, ceil(in_features / 8)), lowest bit first.
+        weight_scales: A scale for each group, (out_features, ceil(in_features / 64)); frozen.
+        bias: Added to each output, (out_features,), or `None`.
+        offsets: First index of each row in `weight`, int64 (out_features,); see `BitmaskLinear`.
+        eight_bit_activations: Whether up to 8 tokens of bfloat16 are rounded on a CPU to 8 bits,
+            with a scale for each 64 columns, before they are multiplied: faster and less exact, off
+            by default (`python -m export.generate --activations 8` reports the error).
+    """
+
+    FORMAT = BITMASK4
+    weight_bits: Tensor
+    weight_scales: Tensor
+    offsets: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        num_bytes: int,
+        bias: bool = True,
+        *options: Any,
+        **named: Any,
+    ) -> None:
+        super().__init__(in_features, out_features, num_bytes, bias, *options, **named)
+        self.eight_bit_activations = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the scales and the activations."""
+        return self.weight_scales.dtype
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        bits = self.weight_bits
+        offsets = bitmask4.row_offsets(bits) if self.offsets is None else self.offsets
+        return torch.ops.mrp_lightning.linear_bitmask4(
+            x,
+            self.weight,
+            bits,
+            self.weight_scales,
+            offsets,
+            self.bias,
+            self.eight_bit_activations,
+        )
+
+    def extra_repr(self) -> str:
+        """Return the shape, as `nn.Linear` shows it, and the bits a weight, its place included."""
+        size = max(self.in_features * self.out_features, 1)
+        stored = sum(t.nbytes for t in self.packed())
+        group = bitmask4.GROUP
+        return f"{super().extra_repr()}, bits={8 * stored / size:.2f}, group_size={group}"
