@@ -12,7 +12,7 @@ from reprlib import repr as shortened
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -22,6 +22,7 @@ from mrp_sparse.errors import FormatError, OptionError
 from mrp_sparse.formats.bitmask import BITMASK
 from mrp_sparse.formats.bitmask4 import BITMASK4
 from mrp_sparse.formats.eight_bit import VERSION as HEAD_VERSION
+from mrp_sparse.formats.packed_format import NOTE
 from mrp_sparse.formats.sparse24 import SPARSE24
 from mrp_sparse.packed_linear import (
     Bitmask4Linear,
@@ -31,7 +32,7 @@ from mrp_sparse.packed_linear import (
     is_packable,
     weight_matrix,
 )
-from mrp_sparse.upstream import was_loaded
+from mrp_sparse.upstream import ignore_unexpected, was_loaded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -133,6 +134,7 @@ class PackedQuantizer(HfQuantizer):
         self, model: "PreTrainedModel", **_: Any
     ) -> "PreTrainedModel":
         pack_modules(model, self.quantization_config)
+        ignore_unexpected(model, NOTE)
         return model
 
     def _process_model_after_weight_loading(
@@ -199,6 +201,17 @@ class PackedQuantizer(HfQuantizer):
         for name, packed in layers.items():
             model.set_submodule(name, packed.give(original.get_submodule(name), kind))
         return model
+
+    def get_state_dict_and_metadata(
+        self, model: "PreTrainedModel"
+    ) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
+        """Return the tensors that `save_pretrained` writes, with the note for readers; no metadata.
+
+        Tensors that are offloaded have no data here, and transformers collects them itself.
+        """
+        state = model.state_dict()
+        is_offloaded = any(tensor.is_meta for tensor in state.values())
+        return (None if is_offloaded else {**state, NOTE: torch.empty(0)}), {}
 
     def is_serializable(self, *_: Any, **__: Any) -> bool:
         """`save_pretrained` writes the packed tensors as they are."""

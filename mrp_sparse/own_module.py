@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from mrp_sparse.arguments import checked
 from mrp_sparse.errors import FormatError
+from mrp_sparse.formats.packed_format import NOTE
 from mrp_sparse.huggingface import CONFIGS, PackedConfig, misfits, pack_modules
 from mrp_sparse.json_files import read_json
 from mrp_sparse.packed_linear import is_conv1d
@@ -79,6 +80,7 @@ def _tensors(file: Path, known: Collection[str]) -> dict[str, Tensor]:
             f"{file} is no whole safetensors file ({error}). Export the pruned module again."
         ) from error
     tied = {name: tensors[kept] for name, kept in metadata.items() if kept in tensors}
+    tensors.pop(NOTE, None)
     return tensors | {name: tensor for name, tensor in tied.items() if name in known}
 
 

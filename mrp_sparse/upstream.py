@@ -1,6 +1,7 @@
 """Names that torch and transformers keep to themselves."""
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -88,3 +89,12 @@ def was_loaded(tensor: Tensor) -> bool:
     In its place: the report of the loading, once quantizers are given it.
     """
     return tensor.is_meta or getattr(tensor, "_is_hf_initialized", False)
+
+
+def ignore_unexpected(model: Any, name: str) -> None:
+    """Let `from_pretrained` pass over a tensor that the model has no place for.
+
+    Seen in transformers 5.23. In its place: a hook of quantizers for unexpected keys.
+    """
+    ignored = set(model._keys_to_ignore_on_load_unexpected or ())
+    model._keys_to_ignore_on_load_unexpected = ignored | {re.escape(name)}

@@ -15,6 +15,7 @@ from export.conversion.head_choice import HeadChoice
 from export.conversion.selection import LayerChoice
 from mrp_lightning.files import save_text
 from mrp_lightning.json_files import as_json
+from mrp_sparse.formats.packed_format import NOTE
 from mrp_sparse.formats.sparse24 import positive_zeros
 
 
@@ -33,7 +34,11 @@ def write_packed(
 
     def convert(layer: LayerChoice, tensor: Tensor) -> dict[str, Tensor]:
         names = [layer.tensor, *form.companion_names(layer.tensor)]
-        return dict(zip(names, form.pack(layer.matrix(tensor)), strict=True))
+        packed = dict(zip(names, form.pack(layer.matrix(tensor)), strict=True))
+        # transformers lists unexpected tensors: one of them names the package that it lacks.
+        is_first = layer is layers[0] and bool(source.config)
+        note = {NOTE: torch.empty(0)} if is_first else {}
+        return packed | note
 
     names = [layer.name for layer in layers]
     modules = {layer.name: layer.count for layer in layers} if form.count else names

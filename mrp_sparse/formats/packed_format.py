@@ -6,6 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+NOTE = "install mrp-sparse and import mrp_sparse to load this model"
+"""Name of an empty tensor in packed checkpoints.
+
+Without the plug-in, `from_pretrained` lists it among the tensors that it did not expect.
+"""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -1,5 +1,6 @@
 """transformers learns the packed formats, in whichever order it and we are imported."""
 
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -9,6 +10,7 @@ import pytest
 
 from export.to_sparse import main
 from mrp_sparse import registration
+from mrp_sparse.formats.packed_format import NOTE
 
 TEACH = "import export"
 READ = "from transformers import AutoModelForCausalLM"
@@ -74,3 +76,20 @@ def test_without_transformers_nothing_is_in_the_way(table):
     registration.register()
     with pytest.raises(ModuleNotFoundError):
         import_module("some_table")
+
+
+def test_without_the_runtime_transformers_shows_what_to_install(llama):
+    main([str(llama)])
+    packed = llama.with_name("llama-sparse24")
+    code = (
+        "from transformers import AutoModelForCausalLM as M\n"
+        f"try: M.from_pretrained({str(packed)!r})\n"
+        "except RuntimeError: raise SystemExit(3)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode == 3
+    assert re.search(rf"^{NOTE} +\| UNEXPECTED", ended.stderr, flags=re.M)
+    code = f"import mrp_sparse\n{code}"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert "UNEXPECTED" not in ended.stderr
