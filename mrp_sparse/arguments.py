@@ -34,12 +34,13 @@ def checked(*, errors: Mapping[str, type[ValueError]]) -> Callable[[Function], F
 def checked(
     function: Function | None = None, /, *, errors: Mapping[str, type[ValueError]] | None = None
 ) -> Any:
-    """Make a function refuse values that its annotations do not allow; all of them are named.
+    """Make a function, or the making of a class, refuse values that its annotations do not allow.
 
-    An argument that may be of a type without a rule is checked by the function itself.
+    All of them are named. An argument that may be of a type without a rule is checked by the
+    function itself.
 
     Args:
-        function: The function, where this is used as a decorator without parentheses.
+        function: The function or class, where this is a decorator without parentheses.
         errors: The classes of the errors of some arguments, by name. The error is of such a class
             if only arguments of this class are wrong; else it is an `OptionError`.
     """
@@ -49,6 +50,9 @@ def checked(
 
 
 def _checked(function: Function, *, errors: Mapping[str, type[ValueError]]) -> Function:
+    if inspect.isclass(function):
+        function.__init__ = _checked(function.__init__, errors=errors)  # type: ignore[method-assign]
+        return function
     signature, hints = inspect.signature(function), functools.cache(get_type_hints)
 
     @functools.wraps(function)

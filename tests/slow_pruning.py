@@ -42,7 +42,7 @@ def prune_model(
     journal: Journal | None = None,
     **choices: Any,
 ) -> PruningReport:
-    settings = Settings.of(
+    settings = Settings(
         sparsity=sparsity,
         pattern=pattern,
         method=method,

@@ -128,7 +128,7 @@ def work(options: argparse.Namespace) -> None:
     loaded = CausalLM(options.model, dtype="float32")
     data.tokenizer = loaded.tokenizer
     windows = data.calibration_windows()[options.rank :: options.size]
-    tuning = BlockTuning(epochs=options.epochs) if options.epochs else None
+    tuning = BlockTuning(epochs=options.epochs) if options.epochs else False
     settings = Settings(method=options.method, sparsity=options.sparsity, tuning=tuning)
     clock = Clock()
     watch(clock)

@@ -1,6 +1,8 @@
 """Pruning in Lightning's predict loop."""
 
 import logging
+from difflib import get_close_matches
+from inspect import signature
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -9,12 +11,11 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
 from mrp_lightning.environment import progress_log
-from mrp_lightning.errors import ERROR_OF_ARGUMENT, DataError, OptionError
+from mrp_lightning.errors import DataError, OptionError
 from mrp_lightning.files import output_path
 from mrp_lightning.loop.run import Output, Run
 from mrp_lightning.loop.saving import Pruned
 from mrp_lightning.loop.signals import Interrupted
-from mrp_lightning.pruning.block_tuner import BlockTuning
 from mrp_lightning.pruning.job import Settings
 from mrp_lightning.records.report import PruningReport
 from mrp_sparse.arguments import checked
@@ -37,53 +38,6 @@ class PruningCallback(Callback):
     and the rows of each layer. All of them end with the same weights, and the first one saves.
 
     Args:
-        method: magnitude, wanda, SS (the same as sparsegpt), SM, MS, MM, or a pair
-            MASK+COMPENSATION, with MASK magnitude, wanda, S, M or J, and COMPENSATION none, S or
-            M. Case matters.
-        sparsity: The fraction of the weights to remove, in (0, 1). Exactly one of `sparsity` and
-            `pattern` is given, or neither of them and `bits`.
-        pattern: "N:M" keeps N of every M consecutive input features. Quoted in YAML, which reads
-            an unquoted 2:4 as a number.
-        block_size: The number of columns (input features) that are chosen together, a multiple of
-            M. `None` means all.
-        damping: The fraction (≥ 0) of the mean of the Hessian's diagonal that is added to it.
-        tolerance: The relative distance (> 0) to the optimal loss at which the exact compensation M
-            stops.
-        bits: 3, 4 or 8: the kept weights are put on a grid of so many bits, with a scale for each
-            row and `group_size` columns, so that the layer's outputs change least. The checkpoint
-            keeps its dtype, and its values lie on the grid exactly. Without `sparsity` and
-            `pattern` it is quantisation alone. `None` leaves the weights as they are.
-        group_size: The number of columns (input features) of a row that share a scale, for `bits`.
-        target: With "own", the target of a layer is what its dense weight gives on its inputs in
-            the pruned model. With "dense", it is the layer's output in the dense model, which makes
-            up for losses of earlier blocks and runs each block twice as often; it is refused for
-            methods without compensation. See docs/methods.md for this and the next three.
-        target_weight: The weight α of the dense target, in (0, 1]. `None` is ½, by measurement.
-        allocation: With "uniform", all blocks get the same sparsity. With "output", blocks whose
-            pruning changes the model's output more get less sparsity, and the model the same in
-            all; this takes a dry run of the pruning. For `sparsity` only.
-        tuning: Whether, or how, the kept weights of each pruned block are tuned towards its outputs
-            in the dense model. The losses of layers in the report are those before tuning.
-        targets: The names of the linear layers to prune; by default all layers in the blocks except
-            routers. A name is one or more whole parts of a layer's name, such as `q_proj`, `mlp` or
-            `layers.3`, with shell wildcards. After `re:` it is a regular expression that matches
-            names of layers from their start, such as `re:.*q_proj$`. A layer outside the blocks,
-            such as `lm_head`, is calibrated after the blocks.
-        ignore: The names of layers to leave dense, of the same form.
-        blocks: The names of the lists of blocks (`model.layers`), or of single blocks, if the
-            outermost `ModuleList`s are not the right ones.
-        true_sequential: Whether the layers of a block are pruned one after another (q, k, v; then
-            o; …), each on the outputs of those before it. Each takes one pass over the data.
-        offload: Whether blocks and stored activations stay in CPU memory, with one block at a time
-            on the accelerator.
-        structure: "neurons", "heads" or "experts": remove whole neurons of the MLPs, whole
-            key-value groups with their query heads, or whole experts with their rows of the router,
-            `sparsity` of them in each block, and leave a narrower dense model that its
-            configuration describes. Of neurons a multiple of 32 stays, of experts at least as many
-            as each token is sent to. For `sparsity` and the methods SM, magnitude, wanda,
-            magnitude+M and wanda+M only (experts: the first three); see docs/narrower.md.
-        skip_indivisible: Whether layers whose input features are no multiple of M are left dense;
-            otherwise such a model is refused.
         save_dir: The directory for the pruned model and `pruning_report.json`. If the
             LightningModule holds exactly one `PreTrainedModel`, it is a Hugging Face checkpoint,
             with any other weights in `module.safetensors`; otherwise all weights are in
@@ -93,11 +47,12 @@ class PruningCallback(Callback):
             package.
         resume: Whether an interrupted run resumes at its first block that is not pruned yet, from
             the journal beside `save_dir`; `False` starts afresh. See docs/reliability.md.
-        journal_beside: The directory beside which the journal lies, in place of `save_dir`. This
-            journal outlives the run: the caller removes it with `remove_journal`.
+        **settings: What is pruned, and how: the arguments of `Settings`.
 
     Attributes:
-        settings: The arguments that say what is pruned and how, checked.
+        settings: What is pruned, and how.
+        journal_beside: The directory beside which the journal lies, if that is not `save_dir`. Then
+            the journal outlives the run, and `remove_journal` removes it.
         report: What was done to each layer, `None` before the first run. After an exception it
             lists the layers that are pruned, and all others are untouched. `report.complete` is
             true once all are pruned and `save_dir`, if there is one, is written.
@@ -108,57 +63,23 @@ class PruningCallback(Callback):
         OptionError: Another argument is out of range, or does not go with the others.
     """
 
-    @checked(errors=ERROR_OF_ARGUMENT)
+    @checked
     def __init__(
         self,
         *,
-        method: str,
-        sparsity: float | None = None,
-        pattern: str | int | None = None,  # int: to explain what YAML makes of an unquoted 2:4
-        block_size: int | None = 128,
-        damping: float = 0.01,
-        tolerance: float = 1e-6,
-        bits: int | None = None,
-        group_size: int = 64,
-        target: str = "own",
-        target_weight: float | None = None,
-        allocation: str = "uniform",
-        tuning: bool | BlockTuning = False,
-        targets: list[str] | str | None = None,
-        ignore: list[str] | str | None = None,
-        blocks: list[str] | str | None = None,
-        true_sequential: bool = False,
-        offload: bool = False,
-        skip_indivisible: bool = False,
-        structure: str | None = None,
         save_dir: str | PathLike[str] | None = None,
         overwrite: bool = False,
         resume: bool = True,
-        journal_beside: str | PathLike[str] | None = None,
+        **settings: Any,
     ) -> None:
-        self.settings = Settings.of(
-            method=method,
-            sparsity=sparsity,
-            pattern=pattern,
-            block_size=block_size,
-            damping=damping,
-            tolerance=tolerance,
-            bits=bits,
-            group_size=group_size,
-            target=target,
-            target_weight=target_weight,
-            allocation=allocation,
-            tuning=tuning,
-            targets=targets,
-            ignore=ignore,
-            blocks=blocks,
-            true_sequential=true_sequential,
-            offload=offload,
-            skip_indivisible=skip_indivisible,
-            structure=structure,
-        )
+        known = [*signature(PruningCallback).parameters, *signature(Settings).parameters]
+        for name in settings.keys() - {*known}:
+            near = get_close_matches(name, known, n=1)
+            meant = f"Did you mean `{near[0]}`?" if near else f"There are {', '.join(known)}."
+            raise TypeError(f"{type(self).__name__} has no argument `{name}`. {meant}")
+        self.settings = Settings(**settings)
         self.save_dir = None if save_dir is None else output_path(save_dir)
-        self.journal_beside = None if journal_beside is None else output_path(journal_beside)
+        self.journal_beside: Path | None = None
         self.overwrite, self.resume = overwrite, resume
         self.report: PruningReport | None = None
         self._run: Run | None = None
@@ -270,7 +191,7 @@ class PruningCallback(Callback):
         report = stored and PruningReport.from_dict(stored, "the callback's state")
         if report and report.complete:
             self.report = report
-            self.settings = Settings.of(**state_dict["recipe"])
+            self.settings = Settings.from_config(state_dict["recipe"])
             self._end_run()
 
     def on_exception(
@@ -312,8 +233,8 @@ class MRPCallback(PruningCallback):
 
     Args:
         method: As in `PruningCallback`.
-        **kwargs: The other arguments of `PruningCallback`.
+        **others: The other arguments of `PruningCallback`.
     """
 
-    def __init__(self, *, method: str = "SM", **kwargs: Any) -> None:
-        super().__init__(method=method, **kwargs)
+    def __init__(self, *, method: str = "SM", **others: Any) -> None:
+        super().__init__(method=method, **others)

@@ -4,11 +4,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, set_parsing_settings
 
 from mrp_lightning.cli.mistakes import Given, explain, given, unknown_key
 from mrp_lightning.errors import OptionError
 from mrp_lightning.upstream.other_names import options_of
+
+set_parsing_settings(docstring_parse_attribute_docstrings=True)  # of `Settings`, for `--help`
 
 
 class Parser(ArgumentParser):

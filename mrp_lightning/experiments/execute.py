@@ -18,6 +18,7 @@ from mrp_lightning.experiments.configuration import Configured
 from mrp_lightning.experiments.runs import FinishedTrial
 from mrp_lightning.experiments.sweep import Sweep
 from mrp_lightning.experiments.trials import CALLBACK, Trial
+from mrp_lightning.files import output_path
 from mrp_lightning.journal.journal import remove_journal
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.trainer import callbacks_that_prune
@@ -109,7 +110,6 @@ def configure(trial: Trial, sweep: Sweep) -> Configured:
     if trial.method is not None:
         directory = str(sweep.directory(trial))
         options[f"{CALLBACK}.save_dir"] = directory if sweep.save_checkpoints else None
-        options[f"{CALLBACK}.journal_beside"] = directory
         options[f"{CALLBACK}.overwrite"] = True
     return Configured(sweep.base, options)
 
@@ -128,6 +128,7 @@ def execute(trial: Trial, sweep: Sweep, tasks: Tasks | None = None) -> None:
         cli.build()
         if trial.method is not None:
             (callback,) = callbacks_that_prune(cli.trainer)
+            callback.journal_beside = output_path(directory)
             cli.trainer.predict(cli.model, datamodule=cli.datamodule)
             assert callback.report is not None
             directory.mkdir(parents=True, exist_ok=True)

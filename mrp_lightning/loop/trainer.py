@@ -208,11 +208,13 @@ class Pruning(Protocol):
         settings: How it prunes.
         report: What was done to each layer, `None` before the first run.
         kept_beside: The path beside which a run keeps what it can go on with, `None` for nowhere.
+        journal_beside: The directory beside which the journal lies, if that is not `save_dir`.
     """
 
     settings: Settings
     report: PruningReport | None
     kept_beside: Path | None
+    journal_beside: Path | None
 
 
 def callbacks_that_prune(trainer: pl.Trainer) -> list[Pruning]:

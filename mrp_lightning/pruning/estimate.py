@@ -77,10 +77,10 @@ def estimate(
     layers = [layer for block in plan.layers.values() for layer in block] + plan.outside
     tokens, weights = windows * length, sum(p.numel() for p in model.parameters() if p.ndim > 1)
     forward = tokens / tokens_per_second / weights  # seconds a weight, all tokens once
-    aims_at_dense = settings.target == "dense" or settings.tuning is not None
+    aims_at_dense = settings.target == "dense" or bool(settings.tuning)
     passes = float(_PASSES + _DENSE_PASSES * aims_at_dense)
-    if settings.tuning:
-        passes += _BACKWARD * settings.tuning.epochs
+    if settings.block_tuning:
+        passes += _BACKWARD * settings.block_tuning.epochs
     inputs = {_input(layer): _columns(layer) for layer in layers}
     seconds = forward * passes * sum(layer.weight.numel() for layer in layers)
     seconds += forward * sum(columns**2 for columns in inputs.values())  # for the Hessians

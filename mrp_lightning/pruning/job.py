@@ -3,14 +3,13 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
-from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from mrp_lightning.calibration.offload import CPU
-from mrp_lightning.errors import MethodError, OptionError, TargetError
+from mrp_lightning.errors import ERROR_OF_ARGUMENT, MethodError, OptionError, TargetError
 from mrp_lightning.journal.journal import Journal, SharedJournal
 from mrp_lightning.narrowing.columns import check_column_method
 from mrp_lightning.processes import ALONE, Processes
@@ -22,6 +21,8 @@ from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.blocks import as_patterns
 from mrp_lightning.targets.plan import Plan
 from mrp_lightning.targets.structure import STRUCTURES
+from mrp_sparse.arguments import checked, is_number
+from mrp_sparse.formats.grid import GROUP_SIZE
 
 if TYPE_CHECKING:
     from mrp_lightning.models.streaming import StreamedBlocks
@@ -35,23 +36,19 @@ _NOT_WHOLE = (
     *("pattern", "bits", "allocation", "targets", "ignore", "blocks", "true_sequential"),
     "skip_indivisible",
 )
-"""What says which weights of a layer go, or of which layers; `structure` takes none of these."""
+"""Settings that do not go with `structure`: they choose weights of a layer, or layers."""
 _OF_STATE = (
     *("method", "sparsity", "pattern", "block_size", "damping", "tolerance"),
     *("bits", "group_size", "target", "target_weight", "allocation", "tuning", "structure"),
 )
 
 
+@checked(errors=ERROR_OF_ARGUMENT)
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The arguments of a pruning, of which `callbacks.PruningCallback` documents each.
+    """The arguments of a pruning. The callbacks take them by these names.
 
-    `Settings.of` makes one from what users give.
-
-    Attributes:
-        target_weight: α, above 0 and at most 1, where the target is dense; `None` where each layer
-            aims at its own outputs. `None` with `target: dense` becomes the default.
-        recipe: How each layer is pruned, which follows from the first eight.
+    Exactly one of `sparsity` and `pattern` is given, or neither of them and `bits`.
 
     Raises:
         PatternError: `sparsity`, `pattern` or `block_size` are malformed.
@@ -61,27 +58,99 @@ class Settings:
     """
 
     method: str
+    """magnitude, wanda, SS (the same as sparsegpt), SM, MS, MM, or a pair MASK+COMPENSATION, with
+    MASK magnitude, wanda, S, M or J, and COMPENSATION none, S or M. Case matters."""
+
     sparsity: float | None = None
-    pattern: str | None = None
+    """The fraction of the weights to remove, in (0, 1)."""
+
+    pattern: str | int | None = None  # int: to explain what YAML makes of an unquoted 2:4
+    """"N:M" keeps N of every M consecutive input features. Quoted in YAML, which reads an unquoted
+    2:4 as a number."""
+
     block_size: int | None = 128
+    """The number of columns (input features) that are chosen together, a multiple of M. `None`
+    means all."""
+
     damping: float = 0.01
+    """The fraction (≥ 0) of the mean of the Hessian's diagonal that is added to it."""
+
     tolerance: float = 1e-6
+    """The relative distance (> 0) to the optimal loss at which the exact compensation M stops."""
+
     bits: int | None = None
-    group_size: int = 64
+    """3, 4 or 8: the kept weights are put on a grid of so many bits, with a scale for each row and
+    `group_size` columns, so that the layer's outputs change least. The checkpoint keeps its dtype,
+    and its values lie on the grid exactly. Without `sparsity` and `pattern` it is quantisation
+    alone. `None` leaves the weights as they are."""
+
+    group_size: int = GROUP_SIZE
+    """The number of columns (input features) of a row that share a scale, for `bits`."""
+
     target: str = "own"
+    """With "own", the target of a layer is what its dense weight gives on its inputs in the pruned
+    model. With "dense", it is the layer's output in the dense model, which makes up for losses of
+    earlier blocks and runs each block twice as often; it is refused for methods without
+    compensation. See docs/methods.md for this and the next three."""
+
     target_weight: float | None = None
+    """The weight α of the dense target, in (0, 1]. `None` is ½, by measurement; where each layer
+    aims at its own outputs it stays `None`."""
+
     allocation: str = "uniform"
-    tuning: BlockTuning | None = None
-    targets: tuple[str, ...] = ()
-    ignore: tuple[str, ...] = ()
-    blocks: tuple[str, ...] = ()
+    """With "uniform", all blocks get the same sparsity. With "output", blocks whose pruning changes
+    the model's output more get less sparsity, and the model the same in all; this takes a dry run
+    of the pruning. For `sparsity` only."""
+
+    tuning: bool | BlockTuning = False
+    """Whether, or how, the kept weights of each pruned block are tuned towards its outputs in the
+    dense model. The losses of layers in the report are those before tuning."""
+
+    targets: Sequence[str] | str | None = None
+    """The names of the linear layers to prune; by default all layers in the blocks except routers.
+    A name is one or more whole parts of a layer's name, such as `q_proj`, `mlp` or `layers.3`, with
+    shell wildcards. After `re:` it is a regular expression that matches names of layers from their
+    start, such as `re:.*q_proj$`. A layer outside the blocks, such as `lm_head`, is calibrated
+    after the blocks."""
+
+    ignore: Sequence[str] | str | None = None
+    """The names of layers to leave dense, of the same form."""
+
+    blocks: Sequence[str] | str | None = None
+    """The names of the lists of blocks (`model.layers`), or of single blocks, if the outermost
+    `ModuleList`s are not the right ones."""
+
     true_sequential: bool = False
+    """Whether the layers of a block are pruned one after another (q, k, v; then o; …), each on the
+    outputs of those before it. Each takes one pass over the data."""
+
     offload: bool = False
+    """Whether blocks and stored activations stay in CPU memory, with one block at a time on the
+    accelerator."""
+
     skip_indivisible: bool = False
+    """Whether layers whose input features are no multiple of M are left dense; otherwise such a
+    model is refused."""
+
     structure: str | None = None
+    """"neurons", "heads" or "experts": remove whole neurons of the MLPs, whole key-value groups
+    with their query heads, or whole experts with their rows of the router, `sparsity` of them in
+    each block, and leave a narrower dense model that its configuration describes. Of neurons a
+    multiple of 32 stays, of experts at least as many as each token is sent to. For `sparsity` and
+    the methods SM, magnitude, wanda, magnitude+M and wanda+M only (experts: the first three); see
+    docs/narrower.md."""
+
     recipe: Recipe = field(init=False, repr=False, compare=False)
+    """How each layer is pruned, which follows from the first eight arguments."""
 
     def __post_init__(self) -> None:
+        if self.targets is not None and not as_patterns(self.targets):
+            raise OptionError(
+                "`targets` is empty, so nothing would be pruned. Name layers, such as `q_proj`, or "
+                "leave it out: then all layers in the blocks are pruned."
+            )
+        for name in _NAMES:
+            object.__setattr__(self, name, as_patterns(getattr(self, name)))
         if self.structure is not None:
             self._check_structure()
         recipe = Recipe.of(
@@ -96,7 +165,12 @@ class Settings:
         )
         check_allocation(self.allocation, recipe.pattern)
         object.__setattr__(self, "recipe", recipe)
-        object.__setattr__(self, "target_weight", self._checked_target_weight(recipe))
+        object.__setattr__(self, "target_weight", self._checked_target_weight())
+
+    @property
+    def block_tuning(self) -> BlockTuning | None:
+        """How blocks are tuned, `None` where they are not."""
+        return BlockTuning() if self.tuning is True else self.tuning or None
 
     @property
     def grid_waits(self) -> bool:
@@ -109,39 +183,18 @@ class Settings:
         return bool(self.tuning and recipe.grid and not isinstance(recipe.pattern, Dense))
 
     @classmethod
-    def of(
-        cls,
-        *,
-        tuning: bool | BlockTuning | Mapping[str, Any] | None = None,
-        targets: Sequence[str] | str | None = None,
-        ignore: Sequence[str] | str | None = None,
-        blocks: Sequence[str] | str | None = None,
-        **others: Any,
-    ) -> "Settings":
-        """Take what users may write in several ways, and what `config` gave."""
-        if targets is not None and not as_patterns(targets):
-            raise OptionError(
-                "`targets` is empty, so nothing would be pruned. Name layers, such as `q_proj`, or "
-                "leave it out: then all layers in the blocks are pruned."
-            )
-        if isinstance(tuning, Mapping):
-            tuning = BlockTuning(**tuning)
-        return cls(
-            tuning=BlockTuning() if tuning is True else tuning or None,
-            targets=as_patterns(targets),
-            ignore=as_patterns(ignore),
-            blocks=as_patterns(blocks),
-            **others,
-        )
+    def from_config(cls, config: Mapping[str, Any]) -> "Settings":
+        """Return the settings whose `config` this is."""
+        tuning = config.get("tuning")
+        return cls(**{**config, "tuning": False if tuning is None else BlockTuning(**tuning)})
 
     def _check_structure(self) -> None:
         if self.structure not in STRUCTURES:
             raise OptionError(
                 f"`structure` must be one of {', '.join(STRUCTURES)}; got {self.structure!r}."
             )
-        given = self.config()
-        without = {name: value for name, value in self.defaults().items() if name in _NOT_WHOLE}
-        if others := [name for name, value in without.items() if given[name] != value]:
+        config, defaults = self.config(), self.defaults()
+        if others := [name for name in _NOT_WHOLE if config[name] != defaults[name]]:
             raise OptionError(
                 f"`structure: {self.structure}` removes a part (`sparsity`) of the "
                 f"{self.structure} of every block, the same number in each, so that an ordinary "
@@ -155,8 +208,8 @@ class Settings:
                 "what stays."
             )
 
-    def _checked_target_weight(self, recipe: Recipe) -> float | None:
-        weight = self.target_weight
+    def _checked_target_weight(self) -> float | None:
+        weight, method = self.target_weight, self.recipe.method
         if self.target not in TARGETS:
             raise OptionError(f"`target` must be one of {', '.join(TARGETS)}; got {self.target!r}.")
         if self.target == "own":
@@ -166,15 +219,15 @@ class Settings:
                     "Give both, or leave it out."
                 )
             return None
-        if recipe.method.compensation.name == "none":
+        if method.compensation.name == "none":
             raise MethodError(
-                f"`target: dense` moves the weights that are kept, and the method {recipe.method} "
-                "moves none. Take a method with a compensation, such as "
-                f'"{recipe.method.mask.name}+M", or leave `target` out.'
+                f"`target: dense` moves the weights that are kept, and the method {method} moves "
+                f'none. Take a method with a compensation, such as "{method.mask.name}+M", or '
+                "leave `target` out."
             )
         if weight is None:
             return TARGET_WEIGHT
-        if isinstance(weight, bool) or not isinstance(weight, Real) or not 0 < weight <= 1:
+        if not is_number(weight) or not 0 < weight <= 1:
             raise OptionError(f"`target_weight` must be a number in (0, 1]; got {weight!r}.")
         return float(weight)
 
@@ -184,7 +237,7 @@ class Settings:
         Raises:
             TargetError: There are no blocks, and a setting works on them.
         """
-        needing = {"allocation": self.allocation != "uniform", "tuning": self.tuning is not None}
+        needing = {"allocation": self.allocation != "uniform", "tuning": bool(self.tuning)}
         named = [f"`{name}`" for name, is_asked_for in needing.items() if is_asked_for]
         if named:
             raise TargetError(
@@ -193,10 +246,10 @@ class Settings:
             )
 
     def config(self) -> dict[str, Any]:
-        """The settings as a report keeps them, in plain values that `Settings` takes again."""
-        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
-        names = {key: list(value) or None for key, value in plain.items() if key in _NAMES}
-        return plain | names | {"tuning": None if self.tuning is None else asdict(self.tuning)}
+        """The settings as a report keeps them, in plain values that `from_config` takes again."""
+        config = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
+        config |= {name: list(config[name]) or None for name in _NAMES}
+        return config | {"tuning": asdict(self.block_tuning) if self.block_tuning else None}
 
     def state(self) -> dict[str, Any]:
         """The part of `config` by which the states of callbacks are told apart in a checkpoint."""
@@ -205,9 +258,9 @@ class Settings:
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
-        """The settings that need not be given, as `config` has them."""
-        found = {f.name: f.default for f in fields(cls) if f.default is not MISSING}
-        return found | dict.fromkeys(_NAMES)
+        """The defaults of the settings that have one, as `config` has them."""
+        defaults = {f.name: f.default for f in fields(cls) if f.default is not MISSING}
+        return defaults | {"tuning": None}
 
 
 log = logging.getLogger(__name__)

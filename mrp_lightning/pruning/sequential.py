@@ -207,7 +207,7 @@ class _Walker:
 
     def _dense_stream(self, walk: Walk) -> DenseStream | None:
         settings = self.job.settings
-        if settings.target_weight is None and settings.tuning is None:
+        if settings.target_weight is None and not settings.tuning:
             return None
         if self.job.streamed is not None and isinstance(walk, Rerun):
             raise TargetError(
@@ -215,11 +215,12 @@ class _Walker:
                 "model's blocks cannot run on stored inputs: with `streaming` there is no dense "
                 "one left. Leave these out, or load the model without `streaming`."
             )
-        return DenseStream(walk, keeps_outputs=settings.tuning is not None)
+        return DenseStream(walk, keeps_outputs=bool(settings.tuning))
 
     def _tuner(self, walk: Walk, dense: DenseStream | None) -> BlockTuner | None:
         job = self.job
-        if job.settings.tuning is None or dense is None:
+        tuning = job.settings.block_tuning
+        if tuning is None or dense is None:
             return None
         recipe = job.settings.recipe
         tuner = BlockTuner(
@@ -227,7 +228,7 @@ class _Walker:
             walk,
             dense,
             self.padding,
-            job.settings.tuning,
+            tuning,
             recipe=replace(recipe, grid=None) if job.settings.grid_waits else recipe,
             say=job.listener.say,
             processes=job.processes,

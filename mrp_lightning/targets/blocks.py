@@ -95,7 +95,7 @@ class Block:
     chain: str  # the list in which it stands, where one block feeds the next
 
 
-def find_blocks(model: nn.Module, patterns: Sequence[str] = ()) -> list[Block]:
+def find_blocks(model: nn.Module, patterns: Sequence[str] | str | None = None) -> list[Block]:
     """Find the maximal `ModuleList`s of blocks with linear layers, of encoder and decoder both.
 
     The blocks are in the order of the module tree; there are none where nothing repeats. Patterns
@@ -104,7 +104,7 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] = ()) -> list[Block]:
     Raises:
         TargetError: A pattern matches nothing.
     """
-    modules = dict(named_modules(model))
+    modules, patterns = dict(named_modules(model)), as_patterns(patterns)
     if patterns:
         lists = [name for name, module in modules.items() if name and list(module.children())]
         exact = [n for n in lists if any(n == p or n.endswith(f".{p}") for p in patterns)]

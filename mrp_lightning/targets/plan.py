@@ -164,7 +164,7 @@ def make_plan(
         PatternError: The pattern does not fit layers.
     """
     chosen, ignored = as_patterns(targets), as_patterns(ignore)
-    found = find_blocks(model, as_patterns(blocks))
+    found = find_blocks(model, blocks)
     modules = dict(named_modules(model))
     layers = {layer.name: layer for n, module in modules.items() for layer in layers_of(n, module)}
     linear = list(layers)

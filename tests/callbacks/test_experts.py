@@ -308,7 +308,7 @@ def test_processes_remove_the_same(monkeypatch):
     inputs = batches("mixtral")[:2]
 
     def prune(model, mine, processes):
-        settings = Settings.of(method="SM", sparsity=0.4, structure="experts", target="dense")
+        settings = Settings(method="SM", sparsity=0.4, structure="experts", target="dense")
         plan = make_plan(model, settings.recipe.pattern)
         plan = narrowing_plan(model, "experts", 0.4, plan)
         job = Job(

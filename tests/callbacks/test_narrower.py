@@ -300,7 +300,7 @@ def test_processes_cut_out_the_same(structure):
 
     def prune(model, mine, processes):
         tuning = mrp_lightning.BlockTuning(epochs=1, batch_size=100, held_out=0.4)
-        settings = Settings.of(
+        settings = Settings(
             method="SM", sparsity=0.5, structure=structure, target="dense", tuning=tuning
         )
         plan = make_plan(model, settings.recipe.pattern)

@@ -51,6 +51,14 @@ def test_arguments_are_keywords_and_the_method_is_required():
         PruningCallback(pattern="2:4")
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"), [("sparsty", "sparsity"), ("savedir", "save_dir"), ("layers", "There are")]
+)
+def test_an_unknown_argument_is_refused_with_the_nearest_one(name, meant):
+    with pytest.raises(TypeError, match=f"MRPCallback has no argument `{name}`.*{meant}"):
+        MRPCallback(**{name: 0.5})
+
+
 @pytest.fixture
 def refused(llama, loader, quiet):
     """Runs a callback that must be refused before any batch is read."""

@@ -1,6 +1,7 @@
 """The callbacks' arguments as YAML and jsonargparse give them."""
 
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ import callbacks
 import mrp_lightning.callbacks
 from callbacks import MRPCallback, PruningCallback
 from mrp_lightning import BlockTuning, CausalLM, TextDataModule
+from mrp_lightning.cli.parser import Parser
 from mrp_lightning.errors import OptionError, PatternError
+from mrp_lightning.pruning.job import Settings
 
 
 def parse(text: str) -> Callback:
@@ -69,6 +72,14 @@ def test_the_methods_default():
     assert callback.settings.recipe.pattern.sparsity == 0.7
 
 
+def test_help_documents_all_arguments():
+    parser = Parser()
+    names = parser.add_class_arguments(MRPCallback)
+    undocumented = [action.dest for action in parser._actions if not action.help]
+    assert {f.name for f in fields(Settings) if f.init} < {*names}
+    assert not undocumented
+
+
 def test_an_unquoted_pattern_is_explained():
     with pytest.raises(PatternError, match='write `pattern: "2:4"`'):
         parse("callback: {class_path: callbacks.MRPCallback, init_args: {pattern: 2:4}}")
@@ -94,7 +105,7 @@ callback:
   init_args: {{sparsity: 0.7, target: dense, allocation: output, tuning: {text}}}
 """)
     asked = callback.settings
-    assert asked.tuning == expected
+    assert asked.block_tuning == expected
     assert asked.allocation == "output"
     assert asked.target_weight == 0.5
 

@@ -93,7 +93,7 @@ def pruned(
     # The others compute differently on different devices.
     model.set_attn_implementation("eager")
     model.set_experts_implementation("eager")
-    settings = Settings.of(
+    settings = Settings(
         pattern=None if sparsity else "2:4",
         sparsity=sparsity,
         method="SM",

@@ -11,7 +11,7 @@ from mrp_lightning.targets.plan import make_plan
 
 def expected(**options):
     model = nn.Sequential(nn.ModuleList([nn.Linear(40, 20, bias=False)]))
-    settings = Settings.of(**{"method": "SM", "sparsity": 0.5, **options})
+    settings = Settings(**{"method": "SM", "sparsity": 0.5, **options})
     plan = make_plan(model, settings.recipe.pattern)
     speeds = {"tokens_per_second": 100.0, "products_per_second": 1e4}
     return estimate(model, plan, settings, windows=5, length=100, **speeds)

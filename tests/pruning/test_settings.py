@@ -8,12 +8,12 @@ from mrp_lightning.pruning.job import Settings
 
 def made(method="SM", pattern=None, **options) -> Settings:
     sparsity = None if pattern else 0.5
-    return Settings.of(**{"method": method, "sparsity": sparsity, "pattern": pattern} | options)
+    return Settings(**{"method": method, "sparsity": sparsity, "pattern": pattern} | options)
 
 
 def test_all_is_off_by_default():
     settings = made()
-    assert (settings.target_weight, settings.tuning, settings.targets) == (None, None, ())
+    assert (settings.target_weight, settings.block_tuning, settings.targets) == (None, None, ())
     given = {"method": "SM", "sparsity": 0.5}
     assert settings.config() == Settings.defaults() | given
 
@@ -24,9 +24,9 @@ def test_the_target_weight_has_a_default():
     assert made(target="dense", tuning=True, target_weight=0.25).target_weight == 0.25
 
 
-@pytest.mark.parametrize("tuning", [True, BlockTuning(), {"epochs": 5}])
-def test_tuning_may_be_said_in_three_ways(tuning):
-    assert made(tuning=tuning).tuning == BlockTuning()
+@pytest.mark.parametrize("tuning", [True, BlockTuning(), BlockTuning(epochs=5)])
+def test_tuning_may_be_said_in_two_ways(tuning):
+    assert made(tuning=tuning).block_tuning == BlockTuning()
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,8 @@ def test_tuning_may_be_said_in_three_ways(tuning):
 )
 def test_what_a_report_keeps_gives_the_same_again(options):
     asked = made(**options)
-    assert made(**asked.config()) == asked
+    again = Settings.from_config(asked.config())
+    assert (again.config(), again.recipe) == (asked.config(), asked.recipe)
 
 
 @pytest.mark.parametrize(
@@ -51,9 +52,7 @@ def test_what_a_report_keeps_gives_the_same_again(options):
         ({"target": "Dense"}, "`target` must be one of own, dense; got 'Dense'"),
         ({"target_weight": 0.5}, "`target_weight` 0.5 means nothing without `target: dense`"),
         ({"target": "dense", "target_weight": 0.0}, r"in \(0, 1\]; got 0.0"),
-        ({"target": "dense", "target_weight": True}, r"in \(0, 1\]; got True"),
         ({"allocation": "output", "pattern": "2:4"}, "Give `sparsity` in place of `pattern`"),
-        ({"tuning": {"epochs": 0}}, "`tuning.epochs` must be a whole number"),
         ({"bits": 5}, "`bits` must be 3, 4 or 8; got 5"),
         ({"bits": 4, "group_size": 0}, "`group_size` must be a positive number of columns"),
         ({"targets": []}, "`targets` is empty, so nothing would be pruned"),
@@ -70,4 +69,4 @@ def test_what_does_not_go_is_refused(options, message):
 def test_methods_without_compensation_can_aim_at_nothing(method):
     with pytest.raises(MethodError, match=rf"`target: dense` .* {method.replace('+', '.')} moves"):
         made(method, target="dense")
-    assert made(method, tuning=True).tuning == BlockTuning()
+    assert made(method, tuning=True).block_tuning == BlockTuning()
