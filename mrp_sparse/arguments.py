@@ -57,15 +57,15 @@ def _checked(function: Function, *, errors: Mapping[str, type[ValueError]]) -> F
 
     @functools.wraps(function)
     def checking(*args: Any, **options: Any) -> Any:
-        given: dict[str, Any] = {}
+        bound: dict[str, Any] = {}
         with suppress(TypeError):  # the call itself fails below, with Python's own message
-            given = signature.bind(*args, **options).arguments
-        rules = {name: _rule(hint) for name, hint in hints(function).items() if name in given}
+            bound = signature.bind(*args, **options).arguments
+        rules = {name: _rule(hint) for name, hint in hints(function).items() if name in bound}
         if wrong := {
-            name: f"`{name}` must be {rule[0]}; got {reprlib.repr(given[name])}."
-            f"{_next_step(rule, given[name])}"
+            name: f"`{name}` must be {rule[0]}; got {reprlib.repr(bound[name])}."
+            f"{_next_step(rule, bound[name])}"
             for name, rule in rules.items()
-            if rule is not None and not rule[1](given[name])
+            if rule is not None and not rule[1](bound[name])
         }:
             kinds = {errors.get(name, OptionError) for name in wrong}
             raise (kinds.pop() if len(kinds) == 1 else OptionError)(" ".join(wrong.values()))
@@ -97,16 +97,16 @@ def _rule(hint: Any, *, in_list: bool = False) -> Rule | None:
 
 
 def _next_step(rule: Rule, value: Any) -> str:
-    """What to give in place of a value that looks like what was meant, behind a space."""
+    """Return a hint such as " Give 0.5." if the value can be read as the wanted type, else ""."""
     words, fits = rule
     if isinstance(value, str):
         text = value.strip().capitalize() if value.strip().isalpha() else value.strip()
         with suppress(ValueError, SyntaxError):
-            if fits(meant := literal_eval(text)):
-                return f" Give {meant!r}, without quotes."
+            if fits(parsed := literal_eval(text)):
+                return f" Give {parsed!r}, without quotes."
         with suppress(ValueError):
-            if value.endswith("%") and fits(meant := float(value[:-1]) / 100):
-                return f" Give {meant:g}."
+            if value.endswith("%") and fits(parsed := float(value[:-1]) / 100):
+                return f" Give {parsed:g}."
     elif words.startswith("a Tensor"):
         if hasattr(value, "hessian"):
             return " Give what its `hessian()` returns."
@@ -118,10 +118,10 @@ def _next_step(rule: Rule, value: Any) -> str:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether this is a finite number, of any real type; True and False are none."""
+    """Return whether the value is a finite real number; a bool is none."""
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def is_count(value: object) -> TypeGuard[int]:
-    """Whether this is a whole number from 1 on; True is none."""
+    """Return whether the value is a whole number ≥ 1; a bool is none."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -9,7 +9,6 @@ packed formats runs it, however many weights of a layer are not zero.
 import hashlib
 import json
 import logging
-import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,8 @@ from torch import Tensor, nn
 from transformers import StaticCache
 from transformers.cache_utils import StaticLayer
 
-from mrp_sparse.environment import machine
+from mrp_sparse.environment import cache_directory, locked, machine
 from mrp_sparse.errors import OptionError
-from mrp_sparse.file_lock import locked
 from mrp_sparse.packed_linear import Bitmask4Linear, PackedLinear
 from mrp_sparse.upstream import attention_of, grouped_attention
 
@@ -43,24 +41,24 @@ class Step(nn.Module):
         self.model, self.cache = model, cache
         layers: Any = cache.layers
         self.layers = layers
-        for place, layer in enumerate(self.layers):
-            self.register_buffer(f"keys_{place}", layer.keys)
-            self.register_buffer(f"values_{place}", layer.values)
+        for i, layer in enumerate(self.layers):
+            self.register_buffer(f"keys_{i}", layer.keys)
+            self.register_buffer(f"values_{i}", layer.values)
 
     def forward(self, token: Tensor, position: Tensor) -> Tensor:
         """Map the token (1, 1) at a position, int64 (1,), to the logits (1, 1, vocabulary)."""
         self.give_back()
         for layer in self.layers:
             layer.cumulative_length = position[0].clone()  # the update adds to it in place
-        found = self.model(input_ids=token, past_key_values=self.cache, use_cache=True)
-        return found.logits
+        output = self.model(input_ids=token, past_key_values=self.cache, use_cache=True)
+        return output.logits
 
     def give_back(self) -> None:
-        """Let the cache hold the buffers; tracing leaves it with tensors that have no data."""
-        for place, layer in enumerate(self.layers):
+        """Assign the buffers to the cache again; tracing leaves tensors without data in it."""
+        for i, layer in enumerate(self.layers):
             layer.cumulative_length = torch.tensor(0)
-            layer.keys = self.get_buffer(f"keys_{place}")
-            layer.values = self.get_buffer(f"values_{place}")
+            layer.keys = self.get_buffer(f"keys_{i}")
+            layer.values = self.get_buffer(f"values_{i}")
 
 
 class CompiledStep:
@@ -90,8 +88,10 @@ class CompiledStep:
         layers = self._cache.layers
         kinds = {type(layer).__name__ for layer in layers if type(layer) is not StaticLayer}
         if model.device.type != "cpu" or kinds:
-            what = f"its cache is a {', '.join(sorted(kinds))}" if kinds else "it is not on the CPU"
-            raise OptionError(f"the step of {type(model).__name__} cannot be compiled: {what}")
+            reason = (
+                f"its cache is a {', '.join(sorted(kinds))}" if kinds else "it is not on the CPU"
+            )
+            raise OptionError(f"the step of {type(model).__name__} cannot be compiled: {reason}")
         model(input_ids=torch.zeros(1, 1, dtype=torch.int64), past_key_values=self._cache)
         self._step = Step(model, self._cache).eval()
         self.file = _file(self._step)
@@ -107,15 +107,15 @@ class CompiledStep:
     @torch.inference_mode(False)
     @torch.no_grad()
     def read(self, prompt: Tensor) -> Tensor:
-        """Begin with a prompt, int64 (1, tokens), and give the logits (vocabulary,) after it."""
+        """Process a prompt, int64 (1, tokens), and return the logits (vocabulary,) after it."""
         self._step.give_back()
         self._position = prompt.shape[1]
-        found = self._model(input_ids=prompt, past_key_values=self._cache, logits_to_keep=1)
-        return found.logits[0, -1]
+        output = self._model(input_ids=prompt, past_key_values=self._cache, logits_to_keep=1)
+        return output.logits[0, -1]
 
     @torch.inference_mode()  # else each operator of ours goes through Python's autograd
     def __call__(self, token: Tensor) -> Tensor:
-        """Append a token, int64 (1, 1), and give the logits (vocabulary,) after it.
+        """Append a token, int64 (1, 1), and return the logits (vocabulary,) after it.
 
         Raises:
             OptionError: There is no room left.
@@ -124,25 +124,25 @@ class CompiledStep:
             raise OptionError(f"there is room for {self._length} tokens, and all are there")
         position = torch.tensor([self._position])
         self._position += 1
-        found = self._run(token, position)
-        return (found if isinstance(found, Tensor) else found[0])[0, -1]
+        output = self._run(token, position)
+        return (output if isinstance(output, Tensor) else output[0])[0, -1]
 
 
 def _file(step: Step) -> Path:
-    """Where the compiled step is kept: by all that decides what is compiled."""
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mrp-lightning"
+    """Return the file of a compiled step, named by a digest of all that it depends on."""
+    root = cache_directory()
     root.mkdir(parents=True, exist_ok=True)
     tensors = step.state_dict(keep_vars=True) | dict(step.named_buffers(remove_duplicate=False))
     model: Any = step.model
     config = model.config.to_dict()
-    for of_the_files in ("_name_or_path", "quantization_config", "transformers_version"):
-        config.pop(of_the_files, None)
+    for key in ("_name_or_path", "quantization_config", "transformers_version"):
+        config.pop(key, None)  # these depend on the files alone
     modules = dict(step.named_modules())
     packed = {name: m for name, m in modules.items() if isinstance(m, PackedLinear)}
-    # Nothing but the operator reads the values, and how many they are is no part of the code.
+    # Only the operator reads the values, so that their number is no part of the compiled code.
     counted = {f"{name}.weight" for name, layer in packed.items() if layer.FORMAT.count}
     shapes = {name: [] if name in counted else [*map(int, t.shape)] for name, t in tensors.items()}
-    decides = {
+    dependencies = {
         "version": VERSION,
         "options": _OPTIONS,
         "config": config,
@@ -153,16 +153,16 @@ def _file(step: Step) -> Path:
         "machine": machine(torch.device("cpu")),
         "transformers": transformers.__version__,
     }
-    text = json.dumps(decides, sort_keys=True, default=str)
+    text = json.dumps(dependencies, sort_keys=True, default=str)
     return root / f"step-{hashlib.sha256(text.encode()).hexdigest()[:16]}.pt2"
 
 
 def _compile(step: Step, file: Path) -> None:
-    """Write the compiled step, whole or not at all."""
-    given = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    """Compile a step into a file, which is moved into place when it is whole."""
+    inputs = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     try:
         with grouped_attention():
-            exported = torch.export.export(step, given, strict=False)
+            exported = torch.export.export(step, inputs, strict=False)
     finally:
         step.give_back()
     with tempfile.TemporaryDirectory(dir=file.parent) as directory:
@@ -174,7 +174,7 @@ def _compile(step: Step, file: Path) -> None:
 
 
 def _constants(step: Step, run: Any) -> dict[str, Tensor]:
-    """The tensors of the model and its cache, as the compiled step names them."""
+    """Return the tensors of the model and its cache by their names in the compiled step."""
     known: dict[str, Tensor] = dict(step.named_parameters(remove_duplicate=False))
     known |= dict(step.named_buffers(remove_duplicate=False))
     names = run.loader.get_constant_fqns()
@@ -184,7 +184,7 @@ def _constants(step: Step, run: Any) -> dict[str, Tensor]:
 
 
 def round_activations(model: nn.Module) -> None:
-    """Let all layers of four bits multiply with activations of 8 bits."""
+    """Set all layers of four bits to round their activations to 8 bits."""
     for module in model.modules():
         if isinstance(module, Bitmask4Linear):
             module.eight_bit_activations = True

@@ -1,7 +1,7 @@
-"""What a model writes, likeliest token after likeliest token, and how fast.
+"""Greedy generation at batch 1, and its speed.
 
 On a CPU a step of decoding is compiled ahead of time, once for each shape and format (minutes), and
-kept for the next start. Where that cannot be done, a warning says why, and Python takes each step.
+kept for the next start. Where that fails, a warning gives the reason, and steps run eagerly.
 """
 
 import logging
@@ -22,19 +22,19 @@ log = logging.getLogger(__name__)
 _FREE = {"bos_token_id", "eos_token_id", "pad_token_id", "do_sample", "temperature", "top_k"}
 _FREE |= {"top_p", "max_length", "max_new_tokens", "transformers_version", "use_cache"}
 _FREE |= {"_from_model_config", "cache_implementation", "return_dict_in_generate"}
-_FREE |= {f"output_{what}" for what in ("attentions", "hidden_states", "scores", "logits")}
+_FREE |= {f"output_{output}" for output in ("attentions", "hidden_states", "scores", "logits")}
 """Settings of `generation_config` that do not change which token is the likeliest."""
 
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast a model wrote.
+    """The speed of a generation.
 
     Attributes:
-        tokens: Number of tokens that it wrote.
-        first: Seconds until the first of them.
-        rate: Tokens a second after the first; 0 where there was but one.
-        num_bytes: Bytes that its weights take in memory.
+        tokens: Number of new tokens.
+        first: Seconds until the first new token.
+        rate: Tokens a second after the first; 0 for a single token.
+        num_bytes: Bytes of the weights in memory.
     """
 
     tokens: int
@@ -50,14 +50,14 @@ class Speed:
 
 
 class TimedStreamer(TextStreamer):
-    """Print tokens as they come, and note when they came."""
+    """Print tokens as they are generated, and record the time of each."""
 
     def __init__(self, tokenizer: Any) -> None:
         super().__init__(tokenizer, skip_special_tokens=True)
         self.times: list[float] = []  # of the prompt, then of each token
 
     def put(self, value: Tensor) -> None:
-        """Take the prompt, then the tokens one by one."""
+        """Receive the prompt, then the tokens one by one."""
         self.times.append(time.perf_counter())
         super().put(value)
 
@@ -102,7 +102,7 @@ def write(
 def _write_compiled(
     model: Any, prompt: Tensor, max_new_tokens: int, streamer: TimedStreamer
 ) -> bool:
-    """Write by steps without Python, and say whether that could be done; a warning says why not."""
+    """Generate by compiled steps; return False, with a warning, if the model cannot be compiled."""
     try:
         if asks := set(model.generation_config.to_diff_dict()) - _FREE:
             raise OptionError(f"its generation_config asks for {', '.join(sorted(asks))}")
@@ -132,7 +132,7 @@ def _write_compiled(
 
 
 def storage_bytes(model: nn.Module) -> int:
-    """Bytes that the weights take in memory: each storage once, in all layouts that are kept.
+    """Return the bytes of all weights in memory, each storage once.
 
     A 2:4 tensor subclass gives the `nbytes` of its dense matrix; its parts are counted instead.
     """

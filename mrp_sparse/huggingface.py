@@ -84,17 +84,17 @@ class PackedConfig(QuantizationConfigMixin):
 
     @property
     def sizes(self) -> dict[str, Mapping[str, int]]:
-        """By name of a layer, the options of its class that do not follow from its shape."""
+        """The arguments of each layer's class that do not follow from its shape, by name."""
         argument = self.layer.FORMAT.count
         if argument:
             return {name: {argument: count} for name, count in dict(self.modules).items()}
         return {name: {} for name in self.modules}
 
 
-def _check_version(key: str, found: int, expected: int) -> None:
-    if found != expected:
+def _check_version(key: str, version: int, expected: int) -> None:
+    if version != expected:
         raise FormatError(
-            f"`quantization_config.{key}` is {found!r}, but this version of mrp-lightning reads "
+            f"`quantization_config.{key}` is {version!r}, but this version of mrp-lightning reads "
             f"{expected}. Install the version that wrote it, or export the pruned model again."
         )
 
@@ -125,7 +125,7 @@ def _problems_of_head(head: Any) -> Iterator[str]:
 
 
 class PackedQuantizer(HfQuantizer):
-    """Put packed layers where the configuration says, before the weights are read."""
+    """Quantizer that replaces layers by packed ones before transformers loads the weights."""
 
     quantization_config: PackedConfig
     requires_calibration = True  # weights that are not packed cannot be packed while loading
@@ -253,13 +253,13 @@ CONFIGS: dict[str, type[PackedConfig]] = {
     config.layer.FORMAT.quant_method: config
     for config in (Sparse24Config, BitmaskConfig, Bitmask4Config)
 }
-"""By `quant_method`."""
+"""The classes of configurations by `quant_method`."""
 for _method in CONFIGS:
     register_quantizer(_method)(PackedQuantizer)
 
 
 def pack_modules(model: nn.Module, config: PackedConfig) -> None:
-    """Replace linear layers by uninitialised packed ones of their shape, and the head.
+    """Replace linear layers, and the head, by uninitialised packed ones of their shape.
 
     Raises:
         FormatError: Layers of these names do not exist, are not linear, or cannot be packed so.
@@ -287,7 +287,7 @@ def pack_modules(model: nn.Module, config: PackedConfig) -> None:
 
 
 def misfits(modules: Mapping[str, nn.Module], config: PackedConfig) -> dict[str, str]:
-    """The problems of layers that cannot be packed so, by name, before memory is taken for them."""
+    """Return the problems of layers that cannot have the packed form, by name."""
     problems = {}
     for name, sizes in config.sizes.items():
         if name not in modules or not is_packable(modules[name]):

@@ -45,16 +45,16 @@ def read_json(path: str | os.PathLike[str], remedy: str, version: int | None = N
 
 def check_version(content: Any, source: str, version: int, remedy: str) -> None:
     """Raise a `FormatError` where `format_version` is missing or another one."""
-    found = content.get("format_version") if isinstance(content, dict) else None
-    if found != version:
+    stored = content.get("format_version") if isinstance(content, dict) else None
+    if stored != version:
         raise FormatError(
-            f"{source}: `format_version` is {found!r}, but this version of mrp-lightning reads "
+            f"{source}: `format_version` is {stored!r}, but this version of mrp-lightning reads "
             f"{version}. Use the version that wrote it, or {remedy}."
         )
 
 
 def _within_floats(number: int | float) -> int | float:
-    """A number with which can be reckoned: neither NaN nor beyond the range of floats."""
+    """Return a number that is neither NaN nor beyond the range of floats, or raise."""
     if not abs(number) <= sys.float_info.max:
         raise ValueError("a number in it is NaN, or beyond the range of floats")
     return number

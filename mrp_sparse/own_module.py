@@ -1,4 +1,4 @@
-"""Packed weights in a module of the user's own, which transformers cannot build."""
+"""Load packed weights into a module that transformers cannot build."""
 
 import logging
 import os
@@ -62,13 +62,13 @@ def load_into(module: Module, directory: str | os.PathLike[str]) -> Module:
 
 
 def _has_fast_path(module: nn.Module, names: Iterable[str]) -> bool:
-    """Whether a layer lies in one of torch's encoder layers, which reads its weight itself."""
+    """Return whether a layer lies in torch's encoder layer, which reads its weight directly."""
     owners = (module.get_submodule(name.rpartition(".")[0]) for name in names)
     return any(isinstance(owner, nn.TransformerEncoderLayer) for owner in owners)
 
 
 def _tensors(file: Path, known: Collection[str]) -> dict[str, Tensor]:
-    """All tensors of a file, those that were tied under each of their names."""
+    """Return all tensors of a file, tied ones under each of their names."""
     if not file.is_file():
         raise FileNotFoundError(f"{file} is not there: not the directory of an exported module.")
     try:
@@ -101,7 +101,7 @@ def _packed(file: Path) -> PackedConfig | None:
 def _problems(
     module: nn.Module, packed: PackedConfig | None, tensors: dict[str, Tensor]
 ) -> Iterator[str]:
-    """All that does not fit between a file and the module, before anything is changed."""
+    """Yield all that does not fit between a file and the module, before anything is changed."""
     shapes = {name: tensor.shape for name, tensor in module.state_dict().items()}
     if packed is not None:
         yield from _packed_problems(module, packed, tensors, shapes)
@@ -111,8 +111,8 @@ def _problems(
         elif name not in shapes:
             yield f"{name}: not in the module"
         elif tensors[name].shape != shapes[name]:
-            found, expected = tuple(tensors[name].shape), tuple(shapes[name])
-            yield f"{name}: the shape is {found} in the file and {expected} in the module"
+            stored, expected = tuple(tensors[name].shape), tuple(shapes[name])
+            yield f"{name}: the shape is {stored} in the file and {expected} in the module"
 
 
 def _packed_problems(
@@ -121,9 +121,9 @@ def _packed_problems(
     tensors: dict[str, Tensor],
     shapes: dict[str, torch.Size],
 ) -> Iterator[str]:
-    """The problems of the packed layers, whose tensors' shapes replace the dense ones' in `shapes`.
+    """Yield the problems of the packed layers, and replace their dense shapes in `shapes`.
 
-    Tensors that are missing or of another shape are left for the caller to tell.
+    Missing tensors and those of another shape are reported by the caller.
     """
     modules = dict(module.named_modules())
     form, problems = packed.layer.FORMAT, misfits(modules, packed)

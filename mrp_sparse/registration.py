@@ -1,7 +1,7 @@
-"""The quantizer plug-ins are entered into transformers' table as soon as that is loaded.
+"""Register the quantizer plug-ins with transformers, now or as soon as it is imported.
 
-transformers finds no plug-ins by itself. It takes seconds to load, and the plug-ins build on it:
-neither is loaded here, and both come in the order that the user imports them in.
+transformers has no discovery of plug-ins. Importing it takes seconds, so this module does not: a
+finder on `sys.meta_path` waits for the module that holds the table of quantizers.
 """
 
 import sys
@@ -16,7 +16,7 @@ _PLUGINS = "mrp_sparse.huggingface"
 
 
 def register() -> None:
-    """Let `from_pretrained` know the packed formats, now or once transformers is loaded."""
+    """Register the packed formats with `from_pretrained`, now or once transformers is imported."""
     if _TABLE in sys.modules:
         import_module(_PLUGINS)
     elif not any(isinstance(finder, _Watch) for finder in sys.meta_path):
@@ -24,7 +24,7 @@ def register() -> None:
 
 
 class _Watch(MetaPathFinder):
-    """Find the module with the table where the other finders do, and have the plug-ins follow."""
+    """Finder that loads the plug-ins right after the module with the table of quantizers."""
 
     def find_spec(
         self,
@@ -32,29 +32,29 @@ class _Watch(MetaPathFinder):
         path: Sequence[str] | None,
         target: ModuleType | None = None,
     ) -> ModuleSpec | None:
-        """The specification of the table's module, of no other."""
+        """Return the specification of the table's module, and `None` for any other."""
         if fullname != _TABLE:
             return None
         others = (finder for finder in sys.meta_path if finder is not self)
-        found = (finder.find_spec(fullname, path, target) for finder in others)
-        spec = next((one for one in found if one is not None), None)
+        specs = (finder.find_spec(fullname, path, target) for finder in others)
+        spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and spec.loader is not None:
             spec.loader = _ThenPlugins(spec.loader, self)
         return spec
 
 
 class _ThenPlugins(Loader):
-    """Load a module as its own loader does, then the plug-ins."""
+    """Loader that runs a module's own loader, then imports the plug-ins."""
 
     def __init__(self, loader: Loader, watch: _Watch) -> None:
         self.loader, self.watch = loader, watch
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Make the module as its own loader does."""
+        """Create the module by its own loader."""
         return self.loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run the module under its own loader; where that fails, the next import tries again."""
+        """Execute the module by its own loader; after a failure the next import tries again."""
         assert module.__spec__ is not None
         module.__spec__.loader = module.__loader__ = self.loader
         self.loader.exec_module(module)

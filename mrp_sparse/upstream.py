@@ -54,7 +54,7 @@ def search_cusparselt(compressed: Tensor, x: Tensor, bias: Tensor | None) -> tup
 
 
 def attention_of(config: Any) -> str | None:
-    """By which attention a model computes, such as `sdpa`.
+    """Return the name of a model's attention implementation, such as `sdpa`.
 
     Seen in transformers 5.23, which has a public setter, but no getter. In its place: a
     `get_attn_implementation` beside the `get_experts_implementation` of models.
@@ -71,19 +71,19 @@ def grouped_attention() -> Iterator[None]:
     torch's product for CPUs does not need that. In its place: an argument of the attention.
     """
     name = "TRANSFORMERS_SDPA_FORCE_GQA"
-    before = os.environ.get(name)
+    value = os.environ.get(name)
     os.environ[name] = "1"
     try:
         yield
     finally:
-        if before is None:
+        if value is None:
             del os.environ[name]
         else:
-            os.environ[name] = before
+            os.environ[name] = value
 
 
 def was_loaded(tensor: Tensor) -> bool:
-    """Whether `from_pretrained` read a tensor from a file, or left it on the disk.
+    """Return whether `from_pretrained` read a tensor from a file, or left it on the disk.
 
     Seen in transformers 5.23, which tells what was missing only after the quantizer had its turn.
     In its place: the report of the loading, once quantizers are given it.

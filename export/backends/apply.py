@@ -22,8 +22,7 @@ from mrp_sparse.kernels.candidates import (
     usable,
     why_not_compressible,
 )
-from mrp_sparse.kernels.dispatch import known_times
-from mrp_sparse.kernels.kernel_times import STORED_DENSE, KernelTimes
+from mrp_sparse.kernels.dispatch import STORED_DENSE, KernelTimes, known_times
 from mrp_sparse.packed_linear import Sparse24Linear
 
 BACKENDS = ("auto", "triton", *SUBCLASSES)

@@ -23,8 +23,7 @@ from mrp_lightning.errors import OptionError
 from mrp_sparse.arguments import checked
 from mrp_sparse.decoding import storage_bytes
 from mrp_sparse.kernels import cusparselt
-from mrp_sparse.kernels.dispatch import known_times, use_times
-from mrp_sparse.kernels.kernel_times import Failure, Measurement, cache_path
+from mrp_sparse.kernels.dispatch import Failure, Measurement, cache_path, known_times, use_times
 from mrp_sparse.packed_linear import Sparse24Linear
 
 

@@ -9,7 +9,7 @@ from export.conversion.selection import alike
 from export.speed.model_timing import ModelTime
 from mrp_lightning.files import save_text
 from mrp_lightning.json_files import as_json
-from mrp_sparse.kernels.kernel_times import STORED_DENSE, Failure, Measurement
+from mrp_sparse.kernels.dispatch import STORED_DENSE, Failure, Measurement
 
 VALUE_BYTES = 2
 """Bytes of a float16 or bfloat16 value."""

@@ -22,7 +22,7 @@ from mrp_sparse.kernels.candidates import (
     compress,
     why_not_compressible,
 )
-from mrp_sparse.kernels.kernel_times import STORED_DENSE, Failure, Measurement
+from mrp_sparse.kernels.dispatch import STORED_DENSE, Failure, Measurement
 from mrp_sparse.kernels.operator import MAX_ERROR_RATIO
 
 COLD_BYTES = 512 * 2**20

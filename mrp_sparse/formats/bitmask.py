@@ -15,22 +15,22 @@ _WEIGHTS_AT_A_TIME = 2**20
 
 
 def packed_bytes(shape: tuple[int, int], dtype: torch.dtype, kept: int) -> int:
-    """Bytes of `values` and `bits` for a weight of this shape of which `kept` are not zero."""
+    """Return the bytes of values and bits of a weight of this shape with `kept` non-zeros."""
     return kept * dtype.itemsize + shape[0] * bytes_of(shape[1])
 
 
 def bytes_of(columns: int) -> int:
-    """Bytes that the bits of a row take."""
+    """Return the number of bytes of a row's bits."""
     return -(-columns // BYTE)
 
 
 def count_kept(weight: Tensor) -> int:
-    """Number of weights that would be kept."""
+    """Return the number of weights that are not zero."""
     return int(_kept(weight).sum())
 
 
 def pack(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Keep what is not zero. −0.0 is not kept; NaN is, with all its bits.
+    """Pack a weight: its non-zero values and a bitmask. −0.0 is a zero; NaN is none.
 
     Args:
         weight: A weight (rows, columns) of a floating dtype.
@@ -51,23 +51,20 @@ def pack(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _pack_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The values, as integers, and the bits of some rows."""
+    """Return the values, as integers, and the bits of some rows."""
     kept = _kept(weight)
     return as_integers(weight)[kept], pack_places(kept)
 
 
 def pack_places(kept: Tensor) -> Tensor:
-    """The bits, uint8 (rows, ceil(columns / 8)), of bool `kept` (rows, columns)."""
+    """Return the bits, uint8 (rows, ceil(columns / 8)), of bool `kept` (rows, columns)."""
     octets = torch.nn.functional.pad(kept, (0, -kept.shape[1] % BYTE)).unflatten(1, (-1, BYTE))
     places = torch.tensor([1 << b for b in range(BYTE)], dtype=torch.uint8, device=kept.device)
     return (octets * places).sum(dim=2, dtype=torch.uint8)
 
 
 def unpack(values: Tensor, bits: Tensor, columns: int) -> Tensor:
-    """The weight (rows, columns) that was packed, bit by bit.
-
-    `bits`, uint8 (rows, ceil(columns / 8)), says where the values were.
-    """
+    """Return the weight (rows, columns) that was packed, equal to the bit."""
     shifts = torch.arange(BYTE, dtype=torch.uint8, device=bits.device)
     kept = (bits[:, :, None] >> shifts & 1).flatten(1)[:, :columns].bool()
     integers = as_integers(values)
@@ -76,13 +73,13 @@ def unpack(values: Tensor, bits: Tensor, columns: int) -> Tensor:
 
 
 def row_offsets(bits: Tensor) -> Tensor:
-    """The place in `values` at which each row begins, int64 (rows,)."""
+    """Return the index of the first value of each row, int64 (rows,)."""
     counts = count_bits(bits)
     return counts.cumsum(0) - counts
 
 
 def damage(values: Tensor, bits: Tensor, columns: int) -> str | None:
-    """The reason why these tensors were never packed together, or `None`."""
+    """Return the reason why these tensors were never packed together, or `None`."""
     marked = int(count_bits(bits).sum())
     if marked != values.numel():
         return f"{marked} weights are marked as kept, and there are {values.numel()} values"
@@ -90,13 +87,13 @@ def damage(values: Tensor, bits: Tensor, columns: int) -> str | None:
 
 
 def unused_bits(bits: Tensor, columns: int) -> bool:
-    """Whether bits are set beyond the last column."""
+    """Return whether bits are set beyond the last column."""
     unused = columns % BYTE
     return bool(unused) and bool((bits[:, -1] >> unused).any())
 
 
 def count_bits(bits: Tensor) -> Tensor:
-    """Kept weights of each row (rows, bytes), int64 (rows,)."""
+    """Return the number of set bits of each row (rows, bytes), int64 (rows,)."""
     counts = [byte.bit_count() for byte in range(256)]
     set_bits = torch.tensor(counts, dtype=torch.uint8, device=bits.device)
     # Indices of int32 take four bytes for each of `bits`; to index with brackets takes twelve.
@@ -104,7 +101,7 @@ def count_bits(bits: Tensor) -> Tensor:
 
 
 def _kept(weight: Tensor) -> Tensor:
-    """Where any bit but the sign is set: so neither NaN nor a denormal depends on the processor."""
+    """Return where any bit but the sign is set, the same for NaN and denormals on any CPU."""
     integers = as_integers(weight)
     return integers & torch.iinfo(integers.dtype).max != 0
 

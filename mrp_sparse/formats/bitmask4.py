@@ -15,23 +15,23 @@ GROUP = 64
 """Consecutive columns of a row that share a scale, and whose nibbles begin at a byte."""
 GRID = Grid(4, GROUP)
 _CODES = [code for code in range(-8, 9) if code]
-"""By nibble. Zero is no code: what is zero is not kept."""
+"""The codes by nibble. Zero is none of them: zeros are not stored."""
 _WEIGHTS_AT_A_TIME = 2**20
 
 
 def num_groups(columns: int) -> int:
-    """Scales of a row."""
+    """Return the number of scales of a row."""
     return -(-columns // GROUP)
 
 
 def packed_bytes(shape: tuple[int, int], dtype: torch.dtype, num_bytes: int) -> int:
-    """Bytes of all tensors of a weight of this shape, whose nibbles take `num_bytes`."""
+    """Return the bytes of all tensors of a weight of this shape, with `num_bytes` of nibbles."""
     rows, columns = shape
     return num_bytes + rows * (bytes_of(columns) + num_groups(columns) * dtype.itemsize)
 
 
 def count_bytes(weight: Tensor) -> int:
-    """Number of bytes that the nibbles of a weight take."""
+    """Return the number of bytes of a weight's nibbles."""
     return sum(
         int(_bytes_of_groups((rows != 0).sum(2)).sum())
         for rows in map(GRID.grouped, _some_rows(weight))
@@ -39,7 +39,7 @@ def count_bytes(weight: Tensor) -> int:
 
 
 def pack(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Keep what is not zero, as a code of four bits.
+    """Pack a weight: a code of four bits for each non-zero value.
 
     Args:
         weight: A weight (rows, columns) of a floating dtype, on the grid of four bits: each is
@@ -66,11 +66,11 @@ def _some_rows(weight: Tensor) -> tuple[Tensor, ...]:
 
 
 def _pack_rows(codes: Tensor) -> Tensor:
-    """The bytes of the nibbles of some rows."""
+    """Return the bytes of the nibbles of some rows."""
     groups = GRID.grouped(codes).flatten(0, 1)
     kept = groups != 0
     nibbles = (groups + 8 - (groups > 0).to(torch.int8)).view(torch.uint8)
-    # Those that are kept go to the front of their group, and the others behind it.
+    # Non-zero codes go to the front of their group, zeros to the extra column behind it.
     places = torch.where(kept, kept.cumsum(1) - 1, GROUP)
     front = nibbles.new_zeros(len(groups), GROUP + 1).scatter_(1, places, nibbles)
     pairs = front[:, 0:GROUP:2] | front[:, 1:GROUP:2] << 4
@@ -78,7 +78,7 @@ def _pack_rows(codes: Tensor) -> Tensor:
 
 
 def unpack(nibbles: Tensor, bits: Tensor, scales: Tensor, columns: int) -> Tensor:
-    """The weight (rows, columns) that was packed, bit by bit, in the dtype of the scales."""
+    """Return the weight (rows, columns) that was packed, equal to the bit, in the scales' dtype."""
     kept = _kept_by_group(bits)
     rows, groups, _ = kept.shape
     counts = kept.sum(2)
@@ -93,13 +93,13 @@ def unpack(nibbles: Tensor, bits: Tensor, scales: Tensor, columns: int) -> Tenso
 
 
 def row_offsets(bits: Tensor) -> Tensor:
-    """The place in the nibbles at which each row begins, int64 (rows,)."""
+    """Return the index of the first byte of each row in the nibbles, int64 (rows,)."""
     lengths = _lengths(bits)
     return lengths.cumsum(0) - lengths
 
 
 def damage(nibbles: Tensor, bits: Tensor, scales: Tensor, columns: int) -> str | None:
-    """The reason why these tensors were never packed together, or `None`."""
+    """Return the reason why these tensors were never packed together, or `None`."""
     if nibbles.dtype != torch.uint8 or bits.dtype != torch.uint8:
         return f"expected uint8, got {nibbles.dtype} for the codes and {bits.dtype} for the bits"
     if not scales.is_floating_point():
@@ -115,7 +115,7 @@ def damage(nibbles: Tensor, bits: Tensor, scales: Tensor, columns: int) -> str |
 
 
 def _lengths(bits: Tensor) -> Tensor:
-    """Bytes of the nibbles of each row, int64 (rows,)."""
+    """Return the bytes of the nibbles of each row, int64 (rows,)."""
     padded = torch.nn.functional.pad(bits, (0, -bits.shape[1] % (GROUP // 8)))
     groups = padded.view(-1, GROUP // 8)
     lengths = _bytes_of_groups(count_bits(groups))
@@ -123,7 +123,7 @@ def _lengths(bits: Tensor) -> Tensor:
 
 
 def _kept_by_group(bits: Tensor) -> Tensor:
-    """Whether each weight is kept, bool (rows, groups, 64)."""
+    """Return which weights are stored, bool (rows, groups, 64)."""
     padded = torch.nn.functional.pad(bits, (0, -bits.shape[1] % (GROUP // 8)))
     shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
     return (padded[:, :, None] >> shifts & 1).bool().view(len(bits), -1, GROUP)
@@ -134,7 +134,7 @@ def _bytes_of_groups(counts: Tensor) -> Tensor:
 
 
 def _first(counts: Tensor, width: int) -> Tensor:
-    """A mask (..., width) of the first `counts` of each."""
+    """Return a mask (..., width) of the first `counts` of each."""
     return torch.arange(width, device=counts.device) < counts[..., None]
 
 

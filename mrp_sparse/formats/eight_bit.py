@@ -8,20 +8,20 @@ from torch import Tensor
 
 LARGEST = 127
 COLUMNS = 16
-"""Columns are a multiple of it: of others torch's product reads what lies behind a row's end."""
+"""Divisor of the columns: for others torch's product reads behind the end of a row."""
 VERSION = 1
-"""Of the form that is written and read."""
+"""Version of the format that is written and read."""
 
 
 def why_not_rounded(columns: int) -> str | None:
-    """The reason why a weight of so many columns has no such form, or `None`."""
+    """Return the reason why a weight of `columns` has no form of 8 bits, or `None`."""
     if columns % COLUMNS:
         return f"a head of 8 bits needs columns in a multiple of {COLUMNS}, got {columns}"
     return None
 
 
 def pack(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The nearest numbers for the scale by which a row's largest weight is 127.
+    """Round each row to whole numbers, with the scale that makes its largest weight 127.
 
     Args:
         weight: (rows, columns), floating point, finite.
@@ -37,12 +37,12 @@ def pack(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def unpack(codes: Tensor, scales: Tensor) -> Tensor:
-    """The weight (..., columns) in the dtype of the scales (...), each product rounded to it."""
+    """Return the weight (..., columns), code·scale, in the dtype of the scales (...)."""
     return codes.to(scales.dtype) * scales[..., None]
 
 
 def damage(codes: Tensor, scales: Tensor) -> str | None:
-    """The reason why these tensors were never packed together, or `None`."""
+    """Return the reason why these tensors were never packed together, or `None`."""
     if codes.dtype != torch.int8 or not scales.is_floating_point():
         return f"expected int8 and floating-point scales, got {codes.dtype} and {scales.dtype}"
     if len(scales) != len(codes):

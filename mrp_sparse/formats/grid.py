@@ -8,7 +8,7 @@ from torch import Tensor
 from mrp_sparse.errors import FormatError, OptionError
 
 GROUP_SIZE = 64
-"""Columns that share a scale, unless it is said otherwise."""
+"""Default number of columns that share a scale."""
 
 _SIGNIFICANT = {3: 5, 4: 5, 8: 1}
 """Significant bits of a scale, by the bits of a weight: codes up to eight have three of their own,
@@ -59,13 +59,13 @@ class Grid:
         return 127 if self.bits == 8 else 1 << (self.bits - 1)
 
     def groups(self, columns: int) -> int:
-        """The number of scales of a row of so many columns."""
+        """Return the number of scales of a row of `columns`."""
         return -(-columns // self.group_size)
 
     def grouped(self, weight: Tensor) -> Tensor:
-        """A copy of the weight (rows, columns) by groups: (rows, groups, group_size).
+        """Return a copy of the weight (rows, columns) as (rows, groups, group_size).
 
-        A last group that is shorter is filled up with zeros.
+        A shorter last group is padded with zeros.
         """
         rows, columns = weight.shape
         width = self.groups(columns) * self.group_size
@@ -74,16 +74,16 @@ class Grid:
         return padded.view(rows, -1, self.group_size)
 
     def round_scales(self, scales: Tensor) -> Tensor:
-        """The nearest scales of so few significant bits and of a size that is allowed."""
+        """Return the nearest scales with few significant bits, within the allowed range."""
         mantissas, exponents = torch.frexp(scales.clamp(_LOWEST, _HIGHEST))
         steps = 1 << _SIGNIFICANT[self.bits]
         return torch.ldexp((mantissas * steps).round_().div_(steps), exponents)
 
     def decompose(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """The codes and scales of a weight that lies on the grid, exactly: weight = code·scale.
+        """Return the codes and scales of a weight that lies on the grid: weight = code·scale.
 
-        Where several scales would do, it is the largest, so codes are as small as can be. A group
-        of nothing but zeros has the scale 1.
+        Of several possible scales the largest is taken, which makes the codes smallest. A group of
+        zeros has the scale 1.
 
         Args:
             weight: (rows, columns), floating point.
@@ -107,7 +107,7 @@ class Grid:
         return codes, scales
 
     def _decompose(self, weight: Tensor, first: int) -> tuple[Tensor, Tensor]:
-        """The codes (rows, groups, group_size) and scales of some rows, in float64."""
+        """Return the codes (rows, groups, group_size) and scales of some rows, in float64."""
         values = self.grouped(weight.double())
         peaks = values.abs().amax(2)
         scales = torch.ones_like(peaks)
@@ -121,9 +121,9 @@ class Grid:
             factors = tried[places]
             exact = (values[places] / factors[:, None]).frac() == 0
             fits = exact.all(1)
-            found = tuple(index[fits] for index in places)
-            scales[found] = factors[fits]
-            waiting[found] = False
+            solved = tuple(index[fits] for index in places)
+            scales[solved] = factors[fits]
+            waiting[solved] = False
         if bool(waiting.any()):
             row, group = waiting.nonzero()[0].tolist()
             start = group * self.group_size

@@ -64,19 +64,19 @@ class PackedFormat:
 
 
 def why_no_matrix(shape: tuple[int, ...]) -> str | None:
-    """The reason why a weight of this shape has no packed form at all, or `None`."""
+    """Return the reason why a weight of this shape has no packed form, or `None`."""
     if len(shape) != 2:
         return f"its weight has {len(shape)} dimensions; the format packs matrices"
     return None
 
 
 def as_integers(tensor: Tensor) -> Tensor:
-    """The same bits as integers of the same size; a view where the tensor is contiguous."""
+    """Return the same bits as integers of the same size, as a view of a contiguous tensor."""
     return tensor.contiguous().view(_INTEGERS[tensor.element_size()])
 
 
 def different_bits(first: Tensor, second: Tensor) -> int:
-    """Number of values that differ in a bit; all of them where shapes or dtypes differ."""
+    """Return the number of values that differ in a bit; all where shapes or dtypes differ."""
     if first.shape != second.shape or first.dtype != second.dtype:
         return second.numel()
     return int((as_integers(first) != as_integers(second)).sum())

@@ -17,7 +17,7 @@ COLUMNS_MULTIPLE = 2 * GROUP
 
 
 def _slots(bits: int) -> tuple[int, int]:
-    """The two columns to keep of a group whose non-zero columns are the set bits."""
+    """Return the two stored columns of a group whose non-zero columns are the set bits."""
     columns = range(GROUP)
     nonzero_first = sorted(columns, key=lambda column: not bits >> column & 1)
     first, second = sorted(nonzero_first[:2])
@@ -35,17 +35,17 @@ def broken_groups(weight: Tensor) -> int:
 
 
 def positive_zeros(weight: Tensor) -> tuple[Tensor, int]:
-    """The weight with −0.0 replaced by +0.0, all other bits as they are, and how many there were.
+    """Return the weight with −0.0 replaced by +0.0, all other bits equal, and the number of −0.0.
 
-    A product of a weight with a bool is where negative zeros come from; the format has no place
-    for the sign of a removed weight.
+    Negative zeros come from products of a weight with a bool; the format cannot store the sign of a
+    removed weight.
     """
     negative = (weight == 0) & weight.signbit()
     return torch.where(negative, torch.zeros_like(weight), weight), int(negative.sum())
 
 
 def why_not_packable(shape: tuple[int, ...]) -> str | None:
-    """The reason why a weight of this shape has no packed form, or `None`."""
+    """Return the reason why a weight of this shape has no packed form, or `None`."""
     if reason := why_no_matrix(shape):
         return reason
     if not shape[1] or shape[1] % COLUMNS_MULTIPLE:
@@ -98,12 +98,12 @@ def unpack(values: Tensor, meta: Tensor) -> Tensor:
     Raises:
         FormatError: They were never packed together.
     """
-    given = f"values {tuple(values.shape)} and meta {tuple(meta.shape)}, {meta.dtype}"
+    shapes = f"values {tuple(values.shape)} and meta {tuple(meta.shape)}, {meta.dtype}"
     fits = values.ndim == meta.ndim == 2 and (meta.shape[0], 4 * meta.shape[1]) == values.shape
     if not fits or meta.dtype != torch.uint8:
         raise FormatError(
             "`unpack` needs the two tensors that `pack` gave: values (rows, columns / 2), and meta "
-            f"(rows, columns / 8), uint8. Got {given}."
+            f"(rows, columns / 8), uint8. Got {shapes}."
         )
     if damage := _damage(meta):
         raise FormatError(f"`meta` is damaged: {damage}. Pack the weight again.")
@@ -111,7 +111,7 @@ def unpack(values: Tensor, meta: Tensor) -> Tensor:
 
 
 def spread(values: Tensor, meta: Tensor) -> Tensor:
-    """What `unpack` says, of tensors that are known to be packed together."""
+    """Return `unpack(values, meta)` without checking the tensors."""
     nibbles = torch.stack((meta & 15, meta >> 4), dim=-1).flatten(1)
     slots = torch.stack((nibbles & 3, nibbles >> 2), dim=-1).long()
     rows, groups = nibbles.shape

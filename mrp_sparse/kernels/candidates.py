@@ -70,7 +70,7 @@ class Kernel:
 
 @functools.cache
 def triton_missing() -> str | None:
-    """The reason why Triton cannot be used, or `None`."""
+    """Return the reason why Triton cannot be used, or `None`."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed; CUDA builds of torch bring it along"
     return None
@@ -116,13 +116,13 @@ def _refuse_cusparselt(call: Call) -> str | None:
 
 
 def why_not_compressible(call: Call) -> str | None:
-    """The reason why a weight cannot be brought into cuSPARSELt's layout, or `None`."""
+    """Return the reason why a weight cannot have cuSPARSELt's layout, or `None`."""
     missing = cusparselt.missing(call.device)
     return missing or cusparselt.refuse(call.out_features, call.in_features, call.dtype)
 
 
 def compress(values: Tensor, meta: Tensor) -> Tensor:
-    """A packed weight in cuSPARSELt's layout.
+    """Return a packed weight in cuSPARSELt's layout.
 
     Raises:
         RuntimeError: The library refuses the weight; see `why_not_compressible`.
@@ -149,7 +149,7 @@ def _unpack_dense(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tenso
 
 
 def _unpacked(values: Tensor, meta: Tensor) -> Tensor:
-    """The dense weight: by the Triton kernel where it runs, else by `spread`."""
+    """Return the dense weight, by the Triton kernel where it runs, else by `spread`."""
     call = Call(1, values.shape[0], 2 * values.shape[1], values.dtype, values.device)
     if values.is_cuda and _refuse_triton(call) is None:
         from mrp_sparse.kernels import triton_kernels
@@ -189,9 +189,9 @@ KERNELS: dict[str, Kernel] = {
     "cusparselt": Kernel(_cusparselt, _refuse_cusparselt),
     "unpack-dense": Kernel(_unpack_dense, lambda _: None),
 }
-"""By name, in the order in which they are preferred where nothing was measured."""
+"""The kernels by name, in the order of preference where nothing was measured."""
 
 
 def usable(call: Call) -> dict[str, Kernel]:
-    """The kernels that take a call; `unpack-dense` always does."""
+    """Return the kernels that take a call; `unpack-dense` always does."""
     return {name: kernel for name, kernel in KERNELS.items() if kernel.refuse(call) is None}

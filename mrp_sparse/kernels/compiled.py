@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from mrp_sparse.file_lock import locked
+from mrp_sparse.environment import locked
 
 log = logging.getLogger(__name__)
 
@@ -26,10 +26,10 @@ _lock = threading.Lock()
 
 
 def load() -> bool:
-    """Let the compiled kernels take the operators' calls on the CPU, and say whether they do.
+    """Load the compiled kernels, which then run the operators on the CPU; return whether they do.
 
-    The first call on a machine compiles them into torch's cache of extensions. If they cannot be
-    had, a warning says why, once.
+    The first call on a machine compiles them into torch's cache of extensions. If that fails, a
+    warning gives the reason, once.
     """
     with _lock:
         return _load()
@@ -59,24 +59,24 @@ def _missing_tool() -> str | None:
 
 
 def _build() -> str | None:
-    """Compile what changed since it was last compiled, and load it, or say why not."""
+    """Compile and load the kernels if they changed; return the reason if that fails."""
     from torch.utils import cpp_extension
 
-    # torch's own name for the place says nothing of its version, on which the binary depends.
+    # The binary depends on torch's version, which torch's own name for the directory leaves out.
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root()
-    place = Path(root) / f"{NAME}-{torch.__version__}"
+    directory = Path(root) / f"{NAME}-{torch.__version__}"
     try:
-        place.mkdir(parents=True, exist_ok=True)
-        with locked(place / "processes.lock"):
-            (place / "lock").unlink(missing_ok=True)  # torch would wait for a killed process's
-            if not any(place.glob(f"{NAME}.*")):
+        directory.mkdir(parents=True, exist_ok=True)
+        with locked(directory / "processes.lock"):
+            (directory / "lock").unlink(missing_ok=True)  # torch would wait for a killed process's
+            if not any(directory.glob(f"{NAME}.*")):
                 log.warning("Compiling the kernels for packed weights, once: about a minute.")
             cpp_extension.load(
                 NAME,
                 [str(SOURCES / "operators.cpp")],
                 extra_cflags=["-O3", *_OPENMP],
                 extra_ldflags=[*_OPENMP],
-                build_directory=str(place),
+                build_directory=str(directory),
                 is_python_module=False,
             )
     except (RuntimeError, OSError, subprocess.SubprocessError) as error:
@@ -92,10 +92,10 @@ _OPENMP = ("-fopenmp",) if sys.platform == "linux" else ()
 
 @contextmanager
 def _scripts_on_path() -> Iterator[None]:
-    """Find the ninja of this environment, be it activated or not."""
-    before = os.environ.get("PATH", "")
-    os.environ["PATH"] = os.pathsep.join((sysconfig.get_path("scripts"), before))
+    """Add the scripts of this environment to PATH: ninja is one, activated or not."""
+    path = os.environ.get("PATH", "")
+    os.environ["PATH"] = os.pathsep.join((sysconfig.get_path("scripts"), path))
     try:
         yield
     finally:
-        os.environ["PATH"] = before
+        os.environ["PATH"] = path

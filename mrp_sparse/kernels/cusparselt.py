@@ -23,7 +23,7 @@ apart, and how these are added, −1 for any way."""
 
 
 def missing(device: torch.device) -> str | None:
-    """The reason why cuSPARSELt cannot be used on a device, or `None`."""
+    """Return the reason why cuSPARSELt cannot be used on a device, or `None`."""
     if device.type != "cuda":
         return f"cuSPARSELt runs on CUDA devices, not on {device.type!r}"
     if not torch.backends.cusparselt.is_available():
@@ -37,7 +37,7 @@ def missing(device: torch.device) -> str | None:
 
 
 def refuse(out_features: int, in_features: int, dtype: torch.dtype) -> str | None:
-    """The reason why a weight of this shape and dtype cannot be compressed, or `None`."""
+    """Return the reason why a weight of this shape and dtype cannot be compressed, or `None`."""
     if dtype not in DTYPES:
         name = str(dtype).removeprefix("torch.")
         return f"cuSPARSELt takes float16 and bfloat16 here, not {name}"
@@ -50,24 +50,24 @@ def refuse(out_features: int, in_features: int, dtype: torch.dtype) -> str | Non
 
 
 def version() -> int | None:
-    """The version number of the library, or `None` without it."""
+    """Return the version number of the library, or `None` without it."""
     return torch.backends.cusparselt.version() if torch.backends.cusparselt.is_available() else None
 
 
 def compress(weight: Tensor) -> Tensor:
-    """A 2:4 weight (out, in) in the library's layout. It does not check that the weight is 2:4."""
+    """Return a 2:4 weight (out, in) in the library's layout. The pattern is not checked."""
     return upstream.compress_cusparselt(weight.contiguous())
 
 
 def matmul(x: Tensor, compressed: Tensor, bias: Tensor | None, **algorithm: int) -> Tensor:
-    """X Wᵀ + b: x is (tokens, in), the result (tokens, out) and contiguous."""
+    """Return x Wᵀ + b (tokens, out), contiguous, for x (tokens, in)."""
     return upstream.matmul_cusparselt(compressed, _padded(x).t(), bias, **algorithm)[: x.shape[0]]
 
 
 def search(x: Tensor, compressed: Tensor) -> dict[str, int]:
-    """Let the library try its algorithms on these very operands. Not inside a CUDA graph."""
-    found = upstream.search_cusparselt(compressed, _padded(x).t(), None)
-    return DEFAULT | dict(zip(DEFAULT, found, strict=False))  # or the first alone
+    """Return the library's fastest algorithm for these operands. Not inside a CUDA graph."""
+    algorithm = upstream.search_cusparselt(compressed, _padded(x).t(), None)
+    return DEFAULT | dict(zip(DEFAULT, algorithm, strict=False))  # or the first number alone
 
 
 def _padded(x: Tensor) -> Tensor:

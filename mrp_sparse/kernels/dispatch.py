@@ -5,19 +5,163 @@ was measured, the first usable one of the default order.
 """
 
 import functools
+import hashlib
+import json
 import logging
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from mrp_sparse.environment import cache_directory
 from mrp_sparse.errors import FormatError
+from mrp_sparse.json_files import read_json
+from mrp_sparse.kernels import cusparselt
 from mrp_sparse.kernels.candidates import KERNELS, Call, PackedWeight, usable
-from mrp_sparse.kernels.kernel_times import KernelTimes, cache_path, environment
 from mrp_sparse.kernels.operator import linear24
 
+VERSION = 1
+STORED_DENSE = "stored dense"
+"""The baseline: the same pruned weight kept as an ordinary matrix. No kernel has this name."""
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A kernel on one problem: (tokens, in) times the transpose of (out, in), in one dtype.
+
+    The dtype is written as torch prints it, without `torch.`, and the kernel is a key of `KERNELS`,
+    or `STORED_DENSE`.
+    """
+
+    out_features: int
+    in_features: int
+    dtype: str
+    tokens: int
+    kernel: str
+
+    @property
+    def problem(self) -> tuple[int, int, str, int]:
+        """The shape, the dtype and the number of tokens: all but the kernel."""
+        return self.out_features, self.in_features, self.dtype, self.tokens
+
+
+@dataclass(frozen=True)
+class Measurement(Contestant):
+    """The time of a kernel, in its best configuration.
+
+    In microseconds: the median of the repeats, and their 20th and 80th percentiles.
+    """
+
+    config: Mapping[str, int]
+    microseconds: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Failure(Contestant):
+    """A kernel that could not be measured, and the reason."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class KernelTimes:
+    """Measurements of one environment: a device and the versions of the libraries there."""
+
+    environment: Mapping[str, Any]
+    measurements: tuple[Measurement, ...] = ()
+
+    def at(self, call: Call) -> list[Measurement]:
+        """Return the measurements of a shape at the nearest number of tokens, the fastest first.
+
+        Nearest by ratio, and within a factor of two: else nothing is known. One token is a problem
+        of its own, for which no other number of tokens stands in.
+        """
+        tokens = call.tokens
+        shape = call.out_features, call.in_features, str(call.dtype).removeprefix("torch.")
+        same = [
+            m
+            for m in self.measurements
+            if (m.out_features, m.in_features, m.dtype) == shape
+            and (m.tokens == 1) == (tokens == 1)
+            and m.tokens <= 2 * tokens <= 4 * m.tokens
+        ]
+        if not same:
+            return []
+        nearest = min({m.tokens for m in same}, key=lambda n: (max(n, tokens) / min(n, tokens), n))
+        return sorted((m for m in same if m.tokens == nearest), key=lambda m: m.microseconds)
+
+    def merged(self, measurements: Iterable[Measurement]) -> "KernelTimes":
+        """Return these times, newer ones replacing older ones of the same problem."""
+        new = tuple(measurements)
+        measured = {m.problem for m in new}
+        older = tuple(m for m in self.measurements if m.problem not in measured)
+        return KernelTimes(self.environment, older + new)
+
+    def save(self, path: Path) -> None:
+        """Write JSON; an interrupted write leaves the old file."""
+        content = {"version": VERSION, **asdict(self)}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        written = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            written.write_text(json.dumps(content, indent=1))
+            written.replace(path)
+        finally:
+            written.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: Path) -> "KernelTimes":
+        """Read what `save` wrote.
+
+        Raises:
+            FormatError: The file is no such thing, or of another version.
+        """
+        content = read_json(path, "measure again")
+        if content.get("version") != VERSION:
+            raise FormatError(
+                f"{path} is a table of version {content.get('version')!r}, not {VERSION}. Delete "
+                "it and measure again."
+            )
+        try:
+            rows = tuple(Measurement(**row) for row in content["measurements"])
+            if any(not isinstance(row.config, dict) or not row.microseconds > 0 for row in rows):
+                raise ValueError("a row without `config` or `microseconds`")
+            return cls(dict(content["environment"]), rows)
+        except (KeyError, TypeError, ValueError) as error:
+            raise FormatError(
+                f"{path} is not as mrp-lightning writes it ({error}). Delete it, or measure again."
+            ) from error
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Return the device and the versions of its libraries, on which measurements depend."""
+    libraries: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda}
+    if device.type == "cuda":
+        libraries["device"] = torch.cuda.get_device_name(device)
+        libraries["cusparselt"] = cusparselt.version()
+        try:
+            libraries["triton"] = version("triton")
+        except PackageNotFoundError:
+            libraries["triton"] = None
+    else:
+        libraries["device"] = device.type
+    return libraries
+
+
+def cache_path(environment: Mapping[str, Any]) -> Path:
+    """Return the file in the cache directory that holds the times of an environment."""
+    digest = hashlib.sha256(json.dumps(environment, sort_keys=True).encode()).hexdigest()[:12]
+    return cache_directory() / f"sparse24-{digest}.json"
+
+
 FEW_TOKENS = 64
-"""Up to here reading the weight takes the time, and the kernels that read it packed lead."""
+"""Number of tokens up to which reading the weight takes the time."""
 MANY_TOKENS_ORDER = ("cusparselt", "unpack-dense")
 
 log = logging.getLogger(__name__)
@@ -32,7 +176,7 @@ def multiply(
     bias: Tensor | None,
     compressed: Tensor | None = None,
 ) -> Tensor:
-    """Compute what `linear24` says, by the kernel that `choose` gives.
+    """Compute `linear24` by the kernel that `choose` returns.
 
     Raises:
         ValueError: Input and weight differ in dtype.
@@ -53,7 +197,7 @@ def multiply(
 
 @functools.lru_cache(maxsize=4096)
 def choose(call: Call) -> tuple[str, Mapping[str, int]]:
-    """The name in `KERNELS` of the kernel that takes a call, and its configuration."""
+    """Return the name in `KERNELS` of the kernel for a call, and its configuration."""
     kernels = usable(call)
     rows = known_times(call.device).at(call)
     measured = next((row for row in rows if row.kernel in kernels), None)
@@ -68,7 +212,7 @@ def choose(call: Call) -> tuple[str, Mapping[str, int]]:
 
 
 def known_times(device: torch.device) -> KernelTimes:
-    """The times in use on a device: set by `use_times`, else read from the cache directory."""
+    """Return the times of a device: set by `use_times`, else read from the cache directory."""
     key = _key(device)
     if key not in _times:
         here = environment(device)
@@ -83,7 +227,7 @@ def known_times(device: torch.device) -> KernelTimes:
 
 
 def use_times(times: KernelTimes | None, device: torch.device) -> None:
-    """Choose by these times from now on; `None`: by those in the cache directory again."""
+    """Choose kernels by these times; `None` restores those of the cache directory."""
     _times.pop(_key(device), None)
     if times is not None:
         _times[_key(device)] = times
@@ -91,7 +235,7 @@ def use_times(times: KernelTimes | None, device: torch.device) -> None:
 
 
 def _key(device: torch.device) -> str:
-    """A tensor's device has an index where the one that a user names may have none."""
+    """Return the device with its index, which a user may leave out."""
     if device.type == "cuda" and device.index is None:
         return f"cuda:{torch.cuda.current_device()}"
     return str(device)

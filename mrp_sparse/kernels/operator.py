@@ -172,7 +172,7 @@ def _fake8(x: Tensor, numbers: Tensor, scales: Tensor, bias: Tensor | None) -> T
 
 
 def _save(stored: int, ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """Keep what the gradient of the input needs: the tensors that the weight is stored as."""
+    """Save the stored tensors of the weight for the gradient of the input."""
     del output
     x, *tensors = inputs
     ctx.columns, ctx.num_inputs = x.shape[-1], len(inputs)
@@ -182,7 +182,7 @@ def _save(stored: int, ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
 def _backward(
     unpack: Callable[..., Tensor], bias: int, ctx: Any, grad: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of the input and the bias, for prompts, adapters and attributions."""
+    """Return the gradients of the input and the bias, for prompts, adapters and attributions."""
     if any(ctx.needs_input_grad[1 : 1 + len(ctx.saved_tensors)]):
         raise NotImplementedError(
             "A packed weight cannot be trained: call `model.dequantize()` first, or freeze it "
@@ -199,10 +199,9 @@ def _backward(
 def _autocast(
     operator: Callable[..., Tensor], floating: Sequence[int], device: str, *operands: Any
 ) -> Tensor:
-    """Call an operator with its operands as autocast gives them to `F.linear`."""
+    """Call an operator with its operands cast as autocast casts those of `F.linear`."""
     cast = [
-        _cast(operand, device) if place in floating else operand
-        for place, operand in enumerate(operands)
+        _cast(operand, device) if i in floating else operand for i, operand in enumerate(operands)
     ]
     if operator is linear24 and cast[1] is not operands[1]:
         cast[4:] = [None]  # cuSPARSELt's layout holds the weight in the dtype that it had

@@ -13,7 +13,7 @@ from mrp_sparse.kernels.triton_programs import gemm_program, gemv_program, unpac
 
 
 def interpreting() -> bool:
-    """Whether Triton runs in its interpreter (`TRITON_INTERPRET=1`), where CPU tensors work."""
+    """Return whether Triton interprets (`TRITON_INTERPRET=1`), so that CPU tensors work."""
     return not isinstance(gemv_program, triton.runtime.JITFunction)
 
 

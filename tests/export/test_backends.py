@@ -16,13 +16,16 @@ from mrp_lightning.errors import FormatError, OptionError
 from mrp_sparse.formats.sparse24 import broken_groups, pack, unpack
 from mrp_sparse.kernels import candidates, cusparselt, dispatch
 from mrp_sparse.kernels.candidates import KERNELS, Call, PackedWeight, compress
-from mrp_sparse.kernels.dispatch import choose, known_times, multiply, use_times
-from mrp_sparse.kernels.kernel_times import (
+from mrp_sparse.kernels.dispatch import (
     STORED_DENSE,
     KernelTimes,
     Measurement,
     cache_path,
+    choose,
     environment,
+    known_times,
+    multiply,
+    use_times,
 )
 from mrp_sparse.packed_linear import Sparse24Linear
 

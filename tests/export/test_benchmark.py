@@ -23,8 +23,14 @@ from mrp_lightning.cli.command import make_parser
 from mrp_lightning.errors import OptionError
 from mrp_sparse.decoding import storage_bytes
 from mrp_sparse.formats.sparse24 import broken_groups
-from mrp_sparse.kernels.dispatch import known_times, use_times
-from mrp_sparse.kernels.kernel_times import STORED_DENSE, Failure, KernelTimes, Measurement
+from mrp_sparse.kernels.dispatch import (
+    STORED_DENSE,
+    Failure,
+    KernelTimes,
+    Measurement,
+    known_times,
+    use_times,
+)
 from mrp_sparse.packed_linear import Sparse24Linear
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-SHARED_SPARSE = ("errors", "arguments", "json_files", "environment", "file_lock", "upstream")
+SHARED_SPARSE = ("errors", "arguments", "json_files", "environment", "upstream")
 
 SHARED = (
     *SHARED_SPARSE,
