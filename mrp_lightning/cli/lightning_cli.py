@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,7 @@ from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.trainer import Trainer, callbacks_that_prune, require_accelerator
 from mrp_lightning.models.integrity import explained_checkpoint
 from mrp_lightning.records.report import NAME
-from mrp_lightning.text.mixture import GIVEN
-from mrp_lightning.text.published import CALIBRATION
+from mrp_lightning.text.mixture import ONE_TEXT, exclusive_keys
 from mrp_lightning.upstream.other_names import take_alone
 
 _NO_PRUNING = (
@@ -31,12 +30,6 @@ _NO_PRUNING = (
     "--trainer.callbacks.save_dir=DIR`, or in YAML `trainer: {callbacks: [{class_path: "
     'callbacks.MRPCallback, init_args: {pattern: "2:4", save_dir: DIR}}]}`.'
 )
-_TEXTS = (
-    ("train_files", "eval_files"),
-    ("dataset",),
-    ("calibration", "evaluation", "corpora_dir"),
-)
-"""The keys of `data` that say where text comes from, of which a run takes one way."""
 
 
 class SaveConfigToLog(SaveConfigCallback):
@@ -139,52 +132,33 @@ class PruningCLI(LightningCLI):
     def _choose_text(self, data: Namespace) -> None:
         """Let the text that is given last win over that of other files, as any other option.
 
-        What is given at the same place contradicts itself, and is refused.
+        Texts that are given at the same place contradict each other, and are refused.
         """
-        calibration = data.get("calibration")
-        if calibration is None or (isinstance(calibration, str) and calibration in CALIBRATION):
-            self._choose_one(data, _TEXTS)
-            return
-        # The model's own text and mixtures are calibrated on beside any text to evaluate on.
-        named = set(GIVEN) & set(calibration if isinstance(calibration, dict) else [calibration])
-        others = [tuple(key for key in keys if key not in named) for keys in _TEXTS]
-        self._choose_one(data, [tuple(k for k in keys if k != "calibration") for keys in others])
-        if not named:
-            self._choose_one(data, [("train_files",), ("calibration",)])
-
-    def _choose_one(self, data: Namespace, ways: Sequence[tuple[str, ...]]) -> None:
-        """Keep of several ways to give a text, by their keys, the one that is given last."""
-        texts = [
-            (keys, given) for keys in ways if (given := [key for key in keys if data.get(key)])
-        ]
-        if len(texts) < 2:
-            return
-        found = [*self._found, *self.parser.besides]  # type: ignore[attr-defined]
-        lasts = {
-            keys: max(
-                (i, one.place.rpartition(", line ")[0])
-                for i, one in [(-1, Given("", place="the defaults")), *enumerate(found)]
-                if i < 0 or any(f"{one.path}.".startswith(f"data.{key}.") for key in given)
-            )
-            for keys, given in texts
-        }
-        chosen, given = max(texts, key=lambda text: lasts[text[0]])
-        _, place = lasts[chosen]
-        for keys, others in texts:
-            if keys == chosen:
-                continue
-            if lasts[keys][1] == place:
-                raise OptionError(
-                    f"{place or 'the command line'}: `data` takes either `dataset` or "
-                    "`train_files`/`eval_files` or `calibration`/`evaluation`, not several of "
-                    f"them. It names {_named(others)} and {_named(given)}: keep one."
+        options = [*self._found, *self.parser.besides]  # type: ignore[attr-defined]
+        paths = ["", *(f"{option.path}." for option in options)]
+        places = ["the defaults", *(option.place.rpartition(", line ")[0] for option in options)]
+        for rule in exclusive_keys(data.get("calibration")):
+            texts: list[tuple[int, str, list[str]]] = []
+            for group in rule:
+                if keys := [key for key in group if data.get(key)]:
+                    starts = tuple(f"data.{key}." for key in keys)
+                    last = max(
+                        i for i, path in enumerate(paths) if not i or path.startswith(starts)
+                    )
+                    texts.append((last, places[last], keys))
+            for _, place, keys in sorted(texts)[:-1]:
+                _, last_place, chosen = max(texts)
+                if place == last_place:
+                    raise OptionError(
+                        f"{place or 'the command line'}: {ONE_TEXT}. It names {_named(keys)} and "
+                        f"{_named(chosen)}: keep one."
+                    )
+                rank_zero_info(
+                    f"Text is read by {_named(chosen)}{last_place and f' of {last_place}'}, which "
+                    f"was given last: not by {_named(keys)} of {place or 'the command line'}."
                 )
-            rank_zero_info(
-                f"Text is read by {_named(given)}{place and f' of {place}'}, which was given last: "
-                f"not by {_named(others)} of {lasts[keys][1] or 'the command line'}."
-            )
-            for key in keys:
-                data[key] = None
+                for key in keys:
+                    data[key] = None
 
     def before_test(self) -> None:
         """Have what is found about a model that was pruned recorded beside it."""

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mrp_lightning.callbacks import PruningCallback
-from mrp_lightning.data.data_module import HeldOutText, TextDataModule
+from mrp_lightning.data.data_module import TextDataModule
 from mrp_lightning.data.own_text import estimate_writing
 from mrp_lightning.environment import quiet_lightning
 from mrp_lightning.experiments.numbers import memory, number, percent, perplexity
@@ -24,6 +24,7 @@ from mrp_lightning.records.evaluation import Scores, record
 from mrp_lightning.records.report import PruningReport
 from mrp_lightning.targets.plan import make_plan
 from mrp_lightning.text.mixture import SELF
+from mrp_lightning.text.windows import Cutter
 
 
 def prune_and_compare(
@@ -39,7 +40,7 @@ def prune_and_compare(
 
     Args:
         source: The arguments of the `CausalLM`.
-        text: Those of its text, a `HeldOutText` if they name files. Else the model calibrates on
+        text: Those of its text: a tenth of files is held out. Without files the model calibrates on
             what it writes itself, and is evaluated on the source of Python's standard library.
         pruning: Those of the `PruningCallback`, with `save_dir`.
         windows: The most windows to evaluate on.
@@ -49,7 +50,7 @@ def prune_and_compare(
     require_accelerator(accelerator)
     prune = PruningCallback(**pruning)
     is_given = bool(text["train_files"])
-    data = HeldOutText(**text) if is_given else TextDataModule(**text, calibration=SELF)
+    data = TextDataModule(**text, hold_out=is_given, calibration=None if is_given else SELF)
     assert prune.save_dir is not None
     with quiet_lightning():
         model = CausalLM(**source)
@@ -95,9 +96,8 @@ def prune_and_compare(
         writing = Estimate(0.0, 0)
         if not is_given:
             model.to(trainer.strategy.root_device)  # from where the evaluation has taken it
-            writing = estimate_writing(
-                model.model, model.tokenizer, data.sequence_length, data.seed, data.num_samples
-            )
+            cutter = Cutter(model.tokenizer, data.sequence_length)
+            writing = estimate_writing(model.model, cutter, data.seed, data.num_samples)
         console.print(_announced(expected.after(writing), writing))
         trainer.predict(model, datamodule=data, callbacks=[prune])
         pruned = evaluated("pruned")

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule
@@ -12,19 +12,44 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from mrp_lightning.data.own_text import own_windows, writer_of
+from mrp_lightning.data.own_text import OwnText
 from mrp_lightning.errors import DataError, OptionError
 from mrp_lightning.loop.distributed import one_share_each
 from mrp_lightning.models.skeleton import longest_sequence
 from mrp_lightning.models.tokenizers import load_tokenizer
-from mrp_lightning.text.mixture import GIVEN, SELF, Mixture, NamedTexts, interleaved
-from mrp_lightning.text.published import EVALUATION
-from mrp_lightning.text.sources import GivenText, Split
-from mrp_lightning.text.windows import SEPARATOR, Cutter, Windows
+from mrp_lightning.text.mixture import (
+    SELF,
+    Mixture,
+    WindowSource,
+    check_keys,
+    shares_of,
+    source_named,
+    texts_by_name,
+)
+from mrp_lightning.text.sources import (
+    CALIBRATION,
+    EVALUATION,
+    Bos,
+    DatasetText,
+    PublishedText,
+    Split,
+    StandardLibrary,
+    TextFiles,
+    TextSource,
+    find_files,
+)
+from mrp_lightning.text.windows import Cutter
 from mrp_sparse.arguments import checked
 
 _Path = str | os.PathLike[str]
 _USUAL_LENGTH = 2048  # tokens a window, in the papers
+_SPLITS: dict[str, Split] = {
+    "fit": "train",
+    "predict": "train",
+    "validate": "validation",
+    "test": "test",
+}
+"""The split that a stage of the trainer reads."""
 
 
 class TextDataModule(LightningDataModule):
@@ -65,6 +90,8 @@ class TextDataModule(LightningDataModule):
         evaluation: Texts for `validate` and `test`: published ones (c4, ptb, wikitext2) and
             `stdlib`; or, by the name that results give to each, one of these or a file, such as
             `{code: stdlib, mine: test.txt}`.
+        hold_out: Whether `validate` and `test` read a tenth of `train_files`, which `predict` and
+            `fit` then leave out: every tenth document or, of fewer than 20, the end of each.
         corpora_dir: Directory with local copies of the published texts, in the paths of their
             repositories (`allenai/c4/en/…`); nothing is fetched then. By default they come from
             the hub or, with `HF_HUB_OFFLINE=1`, from its cache.
@@ -98,10 +125,11 @@ class TextDataModule(LightningDataModule):
         *,
         calibration: dict[str, float] | str | None = None,
         evaluation: dict[str, str] | Sequence[str] | str | None = None,
+        hold_out: bool = False,
         corpora_dir: _Path | None = None,
         num_samples: int = 128,
         sequence_length: int | None = None,
-        bos: Literal["text", "window"] | None = None,
+        bos: Bos | None = None,
         batch_size: int = 1,
         seed: int = 0,
         text_column: str = "text",
@@ -119,15 +147,29 @@ class TextDataModule(LightningDataModule):
             if count < few
         ]:
             raise OptionError(" ".join(wrong))
-        self.calibration = calibration
+        self.train_files, self.eval_files = _paths(train_files), _paths(eval_files)
+        self.dataset, self.calibration = dataset, calibration
+        self.evaluation = texts_by_name(evaluation)
+        self._shares = None if calibration is None else shares_of(calibration)
         self.corpora_dir = Path(corpora_dir).expanduser() if corpora_dir is not None else None
-        self._named = NamedTexts(calibration, evaluation, self.corpora_dir, text_column)
-        self.evaluation = self._named.evaluation
-        self.bos, self._given_bos = bos or self._named.bos, bos
-        files = {"train_files": _paths(train_files), "eval_files": _paths(eval_files)}
-        given: dict[str, Any] = {**files, "dataset": dataset}
-        self._named.refuse_contradictions({name for name, text in given.items() if text})
-        self._given = GivenText(**given, column=text_column)
+        keys = ("train_files", "eval_files", "dataset", "calibration", "evaluation")
+        check_keys(calibration, {key for key in keys if getattr(self, key)})
+        if corpora_dir is not None and calibration is None and not self.evaluation:
+            raise OptionError("`data.corpora_dir` needs `data.calibration` or `data.evaluation`.")
+        if hold_out and (self.eval_files or not self.train_files):
+            raise OptionError("`data.hold_out` needs `data.train_files`, and no `data.eval_files`.")
+        self._files = TextFiles(
+            train=self.train_files,
+            evaluation=self.eval_files,
+            column=text_column,
+            hold_out=hold_out,
+        )
+        published = [text for text in self.evaluation.values() if text in EVALUATION]
+        # A published text alone is the paper's protocol, which says what is evaluated, too.
+        self._is_alone = calibration in CALIBRATION
+        of_paper = self._is_alone or (calibration is None and published)
+        self.bos: Bos = bos or ("text" if of_paper else "window")
+        self._bos, self._text_column = bos, text_column
         self.num_samples, self.batch_size, self.seed = num_samples, batch_size, seed
         self.sequence_length = sequence_length or _USUAL_LENGTH
         self._fits_model = sequence_length is None
@@ -168,13 +210,13 @@ class TextDataModule(LightningDataModule):
                 f"`data.sequence_length` is {self.sequence_length}, but the model's configuration "
                 f"has only {limit} positions. Write `sequence_length: {limit}` or less."
             )
-        if stage == "predict" and self._named.mixture is not None:
-            self._named.mixture.counts(self.num_samples)
-            if SELF in self._named.mixture:
-                writer_of(self.trainer)
-        if self._named.are_read(stage):
-            self._named.locate(stage)
-        elif not self._given.is_given:
+        sources = self._sources(stage)
+        for source in sources:
+            if isinstance(source, OwnText):
+                source.writer()
+        published = [source for source in sources if isinstance(source, PublishedText)]
+        find_files(published, _SPLITS[stage])
+        if StandardLibrary() in sources:
             rank_zero_info(
                 f"No text was given: `{getattr(stage, 'value', stage)}` reads the source code of "
                 "Python's standard library. Other text is named by `data.train_files` and "
@@ -182,10 +224,58 @@ class TextDataModule(LightningDataModule):
                 "With `data.calibration: self` the model writes the text to calibrate on itself."
             )
 
+    def _sources(self, stage: str) -> list[WindowSource]:
+        """The sources of the text that a stage reads."""
+        if stage == "fit":
+            return [self._text("train")]
+        if stage != "predict":
+            return list(self._evaluated(_SPLITS[stage]).values())
+        source = self._calibrated_on()
+        if not isinstance(source, Mixture):
+            return [source]
+        source.counts(self.num_samples)
+        return list(source.sources.values())
+
+    def _calibrated_on(self) -> WindowSource:
+        """The source, or sources, of the calibration windows."""
+        if self._shares is None:
+            if self.evaluation:
+                raise DataError("`data.calibration` is needed here. Name published texts.")
+            return self._text("train")
+        sources: dict[str, WindowSource] = {
+            SELF: OwnText(self.trainer),
+            "train_files": self._files,
+            "dataset": DatasetText(self.dataset, self._text_column),
+        }
+        sources = {name: sources.get(name) or self._named(name) for name in self._shares}
+        return Mixture(self._shares, sources)
+
+    def _named(self, name: str) -> TextSource:
+        return source_named(name, column=self._text_column, directory=self.corpora_dir)
+
+    def _text(self, split: Split) -> TextSource:
+        """The text of a split that has no name: the files, the dataset or the standard library."""
+        if self._is_alone or self.evaluation:
+            raise DataError(
+                "`fit` trains on `data.train_files`, `data.dataset` or the embedded text, not on "
+                "the published texts of `data.calibration` and `data.evaluation`."
+                if split == "train"
+                else "`data.evaluation` is needed here. Name published texts."
+            )
+        if self.dataset is not None and not self._files.of(split):
+            return DatasetText(self.dataset, self._text_column)
+        return self._files if self.train_files or self.eval_files else StandardLibrary()
+
+    def _evaluated(self, split: Split) -> dict[str, TextSource]:
+        """The texts to evaluate on, by name; a text without one is named by its split."""
+        if self.evaluation:
+            return {name: self._named(text) for name, text in self.evaluation.items()}
+        return {split: self._text(split)}
+
     @property
     def calibration_source(self) -> str:
         """The name of the text to calibrate on; of files their names without their directories."""
-        return str(self._named.mixture or self._given.train_name)
+        return self._calibrated_on().name
 
     def predict_dataloader(self) -> DataLoader[Any]:
         """The calibration windows, in the order in which they were drawn."""
@@ -193,26 +283,27 @@ class TextDataModule(LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         """All training windows, shuffled anew in every epoch."""
-        windows = self._cutter("train").consecutive("train", self.documents("train"))
-        return self._loader(windows, shuffle=True)
+        text = self._text("train")
+        windows = self._cutter(text.bos).consecutive("train", text.documents("train"))
+        order = torch.Generator().manual_seed(self.seed)
+        return DataLoader(windows, batch_size=self.batch_size, shuffle=True, generator=order)
 
     def val_dataloader(self) -> DataLoader[Any] | dict[str, DataLoader[Any]]:
-        """The windows of the validation split, or of each published text."""
+        """The windows of the validation split, or of each named text."""
         return self._evaluation_loaders("validation")
 
     def test_dataloader(self) -> DataLoader[Any] | dict[str, DataLoader[Any]]:
-        """The windows of the test split, or of each published text."""
+        """The windows of the test split, or of each named text."""
         return self._evaluation_loaders("test")
 
     def _evaluation_loaders(self, split: Split) -> DataLoader[Any] | dict[str, DataLoader[Any]]:
-        if not self._named.by_protocol:
-            return self._loader(self._windows_of(split))
-        return {
-            name: self._loader(
-                self._cutter(text).consecutive(text, *self._named.evaluation_text(text))
-            )
-            for name, text in self.evaluation.items()
+        texts = self._evaluated(split)
+        split = "test" if self.evaluation else split  # named texts have no other
+        loaders = {
+            name: self._loader(text.windows(self._cutter(text.bos), split, name))
+            for name, text in texts.items()
         }
+        return loaders if self.evaluation else loaders[split]
 
     def calibration_windows(self) -> Tensor:
         """The windows to calibrate on (num_samples, sequence_length), int64.
@@ -224,18 +315,7 @@ class TextDataModule(LightningDataModule):
             DataError: A text is too short for a window, or for so many; or the model would have to
                 write its own, and there is no trainer that runs it, or it writes nothing of use.
         """
-        mixture = self._named.mixture or Mixture({GIVEN[0]: 1.0})
-        counts = mixture.counts(self.num_samples)
-        return interleaved([self._drawn(source, count) for source, count in counts.items()])
-
-    def _drawn(self, source: str, count: int) -> Tensor:
-        """Random windows of a source of the mixture, with their prefix."""
-        if source == SELF:
-            return own_windows(self.trainer, self.tokenizer, self.sequence_length, self.seed, count)
-        cutter = Cutter.of(self.tokenizer, self.sequence_length, self.bos)
-        if source in GIVEN:
-            return cutter.random(self.documents("train"), count, self.seed)
-        return self._named.windows(source, cutter, count, self.seed)
+        return self._calibrated_on().draw(self._cutter(self.bos), self.num_samples, self.seed)
 
     def evaluation_windows(self, split: Split) -> Tensor:
         """Consecutive windows of a split's joined text (windows, sequence_length), int64.
@@ -246,16 +326,8 @@ class TextDataModule(LightningDataModule):
         Raises:
             DataError: There is no such split, or it is too short for a window.
         """
-        return self._windows_of(split).ids
-
-    def _windows_of(self, split: Split) -> Windows:
-        return self._cutter(split).consecutive(split, SEPARATOR.join(self.documents(split)))
-
-    def _cutter(self, text: str) -> Cutter:
-        """What cuts a text to evaluate or train on: BOS is where its protocol has it, if any."""
-        bos = self._given_bos or ("text" if text in EVALUATION else "window")
-        # Only now: a checkpoint that Lightning restores after `setup` may hold the tokenizer.
-        return Cutter.of(self.tokenizer, self.sequence_length, bos)
+        text = self._text(split)
+        return text.windows(self._cutter(text.bos), split, split).ids
 
     def documents(self, split: Split) -> Sequence[str]:
         """The texts of one split of the dataset, the files or the embedded text.
@@ -266,17 +338,13 @@ class TextDataModule(LightningDataModule):
         Raises:
             DataError: The source has no such split, or it is empty.
         """
-        if self._named.by_protocol and not (split == "train" and self._named.mixture):
-            raise DataError(
-                "TextDataModule: what `data.calibration` and `data.evaluation` name has no splits. "
-                "Name the text of the other use, too; or give `data.dataset` or files instead."
-            )
-        return self._given.documents(split)
+        return self._text(split).documents(split)
 
-    def _loader(self, windows: Any, shuffle: bool = False) -> DataLoader[Any]:
-        if shuffle:
-            order = torch.Generator().manual_seed(self.seed)
-            return DataLoader(windows, batch_size=self.batch_size, shuffle=True, generator=order)
+    def _cutter(self, bos: Bos) -> Cutter:
+        # Made anew: a checkpoint that Lightning restores after `setup` may hold the tokenizer.
+        return Cutter(self.tokenizer, self.sequence_length, self._bos or bos)
+
+    def _loader(self, windows: Any) -> DataLoader[Any]:
         share = one_share_each(windows, self.trainer)
         return DataLoader(windows, batch_size=self.batch_size, sampler=share)
 
@@ -284,35 +352,3 @@ class TextDataModule(LightningDataModule):
 def _paths(files: Sequence[_Path] | _Path | None) -> tuple[Path, ...]:
     files = [files] if isinstance(files, str | os.PathLike) else files or []
     return tuple(Path(file).expanduser() for file in files)
-
-
-_DOCUMENTS = 20  # from so many on, whole ones are held out
-
-
-class HeldOutText(TextDataModule):
-    """A `TextDataModule` that evaluates on a part of its `train_files`, and calibrates on the rest.
-
-    Every tenth document is held out or, where there are few, the last tenth of each.
-    """
-
-    def documents(self, split: Split) -> Sequence[str]:
-        """The texts of one split.
-
-        Args:
-            split: `train` is what is calibrated on; the other two are what is held out.
-
-        Raises:
-            DataError: The files are empty, or no text.
-        """
-        texts, is_training = super().documents("train"), split == "train"
-        if len(texts) >= _DOCUMENTS:
-            return [text for i, text in enumerate(texts) if (i % 10 != 9) == is_training]
-        cuts = [_cut(text) for text in texts]
-        return [t[:cut] if is_training else t[cut:] for t, cut in zip(texts, cuts, strict=True)]
-
-
-def _cut(text: str) -> int:
-    """Where the last tenth of a text begins: at a line, if one begins there."""
-    place = len(text) * 9 // 10
-    line = text.find("\n", place) + 1
-    return line if 0 < line < len(text) - len(text) // 20 else place

@@ -1,4 +1,4 @@
-"""Windows of text that a language model writes itself, drawn from its own distribution."""
+"""A language model writes windows of text, drawn from its own distribution."""
 
 import logging
 import os
@@ -19,7 +19,6 @@ from transformers import (
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
-    PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers.cache_utils import DynamicLayer
@@ -27,54 +26,6 @@ from transformers.cache_utils import DynamicLayer
 from mrp_lightning.calibration.walks import replaced
 from mrp_lightning.errors import DataError, TargetError
 from mrp_lightning.upstream.transformers_names import takes_any_cache
-
-
-class FilledLayer(DynamicLayer):
-    """Those of a layer that attends to all tokens, in room for as many as there will be.
-
-    Args:
-        length: Tokens of a window, at the end.
-    """
-
-    def __init__(self, length: int) -> None:
-        super().__init__()
-        self._length = length
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Take the memory, as the first keys and values (windows, heads, tokens, size) are."""
-        super().lazy_initialization(key_states, value_states)
-        self._room = [
-            states.new_empty(*states.shape[:2], self._length, states.shape[3])
-            for states in (key_states, value_states)
-        ]
-        self.keys, self.values = (room[:, :, :0] for room in self._room)
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Add the keys and values of further tokens; returns all, as views of the room."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        start = self.get_seq_length()
-        stop = start + key_states.shape[2]
-        for room, states in zip(self._room, (key_states, value_states), strict=True):
-            room[:, :, start:stop] = states
-        self.keys, self.values = (room[:, :, :stop] for room in self._room)
-        return self.keys, self.values
-
-
-def cache_for(config: PreTrainedConfig, length: int) -> Cache:
-    """A cache for windows of a length, by what kinds of layers the model's configuration names.
-
-    Layers with a sliding window keep that alone, and recurrent ones their state, as in
-    transformers' own cache.
-    """
-    cache = DynamicCache(config=config.get_text_config(decoder=True))
-    cache.layers = [
-        FilledLayer(length) if type(layer) is DynamicLayer else layer for layer in cache.layers
-    ]
-    return cache
-
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +44,7 @@ _COPIES_OF_LOGITS = 6  # in float32, while a token is drawn
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """What a model writes: the same sampling gives the same windows.
+    """The draws of a model's text: the same sampling gives the same windows.
 
     Attributes:
         length: Tokens a window, with those that it begins with.
@@ -110,22 +61,62 @@ class Sampling:
 
     def uniforms(self, windows: range) -> Tensor:
         """The random number in [0, 1) for each token of some windows (windows, length), float32."""
-        drawn = [
+        numbers = [
             np.random.default_rng([self.seed % 2**64, n]).random(self.length, np.float32)
             for n in windows
         ]
-        return torch.from_numpy(np.stack(drawn))
+        return torch.from_numpy(np.stack(numbers))
 
     def starts(self, uniforms: Tensor) -> Tensor:
-        """What each window begins with (windows, tokens), int64."""
+        """The tokens that each window begins with (windows, tokens), int64."""
         if len(self.prefix):
             return self.prefix.expand(len(uniforms), -1)
-        drawn = (uniforms[:, :1].double() * len(self.first)).long()
-        return self.first[drawn]
+        return self.first[(uniforms[:, :1].double() * len(self.first)).long()]
+
+
+class FilledLayer(DynamicLayer):
+    """Keys and values of a full-attention layer, preallocated for `length` tokens."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self._length = length
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Add keys and values (windows, heads, tokens, size); return all so far, as views."""
+        added = key_states, value_states
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self._room = [
+                states.new_empty(*states.shape[:2], self._length, states.shape[3])
+                for states in added
+            ]
+            self.keys, self.values = (room[:, :, :0] for room in self._room)
+        start = self.get_seq_length()
+        stop = start + key_states.shape[2]
+        for room, states in zip(self._room, added, strict=True):
+            room[:, :, start:stop] = states
+        self.keys, self.values = (room[:, :, :stop] for room in self._room)
+        return self.keys, self.values
+
+
+def _cache(model: PreTrainedModel, length: int) -> dict[str, Cache]:
+    """A cache that is not copied to grow; models that take none make their own, or keep a state.
+
+    Layers with a sliding window keep that alone, and recurrent ones their state.
+    """
+    if not takes_any_cache(model) or "past_key_values" not in signature(model.forward).parameters:
+        return {}
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    cache.layers = [
+        FilledLayer(length) if type(layer) is DynamicLayer else layer for layer in cache.layers
+    ]
+    return {"past_key_values": cache}
 
 
 class InverseTransform(LogitsProcessor):
-    """Draws tokens by given random numbers, at temperature 1 from the whole vocabulary.
+    """Draws tokens by random numbers, at temperature 1 from the whole vocabulary.
 
     The token for a number u is the first one up to which the probabilities of the vocabulary, in
     its order, add up to more than u. It gets the score 0, all others −∞, so that the most likely
@@ -133,43 +124,48 @@ class InverseTransform(LogitsProcessor):
 
     Args:
         uniforms: The random number in [0, 1) for each token of each window (windows, length).
-        tell: Called with the number of tokens that each window has so far.
+        report: Called with the number of tokens that each window has so far.
     """
 
-    def __init__(self, uniforms: Tensor, tell: Callable[[int], None]) -> None:
-        self.uniforms, self.tell = uniforms, tell
+    def __init__(self, uniforms: Tensor, report: Callable[[int], None]) -> None:
+        self.uniforms, self.report = uniforms, report
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """The scores (windows, vocabulary) of the next token, by the logits of it."""
-        place = input_ids.shape[1]
-        self.tell(place)
+        """Return scores (windows, vocabulary) of the next token by its logits."""
+        length = input_ids.shape[1]
+        self.report(length)
         cumulative = _cumulative(scores)
         total = cumulative[:, -1:]
         if not bool(total.isfinite().all()):
             raise DataError(
-                f"`calibration: self`: the model's predictions after {place} tokens of its own are "
-                "NaN or Inf. In float16 they may overflow: load the model in bfloat16 or float32. "
-                "Otherwise the checkpoint is broken."
+                f"`calibration: self`: the model's predictions after {length} tokens of its own "
+                "are NaN or Inf. In float16 they may overflow: load the model in bfloat16 or "
+                "float32. Otherwise the checkpoint is broken."
             )
-        wanted = self.uniforms[:, place : place + 1].to(cumulative) * total
+        wanted = self.uniforms[:, length : length + 1].to(cumulative) * total
         drawn = torch.searchsorted(cumulative, wanted, right=True)
         drawn = drawn.clamp_(max=scores.shape[1] - 1)  # u·total may be rounded up to the total
         return torch.full_like(scores, -torch.inf).scatter_(1, drawn, 0.0)
 
 
+def _cumulative(logits: Tensor) -> Tensor:
+    """The probability of each token or one before it in the vocabulary (…, vocabulary), float32."""
+    return logits.float().softmax(-1).cumsum(-1)
+
+
 def write(
-    model: PreTrainedModel, sampling: Sampling, windows: range, tell: Callable[[int], None]
+    model: PreTrainedModel, sampling: Sampling, windows: range, report: Callable[[int], None]
 ) -> Tensor:
     """Let a model write some windows, all at once.
 
-    What the model's own generation configuration says of its chats (penalties, end tokens, ranges
-    of tokens) has no say. An end token does not end a window: what follows it is a new text.
+    The model's own generation configuration (penalties, end tokens, ranges of tokens) has no
+    effect. An end token does not end a window: a new text follows it.
 
     Args:
         model: A model for which `require_writer` raises nothing.
-        sampling: What to write.
-        windows: Which windows, by number.
-        tell: Called with the number of tokens that each window has so far.
+        sampling: The draws of the tokens.
+        windows: The numbers of the windows.
+        report: Called with the number of tokens that each window has so far.
 
     Returns:
         The token ids (windows, length), int64, on the CPU.
@@ -177,33 +173,42 @@ def write(
     Raises:
         DataError: The model's predictions are not finite, or it writes one token all the time.
     """
-    uniforms = sampling.uniforms(windows).to(model.device)
     with _able_to_write(model):
-        starts = sampling.starts(uniforms.cpu()).to(model.device)
-        written = _generate(model, starts, uniforms, tell, _cache(model, sampling.length))
+        uniforms = sampling.uniforms(windows)
+        starts = sampling.starts(uniforms)
+        written = _generate(model, starts, uniforms, report, _cache(model, sampling.length))
         if not _agrees(model, written[:1], uniforms[:1], starts.shape[1]):
             log.warning(
                 "%s predicts other tokens step by step, with its cache, than all at once. Its text "
                 "is written without a cache, which takes much longer.",
                 type(model).__name__,
             )
-            written = _generate(model, starts, uniforms, tell, {"use_cache": False})
-    _require_text(written[:, starts.shape[1] :])
+            written = _generate(model, starts, uniforms, report, {"use_cache": False})
+    text = written[:, starts.shape[1] :]
+    tokens, counts = text.unique(return_counts=True)
+    most = counts.argmax()
+    part = int(counts[most]) / max(text.numel(), 1)
+    if part > _MOST_OF_ONE_TOKEN and text.numel() > 1:
+        raise DataError(
+            f"`calibration: self`: the model writes little but the token {int(tokens[most])}: "
+            f"{part:.0%} of its text. That is nothing to calibrate on. Name a text in "
+            "`data.calibration` or `data.train_files`."
+        )
     return written.cpu()
 
 
 def seconds_a_token(model: PreTrainedModel, sampling: Sampling, windows: range) -> float:
-    """The time, in seconds, of the next token of some windows that are written all at once.
+    """Return the time, in seconds, of the next token of some windows that are written all at once.
 
     It is measured on their first ones. Later ones take a little longer: they attend to more.
     """
     times: list[float] = []
-    uniforms = sampling.uniforms(windows).to(model.device)
     with _able_to_write(model):
-        starts = sampling.starts(uniforms.cpu()).to(model.device)
-        few = uniforms[:, : starts.shape[1] + _TIMED_TOKENS]
+        uniforms = sampling.uniforms(windows)
+        starts = sampling.starts(uniforms)
+        first = uniforms[:, : starts.shape[1] + _TIMED_TOKENS]
         cache = _cache(model, sampling.length)
-        _generate(model, starts, few, lambda _: times.append(time.perf_counter()), cache)
+        _generate(model, starts, first, lambda _: times.append(time.perf_counter()), cache)
     return min(later - earlier for earlier, later in pairwise(times))
 
 
@@ -211,15 +216,16 @@ def _generate(
     model: PreTrainedModel,
     starts: Tensor,
     uniforms: Tensor,
-    tell: Callable[[int], None],
+    report: Callable[[int], None],
     cache: dict[str, Any],
 ) -> Tensor:
+    processor = InverseTransform(uniforms.to(model.device), report)
     written: Tensor = model.generate(  # type: ignore[operator]
-        starts,
-        attention_mask=torch.ones_like(starts),
+        starts.to(model.device),
+        attention_mask=torch.ones_like(starts, device=model.device),
         max_length=uniforms.shape[1],
         do_sample=False,
-        logits_processor=LogitsProcessorList([InverseTransform(uniforms, tell)]),
+        logits_processor=LogitsProcessorList([processor]),
         disable_compile=True,
         **cache,
     )
@@ -239,91 +245,57 @@ def _agrees(model: PreTrainedModel, written: Tensor, uniforms: Tensor, start: in
     return float((apart < _ROUNDING).float().mean()) > _AGREEING
 
 
-def _cumulative(logits: Tensor) -> Tensor:
-    """The probability of each token or one before it in the vocabulary (…, vocabulary), float32."""
-    return logits.float().softmax(-1).cumsum(-1)
-
-
-def _cache(model: PreTrainedModel, length: int) -> dict[str, Any]:
-    """A cache that is not copied to grow; models that take none make their own, or keep a state."""
-    taken = signature(model.forward).parameters
-    if not takes_any_cache(model) or "past_key_values" not in taken:
-        return {}
-    return {"past_key_values": cache_for(model.config, length)}
-
-
 @contextmanager
 def _able_to_write(model: PreTrainedModel) -> Iterator[None]:
-    """Let a model draw from its own distribution, whatever it is configured to do in chats."""
-    with (
-        torch.inference_mode(False),
-        torch.no_grad(),
-        _evaluating(model),
-        replaced(model, "generation_config", GenerationConfig()),
-    ):
-        yield
+    """Let a model draw from its own distribution, whatever it is configured to do in chats.
+
+    Dropout is off, which a model that was made from a configuration has on.
+    """
+    in_training = [part for part in model.modules() if part.training]
+    options = replaced(model, "generation_config", GenerationConfig())
+    with torch.inference_mode(False), torch.no_grad(), options:
+        model.eval()
+        try:
+            yield
+        finally:
+            for part in in_training:
+                part.training = True
 
 
-@contextmanager
-def _evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Switch dropout off, which a model that was made from a configuration has on."""
-    was_training = [part for part in model.modules() if part.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for part in was_training:
-            part.training = True
-
-
-def _require_text(written: Tensor) -> None:
-    """Refuse what is one token nearly everywhere, such as the end token."""
-    tokens, counts = written.unique(return_counts=True)
-    most = counts.argmax()
-    part = int(counts[most]) / max(written.numel(), 1)
-    if part > _MOST_OF_ONE_TOKEN and written.numel() > 1:
-        raise DataError(
-            f"`calibration: self`: the model writes little but the token {int(tokens[most])}: "
-            f"{part:.0%} of its text. That is nothing to calibrate on. Name a text in "
-            "`data.calibration` or `data.train_files`."
-        )
-
-
-def require_writer(model: Any) -> None:
-    """Refuse a model that cannot write text.
+def require_writer(model: Any) -> PreTrainedModel:
+    """Return the model if it is one that can write text.
 
     Raises:
         TargetError: It is no language model that goes on with a text token by token.
     """
-    problem = None
     if not isinstance(model, PreTrainedModel):
         problem = "there is no Hugging Face model, or several"
     elif model.config.is_encoder_decoder:
         problem = f"{type(model).__name__} writes answers to another text, with an encoder"
     elif not model.can_generate():
         problem = f"{type(model).__name__} has no head that predicts the next token"
-    if problem:
-        raise TargetError(
-            "`calibration: self` needs one causal language model, which writes its own text; "
-            f"{problem}. Name a text in `data.calibration` or `data.train_files`."
-        )
+    else:
+        return model
+    raise TargetError(
+        "`calibration: self` needs one causal language model, which writes its own text; "
+        f"{problem}. Name a text in `data.calibration` or `data.train_files`."
+    )
 
 
 def windows_at_once(model: PreTrainedModel, length: int) -> int:
-    """How many windows of a length the memory of the model's device has room for, at most 64.
+    """Return how many windows of a length there is memory for on the model's device, at most 64.
 
     They take at most half of what is free on a GPU, and a quarter of a machine's memory.
     """
-    each = bytes_a_window(model, length)
     if model.device.type == "cuda":
         room = torch.cuda.mem_get_info(model.device)[0] // 2
     else:
         room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
-    return max(1, min(_MOST_AT_ONCE, room // each))
+    return max(1, min(_MOST_AT_ONCE, room // bytes_a_window(model, length)))
 
 
 def bytes_a_window(model: PreTrainedModel, length: int) -> int:
-    """The memory that a window takes while it is written: keys, values and logits."""
+    """Return the memory that a window takes while it is written: keys, values and logits."""
     text = model.config.get_text_config()
     heads = getattr(text, "num_attention_heads", 0) or 0
     size = getattr(text, "head_dim", None) or text.hidden_size // (heads or 1)

@@ -1,24 +1,93 @@
-"""The documents of text files and datasets, or of the embedded text."""
+"""The sources of text: files, a dataset, Python's standard library, and published texts.
+
+docs/data.md gives the published texts, which are cut into windows by the protocol of SparseGPT.
+"""
 
 import hashlib
 import json
+import shlex
 import sysconfig
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, Literal
 
+from torch import Tensor
+
 from mrp_lightning.environment import extra, why_no_hub
 from mrp_lightning.errors import DataError, first_line
+from mrp_lightning.text.windows import (
+    SEPARATOR,
+    Cutter,
+    Segments,
+    Windows,
+    segments_of_documents,
+    segments_of_joined,
+)
 from mrp_lightning.upstream.other_names import hub_away
 
 Split = Literal["train", "validation", "test"]
+Bos = Literal["text", "window"]
+
+
+class TextSource(ABC):
+    """A text in splits.
+
+    Attributes:
+        name: The name of the text in reports.
+        bos: The default place of BOS, as in `Cutter`.
+    """
+
+    name: str
+    bos: Bos = "window"
+
+    def documents(self, split: Split) -> Sequence[str]:
+        """Return the documents of one split.
+
+        Raises:
+            DataError: There is no such split, or it is empty, or it does not hold text.
+        """
+        documents = self._documents(split)
+        if not any(document.strip() for document in documents):
+            raise DataError(f"TextDataModule: the {split} split is empty, or white space alone.")
+        return documents
+
+    @abstractmethod
+    def _documents(self, split: Split) -> Sequence[str]:
+        """Read the documents of one split."""
+
+    def draw(self, cutter: Cutter, count: int, seed: int) -> Tensor:
+        """Draw random windows (count, length), int64, of the split train.
+
+        Raises:
+            DataError: The text is too short for a window, or for so many; or it is no text.
+        """
+        return cutter.random(self.documents("train"), count, seed)
+
+    def windows(self, cutter: Cutter, split: Split, label: str) -> Windows:
+        """Cut the joined text of a split into consecutive windows; `label` is for messages.
+
+        Raises:
+            DataError: There is no such split, or it is shorter than a window.
+        """
+        return cutter.consecutive(label, SEPARATOR.join(self.documents(split)))
+
+
+@dataclass(frozen=True)
+class StandardLibrary(TextSource):
+    """The source code of the running Python's standard library."""
+
+    name: str = "Python's standard library"
+
+    def _documents(self, split: Split) -> Sequence[str]:
+        return list(standard_library(split))
 
 
 def standard_library(split: Split) -> Iterator[str]:
-    """The source files of one split, sorted by path.
+    """Yield the source files of one split, sorted by path.
 
     The SHA-256 of a file's path in the library decides its split, so that it is the same on every
     machine: 1 in 16 files is for testing, 1 in 16 for validation, the rest for training and
@@ -29,101 +98,98 @@ def standard_library(split: Split) -> Iterator[str]:
         relative = path.relative_to(root)
         if "site-packages" in relative.parts or "dist-packages" in relative.parts:
             continue
-        if _split_of(relative.as_posix()) != split:
+        bucket = hashlib.sha256(relative.as_posix().encode()).digest()[0] % 16
+        if split != {0: "test", 1: "validation"}.get(bucket, "train"):
             continue
-        try:
+        with suppress(UnicodeDecodeError):
             text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            continue
-        if text.strip():
-            yield text
-
-
-def _split_of(relative: str) -> Split:
-    bucket = hashlib.sha256(relative.encode()).digest()[0] % 16
-    return "test" if bucket == 0 else "validation" if bucket == 1 else "train"
+            if text.strip():
+                yield text
 
 
 _TABLES = {".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
-"""Files that are no text as they are, and what `datasets` reads them as."""
+"""Files that are no text as they are, and the builder of `datasets` that reads them."""
+_DOCUMENTS = 20
+"""From so many on, whole documents are held out."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class GivenText:
-    """A text in splits: a dataset, or existing files; without either, the standard library."""
+class TextFiles(TextSource):
+    """Text files, a document each, and .jsonl files, a document a line.
 
-    train_files: Sequence[Path]  # text or .jsonl files of the split train
-    eval_files: Sequence[Path]  # those of the splits validation and test
-    dataset: Any
-    """A name or directory, arguments of `datasets.load_dataset`, a `DatasetDict`, or `None`."""
-    column: str  # of the text in a dataset, and its key in .jsonl files
+    Attributes:
+        train: The files of the split train.
+        evaluation: The files of the splits validation and test.
+        column: The key of the text in .jsonl files.
+        hold_out: Whether every tenth document of `train` or, of few documents, the last tenth of
+            each is held out, and is the text of validation and test.
+
+    Raises:
+        FileNotFoundError: Files do not exist; all are listed.
+        DataError: Files are tables, such as JSON or CSV.
+    """
+
+    train: Sequence[Path] = ()
+    evaluation: Sequence[Path] = ()
+    column: str = "text"
+    hold_out: bool = False
 
     def __post_init__(self) -> None:
-        files = {"train_files": self.train_files, "eval_files": self.eval_files}
+        files = [("train_files", path) for path in self.train]
+        files += [("eval_files", path) for path in self.evaluation]
         if missing := [
             f"`{key}`: {path}" + " is a directory; name files" * path.is_dir()
-            for key, paths in files.items()
-            for path in paths
+            for key, path in files
             if not path.is_file()
         ]:
             raise FileNotFoundError("TextDataModule: no such file: " + ", ".join(missing))
-        if tables := [(key, path) for key, paths in files.items() for path in paths if _kind(path)]:
+        tables = [(key, path) for key, path in files if path.suffix.lower() in _TABLES]
+        if tables:
             key, first = tables[0]
             split = "train" if key == "train_files" else "test"
-            asked = {"path": _kind(first), "data_files": {split: str(first)}}
-            asked |= {"sep": "\t"} if first.suffix.lower() == ".tsv" else {}
-            named = ", ".join(f"`data.{key}`: {path}" for key, path in tables)
+            kind = first.suffix.lower()
+            arguments = {"path": _TABLES[kind], "data_files": {split: str(first)}}
+            arguments |= {"sep": "\t"} if kind == ".tsv" else {}
+            listed = ", ".join(f"`data.{key}`: {path}" for key, path in tables)
             raise DataError(
-                f"{named}: this is no text, but holds text between commas, quotes or brackets. "
+                f"{listed}: this is no text, but holds text between commas, quotes or brackets. "
                 "Give text files (such as .txt), .jsonl files with a text a line under the key "
                 f"{self.column!r} (`data.text_column`), or a dataset, such as `data.dataset: "
-                f"{json.dumps(asked)}` with `data.text_column`."
+                f"{json.dumps(arguments)}` with `data.text_column`."
             )
 
     @property
-    def is_given(self) -> bool:
-        """Whether it is the user's; the standard library is not."""
-        return self.dataset is not None or bool(self.train_files or self.eval_files)
+    def name(self) -> str:  # type: ignore[override]
+        """The names of the files to train on, without their directories."""
+        return ", ".join(path.name for path in self.train)
 
-    @property
-    def train_name(self) -> str:
-        """The name of the split train for people who read of it."""
-        if isinstance(self.dataset, dict):
-            return str(self.dataset.get("path", "a dataset"))
-        if self.dataset is not None:
-            return self.dataset if isinstance(self.dataset, str) else "a dataset"
-        names = ", ".join(path.name for path in self.train_files)
-        return names or "Python's standard library"
+    def of(self, split: Split) -> Sequence[Path]:
+        """The files that are read of a split."""
+        return self.train if split == "train" or self.hold_out else self.evaluation
 
-    def documents(self, split: Split) -> Sequence[str]:
-        """The documents of one split.
-
-        Raises:
-            DataError: There is no such split, or it is empty, or it does not hold text.
-        """
-        documents: Sequence[str]
-        if self.dataset is not None:
-            documents = documents_of_dataset(self.dataset, split, self.column)
-        elif self.train_files or self.eval_files:
-            is_training = split == "train"
-            paths = self.train_files if is_training else self.eval_files
-            if not paths:
-                key = "train_files" if is_training else "eval_files"
-                raise DataError(f"TextDataModule: `data.{key}` is needed here, but was not given.")
-            documents = documents_of_files(paths, self.column)
-        else:
-            documents = list(standard_library(split))
-        if not any(document.strip() for document in documents):
-            raise DataError(f"TextDataModule: the {split} split is empty, or white space alone.")
-        return documents
+    def _documents(self, split: Split) -> Sequence[str]:
+        is_training = split == "train"
+        if not self.of(split):
+            key = "train_files" if is_training else "eval_files"
+            raise DataError(f"TextDataModule: `data.{key}` is needed here, but was not given.")
+        texts = documents_of_files(self.of(split), self.column)
+        if not self.hold_out:
+            return texts
+        if len(texts) >= _DOCUMENTS:
+            return [text for i, text in enumerate(texts) if (i % 10 != 9) == is_training]
+        cuts = [_last_tenth(text) for text in texts]
+        return [t[:cut] if is_training else t[cut:] for t, cut in zip(texts, cuts, strict=True)]
 
 
-def _kind(path: Path) -> str | None:
-    return _TABLES.get(path.suffix.lower())
+def _last_tenth(text: str) -> int:
+    """The index at which the last tenth of a text begins: at a line, if one begins there."""
+    start = len(text) * 9 // 10
+    line = text.find("\n", start) + 1
+    return line if 0 < line < len(text) - len(text) // 20 else start
 
 
 def documents_of_files(paths: Sequence[Path], column: str) -> list[str]:
-    """The documents of UTF-8 files: each text file, and the text of each line of a .jsonl file.
+    """Return each text file, and the text of each line of a .jsonl file, all UTF-8.
 
     Raises:
         DataError: A file is not UTF-8 text, with the offset of the first byte that is none; or it
@@ -132,74 +198,107 @@ def documents_of_files(paths: Sequence[Path], column: str) -> list[str]:
     documents = []
     for path in paths:
         text = _text_of(path)
-        if path.suffix != ".jsonl":
-            if _is_json(text):
-                raise DataError(
-                    f"`data.{{train,eval}}_files`: {path} is JSON, and would be read with its "
-                    "brackets and quotes. Give its texts as a .jsonl file, an object a line with "
-                    f"the text under the key {column!r} (`data.text_column`)."
-                )
-            documents.append(text)
+        if path.suffix == ".jsonl":
+            # str.splitlines would also cut at U+2028 and others, which JSON allows in a string.
+            for number, line in enumerate(text.split("\n"), start=1):
+                if line.strip():
+                    documents.append(_text_of_line(line, column, f"{path}, line {number}"))
             continue
-        # str.splitlines would also cut at U+2028 and others, which JSON allows inside a string.
-        for number, line in enumerate(text.split("\n"), start=1):
-            if line.strip():
-                documents.append(_of_line(line, column, f"{path}, line {number}"))
+        if _is_json(text):
+            raise DataError(
+                f"`data.{{train,eval}}_files`: {path} is JSON, and would be read with its "
+                "brackets and quotes. Give its texts as a .jsonl file, an object a line with "
+                f"the text under the key {column!r} (`data.text_column`)."
+            )
+        documents.append(text)
     return documents
 
 
 def _text_of(path: Path) -> str:
+    content = path.read_bytes()
     try:
-        text = path.read_text(encoding="utf-8")
+        text = content.decode("utf-8")
+        offset, reason = content.find(0), "as in binary files and UTF-16"
     except UnicodeDecodeError as error:
-        raise _no_utf8(path, error.start, error.object[error.start], error.reason) from error
-    if "\0" in text:  # UTF-8 allows it, but no text has it
-        raise _no_utf8(path, path.read_bytes().index(0), 0, "as in binary files and UTF-16")
-    return text
+        offset, reason = error.start, error.reason
+    if offset >= 0:  # UTF-8 allows a zero byte, but no text has one
+        raise DataError(
+            f"`data.{{train,eval}}_files`: {path} must be UTF-8 text. The byte at offset "
+            f"{offset:,} is 0x{content[offset]:02x} ({reason}). Convert the file (iconv -f latin1 "
+            "-t utf-8, if it is Latin-1), or leave it out."
+        )
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _is_json(text: str) -> bool:
-    """Whether a text is a JSON array or object, or lines of such: the first line tells that."""
+    """Whether a text is a JSON array or object, or lines of objects, of which one is read."""
     start = text.lstrip()
-    first_line = start.partition("\n")[0]
-    for part, opening in ((first_line, "{"), (start, ("[", "{"))):
+    for part, opening in ((start.partition("\n")[0], "{"), (start, ("[", "{"))):
         if part.startswith(opening):
             with suppress(ValueError, RecursionError):
                 return bool(json.loads(part))
     return False
 
 
-def _no_utf8(path: Path, offset: int, byte: int, reason: str) -> DataError:
-    return DataError(
-        f"`data.{{train,eval}}_files`: {path} must be UTF-8 text. The byte at offset {offset:,} is "
-        f"0x{byte:02x} ({reason}). Convert the file (iconv -f latin1 -t utf-8, if it is Latin-1), "
-        "or leave it out."
-    )
-
-
-def _of_line(line: str, column: str, where: str) -> str:
+def _text_of_line(line: str, column: str, where: str) -> str:
     try:
         row = json.loads(line)
+        problem = shorten(line, 60)
     except ValueError as error:
-        raise _no_text(where, column, f"{shorten(line, 60)} ({error})") from error
-    if not isinstance(row, dict):
-        raise _no_text(where, column, shorten(line, 60))
-    if column not in row:
-        raise _no_text(where, column, f"the keys {sorted(row)}")
-    if not isinstance(row[column], str):
-        raise _no_text(where, column, f"{type(row[column]).__name__} there")
-    return row[column]
-
-
-def _no_text(where: str, column: str, got: str) -> DataError:
-    return DataError(
+        row, problem = None, f"{shorten(line, 60)} ({error})"
+    if isinstance(row, dict):
+        if isinstance(row.get(column), str):
+            return row[column]
+        value = f"{type(row[column]).__name__} there" if column in row else None
+        problem = value or f"the keys {sorted(row)}"
+    raise DataError(
         f"`data.{{train,eval}}_files`: {where} is not a JSON object with a text under the key "
-        f"{column!r} (`data.text_column`). Got {got}."
+        f"{column!r} (`data.text_column`). Got {problem}."
     )
+
+
+@dataclass(frozen=True)
+class DatasetText(TextSource):
+    """A Hugging Face dataset with its splits by name; each document is read when asked for.
+
+    Attributes:
+        dataset: A name or directory, arguments of `datasets.load_dataset`, or a `DatasetDict`.
+        column: The column of the text.
+    """
+
+    dataset: Any
+    column: str
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """The name or path of the dataset, where it has one."""
+        if type(self.dataset) is dict:
+            return str(self.dataset.get("path", "a dataset"))
+        return self.dataset if isinstance(self.dataset, str) else "a dataset"
+
+    def _documents(self, split: Split) -> Sequence[str]:
+        splits: Any = {"path": self.dataset} if isinstance(self.dataset, str) else self.dataset
+        if type(splits) is dict:  # a DatasetDict is a dict, too
+            splits = _loaded(splits)
+        if not isinstance(splits, dict):
+            raise DataError(
+                "`data.dataset` must have its splits by name, as a `DatasetDict`; got a "
+                f"{type(splits).__name__}. Leave out `split`, or give {{'train': …, 'test': …}} as "
+                "a `datasets.DatasetDict`."
+            )
+        name = "validation" if split == "test" and "test" not in splits else split
+        if name not in splits:
+            raise DataError(f"`data.dataset` has no split {name!r}; it has {sorted(splits)}.")
+        if self.column not in splits[name].column_names:
+            raise DataError(
+                f"`data.dataset` has no column {self.column!r}; name one of "
+                f"{splits[name].column_names} with `data.text_column`."
+            )
+        return splits[name][self.column]
 
 
 def _loaded(arguments: dict[str, Any]) -> Any:
-    """What `datasets.load_dataset` gives; where the hub is away, from its cache and at once."""
+    """Call `datasets.load_dataset`, which reads its cache alone where the hub is away."""
     with extra("data", "`data.dataset`"):
         from datasets import load_dataset
     source = arguments.get("path")
@@ -216,29 +315,169 @@ def _loaded(arguments: dict[str, Any]) -> Any:
         ) from error
 
 
-def documents_of_dataset(dataset: Any, split: Split, column: str) -> Sequence[str]:
-    """The documents of one split of a dataset; each is read when it is asked for.
+@dataclass(frozen=True, kw_only=True)
+class PublishedText(TextSource):
+    """A dataset repository of the Hugging Face hub, read by the protocol of SparseGPT.
 
-    `dataset` is as in `GivenText`; validation stands in for a missing test split.
+    Attributes:
+        repository: Its owner and name on the hub.
+        revision: A commit; a branch where no public source names one.
+        column: The column that holds the text.
+        train: The files in the repository that calibration windows are drawn from.
+        test: The files that perplexity is measured on, if it is.
+        segments: The way in which calibration windows are drawn.
+        separator: Stands between the documents of `test`, which are tokenized as one text.
+        num_documents: How many documents of `test` are read, from the first; all if `None`.
+        num_windows: How many windows of `test` are evaluated, from the first; all if `None`.
+        directory: The directory of local copies; `None` for the hub and its cache.
+    """
+
+    name: str
+    repository: str
+    revision: str
+    column: str
+    train: tuple[str, ...]
+    test: tuple[str, ...] = ()
+    segments: Segments = segments_of_documents
+    separator: str = " "
+    num_documents: int | None = None
+    num_windows: int | None = None
+    directory: Path | None = None
+    bos: Bos = "text"
+
+    def _documents(self, split: Split) -> Sequence[str]:
+        paths = [str(path) for path in find_files([self], split)]
+        with extra("data", "Reading published texts"):
+            from datasets import load_dataset
+            from datasets.exceptions import DatasetsError
+        builder = "parquet" if paths[0].endswith(".parquet") else "json"
+        listed = ", ".join(paths)
+        try:
+            table = load_dataset(builder, data_files=paths, split="train")
+        except (DatasetsError, ValueError, EOFError) as error:
+            raise DataError(
+                f"{self.name}: {listed} cannot be read as {builder}. Download it again. ({error})"
+            ) from error
+        if self.column not in table.column_names:
+            raise DataError(
+                f"{self.name}: expected the column {self.column!r} in {listed}, as "
+                f"{self.repository} has it. Got {table.column_names}."
+            )
+        documents = table[self.column]
+        is_part = split != "train" and self.num_documents is not None
+        return documents[: self.num_documents] if is_part else documents
+
+    def draw(self, cutter: Cutter, count: int, seed: int) -> Tensor:
+        """Draw random windows (count, length), int64, as SparseGPT does."""
+        return cutter.random(self.documents("train"), count, seed, self.name, self.segments)
+
+    def windows(self, cutter: Cutter, split: Split, label: str) -> Windows:
+        """Cut the joined text into consecutive windows, of which the first are evaluated."""
+        text = self.separator.join(self.documents(split))
+        return cutter.consecutive(label, text, self.num_windows)
+
+    def files(self, split: Split) -> tuple[str, ...]:
+        """The files in the repository that are read of a split."""
+        return self.train if split == "train" else self.test
+
+    def path_of(self, file: str) -> Path:
+        """Return the path on this machine of a file in the repository, fetched if need be.
+
+        Raises:
+            OSError: It is neither here nor can be fetched.
+        """
+        if self.directory is not None:
+            for folder in (self.repository, self.name):
+                if (copy := self.directory / folder / file).is_file():
+                    return copy
+            raise FileNotFoundError(f"no {self.directory / self.repository / file}")
+        from huggingface_hub import hf_hub_download
+
+        away = why_no_hub() is not None
+        options: dict[str, Any] = {"revision": self.revision, "local_files_only": away}
+        return Path(hf_hub_download(self.repository, file, repo_type="dataset", **options))
+
+
+def find_files(texts: Iterable[PublishedText], split: Split) -> list[Path]:
+    """Return the paths on this machine of all files of a split of published texts.
 
     Raises:
-        DataError: It cannot be loaded, has no such split or column, or is one split alone.
+        FileNotFoundError: Files are missing; the message has the commands that download them.
     """
-    splits: Any = {"path": dataset} if isinstance(dataset, str) else dataset
-    if type(splits) is dict:  # a DatasetDict is a dict, too
-        splits = _loaded(splits)
-    if not isinstance(splits, dict):
-        raise DataError(
-            "`data.dataset` must have its splits by name, as a `DatasetDict`; got a "
-            f"{type(splits).__name__}. Leave out `split`, or give {{'train': …, 'test': …}} as a "
-            "`datasets.DatasetDict`."
+    paths: list[Path] = []
+    commands: dict[str, str] = {}
+    reasons: list[OSError] = []
+    for text in texts:
+        missing = []
+        for file in text.files(split):
+            try:
+                paths.append(text.path_of(file))
+            except OSError as error:
+                missing.append(file)
+                reasons.append(error)
+        if missing:
+            command = ["hf", "download", text.repository, *missing, "--repo-type", "dataset"]
+            command += ["--revision", text.revision]
+            if text.directory is not None:
+                command += ["--local-dir", str(text.directory / text.repository)]
+            commands[text.name] = shlex.join(command)
+            directory = text.directory
+    if not commands:
+        return paths
+    names, download = ", ".join(commands), " && ".join(commands.values())
+    if directory is not None:
+        problem = (
+            f"`data.corpora_dir`: {directory} lacks files of {names}. Download them: {download}"
         )
-    name = "validation" if split == "test" and "test" not in splits else split
-    if name not in splits:
-        raise DataError(f"`data.dataset` has no split {name!r}; it has {sorted(splits)}.")
-    if column not in splits[name].column_names:
-        raise DataError(
-            f"`data.dataset` has no column {column!r}; name one of "
-            f"{splits[name].column_names} with `data.text_column`."
+    else:
+        problem = (
+            f"The hub did not give the files of {names}. Download them where there is a network: "
+            f"{download}. Copies elsewhere (`--local-dir DIR/OWNER/NAME`) are found with "
+            f"`data.corpora_dir: DIR`. ({why_no_hub() or reasons[0]})"
         )
-    return splits[name][column]
+    raise FileNotFoundError(problem) from reasons[0]
+
+
+_WIKITEXT2 = PublishedText(
+    name="wikitext2",
+    repository="Salesforce/wikitext",
+    revision="b08601e04326c79dfdd32d625aee71d232d685c3",
+    column="text",
+    train=("wikitext-2-raw-v1/train-00000-of-00001.parquet",),
+    test=("wikitext-2-raw-v1/test-00000-of-00001.parquet",),
+    segments=segments_of_joined,
+    separator="\n\n",
+)
+_PTB = PublishedText(
+    name="ptb",
+    repository="ptb-text-only/ptb_text_only",
+    revision="refs/convert/parquet",
+    column="sentence",
+    train=("penn_treebank/train/0000.parquet",),
+    test=("penn_treebank/test/0000.parquet",),
+    segments=segments_of_joined,
+)
+_C4 = PublishedText(
+    name="c4",
+    repository="allenai/c4",
+    revision="607bd4c8450a42878aa9ddc051a65a055450ef87",
+    column="text",
+    train=("en/c4-train.00000-of-01024.json.gz",),
+    test=("en/c4-validation.00000-of-00008.json.gz",),
+    num_documents=1100,
+    num_windows=256,
+)
+_LAMBADA = PublishedText(  # the paper measures it as a zero-shot task
+    name="lambada",
+    repository="cimec/lambada",
+    revision="main",
+    column="text",
+    train=(
+        "plain_text/train-00000-of-00002.parquet",
+        "plain_text/train-00001-of-00002.parquet",
+    ),
+)
+
+PUBLISHED = {text.name: text for text in (_WIKITEXT2, _PTB, _C4, _LAMBADA)}
+CALIBRATION = sorted(PUBLISHED)
+EVALUATION = sorted(name for name, text in PUBLISHED.items() if text.test)

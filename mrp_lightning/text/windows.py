@@ -5,9 +5,9 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import chain
-from typing import Any, Self
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,35 +18,17 @@ from mrp_lightning.errors import DataError
 
 IGNORED = -100
 """The label of a token that is not to be predicted, as everywhere in torch and transformers."""
-
-
-def prefix_of(tokenizer: Any) -> Tensor:
-    """The tokens that a tokenizer puts before a text (tokens,), int64; many put none.
-
-    It is found by tokenizing: attributes such as `add_bos_token` do not always tell the truth.
-
-    Raises:
-        DataError: With special tokens the tokenizer cuts a text otherwise than without.
-    """
-    bare = tokenize(tokenizer, "a", special_tokens=False).tolist()
-    whole = tokenize(tokenizer, "a").tolist()
-    for start in range(len(whole) - len(bare) + 1):
-        if whole[start : start + len(bare)] == bare:
-            return torch.tensor(whole[:start], dtype=torch.int64)
-    raise DataError(
-        f"`data.bos: window` needs to know what the tokenizer puts before a text, but it makes "
-        f"{whole} of 'a', and {bare} without special tokens. Use `data.bos: text`."
-    )
+SEPARATOR = "\n\n"
+"""Between the documents of a text that is not published, as SparseGPT joins those of WikiText2."""
 
 
 class Windows(Dataset[Any]):
-    """Windows to train and evaluate on, which say how much of each is a prefix.
+    """Windows to train and evaluate on.
 
-    An item is the token ids (length,), int64. Where the `ids` (count, length) begin with a prefix
-    of some tokens, it is a mapping of `input_ids` and `labels`, both of that form, where a label of
-    −100 says that the token is not to be predicted: neither those of the prefix nor the first of
-    the text. So the same tokens are predicted as without a prefix, though not always from the same
-    ones.
+    An item is the token ids (length,), int64, of a row of `ids` (count, length). Where each row
+    begins with a prefix of some tokens, the item is a mapping of `input_ids` and `labels`, both
+    (length,), in which −100 marks the prefix and the first token of the text: these are not
+    predicted, so that the same tokens are as without a prefix.
     """
 
     def __init__(self, ids: Tensor, prefix: int = 0) -> None:
@@ -64,17 +46,13 @@ class Windows(Dataset[Any]):
         return {"input_ids": ids, "labels": labels}
 
 
-SEPARATOR = "\n\n"
-"""Between the documents of a text that is not published, as SparseGPT joins those of WikiText2."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Draws:
-    """How many random windows are wanted, and which: the same draws give the same windows."""
+    """The number of random windows, and the seed: the same draws give the same windows."""
 
     count: int  # number of windows
     length: int  # tokens a window
-    seed: int  # of Python's `random`, which draws documents and places
+    seed: int  # of Python's `random`, which draws documents and starts
 
 
 _MANY_CHARACTERS = 2_000_000
@@ -83,37 +61,33 @@ _MANY_CHARACTERS = 2_000_000
 
 def tokenize(tokenizer: Any, text: str, *, special_tokens: bool = True) -> Tensor:
     """The token ids of a whole text (tokens,), int32, with special tokens, such as BOS, or not."""
-    return torch.tensor(encode(tokenizer, text, special_tokens=special_tokens), dtype=torch.int32)
+    return torch.tensor(_encode(tokenizer, text, special_tokens=special_tokens), dtype=torch.int32)
 
 
-def encode(tokenizer: Any, text: str | list[str], *, special_tokens: bool = False) -> Any:
-    """The token ids of a text, or of each. That it takes long is said before, where it does."""
+def _encode(tokenizer: Any, text: str | list[str], *, special_tokens: bool) -> Any:
+    """The token ids of a text, or of each; a line announces a text that takes seconds."""
 
-    def ids() -> Any:
+    def encode() -> Any:
         return tokenizer(text, add_special_tokens=special_tokens, verbose=False)["input_ids"]
 
     characters = len(text) if isinstance(text, str) else sum(map(len, text))
     if characters <= _MANY_CHARACTERS:
-        return ids()
+        return encode()
     from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
     rank_zero_only(log.info)("Tokenizing %.0f million characters …", characters / 1e6)
-    return _while_signals_are_heard(ids)
-
-
-def _while_signals_are_heard(work: Callable[[], Any]) -> Any:
-    """Do in a thread what calls no Python for long: their handlers run in the main thread alone."""
-    done: Future[Any] = Future()
+    # Signal handlers run in the main thread, between its Python instructions: the tokenizer's long
+    # call is made in another. A process that ends waits for the threads of a pool, not for this.
+    result: Future[Any] = Future()
 
     def run() -> None:
         try:
-            done.set_result(work())
-        except BaseException as error:  # raised where it is waited for
-            done.set_exception(error)
+            result.set_result(encode())
+        except BaseException as error:
+            result.set_exception(error)
 
-    # A process that ends waits for the threads of a pool, but not for this one.
     threading.Thread(target=run, daemon=True).start()
-    return done.result()
+    return result.result()
 
 
 _MOST_READINGS = 16
@@ -123,9 +97,7 @@ _SAMPLED_CHARACTERS = 10_000  # of a document
 
 
 def check_amount(documents: Sequence[str], tokenizer: Any, draws: Draws, name: str) -> None:
-    """Warn before windows are drawn of a text that has not so many tokens as they hold.
-
-    Its tokens are counted in a sample of its documents, which is all of a short text.
+    """Warn if a text has fewer tokens than the windows hold, as counted in a sample of it.
 
     Raises:
         DataError: It has far fewer.
@@ -138,15 +110,16 @@ def check_amount(documents: Sequence[str], tokenizer: Any, draws: Draws, name: s
     characters = sum(map(len, sample)) * len(documents) / len(sample)
     if isinstance(documents, list):  # others read each document from the disk
         characters = sum(map(len, documents))
-    there, wanted = round(characters * tokens_per_character), draws.count * draws.length
-    if not draws.length <= there < wanted:  # drawing tells of a text that is too short for one
+    available, wanted = round(characters * tokens_per_character), draws.count * draws.length
+    fits = available // draws.length
+    if not fits or available >= wanted:  # drawing refuses what is too short for a window
         return
     problem = (
         f"TextDataModule: {draws.count:,} windows of {draws.length} tokens are {wanted:,} tokens, "
-        f"and the {name} text has about {there:,}, enough for {there // draws.length:,} windows"
+        f"and the {name} text has about {available:,}, enough for {fits:,} windows"
     )
-    advice = f"Give more text, or `data.num_samples: {there // draws.length}`."
-    if wanted > _MOST_READINGS * there:
+    advice = f"Give more text, or `data.num_samples: {fits}`."
+    if wanted > _MOST_READINGS * available:
         raise DataError(f"{problem}. {advice}")
     from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
@@ -165,11 +138,14 @@ def consecutive_windows(tokens: Tensor, length: int, name: str) -> Tensor:
     return tokens[: count * length].view(count, length).long()
 
 
+Segments = Callable[[Sequence[str], Any, Draws, str], Tensor]
+"""Draws pieces (count, length), int64, of documents: their tokenizer, draws and name follow."""
+
+
 def segments_of_text(tokens: Tensor, draws: Draws, name: str) -> Tensor:
     """Random pieces of one text (tokens,): the draws of SparseGPT's `get_wikitext2` and `get_ptb`.
 
-    Raises:
-        DataError: The text is no longer than a window.
+    Raises a DataError if the text is no longer than a window.
     """
     if len(tokens) <= draws.length:
         raise DataError(
@@ -179,6 +155,11 @@ def segments_of_text(tokens: Tensor, draws: Draws, name: str) -> Tensor:
     draw = random.Random(draws.seed)
     starts = [draw.randint(0, len(tokens) - draws.length - 1) for _ in range(draws.count)]
     return torch.stack([tokens[start : start + draws.length] for start in starts]).long()
+
+
+def segments_of_joined(documents: Sequence[str], tokenizer: Any, draws: Draws, name: str) -> Tensor:
+    """Random pieces of all documents, joined by spaces and tokenized as one text."""
+    return segments_of_text(tokenize(tokenizer, " ".join(documents)), draws, name)
 
 
 def segments_of_documents(
@@ -219,7 +200,7 @@ def segments_of_documents(
 
 
 def segments_across_documents(
-    documents: Sequence[str], tokenizer: Any, draws: Draws, name: str, *, separator: str
+    documents: Sequence[str], tokenizer: Any, draws: Draws, name: str, separator: str = SEPARATOR
 ) -> Tensor:
     """Random pieces that start in a random document; where it ends too soon the next ones follow.
 
@@ -263,71 +244,73 @@ def _too_short(name: str, num_tokens: int, length: int) -> DataError:
 
 @dataclass(frozen=True)
 class Cutter:
-    """Cuts texts into windows of `length` tokens, of which the first are the prefix.
+    """Cuts texts into windows.
 
     Attributes:
-        tokenizer: It puts nothing around a text where there is a prefix.
-        length: Tokens a window, those of the prefix among them.
-        prefix: What each window begins with, (tokens,), int64; as a rule BOS, or nothing.
+        tokenizer: The tokenizer; `None` only where the model writes the text.
+        length: Tokens a window, the prefix among them.
+        bos: Where the tokens stand that the tokenizer puts before a text, as a rule BOS: once
+            before each `text`, or as the prefix of each `window`.
     """
 
     tokenizer: Any
     length: int
-    prefix: Tensor
+    bos: Literal["text", "window"] = "window"
 
-    @classmethod
-    def of(cls, tokenizer: Any, length: int, bos: str) -> Self:
-        """One that puts what the tokenizer puts before a text before each `window`, or `text`.
+    @cached_property
+    def prefix(self) -> Tensor:
+        """The tokens that every window begins with, (tokens,), int64.
+
+        They are read from a tokenized text: attributes such as `add_bos_token` may be wrong.
 
         Raises:
-            DataError: There is no tokenizer, or no token of a window would be left to predict.
+            DataError: There is no tokenizer; it cuts a text otherwise with special tokens than
+                without; or no token of a window would be left to predict.
         """
-        if tokenizer is None:
+        if self.tokenizer is None:
             raise DataError(
                 "TextDataModule has no tokenizer: the model comes without one. "
                 "Name a directory or hub id with `data.tokenizer`."
             )
-        if bos == "text":
-            return cls(tokenizer, length, torch.tensor([]).long())
-        prefix = prefix_of(tokenizer)
-        if not len(prefix):
-            return cls(tokenizer, length, prefix)
-        if len(prefix) + 2 > length:  # the first token of the text is not predicted
+        if self.bos == "text":
+            return torch.tensor([]).long()
+        bare = tokenize(self.tokenizer, "a", special_tokens=False).tolist()
+        whole = tokenize(self.tokenizer, "a").tolist()
+        starts = range(len(whole) - len(bare) + 1)
+        size = next((n for n in starts if whole[n : n + len(bare)] == bare), None)
+        if size is None:
             raise DataError(
-                f"`data.sequence_length` is {length}, and {len(prefix)} of these are what the "
+                "`data.bos: window` needs to know what the tokenizer puts before a text, but it "
+                f"makes {whole} of 'a', and {bare} without special tokens. Use `data.bos: text`."
+            )
+        if size and size + 2 > self.length:  # the first token of the text is not predicted
+            raise DataError(
+                f"`data.sequence_length` is {self.length}, and {size} of these are what the "
                 "tokenizer puts before a text, of which two tokens or more are needed. Give longer "
                 "windows, or `bos: text`."
             )
+        return torch.tensor(whole[:size]).long()
 
-        def bare(text: str, *, add_special_tokens: bool, verbose: bool) -> Any:  # noqa: ARG001
-            return tokenizer(text, add_special_tokens=False, verbose=verbose)
-
-        return cls(bare, length, prefix)
-
-    def draws(self, count: int, seed: int) -> Draws:
-        """What is to be drawn for so many windows: the text after their prefix."""
-        return Draws(count=count, length=self.length - len(self.prefix), seed=seed)
-
-    def after_prefix(self, windows: Tensor) -> Tensor:
-        """Each of the windows of text (count, tokens) with the prefix before it."""
-        return torch.cat([self.prefix.expand(len(windows), -1), windows], dim=1)
-
-    def random(self, documents: Sequence[str], count: int, seed: int) -> Tensor:
-        """Windows (count, length) that start in random documents.
+    def random(
+        self,
+        documents: Sequence[str],
+        count: int,
+        seed: int,
+        name: str = "train",
+        segments: Segments = segments_across_documents,
+    ) -> Tensor:
+        """Draw windows (count, length), int64, in the way of `segments`.
 
         Raises:
-            DataError: They are too short for a window, or for so many.
+            DataError: The documents are too short for a window, or for so many.
         """
-        draws = self.draws(count, seed)
-        check_amount(documents, self.tokenizer, draws, "train")
-        return self.after_prefix(
-            segments_across_documents(
-                documents, self.tokenizer, draws, "train", separator=SEPARATOR
-            )
-        )
+        draws = Draws(count=count, length=self.length - len(self.prefix), seed=seed)
+        tokenizer = self._without_prefix()
+        check_amount(documents, tokenizer, draws, name)
+        return self._after_prefix(segments(documents, tokenizer, draws, name))
 
     def consecutive(self, name: str, text: str | Sequence[str], most: int | None = None) -> Windows:
-        """The first windows of a text, one after the other; all if `most` is `None`.
+        """Cut the first windows of a text, one after the other; all if `most` is `None`.
 
         Documents are tokenized one by one. Where windows have no prefix, what the tokenizer puts
         before and after a text is there once, and of documents around each.
@@ -335,12 +318,25 @@ class Cutter:
         Raises:
             DataError: The text is shorter than one window.
         """
+        tokenizer = self._without_prefix()
         if isinstance(text, str):
-            tokens = tokenize(self.tokenizer, text)
+            tokens = tokenize(tokenizer, text)
         else:
-            encoded = encode(
-                self.tokenizer, [document + SEPARATOR for document in text], special_tokens=True
-            )
+            documents = [document + SEPARATOR for document in text]
+            encoded = _encode(tokenizer, documents, special_tokens=True)
             tokens = torch.tensor(list(chain.from_iterable(encoded)), dtype=torch.int32)
         windows = consecutive_windows(tokens, self.length - len(self.prefix), name)[:most]
-        return Windows(self.after_prefix(windows), len(self.prefix))
+        return Windows(self._after_prefix(windows), len(self.prefix))
+
+    def _without_prefix(self) -> Any:
+        """The tokenizer, without special tokens where windows have a prefix."""
+        if not len(self.prefix):
+            return self.tokenizer
+
+        def bare(text: str, *, add_special_tokens: bool, verbose: bool) -> Any:  # noqa: ARG001
+            return self.tokenizer(text, add_special_tokens=False, verbose=verbose)
+
+        return bare
+
+    def _after_prefix(self, windows: Tensor) -> Tensor:
+        return torch.cat([self.prefix.expand(len(windows), -1), windows], dim=1)

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytest.importorskip("jsonargparse", reason="the command line needs the extra `cli`")
 
+from mrp_lightning import TextDataModule
 from mrp_lightning.callbacks import PruningCallback
 from mrp_lightning.commands.main import main
 from mrp_lightning.commands.prune import _RECIPES, _parser, _recipe
-from mrp_lightning.data.data_module import HeldOutText
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SMALL = ["--num-samples=4", "--sequence-length=32", "--batch-size=2", "--accelerator=cpu"]
@@ -54,7 +54,7 @@ def test_one_command_prunes_compares_and_says_what_is_next(tiny_llama, text, cap
     out = Path(f"{tiny_llama.name}-2of4")
     weight = AutoModelForCausalLM.from_pretrained(out).model.layers[0].mlp.up_proj.weight
     assert ((weight.reshape(-1, 4) == 0).sum(1) == 2).all()
-    held_out = HeldOutText([text]).documents("test")[0]
+    held_out = TextDataModule([text], hold_out=True).documents("test")[0]
     assert text.read_text().endswith(held_out)
     assert 0.05 < len(held_out) / len(text.read_text()) < 0.11
     for directory, name in ((tiny_llama, "dense"), (out, "2:4 by SM")):
@@ -123,7 +123,7 @@ def test_recipes_are_those_of_the_files():
 def test_of_many_documents_whole_ones_are_held_out(tmp_path):
     file = tmp_path / "text.jsonl"
     file.write_text("".join(json.dumps({"text": f"document {i}"}) + "\n" for i in range(40)))
-    data = HeldOutText([file])
+    data = TextDataModule([file], hold_out=True)
     held_out, rest = data.documents("test"), data.documents("train")
     assert held_out == [f"document {i}" for i in (9, 19, 29, 39)]
     assert sorted([*held_out, *rest]) == sorted(f"document {i}" for i in range(40))

@@ -13,6 +13,7 @@ from mrp_lightning.data import data_module, own_text
 from mrp_lightning.data.sampling import write
 from mrp_lightning.environment import quiet_lightning
 from mrp_lightning.errors import DataError, OptionError, TargetError
+from mrp_lightning.text.windows import Cutter
 
 QUIET = {
     "accelerator": "cpu",
@@ -52,7 +53,7 @@ def test_the_time_and_the_memory_of_writing_are_known_before(tiny_llama, monkeyp
     timed = []
     monkeypatch.setattr(own_text, "seconds_a_token", lambda *given: timed.append(given) or 0.5)
     module = CausalLM(tiny_llama)
-    found = own_text.estimate_writing(module.model, module.tokenizer, 24, 0, 8)
+    found = own_text.estimate_writing(module.model, Cutter(module.tokenizer, 24), 0, 8)
     assert found.seconds == 3 * 24 * 0.5  # in batches of 3, 3 and 2
     keys_and_values = 2 * 2 * 2 * 8 * 24 * 4  # … of blocks, heads, their size, tokens and bytes
     assert found.num_bytes == 3 * (keys_and_values + 6 * 2048 * 4)
@@ -168,8 +169,8 @@ def test_the_command_line_takes_the_text_that_is_given_last(
     given = [f"--config={config}", f"--data.{option.replace('FILE', str(file))}"]
     made = PruningCLI([*given, f"--model.model={tiny_llama}"], run=False).datamodule
     assert made.calibration == calibration
-    assert bool(made._given.train_files) == train_files
-    assert bool(made._given.eval_files) == ("eval" in in_file)
+    assert bool(made.train_files) == train_files
+    assert bool(made.eval_files) == ("eval" in in_file)
 
 
 def test_two_texts_at_one_place_are_refused(tiny_llama, tmp_path):

@@ -10,7 +10,6 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from mrp_lightning import TextDataModule
-from mrp_lightning.data.data_module import HeldOutText
 from mrp_lightning.embedded import STDLIB_LLAMA
 
 DIGESTS = {
@@ -103,8 +102,8 @@ def modules(texts, corpora_dir, options):
     named = {"one": a, "two": "stdlib", "three": "ptb"}
     chosen = TextDataModule(calibration=b, evaluation=named, **corpora)
     yield "named", chosen, ("predict", "test")
-    yield "held out", HeldOutText([a, b], **options), ("predict", "fit", "test")
-    many = HeldOutText([c], text_column="body", **options)
+    yield "held out", TextDataModule([a, b], hold_out=True, **options), ("predict", "fit", "test")
+    many = TextDataModule([c], hold_out=True, text_column="body", **options)
     yield "held out lines", many, ("predict", "fit", "test")
 
 

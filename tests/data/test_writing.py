@@ -1,6 +1,7 @@
 """What a model writes is drawn from its own distribution, and is not written twice."""
 
 import json
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from transformers.cache_utils import DynamicLayer
 
 from mrp_lightning.data import own_text as module
 from mrp_lightning.data import sampling
-from mrp_lightning.data.own_text import KeptWindows, WritingListener, key_of, write_together
+from mrp_lightning.data.own_text import KeptWindows, key_of, write_together
 from mrp_lightning.data.sampling import FilledLayer, Sampling, require_writer, write
 from mrp_lightning.errors import DataError, TargetError
 from mrp_lightning.processes import ALONE
@@ -159,26 +160,23 @@ def test_the_time_of_a_token_is_that_between_two(llama, monkeypatch):
     assert next(clock, None) is None
 
 
-class Stop(WritingListener):
+@contextmanager
+def stopping(batches, windows):
     """Ends the writing in its second batch."""
 
-    def __init__(self):
-        self.finished = 0
-
-    def finish(self, windows):
-        self.finished += windows
-
-    def move(self, windows, place):
-        if self.finished and place > 5:
+    def report(finished, tokens):
+        if finished and tokens > 3 * 5:
             raise KeyboardInterrupt
+
+    yield report
 
 
 def test_an_end_while_writing_loses_one_batch_and_changes_no_bit(llama, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "windows_at_once", lambda *_: 3)
-    whole = write_together(llama, sampling_of(), 8, KeptWindows(None, 12), ALONE, WritingListener())
+    whole = write_together(llama, sampling_of(), 8, KeptWindows(None, 12), ALONE)
     kept, batches = KeptWindows(tmp_path / "new" / "a", 12), []
     with pytest.raises(KeyboardInterrupt):
-        write_together(llama, sampling_of(), 8, kept, ALONE, Stop())
+        write_together(llama, sampling_of(), 8, kept, ALONE, stopping)
 
     def counted(*arguments):
         batches.append(arguments[2])
@@ -186,13 +184,13 @@ def test_an_end_while_writing_loses_one_batch_and_changes_no_bit(llama, tmp_path
 
     monkeypatch.setattr(module, "write", counted)
     for written in ([range(3, 6), range(6, 8)], []):
-        again = write_together(llama, sampling_of(), 8, kept, ALONE, WritingListener())
+        again = write_together(llama, sampling_of(), 8, kept, ALONE)
         assert torch.equal(again, whole)
         assert batches == written
         batches.clear()
     file = kept.directory / "windows-3-6.safetensors"
     file.write_bytes(file.read_bytes()[:50])
-    again = write_together(llama, sampling_of(), 8, kept, ALONE, WritingListener())
+    again = write_together(llama, sampling_of(), 8, kept, ALONE)
     assert torch.equal(again, whole)
     assert batches == [range(3, 6)]
 
@@ -207,7 +205,7 @@ def test_what_is_kept_is_found_in_batches_of_any_size(llama, tmp_path, monkeypat
     monkeypatch.setattr(module, "write", counted)
     for most, count in ((2, 5), (4, 9), (3, 7)):
         monkeypatch.setattr(module, "windows_at_once", lambda *_, most=most: most)
-        found = write_together(llama, sampling_of(), count, kept, ALONE, WritingListener())
+        found = write_together(llama, sampling_of(), count, kept, ALONE)
         assert torch.equal(found, write(llama, sampling_of(), range(count), silent))
     assert batches == [range(2), range(2, 4), range(4, 5), range(5, 9)]
 
@@ -235,7 +233,7 @@ def test_the_cache_holds_what_a_growing_one_holds_without_moving_it():
 
 
 def test_processes_share_the_windows_out_and_all_get_all(llama, tmp_path, monkeypatch):
-    whole = write_together(llama, sampling_of(), 7, KeptWindows(None, 12), ALONE, WritingListener())
+    whole = write_together(llama, sampling_of(), 7, KeptWindows(None, 12), ALONE)
     models, mine = [made("llama") for _ in range(2)], [[], []]
 
     def counted(model, *arguments):
@@ -247,7 +245,7 @@ def test_processes_share_the_windows_out_and_all_get_all(llama, tmp_path, monkey
     def work(processes):
         kept = KeptWindows(tmp_path / str(processes.rank), 12)  # machines without a common disk
         model = models[processes.rank]
-        return write_together(model, sampling_of(), 7, kept, processes, WritingListener())
+        return write_together(model, sampling_of(), 7, kept, processes)
 
     for _ in range(2):
         first, second = together(2, work)
@@ -265,7 +263,7 @@ def test_memory_for_half_a_batch_is_enough(llama, monkeypatch):
         return write(model, what, windows, tell)
 
     monkeypatch.setattr(module, "write", narrow)
-    found = write_together(llama, sampling_of(), 4, KeptWindows(None, 12), ALONE, WritingListener())
+    found = write_together(llama, sampling_of(), 4, KeptWindows(None, 12), ALONE)
     assert torch.equal(found, whole)
 
 

@@ -19,7 +19,7 @@ from mrp_lightning.errors import DataError, FormatError, OptionError, TargetErro
 from mrp_lightning.models.checkpoint import why_not_readable
 from mrp_lightning.models.loading import load_config, load_model
 from mrp_lightning.models.tokenizers import load_tokenizer, tokenizer_beside
-from mrp_lightning.text import published
+from mrp_lightning.text.sources import PUBLISHED, find_files
 
 
 def test_the_tokenizer_beside_a_model(tiny_llama):
@@ -115,7 +115,7 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(mute_hub):
             load("someone/something")
     assert tokenizer_beside("someone/something") is None
     with pytest.raises(FileNotFoundError, match="cannot be reached"):
-        published.locate([(published.CORPORA["ptb"], published.CORPORA["ptb"].evaluation)], None)
+        find_files([PUBLISHED["ptb"]], "test")
     assert [line.split()[:2] for line in mute_hub] == [["HEAD", "/"]]
 
 

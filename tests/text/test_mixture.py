@@ -6,7 +6,7 @@ import torch
 from mrp_lightning import TextDataModule
 from mrp_lightning.embedded import STDLIB_LLAMA
 from mrp_lightning.errors import DataError, OptionError
-from mrp_lightning.text.mixture import Mixture, interleaved
+from mrp_lightning.text.mixture import Mixture, interleaved, shares_of
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_wrong_shares_are_refused_before_work(calibration, message):
 
 def test_text_that_would_not_be_read_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("a")
-    with pytest.raises(OptionError, match="leaves nothing to read of `data.train_files`"):
+    with pytest.raises(OptionError, match="not several of them"):
         TextDataModule(str(tmp_path / "a.txt"), calibration="self")
     with pytest.raises(OptionError, match="not several of them"):
         TextDataModule(None, str(tmp_path / "a.txt"), calibration="self", evaluation="c4")
@@ -41,13 +41,13 @@ def test_text_that_would_not_be_read_is_refused(tmp_path):
 def test_counts_add_up_and_are_next_to_the_shares():
     for shares in ({"self": 1 / 3, "c4": 1 / 3, "ptb": 1 / 3}, {"self": 0.05, "c4": 0.95}):
         for windows in (20, 31, 64, 100):
-            counts = Mixture.of(shares).counts(windows)
+            counts = Mixture(shares, {}).counts(windows)
             assert sum(counts.values()) == windows
             for name, share in shares.items():
                 assert abs(counts[name] - share * windows) < 1
-    assert Mixture.of({"self": 0.0, "c4": 1}).counts(3) == {"c4": 3}
+    assert shares_of({"self": 0.0, "c4": 1}) == {"c4": 1.0}
     with pytest.raises(DataError, match="of 4 windows, the share of self is less than one"):
-        Mixture.of({"self": 0.1, "c4": 0.9}).counts(4)
+        Mixture({"self": 0.1, "c4": 0.9}, {}).counts(4)
 
 
 def test_any_run_of_windows_has_the_shares():

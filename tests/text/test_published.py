@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from mrp_lightning import CausalLM, TextDataModule, Trainer
 from mrp_lightning.embedded import STDLIB_LLAMA
 from mrp_lightning.errors import DataError
-from mrp_lightning.text.published import CORPORA
+from mrp_lightning.text.sources import PUBLISHED
 
 LENGTH = 16
 
@@ -118,7 +118,7 @@ def test_only_the_first_documents_of_c4_are_read(published, corpora_dir, tokeniz
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-@pytest.mark.parametrize("name", sorted(CORPORA))
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
 def test_calibration_windows_are_those_of_the_protocol(
     name, seed, published, corpora_dir, tokenizer
 ):
@@ -174,7 +174,7 @@ def test_without_the_hub_the_message_says_what_to_do(tokenizer, tmp_path, monkey
         TextDataModule(calibration="c4", tokenizer=tokenizer[1]).setup("predict")
     message = str(caught.value)
     assert "did not give the files of c4" in message
-    revision = CORPORA["c4"].revision
+    revision = PUBLISHED["c4"].revision
     assert (
         "hf download allenai/c4 en/c4-train.00000-of-01024.json.gz --repo-type dataset "
         f"--revision {revision}." in message
@@ -184,10 +184,10 @@ def test_without_the_hub_the_message_says_what_to_do(tokenizer, tmp_path, monkey
 
 def test_the_cache_of_the_hub_is_enough(published, tokenizer, tmp_path, monkeypatch, write_corpora):
     """As `hf download` leaves it, without a network."""
-    revision = CORPORA["c4"].revision
+    revision = PUBLISHED["c4"].revision
     commit = "0123456789abcdef0123456789abcdef01234567"
     ptb = tmp_path / "datasets--ptb-text-only--ptb_text_only"
-    branch = ptb / "refs" / CORPORA["ptb"].revision
+    branch = ptb / "refs" / PUBLISHED["ptb"].revision
     branch.parent.mkdir(parents=True)
     branch.write_text(commit)
     folders = {
@@ -264,13 +264,12 @@ def test_copies_of_another_form_are_refused(tokenizer, tmp_path):
 def test_the_page_on_data_names_what_is_read():
     page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
     rows = dict(re.findall(r"^\| `(\w+)` \| (.+)$", page, flags=re.M))
-    assert sorted(rows) == sorted(CORPORA)
-    for name, corpus in CORPORA.items():
-        parts = [corpus.calibration] + ([corpus.evaluation] if corpus.evaluation else [])
-        for fact in (corpus.revision, *(file for part in parts for file in part.files)):
+    assert sorted(rows) == sorted(PUBLISHED)
+    for name, corpus in PUBLISHED.items():
+        for fact in (corpus.revision, *corpus.train, *corpus.test):
             assert f"`{fact}`" in rows[name]
         assert f"[{corpus.repository}](https://huggingface.co/datasets/" in rows[name]
-    known = {(corpus.repository, corpus.revision) for corpus in CORPORA.values()}
+    known = {(corpus.repository, corpus.revision) for corpus in PUBLISHED.values()}
     pattern = r"^hf download (\S+) --repo-type dataset --revision (\S+) "
     commands = re.findall(pattern, page, flags=re.M)
     assert len(commands) == len(known)

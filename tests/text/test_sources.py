@@ -9,7 +9,7 @@ import pytest
 
 from mrp_lightning.errors import DataError
 from mrp_lightning.text import sources
-from mrp_lightning.text.sources import GivenText, documents_of_dataset, documents_of_files
+from mrp_lightning.text.sources import DatasetText, TextFiles, documents_of_files
 
 
 def test_a_line_of_json_ends_where_json_says(tmp_path):
@@ -64,12 +64,12 @@ def test_a_binary_file_is_named(tmp_path):
 def test_one_split_in_place_of_all_is_named(tmp_path):
     datasets = pytest.importorskip("datasets", reason="needs the extra data")
     with pytest.raises(DataError, match=r"splits by name.*got a Dataset\. Leave out `split`"):
-        documents_of_dataset(datasets.Dataset.from_dict({"text": ["a", "b"]}), "train", "text")
+        DatasetText(datasets.Dataset.from_dict({"text": ["a", "b"]}), "text").documents("train")
     (tmp_path / "a.txt").write_text("one\ntwo\n")
     asked = {"path": "text", "data_files": str(tmp_path / "a.txt"), "cache_dir": str(tmp_path)}
-    assert list(documents_of_dataset(dict(asked), "train", "text")) == ["one", "two"]
+    assert list(DatasetText(dict(asked), "text").documents("train")) == ["one", "two"]
     with pytest.raises(DataError, match="got a Dataset"):
-        documents_of_dataset({**asked, "split": "train"}, "train", "text")
+        DatasetText({**asked, "split": "train"}, "text").documents("train")
 
 
 def test_a_dataset_that_is_not_there_is_told_at_once(monkeypatch):
@@ -83,7 +83,7 @@ def test_a_dataset_that_is_not_there_is_told_at_once(monkeypatch):
         r"^`data.dataset`: nobody/nothing cannot be loaded \(the hub is away\)\. .*: self`\)\.$"
     )
     with pytest.raises(DataError, match=message):
-        documents_of_dataset("nobody/nothing", "train", "text")
+        DatasetText("nobody/nothing", "text").documents("train")
     assert asked == []
     assert not huggingface_hub.constants.HF_HUB_OFFLINE
 
@@ -100,12 +100,12 @@ def test_a_dataset_that_is_not_there_is_told_at_once(monkeypatch):
 def test_a_table_is_no_text_and_what_is_told_reads_it(tmp_path, name, content, read_as):
     (tmp_path / name).write_text(content)
     with pytest.raises(DataError, match=rf"`data\.eval_files`: .*{name}: this is no text") as told:
-        GivenText(train_files=[], eval_files=[tmp_path / name], dataset=None, column="text")
+        TextFiles(evaluation=[tmp_path / name])
     pytest.importorskip("datasets", reason="needs the extra data")
     asked = json.loads(re.search(r"`data\.dataset: (\{.*\})`", str(told.value))[1])
     assert asked["path"] == read_as
     asked["cache_dir"] = str(tmp_path / "cache")
-    assert list(documents_of_dataset(asked, "test", "text")) == ["one", "two"]
+    assert list(DatasetText(asked, "text").documents("test")) == ["one", "two"]
 
 
 @pytest.mark.parametrize(
