@@ -11,12 +11,12 @@ from typing import Any
 
 from export.speed.options import LAYER_TOKENS, SpeedOptions, add_arguments
 from export.speed.random_models import SHAPES
-from mrp_lightning.cli.command import make_parser, number_from, told
+from mrp_lightning.cli.command import exit_on_mistake, make_parser, number_from
 
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line. Status 1: a shape could not be measured to its end."""
-    with told():
+    with exit_on_mistake():
         parsed = _parser().parse_args(args)
         # Only now: it loads transformers, which help and a mistake need not wait for.
         from export.speed.comparison import measure_shapes

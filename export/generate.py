@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mrp_lightning.cli.command import make_parser, number_from, told
+from mrp_lightning.cli.command import exit_on_mistake, make_parser, number_from
 from mrp_lightning.environment import device_named
 from mrp_lightning.errors import DataError, first_line
 from mrp_sparse.environment import machine
@@ -26,7 +26,7 @@ FEW = 8
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line. Status 2: a mistake of the user's."""
-    with told():
+    with exit_on_mistake():
         options = _parser().parse_args(args)
         # Only now: they load transformers, which help and a mistake need not wait for.
         from transformers.utils import logging as transformers_logging

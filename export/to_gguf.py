@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from mrp_lightning import errors
-from mrp_lightning.cli.command import make_parser, told
+from mrp_lightning.cli.command import exit_on_mistake, make_parser
 from mrp_lightning.environment import extra
 from mrp_lightning.files import move_durably
 
@@ -24,7 +24,7 @@ def main(args: Sequence[str] | None = None) -> None:
     user's. But for 0 nothing is written.
     """
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(errors.ended_by(number)))
-    with told(interrupted="interrupted: nothing was written"):
+    with exit_on_mistake(interrupted="interrupted: nothing was written"):
         convert(_parser().parse_args(args))
 
 

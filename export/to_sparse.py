@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from export.speed.options import add_arguments
-from mrp_lightning.cli.command import make_parser, told
+from mrp_lightning.cli.command import exit_on_mistake, make_parser
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -14,7 +14,7 @@ def main(args: Sequence[str] | None = None) -> None:
     Status 0: the export is written and equal to its source. 1: it is not equal. 2: a mistake of the
     user's. 130 and 143: interrupted. But for 0 nothing is written.
     """
-    with told(interrupted="interrupted: nothing was written"):
+    with exit_on_mistake(interrupted="interrupted: nothing was written"):
         options = _parser().parse_args(args)
         # Only now: they load transformers, which help and a mistake need not wait for.
         from export.conversion.tracking import hush_transformers

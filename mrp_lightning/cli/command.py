@@ -1,4 +1,4 @@
-"""All commands share some options, and the way in which a mistake of the user's ends them."""
+"""Shared by all commands: options, the parser, and how a mistake of the user ends a command."""
 
 import argparse
 import errno
@@ -25,19 +25,19 @@ _USER_ERRORS: tuple[Any, ...] = (
     OSError,  # files that are not there, exist already, or cannot be written: a full disk, too
     SafetensorError,
 )
-"""The errors that a user can put right; each is shown as a line, not as a traceback."""
+"""The errors that a user can correct; each is shown as a line, without a traceback."""
 
 
 @contextmanager
-def told(interrupted: str = "interrupted") -> Iterator[None]:
-    """End the process with one line where something inside fails that a user can put right.
+def exit_on_mistake(interrupted: str = "interrupted") -> Iterator[None]:
+    """Exit with one line on the terminal if the block raises an error that a user can correct.
 
     Args:
-        interrupted: What is said of Ctrl-C.
+        interrupted: The line that is written after Ctrl-C.
 
     Raises:
-        SystemExit: With `MISTAKE`; with `FAILED` if a result is not what it must be; with the
-            status of an interrupted process.
+        SystemExit: With `MISTAKE`; with `FAILED` after a `ParityError`; with the status of an
+            interrupted process after Ctrl-C.
     """
     try:
         yield
@@ -50,13 +50,13 @@ def told(interrupted: str = "interrupted") -> Iterator[None]:
             mistake = mistake.__cause__  # jsonargparse wraps what a constructor raises
         if mistake is None:
             raise
-        sys.stderr.write(f"error: {_words(mistake)}\n")
+        sys.stderr.write(f"error: {_message(mistake)}\n")
         failed = isinstance(mistake, errors.ParityError)
         raise SystemExit(errors.FAILED if failed else errors.MISTAKE) from error
 
 
-def _words(mistake: BaseException) -> str:
-    """What an error says; the one that names no file is about the working directory."""
+def _message(mistake: BaseException) -> str:
+    """Format an error. ENOENT without a file name means that the working directory is gone."""
     is_named = not isinstance(mistake, FileNotFoundError) or mistake.filename is not None
     if not is_named and getattr(mistake, "errno", None) == errno.ENOENT:
         return "the working directory was deleted. Change to one that exists."
@@ -64,7 +64,7 @@ def _words(mistake: BaseException) -> str:
 
 
 def make_parser(prog: str, description: str) -> Any:
-    """The parser of a command whose options are added one by one; `prog` is what the user types.
+    """Return the parser of a command, `prog` being its name as typed; its options are added later.
 
     Raises:
         DependencyError: jsonargparse is not installed.
@@ -77,9 +77,9 @@ def make_parser(prog: str, description: str) -> Any:
 
 
 def add_model_options(parser: Any, *, first: bool = False) -> None:
-    """Let a command take `--model`, and what says where and how it is read.
+    """Add `--model`, and the options of how it is read.
 
-    `first` lets it take the model as its first word in place of `--model`.
+    With `first` the model is the first word of the command in place of `--model`.
     """
     name, options = ("model", {"metavar": "MODEL"}) if first else ("--model", {"required": True})
     parser.add_argument(name, help="a model directory, hub id or GGUF file", **options)
@@ -89,9 +89,9 @@ def add_model_options(parser: Any, *, first: bool = False) -> None:
 
 
 def number_from(least: int) -> Callable[[str | int], int]:
-    """The type of an option that is a whole number of at least so much."""
+    """Return the type of an option that is a whole number ≥ `least`."""
 
-    def number(text: str | int) -> int:  # jsonargparse gives it the default, too
+    def number(text: str | int) -> int:  # jsonargparse calls it with the default, too
         if not str(text).isdecimal() or int(text) < least:
             raise argparse.ArgumentTypeError(f"expected a number from {least}, got {text!r}")
         return int(text)
@@ -101,16 +101,16 @@ def number_from(least: int) -> Callable[[str | int], int]:
 
 @contextmanager
 def as_typed(options: Mapping[str, str]) -> Iterator[None]:
-    """Name arguments in errors and warnings as they were typed.
+    """Rename quoted arguments in errors and warnings to the options of a command line.
 
     Args:
-        options: What the user typed, such as `--num-samples`, by what messages quote in its place,
-            such as `data.num_samples`.
+        options: The options, such as `--num-samples`, by the name that messages quote, such as
+            `data.num_samples`.
     """
     quoted = re.compile(rf"`({'|'.join(map(re.escape, options))})(?:(?:: |=)([^`]*))?`")
 
-    def typed(found: re.Match[str]) -> str:
-        name, value = options[found[1]], found[2]
+    def typed(quotation: re.Match[str]) -> str:
+        name, value = options[quotation[1]], quotation[2]
         is_flag = value in (None, "true", "True")
         return f"`{name}`" if is_flag else f"`{name} {value}`"
 
@@ -118,8 +118,7 @@ def as_typed(options: Mapping[str, str]) -> Iterator[None]:
         show = warnings.showwarning
 
         def show_as_typed(message: Any, *more: Any, **options: Any) -> None:
-            said = type(message)(quoted.sub(typed, str(message)))
-            show(said, *more, **options)
+            show(type(message)(quoted.sub(typed, str(message))), *more, **options)
 
         warnings.showwarning = show_as_typed
         try:

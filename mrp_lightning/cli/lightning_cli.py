@@ -1,4 +1,4 @@
-"""LightningCLI for a `CausalLM` on a `TextDataModule`, or for classes of the user's."""
+"""LightningCLI for a `CausalLM` on a `TextDataModule`, or for classes of the user."""
 
 import os
 import sys
@@ -13,7 +13,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from mrp_lightning.callbacks.saving import SaveEvaluation
-from mrp_lightning.cli.mistakes import Given, given, is_name
+from mrp_lightning.cli.arguments_given import Argument, arguments_given, is_name
 from mrp_lightning.cli.parser import Parser
 from mrp_lightning.data.data_module import TextDataModule
 from mrp_lightning.errors import OptionError
@@ -33,16 +33,16 @@ _NO_PRUNING = (
 
 
 class SaveConfigToLog(SaveConfigCallback):
-    """Keep the configuration beside the logs, where there are logs."""
+    """Save the configuration next to the logs, if there are logs."""
 
     def setup(self, trainer: LightningTrainer, pl_module: LightningModule, stage: str) -> None:
-        """Lightning would write into the working directory when there is no logger."""
+        """Save only with a logger: without one Lightning writes into the working directory."""
         if trainer.logger is not None:
             super().setup(trainer, pl_module, stage)
 
 
 class LightningParser(Parser, LightningArgumentParser):
-    """The parser of every command line, with what Lightning adds to it."""
+    """The parser of every command line, with Lightning's additions."""
 
 
 class PruningCLI(LightningCLI):
@@ -57,8 +57,8 @@ class PruningCLI(LightningCLI):
     """
 
     def __init__(self, args: list[str] | None = None, *, run: bool = True) -> None:
-        self._found = given(sys.argv[1:] if args is None else args)
-        model, data = _keys(self._found, "model"), _keys(self._found, "data")
+        self._arguments = arguments_given(sys.argv[1:] if args is None else args)
+        model, data = _keys(self._arguments, "model"), _keys(self._arguments, "data")
         own_model, own_data = "class_path" in model, "class_path" in data
         of_text = not own_data and (not own_model or bool(data))
         super().__init__(
@@ -76,30 +76,30 @@ class PruningCLI(LightningCLI):
         )
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Let `--model PATH`, and `model: PATH` in YAML, name the model, as in other commands."""
+        """Accept `--model PATH`, and `model: PATH` in YAML, as other commands do."""
         super().add_core_arguments_to_parser(parser)
         if not self.subclass_mode_model:
             take_alone(parser, "model", "model", is_name)
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Lightning's, without `--callbacks`: `trainer.callbacks` is the place for them."""
+        """Return Lightning's subcommands, without `--callbacks`: `trainer.callbacks` has them."""
         commands = LightningCLI.subcommands()
         commands["predict"] = commands["predict"] | {"callbacks"}
         return commands
 
     def _parse_ckpt_path(self) -> None:
-        """Read the checkpoint's hyperparameters, or say why they cannot be read."""
+        """Read the checkpoint's hyperparameters, or raise the reason why they cannot be read."""
         path = self._given("ckpt_path")
         with explained_checkpoint(path):
             super()._parse_ckpt_path()
 
     def _given(self, key: str) -> Any:
-        """The value of a key of the subcommand that runs, `None` where it has none."""
+        """Return the value of a key of the running subcommand, or `None`."""
         return self.config.get(self.config.get("subcommand") or "", self.config).get(key)
 
     def before_instantiate_classes(self) -> None:
-        """Refuse, before a model is loaded, what would be in vain, and choose the text.
+        """Refuse a run without a result before a model is loaded, and choose the text.
 
         Raises:
             OptionError: This machine has no such accelerator; `predict` would prune nothing or save
@@ -112,7 +112,7 @@ class PruningCLI(LightningCLI):
             self._choose_text(self._given("data"))
 
     def _require_result(self) -> None:
-        """Refuse a `predict` that prunes nothing, or throws away what it prunes."""
+        """Refuse a `predict` that prunes nothing, or discards the pruned model."""
         trainer = self._given("trainer")
         if not trainer.callbacks:
             raise OptionError(_NO_PRUNING)
@@ -134,9 +134,9 @@ class PruningCLI(LightningCLI):
 
         Texts that are given at the same place contradict each other, and are refused.
         """
-        options = [*self._found, *self.parser.besides]  # type: ignore[attr-defined]
+        options = [*self._arguments, *self.parser.defaults_given]  # type: ignore[attr-defined]
         paths = ["", *(f"{option.path}." for option in options)]
-        places = ["the defaults", *(option.place.rpartition(", line ")[0] for option in options)]
+        origins = ["the defaults", *(option.file for option in options)]
         for rule in exclusive_keys(data.get("calibration")):
             texts: list[tuple[int, str, list[str]]] = []
             for group in rule:
@@ -145,23 +145,24 @@ class PruningCLI(LightningCLI):
                     last = max(
                         i for i, path in enumerate(paths) if not i or path.startswith(starts)
                     )
-                    texts.append((last, places[last], keys))
-            for _, place, keys in sorted(texts)[:-1]:
-                _, last_place, chosen = max(texts)
-                if place == last_place:
+                    texts.append((last, origins[last], keys))
+            for _, origin, keys in sorted(texts)[:-1]:
+                _, last_origin, chosen = max(texts)
+                if origin == last_origin:
                     raise OptionError(
-                        f"{place or 'the command line'}: {ONE_TEXT}. It names {_named(keys)} and "
+                        f"{origin or 'the command line'}: {ONE_TEXT}. It names {_named(keys)} and "
                         f"{_named(chosen)}: keep one."
                     )
+                of_file = f" of {last_origin}" if last_origin else ""
                 rank_zero_info(
-                    f"Text is read by {_named(chosen)}{last_place and f' of {last_place}'}, which "
-                    f"was given last: not by {_named(keys)} of {place or 'the command line'}."
+                    f"Text is read by {_named(chosen)}{of_file}, which was given last: not by "
+                    f"{_named(keys)} of {origin or 'the command line'}."
                 )
                 for key in keys:
                     data[key] = None
 
     def before_test(self) -> None:
-        """Have what is found about a model that was pruned recorded beside it."""
+        """Add a callback that records the perplexity of a pruned model in its directory."""
         callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
         is_kept = any(isinstance(callback, SaveEvaluation) for callback in callbacks)
         if is_kept or not isinstance(self.model, CausalLM):
@@ -175,7 +176,7 @@ class PruningCLI(LightningCLI):
             rank_zero_warn(f"{source} is read-only: the perplexity will not be recorded there.")
 
     def before_predict(self) -> None:
-        """Refuse to run a model over the data for nothing.
+        """Refuse to run a model over the data without a result.
 
         Raises:
             OptionError: No callback prunes.
@@ -194,7 +195,7 @@ def _named(keys: Iterable[str]) -> str:
     return ", ".join(f"`data.{key}`" for key in keys)
 
 
-def _keys(given: Iterable[Given], group: str) -> set[str]:
+def _keys(arguments: Iterable[Argument], group: str) -> set[str]:
     """The keys that a command line and its files set in a group of options."""
-    paths = [one.path.split(".") for one in given]
+    paths = [one.path.split(".") for one in arguments]
     return {path[1] for path in paths if path[0] == group and len(path) > 1}

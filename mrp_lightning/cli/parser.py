@@ -1,4 +1,4 @@
-"""The parser of every command line: jsonargparse's, which tells a mistake in one line."""
+"""The parser of every command line: jsonargparse's, which reports a mistake in one line."""
 
 import sys
 from collections.abc import Sequence
@@ -6,7 +6,8 @@ from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser, set_parsing_settings
 
-from mrp_lightning.cli.mistakes import Given, explain, given, unknown_key
+from mrp_lightning.cli.arguments_given import Argument, arguments_given
+from mrp_lightning.cli.mistakes import explain, unknown_key
 from mrp_lightning.errors import OptionError
 from mrp_lightning.upstream.other_names import options_of
 
@@ -14,34 +15,34 @@ set_parsing_settings(docstring_parse_attribute_docstrings=True)  # of `Settings`
 
 
 class Parser(ArgumentParser):
-    """jsonargparse's parser, which raises what is wrong, without the usage of all options.
+    """jsonargparse's parser, which raises a mistake instead of printing the usage.
 
-    Options are not abbreviated: what is short for one today may be short for two tomorrow.
+    Options are not abbreviated: a short form of one option today may fit two tomorrow.
 
     Attributes:
-        besides: What is given beside the command line, in an object that is parsed; for messages.
+        defaults_given: Arguments of an object that is parsed without a command line; for messages.
     """
 
-    besides: Sequence[Given] = ()
+    defaults_given: Sequence[Argument] = ()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, allow_abbrev=False, **kwargs)
-        self._given: Sequence[Given] = ()
+        self._given: Sequence[Argument] = ()
 
     def parse_args(self, args: Sequence[str] | None = None, *more: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Parse a command line, and remember it for messages.
+        """Parse a command line, and keep its arguments for messages.
 
         Raises:
             OptionError: There is a mistake in it, or in one of its YAML files.
         """
         takes_files = "--config" in options_of(self)
-        self._given = given(sys.argv[1:] if args is None else args, files=takes_files)
+        self._given = arguments_given(sys.argv[1:] if args is None else args, files=takes_files)
         return super().parse_args(args, *more, **kwargs)
 
     def refuse_unknown(self) -> None:
         """Refuse keys of YAML files that are no option.
 
-        jsonargparse finds those with a value; one that is empty, such as `{}`, it leaves out.
+        jsonargparse reports unknown keys with a value, but drops empty ones, such as `{}`.
 
         Raises:
             OptionError: There is one.
@@ -50,10 +51,11 @@ class Parser(ArgumentParser):
             raise OptionError(problem)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Raise the mistake with its place and the nearest name."""
+        """Raise the mistake with its origin and the nearest name."""
         if not self.exit_on_error:  # a parser inside another one, which reports
             super().error(message, ex)
         parser = getattr(ex, "subcommand_parser", None) or self
         types = options_of(parser).items()
         options = {name.lstrip("-").removesuffix("+"): kind for name, kind in types}
-        raise OptionError(explain(message, options, [*self._given, *self.besides])) from ex
+        arguments = [*self._given, *self.defaults_given]
+        raise OptionError(explain(message, options, arguments)) from ex

@@ -1,9 +1,9 @@
-"""Plain mistakes on a command line are told before Lightning and transformers are loaded."""
+"""Refuse plain mistakes on a command line before Lightning and transformers are imported."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from mrp_lightning.cli.mistakes import Given, given
+from mrp_lightning.cli.arguments_given import Argument, arguments_given
 from mrp_lightning.errors import OptionError
 
 _NEEDS = {
@@ -15,25 +15,25 @@ _NEEDS = {
     ),
     "sweep": "the models and runs of a sweep: `mrp-lightning sweep --config=FILE`",
 }
-"""The commands whose options stand in YAML files, too, and what they cannot do without."""
+"""The commands that read YAML files, and the arguments that each needs."""
 
 _OF_FILES = {
     "--model": "a model directory, a hub id, a GGUF file, or a YAML file of what `model` takes",
     "--data": "a YAML file of what `data` takes",
     "--trainer": "a YAML file of what `trainer` takes",
 }
-"""The options of runs that may name a file with what is below them."""
+"""The options that may name a YAML file with the options below them, and the expected value."""
 
 _OF_A_SWEEP = frozenset({"models", "runs", "base"})
 _OF_A_RUN = frozenset({"model", "data", "trainer"})
 
 
-def require_plain_sense(command: str, args: Sequence[str]) -> None:
-    """Refuse what is no command line of this command, before what runs it is loaded.
+def check_arguments(command: str, args: Sequence[str]) -> None:
+    """Refuse arguments that no run of this command could have.
 
     Raises:
-        OptionError: There are no options, a word that belongs to none, a file that is not there, is
-            no YAML, gives a key twice, or is of another command.
+        OptionError: There are no options, a word that belongs to none, or a file that is missing,
+            is no YAML, gives a key twice, or belongs to another command.
     """
     if command not in _NEEDS or _asks(args):
         return
@@ -41,7 +41,7 @@ def require_plain_sense(command: str, args: Sequence[str]) -> None:
         raise OptionError(
             f"`{command}` needs {_NEEDS[command]}. `mrp-lightning {command} --help` lists all."
         )
-    _require_options(command, args)
+    _check_words(command, args)
     for option, file in zip(args, [*args[1:], ""], strict=True):
         name, equals, value = option.partition("=")
         value = value if equals else file
@@ -52,62 +52,60 @@ def require_plain_sense(command: str, args: Sequence[str]) -> None:
             raise OptionError(f"`--config`: expected a YAML file. There is no {value}.")
         if name in _OF_FILES:
             raise OptionError(f"`{name}`: there is no {value}. Expected {_OF_FILES[name]}.")
-    _require_own_files(command, given(args))
+    _check_files(command, arguments_given(args))
 
 
 def has_sections(args: Sequence[str], commands: Sequence[str]) -> bool:
-    """Whether a file before the command has sections for commands, which LightningCLI reads."""
+    """Return whether a file before the command has sections for commands, as LightningCLI reads."""
     if any(arg.startswith("--print_") for arg in args):
         return True
     options = [arg for arg in args if arg not in commands]
-    return any(one.path.partition(".")[0] in commands for one in given(options))
+    return any(a.path.partition(".")[0] in commands for a in arguments_given(options))
 
 
 def _asks(args: Sequence[str]) -> bool:
-    """Whether a command line only asks for help or for a configuration."""
+    """Return whether a command line only asks for help or for a configuration."""
     return any(
         arg in ("-h", "--help") or arg.startswith("--print_") or ".help" in arg.partition("=")[0]
         for arg in args
     )
 
 
-def _require_options(command: str, args: Sequence[str]) -> None:
-    """Refuse words that are no option's value: each option takes one."""
+def _check_words(command: str, args: Sequence[str]) -> None:
+    """Refuse words that are no option's value: each option takes one value."""
     option, values = "", [""]
     for arg in args:
         if arg.startswith("--") or arg == "-c":
-            _require_one_value(command, option, values)
+            _check_values(command, option, values)
             option, equals, value = arg.partition("=")
             values = [value] if equals else []
         else:
             values.append(arg)
-    _require_one_value(command, option, values)
+    _check_values(command, option, values)
 
 
-def _require_one_value(command: str, option: str, values: Sequence[str]) -> None:
+def _check_values(command: str, option: str, values: Sequence[str]) -> None:
     if len(values) < 2:
         return
     words = ", ".join(f"`{word}`" for word in values[1:])
     files = [word for word in values[1:] if word.endswith((".yaml", ".yml"))]
     if files:
-        meant = f"Write {' '.join(f'`--config={file}`' for file in files)}."
+        hint = f"Write {' '.join(f'`--config={file}`' for file in files)}."
     elif option:
-        meant = f"Several values are written as a list: `{option}='[{', '.join(values)}]'`."
+        hint = f"Several values are written as a list: `{option}='[{', '.join(values)}]'`."
     else:
-        meant = f"Options are `--NAME=VALUE`; `mrp-lightning {command} --help` lists them."
+        hint = f"Options are `--NAME=VALUE`; `mrp-lightning {command} --help` lists them."
     raise OptionError(
-        f"{words}: of no option of `{command}`, each of which takes one value. {meant}"
+        f"{words}: of no option of `{command}`, each of which takes one value. {hint}"
     )
 
 
-def _require_own_files(command: str, found: Sequence[Given]) -> None:
-    """Refuse a file of a sweep where a run is configured, and the other way round."""
+def _check_files(command: str, arguments: Sequence[Argument]) -> None:
+    """Refuse a file of a sweep for a run, and a file of a run for a sweep."""
     keys: dict[str, set[str]] = {}
-    for one in found:
-        if one.place:
-            keys.setdefault(one.place.rpartition(", line ")[0], set()).add(
-                one.path.partition(".")[0]
-            )
+    for argument in arguments:
+        if argument.file:
+            keys.setdefault(argument.file, set()).add(argument.path.partition(".")[0])
     for file, roots in keys.items():
         if command != "sweep" and len(roots & _OF_A_SWEEP) > 1:
             raise OptionError(

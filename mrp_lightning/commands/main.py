@@ -11,7 +11,7 @@ from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 
-from mrp_lightning.cli.command import told
+from mrp_lightning.cli.command import exit_on_mistake
 from mrp_lightning.environment import __version__, extra
 from mrp_lightning.errors import MISTAKE, DependencyError, OptionError, ended_by
 
@@ -44,7 +44,7 @@ def main(args: list[str] | None = None) -> None:
     """
     given = sys.argv[1:] if args is None else args
     try:
-        with told():
+        with exit_on_mistake():
             _run(given, args)
     except SystemExit as end:
         if type(end).__name__ == "SIGTERMException":  # of Lightning's loops
@@ -64,13 +64,13 @@ def _run(given: list[str], args: list[str] | None) -> None:
         sys.stdout.write(f"mrp-lightning {__version__}\n")
         return
     with extra("cli", "The command line"):
-        from mrp_lightning.cli.preflight import has_sections, require_plain_sense
+        from mrp_lightning.cli.preflight import check_arguments, has_sections
     if first.startswith("-") and not has_sections(given, list(_OF_LIGHTNING)):
         name = next((word for word in given if word in {*_OF_LIGHTNING, *_COMMANDS}), "COMMAND")
         options = shlex.join(word for word in given if word != name)
         raise OptionError(f"the command comes first: `mrp-lightning {name} {options}`.")
     command = _command(first)
-    require_plain_sense(first, given[1:])
+    check_arguments(first, given[1:])
     if command is None:
         _run_lightning(args)
     else:

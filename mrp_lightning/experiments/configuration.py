@@ -8,8 +8,8 @@ from jsonargparse import ArgumentError, Namespace
 from jsonargparse.typing import Path_fr
 from lightning.pytorch.cli import LightningArgumentParser
 
+from mrp_lightning.cli.arguments_given import Argument
 from mrp_lightning.cli.lightning_cli import PruningCLI
-from mrp_lightning.cli.mistakes import Given
 from mrp_lightning.cli.parser import Parser
 from mrp_lightning.environment import quiet_lightning
 from mrp_lightning.journal.manifest import differences
@@ -29,8 +29,8 @@ class Configured(PruningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse the files, whatever they leave to the options, then all of it."""
         assert isinstance(parser, Parser)
-        parser.besides = [
-            Given(key.replace(".init_args", ""), str(value))
+        parser.defaults_given = [
+            Argument(key.replace(".init_args", ""), str(value))
             for option in self._options.items()
             for key, value in _flat(option[1], option[0])
         ]

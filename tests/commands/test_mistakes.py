@@ -374,7 +374,7 @@ SWEEP = "models: {tiny: {options: {}}}\nbase: []\nruns: {}\n"
             "there is no none.yml. Expected a YAML file of what",
         ),
         (["fit", "-c", "empty.yaml"], "empty.yaml: expected keys .* It holds nothing"),
-        (["sweep", "--config=list.yaml"], "list.yaml: expected keys .* It holds a list"),
+        (["sweep", "--config=list.yaml"], "list.yaml: expected keys .* It holds a sequence"),
         (
             ["predict", "--config=twice.yaml"],
             "twice.yaml, line 4: the key `num_samples` is given twice, first in line 2",
