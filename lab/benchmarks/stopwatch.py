@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from mrp_lightning.pruning import prune_layer, sequential
-from mrp_lightning.solver import compensations, exact, hessian, problem
+from mrp_lightning.solver import compensations, hessian, problem
 from mrp_lightning.solver.recipe import MASKS
 
 WALK = "walk finding"
@@ -25,8 +25,8 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
     ],
     "mask": [(type(mask), "bind") for mask in MASKS.values()],
     "sweep": [(compensations.ColumnSweep, "apply")],
-    "between blocks": [(exact, "_block_by_block")],
-    "final solve": [(exact, "_solve")],
+    "between blocks": [(compensations, "_approach")],
+    "final solve": [(compensations, "_solve")],
     "losses": [(problem, "output_energy"), (prune_layer, "output_energy")],
 }
 """What a run spends its time on: functions that are counted without the parts that they call."""

@@ -10,8 +10,7 @@ from typing import Any
 
 from mrp_lightning.errors import OptionError
 from mrp_lightning.json_files import as_dataclass
-from mrp_lightning.solver.compensations import ColumnSweep, NoCompensation
-from mrp_lightning.solver.exact import ExactCompensation
+from mrp_lightning.solver.compensations import ColumnSweep, ExactCompensation, NoCompensation
 from mrp_lightning.solver.recipe import MASKS, NAMED, Recipe, parse_method
 
 _SETTING = re.compile(

@@ -1,28 +1,51 @@
-"""Compensations: how the kept weights make up for the removed ones. `exact` has the best one."""
+"""Compensations: how the kept weights make up for the removed ones.
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+`ColumnSweep` is SparseGPT's; `ExactCompensation` finds the optimum of all kept weights (the paper's
+Algorithm 1) by conjugate gradients on `MaskedRows`.
+"""
+
+import math
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from mrp_lightning.solver.arithmetic import split_range
+from mrp_lightning.errors import HessianError, NumericalWarning, OptionError
+from mrp_lightning.solver.arithmetic import ELEMENTS, by_rows, has_bfloat16_units, split_range
+from mrp_lightning.solver.conjugate_gradients import (
+    ConjugateGradients,
+    InverseOnKept,
+    Preconditioner,
+    Product,
+    full_product,
+    rounded_product,
+)
+from mrp_lightning.solver.hessian import DampedHessian
 from mrp_lightning.solver.masks import Mask
 from mrp_lightning.solver.patterns import SemiStructured
 from mrp_lightning.solver.problem import Problem
+from mrp_sparse.arguments import is_number
 
 _PANEL = 128
+"""The most columns whose removals a column sweep carries over to the later ones at once."""
 
 
 @dataclass(frozen=True)
 class Compensated:
     """The result of a compensation."""
 
-    weight: Tensor  # (rows, columns); what it holds at removed places does not matter
+    weight: Tensor  # (rows, columns); removed weights may have any value
     pruned: Tensor  # bool (rows, columns), True = removed
     iterations: int | None = None  # of an iterative solution
     gap: float | None = None  # certified relative distance to the optimum, where that is sought
+
+    def cast(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight in a dtype, with zeros where weights are removed."""
+        return self.weight.masked_fill(self.pruned, 0).to(dtype).contiguous()
 
 
 class Compensation(Protocol):
@@ -97,3 +120,366 @@ def _panels(columns: int, width: int) -> Iterator[tuple[int, int]]:
     else:
         for start, stop in split_range(0, columns, width):
             yield from split_range(start, stop, _PANEL)
+
+
+_GAP_BETWEEN_BLOCKS = 3e-3
+"""Relative distance to the optimum that the choice of the next block's weights needs."""
+_LIMIT_BETWEEN_BLOCKS = 20
+"""Most iterations after one block, before the next one is chosen."""
+
+
+@dataclass(frozen=True)
+class ExactCompensation:
+    """Solution 𝔐: set all kept weights to the optimum for everything that is removed.
+
+    Block by block the mask sees the weights re-optimised for all blocks before it. Re-optimising
+    after each block equals optimising once for the whole removed set, so only the last solve is
+    done to `tolerance`, the certified relative distance to the optimal loss at which the iteration
+    stops; those between blocks are as accurate as the choice of weights needs.
+    """
+
+    name: ClassVar[str] = "M"
+    needs_inverse: ClassVar[bool] = True
+
+    tolerance: float = 1e-6
+
+    def __post_init__(self) -> None:
+        value = self.tolerance
+        if not is_number(value) or value <= 0:
+            raise OptionError(f"`tolerance` must be a finite number > 0; got {value!r}.")
+        object.__setattr__(self, "tolerance", float(value))
+
+    def apply(self, problem: Problem, mask: Mask) -> Compensated:
+        """Run Algorithm 1, and then solve for its whole removed set.
+
+        After the blocks up to column b all columns beyond are kept and can be eliminated: with
+        G = [(H⁻¹)_bb]⁻¹ (a Schur complement) the problem is one in the first b columns alone, and
+        the optimum of the others follows from the gradient g = (w − x)G there as w − g (H⁻¹)_b:.
+        Only the next block of them is ever needed.
+        """
+        dtype = problem.weight.dtype
+        if not problem.damped.float32_suffices:
+            problem = replace(problem, weight=problem.weight.double())
+        weight, damped = problem.weight, problem.damped
+        choose = mask.bind(problem, problem.inverse_blocks)
+        columns, iterations = weight.shape[1], 0
+        if problem.block_size == columns:
+            pruned = choose(weight, 0)
+            x = weight.masked_fill(pruned, 0)
+            gradient = (weight - x) @ damped.matrix
+        else:
+            inverse = damped.inverse
+            pruned = torch.zeros_like(weight, dtype=torch.bool)
+            x, gradient = torch.zeros_like(weight), torch.zeros_like(weight)
+            schur = torch.zeros_like(damped.matrix)  # G
+            for start, stop in split_range(0, columns, problem.block_size):
+                block, lead = slice(start, stop), slice(0, stop)
+                current = weight[:, block] - gradient[:, :start] @ inverse[:start, block]
+                pruned[:, block] = choose(current, start)
+                removed = current * pruned[:, block]
+                x[:, block] = current - removed
+                # With UᵀU = H⁻¹ and R = U⁻¹, G = R_bb R_bbᵀ: a block more adds its columns of R_bb.
+                root = _last_columns_of_inverse(damped.factor[lead, lead], stop - start)
+                schur[lead, lead].addmm_(root, root.T)
+                gradient[:, lead].addmm_(removed, schur[block, lead])
+                if stop < columns:
+                    iterations += _approach(
+                        weight[:, lead],
+                        x[:, lead],
+                        gradient[:, lead],
+                        pruned[:, lead],
+                        schur[lead, lead],
+                        inverse[lead, lead],
+                    )
+                    problem.tell(f"columns {stop}/{columns}")
+        steps, gap = _solve(problem, x, gradient, pruned, self.tolerance, dtype, iterations)
+        return Compensated(x.to(dtype), pruned, steps, gap)
+
+
+def _approach(
+    weight: Tensor, x: Tensor, gradient: Tensor, pruned: Tensor, matrix: Tensor, inverse: Tensor
+) -> int:
+    """Bring x near the optimum in place, near enough to choose the next block's weights.
+
+    Rounded products are good enough for that where they are fast, unless the matrix is so
+    ill-conditioned that they lead away from the optimum.
+    """
+    rounds = matrix.dtype == torch.float32 and has_bfloat16_units(matrix.device)
+    product = rounded_product if rounds else full_product
+    times = product(matrix), product(inverse)
+
+    def approach(rows: slice) -> int:
+        dense, near, slope = weight[rows], x[rows], gradient[rows]
+        kept = (~pruned[rows]).to(weight.dtype)
+        start = near.clone(), slope.clone()
+        loss = float(((dense - near) * slope).sum())
+
+        def descend(times_matrix: Product, times_inverse: Product) -> int:
+            precondition = InverseOnKept(times_inverse, kept)
+            descent = ConjugateGradients(near, slope, times_matrix, precondition)
+            descent.descend(_GAP_BETWEEN_BLOCKS * loss, _LIMIT_BETWEEN_BLOCKS)
+            return descent.iterations
+
+        def reset() -> None:
+            near.copy_(start[0])
+            slope.copy_(start[1])
+
+        try:
+            steps = descend(*times)
+            if rounds and steps:
+                torch.mm(dense - near, matrix, out=slope)
+                if not float(((dense - near) * slope).sum()) < loss:
+                    reset()
+                    steps += descend(full_product(matrix), full_product(inverse))
+        except (MemoryError, RuntimeError):  # fewer rows will begin where these did
+            reset()
+            raise
+        return steps
+
+    return max(by_rows(approach, *weight.shape), default=0)
+
+
+def _solve(
+    problem: Problem,
+    x: Tensor,
+    gradient: Tensor,
+    pruned: Tensor,
+    tolerance: float,
+    given: torch.dtype,
+    before: int,
+) -> tuple[int, float]:
+    """Bring x to the optimum in place: iterations and the certified relative gap.
+
+    The gap is that of x rounded to the `given` dtype, over the rows of all processes; the
+    iterations include those `before`, and are the most that any process took.
+    """
+    damped, label = problem.damped, problem.inputs.label
+
+    def solve(rows: slice) -> tuple[int, float, float]:
+        system = MaskedRows(problem.weight[rows], x[rows], gradient[rows], pruned[rows], damped)
+        steps = system.solve(tolerance, problem.tell)
+        if damped.dtype != torch.float64 and not system.gap <= tolerance:
+            # float32 has stalled; what it reached is a good start for float64.
+            system = system.refined()
+            steps += system.solve(tolerance / 2, problem.tell)
+        if system.x.dtype != given:
+            system.x.copy_(system.x.to(given))
+            system.certify()
+        x[rows] = system.x.to(x.dtype)
+        return steps, system.bound, system.loss
+
+    mine = by_rows(solve, *x.shape)
+    most = before + max((steps for steps, _, _ in mine), default=0)
+    bound, loss = sum(bound for _, bound, _ in mine), sum(loss for _, _, loss in mine)
+    found = problem.processes.numbers(most, bound, loss)
+    gap = relative(sum(bound for _, bound, _ in found), sum(loss for _, _, loss in found))
+    if not math.isfinite(gap):
+        raise HessianError(
+            f"{label}: the optimum came out as NaN or Inf. The weight and its Hessian are of sizes "
+            "that do not go together in floating point; scale them, or use more damping."
+        )
+    if gap > tolerance:
+        warnings.warn(
+            f"{label}: stopped at a certified gap to the optimum of {gap:.1e}, above `tolerance` "
+            f"{tolerance:g}: {given} weights allow no better. More damping helps where the Hessian "
+            "is ill-conditioned.",
+            NumericalWarning,
+            stacklevel=2,
+        )
+    return int(max(steps for steps, _, _ in found)), gap
+
+
+def _last_columns_of_inverse(factor: Tensor, width: int) -> Tensor:
+    """The last `width` columns of U⁻¹ for upper triangular U (n, n): (n, width)."""
+    identity = torch.zeros(factor.shape[0], width, dtype=factor.dtype, device=factor.device)
+    identity[-width:].fill_diagonal_(1)
+    return torch.linalg.solve_triangular(factor, identity, upper=True)
+
+
+_STALLS = 3
+"""Certificates in turn that may fail to halve the bound. Slow modes of the iteration hold it up for
+a while, rounding for ever."""
+_LIMIT = 500
+"""Most iterations with one preconditioner."""
+_WINDOW = 20
+"""Iterations from which the number of those to come is forecast."""
+_DIGITS = 1e-2
+"""The energy relative to that of the last exact gradient at which rounded products have done."""
+_LONG = 100
+"""Iterations to come beyond which another preconditioner is tried."""
+
+
+class MaskedRows:
+    """The masked system of some rows; x (rows, columns) is improved in place."""
+
+    def __init__(
+        self, weight: Tensor, x: Tensor, gradient: Tensor, pruned: Tensor, damped: DampedHessian
+    ) -> None:
+        self.weight, self.x, self.gradient = weight, x, gradient
+        self.kept = (~pruned).to(x.dtype)
+        self.damped = damped
+        # ½ Σ r (H⁻¹)_UU rᵀ, by which the damped loss of x exceeds the optimal one at most, and the
+        # part of it that allows for the rounding of r.
+        self.bound, self.hidden = math.inf, 0.0
+        self.loss = float(((weight - x) * gradient).sum()) / 2  # ½ Σ (w − x) H (w − x)ᵀ
+
+    @property
+    def gap(self) -> float:
+        """The bound relative to the loss."""
+        return relative(self.bound, self.loss)
+
+    def certify(self) -> None:
+        """Compute the gradient, the bound and the loss afresh, from x alone."""
+        change = self._renew()
+        # r H⁻¹ rᵀ = ‖r Uᵀ‖², which cannot come out negative.
+        energy = ((self.gradient * self.kept) @ self.damped.factor.T).square_().sum()
+        # The residual is itself rounded; a bound must allow for what that may hide.
+        self.hidden = float(change.square_().sum()) * self.damped.residual_rounding / 2
+        self.bound = float(energy) / 2 + self.hidden
+
+    def _renew(self) -> Tensor:
+        """Compute the gradient and the loss afresh from x: the change of the weight, w − x."""
+        change = self.weight - self.x
+        torch.mm(change, self.damped.matrix, out=self.gradient)
+        self.loss = float((change * self.gradient).sum()) / 2
+        return change
+
+    def refined(self) -> "MaskedRows":
+        """The same system in float64, from where this one is (or from the start, had it failed)."""
+        weight, x = self.weight.double(), self.x.double()
+        if not math.isfinite(self.loss):
+            x = weight * self.kept
+        system = MaskedRows(weight, x, torch.zeros_like(x), self.kept == 0, self.damped.double)
+        system.certify()
+        return system
+
+    def solve(self, tolerance: float, tell: Callable[[str], None]) -> int:
+        """Go on until the certified gap is within the tolerance or can get no better.
+
+        Where conjugate gradients are slow they get another preconditioner, and where they are slow
+        with that too the rows are solved directly. Returns the number of iterations.
+        """
+        iterations = 0
+        narrow = self.x.dtype == torch.float32 and has_bfloat16_units(self.x.device)
+        rounds = narrow and self.damped.bfloat16_helps
+        patience = max(_WINDOW, float(self.kept.sum(1).max()) ** 3 / self.x.shape[1] ** 2)
+        for precondition, limit in (
+            (lambda: self.damped.low_rank_model.on(self.kept), min(_LONG, patience)),
+            (lambda: InverseOnKept(full_product(self.damped.inverse), self.kept), patience / 2),
+        ):
+            preconditioner = precondition()
+            if rounds:
+                iterations += self._descend_rounded(preconditioner, tolerance, tell)
+                rounds = False
+            iterations += self._descend(preconditioner, tolerance, limit, tell)
+            if self.gap <= tolerance or self._rounding_hides(tolerance):
+                return iterations
+        self._factorise_rows()
+        return iterations
+
+    def _descend_rounded(
+        self, precondition: Preconditioner, tolerance: float, tell: Callable[[str], None]
+    ) -> int:
+        """Iterate with rounded products, again and again from exact gradients, while it helps.
+
+        Each round seeks what the exact gradient at its start asks for. Rounded products are good
+        for about two digits of that. Returns the number of iterations.
+        """
+        times_matrix = rounded_product(self.damped.matrix)
+        descent = ConjugateGradients(self.x, self.gradient, times_matrix, precondition)
+        energy = float(descent.energies().sum())
+        while energy > (goal := tolerance * self.loss / 2):
+            start, previous = self.x.clone(), energy
+            descent.descend(max(goal, _DIGITS * previous), descent.iterations + _WINDOW)
+            tell(f"iteration {descent.iterations}")
+            self._renew()
+            descent.restart()
+            energy = float(descent.energies().sum())
+            if not energy < previous / 4:
+                if not energy < previous:
+                    self.x.copy_(start)
+                    self._renew()
+                break
+        return descent.iterations
+
+    def _descend(
+        self,
+        precondition: Preconditioner,
+        tolerance: float,
+        patience: float,
+        tell: Callable[[str], None],
+    ) -> int:
+        """Iterate until the certificate holds or stalls, or too many steps are still to come.
+
+        The energies of the iteration tell when a certificate is worth its price. They are no bound
+        themselves, but proportional to one: about a third of it with the low-rank model. It gives
+        up where more than `patience` steps are to come, as forecast from those taken. Returns the
+        number of iterations.
+        """
+        times_matrix = full_product(self.damped.matrix)
+        descent = ConjugateGradients(self.x, self.gradient, times_matrix, precondition)
+        target = tolerance * self.loss / 2
+        stalls, mark = 0, math.inf
+        while descent.iterations < _LIMIT:
+            energies = descent.energies()
+            energy = float(energies.sum())
+            if not energy > target:  # also where it is NaN
+                before = self.bound
+                self.certify()
+                stalls = 0 if self.bound <= before / 2 else stalls + 1
+                if self.gap <= tolerance or self._rounding_hides(tolerance):
+                    return descent.iterations
+                if stalls == _STALLS or not energy > 0:
+                    return descent.iterations
+                # The bound must fall to tolerance · loss, so the energy by the same factor from
+                # where it is now; half of that leaves a margin.
+                target = energy * tolerance * self.loss / self.bound / 2
+                # Go on from the exact gradient, which the certificate has put in place.
+                energies = descent.energies()
+            if descent.iterations % _WINDOW == 0:
+                if descent.iterations and _steps_to_come(mark, energy, target) > patience:
+                    break
+                mark = energy
+            descent.step(energies)
+            tell(f"iteration {descent.iterations}")
+        self.certify()
+        return descent.iterations
+
+    def _rounding_hides(self, tolerance: float) -> bool:
+        """Whether no gap within the tolerance can be told in this precision."""
+        return self.hidden > tolerance * self.loss
+
+    def _factorise_rows(self) -> None:
+        """Solve H_UU x_U = (H w)_U by Cholesky's factorisation, a matrix for each row."""
+        counts = self.kept.sum(1, dtype=torch.int64)
+        most = int(counts.max())
+        matrix = self.damped.matrix
+        sought = self.weight @ matrix
+        for start, stop in split_range(0, len(counts), max(1, ELEMENTS // max(1, most) ** 2)):
+            rows = slice(start, stop)
+            # The kept columns of each row, filled up with removed ones where they are fewer.
+            places = self.kept[rows].argsort(dim=1, descending=True, stable=True)[:, :most]
+            kept = self.kept[rows].gather(1, places)
+            systems = matrix[places[:, :, None], places[:, None, :]]
+            systems *= kept[:, :, None] * kept[:, None, :]
+            systems.diagonal(dim1=1, dim2=2).add_(1 - kept)
+            factors, info = torch.linalg.cholesky_ex(systems)
+            if bool(info.any()):
+                continue  # indefinite in this precision: what the iteration reached stays
+            right = (sought[rows].gather(1, places) * kept).unsqueeze(2)
+            solved = torch.cholesky_solve(right, factors).squeeze(2)
+            self.x[rows].scatter_(1, places, solved * kept)
+        self.certify()
+
+
+def _steps_to_come(before: float, energy: float, target: float) -> float:
+    """Forecast the steps until the energy is at the target, from its fall in the last window."""
+    if not 0 < energy < before:
+        return math.inf
+    return _WINDOW * math.log(max(energy / target, 1)) / math.log(before / energy)
+
+
+def relative(bound: float, loss: float) -> float:
+    """The bound relative to the loss; zero where the bound is zero, whatever the loss."""
+    # Not `bound > 0`: what is not a number must not pass for a gap of zero.
+    return 0.0 if bound == 0 else bound / max(loss, sys.float_info.min)

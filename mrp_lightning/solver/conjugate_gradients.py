@@ -155,6 +155,14 @@ class ConjugateGradients:
         self._precondition(self._gradient, self._z, self._image)
         return torch.mul(self._gradient, self._z, out=self._image).sum(1)
 
+    def descend(self, target: float, most: int) -> Tensor:
+        """Step until the energies sum up to the target, or up to iteration `most`; return them."""
+        energies = self.energies()
+        while self.iterations < most and not float(energies.sum()) <= target:
+            self.step(energies)
+            energies = self.energies()
+        return energies
+
     def step(self, energies: Tensor) -> None:
         """Move x along the next direction; `energies` are those of the present gradient."""
         if self._before is not None:

@@ -25,6 +25,7 @@ class Unstructured:
     """A fraction of the weights, in (0, 1), is removed, wherever they are."""
 
     sparsity: float
+    group: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         value = self.sparsity
@@ -134,6 +135,7 @@ class Dense:
     """No weight is removed: the pattern of quantisation alone."""
 
     sparsity: ClassVar[float] = 0.0
+    group: ClassVar[int] = 1
 
     def __str__(self) -> str:
         return "dense"

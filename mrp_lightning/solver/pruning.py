@@ -17,16 +17,14 @@ from mrp_lightning.errors import (
 )
 from mrp_lightning.processes import ALONE, Processes
 from mrp_lightning.solver.arithmetic import full_float32
-from mrp_lightning.solver.compensations import Compensated
-from mrp_lightning.solver.exact import ExactCompensation
+from mrp_lightning.solver.compensations import Compensated, ExactCompensation
 from mrp_lightning.solver.hessian import InputHessian
 from mrp_lightning.solver.masks import Given, Joint, Magnitude, smallest_of_blocks
-from mrp_lightning.solver.patterns import Dense, Pattern
+from mrp_lightning.solver.patterns import Dense
 from mrp_lightning.solver.problem import Problem, check_weight
 from mrp_lightning.solver.quantisation import on_grid
 from mrp_lightning.solver.recipe import Method, Recipe
 from mrp_sparse.arguments import checked
-from mrp_sparse.formats.grid import Grid
 
 
 @dataclass(frozen=True)
@@ -173,75 +171,58 @@ def prune(
     where the solution is, in words, while it takes long.
     """
     check_weight(weight, inputs)
-    _check_pattern(inputs, recipe.pattern)
+    if not recipe.pattern.divides(inputs.columns):
+        raise PatternError(
+            f"{inputs.label}: {inputs.columns} columns do not split into the groups of pattern "
+            f'"{recipe.pattern}". Choose a group that divides them, or leave the layer out.'
+        )
+    method, grid, dtype, rows = recipe.method, recipe.grid, weight.dtype, len(weight)
     with torch.inference_mode(False), torch.no_grad(), full_float32(weight.device):
-        rows = len(weight)
         problem = recipe.problem(weight, inputs, tell, processes)
         dense = problem.weight
         if target is not None:
             problem = replace(problem, weight=target.to(dense.dtype))
-        method, grid = recipe.method, recipe.grid
-        found = _Finished.of(problem, _apply(problem, method), weight.dtype)
-        better = _by_smallest(problem, method, found.loss, weight.dtype)
-        found = better or found
+        if isinstance(recipe.pattern, Dense):
+            result = Compensated(problem.weight, torch.zeros_like(dense, dtype=torch.bool))
+        else:
+            result = method.compensation.apply(problem, method.mask)
+        target_loss = problem.loss(result.cast(dtype), problem.weight)
+        smallest = _by_smallest(problem, method, target_loss, dtype)
+        result, target_loss = smallest or (result, target_loss)
         zeros_loss = None
         if grid is not None:
-            zeros_loss = found.loss if target is None else problem.loss(found.weight, dense)
-            found = found.on_grid(problem, grid)
-        compensated, result = found.weight, found.result
+            zeros_loss = target_loss if target is None else problem.loss(result.cast(dtype), dense)
+            rounded = on_grid(problem, result.weight, result.pruned, grid)
+            result = replace(result, weight=rounded)
+            target_loss = problem.loss(result.cast(dtype), problem.weight)
+        weight = result.cast(dtype)
         inverts = grid is not None or method.needs_inverse
         ratio = problem.damped.ratio if inverts else recipe.damping
-        gathered = processes.gather_rows(compensated, rows)
+        gathered = processes.gather_rows(weight, rows)
         if not bool(gathered.isfinite().all()):
             raise HessianError(
-                f"{inputs.label}: the compensated weight is out of the range of {weight.dtype}. "
+                f"{inputs.label}: the compensated weight is out of the range of {dtype}. "
                 "Raise `damping`, calibrate on more tokens, or take a wider dtype."
             )
         return Solution(
             weight=gathered,
             pruned=processes.gather_rows(result.pruned.contiguous(), rows),
-            loss=found.loss if target is None else problem.loss(compensated, dense),
+            loss=target_loss if target is None else problem.loss(weight, dense),
             damping_used=ratio * inputs.mean_diagonal,
             damping_ratio=ratio,
             iterations=result.iterations,
             gap=result.gap,
             dead_inputs=inputs.dead_inputs,
-            target_loss=None if target is None else found.loss,
-            fallback_mask=None if better is None else Magnitude.name,
+            target_loss=None if target is None else target_loss,
+            fallback_mask=None if smallest is None else Magnitude.name,
             zeros_loss=zeros_loss,
         )
 
 
-def _apply(problem: Problem, method: Method) -> Compensated:
-    """Remove weights and compensate, if any are to be removed."""
-    if isinstance(problem.pattern, Dense):
-        return Compensated(problem.weight, torch.zeros_like(problem.weight, dtype=torch.bool))
-    return method.compensation.apply(problem, method.mask)
-
-
-@dataclass(frozen=True, eq=False)
-class _Finished:
-    """A result, its weight in the dtype that is returned, and the loss against what is aimed at."""
-
-    result: Compensated
-    weight: Tensor
-    loss: float
-
-    @classmethod
-    def of(cls, problem: Problem, result: Compensated, dtype: torch.dtype) -> "_Finished":
-        weight = result.weight.masked_fill(result.pruned, 0).to(dtype).contiguous()
-        return cls(result, weight, problem.loss(weight, problem.weight))
-
-    def on_grid(self, problem: Problem, grid: Grid) -> "_Finished":
-        """The same with the kept weights on a grid."""
-        weight = on_grid(problem, self.result.weight, self.result.pruned, grid)
-        return self.of(problem, replace(self.result, weight=weight), self.weight.dtype)
-
-
 def _by_smallest(
-    problem: Problem, method: Method, lost: float, dtype: torch.dtype
-) -> _Finished | None:
-    """Remove the smallest weights instead, where that loses less than what the method `lost`.
+    problem: Problem, method: Method, loss: float, dtype: torch.dtype
+) -> tuple[Compensated, float] | None:
+    """Remove the smallest weights instead, where that loses less than the method's `loss`.
 
     It is tried, at the price of another compensation, only where these lose less even without one.
     Each column block gets the sparsity that the method's mask has to give it.
@@ -250,27 +231,19 @@ def _by_smallest(
         return None
     pruned = smallest_of_blocks(problem)
     uncompensated = problem.loss(problem.weight.masked_fill(pruned, 0), problem.weight)
-    if not uncompensated < lost < math.inf:
+    if not uncompensated < loss < math.inf:
         return None
     whole = replace(problem, block_size=problem.inputs.columns)
-    found = _Finished.of(problem, method.compensation.apply(whole, Given(pruned)), dtype)
-    if not found.loss < lost:
+    result = method.compensation.apply(whole, Given(pruned))
+    compensated = problem.loss(result.cast(dtype), problem.weight)
+    if not compensated < loss:
         return None
-    joint = method.mask.name == Joint.name
-    remedy = "" if joint else "; the method JM as a rule does better then"
+    remedy = "" if isinstance(method.mask, Joint) else "; the method JM as a rule does better then"
     warnings.warn(
-        f"{problem.inputs.label}: {method} lost {lost:.4g}, and the smallest weights lose "
-        f"{uncompensated:.4g} without and {found.loss:.4g} with compensation: these were removed "
+        f"{problem.inputs.label}: {method} lost {loss:.4g}, and the smallest weights lose "
+        f"{uncompensated:.4g} without and {compensated:.4g} with compensation: these were removed "
         f"instead. Inputs that are nearly copies of others are the usual cause{remedy}.",
         NumericalWarning,
         stacklevel=3,
     )
-    return found
-
-
-def _check_pattern(inputs: InputHessian, pattern: Pattern) -> None:
-    if not pattern.divides(inputs.columns):
-        raise PatternError(
-            f"{inputs.label}: {inputs.columns} columns do not split into the groups of pattern "
-            f'"{pattern}". Choose a group that divides them, or leave the layer out.'
-        )
+    return result, compensated

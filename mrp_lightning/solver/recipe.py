@@ -9,11 +9,15 @@ from torch import Tensor
 
 from mrp_lightning.errors import MethodError, NumericalWarning, OptionError, PatternError
 from mrp_lightning.processes import Processes
-from mrp_lightning.solver.compensations import ColumnSweep, Compensation, NoCompensation
-from mrp_lightning.solver.exact import ExactCompensation
+from mrp_lightning.solver.compensations import (
+    ColumnSweep,
+    Compensation,
+    ExactCompensation,
+    NoCompensation,
+)
 from mrp_lightning.solver.hessian import InputHessian
 from mrp_lightning.solver.masks import Joint, Magnitude, Mask, MultipleRemoval, SingleRemoval, Wanda
-from mrp_lightning.solver.patterns import Dense, Pattern, SemiStructured, make_pattern
+from mrp_lightning.solver.patterns import Dense, Pattern, make_pattern
 from mrp_lightning.solver.problem import Problem
 from mrp_sparse.arguments import is_count, is_number
 from mrp_sparse.formats.grid import GROUP_SIZE, Grid
@@ -101,7 +105,18 @@ class Recipe:
 
     def __post_init__(self) -> None:
         self.method.mask.check(self.pattern)
-        self._check_block_size()
+        size, pattern = self.block_size, self.pattern
+        if size is not None and not is_count(size):
+            raise OptionError(
+                "`block_size` must be a positive number of columns, or None for all columns; got "
+                f"{size!r}."
+            )
+        splits = size is not None and self.method.mask.by_block and size % pattern.group
+        if splits:
+            raise PatternError(
+                f'`block_size` must be a multiple of {pattern.group} for pattern "{pattern}"; got '
+                f"{size}. Use for example {max(1, 128 // pattern.group) * pattern.group}."
+            )
         value = self.damping
         if not is_number(value) or value < 0:
             raise OptionError(f"`damping` must be a finite number ≥ 0; got {value!r}.")
@@ -128,25 +143,7 @@ class Recipe:
         bits: int | None = None,
         group_size: int = GROUP_SIZE,
     ) -> "Recipe":
-        """Make a recipe from what users give.
-
-        Exactly one of `sparsity` and `pattern` is given, or neither of them and `bits`.
-
-        Args:
-            method: magnitude, wanda, SS (= sparsegpt), SM, MS, MM, or MASK+COMPENSATION.
-            sparsity: Fraction of the weights to remove, in (0, 1).
-            pattern: "N:M", N kept of every M consecutive input columns.
-            block_size: Number of columns chosen together; None for all.
-            damping: Fraction of the mean diagonal of the Hessian that is added to it, ≥ 0.
-            tolerance: Relative gap to the optimum at which the compensation M stops, > 0.
-            bits: 3, 4 or 8 bits for each weight that is kept; None leaves them as they come.
-            group_size: Number of columns of a row with one scale, for `bits`.
-
-        Raises:
-            PatternError: The pattern is malformed, or does not go with the block size.
-            MethodError: There is no such method, or not for this pattern.
-            OptionError: Another argument is out of range.
-        """
+        """Parse the arguments of `prune_weight`, which documents them and what is raised."""
         if bits is None and group_size != GROUP_SIZE:
             raise OptionError(
                 f"`group_size` {group_size!r} means nothing without `bits`. Give both, or leave it "
@@ -195,20 +192,3 @@ class Recipe:
         if self.block_size is None or not self.method.mask.by_block:
             return columns
         return min(self.block_size, columns)
-
-    def _check_block_size(self) -> None:
-        size, pattern = self.block_size, self.pattern
-        if size is None:
-            return
-        if not is_count(size):
-            raise OptionError(
-                f"`block_size` must be a positive number of columns, or None for all columns; got "
-                f"{size!r}."
-            )
-        if not self.method.mask.by_block or not isinstance(pattern, SemiStructured):
-            return
-        if size % pattern.group:
-            raise PatternError(
-                f'`block_size` must be a multiple of {pattern.group} for pattern "{pattern}"; got '
-                f"{size}. Use for example {max(1, 128 // pattern.group) * pattern.group}."
-            )

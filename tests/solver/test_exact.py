@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from mrp_lightning import prune_weight
 from mrp_lightning.errors import NumericalWarning
+from mrp_lightning.solver.compensations import MaskedRows
 from mrp_lightning.solver.conjugate_gradients import ConjugateGradients, LowRankModel, full_product
-from mrp_lightning.solver.exact import MaskedRows
 from mrp_lightning.solver.hessian import InputHessian
 
 ENDING_IN_M = ["magnitude+M", "wanda+M", "SM", "MM", "JM"]
@@ -240,7 +240,9 @@ def test_what_rounding_hides_from_float32_is_not_sought_there():
 
 def units(monkeypatch, are_there):
     """Whether the device multiplies bfloat16 numbers fast; these tests run on any processor."""
-    monkeypatch.setattr("mrp_lightning.solver.exact.has_bfloat16_units", lambda device: are_there)
+    monkeypatch.setattr(
+        "mrp_lightning.solver.compensations.has_bfloat16_units", lambda device: are_there
+    )
     monkeypatch.setattr("mrp_lightning.solver.hessian._MANY_COLUMNS", 1)
 
 
@@ -269,7 +271,7 @@ def test_rounded_products_that_lead_astray_are_not_followed(problem, truth, monk
         return lambda left, out: torch.mm(left, opposed @ opposed.T, out=out)
 
     units(monkeypatch, True)
-    monkeypatch.setattr("mrp_lightning.solver.exact.rounded_product", wrong)
+    monkeypatch.setattr("mrp_lightning.solver.compensations.rounded_product", wrong)
     solution = prune_weight(weight, hessian, block_size=16, pattern="2:4")
     assert torch.equal(solution.pruned, expected.pruned)
     assert solution.gap <= 1e-6
@@ -293,7 +295,7 @@ def test_the_last_solve_rounds_its_products_where_that_helps(problem, truth, mon
         system = MaskedRows(weight.float(), x, gradient, pruned, damped)
         products = []
         monkeypatch.setattr(
-            "mrp_lightning.solver.exact.full_product",
+            "mrp_lightning.solver.compensations.full_product",
             lambda matrix, products=products: counted(full_product(matrix), products),
         )
         system.solve(1e-6, lambda _: None)
@@ -339,7 +341,7 @@ def test_slow_iterations_end_in_another_preconditioner_or_a_direct_solve(
     monkeypatch.setattr(LowRankModel, "on", useless)
     if both:
         monkeypatch.setattr(
-            "mrp_lightning.solver.exact.InverseOnKept",
+            "mrp_lightning.solver.compensations.InverseOnKept",
             lambda inverse, kept: useless(None, kept),
         )
     solution = prune_weight(weight, hessian, block_size=None, **arguments)
