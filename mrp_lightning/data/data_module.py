@@ -55,26 +55,22 @@ _SPLITS: dict[str, Split] = {
 class TextDataModule(LightningDataModule):
     """Token windows of equal length: published texts, a dataset, files, or the model's own text.
 
-    * `calibration` and `evaluation` name published texts, read by the protocol of SparseGPT
-      (docs/data.md): `predict` draws pieces of single documents, `validate` and `test` cut each
-      evaluation text into consecutive windows, and give a dictionary of dataloaders.
-    * With `dataset` or files, `predict` starts each window at a random place of a random training
-      document; if the document ends too soon, the next documents follow it. `fit` shuffles
-      consecutive windows of the training documents; `validate` and `test` cut the evaluation text
-      into consecutive windows. Without any of these arguments the text is the source of the running
-      Python's standard library, split by a hash of each file's path.
+    * `predict` draws windows that start at a random place of a random training document; if it ends
+      too soon, the next documents follow. `fit` shuffles consecutive windows of the training
+      documents; `validate` and `test` cut the evaluation text into consecutive windows, which do
+      not overlap; the last partial one is dropped. Without any text the source code of the running
+      Python's standard library is read, split by a hash of each file's path.
+    * Published texts, which `calibration` and `evaluation` name, are read by the protocol of
+      SparseGPT (docs/data.md). `evaluation` gives a dictionary of dataloaders.
     * With `calibration="self"`, the model that `predict` runs writes the windows itself before it
-      is pruned, drawn from its own distribution. The windows are kept beside the pruned model
-      (docs/self-calibration.md).
-
-    Consecutive windows do not overlap, and the last partial one is dropped.
+      is pruned. They are kept beside the pruned model (docs/self-calibration.md).
 
     Most windows start in the middle of a text and so lack the BOS of its start, which some families
     need. So the tokens that the tokenizer puts before a text are put before each window
     (`bos="window"`), except where a published protocol is followed. They count towards the
     `sequence_length` that the model reads, but neither they nor the first token after them are
     predicted: a batch for training or evaluation is then a mapping of `input_ids` and `labels`,
-    with −100 for these tokens. If the tokenizer puts nothing before a text, `bos` has no effect.
+    with −100 for these tokens.
 
     Args:
         train_files: UTF-8 text files (a document each) or .jsonl files (a document a line, under

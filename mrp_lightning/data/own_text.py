@@ -6,10 +6,11 @@ import logging
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from secrets import token_hex
 
@@ -26,7 +27,6 @@ from mrp_lightning.data.sampling import (
     Sampling,
     bytes_a_window,
     require_writer,
-    seconds_a_token,
     windows_at_once,
     write,
 )
@@ -56,12 +56,11 @@ _LONGEST = 256
 """Tokens of a piece: the longer a model writes, the farther it drifts from its training text."""
 _TIMED_TOKENS = 16
 """By how many tokens of a batch the time of all is estimated."""
+_MEASURED_TOKENS = 3
+"""Tokens that are written to measure the time of one; the first includes what is made once."""
 
 Report = Callable[[int, int], None]
-"""Takes, often, the number of finished windows and of tokens in the batch that is being written.
-
-If it raises, the writing ends.
-"""
+"""Takes the number of finished windows, and of tokens in the batch that is being written."""
 Reporting = Callable[[list[range], int], AbstractContextManager[Report]]
 """Begins to report on the batches of this process, of so many windows in all processes."""
 
@@ -119,29 +118,30 @@ class OwnText:
 
         reporting = partial(_reported, trainer, sampling.length)
         with all_or_none(processes), _on_device(trainer):
-            kept = KeptWindows(_directory(trainer, model, sampling), sampling.length)
-            written = write_together(model, sampling, count * pieces, kept, processes, reporting)
+            directory = _directory(trainer, model, sampling)
+            total = count * pieces
+            written = write_together(model, sampling, total, directory, processes, reporting)
         return written.reshape(count, -1)[:, : cutter.length]
 
 
 def estimate_writing(model: PreTrainedModel, cutter: Cutter, seed: int, count: int) -> Estimate:
-    """Estimate the cost of `OwnText.draw` in one process, by writing a few tokens.
+    """Estimate the cost of `OwnText.draw` in one process, by writing a few tokens of a batch.
 
-    Args:
-        model: The model, on the device where it is going to write.
-        cutter: The tokenizer, `None` if there is none, and the length of a window.
-        seed: The seed of the draws.
-        count: The number of windows.
-
-    Raises:
-        DataError: The model's predictions are not finite.
-        TargetError: It cannot write text.
+    The model is on the device where it is going to write. Later tokens take a little longer: they
+    attend to more.
     """
-    require_writer(model)
-    pieces, sampling = _pieces(model, cutter, seed)
+    pieces, sampling = _pieces(require_writer(model), cutter, seed)
     at_once = min(windows_at_once(model, sampling.length), count * pieces)
-    steps = sampling.length * -(-count * pieces // at_once)
-    seconds = steps * seconds_a_token(model, sampling, range(at_once))
+    length = min(sampling.length, max(len(sampling.prefix), 1) + _MEASURED_TOKENS)
+    times: list[float] = []
+    write(
+        model,
+        replace(sampling, length=length),
+        range(at_once),
+        lambda _: times.append(time.perf_counter()),
+    )
+    seconds_a_token = min((b - a for a, b in pairwise(times)), default=0.0)
+    seconds = seconds_a_token * sampling.length * -(-count * pieces // at_once)
     return Estimate(seconds, at_once * bytes_a_window(model, sampling.length))
 
 
@@ -176,13 +176,7 @@ def _directory(trainer: Trainer, model: PreTrainedModel, sampling: Sampling) -> 
 
 
 def key_of(sampling: Sampling, configuration: str, weights: Iterator[tuple[str, Tensor]]) -> str:
-    """Return a name for the windows of a sampling of one model.
-
-    Args:
-        sampling: The draws of the tokens.
-        configuration: The configuration by which the model computes, as a text.
-        weights: All tensors of the model, by name, which are read once.
-    """
+    """Return a name for the windows of a sampling of one model: its configuration and tensors."""
     about = {
         "rule": _RULE,
         "length": sampling.length,
@@ -241,60 +235,11 @@ def _reported(
     report(f"Wrote {text} in {roughly(time.monotonic() - start)}.")
 
 
-class KeptWindows:
-    """The windows of one sampling that are written, in a file for each batch.
-
-    Args:
-        directory: Their directory, `None` to keep none.
-        length: Tokens a window.
-    """
-
-    def __init__(self, directory: Path | None, length: int) -> None:
-        self.directory, self.length = directory, length
-
-    def read(self, count: int) -> dict[int, Tensor]:
-        """Return those of the first windows (length,) that are kept, by number."""
-        windows: dict[int, Tensor] = {}
-        for file in sorted(self.directory.glob("windows-*")) if self.directory else ():
-            name = _FILE.fullmatch(file.name)
-            if name and int(name[1]) < count:
-                numbers = range(int(name[1]), int(name[2]))
-                windows |= zip(numbers, self._read(file, len(numbers)), strict=False)
-        return {n: window for n, window in windows.items() if n < count}
-
-    def _read(self, file: Path, count: int) -> Sequence[Tensor]:
-        """The windows (length,) of a file; none where it is damaged or of another form."""
-        try:
-            windows = load_file(file)["input_ids"]
-        except (OSError, SafetensorError, KeyError) as error:
-            log.warning("%s is damaged (%s): these windows are written again.", file, error)
-            return []
-        is_whole = windows.shape == (count, self.length) and windows.dtype == torch.int64
-        return list(windows) if is_whole else []
-
-    def keep(self, windows: range, written: Tensor) -> None:
-        """Write a batch to its file, in one step.
-
-        Raises:
-            OSError: It cannot be written.
-        """
-        if self.directory is None:
-            return
-        make_directories(self.directory)
-        file = self.directory / f"windows-{windows.start}-{windows.stop}.safetensors"
-        partial = file.with_name(f".{file.name}.{token_hex(4)}.partial")
-        try:
-            save_file({"input_ids": written.contiguous()}, partial)
-            move_durably(partial, file)
-        finally:
-            partial.unlink(missing_ok=True)
-
-
 def write_together(
     model: PreTrainedModel,
     sampling: Sampling,
     count: int,
-    kept: KeptWindows,
+    directory: Path | None,
     processes: Processes,
     reporting: Reporting = lambda *_: nullcontext(_unreported),
 ) -> Tensor:
@@ -304,7 +249,8 @@ def write_together(
         model: The model, the same in all processes.
         sampling: The draws of the tokens.
         count: The number of windows.
-        kept: Keeps the batches; machines need not share its directory.
+        directory: The directory of a file for each batch, `None` to keep none; machines need not
+            share it.
         processes: The processes, each of which writes some of the batches.
         reporting: Reports the progress of this process, if it has any batches.
 
@@ -315,19 +261,51 @@ def write_together(
         DataError: What the model writes is nothing to calibrate on.
         OSError: A batch cannot be kept.
     """
-    windows = _of_all(processes, kept.read(count))
+    length = sampling.length
+    windows = _of_all(processes, _read_kept(directory, length, count))
     missing = [n for n in range(count) if n not in windows]
-    room = processes.numbers(windows_at_once(model, sampling.length))
+    room = processes.numbers(windows_at_once(model, length))
     batches = _batches(missing, int(min(most for (most,) in room)), processes.size)
     own_batches = batches[processes.rank :: processes.size]
     written: dict[int, Tensor] = {}
     with reporting(own_batches, len(missing)) as report:
         for batch in own_batches:
             tokens = _write(model, sampling, batch, partial(report, len(written)))
-            kept.keep(batch, tokens)
+            if directory is not None:
+                _keep(directory, batch, tokens)
             written.update(zip(batch, tokens, strict=True))
     windows |= _of_all(processes, written)
     return torch.stack([windows[n] for n in range(count)])
+
+
+def _read_kept(directory: Path | None, length: int, count: int) -> dict[int, Tensor]:
+    """Those of the first windows (length,) that are in files, by number."""
+    windows: dict[int, Tensor] = {}
+    for file in sorted(directory.glob("windows-*")) if directory else ():
+        name = _FILE.fullmatch(file.name)
+        if name is None or int(name[1]) >= count:
+            continue
+        numbers = range(int(name[1]), int(name[2]))
+        try:
+            written = load_file(file)["input_ids"]
+        except (OSError, SafetensorError, KeyError) as error:
+            log.warning("%s is damaged (%s): these windows are written again.", file, error)
+            continue
+        if written.shape == (len(numbers), length) and written.dtype == torch.int64:
+            windows |= zip(numbers, written, strict=True)
+    return {n: window for n, window in windows.items() if n < count}
+
+
+def _keep(directory: Path, windows: range, written: Tensor) -> None:
+    """Write a batch to its file, in one step."""
+    make_directories(directory)
+    file = directory / f"windows-{windows.start}-{windows.stop}.safetensors"
+    partial_file = file.with_name(f".{file.name}.{token_hex(4)}.partial")
+    try:
+        save_file({"input_ids": written.contiguous()}, partial_file)
+        move_durably(partial_file, file)
+    finally:
+        partial_file.unlink(missing_ok=True)
 
 
 def _batches(windows: list[int], most: int, processes: int) -> list[range]:

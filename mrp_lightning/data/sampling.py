@@ -2,12 +2,10 @@
 
 import logging
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import signature
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -32,13 +30,12 @@ log = logging.getLogger(__name__)
 _MOST_AT_ONCE = 64
 _MOST_OF_ONE_TOKEN = 0.9
 """The part of all tokens that may be one and the same, in a text that is worth calibrating on."""
+_FEW_TOKENS = 16  # that may be the same by chance
 _CHECKED = 64  # tokens of a window that is read again, all at once
 _AGREEING = 0.75
 """The part of these that must be drawn again but for rounding; of another state it is a tenth."""
 _ROUNDING = 0.05
 """How far from its token's a random number may be, in probability: as bfloat16 rounds logits."""
-_TIMED_TOKENS = 3
-"""How many tokens are written to see how long one takes; the first makes what is made once."""
 _COPIES_OF_LOGITS = 6  # in float32, while a token is drawn
 
 
@@ -188,28 +185,13 @@ def write(
     tokens, counts = text.unique(return_counts=True)
     most = counts.argmax()
     part = int(counts[most]) / max(text.numel(), 1)
-    if part > _MOST_OF_ONE_TOKEN and text.numel() > 1:
+    if part > _MOST_OF_ONE_TOKEN and text.numel() > _FEW_TOKENS:
         raise DataError(
             f"`calibration: self`: the model writes little but the token {int(tokens[most])}: "
             f"{part:.0%} of its text. That is nothing to calibrate on. Name a text in "
             "`data.calibration` or `data.train_files`."
         )
     return written.cpu()
-
-
-def seconds_a_token(model: PreTrainedModel, sampling: Sampling, windows: range) -> float:
-    """Return the time, in seconds, of the next token of some windows that are written all at once.
-
-    It is measured on their first ones. Later ones take a little longer: they attend to more.
-    """
-    times: list[float] = []
-    with _able_to_write(model):
-        uniforms = sampling.uniforms(windows)
-        starts = sampling.starts(uniforms)
-        first = uniforms[:, : starts.shape[1] + _TIMED_TOKENS]
-        cache = _cache(model, sampling.length)
-        _generate(model, starts, first, lambda _: times.append(time.perf_counter()), cache)
-    return min(later - earlier for earlier, later in pairwise(times))
 
 
 def _generate(

@@ -29,7 +29,7 @@ ARGUMENTS = ("train_files", "dataset")
 """The text that the argument of this name gives."""
 
 _TOLERANCE = 1e-6  # of the sum of all shares, as 0.333333 three times is
-_METRIC_NAME = re.compile(r"[\w.+-]+")
+_NAME = re.compile(r"[\w.+-]+")
 
 
 def shares_of(calibration: str | Mapping[str, float]) -> dict[str, float]:
@@ -58,7 +58,8 @@ def shares_of(calibration: str | Mapping[str, float]) -> dict[str, float]:
         total = math.fsum(shares.values())
         wrong = [f"expected shares that are 1 in all, as in {{self: 0.5, c4: 0.5}}; got {total:g}"]
     names = (SELF, STDLIB, *CALIBRATION, *ARGUMENTS)
-    if unknown := [name for name in shares if not _is_known(name, names)]:
+    unknown = [n for n in shares if n not in names and not Path(n).expanduser().is_file()]
+    if unknown:
         wrong += [
             f"{', '.join(map(repr, unknown))} unknown. Expected {SELF} (the model writes its "
             f"own text), {STDLIB} (Python's standard library), {', '.join(CALIBRATION)} "
@@ -73,36 +74,23 @@ def shares_of(calibration: str | Mapping[str, float]) -> dict[str, float]:
 def texts_by_name(evaluation: Mapping[str, str] | Sequence[str] | str | None) -> dict[str, str]:
     """Return the texts to evaluate on by the names that results give them.
 
-    Raises:
-        OptionError: A text is unknown, or a name cannot be part of the name of a metric.
+    Each name is to be part of the name of a metric.
     """
-    known = (STDLIB, *EVALUATION)
-    if isinstance(evaluation, Mapping):
-        wrong = [
-            f"`{name}`: {text!r} is neither one of {', '.join(known)} nor a file that exists"
-            for name, text in evaluation.items()
-            if not _is_known(str(text), known)
-        ]
-        wrong += [
-            f"`{name}` is no name of a text"
-            for name in evaluation
-            if not _METRIC_NAME.fullmatch(name)
-        ]
-        if wrong:
-            raise OptionError(f"`data.evaluation`: {'; '.join(wrong)}.")
-        return dict(evaluation)
+    known, is_named = (STDLIB, *EVALUATION), isinstance(evaluation, Mapping)
     texts = [evaluation] if isinstance(evaluation, str) else evaluation or []
-    if unknown := [text for text in texts if text not in known]:
+    by_name = dict(evaluation) if isinstance(evaluation, Mapping) else {t: t for t in texts}
+    wrong = [
+        f"{text!r} unknown"
+        for text in by_name.values()
+        if text not in known and not (is_named and Path(str(text)).expanduser().is_file())
+    ]
+    wrong += [f"`{n}` is no name of a text" for n in by_name if is_named and not _NAME.fullmatch(n)]
+    if wrong:
         raise OptionError(
-            f"`data.evaluation`: {', '.join(map(repr, unknown))} unknown. Expected "
-            f"{', '.join(known)}. A file is given with a name for its results, as in "
-            "`evaluation: {mine: test.txt}`, or as `data.eval_files`."
+            f"`data.evaluation`: {', '.join(wrong)}. Expected {', '.join(known)} or, with a name "
+            "for its results, a file that exists, as in `evaluation: {mine: test.txt}`."
         )
-    return {text: text for text in texts}
-
-
-def _is_known(text: object, names: Sequence[str]) -> bool:
-    return isinstance(text, str) and (text in names or Path(text).expanduser().is_file())
+    return by_name
 
 
 Keys = tuple[str, ...]
@@ -114,11 +102,7 @@ ONE_TEXT = (
 
 
 def exclusive_keys(calibration: object) -> list[list[Keys]]:
-    """Return groups of keys of `data`; of each list of groups one alone may be given.
-
-    Args:
-        calibration: The value of `data.calibration`, whose sources may name other keys.
-    """
+    """Return groups of keys of `data`; of each list of groups one alone may be given."""
     files: Keys = ("train_files", "eval_files")
     if calibration is None or calibration in CALIBRATION:
         return [[files, ("dataset",), ("calibration", "evaluation", "corpora_dir")]]
@@ -137,12 +121,7 @@ def _named_keys(calibration: object) -> list[str]:
 def check_keys(calibration: object, present: Collection[str]) -> None:
     """Refuse text that is given in several ways for one use, or is named and not given.
 
-    Args:
-        calibration: The value of `data.calibration`.
-        present: The keys of `data` that have a value.
-
-    Raises:
-        OptionError: There is such text.
+    `present` are the keys of `data` that have a value.
     """
     if missing := [f"`data.{key}`" for key in _named_keys(calibration) if key not in present]:
         raise OptionError(
@@ -156,13 +135,7 @@ def check_keys(calibration: object, present: Collection[str]) -> None:
 def source_named(name: str, *, column: str, directory: Path | None) -> TextSource:
     """Return the standard library, a published text or a file by its name in `data`.
 
-    Args:
-        name: `stdlib`, the name of a published text, or a path.
-        column: The key of the text in .jsonl files.
-        directory: The directory of local copies of published texts; `None` for the hub.
-
-    Raises:
-        DataError: The file is a table, such as JSON or CSV.
+    `column` is the key of the text in .jsonl files, `directory` that of copies of published texts.
     """
     if name == STDLIB:
         return StandardLibrary(STDLIB)
@@ -206,11 +179,7 @@ class Mixture:
         return " + ".join(f"{share:.3g} {names[key]}" for key, share in self.shares.items())
 
     def counts(self, windows: int) -> dict[str, int]:
-        """Return how many of all windows each source gives: largest remainders are rounded up.
-
-        Raises:
-            DataError: There are too few for a source to give any.
-        """
+        """Return how many of all windows each source gives: largest remainders are rounded up."""
         exact = {name: share * windows for name, share in self.shares.items()}
         counts = {name: math.floor(part + _TOLERANCE) for name, part in exact.items()}
         by_remainder = sorted(exact, key=lambda name: counts[name] - exact[name])
@@ -224,11 +193,7 @@ class Mixture:
         return counts
 
     def draw(self, cutter: Cutter, count: int, seed: int) -> Tensor:
-        """Draw windows (count, length), int64, of all sources, evenly spread.
-
-        Raises:
-            DataError: A text is too short for a window, or for so many.
-        """
+        """Draw windows (count, length), int64, of all sources, evenly spread."""
         counts = self.counts(count).items()
         return interleaved([self.sources[name].draw(cutter, n, seed) for name, n in counts])
 

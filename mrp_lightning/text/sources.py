@@ -45,11 +45,7 @@ class TextSource(ABC):
     bos: Bos = "window"
 
     def documents(self, split: Split) -> Sequence[str]:
-        """Return the documents of one split.
-
-        Raises:
-            DataError: There is no such split, or it is empty, or it does not hold text.
-        """
+        """Return the documents of one split; raise a `DataError` if it is empty or no text."""
         documents = self._documents(split)
         if not any(document.strip() for document in documents):
             raise DataError(f"TextDataModule: the {split} split is empty, or white space alone.")
@@ -60,19 +56,11 @@ class TextSource(ABC):
         """Read the documents of one split."""
 
     def draw(self, cutter: Cutter, count: int, seed: int) -> Tensor:
-        """Draw random windows (count, length), int64, of the split train.
-
-        Raises:
-            DataError: The text is too short for a window, or for so many; or it is no text.
-        """
+        """Draw random windows (count, length), int64, of the split train."""
         return cutter.random(self.documents("train"), count, seed)
 
     def windows(self, cutter: Cutter, split: Split, label: str) -> Windows:
-        """Cut the joined text of a split into consecutive windows; `label` is for messages.
-
-        Raises:
-            DataError: There is no such split, or it is shorter than a window.
-        """
+        """Cut the joined text of a split into consecutive windows; `label` is for messages."""
         return cutter.consecutive(label, SEPARATOR.join(self.documents(split)))
 
 
@@ -126,7 +114,7 @@ class TextFiles(TextSource):
 
     Raises:
         FileNotFoundError: Files do not exist; all are listed.
-        DataError: Files are tables, such as JSON or CSV.
+        DataError: A file is a table, such as JSON or CSV.
     """
 
     train: Sequence[Path] = ()
@@ -143,20 +131,17 @@ class TextFiles(TextSource):
             if not path.is_file()
         ]:
             raise FileNotFoundError("TextDataModule: no such file: " + ", ".join(missing))
-        tables = [(key, path) for key, path in files if path.suffix.lower() in _TABLES]
-        if tables:
-            key, first = tables[0]
-            split = "train" if key == "train_files" else "test"
-            kind = first.suffix.lower()
-            arguments = {"path": _TABLES[kind], "data_files": {split: str(first)}}
-            arguments |= {"sep": "\t"} if kind == ".tsv" else {}
-            listed = ", ".join(f"`data.{key}`: {path}" for key, path in tables)
-            raise DataError(
-                f"{listed}: this is no text, but holds text between commas, quotes or brackets. "
-                "Give text files (such as .txt), .jsonl files with a text a line under the key "
-                f"{self.column!r} (`data.text_column`), or a dataset, such as `data.dataset: "
-                f"{json.dumps(arguments)}` with `data.text_column`."
-            )
+        for key, path in files:
+            kind = path.suffix.lower()
+            if kind in _TABLES:
+                split = "train" if key == "train_files" else "test"
+                arguments = {"path": _TABLES[kind], "data_files": {split: str(path)}}
+                arguments |= {"sep": "\t"} if kind == ".tsv" else {}
+                raise DataError(
+                    f"`data.{key}`: {path}: this is no text, but holds text between commas, quotes "
+                    f"or brackets. Give {_forms(self.column)}, or a dataset, such as "
+                    f"`data.dataset: {json.dumps(arguments)}` with `data.text_column`."
+                )
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -188,13 +173,15 @@ def _last_tenth(text: str) -> int:
     return line if 0 < line < len(text) - len(text) // 20 else start
 
 
-def documents_of_files(paths: Sequence[Path], column: str) -> list[str]:
-    """Return each text file, and the text of each line of a .jsonl file, all UTF-8.
+def _forms(column: str) -> str:
+    return (
+        "text files (such as .txt) or .jsonl files, in which each line is an object with a text "
+        f"under the key {column!r} (`data.text_column`)"
+    )
 
-    Raises:
-        DataError: A file is not UTF-8 text, with the offset of the first byte that is none; or it
-            is JSON as a whole; or a line is no JSON object with a text under the key `column`.
-    """
+
+def documents_of_files(paths: Sequence[Path], column: str) -> list[str]:
+    """Return each UTF-8 text file, and the text under a key of each line of a .jsonl file."""
     documents = []
     for path in paths:
         text = _text_of(path)
@@ -206,9 +193,8 @@ def documents_of_files(paths: Sequence[Path], column: str) -> list[str]:
             continue
         if _is_json(text):
             raise DataError(
-                f"`data.{{train,eval}}_files`: {path} is JSON, and would be read with its "
-                "brackets and quotes. Give its texts as a .jsonl file, an object a line with "
-                f"the text under the key {column!r} (`data.text_column`)."
+                f"`data.{{train,eval}}_files`: {path} is JSON, and would be read with its brackets "
+                f"and quotes. Give {_forms(column)}."
             )
         documents.append(text)
     return documents
@@ -381,11 +367,7 @@ class PublishedText(TextSource):
         return self.train if split == "train" else self.test
 
     def path_of(self, file: str) -> Path:
-        """Return the path on this machine of a file in the repository, fetched if need be.
-
-        Raises:
-            OSError: It is neither here nor can be fetched.
-        """
+        """Return the path on this machine of a file in the repository, fetched if need be."""
         if self.directory is not None:
             for folder in (self.repository, self.name):
                 if (copy := self.directory / folder / file).is_file():
@@ -405,30 +387,26 @@ def find_files(texts: Iterable[PublishedText], split: Split) -> list[Path]:
         FileNotFoundError: Files are missing; the message has the commands that download them.
     """
     paths: list[Path] = []
-    commands: dict[str, str] = {}
+    commands: dict[PublishedText, list[str]] = {}
     reasons: list[OSError] = []
     for text in texts:
-        missing = []
         for file in text.files(split):
             try:
                 paths.append(text.path_of(file))
             except OSError as error:
-                missing.append(file)
+                commands.setdefault(text, ["hf", "download", text.repository]).append(file)
                 reasons.append(error)
-        if missing:
-            command = ["hf", "download", text.repository, *missing, "--repo-type", "dataset"]
-            command += ["--revision", text.revision]
-            if text.directory is not None:
-                command += ["--local-dir", str(text.directory / text.repository)]
-            commands[text.name] = shlex.join(command)
-            directory = text.directory
     if not commands:
         return paths
-    names, download = ", ".join(commands), " && ".join(commands.values())
-    if directory is not None:
-        problem = (
-            f"`data.corpora_dir`: {directory} lacks files of {names}. Download them: {download}"
-        )
+    for text, command in commands.items():
+        command += ["--repo-type", "dataset", "--revision", text.revision]
+        if text.directory is not None:
+            command += ["--local-dir", str(text.directory / text.repository)]
+    names = ", ".join(text.name for text in commands)
+    download = " && ".join(map(shlex.join, commands.values()))
+    if text.directory is not None:
+        problem = f"`data.corpora_dir`: {text.directory} lacks files of {names}. Download them: "
+        problem += download
     else:
         problem = (
             f"The hub did not give the files of {names}. Download them where there is a network: "

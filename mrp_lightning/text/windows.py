@@ -97,11 +97,7 @@ _SAMPLED_CHARACTERS = 10_000  # of a document
 
 
 def check_amount(documents: Sequence[str], tokenizer: Any, draws: Draws, name: str) -> None:
-    """Warn if a text has fewer tokens than the windows hold, as counted in a sample of it.
-
-    Raises:
-        DataError: It has far fewer.
-    """
+    """Warn if a text has fewer tokens than the windows hold, by a sample; refuse far fewer."""
     step = -(-len(documents) // _SAMPLED_DOCUMENTS)
     sample = [documents[index] for index in range(0, len(documents), step)]
     parts = [document[:_SAMPLED_CHARACTERS] for document in sample]
@@ -127,11 +123,7 @@ def check_amount(documents: Sequence[str], tokenizer: Any, draws: Draws, name: s
 
 
 def consecutive_windows(tokens: Tensor, length: int, name: str) -> Tensor:
-    """Cut tokens into windows that do not overlap; the last partial one is dropped.
-
-    Raises:
-        DataError: The text is shorter than one window.
-    """
+    """Cut tokens into windows that do not overlap; the last partial one is dropped."""
     count = len(tokens) // length
     if not count:
         raise _too_short(name, len(tokens), length)
@@ -143,10 +135,7 @@ Segments = Callable[[Sequence[str], Any, Draws, str], Tensor]
 
 
 def segments_of_text(tokens: Tensor, draws: Draws, name: str) -> Tensor:
-    """Random pieces of one text (tokens,): the draws of SparseGPT's `get_wikitext2` and `get_ptb`.
-
-    Raises a DataError if the text is no longer than a window.
-    """
+    """Random pieces of one text (tokens,), drawn as SparseGPT's `get_wikitext2` and `get_ptb`."""
     if len(tokens) <= draws.length:
         raise DataError(
             f"TextDataModule: the {name} text has only {len(tokens)} tokens, and random windows "
@@ -169,9 +158,6 @@ def segments_of_documents(
 
     The draws are SparseGPT's (`get_c4`): a document until one has more tokens than a window, then
     where its piece starts. Only documents that are drawn are read, and tokenized once.
-
-    Raises:
-        DataError: No document is long enough.
     """
 
     @cache
@@ -207,9 +193,6 @@ def segments_across_documents(
     For texts of short documents, of which `segments_of_documents` would find none. The separator
     ends each document. Only documents that windows reach are read, and tokenized once as the first
     of a window and once as a later one, where no BOS stands before them.
-
-    Raises:
-        DataError: All documents together are too short.
     """
 
     @cache
@@ -262,10 +245,6 @@ class Cutter:
         """The tokens that every window begins with, (tokens,), int64.
 
         They are read from a tokenized text: attributes such as `add_bos_token` may be wrong.
-
-        Raises:
-            DataError: There is no tokenizer; it cuts a text otherwise with special tokens than
-                without; or no token of a window would be left to predict.
         """
         if self.tokenizer is None:
             raise DataError(
@@ -299,44 +278,30 @@ class Cutter:
         name: str = "train",
         segments: Segments = segments_across_documents,
     ) -> Tensor:
-        """Draw windows (count, length), int64, in the way of `segments`.
-
-        Raises:
-            DataError: The documents are too short for a window, or for so many.
-        """
+        """Draw windows (count, length), int64, in the way of `segments`."""
         draws = Draws(count=count, length=self.length - len(self.prefix), seed=seed)
-        tokenizer = self._without_prefix()
-        check_amount(documents, tokenizer, draws, name)
-        return self._after_prefix(segments(documents, tokenizer, draws, name))
+        check_amount(documents, self._bare, draws, name)
+        return self._after_prefix(segments(documents, self._bare, draws, name))
 
     def consecutive(self, name: str, text: str | Sequence[str], most: int | None = None) -> Windows:
         """Cut the first windows of a text, one after the other; all if `most` is `None`.
 
-        Documents are tokenized one by one. Where windows have no prefix, what the tokenizer puts
-        before and after a text is there once, and of documents around each.
-
-        Raises:
-            DataError: The text is shorter than one window.
+        Documents are tokenized one by one. Where windows have no prefix, special tokens stand once
+        around a text, and around each of several documents.
         """
-        tokenizer = self._without_prefix()
         if isinstance(text, str):
-            tokens = tokenize(tokenizer, text)
+            tokens = tokenize(self._bare, text)
         else:
             documents = [document + SEPARATOR for document in text]
-            encoded = _encode(tokenizer, documents, special_tokens=True)
+            encoded = _encode(self._bare, documents, special_tokens=True)
             tokens = torch.tensor(list(chain.from_iterable(encoded)), dtype=torch.int32)
         windows = consecutive_windows(tokens, self.length - len(self.prefix), name)[:most]
         return Windows(self._after_prefix(windows), len(self.prefix))
 
-    def _without_prefix(self) -> Any:
-        """The tokenizer, without special tokens where windows have a prefix."""
-        if not len(self.prefix):
-            return self.tokenizer
-
-        def bare(text: str, *, add_special_tokens: bool, verbose: bool) -> Any:  # noqa: ARG001
-            return self.tokenizer(text, add_special_tokens=False, verbose=verbose)
-
-        return bare
+    def _bare(self, text: Any, *, add_special_tokens: bool, verbose: bool) -> Any:
+        """Tokenize a text, without special tokens where windows have a prefix."""
+        add_special_tokens &= not len(self.prefix)
+        return self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=verbose)
 
     def _after_prefix(self, windows: Tensor) -> Tensor:
         return torch.cat([self.prefix.expand(len(windows), -1), windows], dim=1)

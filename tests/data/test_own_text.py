@@ -48,16 +48,17 @@ def written(monkeypatch):
     return batches
 
 
-def test_the_time_and_the_memory_of_writing_are_known_before(tiny_llama, monkeypatch):
+def test_the_time_and_the_memory_of_writing_are_known_before(tiny_llama, monkeypatch, written):
     monkeypatch.setattr(own_text, "windows_at_once", lambda *_: 3)
-    timed = []
-    monkeypatch.setattr(own_text, "seconds_a_token", lambda *given: timed.append(given) or 0.5)
+    clock = iter([10.0, 17.0, 17.5])  # the first token waits for what is made once
+    monkeypatch.setattr(own_text.time, "perf_counter", lambda: next(clock))
     module = CausalLM(tiny_llama)
     found = own_text.estimate_writing(module.model, Cutter(module.tokenizer, 24), 0, 8)
     assert found.seconds == 3 * 24 * 0.5  # in batches of 3, 3 and 2
     keys_and_values = 2 * 2 * 2 * 8 * 24 * 4  # … of blocks, heads, their size, tokens and bytes
     assert found.num_bytes == 3 * (keys_and_values + 6 * 2048 * 4)
-    assert [windows for _, _, windows in timed] == [range(3)]
+    assert written == [range(3)]
+    assert next(clock, None) is None
 
 
 def test_runs_beside_each_other_share_what_the_model_wrote(tiny_llama, tmp_path, written, caplog):

@@ -12,8 +12,7 @@ from tiny_configs import FAMILIES, VOCABULARY
 from transformers.cache_utils import DynamicLayer
 
 from mrp_lightning.data import own_text as module
-from mrp_lightning.data import sampling
-from mrp_lightning.data.own_text import KeptWindows, key_of, write_together
+from mrp_lightning.data.own_text import key_of, write_together
 from mrp_lightning.data.sampling import FilledLayer, Sampling, require_writer, write
 from mrp_lightning.errors import DataError, TargetError
 from mrp_lightning.processes import ALONE
@@ -153,13 +152,6 @@ def test_what_cannot_write_is_refused(model_type):
         require_writer(torch.nn.Linear(2, 2))
 
 
-def test_the_time_of_a_token_is_that_between_two(llama, monkeypatch):
-    clock = iter([10.0, 17.0, 19.0])  # the first one waits for what is made once
-    monkeypatch.setattr(sampling.time, "perf_counter", lambda: next(clock))
-    assert sampling.seconds_a_token(llama, sampling_of(), range(2)) == 2.0
-    assert next(clock, None) is None
-
-
 @contextmanager
 def stopping(batches, windows):
     """Ends the writing in its second batch."""
@@ -173,10 +165,10 @@ def stopping(batches, windows):
 
 def test_an_end_while_writing_loses_one_batch_and_changes_no_bit(llama, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "windows_at_once", lambda *_: 3)
-    whole = write_together(llama, sampling_of(), 8, KeptWindows(None, 12), ALONE)
-    kept, batches = KeptWindows(tmp_path / "new" / "a", 12), []
+    whole = write_together(llama, sampling_of(), 8, None, ALONE)
+    directory, batches = tmp_path / "new" / "a", []
     with pytest.raises(KeyboardInterrupt):
-        write_together(llama, sampling_of(), 8, kept, ALONE, stopping)
+        write_together(llama, sampling_of(), 8, directory, ALONE, stopping)
 
     def counted(*arguments):
         batches.append(arguments[2])
@@ -184,19 +176,19 @@ def test_an_end_while_writing_loses_one_batch_and_changes_no_bit(llama, tmp_path
 
     monkeypatch.setattr(module, "write", counted)
     for written in ([range(3, 6), range(6, 8)], []):
-        again = write_together(llama, sampling_of(), 8, kept, ALONE)
+        again = write_together(llama, sampling_of(), 8, directory, ALONE)
         assert torch.equal(again, whole)
         assert batches == written
         batches.clear()
-    file = kept.directory / "windows-3-6.safetensors"
+    file = directory / "windows-3-6.safetensors"
     file.write_bytes(file.read_bytes()[:50])
-    again = write_together(llama, sampling_of(), 8, kept, ALONE)
+    again = write_together(llama, sampling_of(), 8, directory, ALONE)
     assert torch.equal(again, whole)
     assert batches == [range(3, 6)]
 
 
 def test_what_is_kept_is_found_in_batches_of_any_size(llama, tmp_path, monkeypatch):
-    kept, batches = KeptWindows(tmp_path, 12), []
+    batches = []
 
     def counted(*arguments):
         batches.append(arguments[2])
@@ -205,7 +197,7 @@ def test_what_is_kept_is_found_in_batches_of_any_size(llama, tmp_path, monkeypat
     monkeypatch.setattr(module, "write", counted)
     for most, count in ((2, 5), (4, 9), (3, 7)):
         monkeypatch.setattr(module, "windows_at_once", lambda *_, most=most: most)
-        found = write_together(llama, sampling_of(), count, kept, ALONE)
+        found = write_together(llama, sampling_of(), count, tmp_path, ALONE)
         assert torch.equal(found, write(llama, sampling_of(), range(count), silent))
     assert batches == [range(2), range(2, 4), range(4, 5), range(5, 9)]
 
@@ -233,7 +225,7 @@ def test_the_cache_holds_what_a_growing_one_holds_without_moving_it():
 
 
 def test_processes_share_the_windows_out_and_all_get_all(llama, tmp_path, monkeypatch):
-    whole = write_together(llama, sampling_of(), 7, KeptWindows(None, 12), ALONE)
+    whole = write_together(llama, sampling_of(), 7, None, ALONE)
     models, mine = [made("llama") for _ in range(2)], [[], []]
 
     def counted(model, *arguments):
@@ -243,9 +235,9 @@ def test_processes_share_the_windows_out_and_all_get_all(llama, tmp_path, monkey
     monkeypatch.setattr(module, "write", counted)
 
     def work(processes):
-        kept = KeptWindows(tmp_path / str(processes.rank), 12)  # machines without a common disk
+        directory = tmp_path / str(processes.rank)  # machines without a common disk
         model = models[processes.rank]
-        return write_together(model, sampling_of(), 7, kept, processes)
+        return write_together(model, sampling_of(), 7, directory, processes)
 
     for _ in range(2):
         first, second = together(2, work)
@@ -263,7 +255,7 @@ def test_memory_for_half_a_batch_is_enough(llama, monkeypatch):
         return write(model, what, windows, tell)
 
     monkeypatch.setattr(module, "write", narrow)
-    found = write_together(llama, sampling_of(), 4, KeptWindows(None, 12), ALONE)
+    found = write_together(llama, sampling_of(), 4, None, ALONE)
     assert torch.equal(found, whole)
 
 

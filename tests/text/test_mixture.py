@@ -94,10 +94,10 @@ def test_several_texts_are_evaluated_by_the_names_given(tmp_path):
     for name, path in names.items():
         alone = TextDataModule(eval_files=path, **common).evaluation_windows("test")
         assert torch.equal(torch.cat(list(loaders[name])), alone)
-    with pytest.raises(OptionError, match=r"`x`: 'absent.txt' is neither one of stdlib, c4"):
+    with pytest.raises(OptionError, match=r"'absent.txt' unknown. Expected stdlib, c4"):
         TextDataModule(evaluation={"x": "absent.txt"})
     with pytest.raises(OptionError, match="`a/b` is no name of a text"):
         TextDataModule(evaluation={"a/b": "stdlib"})
-    with pytest.raises(OptionError, match=r"'x.txt' unknown.*A file is given with a name"):
+    with pytest.raises(OptionError, match=r"'x.txt' unknown.*with a name for its results"):
         TextDataModule(evaluation=["stdlib", "x.txt"])
     assert TextDataModule(evaluation="stdlib").evaluation == {"stdlib": "stdlib"}

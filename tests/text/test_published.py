@@ -216,7 +216,7 @@ def test_the_cache_of_the_hub_is_enough(published, tokenizer, tmp_path, monkeypa
         ),
         (
             {"evaluation": ["c4", "lambada", "x"]},
-            r"'lambada', 'x' unknown. Expected stdlib, c4, ptb, wikite",
+            r"'lambada' unknown, 'x' unknown. Expected stdlib, c4, ptb, wikite",
         ),
         ({"calibration": "c4", "dataset": "a"}, "not several of them"),
         ({"evaluation": "c4", "eval_files": "a"}, "not several of them"),

@@ -124,7 +124,7 @@ def test_json_in_a_text_file_is_named(tmp_path, content, is_json):
     path = tmp_path / "text.txt"
     path.write_text(content)
     if is_json:
-        with pytest.raises(DataError, match=r"text\.txt is JSON, .* \.jsonl file, .* key 'body'"):
+        with pytest.raises(DataError, match=r"text\.txt is JSON, .* \.jsonl files, .* key 'body'"):
             documents_of_files([path], "body")
     else:
         assert documents_of_files([path], "body") == [content]
