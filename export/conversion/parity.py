@@ -20,8 +20,9 @@ from export.conversion.head_choice import HeadChoice
 from export.conversion.selection import LayerChoice
 from export.conversion.tracking import Track, silently
 from export.loading import load
-from mrp_lightning.data.data_module import TextDataModule
 from mrp_lightning.errors import DataError, ParityError, first_line
+from mrp_lightning.text.sources import StandardLibrary, TextFiles
+from mrp_lightning.text.windows import Cutter
 from mrp_lightning.models.skeleton import longest_sequence
 from mrp_sparse.eight_bit_head import round_head
 from mrp_sparse.formats.packed_format import different_bits
@@ -70,14 +71,15 @@ def text_windows(
         generator = torch.Generator().manual_seed(0)
         windows = torch.randint(vocabulary, (count, length), generator=generator)
         return windows, "random tokens, as the checkpoint has no tokenizer"
-    data = TextDataModule(eval_files=list(files) or None, sequence_length=length)
     try:
-        data.tokenizer = AutoTokenizer.from_pretrained(source.path)
+        tokenizer = AutoTokenizer.from_pretrained(source.path)
     except (ImportError, OSError, ValueError) as error:
         raise DataError(
             f"The tokenizer in {source.path} cannot be loaded: {first_line(error)}"
         ) from error
-    windows = data.evaluation_windows("test")[:count]
+    paths = [Path(file).expanduser() for file in files]
+    text = TextFiles(evaluation=paths) if paths else StandardLibrary()
+    windows = text.windows(Cutter(tokenizer, length, text.bos), "test", "test").ids[:count]
     if len(windows) < count:
         raise DataError(
             f"`--text`: the parity gate needs {count} windows of {length} tokens, but the text "
