@@ -19,7 +19,7 @@ def main(args: Sequence[str] | None = None) -> None:
         # Only now: they load transformers, which help and a mistake need not wait for.
         from export.conversion.tracking import hush_transformers
         from export.packing import convert
-        from mrp_lightning.loop.signals import interruptible, unclaimed_signals
+        from mrp_lightning.signals import interruptible, unclaimed_signals
 
         hush_transformers()
         # SIGTERM ends it by an exception, so that what is half written is removed.

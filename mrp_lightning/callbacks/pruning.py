@@ -15,9 +15,9 @@ from mrp_lightning.errors import DataError, OptionError
 from mrp_lightning.files import output_path
 from mrp_lightning.loop.run import Output, Run
 from mrp_lightning.loop.saving import Pruned
-from mrp_lightning.loop.signals import Interrupted
 from mrp_lightning.pruning.job import Settings
 from mrp_lightning.records.report import PruningReport
+from mrp_lightning.signals import Interrupted
 from mrp_sparse.arguments import checked
 
 log = logging.getLogger(__name__)

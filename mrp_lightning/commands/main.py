@@ -125,7 +125,7 @@ def _run_lightning(args: list[str] | None) -> None:
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
     from mrp_lightning.cli.lightning_cli import PruningCLI
-    from mrp_lightning.loop.signals import interruptible, unclaimed_signals
+    from mrp_lightning.signals import interruptible, unclaimed_signals
 
     try:
         # From the first file that is read: a trainer asks for signals between batches only.

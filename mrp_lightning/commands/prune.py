@@ -57,7 +57,7 @@ def main(args: list[str]) -> None:
     from rich.console import Console
 
     from mrp_lightning.commands.comparison import prune_and_compare
-    from mrp_lightning.loop.signals import interruptible, unclaimed_signals
+    from mrp_lightning.signals import interruptible, unclaimed_signals
 
     console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)
     given = vars(options)

@@ -38,10 +38,10 @@ from mrp_lightning.journal.manifest import digest
 from mrp_lightning.loop.distributed import all_or_none, processes_of
 from mrp_lightning.loop.module_parts import language_models, streamed_blocks
 from mrp_lightning.loop.progress import Seldom, nested_progress, roughly
-from mrp_lightning.loop.signals import Interrupted
 from mrp_lightning.loop.trainer import callbacks_that_prune
 from mrp_lightning.processes import Processes
 from mrp_lightning.pruning.estimate import Estimate
+from mrp_lightning.signals import Interrupted
 from mrp_lightning.targets.blocks import find_blocks
 from mrp_lightning.text.windows import Cutter
 

@@ -41,7 +41,6 @@ from mrp_lightning.loop.module_parts import (
 )
 from mrp_lightning.loop.progress import listening
 from mrp_lightning.loop.saving import Pruned, check_save_dir, journal_bytes
-from mrp_lightning.loop.signals import Interrupted, interruptible, unclaimed_signals
 from mrp_lightning.models.batch import token_ids
 from mrp_lightning.narrowing.find import narrowing_plan
 from mrp_lightning.narrowing.narrow import StreamedNarrowing, narrow
@@ -49,6 +48,7 @@ from mrp_lightning.processes import Processes
 from mrp_lightning.pruning.job import Job, Settings
 from mrp_lightning.pruning.sequential import prune_model
 from mrp_lightning.records.report import PruningReport, pruned_before
+from mrp_lightning.signals import Interrupted, interruptible, unclaimed_signals
 from mrp_lightning.targets.blocks import find_blocks
 from mrp_lightning.targets.layers import ExpertStack
 from mrp_lightning.targets.plan import Plan, make_plan

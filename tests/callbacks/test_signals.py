@@ -14,10 +14,9 @@ from lightning.pytorch import LightningDataModule
 from torch import nn
 
 from callbacks import MRPCallback
-from mrp_lightning import CausalLM, Trainer
-from mrp_lightning.loop import signals
-from mrp_lightning.loop.signals import Interrupted, interruptible
+from mrp_lightning import CausalLM, Trainer, signals
 from mrp_lightning.pruning import prune_layer
+from mrp_lightning.signals import Interrupted, interruptible
 
 
 @pytest.fixture

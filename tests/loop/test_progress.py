@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from callbacks import MRPCallback
 from mrp_lightning import CausalLM, TextDataModule, Trainer
 from mrp_lightning.loop import progress
-from mrp_lightning.loop.signals import Interrupted, interruptible
+from mrp_lightning.signals import Interrupted, interruptible
 from mrp_lightning.text import windows
 from mrp_lightning.text.windows import tokenize
 

@@ -1,6 +1,7 @@
 """What importing costs, and the one way in which imports run: CONTRIBUTING.md shows the order."""
 
 import ast
+import functools
 import importlib.util
 import logging
 import subprocess
@@ -17,7 +18,7 @@ SHARED_SPARSE = ("errors", "arguments", "json_files", "environment", "upstream")
 SHARED = (
     *SHARED_SPARSE,
     *("errors", "files", "destinations", "outputs"),
-    *("json_files", "environment", "processes"),
+    *("json_files", "environment", "processes", "signals"),
 )
 """Single modules that all others of their package may use, and that use none of them."""
 
@@ -131,6 +132,92 @@ def test_a_wrong_import_would_be_found(file, line, is_allowed, tmp_path):
     path.parent.mkdir(parents=True)
     path.write_text(f"{line}\n" if ":\n" not in line else line)
     assert (not violations(file.split("/")[0], path, tmp_path)) == is_allowed
+
+
+@functools.cache
+def modules() -> dict[str, Path]:
+    """All modules of all packages, by their full names."""
+    paths = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    parts = [path.relative_to(ROOT).with_suffix("").parts for path in paths]
+    names = [".".join(part[:-1] if part[-1] == "__init__" else part) for part in parts]
+    return dict(zip(names, paths, strict=True))
+
+
+@functools.cache
+def needs(name: str) -> tuple[frozenset[str], frozenset[str]]:
+    """Our modules that a module imports, and the other packages, inside functions, too.
+
+    What is imported for type checking alone is not needed, nor what a package loads lazily.
+    """
+    known = modules()
+    parts = name.split(".")
+    ours, others = {".".join(parts[:n]) for n in range(1, len(parts))}, set()
+    tree = ast.parse(known[name].read_text())
+    skipped = {
+        id(inner)
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+        or (isinstance(node, ast.FunctionDef) and node.name == "__getattr__")
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if id(node) in skipped or not isinstance(node, ast.Import | ast.ImportFrom):
+            continue
+        base = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+        for alias in node.names:
+            full = f"{base}{alias.name}"
+            own = next((n for n in (full, base.rstrip(".")) if n in known), None)
+            if own is None:
+                others.add(full.partition(".")[0])
+            else:
+                ours.add(own)
+    return frozenset(ours), frozenset(others)
+
+
+def closure(start: str) -> tuple[set[str], set[str]]:
+    """All of our modules, and all other packages, that a module needs in the end."""
+    ours, others, waiting = set(), set(), [start]
+    while waiting:
+        if (name := waiting.pop()) not in ours:
+            ours.add(name)
+            waiting += needs(name)[0]
+            others |= needs(name)[1]
+    return ours, others
+
+
+HEAVY = {"lightning", "jsonargparse", "rich", "pydantic", "filelock", "datasets", "yaml", "pandas"}
+
+
+def test_the_runtime_needs_neither_the_others_nor_their_packages():
+    for name in modules():
+        if name.partition(".")[0] == "mrp_sparse":
+            ours, others = closure(name)
+            assert {module.partition(".")[0] for module in ours} == {"mrp_sparse"}, name
+            assert not others & HEAVY, name
+
+
+def test_packing_a_checkpoint_needs_no_part_that_prunes():
+    ours, _ = closure("export.to_sparse")
+    rooms = {module.partition(".")[2].partition(".")[0] for module in ours}
+    assert not rooms & {
+        "pruning",
+        "calibration",
+        "journal",
+        "loop",
+        "data",
+        "callbacks",
+        "commands",
+    }
+    assert len(ours) <= 110
+
+
+def test_the_solver_needs_no_other_room():
+    for name in modules():
+        if name.startswith("mrp_lightning.solver."):
+            ours, others = closure(name)
+            rooms = {module.split(".")[1] for module in ours if module.count(".") > 1}
+            assert rooms <= {"solver", "upstream", "formats", "kernels"}, name
+            assert not others & HEAVY, name
 
 
 @pytest.mark.parametrize("module", ["solver.pruning", "pruning.sequential"])

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C: a command ends in seconds, and a pruning can go on where it was."""
+"""SIGTERM and Ctrl-C: a command ends in seconds, and a pruning can be resumed."""
 
 import os
 import signal
