@@ -1,11 +1,11 @@
-"""Tuning the weights that a pruned block has kept, towards what the dense model's block returns."""
+"""Tune the kept weights of pruned blocks towards the outputs of the dense model's blocks."""
 
 import math
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -17,10 +17,12 @@ from mrp_lightning.calibration.walks import DenseStream, Walk, hidden_of
 from mrp_lightning.environment import is_out_of_memory
 from mrp_lightning.errors import DataError, OptionError, TargetError
 from mrp_lightning.processes import ALONE, Processes
-from mrp_lightning.pruning.kept_weights import KeptWeights, only_these_train
 from mrp_lightning.records.report import BlockReport
+from mrp_lightning.solver.patterns import Dense
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.layers import Layer
+from mrp_sparse.arguments import is_count, is_number
+from mrp_sparse.formats.grid import Grid
 
 _TIMED_STEPS = 3
 
@@ -58,28 +60,27 @@ class BlockTuning:
         wrong = [
             f"`tuning.{name}` must be a whole number ≥ 1; got {value!r}"
             for name, value in counts.items()
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1
+            if not is_count(value)
         ]
         limits = {"learning_rate": (self.learning_rate, math.inf), "held_out": (self.held_out, 1)}
         wrong += [
             f"`tuning.{name}` must be a number above 0 and below {limit:g}; got {value!r}"
             for name, (value, limit) in limits.items()
-            if isinstance(value, bool) or not isinstance(value, Real) or not 0 < value < limit
+            if not is_number(value) or not 0 < value < limit
         ]
         if wrong:
             raise OptionError(". ".join(wrong) + ".")
 
 
-class Windows(NamedTuple):
-    """Some windows of a calibration batch.
-
-    Attributes:
-        batch: The number of the batch.
-        chosen: Which windows of it.
-    """
+class _Windows(NamedTuple):
+    """Some windows of a calibration batch."""
 
     batch: int
     chosen: slice
+
+    @property
+    def size(self) -> int:
+        return self.chosen.stop - self.chosen.start
 
 
 class BlockTuner:
@@ -131,7 +132,7 @@ class BlockTuner:
         windows = 0
         if self.walk.batches:
             self._refuse_unknown_outputs()
-            with only_these_train(self.model, parameters):
+            with _only_these_train(self.model, parameters):
                 hidden = self._outputs(0, 0)
                 self._gradients(hidden.float().square().sum(), parameters, block.name)
             # Of the other batches it is enough that they are some.
@@ -163,11 +164,11 @@ class BlockTuner:
         trained, held_out = self._split()
         if not layers or not (steps := self.tuning.epochs * len(self._steps(trained))):
             return report
-        weights = KeptWeights(layers, self.recipe)
+        weights = _KeptWeights(layers, self.recipe)
         optimizer = torch.optim.Adam(weights.masters, lr=self.tuning.learning_rate)
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        with only_these_train(self.model, weights.parameters), weights.best_at_the_end():
+        with _only_these_train(self.model, weights.parameters), weights.best_at_the_end():
             before, energy = self._held_out(k, held_out)
             scale = energy * self.tuning.batch_size or 1.0
             best, best_epoch, done = before, 0, 0
@@ -201,7 +202,7 @@ class BlockTuner:
             seconds=time.perf_counter() - start,
         )
 
-    def _split(self) -> tuple[list[Windows], list[Windows]]:
+    def _split(self) -> tuple[list[_Windows], list[_Windows]]:
         """The windows to train on, and the last ones, which are held out."""
         sizes = [0 if hidden is None else len(hidden) for hidden in self.dense.outputs]
         counts = [int(count) for (count,) in self.processes.numbers(sum(sizes))]
@@ -213,32 +214,33 @@ class BlockTuner:
         for i, size in enumerate(sizes):
             mine = min(max(rest, 0), size)
             rest -= size
-            trained += [Windows(i, slice(0, mine))] if mine else []
-            held_out += [Windows(i, slice(mine, size))] if mine < size else []
+            trained += [_Windows(i, slice(0, mine))] if mine else []
+            held_out += [_Windows(i, slice(mine, size))] if mine < size else []
         return trained, held_out
 
-    def _steps(self, parts: Sequence[Windows]) -> list[list[Windows]]:
+    def _steps(self, parts: Sequence[_Windows]) -> list[list[_Windows]]:
         """Group parts into steps, as many in all processes; the last ones may be empty."""
-        steps: list[list[Windows]] = [[]]
+        steps: list[list[_Windows]] = [[]]
+        share = self.tuning.batch_size / self.processes.size
         for part in parts:
             steps[-1].append(part)
-            if sum(map(_count, steps[-1])) >= self.tuning.batch_size / self.processes.size:
+            if sum(part.size for part in steps[-1]) >= share:
                 steps.append([])
         if not steps[-1]:
             steps.pop()
         most = max(count for (count,) in self.processes.numbers(len(steps)))
         return steps + [[] for _ in range(int(most) - len(steps))]
 
-    def _held_out(self, k: int, parts: Sequence[Windows]) -> tuple[float, float]:
+    def _held_out(self, k: int, parts: Sequence[_Windows]) -> tuple[float, float]:
         """‖y − y_d‖² / ‖y_d‖² over the held-out windows, and ‖y_d‖² of a window."""
         with torch.no_grad():
-            sums = [(*map(float, self._errors(k, part)), _count(part)) for part in parts]
+            sums = [(*map(float, self._errors(k, part)), part.size) for part in parts]
         mine = map(math.fsum, zip(*sums, strict=True)) if sums else (0.0, 0.0, 0.0)
         everywhere = zip(*self.processes.numbers(*mine), strict=True)
         error, energy, windows = map(math.fsum, everywhere)
         return error / energy if energy else 0.0, energy / windows
 
-    def _errors(self, k: int, part: Windows) -> tuple[Tensor, Tensor]:
+    def _errors(self, k: int, part: _Windows) -> tuple[Tensor, Tensor]:
         """‖y − y_d‖² and ‖y_d‖² over the tokens of some windows."""
         outputs, target = self._outputs(k, part.batch), self.dense.outputs[part.batch]
         assert target is not None
@@ -281,5 +283,123 @@ class BlockTuner:
         self._num_blocks = None
 
 
-def _count(part: Windows) -> int:
-    return part.chosen.stop - part.chosen.start
+@dataclass(frozen=True, eq=False)
+class Codes:
+    """The scales of a weight on a grid, and the range of its codes: (rows, columns) each."""
+
+    scales: Tensor
+    lowest: Tensor
+    highest: Tensor
+
+    @classmethod
+    def of(cls, weight: Tensor, grid: Grid) -> "Codes":
+        """Read them off a weight (rows, columns) that lies on the grid.
+
+        Zero is one of 2^bits codes, as in quantisation alone: a group that has the code of one end
+        never gets that of the other.
+        """
+        codes, scales = grid.decompose(weight)
+        columns = weight.shape[1]
+        highest = torch.full_like(scales, grid.largest)
+        lowest = -highest
+        if grid.bits < 8:
+            reaches = grid.grouped(codes).amax(2) == grid.largest
+            lowest, highest = lowest + reaches.float(), highest - (~reaches).float()
+
+        def spread(values: Tensor) -> Tensor:
+            return values.repeat_interleave(grid.group_size, 1)[:, :columns]
+
+        return cls(spread(scales), spread(lowest), spread(highest))
+
+    def nearest(self, weight: Tensor) -> Tensor:
+        """The values of the grid that are nearest to a weight (rows, columns)."""
+        codes = (weight / self.scales).round_()
+        return codes.clamp_(self.lowest, self.highest).mul_(self.scales)
+
+
+class _KeptWeights:
+    """The weights of some layers that are not zero, with a float32 master copy of them.
+
+    In quantisation alone they lie on a grid: the parameters are the grid's values nearest to the
+    masters, whose gradients are taken as if there were no rounding (the straight-through estimator
+    of Bengio et al., 2013). Scales stay as they are.
+
+    Args:
+        layers: The layers, which are pruned.
+        recipe: How they were pruned, `None` for weights that are free.
+    """
+
+    def __init__(self, layers: Sequence[Layer], recipe: Recipe | None = None) -> None:
+        self.parameters = list(dict.fromkeys(layer.parameter for layer in layers))
+        fixed = {p: torch.ones_like(p, dtype=torch.bool) for p in self.parameters}
+        removes = recipe is None or not isinstance(recipe.pattern, Dense)
+        for layer in layers:
+            is_fixed = layer.arranged(fixed[layer.parameter])
+            is_fixed.copy_(layer.view == 0 if removes else torch.zeros_like(is_fixed))
+        self._fixed = list(fixed.values())
+        # Adam's steps are smaller than bfloat16 can tell: they add up in float32 (or float64).
+        self.masters = [
+            p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True).requires_grad_()
+            for p in self.parameters
+        ]
+        for master in self.masters:
+            master.grad = torch.zeros_like(master)
+        self._best = [p.detach().clone() for p in self.parameters]
+        self._rounded: list[tuple[Layer, Tensor, Codes]] = []
+        if recipe is not None and recipe.grid is not None:
+            assert not removes, "weights beside removed ones get on their grid after tuning"
+            masters = dict(zip(self.parameters, self.masters, strict=True))
+            for layer in layers:
+                codes = Codes.of(layer.weight, recipe.grid)
+                self._rounded.append((layer, masters[layer.parameter], codes))
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """The gradients of the masters so far."""
+        return [master.grad for master in self.masters if master.grad is not None]
+
+    def add(self, gradients: Sequence[Tensor | None]) -> None:
+        """Add gradients of the parameters to those of their masters."""
+        for master, gradient, fixed in zip(self.masters, gradients, self._fixed, strict=True):
+            if gradient is not None and master.grad is not None:
+                master.grad += gradient.masked_fill(fixed, 0)
+
+    def write(self) -> None:
+        """Round the masters into the parameters, after a step, and forget the gradients."""
+        with torch.no_grad():
+            for parameter, master in zip(self.parameters, self.masters, strict=True):
+                parameter.copy_(master)
+                assert master.grad is not None
+                master.grad.zero_()
+            for layer, master, codes in self._rounded:
+                layer.write_(codes.nearest(layer.arranged(master).flatten(1)))
+
+    def keep(self) -> None:
+        """Take the parameters as they are now for the best."""
+        for best, parameter in zip(self._best, self.parameters, strict=True):
+            best.copy_(parameter.detach())
+
+    @contextmanager
+    def best_at_the_end(self) -> Iterator[None]:
+        """Give the parameters their best values after this context, whatever happens in it."""
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for parameter, best in zip(self.parameters, self._best, strict=True):
+                    parameter.copy_(best)
+
+
+@contextmanager
+def _only_these_train(model: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Record gradients of some parameters, and of no others of the model."""
+    required = {name: p.requires_grad for name, p in model.named_parameters()}
+    try:
+        model.requires_grad_(False)
+        for p in parameters:
+            p.requires_grad_()
+        with torch.enable_grad():
+            yield
+    finally:
+        for name, p in model.named_parameters():
+            p.requires_grad_(required[name])

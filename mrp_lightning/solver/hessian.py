@@ -254,7 +254,9 @@ class DampedHessian:
         Block g is the leading block of ((H + λI)[j:, j:])⁻¹ with j = g·width: the inverse that
         holds when all columns before j are frozen, as they are in a column sweep.
         """
-        corners = _diagonal_blocks(self.factor, width)
+        count = self.columns // width
+        corners = self.factor[: count * width, : count * width].view(count, width, count, width)
+        corners = corners.diagonal(dim1=0, dim2=2).permute(2, 0, 1).contiguous()
         return corners.mT @ corners
 
     def _matrix(self, dtype: torch.dtype) -> Tensor:
@@ -293,13 +295,6 @@ class DampedHessian:
         raise NotPositiveDefiniteError(
             f"H + {self.damping_used:g}·I is not positive definite in {self.dtype}."
         )
-
-
-def _diagonal_blocks(matrix: Tensor, width: int) -> Tensor:
-    """The (n // width, width, width) blocks on the diagonal of a matrix (n, n)."""
-    count = matrix.shape[0] // width
-    blocks = matrix[: count * width, : count * width].view(count, width, count, width)
-    return blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1).contiguous()
 
 
 def cholesky(matrix: Tensor) -> Tensor | None:

@@ -61,7 +61,7 @@ class Magnitude(Mask):
     def bind(self, problem: Problem, inverse_blocks: InverseBlocks) -> Chooser:
         """Rank |w|."""
         del inverse_blocks
-        return chosen(problem.select(_sizes(problem), 0))
+        return _known(_smallest(problem, problem.weight))
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Wanda(Mask):
         del inverse_blocks
         norms = problem.inputs.diagonal.to(problem.weight.dtype).sqrt()
         scores = (problem.weight.abs() * norms).masked_fill_(problem.inputs.dead, -1)
-        return chosen(problem.pattern.select_in_rows(scores))
+        return _known(problem.pattern.select_in_rows(scores))
 
 
 @dataclass(frozen=True)
@@ -178,22 +178,27 @@ class Given(Mask):
     def bind(self, problem: Problem, inverse_blocks: InverseBlocks) -> Chooser:
         """Return what was chosen."""
         del problem, inverse_blocks
-        return chosen(self.pruned)
+        return _known(self.pruned)
 
 
 def smallest_of_blocks(problem: Problem) -> Tensor:
-    """The smallest |w| of each column block, bool (rows, columns), True = removed."""
-    scores = _sizes(problem)
+    """Mark the smallest |w| of each column block: bool (rows, columns), True = removed."""
+    scores = _sizes(problem, problem.weight)
     blocks = split_range(0, scores.shape[1], problem.block_size)
     return torch.cat([problem.select(scores[:, a:b], a) for a, b in blocks], dim=1)
 
 
-def _sizes(problem: Problem) -> Tensor:
-    return problem.weight.abs().masked_fill_(problem.inputs.dead, -1)
+def _smallest(problem: Problem, weight: Tensor) -> Tensor:
+    """Mark the smallest weights (rows, columns) of the layer: bool, True = removed."""
+    return problem.select(_sizes(problem, weight), 0)
 
 
-def chosen(pruned: Tensor) -> Chooser:
-    """Answer for any columns from what was chosen at once, bool (rows, columns)."""
+def _sizes(problem: Problem, weight: Tensor) -> Tensor:
+    return weight.abs().masked_fill_(problem.inputs.dead, -1)
+
+
+def _known(pruned: Tensor) -> Chooser:
+    """Return the chooser of a mask (rows, columns) that does not depend on the current weights."""
     return lambda current, start: pruned[:, start : start + current.shape[1]]
 
 
@@ -237,7 +242,7 @@ class Joint(Mask):
         weight, damped = problem.weight, problem.damped
         if not damped.float32_suffices:
             weight, damped = weight.double(), damped.double
-        return chosen(_joint_mask(problem, weight, damped))
+        return _known(_joint_mask(problem, weight, damped))
 
 
 def _joint_mask(problem: Problem, weight: Tensor, damped: DampedHessian) -> Tensor:
@@ -277,11 +282,6 @@ def _joint_mask(problem: Problem, weight: Tensor, damped: DampedHessian) -> Tens
             inverse = _inverse(matrix, penalty)
             problem.tell(f"step {step} of the mask")
     return pruned
-
-
-def _smallest(problem: Problem, weight: Tensor) -> Tensor:
-    """Mark the smallest weights, those of dead inputs first: bool, True = removed."""
-    return problem.select(weight.abs().masked_fill_(problem.inputs.dead, -1), 0)
 
 
 def _inverse(matrix: Tensor, penalty: float) -> Tensor:

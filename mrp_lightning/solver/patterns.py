@@ -20,12 +20,21 @@ from mrp_sparse.arguments import is_number
 _EXAMPLES = '`sparsity` is a fraction such as 0.5; `pattern` is a string such as "2:4"'
 
 
+class _Grouped:
+    """A pattern whose weights are chosen in groups of so many consecutive input columns."""
+
+    group: int = 1
+
+    def divides(self, columns: int) -> bool:
+        """Whether so many input columns split into whole groups."""
+        return columns > 0 and columns % self.group == 0
+
+
 @dataclass(frozen=True)
-class Unstructured:
+class Unstructured(_Grouped):
     """A fraction of the weights, in (0, 1), is removed, wherever they are."""
 
     sparsity: float
-    group: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         value = self.sparsity
@@ -59,10 +68,6 @@ class Unstructured:
         ranked = scores.sort(dim=1, stable=True).indices[:, :count]
         return torch.zeros_like(scores, dtype=torch.bool).scatter_(1, ranked, True)
 
-    def divides(self, columns: int) -> bool:
-        """Whether a layer with so many input columns can have this pattern: any can."""
-        return columns > 0
-
     def holds(self, pruned: Tensor) -> bool:
         """Whether at least the fraction is removed in bool `pruned` (rows, columns)."""
         rows, columns = pruned.shape
@@ -70,7 +75,7 @@ class Unstructured:
 
 
 @dataclass(frozen=True)
-class SemiStructured:
+class SemiStructured(_Grouped):
     """N:M sparsity: `kept` of every `group` consecutive input columns stay, in each row."""
 
     kept: int
@@ -103,23 +108,19 @@ class SemiStructured:
         """
         del start
         members = scores.unflatten(1, (scores.shape[1] // self.group, self.group)).unbind(2)
-        # A score's rank is the number of those before it: its place, but for those out of order.
-        # Comparing beats sorting for short groups.
+        # rank(i) = #{j: s_j < s_i, or s_j = s_i and j < i}, counted pair by pair from rank(i) = i,
+        # which beats sorting for short groups.
         dtype = torch.int8 if self.group < 128 else torch.int16
         ranks = [torch.full_like(members[0], k, dtype=dtype) for k in range(self.group)]
-        for one, other in itertools.combinations(range(self.group), 2):
-            later_first = (members[other] < members[one]).view(torch.int8)
-            ranks[one] += later_first
-            ranks[other] -= later_first
+        for i, j in itertools.combinations(range(self.group), 2):
+            inverted = (members[j] < members[i]).view(torch.int8)
+            ranks[i] += inverted
+            ranks[j] -= inverted
         return (torch.stack(ranks, dim=2) < self.removed).flatten(1)
 
     def select_in_rows(self, scores: Tensor) -> Tensor:
         """The same as `select`: a group is part of one row. Returns bool (rows, columns)."""
         return self.select(scores, 0)
-
-    def divides(self, columns: int) -> bool:
-        """Whether so many input columns split into whole groups."""
-        return columns > 0 and columns % self.group == 0
 
     def holds(self, pruned: Tensor) -> bool:
         """Whether each group of bool `pruned` (rows, columns) has enough removed weights."""
@@ -131,11 +132,10 @@ class SemiStructured:
 
 
 @dataclass(frozen=True)
-class Dense:
+class Dense(_Grouped):
     """No weight is removed: the pattern of quantisation alone."""
 
     sparsity: ClassVar[float] = 0.0
-    group: ClassVar[int] = 1
 
     def __str__(self) -> str:
         return "dense"
@@ -148,10 +148,6 @@ class Dense:
     def select_in_rows(self, scores: Tensor) -> Tensor:
         """Mark none of the scores (rows, columns)."""
         return self.select(scores, 0)
-
-    def divides(self, columns: int) -> bool:
-        """Whether a layer with so many input columns can have this pattern: any can."""
-        return columns > 0
 
     def holds(self, pruned: Tensor) -> bool:
         """Whether enough is removed: nothing need be."""

@@ -100,22 +100,11 @@ def put_on_grid(
 class _Descent:
     """The codes and scales of some rows. Tensors of weights are (columns, rows) here.
 
-    Args:
-        target: ŵ, zero where weights are removed.
-        kept: Ones, and zeros where weights are removed.
-        damped: H + λI.
-        grid: The grid.
-        zero_has_a_code: Whether zero is one of 2^bits codes.
+    `target` is ŵ, zero where weights are removed, and `kept` is one, and zero there.
     """
 
     def __init__(
-        self,
-        target: Tensor,
-        kept: Tensor,
-        damped: DampedHessian,
-        grid: Grid,
-        *,
-        zero_has_a_code: bool,
+        self, target: Tensor, kept: Tensor, damped: DampedHessian, grid: Grid, zero_has_a_code: bool
     ) -> None:
         self.target, self.kept, self.damped, self.grid = target, kept, damped, grid
         columns, rows = target.shape

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mrp_lightning.pruning.kept_weights import Codes
+from mrp_lightning.pruning.block_tuner import Codes
 from mrp_sparse.formats.grid import Grid
 
 
