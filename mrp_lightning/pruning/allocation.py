@@ -1,9 +1,9 @@
-"""Allocation: how much sparsity each block gets, with the total asked for, once for a run."""
+"""Give blocks different sparsities with the total that is asked for, by a dry run."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from mrp_lightning.calibration.offload import Pinned
 from mrp_lightning.calibration.padding import Padding
 from mrp_lightning.calibration.walks import Walk
-from mrp_lightning.errors import OptionError, TargetError
-from mrp_lightning.journal.journal import Journal, SharedJournal
-from mrp_lightning.processes import Processes
-from mrp_lightning.solver.patterns import Dense, Pattern, SemiStructured, Unstructured
+from mrp_lightning.errors import TargetError
+from mrp_lightning.pruning.block import BlockPruner
+from mrp_lightning.pruning.job import Job
+from mrp_lightning.records.report import PruningReport
+from mrp_lightning.solver.patterns import Unstructured
 from mrp_lightning.targets.layers import Layer
 
 TOKENS = 4096
@@ -23,58 +24,42 @@ TOKENS = 4096
 _CHUNK = 128  # rows that are compared at once, in float32
 
 
-class OutputChange:
-    """Compares what a model returns with what the dense model returned, row by row.
+class _OutputChange:
+    """Compare the output of a model, row by row, with that of the dense model.
 
     A row of logits over the vocabulary of a language model of transformers stands for the
     distribution p of a token, and its change is the divergence KL(p_d ‖ p) in nats. That of a row
     y of any other output is ‖y − y_d‖² / ‖y_d‖².
 
     The first `TOKENS` rows are compared, whatever the size of the batches, and padding counts
-    nowhere. Each process compares its share. What the dense model returned is kept in memory.
-
-    Args:
-        model: The module whose forward the walk runs.
-        walk: A walk over the dense model, at its start.
-        padding: What tells tokens from padding.
-        processes: The processes that share the batches.
-
-    Raises:
-        TargetError: The model returns nothing that can be compared.
+    nowhere. Each process compares its share. The dense model's output is kept in memory.
     """
 
-    def __init__(
-        self, model: nn.Module, walk: Walk, padding: Padding, processes: Processes
-    ) -> None:
-        self._walk, self._padding, self._processes = walk, padding, processes
-        self._vocabularies = _vocabularies(model)
+    def __init__(self, job: Job, walk: Walk, padding: Padding) -> None:
+        self._walk, self._padding, self._processes = walk, padding, job.processes
+        self._vocabularies = _vocabularies(job.model)
         self._dense: list[Tensor] = []
-        missing = math.ceil(TOKENS / processes.size)
-        while missing > 0 and len(self._dense) < len(self._walk.batches):
+        missing = math.ceil(TOKENS / job.processes.size)
+        while missing > 0 and len(self._dense) < len(walk.batches):
             self._dense.append(self._rows(0, len(self._dense))[:missing].clone())
             missing -= len(self._dense[-1])
 
     def of(self, k: int) -> float:
-        """The mean change of the rows where the model, as it is now, runs on from block k.
-
-        Args:
-            k: The number of a block, which the walk of the pass has reached.
-        """
+        """Return the mean change of the rows when the model runs on from block k, as it is now."""
         total = 0.0
         for i, dense in enumerate(self._dense):
             change = _divergence if dense.shape[1] in self._vocabularies else _relative_error
-            for now, before in zip(
-                self._rows(k, i)[: len(dense)].split(_CHUNK), dense.split(_CHUNK), strict=True
-            ):
-                total += float(change(now.float(), before.float()).sum())
-        found = self._processes.numbers(total, sum(map(len, self._dense)))
-        changes, rows = map(math.fsum, zip(*found, strict=True))
-        return changes / rows
+            rows = self._rows(k, i)[: len(dense)].split(_CHUNK)
+            for now, expected in zip(rows, dense.split(_CHUNK), strict=True):
+                total += float(change(now.float(), expected.float()).sum())
+        totals = self._processes.numbers(total, sum(map(len, self._dense)))
+        changes, count = map(math.fsum, zip(*totals, strict=True))
+        return changes / count
 
     def _rows(self, k: int, i: int) -> Tensor:
         """The rows (tokens, columns) that the model returns for batch i."""
         returned = self._walk.finish(k, i)
-        output = _found_in(returned)
+        output = _first_output(returned)
         if output is None:
             raise TargetError(
                 "`allocation: output` compares what `predict_step` returns, with and without each "
@@ -87,15 +72,15 @@ class OutputChange:
         return rows if kept is None else rows[kept]
 
 
-def _found_in(returned: Any) -> Tensor | None:
+def _first_output(returned: Any) -> Tensor | None:
     """The logits, or else the first floating-point tensor."""
     if isinstance(returned, Tensor):
         return returned if returned.is_floating_point() else None
     if isinstance(returned, Mapping):
-        logits = _found_in(returned.get("logits"))
-        return _found_in(list(returned.values())) if logits is None else logits
+        logits = _first_output(returned.get("logits"))
+        return _first_output(list(returned.values())) if logits is None else logits
     if isinstance(returned, Sequence) and not isinstance(returned, str):
-        return next((x for x in map(_found_in, returned) if x is not None), None)
+        return next((x for x in map(_first_output, returned) if x is not None), None)
     return None
 
 
@@ -127,86 +112,58 @@ def _vocabularies(model: nn.Module) -> set[int]:
 
 @dataclass(frozen=True)
 class Change:
-    """The effect of pruning one block alone.
-
-    Attributes:
-        of_output: The mean change of the model's output; see `OutputChange`.
-        layers: The layers of the block that are run, and so will be pruned.
-    """
+    """The effect of pruning one block alone: the mean change of the model's output."""
 
     of_output: float
-    layers: list[Layer]
+    layers: list[Layer]  # those of the block that are run, and so will be pruned
 
 
-@dataclass(frozen=True, eq=False)
-class DryRun:
-    """One pass over the blocks of the dense model, which leaves them as they were.
+def _dry_run(job: Job, walk: Walk, padding: Padding, pinned: Pinned) -> dict[str, Change]:
+    """Prune each block alone, run on to the output, and put its weights back.
 
-    Attributes:
-        model: The module whose forward the walk runs.
-        walk: A walk over the dense model, at its start.
-        layers: The layers to prune, by block.
-        padding: What tells tokens from padding.
-        pinned: Keeps a block on the device while it runs.
-        prune: Prunes layers of a block, by its number, and returns the names of those it pruned.
-        tell: Called with what is being done.
-        processes: The processes that share the batches and the rows of the layers.
+    Blocks of which no layer is run are left out of the changes, which are by name.
     """
+    settings = replace(job.settings, true_sequential=False, target="own", target_weight=None)
+    alone = replace(job, settings=settings, report=PruningReport({}))
+    layers = job.plan.layers
+    last = max((k for k, block in enumerate(walk.blocks) if layers[block.name]), default=-1)
 
-    model: nn.Module
-    walk: Walk
-    layers: Mapping[str, Sequence[Layer]]
-    padding: Padding
-    pinned: Pinned
-    prune: Callable[[int, list[Layer]], set[str]]
-    tell: Callable[[str], None]
-    processes: Processes
+    def tell(task: str) -> None:
+        job.tell(0, f"dry run, {task}")
 
-    def changes(self) -> dict[str, Change]:
-        """Prune each block, run on to the output, put its weights back, and go on with the next.
-
-        Returns:
-            The changes by the name of the block, but of blocks of which no layer is run.
-
-        Raises:
-            TargetError: The model returns nothing that can be compared, or no finite numbers.
-        """
-        waiting = [k for k, block in enumerate(self.walk.blocks) if self.layers[block.name]]
-        last = max(waiting, default=-1)
-        output = OutputChange(self.model, self.walk, self.padding, self.processes)
-        changes: dict[str, Change] = {}
-        for k, block in enumerate(self.walk.blocks[: last + 1]):
-            layers = list(self.layers[block.name])
-            with self.pinned(block.module):
-                with _put_back(layers):
-                    run = self.prune(k, layers)
-                    self.tell(f"{block.name}, the model's output")
-                    found = output.of(k) if run else 0.0
-                if not math.isfinite(found):
-                    raise TargetError(
-                        f"`allocation: output`: with {block.name} pruned the output differs by "
-                        f"{found}. Expected a finite number: load the model in bfloat16 or "
-                        "float32, or leave `allocation` out."
-                    )
-                for i in self.walk.advance(k) if k < last else ():
-                    self.tell(f"{block.name}, outputs {i + 1}/{len(self.walk.batches)}")
-            if run:
-                changes[block.name] = Change(found, [x for x in layers if x.name in run])
-        return changes
+    output = _OutputChange(job, walk, padding)
+    changes: dict[str, Change] = {}
+    for k, block in enumerate(walk.blocks[: last + 1]):
+        with pinned(block.module):
+            with _put_back(layers[block.name]):
+                rows = BlockPruner(alone, walk, k, padding, tell).prune(layers[block.name])
+                tell(f"{block.name}, the model's output")
+                change = output.of(k) if rows else 0.0
+            if not math.isfinite(change):
+                raise TargetError(
+                    f"`allocation: output`: with {block.name} pruned the output differs by "
+                    f"{change}. Expected a finite number: load the model in bfloat16 or float32, "
+                    "or leave `allocation` out."
+                )
+            for i in walk.advance(k) if k < last else ():
+                tell(f"{block.name}, outputs {i + 1}/{len(walk.batches)}")
+        if rows:
+            names = {row.name for row in rows}
+            changes[block.name] = Change(change, [x for x in layers[block.name] if x.name in names])
+    return changes
 
 
 @contextmanager
 def _put_back(layers: Sequence[Layer]) -> Iterator[None]:
-    """Give layers the weights that they have now after this context, whatever happens in it."""
-    before = [layer.weight.clone() for layer in layers]
+    """Restore the present weights of layers at the end of this context, whatever happens in it."""
+    weights = [layer.weight.clone() for layer in layers]
     try:
         yield
     finally:
-        for layer, weight in zip(layers, before, strict=True):
+        for layer, weight in zip(layers, weights, strict=True):
             layer.write_(weight)
 
 
-ALLOCATIONS = ("uniform", "output")
 SPREAD = 0.15
 """How far, at most, blocks are from the mean."""
 STEEPNESS = 7.0
@@ -222,65 +179,39 @@ it rare, and costs the embedded model at most 0.014 of perplexity.
 """
 
 
-def check_allocation(allocation: str, pattern: Pattern) -> None:
-    """Refuse an allocation that does not exist, or not for a pattern.
-
-    Raises:
-        OptionError: Either is the case.
-    """
-    if allocation not in ALLOCATIONS:
-        raise OptionError(
-            f"`allocation` must be one of {', '.join(ALLOCATIONS)}; got {allocation!r}."
-        )
-    if allocation != "uniform" and isinstance(pattern, Dense):
-        raise OptionError(
-            f"`allocation: {allocation}` gives blocks different sparsities, and nothing is "
-            "removed. Give `sparsity` beside `bits`, or leave `allocation` out."
-        )
-    if allocation != "uniform" and isinstance(pattern, SemiStructured):
-        raise OptionError(
-            f"`allocation: {allocation}` gives blocks different sparsities, but pattern "
-            f'"{pattern}" removes {pattern.removed} of every {pattern.group} weights everywhere. '
-            "Give `sparsity` in place of `pattern`, or leave `allocation` out."
-        )
-
-
 @dataclass(frozen=True)
 class Sparsities:
-    """The sparsities that differ from the one that the whole model gets.
-
-    Attributes:
-        blocks: The sparsities of blocks, by name.
-        layers: The patterns of layers, by name.
-    """
+    """The sparsities of blocks and the patterns of layers, by name, that are not the model's."""
 
     blocks: Mapping[str, float] = field(default_factory=dict)
     layers: Mapping[str, Unstructured] = field(default_factory=dict)
 
 
-def find_sparsities(
-    sparsity: float,
-    changes: Callable[[], Mapping[str, Change]],
-    journal: Journal | SharedJournal | None,
-) -> Sparsities:
-    """Allocate a sparsity by a dry run, or take what the journal says was allocated.
+def find_sparsities(job: Job, walk: Walk, padding: Padding, pinned: Pinned) -> Sparsities:
+    """Allocate the sparsity of a job by a dry run, or take the allocation from its journal.
 
     Args:
-        sparsity: The fraction of all weights to remove.
-        changes: Makes the dry run, over a model that is still dense.
-        journal: Keeps what is found; a run that goes on does not measure again.
+        job: The job, whose model is still dense.
+        walk: A walk of its own over the model, at its start.
+        padding: Separates tokens from padding.
+        pinned: Keeps a block on the device while it runs.
+
+    Raises:
+        TargetError: The model returns nothing that can be compared, or no finite numbers.
     """
-    if journal is not None and (known := journal.manifest.allocation):
+    if job.settings.allocation == "uniform":
+        return Sparsities()
+    if job.journal is not None and (known := job.journal.manifest.allocation):
         patterns = {name: Unstructured(share) for name, share in known["layers"].items()}
         return Sparsities(known["blocks"], patterns)
-    found = changes()
-    if not found:
+    changes = _dry_run(job, walk, padding, pinned)
+    if not changes:
         return Sparsities()
-    blocks = allocate(sparsity, found)
-    patterns = patterns_of_layers(blocks, found)
-    if journal is not None:
+    blocks = allocate(job.settings.recipe.pattern.sparsity, changes)
+    patterns = patterns_of_layers(blocks, changes)
+    if job.journal is not None:
         shares = {name: pattern.sparsity for name, pattern in patterns.items()}
-        journal.allocate({"blocks": blocks, "layers": shares})
+        job.journal.allocate({"blocks": blocks, "layers": shares})
     return Sparsities(blocks, patterns)
 
 

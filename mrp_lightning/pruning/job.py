@@ -13,10 +13,9 @@ from mrp_lightning.errors import ERROR_OF_ARGUMENT, MethodError, OptionError, Ta
 from mrp_lightning.journal.journal import Journal, SharedJournal
 from mrp_lightning.narrowing.columns import check_column_method
 from mrp_lightning.processes import ALONE, Processes
-from mrp_lightning.pruning.allocation import check_allocation
 from mrp_lightning.pruning.block_tuner import BlockTuning
 from mrp_lightning.records.report import LayerReport, PruningReport
-from mrp_lightning.solver.patterns import Dense
+from mrp_lightning.solver.patterns import Dense, SemiStructured
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.blocks import as_patterns
 from mrp_lightning.targets.plan import Plan
@@ -27,6 +26,7 @@ from mrp_sparse.formats.grid import GROUP_SIZE
 if TYPE_CHECKING:
     from mrp_lightning.models.streaming import StreamedBlocks
 
+ALLOCATIONS = ("uniform", "output")
 TARGETS = ("own", "dense")
 TARGET_WEIGHT = 0.5
 """The default of `target_weight`, by measurement: see docs/methods.md."""
@@ -150,7 +150,7 @@ class Settings:
                 "leave it out: then all layers in the blocks are pruned."
             )
         for name in _NAMES:
-            object.__setattr__(self, name, as_patterns(getattr(self, name)))
+            object.__setattr__(self, name, as_patterns(getattr(self, name)) or None)
         if self.structure is not None:
             self._check_structure()
         recipe = Recipe.of(
@@ -163,8 +163,8 @@ class Settings:
             bits=self.bits,
             group_size=self.group_size,
         )
-        check_allocation(self.allocation, recipe.pattern)
         object.__setattr__(self, "recipe", recipe)
+        self._check_allocation()
         object.__setattr__(self, "target_weight", self._checked_target_weight())
 
     @property
@@ -208,6 +208,24 @@ class Settings:
                 "what stays."
             )
 
+    def _check_allocation(self) -> None:
+        pattern, start = self.recipe.pattern, f"`allocation: {self.allocation}` gives blocks"
+        if self.allocation not in ALLOCATIONS:
+            raise OptionError(
+                f"`allocation` must be one of {', '.join(ALLOCATIONS)}; got {self.allocation!r}."
+            )
+        if self.allocation != "uniform" and isinstance(pattern, Dense):
+            raise OptionError(
+                f"{start} different sparsities, and nothing is removed. Give `sparsity` beside "
+                "`bits`, or leave `allocation` out."
+            )
+        if self.allocation != "uniform" and isinstance(pattern, SemiStructured):
+            raise OptionError(
+                f'{start} different sparsities, but pattern "{pattern}" removes {pattern.removed} '
+                f"of every {pattern.group} weights everywhere. Give `sparsity` in place of "
+                "`pattern`, or leave `allocation` out."
+            )
+
     def _checked_target_weight(self) -> float | None:
         weight, method = self.target_weight, self.recipe.method
         if self.target not in TARGETS:
@@ -248,7 +266,7 @@ class Settings:
     def config(self) -> dict[str, Any]:
         """The settings as a report keeps them, in plain values that `from_config` takes again."""
         config = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
-        config |= {name: list(config[name]) or None for name in _NAMES}
+        config |= {name: config[name] and list(config[name]) for name in _NAMES}
         return config | {"tuning": asdict(self.block_tuning) if self.block_tuning else None}
 
     def state(self) -> dict[str, Any]:

@@ -23,11 +23,11 @@ from mrp_lightning.calibration.walks import DenseStream, Rerun, Walk, WholeModel
 from mrp_lightning.errors import TargetError
 from mrp_lightning.journal.block_record import BlockRecord
 from mrp_lightning.narrowing.narrow import BlockTrial, rerouted
-from mrp_lightning.pruning.allocation import DryRun, Sparsities, find_sparsities
+from mrp_lightning.pruning.allocation import find_sparsities
 from mrp_lightning.pruning.block import BlockPruner
 from mrp_lightning.pruning.block_tuner import BlockTuner
 from mrp_lightning.pruning.job import Job
-from mrp_lightning.records.report import BlockReport, LayerReport, PruningReport
+from mrp_lightning.records.report import BlockReport, LayerReport
 from mrp_lightning.targets.blocks import Block
 from mrp_lightning.targets.layers import Layer
 from mrp_lightning.targets.plan import refuse_not_finite
@@ -109,7 +109,7 @@ class _Walker:
         self.report.config["walk"] = walk.name
         dense = self._dense_stream(walk)
         tuner = self._tuner(walk, dense)
-        sparsities = self._sparsities(walk.twin())
+        sparsities = find_sparsities(job, walk.twin(), self.padding, self.pinned)
         journal = job.journal or ()
         waiting = [k for k, block in enumerate(walk.blocks) if layers[block.name]]
         last = max(waiting, default=-1)
@@ -236,34 +236,6 @@ class _Walker:
         with self.pinned(walk.blocks[0].module):
             tuner.check(job.plan.layers)
         return tuner
-
-    def _sparsities(self, walk: Walk) -> Sparsities:
-        """Allocate the sparsity, where that is asked for, by a dry run along a walk of its own."""
-        job = self.job
-        if job.settings.allocation == "uniform":
-            return Sparsities()
-        plain = replace(job.settings, true_sequential=False, target="own", target_weight=None)
-
-        def tell(task: str) -> None:
-            job.tell(0, f"dry run, {task}")
-
-        def prune(k: int, layers: list[Layer]) -> set[str]:
-            alone = replace(job, settings=plain, report=PruningReport({}))
-            return {
-                row.name for row in BlockPruner(alone, walk, k, self.padding, tell).prune(layers)
-            }
-
-        dry_run = DryRun(
-            model=job.model,
-            walk=walk,
-            layers=job.plan.layers,
-            padding=self.padding,
-            pinned=self.pinned,
-            prune=prune,
-            tell=tell,
-            processes=job.processes,
-        )
-        return find_sparsities(job.settings.recipe.pattern.sparsity, dry_run.changes, job.journal)
 
 
 def _hidden(walk: Walk, k: int) -> Tensor | None:

@@ -16,11 +16,10 @@ from mrp_lightning.pruning.allocation import (
     Change,
     _divergence,
     allocate,
-    check_allocation,
     patterns_of_layers,
 )
+from mrp_lightning.pruning.job import Settings
 from mrp_lightning.pruning.prune_layer import prune_layer
-from mrp_lightning.solver.patterns import make_pattern
 
 OUTPUT = {"allocation": "output"}
 
@@ -326,10 +325,9 @@ def test_blocks_that_are_alike_share_alike():
 
 def test_what_it_is_not_for_is_refused(batches):
     with pytest.raises(OptionError, match="uniform, output; got 'owl'"):
-        check_allocation("owl", make_pattern(0.7, None))
+        Settings(method="SM", sparsity=0.7, allocation="owl")
     with pytest.raises(OptionError, match='`allocation: output` .* "2:4" removes 2 of every 4'):
-        check_allocation("output", make_pattern(None, "2:4"))
-    check_allocation("uniform", make_pattern(None, "2:4"))
+        Settings(method="SM", pattern="2:4", allocation="output")
     model = nn.Sequential(nn.Linear(8, 8))
     with pytest.raises(TargetError, match="`allocation` work on repeated blocks"):
         prune_model(

@@ -13,7 +13,7 @@ def made(method="SM", pattern=None, **options) -> Settings:
 
 def test_all_is_off_by_default():
     settings = made()
-    assert (settings.target_weight, settings.block_tuning, settings.targets) == (None, None, ())
+    assert (settings.target_weight, settings.block_tuning, settings.targets) == (None, None, None)
     given = {"method": "SM", "sparsity": 0.5}
     assert settings.config() == Settings.defaults() | given
 
