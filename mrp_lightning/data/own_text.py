@@ -48,28 +48,28 @@ from mrp_lightning.text.windows import Cutter
 log = logging.getLogger(__name__)
 
 DIRECTORY = ".own-text"
-"""The directory of kept windows, beside the runs that are calibrated on them. It may be deleted."""
+"""The directory of stored windows, next to the runs calibrated on them. It may be deleted."""
 _FILE = re.compile(r"windows-([0-9]{1,9})-([0-9]{1,9})\.safetensors")
 _RULE = 1
-"""By which rule tokens are drawn: raised when the same sampling gives other windows."""
+"""The version of the draws: raised when the same sampling gives other windows."""
 _LONGEST = 256
 """Tokens of a piece: the longer a model writes, the farther it drifts from its training text."""
 _TIMED_TOKENS = 16
-"""By how many tokens of a batch the time of all is estimated."""
+"""Tokens of a batch after which the time of all batches is estimated."""
 _MEASURED_TOKENS = 3
 """Tokens that are written to measure the time of one; the first includes what is made once."""
 
-Report = Callable[[int, int], None]
+_Report = Callable[[int, int], None]
 """Takes the number of finished windows, and of tokens in the batch that is being written."""
-Reporting = Callable[[list[range], int], AbstractContextManager[Report]]
+_Reporting = Callable[[list[range], int], AbstractContextManager[_Report]]
 """Begins to report on the batches of this process, of so many windows in all processes."""
 
 
 class OwnText:
-    """Calibration windows that the model of a trainer writes, or wrote before.
+    """Calibration windows that the model of a trainer writes.
 
-    Each window is made of pieces of at most 256 tokens, all as long, each from the start of a text.
-    They are kept beside the run, in a directory that all runs beside it share.
+    Each window is made of equally long pieces of at most 256 tokens, each from the start of a text.
+    Pieces are stored next to the run, for all runs in that directory.
 
     Args:
         trainer: The trainer, which has set up its strategy; `None` if there is none yet.
@@ -81,13 +81,7 @@ class OwnText:
         self._trainer = trainer
 
     def writer(self) -> PreTrainedModel:
-        """Return the model that is going to write.
-
-        Raises:
-            DataError: There is no trainer that runs a model.
-            OptionError: Its blocks stay in files.
-            TargetError: It cannot write text.
-        """
+        """Return the trainer's model; raise if there is none, or it cannot write text."""
         module = None if self._trainer is None else self._trainer.lightning_module
         if module is None:
             raise DataError(
@@ -104,18 +98,16 @@ class OwnText:
         return require_writer(models[0] if len(models) == 1 else None)
 
     def draw(self, cutter: Cutter, count: int, seed: int) -> Tensor:
-        """Write windows (count, length), int64, the same in all processes, which all call this.
+        """Return windows (count, length), int64, the same in all processes, which all call this.
 
         Raises:
-            DataError: There is no trainer that runs a model, or what it writes is nothing to
-                calibrate on.
+            DataError: The model writes nothing that is worth calibrating on.
             Interrupted: SIGTERM came.
         """
         model, trainer = self.writer(), self._trainer
         assert trainer is not None
         pieces, sampling = _pieces(model, cutter, seed)
         processes = processes_of(trainer)
-
         reporting = partial(_reported, trainer, sampling.length)
         with all_or_none(processes), _on_device(trainer):
             directory = _directory(trainer, model, sampling)
@@ -163,7 +155,7 @@ def _pieces(model: PreTrainedModel, cutter: Cutter, seed: int) -> tuple[int, Sam
 
 
 def _directory(trainer: Trainer, model: PreTrainedModel, sampling: Sampling) -> Path | None:
-    """Where the windows are kept, `None` where the run keeps nothing; all processes call this."""
+    """The directory of the windows, `None` where the run saves nothing; all processes call this."""
     directories = [callback.kept_beside for callback in callbacks_that_prune(trainer)]
     run = next((directory for directory in directories if directory is not None), None)
     if run is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
@@ -208,7 +200,7 @@ def _unreported(finished: int, tokens: int) -> None:
 @contextmanager
 def _reported(
     trainer: Trainer, length: int, batches: list[range], windows: int
-) -> Iterator[Report]:
+) -> Iterator[_Report]:
     """Show the tokens written in the trainer's bar, log the time once, and end at SIGTERM."""
     if not batches:
         yield _unreported
@@ -241,9 +233,9 @@ def write_together(
     count: int,
     directory: Path | None,
     processes: Processes,
-    reporting: Reporting = lambda *_: nullcontext(_unreported),
+    reporting: _Reporting = lambda *_: nullcontext(_unreported),
 ) -> Tensor:
-    """Let a model write windows, but for those that are kept; all processes call this.
+    """Return windows of the model's own text, stored or new; all processes call this.
 
     Args:
         model: The model, the same in all processes.
@@ -252,14 +244,14 @@ def write_together(
         directory: The directory of a file for each batch, `None` to keep none; machines need not
             share it.
         processes: The processes, each of which writes some of the batches.
-        reporting: Reports the progress of this process, if it has any batches.
+        reporting: Begins a report of the progress of this process.
 
     Returns:
         The token ids (count, length), int64, the same in all processes.
 
     Raises:
-        DataError: What the model writes is nothing to calibrate on.
-        OSError: A batch cannot be kept.
+        DataError: The model writes nothing that is worth calibrating on.
+        OSError: A batch cannot be stored.
     """
     length = sampling.length
     windows = _of_all(processes, _read_kept(directory, length, count))
@@ -279,7 +271,7 @@ def write_together(
 
 
 def _read_kept(directory: Path | None, length: int, count: int) -> dict[int, Tensor]:
-    """Those of the first windows (length,) that are in files, by number."""
+    """The stored windows (length,) among the first `count`, by number."""
     windows: dict[int, Tensor] = {}
     for file in sorted(directory.glob("windows-*")) if directory else ():
         name = _FILE.fullmatch(file.name)
@@ -324,7 +316,7 @@ def _batches(windows: list[int], most: int, processes: int) -> list[range]:
 def _write(
     model: PreTrainedModel, sampling: Sampling, windows: range, report: Callable[[int], None]
 ) -> Tensor:
-    """Write a batch, in halves where memory is too small for it; reports its tokens so far."""
+    """Write a batch, in halves where memory is too small for it, and report its tokens so far."""
     try:
         return write(model, sampling, windows, lambda length: report(len(windows) * length))
     except (MemoryError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""A language model writes windows of text, drawn from its own distribution."""
+"""Windows of text that a language model writes, drawn from its own distribution."""
 
 import logging
 import os
@@ -30,12 +30,12 @@ log = logging.getLogger(__name__)
 _MOST_AT_ONCE = 64
 _MOST_OF_ONE_TOKEN = 0.9
 """The part of all tokens that may be one and the same, in a text that is worth calibrating on."""
-_FEW_TOKENS = 16  # that may be the same by chance
+_FEW_TOKENS = 16  # may be the same by chance
 _CHECKED = 64  # tokens of a window that is read again, all at once
 _AGREEING = 0.75
-"""The part of these that must be drawn again but for rounding; of another state it is a tenth."""
+"""The part of the checked tokens that must agree but for rounding; by chance a tenth does."""
 _ROUNDING = 0.05
-"""How far from its token's a random number may be, in probability: as bfloat16 rounds logits."""
+"""The distance, in probability, by which rounded logits may move the edges of a token."""
 _COPIES_OF_LOGITS = 6  # in float32, while a token is drawn
 
 
@@ -57,7 +57,7 @@ class Sampling:
     first: Tensor
 
     def uniforms(self, windows: range) -> Tensor:
-        """The random number in [0, 1) for each token of some windows (windows, length), float32."""
+        """Return random numbers in [0, 1), one for each token (windows, length), float32."""
         numbers = [
             np.random.default_rng([self.seed % 2**64, n]).random(self.length, np.float32)
             for n in windows
@@ -65,7 +65,7 @@ class Sampling:
         return torch.from_numpy(np.stack(numbers))
 
     def starts(self, uniforms: Tensor) -> Tensor:
-        """The tokens that each window begins with (windows, tokens), int64."""
+        """Return the tokens that each window begins with (windows, tokens), int64."""
         if len(self.prefix):
             return self.prefix.expand(len(uniforms), -1)
         return self.first[(uniforms[:, :1].double() * len(self.first)).long()]
@@ -112,7 +112,7 @@ def _cache(model: PreTrainedModel, length: int) -> dict[str, Cache]:
     return {"past_key_values": cache}
 
 
-class InverseTransform(LogitsProcessor):
+class _InverseTransform(LogitsProcessor):
     """Draws tokens by random numbers, at temperature 1 from the whole vocabulary.
 
     The token for a number u is the first one up to which the probabilities of the vocabulary, in
@@ -201,7 +201,7 @@ def _generate(
     report: Callable[[int], None],
     cache: dict[str, Any],
 ) -> Tensor:
-    processor = InverseTransform(uniforms.to(model.device), report)
+    processor = _InverseTransform(uniforms.to(model.device), report)
     written: Tensor = model.generate(  # type: ignore[operator]
         starts.to(model.device),
         attention_mask=torch.ones_like(starts, device=model.device),
@@ -220,8 +220,8 @@ def _agrees(model: PreTrainedModel, written: Tensor, uniforms: Tensor, start: in
     logits = model(read, use_cache=False).logits[0, start - 1 : -1]
     upper, tokens = _cumulative(logits), read[0, start:, None]
     wanted = uniforms[0, start : read.shape[1], None].to(upper) * upper[:, -1:]
-    # Where many tokens are likely, rounding draws another one. The numbers that draw a token are
-    # from the sum up to the one before it to its own.
+    # Where many tokens are likely, rounding draws another one. A token t is drawn by the numbers
+    # from the cumulative probability of t − 1 to that of t.
     lower = torch.where(tokens > 0, upper.gather(1, (tokens - 1).clamp_min(0)), 0.0)
     apart = torch.maximum(lower - wanted, wanted - upper.gather(1, tokens))
     return float((apart < _ROUNDING).float().mean()) > _AGREEING

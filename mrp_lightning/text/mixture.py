@@ -23,9 +23,9 @@ from mrp_lightning.text.windows import Cutter
 
 SELF = "self"
 """The text that the model writes itself."""
-STDLIB = "stdlib"
+_STDLIB = "stdlib"
 """The source code of Python's standard library."""
-ARGUMENTS = ("train_files", "dataset")
+_ARGUMENTS = ("train_files", "dataset")
 """The text that the argument of this name gives."""
 
 _TOLERANCE = 1e-6  # of the sum of all shares, as 0.333333 three times is
@@ -57,13 +57,13 @@ def shares_of(calibration: str | Mapping[str, float]) -> dict[str, float]:
     if not wrong and abs(math.fsum(shares.values()) - 1) > _TOLERANCE:
         total = math.fsum(shares.values())
         wrong = [f"expected shares that are 1 in all, as in {{self: 0.5, c4: 0.5}}; got {total:g}"]
-    names = (SELF, STDLIB, *CALIBRATION, *ARGUMENTS)
+    names = (SELF, _STDLIB, *CALIBRATION, *_ARGUMENTS)
     unknown = [n for n in shares if n not in names and not Path(n).expanduser().is_file()]
     if unknown:
         wrong += [
             f"{', '.join(map(repr, unknown))} unknown. Expected {SELF} (the model writes its "
-            f"own text), {STDLIB} (Python's standard library), {', '.join(CALIBRATION)} "
-            f"(published texts), {' or '.join(ARGUMENTS)} (what `data.train_files` or "
+            f"own text), {_STDLIB} (Python's standard library), {', '.join(CALIBRATION)} "
+            f"(published texts), {' or '.join(_ARGUMENTS)} (what `data.train_files` or "
             "`data.dataset` gives), or a file that exists"
         ]
     if wrong:
@@ -76,7 +76,7 @@ def texts_by_name(evaluation: Mapping[str, str] | Sequence[str] | str | None) ->
 
     Each name is to be part of the name of a metric.
     """
-    known, is_named = (STDLIB, *EVALUATION), isinstance(evaluation, Mapping)
+    known, is_named = (_STDLIB, *EVALUATION), isinstance(evaluation, Mapping)
     texts = [evaluation] if isinstance(evaluation, str) else evaluation or []
     by_name = dict(evaluation) if isinstance(evaluation, Mapping) else {t: t for t in texts}
     wrong = [
@@ -115,7 +115,7 @@ def exclusive_keys(calibration: object) -> list[list[Keys]]:
 
 def _named_keys(calibration: object) -> list[str]:
     sources = calibration if isinstance(calibration, Mapping) else [calibration]
-    return [key for key in ARGUMENTS if key in sources]
+    return [key for key in _ARGUMENTS if key in sources]
 
 
 def check_keys(calibration: object, present: Collection[str]) -> None:
@@ -137,8 +137,8 @@ def source_named(name: str, *, column: str, directory: Path | None) -> TextSourc
 
     `column` is the key of the text in .jsonl files, `directory` that of copies of published texts.
     """
-    if name == STDLIB:
-        return StandardLibrary(STDLIB)
+    if name == _STDLIB:
+        return StandardLibrary(_STDLIB)
     if name in PUBLISHED:
         return replace(PUBLISHED[name], directory=directory)
     path = Path(name).expanduser()
@@ -173,7 +173,7 @@ class Mixture:
     @property
     def name(self) -> str:
         """The names of the sources, each with its share where there are several."""
-        names = {key: key if key in ARGUMENTS else self.sources[key].name for key in self.shares}
+        names = {key: key if key in _ARGUMENTS else self.sources[key].name for key in self.shares}
         if len(names) == 1:
             return "".join(names.values())
         return " + ".join(f"{share:.3g} {names[key]}" for key, share in self.shares.items())

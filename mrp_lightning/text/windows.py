@@ -16,10 +16,10 @@ from torch.utils.data import Dataset
 from mrp_lightning.environment import progress_log as log
 from mrp_lightning.errors import DataError
 
-IGNORED = -100
-"""The label of a token that is not to be predicted, as everywhere in torch and transformers."""
+_IGNORED = -100
+"""The label of a token that is not predicted, as in torch and transformers."""
 SEPARATOR = "\n\n"
-"""Between the documents of a text that is not published, as SparseGPT joins those of WikiText2."""
+"""Stands between the documents of a text, as SparseGPT joins those of WikiText2."""
 
 
 class Windows(Dataset[Any]):
@@ -42,7 +42,7 @@ class Windows(Dataset[Any]):
         if not self.prefix:
             return ids
         labels = ids.clone()
-        labels[: self.prefix + 1] = IGNORED
+        labels[: self.prefix + 1] = _IGNORED
         return {"input_ids": ids, "labels": labels}
 
 
@@ -60,7 +60,7 @@ _MANY_CHARACTERS = 2_000_000
 
 
 def tokenize(tokenizer: Any, text: str, *, special_tokens: bool = True) -> Tensor:
-    """The token ids of a whole text (tokens,), int32, with special tokens, such as BOS, or not."""
+    """Return the token ids of a whole text (tokens,), int32, with or without special tokens."""
     return torch.tensor(_encode(tokenizer, text, special_tokens=special_tokens), dtype=torch.int32)
 
 
@@ -91,7 +91,7 @@ def _encode(tokenizer: Any, text: str | list[str], *, special_tokens: bool) -> A
 
 
 _MOST_READINGS = 16
-"""How often random windows may read a text over on the average."""
+"""The most times that random windows may read a text on average."""
 _SAMPLED_DOCUMENTS = 64
 _SAMPLED_CHARACTERS = 10_000  # of a document
 
@@ -131,11 +131,11 @@ def consecutive_windows(tokens: Tensor, length: int, name: str) -> Tensor:
 
 
 Segments = Callable[[Sequence[str], Any, Draws, str], Tensor]
-"""Draws pieces (count, length), int64, of documents: their tokenizer, draws and name follow."""
+"""Draws pieces (count, length), int64, of documents, by their tokenizer, draws and name."""
 
 
 def segments_of_text(tokens: Tensor, draws: Draws, name: str) -> Tensor:
-    """Random pieces of one text (tokens,), drawn as SparseGPT's `get_wikitext2` and `get_ptb`."""
+    """Draw pieces of one text (tokens,), as SparseGPT's `get_wikitext2` and `get_ptb`."""
     if len(tokens) <= draws.length:
         raise DataError(
             f"TextDataModule: the {name} text has only {len(tokens)} tokens, and random windows "
@@ -147,14 +147,14 @@ def segments_of_text(tokens: Tensor, draws: Draws, name: str) -> Tensor:
 
 
 def segments_of_joined(documents: Sequence[str], tokenizer: Any, draws: Draws, name: str) -> Tensor:
-    """Random pieces of all documents, joined by spaces and tokenized as one text."""
+    """Draw pieces of all documents, joined by spaces and tokenized as one text."""
     return segments_of_text(tokenize(tokenizer, " ".join(documents)), draws, name)
 
 
 def segments_of_documents(
     documents: Sequence[str], tokenizer: Any, draws: Draws, name: str
 ) -> Tensor:
-    """Random pieces of random long documents, each from a single one.
+    """Draw pieces of random long documents, each from a single one.
 
     The draws are SparseGPT's (`get_c4`): a document until one has more tokens than a window, then
     where its piece starts. Only documents that are drawn are read, and tokenized once.
@@ -188,10 +188,10 @@ def segments_of_documents(
 def segments_across_documents(
     documents: Sequence[str], tokenizer: Any, draws: Draws, name: str, separator: str = SEPARATOR
 ) -> Tensor:
-    """Random pieces that start in a random document; where it ends too soon the next ones follow.
+    """Draw pieces that start in a random document; where it ends too soon the next ones follow.
 
-    For texts of short documents, of which `segments_of_documents` would find none. The separator
-    ends each document. Only documents that windows reach are read, and tokenized once as the first
+    Texts of short documents need this: `segments_of_documents` would use none. The separator ends
+    each document. Only documents that windows reach are read, and tokenized once as the first
     of a window and once as a later one, where no BOS stands before them.
     """
 
