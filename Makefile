@@ -46,13 +46,16 @@ results: $(patsubst %,runs/models/%/config.json,opt bloom mamba)
 	$(BIN)/python -m mrp_lightning sweep --config configs/sweeps/ablations.yaml
 	$(MAKE) docs/results.md docs/ablations.md
 
-# A page that a sweep wrote to runs/pages, with its pictures, in place of that in docs:
-# `make docs/frontier.md` after frontier.yaml, `make docs/real-model.md` after real_page.yaml.
-docs/%.md: runs/pages/%.md
+# A page of docs/ with its pictures, made of the runs of its sweep: `make docs/frontier.md` after
+# frontier.yaml, `make docs/real-model.md` after real_page.yaml.
+docs/%.md: lab/pages/%.yaml FORCE
+	$(BIN)/python lab/page.py --config $<
 	rm -rf docs/$*
 	mkdir docs/$*
 	cp runs/pages/$*/*.* docs/$*
-	cp $< $@
+	cp runs/pages/$*.md $@
+
+FORCE:
 
 # mambapy has a scan that can be trained on a CPU. It is kept out of .venv, so that models are pruned
 # and evaluated by transformers alone.

@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from export import to_gguf
 from mrp_lightning.commands.sweep import read_sweep
 from mrp_lightning.environment import quiet_lightning
-from mrp_lightning.experiments.configuration import Configured
-from mrp_lightning.experiments.execute import configure
+from mrp_lightning.experiments.running import RunConfiguration, configure
 from mrp_lightning.experiments.runs import find_runs
-from mrp_lightning.experiments.scores import scores
+from mrp_lightning.experiments.scores import scores_of
 from mrp_lightning.experiments.trials import Trial, parse_setting
 from mrp_lightning.solver.patterns import Dense
 from mrp_lightning.solver.recipe import Recipe
@@ -87,7 +86,8 @@ class Costs:
         """What the runs of the sweep found."""
         for run in find_runs(Path(self.sweep.out, self.model)):
             trial = run.trial
-            (found,) = [s.value for score, s in scores(run).items() if score.metric == "perplexity"]
+            rows = [row for row in scores_of(run) if row["score"].metric == "perplexity"]
+            (found,) = [row["value"] for row in rows]
             if trial.method is None:
                 yield Cost(DENSE, DENSE, 16, found)
                 continue
@@ -140,14 +140,14 @@ class Costs:
             yield Cost(f"llama.cpp {kind}", "llama.cpp", bits_of_gguf(file), found)
             file.unlink()
 
-    def perplexity(self, cli: Configured) -> float:
+    def perplexity(self, cli: RunConfiguration) -> float:
         """The perplexity of a model on the windows of the sweep."""
         with quiet_lightning():
             cli.trainer.test(cli.model, datamodule=cli.datamodule, verbose=False)
         (found,) = cli.model.evaluation.values()
         return float(found["perplexity"])
 
-    def _built(self, source: Path | None = None) -> Configured:
+    def _built(self, source: Path | None = None) -> RunConfiguration:
         """The model as the sweep loads it, or another file of it."""
         cli = configure(Trial(self.model), self.sweep)
         cli.config["trainer.enable_progress_bar"] = False
@@ -159,7 +159,7 @@ class Costs:
             cli.build()
         return cli
 
-    def _layers(self, cli: Configured) -> list[nn.Linear]:
+    def _layers(self, cli: RunConfiguration) -> list[nn.Linear]:
         plan = make_plan(cli.model.model, Dense())
         return [layer.module for of_block in plan.layers.values() for layer in of_block]  # type: ignore[misc]
 

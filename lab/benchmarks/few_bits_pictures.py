@@ -9,15 +9,15 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from mrp_lightning.experiments.numbers import perplexity
-from mrp_lightning.experiments.page.drawing import (
+from mrp_lightning.experiments.pictures import (
     INK,
     MUTED,
     SERIES,
+    Picture,
     new_figure,
     picture,
     set_value_axis,
 )
-from mrp_lightning.experiments.page.parts import Picture
 
 Points = Mapping[str, Sequence[tuple[float, float, str]]]
 """By the name of a line, its points (x, perplexity) and what they are called."""

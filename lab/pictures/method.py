@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mrp_lightning import CausalLM, HessianAccumulator, TextDataModule, prune_weight
 from mrp_lightning.embedded import STDLIB_LLAMA
-from mrp_lightning.experiments.page.drawing import INK, MUTED, PAPER, RULE, STYLE, color_of
+from mrp_lightning.experiments.pictures import INK, MUTED, PAPER, RULE, STYLE, color_of
 
 DIRECTORY = Path(__file__).parents[2] / "docs" / "method"
 LAYER = "model.layers.1.mlp.up_proj"

@@ -18,13 +18,13 @@ from torch.utils.data import DataLoader
 from callbacks import MRPCallback
 from mrp_lightning import CausalLM, HessianAccumulator, TextDataModule, Trainer, prune_weight
 from mrp_lightning.embedded import STDLIB_LLAMA
-from mrp_lightning.experiments.page.drawing import (
+from mrp_lightning.experiments.pictures import (
     PAPER,
     RULE,
     STYLE,
     color_of,
     label_ends,
-    lines,
+    line_styles,
     marker_of,
 )
 
@@ -150,7 +150,7 @@ def draw_errors(errors: Mapping[str, list[float]]) -> Figure:
     axes = figure.subplots()
     methods = [str(recipe["method"]) for recipe in RECIPES.values()]
     ends = {}
-    for (name, values), line in zip(errors.items(), lines(methods), strict=True):
+    for (name, values), line in zip(errors.items(), line_styles(methods), strict=True):
         axes.plot(values, **line)
         ends[name] = (len(values) - 1.0, values[-1], str(line["color"]))
     axes.set(xlabel="after block", ylabel="‖x̂ − x_d‖² / ‖x_d‖²", ylim=(0, None))

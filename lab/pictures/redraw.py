@@ -2,20 +2,22 @@
 
     python lab/pictures/redraw.py
 
-A sweep draws them with its page. This draws them again where the runs are no longer there.
+`lab/page.py` draws them with their page. This draws them again where the runs are no longer there.
 """
 
 import re
+import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import pandas as pd
+from page import on_paper
+from pages.excess import draw_excess
+from pages.peers import NO_PEERS, read_peers, read_tables
 
 from mrp_lightning import MethodError
-from mrp_lightning.experiments.page.drawing import PAPER
-from mrp_lightning.experiments.page.excess import draw_excess
-from mrp_lightning.experiments.page.parts import Picture
-from mrp_lightning.experiments.page.peers import NO_PEERS, read_peers, read_tables
-from mrp_lightning.experiments.page.pictures import Scale, draw_lines
+from mrp_lightning.experiments.pictures import Scale, draw_lines
 from mrp_lightning.experiments.trials import canonical_method
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -72,7 +74,7 @@ def draw(page: str, model: str, table: pd.DataFrame, column: str, peers: dict) -
     name = column.partition(" @")[0]
     is_text = " " not in name
     drawn = draw_excess(name, model, panels, methods, dense=dense, peers=peers if is_text else {})
-    save(drawn, file)
+    (DOCS / file).write_text(on_paper(drawn), encoding="utf-8")
 
 
 def draw_option(model: str, setting: str, option: str, held: pd.DataFrame) -> None:
@@ -88,14 +90,8 @@ def draw_option(model: str, setting: str, option: str, held: pd.DataFrame) -> No
     how = (methods, Scale(column, "{:.3f}".format, zero=False))
     band = (means - spread, means + spread)
     drawn = draw_lines(option, model, means, *how, across=option, band=band)
-    save(drawn, f"ablations/{model}-{setting.replace(':', 'of').rstrip('%')}-{option}.svg")
-
-
-def save(drawn: Picture, name: str) -> None:
-    """Write a picture, on paper."""
-    paper = f'\\1<rect width="100%" height="100%" fill="{PAPER}"/>'
-    svg = re.sub("(<svg[^>]*>)", paper, drawn.svg.decode(), count=1)
-    (DOCS / name).write_text(svg, encoding="utf-8")
+    file = f"ablations/{model}-{setting.replace(':', 'of').rstrip('%')}-{option}.svg"
+    (DOCS / file).write_text(on_paper(drawn), encoding="utf-8")
 
 
 def numbers(cell: str) -> tuple[float, float]:

@@ -18,8 +18,8 @@ def main(args: Sequence[str]) -> None:
     directory = runs[0].directory if runs[0].unfinished else options.run_dir
     out = options.out or directory / "report.html"
     with extra("report", "`report`"):
-        from mrp_lightning.experiments.page import page as pages
-    pages.check_out(out, overwrite=options.overwrite)
+        from mrp_lightning.experiments import page as pages
+    pages.check_page(out, overwrite=options.overwrite)
     command = shlex.join(["python", "-m", "mrp_lightning", "report", *args])
     page = pages.make_page(runs, options.run_dir.resolve().name, options.title, command=command)
     pages.write_page(page, out, overwrite=options.overwrite)

@@ -1,16 +1,14 @@
 """`python -m mrp_lightning sweep`: many runs, resumed after an interruption, and their tables."""
 
-import shlex
 import sys
 from pathlib import Path
 
 from mrp_lightning.cli.parser import Parser
-from mrp_lightning.environment import extra
 from mrp_lightning.errors import FAILED
 from mrp_lightning.experiments.sweep import Sweep
 from mrp_lightning.outputs import require_writable
 
-_WHAT = str(Sweep.__doc__).partition("Args:")[0].strip()
+_DESCRIPTION = str(Sweep.__doc__).partition("Args:")[0].strip()
 
 
 def main(args: list[str]) -> None:
@@ -30,35 +28,17 @@ def main(args: list[str]) -> None:
     from rich.console import Console
     from rich.markdown import Markdown
 
-    from mrp_lightning.experiments.making import comparable_runs, make_runs
-    from mrp_lightning.experiments.models import find_models
-    from mrp_lightning.experiments.page import tables
+    from mrp_lightning.experiments.running import comparable_runs, make_runs
+    from mrp_lightning.experiments.runs import find_models
+    from mrp_lightning.experiments.scores import check_tables, write_tables
 
-    tables.check_out(Path(sweep.out))
-    if sweep.page:
-        with extra("report", "`page`"):
-            from mrp_lightning.experiments.page.page import check_markdown, write_markdown
-            from mrp_lightning.experiments.page.peers import NO_PEERS, read_peers
-        check_markdown(Path(sweep.page))
-        peers = read_peers(Path(sweep.peers)) if sweep.peers else NO_PEERS
+    check_tables(Path(sweep.out))
     console = Console()
     failed = make_runs(sweep, console)
     if runs := comparable_runs(sweep, console):
-        text = tables.write(find_models(runs), Path(sweep.out))
+        text = write_tables(find_models(runs), Path(sweep.out))
         console.print(Markdown(text))
         console.print(f"The tables are in {sweep.out}/results.md, results.csv and results.json.")
-    if runs and sweep.page:
-        write_markdown(
-            Path(sweep.page),
-            runs,
-            title=sweep.title,
-            description=sweep.description,
-            remarks=sweep.remarks,
-            command=shlex.join(["python", "-m", "mrp_lightning", "sweep", *args]),
-            continuations=sweep.continuations,
-            peers=peers,
-        )
-        console.print(f"The page is {sweep.page}.")
     if failed:
         names: dict[str, list[str]] = {}
         for trial, error in failed.items():
@@ -69,15 +49,15 @@ def main(args: list[str]) -> None:
 
 
 def read_sweep(args: list[str]) -> Sweep:
-    """The sweep of a command line.
+    """Read the sweep of a command line.
 
     Raises:
         OptionError: A setting, a method or `only` is wrong.
     """
-    parser = Parser(prog="python -m mrp_lightning sweep", description=_WHAT)
+    parser = Parser(prog="python -m mrp_lightning sweep", description=_DESCRIPTION)
     parser.add_argument("--config", action="config", help="YAML of a sweep; may be repeated.")
     parser.add_class_arguments(Sweep)
-    found = parser.parse_args(args)
+    options = parser.parse_args(args)
     parser.refuse_unknown()
-    parsed = parser.instantiate(found)
-    return Sweep(**{key: value for key, value in vars(parsed).items() if key != "config"})
+    arguments = vars(parser.instantiate(options))
+    return Sweep(**{key: value for key, value in arguments.items() if key != "config"})

@@ -1,15 +1,17 @@
-"""Finding runs on disk and reading what they say: the one reader that tables and pages share."""
+"""Runs on disk, and their groups: the runs of one model, and of each those of one configuration."""
 
+import json
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from mrp_lightning.errors import FormatError
-from mrp_lightning.experiments.trials import Trial, method_rank
+from mrp_lightning.experiments.trials import Trial, has_blocks, method_rank
 from mrp_lightning.files import save_ours
 from mrp_lightning.journal.journal import find_journal, unfinished_report
 from mrp_lightning.json_files import as_json, read_as, read_json
@@ -20,20 +22,25 @@ from mrp_lightning.records.report import LayerReport, PruningReport
 
 log = logging.getLogger(__name__)
 
-EXPORT = "export_report.json"
 TRIAL = "run.json"
-"""Written last by a sweep: a directory that has it holds a finished run."""
+"""Written last by a sweep: a directory with this file holds a finished run."""
 
+_EXPORT = "export_report.json"
 _FORMAT_VERSION = 1
+_BASE_MODEL = "base_model"
+"""The argument that names the source of the model. Sweeps name their models themselves."""
+
+_NO_LABEL = ("method", "pattern", "sparsity", "bits", "walk")
+"""Keys of a report's configuration that are in the setting, or that the run determines itself."""
 
 
 @dataclass(frozen=True)
 class FinishedTrial:
-    """The content of `run.json`: what a sweep did in a directory.
+    """The content of `run.json`.
 
     Attributes:
-        trial: Which of its trials it was.
-        machine: What it was made on.
+        trial: The trial of the sweep.
+        machine: The machine that the run was made on.
         config: The configuration by dotted key, defaults included.
     """
 
@@ -58,14 +65,14 @@ class FinishedTrial:
         Raises:
             FormatError: It is damaged, or of a newer version of mrp-lightning.
         """
-        found = read_as(_Content, path, "make the run again", _FORMAT_VERSION)
-        trial = Trial.from_dict(found.run, f"`run` of {path}")
-        return cls(trial, found.machine, found.config)
+        content = read_as(_TrialContent, path, "make the run again", _FORMAT_VERSION)
+        trial = Trial.from_dict(content.run, f"`run` of {path}")
+        return cls(trial, content.machine, content.config)
 
 
 @dataclass(kw_only=True)
-class _Content:
-    """The content of `run.json`."""
+class _TrialContent:
+    """The JSON of `run.json`."""
 
     run: dict[str, Any]
     machine: str
@@ -73,19 +80,19 @@ class _Content:
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class RunDirectory:
     """A directory with `pruning_report.json`, `evaluation.json`, or both.
 
     Attributes:
-        directory: Where it lies.
+        directory: Its path.
         name: Its path from the directory that was searched.
-        report: What was pruned; `None` for a dense model.
-        evaluation: What the model can do; empty where that was not measured.
-        finished: What a sweep says of it, if a sweep made the run.
-        exported: What `export_report.json` calls the format of the weights, if there is one.
+        report: The report of the pruning; `None` for a dense model.
+        evaluation: The scores of the model; empty where nothing was measured.
+        finished: The content of `run.json`, if a sweep made the run.
+        exported: The format of the weights in `export_report.json`, if there is one.
         weight_bytes: Size of the safetensors files in bytes; `None` where there are none.
-        files: The files that the page keeps as raw data, by name.
-        unfinished: How far a run is that has left a journal, `None` for all others.
+        files: The content of the files, by name.
+        unfinished: The progress of a run that has left a journal, `None` for all others.
     """
 
     directory: Path
@@ -100,7 +107,7 @@ class Run:
 
     @cached_property
     def trial(self) -> Trial:
-        """The trial of its sweep, or what its report tells of one."""
+        """The trial of its sweep, or the one that its report describes."""
         if self.finished:
             return self.finished.trial
         return Trial.of_report(self.report.config) if self.report else Trial("")
@@ -111,7 +118,7 @@ class Run:
         return self.report.layers if self.report else []
 
     @property
-    def pruned(self) -> Sequence[LayerReport]:
+    def pruned_layers(self) -> Sequence[LayerReport]:
         """The pruned layers, in the order in which they were pruned."""
         return self.report.pruned if self.report else []
 
@@ -121,21 +128,16 @@ class Run:
         return self.report.config if self.report else {}
 
     @property
-    def is_beside(self) -> bool:
-        """Whether it was found beside what was searched."""
-        return self.name.startswith("../")
-
-    @property
     def complete(self) -> bool:
         """Whether pruning came to its end."""
         return self.report is None or self.report.complete
 
 
-def find_runs(root: Path) -> list[Run]:
+def find_runs(root: Path) -> list[RunDirectory]:
     """The runs in a directory and beneath it, dense ones first, then by setting, method and name.
 
     Hidden directories are passed over. A journal, or the directory that an unfinished run will
-    write, is that run alone. If all runs are pruned, the dense ones beside `root` are added.
+    write, is that run alone. If all runs are pruned, dense ones next to `root` are added.
 
     Raises:
         FileNotFoundError: There are none.
@@ -145,17 +147,23 @@ def find_runs(root: Path) -> list[Run]:
         return [_unfinished(journal)]
     if not root.is_dir():
         raise FileNotFoundError(f"`RUN_DIR`: {root} is no directory.")
-    runs = [read_run(directory, _name(directory, root)) for directory in sorted(_below(root))]
+    run_directories = []
+    for path, directories, files in os.walk(root):
+        directories[:] = [name for name in directories if not name.startswith(".")]
+        if report.NAME in files or records.NAME in files:
+            run_directories.append(Path(path))
+    runs = [read_run(directory, _name(directory, root)) for directory in sorted(run_directories)]
     if not runs:
         raise FileNotFoundError(
             f"`RUN_DIR`: no {report.NAME} and no {records.NAME} in {root} or beneath it. A run "
             "with `save_dir` writes the first, `zeroshot` and `test` the second."
         )
-    beside = _dense_beside(root) if all(run.report for run in runs) else ()
-    return sorted([*runs, *beside], key=_rank)
+    if all(run.report for run in runs):
+        runs += _dense_next_to(root)
+    return sorted(runs, key=_rank)
 
 
-def read_run(directory: Path, name: str) -> Run:
+def read_run(directory: Path, name: str) -> RunDirectory:
     """Read one run.
 
     Raises:
@@ -163,60 +171,31 @@ def read_run(directory: Path, name: str) -> Run:
     """
     names = (report.NAME, records.NAME)
     files = {n: (directory / n).read_bytes() for n in names if (directory / n).is_file()}
-    trial = directory / TRIAL
-    exported = None
-    if (directory / EXPORT).is_file():
-        exported = str(read_json(directory / EXPORT, "export again").get("format"))
-    weights = [file.stat().st_size for file in directory.glob("*.safetensors")]
-    return Run(
+    trial, exported = directory / TRIAL, None
+    if (directory / _EXPORT).is_file():
+        exported = str(read_json(directory / _EXPORT, "export again").get("format"))
+    return RunDirectory(
         directory=directory,
         name=name,
         report=PruningReport.load(directory / report.NAME) if report.NAME in files else None,
         evaluation=records.read(directory) if records.NAME in files else Evaluation(),
         finished=FinishedTrial.load(trial) if trial.is_file() else None,
         exported=exported,
-        weight_bytes=sum(weights) or None,
+        weight_bytes=sum(f.stat().st_size for f in directory.glob("*.safetensors")) or None,
         files=files,
     )
 
 
-def _unfinished(journal: Path) -> Run:
-    found, progress = unfinished_report(journal)
-    return Run(
+def _unfinished(journal: Path) -> RunDirectory:
+    content, progress = unfinished_report(journal)
+    return RunDirectory(
         directory=journal,
         name=journal.resolve().name.removeprefix(".").removesuffix(".partial"),
-        report=found,
+        report=content,
         evaluation=Evaluation(),
-        files={report.NAME: as_json(found.to_dict()).encode()},
+        files={report.NAME: as_json(content.to_dict()).encode()},
         unfinished=progress,
     )
-
-
-def is_dense_run(directory: Path) -> bool:
-    """Whether a directory holds the evaluation of a model that is not pruned."""
-    return (directory / records.NAME).is_file() and not (directory / report.NAME).exists()
-
-
-def _dense_beside(root: Path) -> Iterator[Run]:
-    """Dense runs beside what was asked for; the page is made without those that are damaged."""
-    try:
-        beside = sorted(root.absolute().parent.iterdir())
-    except OSError as error:
-        log.warning("Dense runs beside %s are not compared with. %s", root, error)
-        return
-    for directory in beside:
-        try:
-            if directory.is_dir() and is_dense_run(directory):
-                yield read_run(directory, f"../{directory.name}")
-        except (FormatError, OSError) as error:
-            log.warning("%s is not compared with. %s", directory, error)
-
-
-def _below(root: Path) -> Iterator[Path]:
-    for where, directories, files in os.walk(root):
-        directories[:] = [name for name in directories if not name.startswith(".")]
-        if report.NAME in files or records.NAME in files:
-            yield Path(where)
 
 
 def _name(directory: Path, root: Path) -> str:
@@ -224,10 +203,264 @@ def _name(directory: Path, root: Path) -> str:
     return directory.resolve().name if relative == "." else relative
 
 
-def _rank(run: Run) -> tuple[Any, ...]:
+def is_dense_run(directory: Path) -> bool:
+    """Whether a directory holds the evaluation of a model that is not pruned."""
+    return (directory / records.NAME).is_file() and not (directory / report.NAME).exists()
+
+
+def _dense_next_to(root: Path) -> Iterator[RunDirectory]:
+    """Dense runs next to a directory; those that are damaged are left out with a warning."""
+    try:
+        siblings = sorted(root.absolute().parent.iterdir())
+    except OSError as error:
+        log.warning("Dense runs beside %s are not compared with. %s", root, error)
+        return
+    for directory in siblings:
+        try:
+            if directory.is_dir() and is_dense_run(directory):
+                yield read_run(directory, f"../{directory.name}")
+        except (FormatError, OSError) as error:
+            log.warning("%s is not compared with. %s", directory, error)
+
+
+def _rank(run: RunDirectory) -> tuple[Any, ...]:
     trial = run.trial
     if trial.method is None:
         return (0.0,)
     setting = (trial.sparsity, ":" in trial.setting, trial.setting)
     method = (method_rank(trial.method), trial.recipe or "")
     return *setting, *method, not run.complete, run.exported or ""
+
+
+@dataclass(frozen=True, eq=False)
+class RunGroup:
+    """The runs of one configuration, which differ in the seed of their calibration set alone.
+
+    An incomplete run is a group of its own, because means over other layers are not comparable, and
+    so is a copy of a run in another format.
+
+    Attributes:
+        runs: At least one.
+        label: The recipe or method, and the options by which it differs from groups of the same
+            setting.
+    """
+
+    runs: Sequence[RunDirectory]
+    label: str
+
+    @cached_property
+    def trial(self) -> Trial:
+        """The trial of its runs, without a seed."""
+        return replace(self.runs[0].trial, seed=None)
+
+    @property
+    def setting(self) -> str:
+        """The sparsity and bits, such as `2:4` and `50%+4bit`; empty for the dense model."""
+        return self.trial.setting if self.trial.method else ""
+
+    @property
+    def method(self) -> str | None:
+        """The canonical name of the method; `None` for the dense model."""
+        return self.trial.method
+
+
+@dataclass(frozen=True, eq=False)
+class ModelRuns:
+    """The dense run of a model, and its pruned runs.
+
+    Attributes:
+        name: The name of the model.
+        dense: The evaluation of the dense model, if there is one.
+        groups: The pruned runs, in the order of the runs.
+        doubts: Ambiguities of the directories, each a sentence.
+    """
+
+    name: str
+    dense: RunDirectory | None
+    groups: Sequence[RunGroup]
+    doubts: Sequence[str] = ()
+
+    @cached_property
+    def originals(self) -> list[RunGroup]:
+        """The groups without copies of a run in another format."""
+        seen: set[bytes] = set()
+        copies = set()
+        for group in sorted(self.groups, key=lambda g: g.runs[0].exported is not None):
+            reports = {run.files[report.NAME] for run in group.runs if report.NAME in run.files}
+            if reports and reports <= seen:
+                copies.add(group)
+            seen |= reports
+        return [group for group in self.groups if group not in copies]
+
+    @cached_property
+    def rows(self) -> list[RunGroup]:
+        """The dense model, if it was evaluated, and all groups."""
+        return [*([RunGroup([self.dense], "dense")] if self.dense else []), *self.groups]
+
+    @property
+    def runs(self) -> list[RunDirectory]:
+        """All runs, the dense one first."""
+        return [run for group in self.rows for run in group.runs]
+
+    def by_setting(self, groups: Iterable[RunGroup] | None = None) -> dict[str, list[RunGroup]]:
+        """The original groups, or others, of each setting."""
+        by_setting: dict[str, list[RunGroup]] = {}
+        for group in self.originals if groups is None else groups:
+            by_setting.setdefault(group.setting, []).append(group)
+        return by_setting
+
+
+def find_models(runs: Sequence[RunDirectory]) -> list[ModelRuns]:
+    """Sort runs into models: those with the same dense run, whose layers agree in their shapes.
+
+    The dense run of a pruned one is that next to it, or the nearest one further up. Without one,
+    models are told apart by their directories. The runs of a sweep name their model.
+    """
+    dense = [run for run in runs if run.report is None]
+    nearest = {run: _nearest(run, dense) for run in runs if run.report is not None}
+    clusters: list[list[RunDirectory]] = []
+    for run, near in nearest.items():
+        for cluster in clusters:
+            is_near = nearest[cluster[0]] == near and (near or _home(cluster[0]) == _home(run))
+            if is_near and _agree(run, cluster):
+                cluster.append(run)
+                break
+        else:
+            clusters.append([run])
+    models = []
+    for cluster in clusters:
+        near = nearest[cluster[0]]
+        base = near[0] if len(near) == 1 else None
+        doubts = []
+        if len(near) > 1:
+            names = ", ".join(candidate.name for candidate in near)
+            doubts = [f"Several dense models are as near ({names}): there is no “before”."]
+        elif base and sum(nearest[other[0]] == near for other in clusters) > 1:
+            doubts = [f"{base.name} stands beside runs of several models: there is no “before”."]
+            base = None
+        elif not near:
+            base = _dense_scores_of(cluster)
+        name = _model_name(cluster, base, alone=len(clusters) == 1)
+        models.append(ModelRuns(name, base, _groups(cluster), doubts))
+    # Dense models that are not pruned yet.
+    used = {candidate for near in nearest.values() for candidate in near}
+    unused = [run for run in dense if run not in used]
+    unused = [run for run in unused if not (clusters and run.name.startswith("../"))]
+    return [*models, *(ModelRuns(_dense_name(run), run, []) for run in unused)]
+
+
+def _home(run: RunDirectory) -> Path:
+    return run.directory.absolute().parent
+
+
+def _dense_scores_of(cluster: Sequence[RunDirectory]) -> RunDirectory | None:
+    """A stand-in for the dense run, from the `dense` scores that `prune` stores."""
+    for run in cluster:
+        if run.evaluation.dense:
+            source = run.config.get(_BASE_MODEL)
+            scores = Evaluation(perplexity=run.evaluation.dense, model=source)
+            return RunDirectory(run.directory, f"{run.name}, before", None, scores)
+    return None
+
+
+def _nearest(run: RunDirectory, dense: Sequence[RunDirectory]) -> tuple[RunDirectory, ...]:
+    """The dense runs that are nearest; one called `dense` before others."""
+    candidates = [candidate for candidate in dense if _may_be_base(candidate, run)]
+    for parent in run.directory.absolute().parents:
+        near = [candidate for candidate in candidates if _home(candidate) == parent]
+        if near:
+            return tuple([c for c in near if c.directory.name == "dense"] or near)
+    return ()
+
+
+def _may_be_base(dense: RunDirectory, run: RunDirectory) -> bool:
+    """Whether the sources of a dense and a pruned run do not contradict each other."""
+    if dense.finished and run.finished:
+        return dense.trial.model == run.trial.model
+    sources = [dense.evaluation.model, run.config.get(_BASE_MODEL)]
+    if None in sources or sources[0] == sources[1]:
+        return True
+    paths = [Path(str(source)) for source in sources]
+    return all(path.exists() for path in paths) and paths[0].samefile(paths[1])
+
+
+def _agree(run: RunDirectory, cluster: Sequence[RunDirectory]) -> bool:
+    """Whether layers of the same name have the same shape; runs may prune different layers."""
+    if run.finished and cluster[0].finished:
+        return run.trial.model == cluster[0].trial.model
+    shapes = {layer.name: layer.shape for layer in run.layers}
+    for other in cluster:
+        if shared := [layer for layer in other.layers if layer.name in shapes]:
+            return all(shapes[layer.name] == layer.shape for layer in shared)
+    return False
+
+
+def _model_name(cluster: Sequence[RunDirectory], dense: RunDirectory | None, *, alone: bool) -> str:
+    if cluster[0].finished:
+        return cluster[0].trial.model
+    if dense is not None and dense.evaluation.model:
+        return _dense_name(dense)
+    directory = cluster[0].directory.resolve()
+    return directory.name if alone and len(cluster) == 1 else directory.parent.name
+
+
+def _dense_name(run: RunDirectory) -> str:
+    """The sweep's name, a hub id as it is, a directory by its last part."""
+    source = run.evaluation.model
+    if run.finished or not source:
+        return run.trial.model or run.directory.resolve().name
+    return Path(source).name if Path(source).is_absolute() or source.count("/") > 1 else source
+
+
+def _groups(runs: Sequence[RunDirectory]) -> list[RunGroup]:
+    """The groups of a model, in the order in which their first runs come."""
+    groups: dict[str, list[RunDirectory]] = {}
+    alike: dict[str, list[str]] = {}  # keys of the groups of one recipe and one changed option
+    for run in runs:
+        recipe = json.dumps([run.trial.recipe, str(run.trial.changed)])
+        config = {k: v for k, v in run.config.items() if k != _BASE_MODEL or run.finished is None}
+        key = recipe + json.dumps([run.complete, run.exported, config], sort_keys=True)
+        if key not in groups:
+            alike.setdefault(recipe, []).append(key)
+        groups.setdefault(key, []).append(run)
+    labels: dict[str, str] = {}
+    for keys in alike.values():
+        options = {key: _options(groups[key][0]) for key in keys}
+        differing = _differing(options.values())
+        labels |= {key: _label(groups[key][0], options[key], differing) for key in keys}
+    names = Counter((members[0].trial.setting, labels[key]) for key, members in groups.items())
+    for key, members in groups.items():  # an option that one of two runs lacks is in no label
+        if names[members[0].trial.setting, labels[key]] > 1:
+            labels[key] += f" ({members[0].name})"
+    return [RunGroup(members, labels[key]) for key, members in groups.items()]
+
+
+def _options(run: RunDirectory) -> dict[str, str]:
+    """The arguments of a run that can tell it from another of the same setting."""
+    left_out = {*_NO_LABEL, *([_BASE_MODEL] if run.finished else [])}
+    left_out |= set() if has_blocks(str(run.trial.method)) else {"block_size"}
+    return {key: plain(value) for key, value in run.config.items() if key not in left_out}
+
+
+def _differing(options: Collection[Mapping[str, str]]) -> list[str]:
+    """The options that differ among those that have them."""
+    values: dict[str, set[str]] = {}
+    for config in options:
+        for key, value in config.items():
+            values.setdefault(key, set()).add(value)
+    return [key for key, different in values.items() if len(different) > 1]
+
+
+def _label(run: RunDirectory, options: Mapping[str, str], differing: Sequence[str]) -> str:
+    changed = run.trial.changed
+    parts = [run.trial.label]
+    parts += [f"{changed.option} {changed.value_text}"] if changed else []
+    parts += [f"{key} {options[key]}" for key in differing if key in options]
+    parts += [run.exported] if run.exported else []
+    parts += [] if run.complete else ["incomplete"]
+    return ", ".join(parts)
+
+
+def plain(value: Any) -> str:
+    """A value of the configuration as YAML has it."""
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,17 +1,21 @@
-"""The scores of runs: perplexities, zero-shot metrics, layer losses, seconds."""
+"""The scores of runs (perplexities, zero-shot metrics, layer losses, seconds) and their tables."""
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from mrp_lightning.environment import versions
 from mrp_lightning.evaluation.zeroshot import PAPER_TASKS
 from mrp_lightning.experiments import numbers
-from mrp_lightning.experiments.models import Result
 from mrp_lightning.experiments.numbers import MISSING, Write
-from mrp_lightning.experiments.runs import Run
+from mrp_lightning.experiments.runs import ModelRuns, RunDirectory
+from mrp_lightning.files import check_output_file, save_ours
+from mrp_lightning.json_files import as_json
 from mrp_lightning.records.evaluation import (
     BY_LENGTH,
     UNNAMED,
@@ -22,20 +26,18 @@ from mrp_lightning.records.evaluation import (
     standard_error,
 )
 
-
-def named(text: str) -> str:
-    """What a reader is told of a text to evaluate on."""
-    return "the evaluation text" if text == UNNAMED else text
+_GROUP = ["setting", "label"]
 
 
-class Score(NamedTuple):
-    """The name of a quantity that is measured.
+@dataclass(frozen=True)
+class Score:
+    """The name of a measured quantity.
 
     Attributes:
         metric: `perplexity`, `relative loss` (the mean over layers of ‖δx‖² / ‖wx‖²), `seconds` of
             the pruning, its `CPU seconds`, `accuracy` (the mean over tasks), or a metric of lm-eval
             such as `acc_norm`.
-        of: The text, the task or the tasks; empty for what is of the pruning.
+        of: The text, the task or the tasks; empty for a score of the pruning.
         context: Tokens a window, of the perplexity of a text; `None` for all others.
         zero_shot: Whether it is of tasks.
     """
@@ -61,13 +63,18 @@ class Score(NamedTuple):
         return f"{name} @{self.context}" if self.context else name
 
     @property
+    def is_perplexity(self) -> bool:
+        """Whether it is the perplexity of a text."""
+        return bool(self.of) and not self.zero_shot
+
+    @property
     def in_percent(self) -> bool:
-        """Whether it is a fraction, which is kept in percent."""
+        """Whether it is a fraction, whose values are in percent."""
         return self.zero_shot and self.metric.startswith(("acc", "exact_match", "f1"))
 
     @property
     def write(self) -> Write:
-        """How its values are written."""
+        """The format of its values."""
         if self.in_percent:
             return numbers.points
         ways = {"relative loss": numbers.relative_loss}
@@ -75,122 +82,146 @@ class Score(NamedTuple):
         return ways.get(self.metric, numbers.perplexity)
 
 
-class Value(NamedTuple):
-    """The value of a score in one run, infinite if it was not finite; fractions are in percent.
-
-    `error` is its standard error, and `detail` says how it was measured.
-    """
-
-    value: float
-    error: float | None = None
-    detail: str = ""
-
-
 RELATIVE_LOSS, SECONDS, CPU_SECONDS = map(Score, ("relative loss", "seconds", "CPU seconds"))
 
 
-def scores(run: Run) -> dict[Score, Value]:
-    """The values that were measured of a run, by their names."""
-    found: dict[Score, Value] = {}
-    for text, values in run.evaluation.perplexity.items():
-        if "perplexity" in values:
-            context = values.get("context")
+def named(text: str) -> str:
+    """The name of an evaluation text for a reader."""
+    return "the evaluation text" if text == UNNAMED else text
+
+
+def scores_of(run: RunDirectory) -> Iterator[dict[str, Any]]:
+    """The `score`s of a run, each with its `value`, its standard `error` and a `detail`.
+
+    A value that was not finite is infinite, and fractions are in percent. The detail says how the
+    score was measured.
+    """
+    for text, entry in run.evaluation.perplexity.items():
+        if "perplexity" in entry:
+            context = entry.get("context")
             score = Score("perplexity", text, None if context is None else int(context))
-            found[score] = Value(_finite(values["perplexity"]), detail=_windows(values))
+            yield _entry(score, entry["perplexity"], _windows(entry))
     if run.report is not None:
-        spent = {SECONDS: run.report.seconds, CPU_SECONDS: run.report.cpu_seconds}
-        measured = {RELATIVE_LOSS: run.report.relative_loss, **spent}
-        found |= {s: Value(float(value)) for s, value in measured.items() if value is not None}
-    for task, values in run.evaluation.zeroshot.items():
-        for metric, number in metrics(values).items():
+        totals = (run.report.relative_loss, run.report.seconds, run.report.cpu_seconds)
+        for score, value in zip((RELATIVE_LOSS, SECONDS, CPU_SECONDS), totals, strict=True):
+            if value is not None:
+                yield _entry(score, value)
+    for task, entry in run.evaluation.zeroshot.items():
+        for metric, value in metrics(entry).items():
             score = Score(metric, task, zero_shot=True)
-            scale, error = 100 if score.in_percent else 1, standard_error(values, metric)
-            error = None if error is None else scale * error
-            found[score] = Value(scale * _finite(number), error, _samples(score, values))
+            yield _entry(score, value, _samples(score, entry), standard_error(entry, metric))
     tasks = sorted(averaged(run.evaluation.zeroshot))
     if len(tasks) > 1:
         name = "average" if set(tasks) == set(PAPER_TASKS) else f"mean of {', '.join(tasks)}"
         detail = f"acc in %; acc_norm of {' and '.join(sorted(BY_LENGTH))}"
-        mean = mean_accuracy(run.evaluation.zeroshot)
         score = Score("accuracy", name, zero_shot=True)
-        found[score] = Value(100 * _finite(mean), detail=detail)
-    return found
+        yield _entry(score, mean_accuracy(run.evaluation.zeroshot), detail)
 
 
-def measured(runs: Iterable[Run]) -> list[Score]:
-    """Every score that some of the runs have, what is of the pruning at the end."""
-    found = dict.fromkeys(score for run in runs for score in scores(run))
-    return sorted(found, key=lambda score: not score.of)
+def _entry(
+    score: Score, value: float | None, detail: str = "", error: float | None = None
+) -> dict[str, Any]:
+    scale = 100 if score.in_percent else 1
+    value = math.inf if value is None else scale * float(value)
+    error = math.nan if error is None else scale * error
+    return {"score": score, "value": value, "error": error, "detail": detail}
 
 
-def detail(runs: Iterable[Run], score: Score) -> str:
-    """How a score was measured in the runs that have it."""
-    found = dict.fromkeys(scores(run)[score].detail for run in runs if score in scores(run))
-    return " or ".join(found)
-
-
-def values(runs: Iterable[Run], score: Score) -> pd.Series:
-    """The values of a score in the runs that have it, by their seeds."""
-    having = {run: found for run in runs if (found := scores(run).get(score))}
-    seeds = [run.trial.seed for run in having]
-    return pd.Series([found.value for found in having.values()], seeds, dtype=float)
-
-
-def mean(runs: Iterable[Run], score: Score) -> float | None:
-    """The mean over the runs; infinite where a value is, `None` where there is none."""
-    found = values(runs, score)
-    return None if found.empty else float(found.mean())
-
-
-def finite_means(results: Iterable[Result], score: Score) -> dict[Result, float]:
-    """The means of the results whose values are all finite."""
-    means = {result: mean(result.runs, score) for result in results}
-    return {r: found for r, found in means.items() if found is not None and math.isfinite(found)}
-
-
-def deviation(found: pd.Series) -> float | None:
-    """The standard deviation of a sample; `None` where it is not defined."""
-    return float(found.std()) if len(found) > 1 and np.isfinite(found).all() else None
-
-
-def text(found: pd.Series, write: Write) -> str:
-    """Mean ± standard deviation of the finite values, and how many were not finite."""
-    finite = found[np.isfinite(found)]
-    if finite.empty:
-        return MISSING if found.empty else write(math.inf)
-    written = write(float(finite.mean()))
-    if (spread := deviation(finite)) is not None:
-        written += f" ± {_as_precise_as(written, spread, write)}"
-    lost = len(found) - len(finite)
-    return f"{written} ({lost} of {len(found)} not finite)" if lost else written
-
-
-def cell(runs: Sequence[Run], score: Score) -> str:
-    """The mean over runs ± the standard deviation, or of one run ± its standard error."""
-    found = [value for run in runs if (value := scores(run).get(score))]
-    written = text(values(runs, score), score.write)
-    if len(found) == 1 and math.isfinite(found[0].value) and found[0].error is not None:
-        written += f" ± {score.write(found[0].error)}"
-    return written
-
-
-def _finite(value: float | None) -> float:
-    return math.inf if value is None else float(value)
-
-
-def _windows(found: Scores) -> str:
-    sizes = [f"{found['windows']} windows"] if "windows" in found else []
-    if "prefix" in found:
-        first = found["prefix"]
+def _windows(entry: Scores) -> str:
+    sizes = [f"{entry['windows']} windows"] if "windows" in entry else []
+    if "prefix" in entry:
+        first = entry["prefix"]
         sizes.append(f"{first} tokens such as BOS before each" if first else "no BOS before them")
     return ", ".join(sizes)
 
 
-def _samples(score: Score, found: Scores) -> str:
+def _samples(score: Score, entry: Scores) -> str:
     parts = ["in %"] if score.in_percent else []
-    parts += [f"{found['samples']} samples"] if "samples" in found else []
-    parts += [f"{found['num_fewshot']} examples"] if found.get("num_fewshot") else []
+    parts += [f"{entry['samples']} samples"] if "samples" in entry else []
+    parts += [f"{entry['num_fewshot']} examples"] if entry.get("num_fewshot") else []
     return ", ".join(parts)
+
+
+class ScoreFrame:
+    """All scores of a model: one row a run and score, and their means over the seeds.
+
+    Attributes:
+        rows: With the columns `setting`, `label`, `run`, `seed`, `score`, `value`, `error` and
+            `detail`.
+        scores: Every score that some run has, scores of the pruning at the end.
+        model: The model.
+        means: The mean over the runs of each (setting, label) with any score, by score; infinite
+            where a value is, NaN where there is none.
+        texts: The means ± deviations for a reader, like `means`; empty where there is none.
+    """
+
+    def __init__(self, model: ModelRuns) -> None:
+        self.model = model
+        names = [*_GROUP, "run", "seed", "score", "value", "error", "detail"]
+        rows = [
+            {
+                "setting": group.setting,
+                "label": group.label,
+                "run": run.name,
+                "seed": run.trial.seed,
+                **entry,
+            }
+            for group in model.rows
+            for run in group.runs
+            for entry in scores_of(run)
+        ]
+        self.rows = pd.DataFrame(rows, columns=names)
+        self.scores: list[Score] = sorted(
+            dict.fromkeys(self.rows["score"]), key=lambda score: not score.of
+        )
+        order = [(group.setting, group.label) for group in model.rows]
+        index = pd.MultiIndex.from_tuples(order, names=_GROUP) if order else None
+        self.means = pd.DataFrame(index=index, columns=self.scores, dtype=float)
+        self.texts = pd.DataFrame("", index=index, columns=self.scores, dtype=object)
+        for (setting, label, score), values in self.rows.groupby([*_GROUP, "score"], sort=False):
+            self.means.loc[(setting, label), score] = values["value"].mean()
+            self.texts.loc[(setting, label), score] = _with_error(values, score.write)
+
+    def values(self, group: tuple[str, str], score: Score) -> pd.Series:
+        """The values of a score in the runs of a (setting, label), by their seeds."""
+        is_group = (self.rows["setting"] == group[0]) & (self.rows["label"] == group[1])
+        rows = self.rows[is_group & (self.rows["score"] == score)]
+        return rows.set_index("seed")["value"]
+
+    def detail(self, score: Score) -> str:
+        """How a score was measured in the runs that have it."""
+        return " or ".join(dict.fromkeys(self.rows["detail"][self.rows["score"] == score]))
+
+    def lowest(self, scores: Sequence[Score]) -> set[tuple[str, str, Score]]:
+        """The (setting, label, score) of the lowest mean of a setting where finite means differ."""
+        finite = self.means[list(scores)].replace(math.inf, math.nan)
+        settings = finite.groupby(level="setting")
+        is_lowest = (finite == settings.transform("min")) & (settings.transform("nunique") > 1)
+        return {(*row, score) for score in scores for row in is_lowest.index[is_lowest[score]]}
+
+
+def deviation(values: pd.Series) -> float | None:
+    """The standard deviation of a sample; `None` where it is not defined."""
+    return float(values.std()) if len(values) > 1 and np.isfinite(values).all() else None
+
+
+def text(values: pd.Series, write: Write) -> str:
+    """Mean ± standard deviation of the finite values, and how many were not finite."""
+    finite = values[np.isfinite(values)]
+    if finite.empty:
+        return MISSING if values.empty else write(math.inf)
+    written = write(float(finite.mean()))
+    if (spread := deviation(finite)) is not None:
+        written += f" ± {_as_precise_as(written, spread, write)}"
+    lost = len(values) - len(finite)
+    return f"{written} ({lost} of {len(values)} not finite)" if lost else written
+
+
+def _with_error(rows: pd.DataFrame, write: Write) -> str:
+    """The mean over runs ± the standard deviation, or of one run ± its standard error."""
+    written, error = text(rows["value"], write), rows["error"].iloc[0]
+    is_single = len(rows) == 1 and np.isfinite(rows["value"].iloc[0]) and not math.isnan(error)
+    return f"{written} ± {write(error)}" if is_single else written
 
 
 def _as_precise_as(mean: str, deviation: float, write: Write) -> str:
@@ -202,3 +233,155 @@ def _as_precise_as(mean: str, deviation: float, write: Write) -> str:
     if 0 < deviation < smallest / 2:
         return f"<{smallest:.{decimals}f}"
     return f"{deviation:,.{decimals}f}"
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of texts.
+
+    Attributes:
+        caption: Its caption.
+        cells: Texts by (group, name) and header; both have at least one entry.
+        head: The header of the names.
+        group: The header of the groups, where they are a column.
+        details: A second line of headers.
+        best: The cells that are the best of their group, by group, name and header.
+        methods: The canonical methods of rows, which decide their colours, by name.
+        kind: The content of the cells: `number`, `text` or `prose`, which has several lines.
+    """
+
+    caption: str
+    cells: pd.DataFrame
+    head: str = "method"
+    group: str = "sparsity"
+    details: Mapping[str, str] = field(default_factory=dict)
+    best: Collection[tuple[str, str, str]] = ()
+    methods: Mapping[str, str | None] = field(default_factory=dict)
+    kind: str = "number"
+
+    @classmethod
+    def of_rows(
+        cls, caption: str, header: Sequence[str], rows: Sequence[Sequence[str]], **options: Any
+    ) -> "Table":
+        """A table of rows that begin with their group and name; `header` begins with `head`."""
+        index = pd.MultiIndex.from_tuples([(row[0], row[1]) for row in rows])
+        cells = pd.DataFrame([row[2:] for row in rows], index, list(header[1:]), dtype=object)
+        return cls(caption, cells, header[0], **options)
+
+    def groups(self) -> Iterator[tuple[str, list[tuple[str, list[tuple[str, bool]]]]]]:
+        """Each group with its rows: a name, and each cell with whether it is the best."""
+        rows: dict[str, list[tuple[str, list[tuple[str, bool]]]]] = {}
+        for (group, name), texts in zip(self.cells.index, self.cells.to_numpy(), strict=True):
+            keys = ((group, name, column) for column in self.cells)
+            cells = [(text, key in self.best) for text, key in zip(texts, keys, strict=True)]
+            rows.setdefault(group, []).append((name, cells))
+        yield from rows.items()
+
+
+def results_table(frame: ScoreFrame) -> Table | None:
+    """Perplexity, loss and time of all groups; `None` where nothing was measured."""
+    scores = [score for score in frame.scores if not score.zero_shot]
+    if not scores:
+        return None
+    content = "Perplexity, relative layer loss" if scores[0].of else "Relative layer loss"
+    several = any(len(group.runs) > 1 for group in frame.model.groups)
+    spread = " Mean ± standard deviation where there are several runs." if several else ""
+    caption = f"{content} and seconds of the run.{spread}"
+    lower_is_better = [score for score in scores if score.of or score == RELATIVE_LOSS]
+    return _score_table(caption, frame, scores, lower_is_better, count_runs=several)
+
+
+def zero_shot_table(frame: ScoreFrame) -> Table | None:
+    """All metrics of all tasks; `None` where there are none."""
+    scores = [score for score in frame.scores if score.zero_shot]
+    caption = "± standard error of one run; of several runs mean ± standard deviation."
+    return _score_table(caption, frame, scores) if scores else None
+
+
+def _score_table(
+    caption: str,
+    frame: ScoreFrame,
+    scores: Sequence[Score],
+    lower_is_better: Sequence[Score] = (),
+    *,
+    count_runs: bool = False,
+) -> Table:
+    """Scores (columns) of the dense model and of the groups that have any."""
+    cells = frame.texts.loc[frame.means[scores].notna().any(axis=1), scores]
+    is_pruned = cells.index.get_level_values("setting") != ""
+    cells[is_pruned] = cells[is_pruned].replace("", MISSING)
+    cells.columns = pd.Index(map(str, scores))
+    if count_runs:
+        runs = {(group.setting, group.label): str(len(group.runs)) for group in frame.model.groups}
+        cells["runs"] = [runs.get(row, "") for row in cells.index]
+    return Table(
+        caption,
+        cells,
+        details={str(score): frame.detail(score) for score in scores},
+        best={(of, label, str(score)) for of, label, score in frame.lowest(lower_is_better)},
+        methods={group.label: group.method for group in frame.model.groups},
+    )
+
+
+def check_tables(directory: Path) -> None:
+    """Refuse to replace tables that no sweep wrote, or that were changed since.
+
+    Raises:
+        FileExistsError: There is one.
+    """
+    for kind in ("csv", "json", "md"):
+        check_output_file(directory / f"results.{kind}", "out")
+
+
+def write_tables(models: Sequence[ModelRuns], directory: Path) -> str:
+    """Write `results.csv`, `results.json` and `results.md`, and return the text of the last."""
+    check_tables(directory)
+    frames = [ScoreFrame(model) for model in models]
+    rows = [row for frame in frames for row in score_rows(frame)]
+    table = pd.DataFrame(rows, dtype=object)  # whole numbers stay whole
+    content = {"format_version": 1, "results": rows, "versions": versions()}
+    save_ours(directory / "results.csv", table.to_csv(index=False, lineterminator="\n"))
+    save_ours(directory / "results.json", as_json(content))
+    sections = []
+    for frame in frames:
+        tables = (results_table(frame), zero_shot_table(frame))
+        sections += [f"## {frame.model.name}", *(markdown(table) for table in tables if table)]
+    text = "\n\n".join(sections) + "\n"
+    save_ours(directory / "results.md", text)
+    return text
+
+
+def score_rows(frame: ScoreFrame) -> Iterator[dict[str, Any]]:
+    """A row for each group and score, for programs."""
+    for group in frame.model.rows:
+        trial = group.trial
+        for score in frame.scores:
+            values = frame.values((group.setting, group.label), score)
+            if len(values):
+                yield {
+                    "model": frame.model.name,
+                    "setting": trial.setting,
+                    "method": trial.recipe or trial.method or "",
+                    "block_size": trial.columns,
+                    "changed": str(trial.changed or ""),
+                    "measure": score.name,
+                    "context": score.context,
+                    "mean": float(values.mean()),
+                    "deviation": deviation(values),
+                    "seeds": len(values),
+                }
+
+
+def markdown(table: Table) -> str:
+    """A table in Markdown; groups are the first column, if any has a name."""
+    grouped = any(group for group, _ in table.groups())
+    header = [*([table.group] if grouped else []), table.head, *table.cells]
+    lines = [header, ["---"] * len(header)]
+    for group, rows in table.groups():
+        for name, cells in rows:
+            names = [group or name, name if group else ""] if grouped else [name]
+            lines.append([*names, *(f"**{cell}**" if best else cell for cell, best in cells)])
+    escaped = (
+        [str(cell).replace("|", "\\|").replace("\n", " ") for cell in line] for line in lines
+    )
+    return "\n".join(f"| {' | '.join(line)} |" for line in escaped)

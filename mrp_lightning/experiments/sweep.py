@@ -13,7 +13,7 @@ from jsonargparse.typing import Path_fr
 from mrp_lightning.errors import MethodError, OptionError
 from mrp_lightning.experiments.trials import (
     CALLBACK,
-    Change,
+    ChangedOption,
     Trial,
     has_blocks,
     parse_setting,
@@ -45,8 +45,7 @@ class Sweep:
 
     Every run is what `predict` and `test` would do with the configuration `base`, the options of
     the model, and those of the trial. Its results are kept in `<out>/<model>/<trial>`, and existing
-    runs are not made again. The tables are `<out>/results.{md,csv,json}`, with the paper's values
-    beside ours if there are any.
+    runs are not made again. The tables are `<out>/results.{md,csv,json}`.
 
     Args:
         base: Configurations that all trials share, as `predict --config` takes them; the last of
@@ -67,14 +66,6 @@ class Sweep:
         zeroshot: Tasks of lm-eval to evaluate beside perplexity.
         include_path: Directory with YAML files of more tasks.
         save_checkpoints: Whether to keep the pruned models, each with the results of its run.
-        page: A Markdown file to write: pictures, tables and claims.
-        peers: A Markdown file with a table of the results of other codes, with the columns `model`,
-            `sparsity`, `code` and `perplexity`. They are lines in the pictures of the page.
-        continuations: Whether the page shows what the models write after the first words of each
-            text.
-        title: The title of the page.
-        description: The text at the beginning of the page: what is run, and why.
-        remarks: The text after the results of the page, with headings of its own.
 
     Raises:
         OptionError: A setting does not exist, nothing is left to do, or two trials have one name.
@@ -92,12 +83,6 @@ class Sweep:
     zeroshot: list[str] = field(default_factory=list)
     include_path: str | None = None
     save_checkpoints: bool = False
-    page: str | None = None
-    peers: str | None = None
-    continuations: bool = False
-    title: str = "Results"
-    description: str = ""
-    remarks: str = ""
 
     def __post_init__(self) -> None:
         if problems := list(self._recipe_problems()):
@@ -113,13 +98,6 @@ class Sweep:
             for setting, names in runs.items():
                 for name in names:
                     parse_setting(setting, self._method_of(name))
-        is_page = self.page and not Path(self.page).is_dir()  # which is told of where it is written
-        pictures = Path(self.page or "").absolute().with_suffix("")
-        if is_page and pictures in (out := Path(self.out).absolute(), *out.parents):
-            raise OptionError(
-                f"`page`: its pictures are kept in {pictures}, which is `out` or holds it. Name "
-                "another page."
-            )
         if not self.seeds:
             raise OptionError("`seeds` is empty; expected at least one, such as [0].")
         if not any(trial.method for trial in self.trials):
@@ -204,8 +182,8 @@ class Sweep:
         if recipe and "block_size" in recipe:
             sizes = [recipe["block_size"]]
         seeds = self.seeds if recipe or sees_inputs(method) else [None]
-        changes: list[Change | None] = [
-            Change(key, value) for key, values in self.vary.items() for value in values
+        changes: list[ChangedOption | None] = [
+            ChangedOption(key, value) for key, values in self.vary.items() for value in values
         ] or [None]
         return [
             Trial(model, setting, method, size, seed, changed, name if recipe else None)

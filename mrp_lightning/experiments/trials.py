@@ -47,7 +47,7 @@ def method_rank(method: str) -> int:
 
 
 @dataclass(frozen=True)
-class Change:
+class ChangedOption:
     """The one option that an ablation changes.
 
     Attributes:
@@ -114,7 +114,7 @@ class Trial:
     method: str | None = None
     block_size: int | None = None
     seed: int | None = None
-    changed: Change | None = None
+    changed: ChangedOption | None = None
     recipe: str | None = None
 
     def __post_init__(self) -> None:

@@ -8,7 +8,7 @@ pytest.importorskip("jsonargparse", reason="the command line needs the extra `cl
 
 from jsonargparse.typing import Path_fr
 
-from mrp_lightning.experiments.execute import configure
+from mrp_lightning.experiments.running import configure
 from mrp_lightning.experiments.sweep import ModelTrials, Sweep
 from mrp_lightning.experiments.trials import Trial
 

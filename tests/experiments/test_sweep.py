@@ -2,9 +2,7 @@
 
 import csv
 import json
-import re
 import shutil
-import textwrap
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -16,8 +14,8 @@ pytest.importorskip("jsonargparse", reason="the command line needs the extra `cl
 
 from mrp_lightning import CausalLM, TextDataModule, Trainer
 from mrp_lightning.commands.main import main
-from mrp_lightning.experiments import making, numbers
-from mrp_lightning.experiments.runs import find_runs
+from mrp_lightning.experiments import running
+from mrp_lightning.experiments.runs import find_models, find_runs
 from mrp_lightning.models import gguf
 from mrp_lightning.records.evaluation import read, record
 
@@ -56,12 +54,12 @@ def sweep(*more: str) -> None:
     main(["sweep", "--config=sweep.yaml", *more])
 
 
-@pytest.mark.parametrize("name", ["docs/page.md", "docs/page/mine.svg", "out/results.csv"])
-def test_pages_and_tables_of_others_are_refused_before_any_run(name, here, capsys):
+def test_tables_of_others_are_refused_before_any_run(here, capsys):
+    name = "out/results.csv"
     Path(name).parent.mkdir(parents=True)
     Path(name).write_text("mine")
     with pytest.raises(SystemExit):
-        sweep("--page=docs/page.md")
+        sweep()
     message = capsys.readouterr().err
     assert Path(name).name in message
     assert "did not write" in message or "is not known to be written" in message
@@ -78,10 +76,8 @@ def test_pages_and_tables_of_others_are_refused_before_any_run(name, here, capsy
         ('--vary={"zzz": [1]}', "`vary`: there is no option `zzz`. Name one by its dotted key"),
         ("--config=elsewhere.yaml", "elsewhere.yaml, line 1: `base`: there is no file gone.yaml"),
         ("--out=file", "file is a file"),
-        ("--page=out.md", "/out, which is `out` or holds it. Name another page."),
         ("--out=/", "`out`: / is the root of all files"),
         ("--out=/proc/self/fdinfo", "`out`: /proc/"),
-        ("--page=.", "`page`: expected a file, but . is a directory"),
         ('--vary={"data.eval_files": [["gone.txt"]]}', "no such file: `eval_files`: gone.txt"),
         ("--config=typo.yaml", "typo.yaml, line 1: there is no option `modles`. Did you mean `mod"),
     ],
@@ -98,7 +94,7 @@ def test_what_no_run_could_have_is_told_before_any(option, message, here, capsys
 
 
 def test_a_sweep_keeps_every_value_and_is_not_repeated(here, tiny_llama, capsys):
-    sweep("--page=docs/page.md", "--save_checkpoints=true")
+    sweep("--save_checkpoints=true")
     runs = sorted(path.parent.name for path in Path("out/tiny").glob("*/run.json"))
     assert len(runs) == 1 + 1 + 3 * 2 + 2
 
@@ -130,14 +126,7 @@ def test_a_sweep_keeps_every_value_and_is_not_repeated(here, tiny_llama, capsys)
     assert float(row["deviation"]) == pytest.approx(abs(seeds[0] - seeds[1]) / 2**0.5)
     assert row["seeds"] == "2"
     assert json.loads(Path("out/results.json").read_text())["results"][0]["setting"] == "dense"
-    page = Path("docs/page.md").read_text()
-    assert "SM is better than SparseGPT" in page
-    assert "perplexity @32" in page
-    assert "--page=docs/page.md" in page
-    drawn = Path("docs/page/tiny-perplexity.svg").read_text()
-    assert all(f">{name}</text>" in drawn for name in ("magnitude", "SparseGPT", "SM", "2:4"))
-    assert ">50%</text>" not in drawn  # one result is no comparison
-    assert ">perplexity above the dense model" in drawn
+    assert "perplexity @32" in Path("out/results.md").read_text()
 
     # Again: nothing is made. One run lost: that one is made.
     (lost,) = Path("out/tiny").glob("50-SM-s128-seed0")
@@ -174,12 +163,8 @@ seeds: [0]
 
 
 def test_recipes_are_rows_of_the_tables(here):
-    for package in ("matplotlib", "pandas"):
-        pytest.importorskip(package, reason="the page needs the extra `report`")
-    from mrp_lightning.experiments.models import find_models
-
     Path("recipes.yaml").write_text(RECIPES)
-    sweep("--config=recipes.yaml", "--page=docs/page.md", "--continuations=true")
+    sweep("--config=recipes.yaml")
     report = json.loads(Path("out/tiny/2of4-tuned-seed0/pruning_report.json").read_text())
     assert report["config"]["method"] == "JM"
     assert report["config"]["tuning"] == {
@@ -188,26 +173,13 @@ def test_recipes_are_rows_of_the_tables(here):
         "held_out": 0.5,
         "learning_rate": 5e-4,
     }
-    lines = Path("docs/page.md").read_text().splitlines()
+    lines = Path("out/results.md").read_text().splitlines()
     cells = [line.split(" | ")[:2] for line in lines if line.startswith("| 2:4 |")]
     assert [name for _, name in cells] == ["SM", "tuned", "SM+dense"]
-    page = "\n".join(lines)
-    for block in report["blocks"]:
-        before, after = map(numbers.relative_loss, (block["error_before"], block["error_after"]))
-        assert f"| 2:4, tuned | {block['name']} | {before} | {after} |" in page
-    recorded = json.loads(Path("out/tiny/2of4-tuned-seed0/evaluation.json").read_text())
-    said = recorded["continuations"]["text"]["continuation"].strip("\n")
-    assert "2:4 tuned:\n" + textwrap.indent(said, "    ") in page
-    assert "Windows of the evaluation text have no BOS before them." in page
-    pictures = re.findall(r"!\[.*\]\((.*)\)", page)
-    assert "page/tiny-perplexity.svg" in pictures
-    drawn = Path("docs/page/tiny-perplexity.svg").read_text()
-    assert all(f">{text}</text>" in drawn for text in ("SM", "tuned", "SM+dense"))
-    assert all(Path("docs", picture).is_file() for picture in pictures)
     with Path("out/results.csv").open() as file:
         assert {row["method"] for row in csv.DictReader(file)} == {"", "SM", "tuned", "SM+dense"}
     (model,) = find_models(find_runs(Path("out")))
-    assert [result.label for result in model.results] == ["SM", "SM+dense", "tuned"]
+    assert [result.label for result in model.groups] == ["SM", "SM+dense", "tuned"]
 
     # Where the model was when a run was made tells it from no other.
     moved = Path("out/tiny/2of4-tuned-seed0/pruning_report.json")
@@ -215,7 +187,7 @@ def test_recipes_are_rows_of_the_tables(here):
     moved.write_text(moved.read_text().replace(config["base_model"], "/elsewhere/tiny"))
     shutil.copytree("out/tiny/2of4-tuned-seed0", "out/tiny/again")
     (model,) = find_models(find_runs(Path("out")))
-    labels = [(r.label, len(r.runs)) for r in model.results]
+    labels = [(r.label, len(r.runs)) for r in model.groups]
     assert labels == [("SM", 1), ("SM+dense", 1), ("tuned", 2)]
     shutil.rmtree("out/tiny/again")
     moved.write_text(moved.read_text().replace("/elsewhere/tiny", config["base_model"]))
@@ -245,7 +217,7 @@ def test_a_recipe_that_cannot_be_is_refused_before_any_run(here, capsys, change,
 
 def test_two_sweeps_at_once_share_the_runs(here, monkeypatch):
     made = []
-    execute = making.execute
+    execute = running.execute
 
     def execute_while_another_process_runs(trial, *args, **options):
         made.append(trial)
@@ -253,7 +225,7 @@ def test_two_sweeps_at_once_share_the_runs(here, monkeypatch):
         if len(made) == 1:
             sweep("--only=tiny/50-SM-*")
 
-    monkeypatch.setattr(making, "execute", execute_while_another_process_runs)
+    monkeypatch.setattr(running, "execute", execute_while_another_process_runs)
     sweep("--only=tiny/50-SM-*")
     assert len(made) == len(set(made)) == 1 + 2
 
@@ -329,7 +301,7 @@ def test_a_file_is_dequantized_once_and_the_runs_are_the_same(here, tiny_gguf, m
     sweep()
     assert len(made) == 1
     assert "de-quantizing" not in capsys.readouterr().err
-    monkeypatch.setattr(making, "dequantized_once", nullcontext)
+    monkeypatch.setattr(running, "dequantized_once", nullcontext)
     sweep("--out=again", "--only=*/2of4-SM-*")
     assert len(made) == 1 + 2
     for name in ("dense", "2of4-SM-s128-seed0"):
@@ -366,7 +338,7 @@ def test_a_run_that_fails_costs_no_other(here, capsys):
 
 def test_a_model_that_cannot_be_had_is_said_once(here, capsys, monkeypatch):
     made = []
-    monkeypatch.setattr(making, "execute", lambda trial, *_, **__: made.append(trial))
+    monkeypatch.setattr(running, "execute", lambda trial, *_, **__: made.append(trial))
     content = yaml.safe_load(Path("sweep.yaml").read_text())
     for name in ("someone/something", "./absent"):
         content["models"][name] = {"options": {"model.model": name}}
@@ -392,33 +364,16 @@ def test_a_sweep_takes_language_models(here, capsys):
     assert "`class_path`: a sweep measures perplexity" in capsys.readouterr().err
 
 
-def test_ablations_are_drawn(here):
-    content = yaml.safe_load(Path("sweep.yaml").read_text())
-    content["models"]["someone/a model"] = content["models"].pop("tiny")
-    Path("sweep.yaml").write_text(yaml.safe_dump(content))
-    options = '{"trainer.callbacks.init_args.damping": [0.1, 0.01]}'
-    again = ["--only=*/2of4-S[SM]-*-seed0", f"--vary={options}", "--page=page.md"]
-    sweep(*again)
-    picture = Path("page/someone-a-model-damping-2of4.svg")
-    drawn = picture.read_bytes()
-    assert "](page/someone-a-model-damping-2of4.svg)" in Path("page.md").read_text()
-    assert "Smaller damping is better" in Path("page.md").read_text()
-    picture.unlink()
-    sweep(*again)
-    assert picture.read_bytes() == drawn
-
-
-def test_any_kind_of_value_is_varied_and_only_numbers_are_drawn(here):
+def test_any_kind_of_value_is_varied(here):
     Path("other.txt").write_text(Path("text.txt").read_text().replace("compute", "measure"))
     options = {
         "model.dtype": ["float32", "bfloat16"],
         "data.train_files": [["text.txt"], ["text.txt", "other.txt"]],
     }
-    sweep("--only=tiny/2of4-SM-*-seed0", f"--vary={json.dumps(options)}", "--page=page.md")
-    page = Path("page.md").read_text()
-    assert "| SM, dtype bfloat16 |" in page
-    assert '["text.txt", "other.txt"]' in page
-    assert "](page/tiny-" not in page  # values without an order are no places on an axis
+    sweep("--only=tiny/2of4-SM-*-seed0", f"--vary={json.dumps(options)}")
+    table = Path("out/results.md").read_text()
+    assert "| SM, dtype bfloat16 |" in table
+    assert '["text.txt", "other.txt"]' in table
     with Path("out/results.csv").open() as file:
         means = {r["changed"]: r["mean"] for r in csv.DictReader(file) if "perp" in r["measure"]}
     assert means["dtype=float32"] == means['train_files=["text.txt"]']  # as they are without it

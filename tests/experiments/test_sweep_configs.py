@@ -10,7 +10,7 @@ pytest.importorskip("jsonargparse", reason="the command line needs the extra `cl
 
 from mrp_lightning.commands.sweep import read_sweep
 from mrp_lightning.errors import OptionError
-from mrp_lightning.experiments.execute import configure
+from mrp_lightning.experiments.running import configure
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SWEEPS = sorted(

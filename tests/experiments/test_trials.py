@@ -9,7 +9,7 @@ pytest.importorskip("jsonargparse", reason="the command line needs the extra `cl
 
 from mrp_lightning.errors import MethodError, OptionError
 from mrp_lightning.experiments.sweep import ModelTrials, Sweep
-from mrp_lightning.experiments.trials import Change, Trial
+from mrp_lightning.experiments.trials import ChangedOption, Trial
 
 TWO_MODELS = {
     "a": ModelTrials({"model.model": "dir/a"}, [128, None]),
@@ -72,9 +72,9 @@ def test_options_varied_one_at_a_time():
     vary = {"data.num_samples": [8, 16], "trainer.callbacks.init_args.damping": [0.1]}
     trials = [trial for trial in sweep(vary=vary, seeds=[0]).trials if trial.model == "b"]
     assert [trial.changed for trial in trials if trial.method == "SM"] == [
-        Change("data.num_samples", 8),
-        Change("data.num_samples", 16),
-        Change("trainer.callbacks.init_args.damping", 0.1),
+        ChangedOption("data.num_samples", 8),
+        ChangedOption("data.num_samples", 16),
+        ChangedOption("trainer.callbacks.init_args.damping", 0.1),
     ]
     assert trials[-1].options()["trainer.callbacks.init_args.damping"] == 0.1
 
@@ -222,7 +222,7 @@ def test_any_value_can_be_varied(tmp_path):
 
 
 def test_a_plain_value_is_the_name_of_its_directory():
-    names = [Change("a.damping", value).name for value in (0.0001, 16, "wikitext2", 1e-05)]
+    names = [ChangedOption("a.damping", value).name for value in (0.0001, 16, "wikitext2", 1e-05)]
     assert names == ["damping=0.0001", "damping=16", "damping=wikitext2", "damping=1e-05"]
 
 

@@ -42,7 +42,7 @@ class Tags(HTMLParser):
 def test_a_page_runs_nothing(tmp_path):
     pytest.importorskip("jinja2", reason="needs the extra `report`")
     pytest.importorskip("matplotlib", reason="needs the extra `report`")
-    from mrp_lightning.experiments.page.page import make_page
+    from mrp_lightning.experiments.page import make_page
 
     directory = tmp_path / "runs" / NAME.replace("/", "_")
     directory.mkdir(parents=True)
@@ -87,7 +87,7 @@ def test_what_json_files_cannot_hold(tmp_path, text):
 def test_a_report_without_layers_has_a_page(tmp_path):
     pytest.importorskip("jinja2", reason="needs the extra `report`")
     pytest.importorskip("matplotlib", reason="needs the extra `report`")
-    from mrp_lightning.experiments.page.page import make_page
+    from mrp_lightning.experiments.page import make_page
 
     for name in ("none", "9" * 5000):
         directory = tmp_path / name[:9] / "run"

@@ -1,6 +1,6 @@
 """What stands beside a picture leaves room for it."""
 
-from mrp_lightning.experiments.page.drawing import label_ends, new_figure
+from mrp_lightning.experiments.pictures import label_ends, new_figure
 
 
 def test_long_names_at_the_ends_of_lines_leave_room_for_the_axes():

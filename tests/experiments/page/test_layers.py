@@ -3,8 +3,8 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from mrp_lightning.experiments.page import layers
-from mrp_lightning.experiments.page.layers import short_names
+from mrp_lightning.experiments import layers
+from mrp_lightning.experiments.layers import short_names
 
 
 @pytest.mark.parametrize(

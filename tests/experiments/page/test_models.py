@@ -5,10 +5,9 @@ import shutil
 
 import pytest
 
-from mrp_lightning.experiments.models import find_models
-from mrp_lightning.experiments.page.headline import headline
-from mrp_lightning.experiments.page.notes import notes
-from mrp_lightning.experiments.runs import find_runs
+from mrp_lightning.experiments.page import headline, notes
+from mrp_lightning.experiments.runs import find_models, find_runs
+from mrp_lightning.experiments.scores import ScoreFrame
 from mrp_lightning.experiments.trials import METHODS, canonical_method, method_rank
 from mrp_lightning.records.evaluation import read, record
 from mrp_lightning.solver.recipe import MASKS, NAMED
@@ -22,7 +21,7 @@ def test_seeds_are_runs_of_one_variant(sweep):
     (model,) = models_of(sweep)
     assert model.name == "someone/tiny"
     assert model.dense.name == "tiny/dense"
-    assert [(v.setting, v.label, len(v.runs)) for v in model.results] == [
+    assert [(v.setting, v.label, len(v.runs)) for v in model.groups] == [
         ("2:4", "magnitude", 2),
         ("2:4", "SparseGPT", 2),
         ("2:4", "SM", 2),
@@ -36,7 +35,7 @@ def test_what_was_varied_is_in_the_label(tmp_path, save_run):
     for damping in (0.1, 0.01):
         save_run(tmp_path / f"{damping}", damping=damping)
     (model,) = models_of(tmp_path)
-    assert [v.label for v in model.results] == ["SM, damping 0.01", "SM, damping 0.1"]
+    assert [v.label for v in model.groups] == ["SM, damping 0.01", "SM, damping 0.1"]
 
 
 def test_the_dense_run_beside_a_run_is_found(tmp_path, save_run, save_perplexity):
@@ -63,7 +62,7 @@ def test_a_run_may_tell_of_its_dense_model_itself(tmp_path, save_run, save_perpl
     found = read(run).perplexity["text"]
     record(run, dense={"text": {**found, "perplexity": 5.0, "prefix": 0}})
     (model,) = models_of(run)
-    (value, *_) = headline(model)
+    (value, *_) = headline(ScoreFrame(model))
     assert value.label == "Perplexity on the evaluation text"
     assert value.value == "5.000 → 8.000"
     assert value.detail.startswith("+60.0%, context 2048, 166 windows, no BOS before them")
@@ -77,7 +76,7 @@ def test_settings_in_directories_of_their_own_are_one_model(tmp_path, save_run, 
     for setting, sparsity in {"50": 0.5, "70": 0.7}.items():
         save_run(tmp_path / setting / "SM", pattern=None, sparsity=sparsity)
     (model,) = models_of(tmp_path)
-    assert [v.setting for v in model.results] == ["50%", "70%"]
+    assert [v.setting for v in model.groups] == ["50%", "70%"]
 
 
 def test_models_of_other_shapes_are_not_mixed(tmp_path, save_run, save_perplexity):
@@ -106,7 +105,7 @@ def test_a_packed_copy_is_no_second_measurement(tmp_path, save_run):
     shutil.copytree(tmp_path / "sm", tmp_path / "sm-sparse24")
     (tmp_path / "sm-sparse24" / "export_report.json").write_text('{"format": "packed"}')
     (model,) = models_of(tmp_path)
-    assert [v.label for v in model.results] == ["SM", "SM, packed"]
+    assert [v.label for v in model.groups] == ["SM", "SM, packed"]
     assert [v.label for v in model.originals] == ["SM"]
 
 
@@ -121,7 +120,7 @@ def test_an_incomplete_run_is_in_no_mean(tmp_path, save_run):
     save_run(tmp_path / "whole", seed=0)
     save_run(tmp_path / "half", seed=1, blocks=1, complete=False)
     (model,) = models_of(tmp_path)
-    assert [(v.label, len(v.runs)) for v in model.results] == [("SM", 1), ("SM, incomplete", 1)]
+    assert [(v.label, len(v.runs)) for v in model.groups] == [("SM", 1), ("SM, incomplete", 1)]
     (note,) = notes(model)
     assert note.text.startswith("Incomplete: the run ended after 3 pruned layers.")
     assert note.runs == ["half"]
@@ -192,4 +191,4 @@ def test_runs_that_nothing_tells_apart_have_names_of_their_own(tmp_path, save_ru
     save_run(tmp_path / "older")
     save_run(tmp_path / "newer", target="own")
     (model,) = models_of(tmp_path)
-    assert [v.label for v in model.results] == ["SM (newer)", "SM (older)"]
+    assert [v.label for v in model.groups] == ["SM (newer)", "SM (older)"]

@@ -12,8 +12,6 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 pytest.importorskip("matplotlib")
 
@@ -23,8 +21,7 @@ from matplotlib.colors import to_hex, to_rgb
 from PIL import Image
 
 from mrp_lightning.commands.report import main
-from mrp_lightning.experiments.page.drawing import INK, MUTED, PAPER, RULE, SERIES, color_of
-from mrp_lightning.experiments.page.weights import MAGNITUDES, count_magnitudes
+from mrp_lightning.experiments.pictures import INK, MUTED, PAPER, RULE, SERIES, color_of
 from mrp_lightning.records.evaluation import record
 from mrp_lightning.records.report import BlockReport, LayerReport
 
@@ -218,7 +215,7 @@ def contrast(one: str, other: str) -> float:
 @pytest.mark.parametrize("dark", [False, True])
 def test_pictures_are_readable_on_both_papers(dark):
     paper = "#15181b" if dark else PAPER
-    style = resources.files("mrp_lightning.experiments.page").joinpath("style.css")
+    style = resources.files("mrp_lightning.experiments").joinpath("style.css")
     assert f"--paper: {paper}" in style.read_text()
     for colors, least in {(INK, MUTED): 4.5, SERIES: 3}.items():
         for color in colors:
@@ -284,11 +281,8 @@ def test_skipped_layers_are_shown_with_their_reason(tmp_path, save_run, layer):
     rows += [layer(f"m.layers.{i}.up") for i in range(3)]
     save_run(tmp_path, layers=rows)
     page = page_of(tmp_path)
-    assert page.table("Layers that were left dense").row("m.layers.*.gate") == [
-        "it routes tokens",
-        "3",
-        "1",
-    ]
+    table = page.table("Layers that were left dense")
+    assert table.row("m.layers.*.gate", "it routes tokens") == ["3", "1"]
     (alt,) = (p.alt for p in page.pictures if p.alt.startswith("Relative loss of the layers, 2:4"))
     assert "Left dense: 3 of 6 cells." in alt
     assert "3 left dense" in page.text
@@ -297,7 +291,7 @@ def test_skipped_layers_are_shown_with_their_reason(tmp_path, save_run, layer):
 def test_many_blocks_stay_a_short_page(tmp_path, save_run):
     save_run(tmp_path, blocks=100)
     page = page_of(tmp_path)
-    assert len(page.pictures) == 7
+    assert len(page.pictures) == 8
     assert sum(len(picture.svg) for picture in page.pictures) < 360_000
 
 
@@ -340,51 +334,16 @@ def test_methods_with_the_same_values_are_both_seen(tmp_path, save_run, layer):
             assert (away < 12).sum() > 100, (name, method)
 
 
-def test_a_flat_map_is_a_sentence(tmp_path, save_run, layer):
+def test_a_flat_map_is_not_drawn(tmp_path, save_run, layer):
     save_run(tmp_path / "2of4")
     page = page_of(tmp_path)
-    assert "Fraction of the weights removed, 2:4 by SM: 50% everywhere." in page.text
     assert not [p for p in page.pictures if p.alt.startswith("Fraction of the weights")]
     rows = [layer(f"model.layers.{i}.up", sparsity=0.5 + i / 10, damping=0.0) for i in range(3)]
     save_run(tmp_path / "2of4", layers=rows)
     page = page_of(tmp_path)
     (alt,) = (p.alt for p in page.pictures if p.alt.startswith("Fraction"))
     assert alt.endswith("From 50% (model.layers.0.up) to 70% (model.layers.2.up).")
-    assert "added to the diagonal of the Hessian, 2:4 by SM: 0 everywhere." in page.text
-
-
-def test_the_sizes_of_kept_and_dense_weights_are_drawn(tmp_path, save_run):
-    base = tmp_path.parent / "base"
-    report = save_run(tmp_path, base_model=str(base))
-    dense = {f"{row.name}.weight": torch.full(row.shape, 0.01) for row in report.layers}
-    base.mkdir()
-    save_file(dense, base / "model.safetensors")
-    kept = {name: torch.zeros_like(weight) for name, weight in dense.items()}
-    for weight in kept.values():
-        weight[:, ::2] = 0.2
-    first, *others = sorted(kept)
-    save_file({first: kept[first]}, tmp_path / "model-1.safetensors")
-    save_file({name: kept[name] for name in others}, tmp_path / "model-2.safetensors")
-    alts = [picture.alt for picture in page_of(tmp_path).pictures]
-    (alt,) = (alt for alt in alts if alt.startswith("Sizes of the kept weights at 2:4."))
-    assert "Medians of |w|: dense 0.011, SM 0.22." in alt
-    (tmp_path / "model-2.safetensors").unlink()
-    assert "Kept weights" not in page_of(tmp_path).text
-
-
-def test_magnitudes_are_counted_without_zeros(tmp_path):
-    weights = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)).half()
-    weights[:, ::2] = 0
-    save_file({"a.weight": weights, "norm.weight": torch.ones(5)}, tmp_path / "model.safetensors")
-    expected, _ = np.histogram(weights[weights != 0].abs().double().numpy(), MAGNITUDES)
-    np.testing.assert_array_equal(count_magnitudes(tmp_path, {"a"}), expected)
-    assert count_magnitudes(tmp_path, {"a", "b"}) is None
-
-
-def test_magnitudes_of_a_large_layer_are_all_counted(tmp_path):
-    many = 2**24 + 2**20  # more than float32 counts one by one
-    save_file({"a.weight": torch.full((many,), 0.5).half()}, tmp_path / "model.safetensors")
-    assert count_magnitudes(tmp_path, {"a"}).sum() == many
+    assert not [p for p in page.pictures if p.alt.startswith("λ that was added")]
 
 
 def test_damping_gap_and_iterations_are_shown_by_layer(tmp_path, save_run, layer):
@@ -427,7 +386,7 @@ def test_what_was_done_to_blocks_is_listed(tmp_path, save_run):
     assert "1 of 9 layers kept their own target: rows do not pair." in page.text
     layers = page.table("Layers of")
     assert layers.row(report.layers[1].name)[layers.rows[0].index("target loss") - 1] == "0.125"
-    assert {"123.4", "3.00 GiB"} <= set(page.table("Runs").rows[1])
+    assert {"123.4", "3.00 GiB"} <= set(page.table("Runs").rows[2])
     (picture,) = (p.alt for p in page.pictures if "after tuning" in p.alt)
     assert "SM: model.layers.0 0.0100, model.layers.1 0.0200, model.layers.2 0.0300." in picture
 
@@ -440,14 +399,3 @@ def test_the_command_that_makes_the_page_again_is_on_it(tmp_path, save_run):
     assert shlex.split(command) == [
         *("python", "-m", "mrp_lightning", "report", str(run), "--title", "It's"),
     ]
-
-
-def test_what_the_models_write_is_shown(tmp_path, save_run):
-    save_run(tmp_path / "sm")
-    assert "What the models write" not in page_of(tmp_path).text
-    for name, text in {"dense": " world\nagain", "sm": f" word {EVIL}"}.items():
-        record(tmp_path / name, continuations={"c4": {"prompt": "Hello", "continuation": text}})
-    table = page_of(tmp_path).table("On c4")
-    assert table.row("prompt") == ["Hello"]
-    assert table.row("dense") == [" world\nagain"]
-    assert table.row("SM", "2:4") == [f" word {EVIL}"]

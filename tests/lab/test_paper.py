@@ -4,8 +4,8 @@ import statistics
 from collections import Counter, defaultdict
 
 import pytest
+from pages.paper import paper_values, reported
 
-from mrp_lightning.experiments.paper import paper_values, reported
 from mrp_lightning.experiments.trials import Trial, parse_setting
 from mrp_lightning.solver.recipe import parse_method
 

@@ -9,10 +9,11 @@ import yaml
 
 pytest.importorskip("jsonargparse", reason="the command line needs the extra `cli`")
 
+from pages.paper import paper_values, reported
+
 from mrp_lightning.commands.sweep import read_sweep
 from mrp_lightning.evaluation.zeroshot import PAPER_TASKS
-from mrp_lightning.experiments.execute import configure
-from mrp_lightning.experiments.paper import paper_values, reported
+from mrp_lightning.experiments.running import configure
 from mrp_lightning.experiments.sweep import Sweep
 from mrp_lightning.experiments.trials import Trial
 

@@ -5,11 +5,12 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
+from pages import excess
+from pages.excess import draw_excess
+from pages.peers import read_peers
+
 from mrp_lightning.errors import FormatError
-from mrp_lightning.experiments.page import excess
-from mrp_lightning.experiments.page.drawing import color_of
-from mrp_lightning.experiments.page.excess import draw_excess
-from mrp_lightning.experiments.page.peers import read_peers
+from mrp_lightning.experiments.pictures import color_of
 
 METHODS = {"magnitude": "magnitude", "SparseGPT": "SS", "SM": "SM", "JM": "JM"}
 TABLE = """

@@ -11,15 +11,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from mrp_lightning.experiments.page.drawing import (
+from mrp_lightning.experiments.pictures import (
     INK,
     MUTED,
+    Picture,
     color_of,
     marker_of,
     picture,
     set_name_axis,
 )
-from mrp_lightning.experiments.page.parts import Picture
 
 _IN_A_ROW = 3
 _FAR = 4

@@ -2,10 +2,12 @@
 
 import math
 
-from mrp_lightning.experiments.models import find_models
-from mrp_lightning.experiments.page.page import make_page
-from mrp_lightning.experiments.page.texts import texts_part
-from mrp_lightning.experiments.runs import find_runs
+from page import DocsPage, parts_of
+from pages.peers import NO_PEERS
+from pages.texts import texts_part
+
+from mrp_lightning.experiments.runs import find_models, find_runs
+from mrp_lightning.experiments.scores import ScoreFrame
 from mrp_lightning.records.evaluation import record
 
 
@@ -25,15 +27,16 @@ def test_worst_and_mean_are_of_the_ratios_to_the_dense_model(tmp_path, save_run)
         record(tmp_path / source, perplexity=found(**values))
     runs = find_runs(tmp_path)
     (model,) = find_models(runs)
-    part = texts_part(model)
+    part = texts_part(ScoreFrame(model))
     (table,) = part.tables
-    (rows,) = table.groups.values()
-    cells = {row.cells[0]: row for row in rows}
-    assert cells["home, 64 × 512"].cells[1:] == ["12.000", "90.000", "4.50", "2.32"]  # √(1.2·4.5)
-    assert cells["self, 64 × 512"].cells[1:] == ["15.000", "40.000", "2.00", "1.73"]  # √(1.5·2)
-    assert cells["self, 64 × 512"].best == [3, 4]
-    assert cells["home, 64 × 512"].best == []
-    assert "Calibrated on one text, evaluated on several" in make_page(runs, "runs").html
+    ((_, rows),) = table.groups()
+    cells = {texts[0]: texts[1:] for texts in (tuple(t for t, _ in row) for _, row in rows)}
+    assert cells["home, 64 × 512"] == ("12.000", "90.000", "4.50", "2.32")  # √(1.2·4.5)
+    assert cells["self, 64 × 512"] == ("15.000", "40.000", "2.00", "1.73")  # √(1.5·2)
+    best = [[text for text, is_best in row if is_best] for _, row in rows]
+    assert sorted(best) == [[], ["2.00", "1.73"]]
+    page = DocsPage(sweep=[], out="page.md")
+    assert "On other texts" in [part.title for part in parts_of(model, page, NO_PEERS)]
 
 
 def test_one_text_has_no_matrix(tmp_path, save_run):
@@ -42,4 +45,4 @@ def test_one_text_has_no_matrix(tmp_path, save_run):
     save_run(tmp_path / "a")
     record(tmp_path / "a", perplexity=found(code=12.0))
     (model,) = find_models(find_runs(tmp_path))
-    assert texts_part(model) is None
+    assert texts_part(ScoreFrame(model)) is None

@@ -13,7 +13,7 @@ its label in the paper: `llama2`, `others`, `mamba` (Tables 1, 2, 3), `app:opt`,
 """
 
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -27,8 +27,8 @@ CONTEXT = 2048
 @cache
 def paper_values() -> tuple[Any, ...]:
     """All values, in the order of the tables: rows with the columns of `paper.csv`."""
-    with files(__package__).joinpath("paper.csv").open(encoding="utf-8") as file:
-        table = pd.read_csv(file, dtype=str, keep_default_na=False).astype({"value": float})
+    path = Path(__file__).with_name("paper.csv")
+    table = pd.read_csv(path, dtype=str, keep_default_na=False).astype({"value": float})
     return tuple(table.itertuples(index=False))
 
 

@@ -9,9 +9,8 @@ import pandas as pd
 import torch
 from safetensors import SafetensorError, safe_open
 
-from mrp_lightning.experiments.models import Model, Result, by_setting
-from mrp_lightning.experiments.page.parts import Part
-from mrp_lightning.experiments.page.pictures import Scale, draw_lines
+from mrp_lightning.experiments.pictures import Part, Scale, draw_lines
+from mrp_lightning.experiments.runs import ModelRuns, RunGroup
 
 log = logging.getLogger(__name__)
 
@@ -22,12 +21,12 @@ _EXACT = 2**24
 """So many numbers can be counted in float32, which torch.histc does."""
 
 
-def weights_part(model: Model) -> Part | None:
+def weights_part(model: ModelRuns) -> Part | None:
     """How large the kept weights are, where they are on disk, beside those of the dense model."""
     pictures = []
-    methods = {"dense": None} | {result.label: result.method for result in model.results}
-    for setting, results in by_setting(model.originals).items():
-        counts = dict(found for result in results for found in _counted(model, result))
+    methods = {"dense": None} | {group.label: group.method for group in model.groups}
+    for setting, groups in model.by_setting().items():
+        counts = dict(found for group in groups for found in _counted(model, group))
         if not counts:
             continue
         table = pd.DataFrame(counts, np.sqrt(MAGNITUDES[1:] * MAGNITUDES[:-1]))
@@ -35,7 +34,7 @@ def weights_part(model: Model) -> Part | None:
         medians = (table.cumsum() >= table.sum() / 2).idxmax()
         listed = ", ".join(f"{label} {median:.2g}" for label, median in medians.items())
         caption = f"Sizes of the kept weights at {setting}. Medians of |w|: {listed}."
-        weights = next(run.report.totals["weights"] for run in results[0].runs if run.report)
+        weights = next(run.report.totals["weights"] for run in groups[0].runs if run.report)
         shown = 100 / weights * table[(total > 0.002) & (total.shift(fill_value=0) < 0.9999)]
         scale = Scale("% of all weights", "{:.2g}".format)
         name = f"weights-{setting}"
@@ -66,9 +65,9 @@ def count_magnitudes(directory: Path, layers: Set[str]) -> np.ndarray | None:
     return None if names else counts.numpy()
 
 
-def _counted(model: Model, result: Result) -> Iterator[tuple[str, np.ndarray]]:
+def _counted(model: ModelRuns, group: RunGroup) -> Iterator[tuple[str, np.ndarray]]:
     """The counts of the dense weights and of those that the first run of a result has kept."""
-    run, layers = result.runs[0], {layer.name for layer in result.runs[0].pruned}
+    run, layers = group.runs[0], {layer.name for layer in group.runs[0].pruned_layers}
     kept = None if run.exported else count_magnitudes(run.directory, layers)
     if not layers or kept is None:
         return
@@ -76,4 +75,4 @@ def _counted(model: Model, result: Result) -> Iterator[tuple[str, np.ndarray]]:
     places = [Path(source) for source in sources if source and Path(source).is_dir()]
     if places and (dense := count_magnitudes(places[0], layers)) is not None:
         yield "dense", dense
-    yield result.label, kept
+    yield group.label, kept

@@ -7,10 +7,10 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from mrp_lightning.experiments.models import Model
 from mrp_lightning.experiments.numbers import number, perplexity
-from mrp_lightning.experiments.page.parts import Part, Row, Table, columns
-from mrp_lightning.experiments.scores import deviation, scores, text
+from mrp_lightning.experiments.pictures import Part
+from mrp_lightning.experiments.runs import ModelRuns
+from mrp_lightning.experiments.scores import Table, deviation, scores_of, text
 from mrp_lightning.records.evaluation import UNNAMED
 
 _CASE = ["model", "setting", "size"]
@@ -29,21 +29,21 @@ class Finding(NamedTuple):
     evidence: str
 
 
-def claims_part(models: Sequence[Model]) -> list[Part]:
+def claims_part(models: Sequence[ModelRuns]) -> list[Part]:
     """Every claim with its cases; nothing where the runs decide none."""
     found = findings(models)
     tables = []
     for claim in dict.fromkeys(finding.claim for finding in found):
         cases = [finding for finding in found if finding.claim == claim]
         held = sum(finding.holds for finding in cases)
-        rows = [Row("yes" if f.holds else "no", [f.where, f.evidence]) for f in cases]
+        rows = [("", "yes" if f.holds else "no", f.where, f.evidence) for f in cases]
         caption = f"{claim}: so in {held} of {len(cases)} cases."
-        header = columns("holds:", "where:", "evidence:")
-        tables.append(Table(caption, header, {"": rows}, group="claim"))
+        header = ("holds", "where", "evidence")
+        tables.append(Table.of_rows(caption, header, rows, group="claim", kind="text"))
     return [Part("What the paper claims", tables=tables)] if tables else []
 
 
-def findings(models: Sequence[Model]) -> list[Finding]:
+def findings(models: Sequence[ModelRuns]) -> list[Finding]:
     """Every claim in every case that the runs of sweeps can decide."""
     rows = [
         {
@@ -57,14 +57,14 @@ def findings(models: Sequence[Model]) -> list[Finding]:
             "value": trial.changed.number if trial.changed else None,
             "is_plain": not (trial.changed or trial.recipe),
             "seed": -1 if trial.seed is None else trial.seed,
-            "perplexity": value.value,
+            "perplexity": entry["value"],
         }
         for model in models
-        for result in model.results
-        for run in result.runs
+        for group in model.groups
+        for run in group.runs
         if (trial := run.trial).model
-        for score, value in scores(run).items()
-        if score.metric == "perplexity"
+        for entry in scores_of(run)
+        if (score := entry["score"]).metric == "perplexity"
     ]
     if not rows:
         return []

@@ -1,0 +1,595 @@
+"""The page about runs: one HTML file that needs no other, no script and no network."""
+
+import base64
+import io
+import itertools
+import re
+import shlex
+import shutil
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import resources
+from math import isfinite
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import pandas as pd
+from jinja2 import Environment, FunctionLoader, StrictUndefined, select_autoescape
+from markupsafe import Markup
+
+from mrp_lightning.environment import __version__
+from mrp_lightning.experiments import numbers
+from mrp_lightning.experiments.layers import Layers
+from mrp_lightning.experiments.numbers import MISSING, Write
+from mrp_lightning.experiments.pictures import Part, Picture, Scale, color_of, draw_lines
+from mrp_lightning.experiments.runs import ModelRuns, RunDirectory, RunGroup, find_models, plain
+from mrp_lightning.experiments.scores import (
+    RELATIVE_LOSS,
+    SECONDS,
+    Score,
+    ScoreFrame,
+    Table,
+    named,
+    results_table,
+    zero_shot_table,
+)
+from mrp_lightning.files import check_output_file, save_ours
+from mrp_lightning.outputs import check_output_dir, save_directory
+from mrp_lightning.records.report import LayerReport
+from mrp_lightning.targets.blocks import without_numbers
+
+LAYER_ROWS = 2000
+"""Layers that a page lists at most; a page of fewer runs lists them."""
+
+_FEW_TOKENS = 4  # below so many tokens for each input feature, more of them are advised
+_LAYER_COLUMNS: tuple[tuple[str, str, Write], ...] = (
+    ("sparsity", "sparsity", numbers.percent),
+    ("relative_loss", "relative loss", numbers.relative_loss),
+    ("loss", "loss", numbers.number),
+    ("target_loss", "target loss", numbers.number),
+    ("bits", "bits", numbers.count),
+    ("zeros_loss", "loss of the zeros", numbers.number),
+    ("grid_loss", "loss of the grid", numbers.number),
+    ("damping", "λ", numbers.number),
+    ("iterations", "iterations", numbers.count),
+    ("gap", "gap", numbers.number),
+    ("tokens", "tokens", numbers.count),
+    ("dead_inputs", "dead inputs", numbers.count),
+    ("shared_hessian", "shared Hessian", numbers.number),
+    ("seconds", "seconds", numbers.seconds),
+    ("peak_memory", "peak memory", numbers.memory),
+)
+_RUN_COLUMNS: tuple[tuple[str, str, Write], ...] = (
+    ("layers", "layers pruned", numbers.count),
+    ("skipped", "left dense", numbers.count),
+    ("weights", "weights", numbers.count),
+    ("removed", "weights removed", numbers.count),
+    ("relative_loss", "relative layer loss", numbers.relative_loss),
+    ("seconds", "seconds", numbers.seconds),
+    ("cpu_seconds", "CPU seconds", numbers.seconds),
+    ("peak_rss", "peak memory", numbers.memory),
+    ("weight_bytes", "weight files", numbers.memory),
+)
+
+
+class Page(NamedTuple):
+    """The whole page with its pictures, and these by the names of their PNG files."""
+
+    html: str
+    pictures: dict[str, Picture]
+
+
+class HeadValue(NamedTuple):
+    """A value at the head of a page: its label, and how it was measured."""
+
+    label: str
+    value: str
+    detail: str
+
+
+class NextStep(NamedTuple):
+    """A recommendation, and the command that follows it."""
+
+    text: str
+    command: str = ""
+
+
+class Note(NamedTuple):
+    """A fact that qualifies the numbers, and the names of the runs that it is about."""
+
+    text: str
+    runs: Sequence[str] = ()
+
+
+def make_page(
+    runs: Sequence[RunDirectory], name: str, title: str | None = None, *, command: str = ""
+) -> Page:
+    """The HTML page about runs that are called `name` together, made again by `command`.
+
+    The default title names the model, the sparsities and the methods.
+    """
+    models = find_models(runs)
+    sections: list[dict[str, Any]] = []
+    for id_, model in zip(_unique([model.name for model in models]), models, strict=True):
+        frame = ScoreFrame(model)
+        sections.append(
+            {
+                "id": f"model-{id_}",
+                "title": title_of(model),
+                "headline": list(headline(frame)),
+                "notes": notes(model),
+                "parts": parts_of(frame),
+                "steps": list(next_steps(frame)),
+                "num_runs": len(model.runs),
+            }
+        )
+    parts = {model: section["parts"] for model, section in zip(models, sections, strict=True)}
+    alone = sections[0]["title"] if len(sections) == 1 else f"{name}: {len(models)} models"
+    raw = _zipped(runs)
+    environment = Environment(
+        loader=FunctionLoader(_read), autoescape=select_autoescape(), undefined=StrictUndefined
+    )
+    environment.filters["base64"] = lambda content: base64.b64encode(content).decode()
+    environment.filters["breakable"] = lambda name: Markup(".<wbr>").join(name.split("."))
+    html = environment.get_template("page.html").render(
+        title=title or alone,
+        subtitle=_subtitle(runs, models),
+        sections=sections,
+        version=__version__,
+        command=command,
+        color=color_of,
+        css=_read("style.css"),
+        raw=raw,
+        raw_name=f"{_slug(name)}.zip",
+        raw_size=numbers.memory(len(raw)),
+        num_files=sum(len(run.files) for run in runs),
+    )
+    return Page(html, named_pictures(parts))
+
+
+def check_page(out: Path, *, overwrite: bool = False) -> None:
+    """Refuse to replace files that this command did not write.
+
+    Raises:
+        FileExistsError: `out` is a directory, or a file that this did not write or that was
+            changed since; or its pictures would replace a directory with such files.
+    """
+    check_output_dir(pictures_directory(out), overwrite=True, argument="--out")
+    if not overwrite or out.is_dir():
+        check_output_file(out, "--out", "allow it to be replaced with --overwrite")
+
+
+def pictures_directory(out: Path) -> Path:
+    """The directory of the PNG files of a page."""
+    return out.with_name(f"{out.stem}-figures")
+
+
+def write_page(page: Page, out: Path, *, overwrite: bool = False) -> None:
+    """Write a page and its pictures as PNG files.
+
+    Raises:
+        FileExistsError: See `check_page`.
+    """
+    check_page(out, overwrite=overwrite)
+    pictures = pictures_directory(out)
+    if page.pictures:
+        with save_directory(pictures, overwrite=True, argument="--out") as staging:
+            for name, picture in page.pictures.items():
+                (staging / f"{name}.png").write_bytes(picture.png)
+    elif pictures.exists():
+        shutil.rmtree(pictures)
+    save_ours(out, page.html)
+
+
+def named_pictures(
+    parts: Mapping[ModelRuns, Sequence[Part]], *, by_model: bool | None = None
+) -> dict[str, Picture]:
+    """Pictures by the names of their files, which begin with the model if `by_model`.
+
+    By default they do if there are several models.
+    """
+    by_model = len(parts) > 1 if by_model is None else by_model
+    pictures = [
+        (f"{model.name}-{picture.name}" if by_model else picture.name, picture)
+        for model, of_model in parts.items()
+        for part in of_model
+        for picture in part.all_pictures
+    ]
+    names = _unique([name for name, _ in pictures])
+    return dict(zip(names, (picture for _, picture in pictures), strict=True))
+
+
+def parts_of(frame: ScoreFrame) -> list[Part]:
+    """All parts that have something to show: scores, losses, the rest."""
+    model = frame.model
+    layers = Layers(model) if model.groups else None
+    parts = [results_part(frame), zero_shot_part(frame)]
+    parts += [layers.loss_part(), *layers.other_parts()] if layers else []
+    parts += [_dense_part(model), _settings_part(model)]
+    return [part for part in parts if part]
+
+
+def title_of(model: ModelRuns) -> str:
+    """Model, pattern and method of one group; of several their settings and number of methods."""
+    if not model.groups:
+        return model.name
+    if len(model.originals) == 1:
+        (group,) = model.originals
+        return f"{model.name}, {group.setting} by {group.label}"
+    *most, last = model.by_setting(model.groups)
+    settings = f"{', '.join(most)} and {last}" if most else last
+    names = list(dict.fromkeys(group.trial.label for group in model.originals))
+    methods = names[0] if len(names) == 1 else f"{len(names)} methods"
+    return f"{model.name}, {settings} by {methods}"
+
+
+def headline(frame: ScoreFrame) -> Iterator[HeadValue]:
+    """Every value of one group; of several the best perplexity, or loss, of each setting."""
+    model = frame.model
+    texts = [score for score in frame.scores if score.is_perplexity]
+    if len(model.originals) == 1:
+        (group,) = model.originals
+        for text in texts:
+            if not pd.isna(frame.means.loc[(group.setting, group.label), text]):
+                yield _perplexity(frame, group, text, f"Perplexity on {named(text.of)}")
+        yield from _costs(frame, group)
+        return
+    if not model.groups:
+        for text in texts:
+            value = frame.texts.loc[("", "dense"), text]
+            yield HeadValue(f"Perplexity on {named(text.of)}", value, _measured(frame, text))
+    for setting, groups in model.by_setting().items():
+        means = frame.means.loc[[(group.setting, group.label) for group in groups]]
+        finite = means.map(lambda value: value if isfinite(value) else None).astype(float)
+        for score in [s for s in (*texts, RELATIVE_LOSS) if s in finite]:
+            if finite[score].notna().any():
+                best = groups[int(finite[score].argmin())]
+                if score.of:
+                    label = f"{setting}, perplexity on {named(score.of)}"
+                    yield _perplexity(frame, best, score, label)
+                else:
+                    value = frame.texts.loc[(setting, best.label), score]
+                    label = f"{setting}, relative layer loss"
+                    yield HeadValue(label, value, f"lowest: {best.label}")
+                break
+
+
+def _perplexity(frame: ScoreFrame, group: RunGroup, text: Score, label: str) -> HeadValue:
+    pruned = float(frame.means.loc[(group.setting, group.label), text])
+    dense = float(frame.means[text].get(("", "dense"), float("nan")))
+    value = text.write(pruned)
+    details = [group.label] if len(frame.model.originals) > 1 else []
+    if isfinite(dense):
+        value = f"{text.write(dense)} → {value}"
+        change = numbers.signed(100 * (pruned / dense - 1), "{:.1f}%".format)
+        details += [change] if isfinite(pruned) else []
+    details += [f"mean of {len(group.runs)} runs"] if len(group.runs) > 1 else []
+    return HeadValue(label, value, ", ".join([*details, _measured(frame, text)]))
+
+
+def _measured(frame: ScoreFrame, text: Score) -> str:
+    context = f"context {text.context}, " if text.context else ""
+    return context + frame.detail(text)
+
+
+def _costs(frame: ScoreFrame, group: RunGroup) -> Iterator[HeadValue]:
+    report = group.runs[0].report
+    assert report is not None  # a group is pruned
+    totals, key = report.totals, (group.setting, group.label)
+    loss = frame.texts.loc[key].get(RELATIVE_LOSS, MISSING) or MISSING
+    yield HeadValue("Relative layer loss", loss, f"mean over {totals['layers']} layers")
+    removed = f"of {numbers.count(totals['weights'])} in the pruned layers"
+    removed += f"; {totals['skipped']} left dense" if totals["skipped"] else ""
+    yield HeadValue("Weights removed", numbers.percent(totals["sparsity"]), removed)
+    if bits := report.config.get("bits"):
+        lost, by_grid = report.losses
+        share = f"{by_grid / lost:.0%} of the layers' loss is the grid's" if lost else ""
+        yield HeadValue("Bits of a kept weight", numbers.count(bits), share)
+    for copy in frame.model.groups:
+        exported = copy.runs[0].exported
+        if sizes := [run.weight_bytes for run in copy.runs if run.weight_bytes]:
+            label = f"Weight files, {exported}" if exported else "Weight files"
+            detail = "" if exported else "with the removed weights as zeros"
+            yield HeadValue(label, numbers.memory(fmean(sizes)), detail)
+    seconds = numbers.duration(float(frame.means.loc[key].get(SECONDS, 0.0)))
+    yield HeadValue("Time to prune", seconds, "with calibration")
+
+
+def results_part(frame: ScoreFrame) -> Part | None:
+    """Perplexity, loss and time of all groups."""
+    table = results_table(frame)
+    if table is None:
+        return None
+    by_setting = frame.model.by_setting()
+    compared = any(len(groups) > 1 for groups in by_setting.values())
+    text = "Lower is better; the lowest of each sparsity is bold." if compared else ""
+    pictures = [
+        picture
+        for score in frame.scores
+        if score.is_perplexity and compared
+        for picture in _perplexity_picture(frame, score)
+    ]
+    title = "What changed" if len(frame.model.originals) == 1 else "Results"
+    return Part(title, text, [table], pictures)
+
+
+def _perplexity_picture(frame: ScoreFrame, score: Score) -> Iterator[Picture]:
+    """A line for each group over the settings, with that of the dense model."""
+    means = frame.means[score].dropna()
+    finite = means[means.map(isfinite)]
+    lost = [f"{label} at {setting}" for setting, label in means.index.difference(finite.index)]
+    lines = finite.drop("", errors="ignore").unstack(sort=False)
+    if lines.empty:
+        return
+    if ("", "dense") in finite:
+        lines.insert(0, "dense", finite["", "dense"])
+    caption = f"Perplexity on {named(score.of)}, by sparsity."
+    caption += f" Not finite: {', '.join(lost)}." if lost else ""
+    scale, name = Scale(str(score), score.write, zero=False), str(score).partition(" @")[0]
+    yield draw_lines(name, caption, lines, _methods(frame), scale, across="")
+
+
+def zero_shot_part(frame: ScoreFrame) -> Part | None:
+    """Zero-shot tasks before and after pruning; `None` where there are none."""
+    table = zero_shot_table(frame)
+    if table is None:
+        return None
+    shares = [score for score in frame.scores if score.in_percent]
+    pictures = []
+    for setting in frame.model.by_setting(frame.model.groups):
+        means = frame.means[shares].rename(columns=str)
+        means = means[means.index.get_level_values("setting").isin(["", setting])]
+        lines = means.droplevel("setting").T.dropna(how="all").dropna(axis=1, how="all")
+        if set(lines) - {"dense"} and len(lines) > 1:
+            caption = f"Zero-shot results at {setting}, in percent."
+            scale = Scale("%", "{:.2f}".format, zero=False)
+            how = (_methods(frame), scale)
+            pictures.append(draw_lines(f"zeroshot-{setting}", caption, lines, *how, across=""))
+    return Part("Zero-shot", "", [table], pictures)
+
+
+def _methods(frame: ScoreFrame) -> dict[str, str | None]:
+    return {group.label: group.method for group in frame.model.rows}
+
+
+def notes(model: ModelRuns) -> list[Note]:
+    """The notes on all runs of a model; one that is about several runs is made once."""
+    runs: dict[str, list[str]] = {}
+    for run in model.runs:
+        for text in (*_run_notes(run), *_layer_notes(run)):
+            runs.setdefault(text, []).append(run.name)
+    doubts = [Note(doubt) for doubt in model.doubts]
+    return [*doubts, *_text_notes(model), *(Note(text, names) for text, names in runs.items())]
+
+
+def _run_notes(run: RunDirectory) -> Iterator[str]:
+    if run.report is None:
+        return
+    if run.unfinished:
+        yield f"Unfinished: {run.unfinished}."
+    elif not run.complete:
+        yield (
+            f"Incomplete: the run ended after {len(run.pruned_layers)} pruned layers. "
+            "All others were left as they were."
+        )
+    if earlier := run.report.totals.get("already_pruned"):
+        yield f"{earlier} of {len(run.pruned_layers)} layers had the pattern before."
+    if zeros := run.report.totals.get("zeros_before"):
+        yield f"{zeros:.0%} of the weights were zero before: losses are against them as they were."
+
+
+def _layer_notes(run: RunDirectory) -> Iterator[str]:
+    """Notes on the layers that have a problem, each with the worst of them."""
+    layers, tolerance = run.pruned_layers, run.config.get("tolerance")
+    if isinstance(tolerance, int | float):
+        near = f"may be further from the optimal loss than the tolerance of {tolerance:.0e}"
+        gaps = {x: x.gap for x in layers if x.gap and x.gap > tolerance}
+        how = "by at most {0.gap:.1e}, relative to it."
+        yield from _worst(gaps, near.replace("e-", "e−"), how)
+    raised = {x: x.raised_damping for x in layers if x.raised_damping}
+    more = "{0.raised_damping:g}. More calibration tokens would help."
+    yield from _worst(raised, "needed more damping than was asked for", more)
+    if fallen := sum(bool(x.fallback_mask) for x in layers):
+        yield f"{fallen} layers have another mask than the method's, which lost more."
+    dead = {x: x.dead_inputs / x.shape[1] for x in layers if x.dead_inputs}
+    of_all = "{0.dead_inputs:,} of {0.shape[1]:,}."
+    yield from _worst(dead, "had input features that were always 0", of_all)
+    for reason in dict.fromkeys(x.own_target for x in layers if x.own_target):
+        number = sum(x.own_target == reason for x in layers)
+        yield f"{number} of {len(layers)} layers kept their own target: {reason}."
+    if helped := sum(bool(x.shared_hessian) for x in layers):
+        yield (
+            f"{helped} experts saw fewer tokens than they have input features; the Hessian of "
+            "all experts' tokens made up for it. More calibration data would help them."
+        )
+    alone = [x for x in layers if x.tokens is not None and not x.shared_hessian]
+    few = {x: 1 - (x.tokens or 0) / x.shape[1] for x in alone if (x.tokens or 0) < x.shape[1]}
+    tokens = "{0.tokens:,} for {0.shape[1]:,}. More calibration data would help."
+    yield from _worst(few, "saw fewer tokens than they have input features", tokens)
+
+
+def _worst(badness: Mapping[LayerReport, float], problem: str, amount: str) -> Iterator[str]:
+    """The number of layers that have a problem, and its amount in the worst of them."""
+    if badness:
+        worst = max(badness, key=lambda layer: badness[layer])
+        number = "1 layer" if len(badness) == 1 else f"{len(badness)} layers"
+        yield f"{number} {problem}: {worst.name} {amount.format(worst).replace('e-', 'e−')}"
+
+
+def _text_notes(model: ModelRuns) -> Iterator[Note]:
+    """Perplexities of one text are comparable only if they are of the same windows."""
+    names = ("context", "windows", "tokens")
+    runs: dict[str, dict[str, list[str]]] = {}
+    for run in model.runs:
+        for text, scores in run.evaluation.perplexity.items():
+            sizes = ", ".join(f"{name} {scores.get(name)}" for name in names)
+            runs.setdefault(text, {}).setdefault(sizes, []).append(run.name)
+    for text, by_sizes in runs.items():
+        if len(by_sizes) > 1:
+            parts = "; ".join(f"{sizes} in {', '.join(of)}" for sizes, of in by_sizes.items())
+            yield Note(
+                f"Perplexity on {named(text)} was not measured on the same windows: {parts}."
+            )
+
+
+def next_steps(frame: ScoreFrame) -> Iterator[NextStep]:
+    """The next steps after one result; none where several are compared."""
+    model = frame.model
+    if len(model.originals) != 1:
+        return
+    run = model.originals[0].runs[0]
+    directory = shlex.quote(str(run.directory))
+    if not run.complete:
+        yield NextStep("Run the same command again: it goes on at the block where this run ended.")
+        return
+    if not run.evaluation.perplexity:
+        test = f"python -m mrp_lightning test --model.model {directory}"
+        yield NextStep("Measure its perplexity on your text, which is kept beside it.", test)
+    elif model.dense is None:
+        source = shlex.quote(str(run.config.get("base_model") or "MODEL"))
+        beside = shlex.quote(str(run.directory.parent / "dense"))
+        save = f"--trainer.callbacks=callbacks.SaveEvaluation --trainer.callbacks.save_dir={beside}"
+        test = f"python -m mrp_lightning test --model.model {source} {save}"
+        yield NextStep("Measure the dense model, too, which this page then compares with.", test)
+    tokens = {x: (x.tokens or 0) / x.shape[1] for x in run.pruned_layers if not x.shared_hessian}
+    if tokens and 0 < (least := min(tokens.values())) < _FEW_TOKENS:
+        layer = min(tokens, key=lambda layer: tokens[layer])
+        yield NextStep(
+            f"Calibrate on more text, by `data.num_samples`: {layer.name} saw {least:.1f} tokens "
+            "for each of its input features."
+        )
+    if run.config.get("target") != "dense" and not run.config.get("tuning"):
+        yield NextStep(
+            "Where it lost too much: aim at the dense model's outputs and tune each block. It "
+            "takes several times as long, and calibration text like yours matters the more.",
+            "python -m mrp_lightning predict --config configs/recipes/best.yaml …",
+        )
+    if not any(copy.exported for other in model.groups for copy in other.runs):
+        pack = f"python -m export.to_sparse {directory}"
+        yield NextStep("Pack it: its files become smaller, and its layers faster to decode.", pack)
+
+
+def _dense_part(model: ModelRuns) -> Part | None:
+    """The layers that were left dense, by kind and reason."""
+    layers = pd.DataFrame(
+        [
+            (layer.skipped, without_numbers(layer.name), layer.name, run.name)
+            for group in model.originals
+            for run in group.runs
+            for layer in run.layers
+            if layer.skipped is not None
+        ],
+        columns=["reason", "layers", "number", "in runs"],
+    )
+    if layers.empty:
+        return None
+    counts = layers.groupby(["reason", "layers"], sort=False).nunique().astype(str)
+    table = Table("Layers that were left dense", counts, "layers", "why")
+    return Part("Left dense", tables=[table], folded=True)
+
+
+def _settings_part(model: ModelRuns) -> Part:
+    """Runs, configuration, versions, layers."""
+    header = ("directory", *(label for _, label, _ in _RUN_COLUMNS), "complete")
+    rows = []
+    for group in model.rows:
+        name = ", ".join(filter(None, [group.setting, group.label]))
+        for run in group.runs:
+            values = {**(run.report.totals if run.report else {}), "weight_bytes": run.weight_bytes}
+            cells = [
+                write(values.get(key)) if values.get(key) is not None or run.report else ""
+                for key, _, write in _RUN_COLUMNS
+            ]
+            complete = ("yes" if run.complete else "no") if run.report else ""
+            rows.append((name, run.name, *cells, complete))
+    folds = [Part(f"Runs ({len(model.runs)})", tables=[Table.of_rows("Runs", header, rows)])]
+    reports = [run.report for run in model.runs if run.report]
+    if reports:
+        arguments = _values_table("Arguments of the runs", "argument", [r.config for r in reports])
+        folds.append(Part("Configuration", tables=[arguments]))
+    versions = [report.versions for report in reports]
+    versions += [run.evaluation.versions for run in model.runs]
+    libraries = _values_table("Libraries of the runs", "library", versions)
+    folds.append(Part("Versions", tables=[libraries]))
+    originals = [run for group in model.originals for run in group.runs]
+    text, number = "", sum(len(run.layers) for run in originals)
+    if number > LAYER_ROWS:
+        text = (
+            f"The {number:,} layers of these runs are in the raw data; the page of a single run "
+            f"lists them if they are at most {LAYER_ROWS:,}."
+        )
+    else:
+        folds += [
+            Part(f"Layers of {run.name}", tables=[_layer_table(run)])
+            for run in originals
+            if run.layers
+        ]
+    return Part("Runs and settings", text, folds=folds, folded=True)
+
+
+def _values_table(caption: str, head: str, configs: Sequence[Mapping[str, Any]]) -> Table:
+    """Keys and their values in several mappings, each different value once."""
+    rows = []
+    for key in dict.fromkeys(key for config in configs for key in config):
+        values = dict.fromkeys(plain(config[key]) for config in configs if key in config)
+        rows.append(("", key, ", ".join(values)))
+    return Table.of_rows(caption, (head, "value"), rows, kind="text")
+
+
+def _layer_table(run: RunDirectory) -> Table:
+    """Every layer of a run; only columns that hold something."""
+    columns = [c for c in _LAYER_COLUMNS if any(getattr(x, c[0]) is not None for x in run.layers)]
+    header = ("layer", "shape", *(label for _, label, _ in columns))
+    rows = [
+        (
+            "" if layer.skipped is None else "left dense",
+            layer.name,
+            " × ".join(map(str, layer.shape)),
+            *(write(getattr(layer, key)) for key, _, write in columns),
+        )
+        for layer in sorted(run.layers, key=lambda layer: layer.skipped is not None)
+    ]
+    return Table.of_rows(f"Layers of {run.name}", header, rows)
+
+
+def _subtitle(runs: Sequence[RunDirectory], models: Sequence[ModelRuns]) -> str:
+    reports = [run.report for run in runs if run.report]
+    if len(reports) < 2:
+        return ""
+    if len(models) > 1:
+        return f"{len(reports)} runs of {len(models)} models."
+    largest = max((report.totals for report in reports), key=lambda totals: totals["weights"])
+    return (
+        f"{len(reports)} runs on {largest['layers']:,} layers with {largest['weights']:,} weights."
+    )
+
+
+def _zipped(runs: Sequence[RunDirectory]) -> bytes:
+    """The files as they were read, the same bytes for the same files."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for run in runs:
+            for name, content in run.files.items():
+                entry = zipfile.ZipInfo(f"{run.name.removeprefix('../')}/{name}")  # without a date
+                archive.writestr(entry, content, zipfile.ZIP_DEFLATED)
+    return buffer.getvalue()
+
+
+def _read(name: str) -> str:
+    """The text of a template."""
+    return resources.files(__package__).joinpath(name).read_text("utf-8")
+
+
+def _slug(name: str) -> str:
+    """A name as letters, digits and hyphens."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower().replace(":", "of")).strip("-") or "picture"
+
+
+def _unique(names: Sequence[str]) -> list[str]:
+    """Slugs of names, numbered from the second on where several are the same."""
+    unique: list[str] = []
+    for slug in map(_slug, names):
+        tries = (slug if i == 1 else f"{slug}-{i}" for i in itertools.count(1))
+        unique.append(next(name for name in tries if name not in unique))
+    return unique

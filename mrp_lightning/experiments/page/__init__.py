@@ -1,1 +1,0 @@
-"""Pages about runs, HTML and Markdown: parts of tables and pictures, which two templates draw."""

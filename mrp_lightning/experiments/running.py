@@ -1,0 +1,362 @@
+"""The runs of a sweep: each as the command line would make it, resumed after an interruption."""
+
+import gc
+import json
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+from itertools import groupby
+from typing import Any
+
+from jsonargparse import ArgumentError, Namespace
+from jsonargparse.typing import Path_fr
+from lightning.pytorch.cli import LightningArgumentParser, instantiate_class
+from rich.console import Console
+
+from mrp_lightning.callbacks.saving import SaveEvaluation
+from mrp_lightning.cli.arguments_given import Argument
+from mrp_lightning.cli.lightning_cli import PruningCLI
+from mrp_lightning.cli.parser import Parser
+from mrp_lightning.data.data_module import TextDataModule
+from mrp_lightning.environment import quiet_lightning
+from mrp_lightning.errors import FormatError, OptionError
+from mrp_lightning.evaluation.zeroshot import Tasks, evaluate, load_tasks, summarize
+from mrp_lightning.experiments.runs import TRIAL, FinishedTrial, RunDirectory, read_run
+from mrp_lightning.experiments.scores import scores_of
+from mrp_lightning.experiments.sweep import Sweep
+from mrp_lightning.experiments.trials import CALLBACK, Trial
+from mrp_lightning.files import output_path
+from mrp_lightning.journal.journal import remove_journal
+from mrp_lightning.journal.manifest import differences
+from mrp_lightning.loop.causal_lm import CausalLM
+from mrp_lightning.loop.trainer import callbacks_that_prune
+from mrp_lightning.models.gguf import dequantized_once, located
+from mrp_lightning.models.loading import load_config
+from mrp_lightning.pruning.block_tuner import BlockTuning
+from mrp_lightning.records.evaluation import NAME, Scores, record
+from mrp_sparse.environment import machine
+
+_BAR = "trainer.enable_progress_bar"
+
+
+class RunConfiguration(PruningCLI):
+    """The command line of some files, with options set; models and data are made by `build`.
+
+    Args:
+        files: The configurations, as `--config` takes them.
+        options: Values by dotted key. A key that leads to a list sets its last item.
+    """
+
+    def __init__(self, files: Sequence[Path_fr], options: Mapping[str, Any]) -> None:
+        self._options = options
+        with quiet_lightning():
+            super().__init__([f"--config={file.absolute}" for file in files], run=False)
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parse the files with required keys taken from the options, then all of it again."""
+        assert isinstance(parser, Parser)
+        parser.defaults_given = [
+            Argument(key.replace(".init_args", ""), str(value))
+            for option, values in self._options.items()
+            for key, value in _flat(values, option)
+        ]
+        required = Namespace()  # a file may lack what is required
+        for key, value in self._options.items():
+            if not key.startswith("trainer.callbacks"):
+                required[key] = value
+        config = _nested(parser, parser.parse_args(args, namespace=required))
+        for key, value in self._options.items():
+            _set(config, key.split("."), value)
+        self.config = parser.parse_object(config)
+
+    def instantiate_classes(self) -> None:
+        """Make nothing yet: a configuration can be read before a model is loaded."""
+
+    def build(self) -> None:
+        """Make the trainer, the model and the data."""
+        super().instantiate_classes()
+
+    def described(self) -> dict[str, Any]:
+        """The configuration by dotted key, with its defaults."""
+        return dict(_flat(_nested(self.parser, self.config)))
+
+    def difference(self, earlier: Mapping[str, Any]) -> str:
+        """Its differences from what `described` gave of another run, or an older version of it."""
+        return "; ".join(differences(earlier, self.described(), self._defaults))
+
+    def _defaults(self, keys: Iterable[str]) -> dict[str, Any]:
+        """The defaults of some options, which may depend on the values of all others."""
+        wanted, parser = set(keys), self.parser
+        others = _without(_nested(parser, self.config), wanted)
+        exits, parser.exit_on_error = parser.exit_on_error, False
+        try:
+            config = _nested(parser, parser.parse_object(others))
+        except ArgumentError:
+            return {}  # one of them has no default
+        finally:
+            parser.exit_on_error = exits
+        return {key: value for key, value in _flat(config) if key in wanted}
+
+
+def configure(trial: Trial, sweep: Sweep) -> RunConfiguration:
+    """The configuration of the run of a trial."""
+    options = sweep.options(trial)
+    if trial.method is not None:
+        directory = str(sweep.directory(trial))
+        options[f"{CALLBACK}.save_dir"] = directory if sweep.save_checkpoints else None
+        options[f"{CALLBACK}.overwrite"] = True
+    return RunConfiguration(sweep.base, options)
+
+
+def make_runs(sweep: Sweep, console: Console) -> dict[Trial, str]:
+    """Make the runs that are not there, and evaluate those that lack tasks.
+
+    Returns:
+        The trials that failed, and why.
+
+    Raises:
+        OptionError: A finished run is of another configuration, or cannot be evaluated any more.
+        FileNotFoundError: A text that a run would read is not there.
+    """
+    _check_pruning(sweep)
+    finished = _finished_runs(sweep, sweep.selected)
+    _check_same_configurations(sweep, finished)
+    waiting = [trial for trial in sweep.selected if trial not in finished]
+    incomplete = [trial for trial, run in finished.items() if _lacks(run, sweep.zeroshot)]
+    tasks = None
+    if sweep.zeroshot and (waiting or incomplete):
+        tasks = load_tasks(sweep.zeroshot, include_path=sweep.include_path)
+        incomplete = [trial for trial in incomplete if _lacks(finished[trial], tasks.names)]
+        _check_models_were_saved(sweep, {trial: finished[trial] for trial in incomplete})
+    for trial in {(t.model, t.changed and t.changed.key): t for t in waiting}.values():
+        TextDataModule(**configure(trial, sweep).config.data.as_dict())  # refuses missing files
+    console.print(f"{len(sweep.selected)} runs, of which {len(waiting)} are to be made.")
+    if incomplete:
+        console.print(f"{len(incomplete)} more are to be evaluated on `zeroshot`.")
+    reasons = {
+        model: _why_no_model(model, sweep) for model in dict.fromkeys(t.model for t in waiting)
+    }
+    failed = {trial: reason for trial in waiting if (reason := reasons[trial.model])}
+    work = [trial for trial in [*waiting, *incomplete] if trial not in failed]
+    for _, numbered in groupby(enumerate(work, start=1), key=lambda pair: pair[1].model):
+        with dequantized_once():
+            for number, trial in numbered:
+                position = f"[{number}/{len(work)}]"
+                console.print(f"{position} {trial.directory} …", markup=False, soft_wrap=True)
+                try:
+                    result = _make(trial, sweep, tasks)
+                except Exception as error:
+                    # Hours of other runs should not be lost; the command ends with an error.
+                    failed[trial] = f"{type(error).__name__}: {error}"
+                    result = f"{trial.directory} failed: {error}"
+                console.print(f"{position} {result}", markup=False, soft_wrap=True)
+    return failed
+
+
+def comparable_runs(sweep: Sweep, console: Console) -> list[RunDirectory]:
+    """The finished runs without those that were not selected and are of another configuration."""
+    runs = _finished_runs(sweep, sweep.trials)
+    others = {trial: run for trial, run in runs.items() if trial not in sweep.selected}
+    stale = [trial for trial, run in others.items() if _difference(sweep, trial, run)]
+    if stale:
+        names = ", ".join(runs[trial].name for trial in stale)
+        console.print(f"Left out, as made with another configuration: {names}.", soft_wrap=True)
+    return [run for trial, run in runs.items() if trial not in stale]
+
+
+def execute(trial: Trial, sweep: Sweep, tasks: Tasks | None = None) -> None:
+    """Prune and evaluate one model, and write the results into the directory of its run.
+
+    These are `pruning_report.json`, `evaluation.json`, and at last `run.json`. A journal is kept
+    next to it until all is written, and resumed. `tasks` are evaluated in addition to perplexity.
+    """
+    cli, directory = configure(trial, sweep), sweep.directory(trial)
+    config = cli.described()
+    cli.config[_BAR] = cli.config[_BAR] is not False and sys.stdout.isatty()
+    gc.collect()  # a model and its trainer hold each other: the last run's would still be there
+    with quiet_lightning():
+        cli.build()
+        if trial.method is not None:
+            (callback,) = callbacks_that_prune(cli.trainer)
+            callback.journal_beside = output_path(directory)
+            cli.trainer.predict(cli.model, datamodule=cli.datamodule)
+            assert callback.report is not None
+            directory.mkdir(parents=True, exist_ok=True)
+            callback.report.save(directory)
+        (directory / NAME).unlink(missing_ok=True)  # of a model that was here before
+        cli.trainer.callbacks.append(SaveEvaluation(directory))  # type: ignore[attr-defined]
+        cli.trainer.test(cli.model, datamodule=cli.datamodule, verbose=False)
+        device = cli.trainer.strategy.root_device
+        zeroshot = _zeroshot(cli, tasks) if tasks else None
+    record(directory, zeroshot=zeroshot)
+    FinishedTrial(trial, machine(device), config).save(directory)
+    remove_journal(directory)
+
+
+def _make(trial: Trial, sweep: Sweep, tasks: Tasks | None) -> str:
+    """Make a run or, where another process made it meanwhile, evaluate it; return its scores."""
+    directory = sweep.directory(trial)
+    if not (directory / TRIAL).exists():
+        execute(trial, sweep, tasks)
+    run = read_run(directory, str(trial.directory))
+    if tasks is not None and _lacks(run, tasks.names):
+        _evaluate_again(trial, sweep, tasks)
+        run = read_run(directory, str(trial.directory))
+    scores = [f"{row['score']} {row['score'].write(row['value'])}" for row in scores_of(run)]
+    return f"{trial.directory}: {', '.join(scores)}"
+
+
+def _evaluate_again(trial: Trial, sweep: Sweep, tasks: Tasks) -> None:
+    """Evaluate the model of a finished run on tasks, and add the scores to its evaluation.
+
+    The model is dense, or lies in the directory of its run.
+    """
+    options, directory = sweep.options(Trial(trial.model)), sweep.directory(trial)
+    if trial.method is not None:
+        options |= {"model.model": str(directory), "model.gguf_file": None}
+    gc.collect()
+    with quiet_lightning():
+        cli = RunConfiguration(sweep.base, options)
+        cli.build()
+        zeroshot = _zeroshot(cli, tasks)
+    record(directory, zeroshot=zeroshot)
+
+
+def _zeroshot(cli: RunConfiguration, tasks: Tasks) -> Mapping[str, Scores]:
+    model = cli.model.to(cli.trainer.strategy.root_device)  # `test` leaves it on the CPU
+    assert isinstance(model, CausalLM)
+    return summarize(evaluate(model.model, model.tokenizer, tasks))
+
+
+def _finished_runs(sweep: Sweep, trials: Sequence[Trial]) -> dict[Trial, RunDirectory]:
+    """The finished runs, in the order of their trials."""
+    finished = [trial for trial in trials if (sweep.directory(trial) / TRIAL).exists()]
+    return {trial: read_run(sweep.directory(trial), str(trial.directory)) for trial in finished}
+
+
+def _difference(sweep: Sweep, trial: Trial, run: RunDirectory) -> str:
+    """The difference of the configuration of a run from the sweep's, if there is one."""
+    return configure(trial, sweep).difference(run.finished.config) if run.finished else ""
+
+
+def _lacks(run: RunDirectory, tasks: Sequence[str]) -> bool:
+    """Whether a run was not evaluated on all of the tasks."""
+    return not set(tasks) <= run.evaluation.zeroshot.keys()
+
+
+def _check_pruning(sweep: Sweep) -> None:
+    """Raise an `OptionError` if nothing prunes, or a recipe or an option of `vary` is wrong."""
+    for model in dict.fromkeys(trial.model for trial in sweep.selected if trial.method):
+        config = RunConfiguration(sweep.base, sweep.models[model].options).config
+        if not config.trainer.callbacks:
+            raise OptionError(
+                "`base` has no callback that prunes. Add one to `trainer.callbacks`, as the last: "
+                "`- class_path: callbacks.MRPCallback`."
+            )
+    _check_varied_options(sweep)
+    recipes = {(t.recipe, t.setting): t for t in sweep.selected if t.recipe}
+    for trial in recipes.values():
+        callback = configure(trial, sweep).config.trainer.callbacks[-1].as_dict()
+        arguments = callback["init_args"]
+        if isinstance(arguments.get("tuning"), dict):  # which the command line makes one of
+            arguments["tuning"] = BlockTuning(**arguments["tuning"])
+        instantiate_class((), callback)
+
+
+def _check_varied_options(sweep: Sweep) -> None:
+    if not sweep.vary:
+        return
+    trial = next(trial for trial in sweep.selected if trial.method)
+    config = configure(replace(trial, changed=None), sweep).described()
+    known = {re.sub(r"^(trainer\.callbacks)\.\d+", r"\1", key) for key in config}
+    known |= {key.rpartition(".")[0] for key in known if key.count(".") > 1}  # such as a mixture
+    leaves = {key.rpartition(".")[2]: key for key in sorted(known)}
+    for key in sweep.vary:
+        if key in known or any(key.startswith(f"{option}.") for option in known):
+            continue
+        near = get_close_matches(key, known, n=1, cutoff=0.8)
+        near += [leaves[name] for name in get_close_matches(key.rpartition(".")[2], leaves, n=1)]
+        hint = "Name one by its dotted key, such as `vary: {data.num_samples: [32, 128]}`."
+        hint = f"Did you mean `{near[0]}`?" if near else hint
+        raise OptionError(f"`vary`: there is no option `{key}`. {hint}")
+
+
+def _check_same_configurations(sweep: Sweep, finished: Mapping[Trial, RunDirectory]) -> None:
+    differing: dict[str, list[str]] = {}
+    for trial, run in finished.items():
+        if difference := _difference(sweep, trial, run):
+            differing.setdefault(difference, []).append(run.name)
+    if differing:
+        listed = "; and ".join(f"{what} ({', '.join(names)})" for what, names in differing.items())
+        raise OptionError(
+            f"`out`: {sweep.out} holds runs with another configuration: {listed}. "
+            "Name another directory, or delete these runs to repeat them."
+        )
+
+
+def _check_models_were_saved(sweep: Sweep, runs: Mapping[Trial, RunDirectory]) -> None:
+    lost = [run.name for trial, run in runs.items() if trial.method and not run.weight_bytes]
+    if lost:
+        raise OptionError(
+            f"`zeroshot`: {len(lost)} finished runs were not evaluated on all of "
+            f"{', '.join(sweep.zeroshot)}, and their pruned models were not kept "
+            f"(`save_checkpoints` was false): {', '.join(lost)}. Delete these runs in {sweep.out} "
+            "to make them again, or name another `out`."
+        )
+
+
+def _why_no_model(model: str, sweep: Sweep) -> str | None:
+    """Why no run of a model can be made, `None` if it can; only its configuration is read."""
+    options = configure(Trial(model), sweep).config.model
+    if "class_path" in options:
+        return "`class_path`: a sweep measures perplexity. Name a language model, `model.model`."
+    source = options.model
+    if not isinstance(source, str):
+        return None
+    try:
+        source = located(source, options.gguf_file, options.revision)
+        load_config(source, revision=options.revision, trust_remote_code=options.trust_remote_code)
+    except (FileNotFoundError, FormatError, OptionError) as error:
+        return str(error)
+    return None
+
+
+def _nested(parser: LightningArgumentParser, config: Any) -> dict[str, Any]:
+    nested: dict[str, Any] = json.loads(parser.dump(config, format="json", skip_unset=False))
+    return nested
+
+
+def _set(values: Any, path: Sequence[str], value: Any) -> None:
+    """Set a value in nested ones; a value that is no collection becomes a mapping."""
+    first, *rest = path
+    if not rest:
+        values[first] = value
+        return
+    if not (isinstance(values.get(first), dict | list) and values[first]):
+        values[first] = {}
+    inner = values[first]
+    _set(inner[-1] if isinstance(inner, list) else inner, rest, value)
+
+
+def _flat(values: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """The values in mappings, and in lists of mappings, by dotted key."""
+    if isinstance(values, list) and any(isinstance(value, dict) for value in values):
+        values = dict(enumerate(values))
+    if not isinstance(values, dict) or not values:
+        yield key, values
+        return
+    for name, value in values.items():
+        yield from _flat(value, f"{key}.{name}" if key else name)
+
+
+def _without(values: Any, keys: set[str], key: str = "") -> Any:
+    """Nested values without some, and without mappings that held nothing else."""
+    if isinstance(values, list):
+        return [_without(value, keys, f"{key}.{i}") for i, value in enumerate(values)]
+    if not isinstance(values, dict):
+        return values
+    names = {name: f"{key}.{name}" if key else name for name in values}
+    rest = {n: _without(values[n], keys, full) for n, full in names.items() if full not in keys}
+    return {name: value for name, value in rest.items() if value or value == values[name]}

@@ -1,0 +1,22 @@
+"""Models with made up perplexities, for the tests of tables and claims."""
+
+from pathlib import Path
+
+from mrp_lightning.experiments.runs import FinishedTrial, ModelRuns, RunDirectory, RunGroup
+from mrp_lightning.experiments.trials import Trial
+from mrp_lightning.records.evaluation import Evaluation
+
+
+def models(
+    perplexities: dict[Trial, list[float]], of: str = "wikitext2", context: int = 2048
+) -> list[ModelRuns]:
+    """The first perplexity is that of seed 0, and so on."""
+    groups = []
+    for trial, values in perplexities.items():
+        runs = []
+        for seed, value in enumerate(values):
+            finished = FinishedTrial(Trial.from_dict({**trial.to_dict(), "seed": seed}), "", {})
+            evaluation = Evaluation(perplexity={of: {"perplexity": value, "context": context}})
+            runs.append(RunDirectory(Path(), "", None, evaluation, finished=finished))
+        groups.append(RunGroup(runs, trial.label))
+    return [ModelRuns(next(iter(perplexities)).model, None, groups)]
