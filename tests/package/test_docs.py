@@ -20,9 +20,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 COMMANDS = ("python ", "pip ", "hf ", "lm_eval ", "make ", "mrp-lightning ")
 
-HOURS = (
-    "it takes hours; its code and its configuration are tested in tests/experiments and tests/lab"
-)
+HOURS = "it takes hours; its code and configuration are tested in tests/experiments and lab"
 HUB = "it downloads from the hub"
 GPU = "it takes minutes and is for a GPU; tests/export/test_benchmark.py runs the command"
 CUDA = (
