@@ -520,11 +520,7 @@ def _settings_part(model: ModelRuns) -> Part:
             f"lists them if they are at most {LAYER_ROWS:,}."
         )
     else:
-        folds += [
-            Part(f"Layers of {run.name}", tables=[_layer_table(run)])
-            for run in originals
-            if run.layers
-        ]
+        folds += [Part(f"Layers of {run.name}", tables=[_layer_table(run)]) for run in originals]
     return Part("Runs and settings", text, folds=folds, folded=True)
 
 

@@ -264,7 +264,8 @@ class Table:
         cls, caption: str, header: Sequence[str], rows: Sequence[Sequence[str]], **options: Any
     ) -> "Table":
         """A table of rows that begin with their group and name; `header` begins with `head`."""
-        index = pd.MultiIndex.from_tuples([(row[0], row[1]) for row in rows])
+        names = [(row[0], row[1]) for row in rows]
+        index = pd.MultiIndex.from_tuples(names, names=("group", "name"))
         cells = pd.DataFrame([row[2:] for row in rows], index, list(header[1:]), dtype=object)
         return cls(caption, cells, header[0], **options)
 
