@@ -1,13 +1,11 @@
 """The processes of one run: with which strategies they work, on what, and how they end together."""
 
-import hashlib
 import logging
 import os
 import threading
 import time
 import warnings
-from collections import Counter
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterator, Sized
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -19,8 +17,6 @@ from torch.distributed import PrefixStore
 
 from mrp_lightning.environment import progress_log
 from mrp_lightning.errors import FAILED, DataError, NumericalWarning, StrategyError
-from mrp_lightning.loop.module_parts import Step
-from mrp_lightning.models.batch import token_ids
 from mrp_lightning.processes import Processes
 from mrp_lightning.upstream import lightning_names, torch_names
 
@@ -102,28 +98,6 @@ def one_share_each(windows: Sized, trainer: Trainer | None) -> Any:
     return UnrepeatedDistributedSampler(
         windows, num_replicas=trainer.world_size, rank=trainer.global_rank, shuffle=False
     )
-
-
-def warn_of_repeats(steps: Sequence[Step], processes: Processes) -> None:
-    """Warn of calibration windows that several processes were given, and that so count twice.
-
-    Lightning gives each window to one process. A sampler of the user's may repeat some, so that all
-    processes get as many, and data that it cannot index are read whole by each.
-    """
-    if processes.size == 1:
-        return
-    batches = [ids for step in steps if (ids := token_ids(step.batch)) is not None]
-    mine = {hashlib.sha1(row.numpy().tobytes()).hexdigest() for ids in batches for row in ids}
-    owners = Counter(window for theirs in processes.all(mine) for window in theirs)
-    repeated = sum(count > 1 for count in owners.values())
-    if repeated:
-        log.warning(
-            "%d of %d calibration windows were given to more than one process, and count each "
-            "time. Let Lightning share the data (a map-style dataset, without a distributed "
-            "sampler), or share them so that none is repeated.",
-            repeated,
-            len(owners),
-        )
 
 
 @contextmanager

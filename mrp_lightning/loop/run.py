@@ -2,6 +2,7 @@
 
 import hashlib
 import signal
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -23,7 +24,6 @@ from mrp_lightning.loop.distributed import (
     one_voice,
     processes_of,
     require_whole_models,
-    warn_of_repeats,
 )
 from mrp_lightning.loop.module_parts import (
     Step,
@@ -59,20 +59,30 @@ _FEW_WORDS = 8
 """Different tokens up to which a text is no language."""
 
 
-def warn_of_little(steps: Sequence[Step], plan: Plan, processes: Processes) -> None:
-    """Warn before the work of fewer tokens than a layer has columns, and of a text of a few words.
+def warn_of_data(steps: Sequence[Step], plan: Plan, processes: Processes) -> None:
+    """Warn before the work of windows that count twice, of few tokens, and of no text.
 
     A window that is there several times counts once, and padding not at all. Data that are no token
-    ids are not looked at. All processes call this.
+    ids are not looked at. All processes call this: Lightning gives each window to one of them, but
+    a sampler of the user's may repeat some, and data that it cannot index are read whole by each.
     """
-    mine = [window for step in steps for window in _windows(step.batch)]
-    sizes = {hashlib.sha1(window.numpy().tobytes()).hexdigest(): len(window) for window in mine}
-    words = torch.cat(mine).unique().tolist() if mine else []
-    windows: dict[str, int] = {}
-    known: set[int] = set()
-    for their_sizes, their_words in processes.all((sizes, words)):
-        windows |= their_sizes
-        known |= set(their_words)
+    own_windows = [window for step in steps for window in _windows(step.batch)]
+    own_sizes = {
+        hashlib.sha1(window.numpy().tobytes()).hexdigest(): len(window) for window in own_windows
+    }
+    own_words = torch.cat(own_windows).unique().tolist() if own_windows else []
+    gathered = processes.all((own_sizes, own_words))
+    owners = Counter(window for sizes, _ in gathered for window in sizes)
+    windows = {window: size for sizes, _ in gathered for window, size in sizes.items()}
+    known_words = {word for _, words in gathered for word in words}
+    if repeated := sum(count > 1 for count in owners.values()):
+        log.warning(
+            "%d of %d calibration windows were given to more than one process, and count each "
+            "time. Let Lightning share the data (a map-style dataset, without a distributed "
+            "sampler), or share them so that none is repeated.",
+            repeated,
+            len(owners),
+        )
     if not windows:
         return
     layers = [*plan.outside, *(layer for layers in plan.layers.values() for layer in layers)]
@@ -90,19 +100,19 @@ def warn_of_little(steps: Sequence[Step], plan: Plan, processes: Processes) -> N
             widest.name,
             f"{widest.columns:,}",
         )
-    if len(known) <= _FEW_WORDS:
+    if len(known_words) <= _FEW_WORDS:
         log.warning(
             "All %s tokens of the calibration data are repetitions of %d different ones, which is "
             "no text that a model reads. Give text of the kind that it is to be used on "
             "(`data.train_files`, `data.dataset` or `data.calibration`).",
             f"{tokens:,}",
-            len(known),
+            len(known_words),
         )
 
 
 @runtime_checkable
-class TextSource(Protocol):
-    """A data module that can say what it calibrates on, such as `TextDataModule`."""
+class _DescribedData(Protocol):
+    """A data module that describes its calibration text, such as `TextDataModule`."""
 
     seed: int
     bos: str
@@ -118,13 +128,13 @@ def about_data(trainer: Trainer, steps: list[Step], processes: Processes) -> dic
 
     Returns:
         `samples` and `sequence_length` (the longest) of token ids, and `source`, `seed` and `bos`
-        of a `TextSource`, such as `TextDataModule`.
+        of a data module such as `TextDataModule`.
     """
     mine = [list(ids.shape) for step in steps if (ids := token_ids(step.batch)) is not None]
     shapes = [shape for theirs in processes.all(mine) for shape in theirs]
     # What this call was given: the trainer remembers the datamodule of an earlier one.
     data = predict_data(trainer)
-    text = data if isinstance(data, TextSource) else None
+    text = data if isinstance(data, _DescribedData) else None
     return {
         "source": text and text.calibration_source,
         "samples": sum(samples for samples, _ in shapes) or None,
@@ -332,8 +342,7 @@ class Run:
             ExitStack() as held,
         ):
             with all_or_none(processes):
-                warn_of_repeats(self._capture.steps, processes)
-                warn_of_little(self._capture.steps, self._plan, processes)
+                warn_of_data(self._capture.steps, self._plan, processes)
                 self._describe(self._capture.steps, processes, batches)
                 job = self._job(self._capture.steps, processes)
                 if self._beside is not None:

@@ -14,8 +14,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from thread_processes import together
 
 from mrp_lightning.errors import DataError, NumericalWarning
-from mrp_lightning.loop.distributed import one_share_each, one_voice, warn_of_repeats
+from mrp_lightning.loop.distributed import one_share_each, one_voice
 from mrp_lightning.loop.module_parts import Step
+from mrp_lightning.loop.run import warn_of_data
 from mrp_lightning.processes import Processes
 
 ROOT = Path(__file__).parents[2]
@@ -47,7 +48,7 @@ def test_windows_that_two_processes_have(starts, repeated, caplog):
             Step((windows[start : start + 2],), {}),
             Step((windows[start + 2 : start + 4],), {}),
         ]
-        warn_of_repeats(steps, processes)
+        warn_of_data(steps, SimpleNamespace(outside=[], layers={}), processes)
 
     together(2, run)
     said = [record.message for record in caplog.records]
