@@ -1,8 +1,8 @@
-"""Pruning a model block by block, each calibrated on the outputs of the pruned blocks before it."""
+"""Prune a model block by block, each calibrated on the outputs of the pruned blocks before it."""
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from mrp_lightning.calibration.walks import DenseStream, Rerun, Walk, WholeModel
 from mrp_lightning.errors import TargetError
 from mrp_lightning.journal.block_record import BlockRecord
 from mrp_lightning.narrowing.narrow import BlockTrial, rerouted
-from mrp_lightning.pruning.allocation import find_sparsities
+from mrp_lightning.pruning.allocation import Sparsities, find_sparsities
 from mrp_lightning.pruning.block import BlockPruner
 from mrp_lightning.pruning.block_tuner import BlockTuner
 from mrp_lightning.pruning.job import Job
@@ -82,20 +82,20 @@ def prune_model(job: Job) -> None:
 
 
 class _Walker:
-    """Walks the model of a job, and prunes where it is.
+    """Walks the model of a job, and prunes its layers in the order in which they are called.
 
     Args:
         job: The job.
-        padding: What tells tokens from padding.
-        pinned: Keeps a block on the device while it is walked.
+        padding: Separates tokens from padding in the inputs of layers.
+        pinned: Context that keeps a block on the device.
     """
 
     def __init__(self, job: Job, padding: Padding, pinned: Pinned) -> None:
         self.job, self.report, self.padding, self.pinned = job, job.report, padding, pinned
 
     def prune_blocks(self) -> None:
-        """Walk the blocks up to the last one that has layers to prune."""
-        job, layers = self.job, self.job.plan.layers
+        """Prune the blocks one after another, up to the last one that has layers to prune."""
+        job = self.job
         if not job.plan.blocks:
             job.settings.require_blocks()
             return
@@ -110,99 +110,60 @@ class _Walker:
         dense = self._dense_stream(walk)
         tuner = self._tuner(walk, dense)
         sparsities = find_sparsities(job, walk.twin(), self.padding, self.pinned)
-        journal = job.journal or ()
-        waiting = [k for k, block in enumerate(walk.blocks) if layers[block.name]]
-        last = max(waiting, default=-1)
-        trial = None if job.plan.structure is None else BlockTrial(job.plan.structure)
-        for k, block in enumerate(walk.blocks[: last + 1]):
-            mine, first, tell = layers[block.name], len(self.report.layers), partial(job.tell, k)
-            beside = job.plan.beside.get(block.name, []) if tuner is not None else []
+        steps = _BlockSteps(self, walk, dense, tuner, sparsities)
+        for k, block in enumerate(walk.blocks[: steps.last + 1]):
+            first_row = len(self.report.layers)
             with self.pinned(block.module):
-                if dense is not None:
-                    for layer in beside:
-                        dense.remember(layer)
-                resumed = self._restore(k, mine, dense, beside)
-                if not resumed:
-                    if job.streamed is not None:
-                        every = block.module.named_parameters(prefix=block.name)
-                        refuse_not_finite(mine, every)
-                    if trial is not None and job.batches:
-                        trial.check(block, partial(_hidden, walk, k))
-                    pruner = BlockPruner(job, walk, k, self.padding, tell, dense, sparsities.layers)
-                    pruner.prune(mine)
-                    _require_all(job, block.name, self.report.pruned_since(first))
-                rows = self.report.pruned_since(first)
-                # A block that is pruned again may come out otherwise, and void those after it.
-                later = [j for j in waiting if j > k and (not resumed or j not in journal)]
-                if dense is not None and (later or (tuner and not resumed)):
-                    for i in dense.advance(k):
-                        tell(f"{block.name}, dense outputs {i + 1}/{len(job.batches)}")
-                if not resumed:
-                    done = BlockReport(name=block.name, sparsity=sparsities.blocks.get(block.name))
-                    if tuner is not None:
-                        pruned = {row.name for row in rows}
-                        tuned = [*(x for x in mine if x.name in pruned), *beside]
-                        done = tuner.tune(k, tuned, done, tell)
-                        pruner.put_on_grid(mine)
-                        rows = self.report.pruned_since(first)
-                    has_row = tuner is not None or bool(sparsities.blocks)
-                    self._keep(k, block.name, mine, first, done if has_row else None, beside)
-                if later:
-                    for i in walk.advance(k):
-                        tell(f"{block.name}, outputs {i + 1}/{len(job.batches)}")
+                resumed = steps.run(k)
+            rows = self.report.pruned_since(first_row)
             job.listener.finished(k, rows, resumed=resumed)
 
     def prune_outside(self) -> None:
         """Prune the layers outside the blocks, in one pass over the whole model."""
-        job = self.job
-        if not job.plan.outside:
+        job, layers = self.job, self.job.plan.outside
+        if not layers:
             return
         walk = WholeModel(self._forward, job.batches, [Block("", job.model, "")])
         self.report.config.setdefault("walk", walk.name)
-        step, first = len(job.plan.blocks), len(self.report.layers)
-        resumed = self._restore(step, job.plan.outside, None)
+        step, first_row = len(job.plan.blocks), len(self.report.layers)
+        resumed = self.restore(step, layers, None)
         if not resumed:
-            pruner = BlockPruner(job, walk, 0, self.padding, partial(job.tell, step))
-            pruner.prune(job.plan.outside)
-            self._keep(step, "", job.plan.outside, first, None)
-        job.listener.finished(step, self.report.pruned_since(first), resumed=resumed)
+            BlockPruner(job, walk, 0, self.padding, partial(job.tell, step)).prune(layers)
+            self.record(step, "", layers, first_row, None)
+        job.listener.finished(step, self.report.pruned_since(first_row), resumed=resumed)
 
     def _forward(self, item: Any) -> Any:
-        """Run the model on a batch, of which the padding knows before it runs."""
+        """Run the model on a batch, whose mask the padding reads first."""
         self.padding.start_batch(self.job.batch_of(item))
         return self.job.forward(item)
 
-    def _restore(
-        self,
-        step: int,
-        layers: list[Layer],
-        dense: DenseStream | None,
-        beside: Sequence[Layer] = (),
+    def restore(
+        self, step: int, layers: list[Layer], dense: DenseStream | None, tuned: Sequence[Layer] = ()
     ) -> bool:
-        """Take what was done in a step from the journal, if it is there."""
+        """Write the results of a step from the journal, and return whether it has them."""
         record = None if self.job.journal is None else self.job.journal.read(step)
         if record is None:
             return False
         remember = (lambda _: None) if dense is None else dense.remember
-        record.restore(layers, remember, beside)
+        record.restore(layers, remember, tuned)
         self.report.layers += record.rows
         self.report.blocks += [] if record.block is None else [record.block]
         self.report.resumed_blocks += 1
         return True
 
-    def _keep(
+    def record(
         self,
         step: int,
         name: str,
         layers: list[Layer],
-        first: int,
+        first_row: int,
         block: BlockReport | None,
         tuned: Sequence[Layer] = (),
     ) -> None:
-        """Enter what was done in a step into the report and the journal."""
+        """Enter the results of a step into the report and the journal."""
         self.report.blocks += [] if block is None else [block]
         if self.job.journal is not None and layers:
-            rows = self.report.layers[first:]
+            rows = self.report.layers[first_row:]
             self.job.journal.write(step, BlockRecord.of(name, layers, rows, block, tuned))
 
     def _dense_stream(self, walk: Walk) -> DenseStream | None:
@@ -238,14 +199,114 @@ class _Walker:
         return tuner
 
 
+class _BlockSteps:
+    """The steps over the blocks: each is restored from the journal, or pruned, tuned and recorded.
+
+    Args:
+        walker: Holds the job, and restores and records steps.
+        walk: Runs the blocks on the outputs of the pruned blocks before them.
+        dense: The hidden states of the dense model, where the target or the tuning needs them.
+        tuner: Tunes a pruned block towards the dense outputs, where this is asked for.
+        sparsities: The sparsities of the blocks, where they are allocated.
+
+    Attributes:
+        last: The number of the last block that has layers to prune; −1 if none has.
+    """
+
+    def __init__(
+        self,
+        walker: _Walker,
+        walk: Walk,
+        dense: DenseStream | None,
+        tuner: BlockTuner | None,
+        sparsities: Sparsities,
+    ) -> None:
+        self.walker, self.walk, self.job = walker, walk, walker.job
+        self.dense, self.tuner, self.sparsities = dense, tuner, sparsities
+        plan = self.job.plan
+        self.with_layers = [k for k, block in enumerate(walk.blocks) if plan.layers[block.name]]
+        self.last = max(self.with_layers, default=-1)
+        self.trial = None if plan.structure is None else BlockTrial(plan.structure)
+
+    def run(self, k: int) -> bool:
+        """Finish block k, compute the inputs of the next one, and return whether k was restored."""
+        job, walker = self.job, self.walker
+        block, report_progress = self.walk.blocks[k], partial(self.job.tell, k)
+        layers, first_row = job.plan.layers[block.name], len(job.report.layers)
+        tuned = job.plan.beside.get(block.name, []) if self.tuner is not None else []
+        if self.dense is not None:
+            for layer in tuned:
+                self.dense.remember(layer)
+        resumed = walker.restore(k, layers, self.dense, tuned)
+        pruner = None if resumed else self._prune(k, layers, report_progress)
+        is_followed = self._is_followed(k, resumed=resumed)
+        # The dense outputs are the inputs of the next block, and the target of this one's tuning.
+        if self.dense is not None and (is_followed or (self.tuner and not resumed)):
+            for i in self.dense.advance(k):
+                report_progress(f"{block.name}, dense outputs {i + 1}/{len(job.batches)}")
+        if pruner is not None:
+            row = self._tune(k, layers, tuned, first_row, pruner)
+            walker.record(k, block.name, layers, first_row, row, tuned)
+        if is_followed:
+            for i in self.walk.advance(k):
+                report_progress(f"{block.name}, outputs {i + 1}/{len(job.batches)}")
+        return resumed
+
+    def _prune(
+        self, k: int, layers: list[Layer], report_progress: Callable[[str], None]
+    ) -> BlockPruner:
+        """Prune the layers of block k, which are checked first."""
+        job, block, first_row = self.job, self.walk.blocks[k], len(self.job.report.layers)
+        if job.streamed is not None:  # its weights were not in memory when the plan was made
+            refuse_not_finite(layers, block.module.named_parameters(prefix=block.name))
+        if self.trial is not None and job.batches:
+            self.trial.check(block, partial(_hidden, self.walk, k))
+        patterns = self.sparsities.layers
+        pruner = BlockPruner(
+            job, self.walk, k, self.walker.padding, report_progress, self.dense, patterns
+        )
+        pruner.prune(layers)
+        _require_all(job, block.name, job.report.pruned_since(first_row))
+        return pruner
+
+    def _is_followed(self, k: int, *, resumed: bool) -> bool:
+        """Return whether a later block needs the outputs of block k.
+
+        After a restored block only those need them that the journal lacks. A block that was pruned
+        anew may differ from what the journal's later blocks were calibrated on: all need them.
+        """
+        journal = self.job.journal or ()
+        later = [j for j in self.with_layers if j > k]
+        return any(j not in journal for j in later) if resumed else bool(later)
+
+    def _tune(
+        self,
+        k: int,
+        layers: list[Layer],
+        tuned: Sequence[Layer],
+        first_row: int,
+        pruner: BlockPruner,
+    ) -> BlockReport | None:
+        """Tune block k, put its weights on their grid, and return the row of the block, if any."""
+        name = self.walk.blocks[k].name
+        row = BlockReport(name=name, sparsity=self.sparsities.blocks.get(name))
+        if self.tuner is None:
+            return row if self.sparsities.blocks else None
+        names = {row.name for row in self.job.report.pruned_since(first_row)}
+        weights = [*(layer for layer in layers if layer.name in names), *tuned]
+        row = self.tuner.tune(k, weights, row, partial(self.job.tell, k))
+        pruner.put_on_grid(layers)
+        return row
+
+
 def _hidden(walk: Walk, k: int) -> Tensor | None:
-    """What block k returns for the first batch, `None` if that does not reach it."""
+    """Return the output of block k for the first batch, `None` if the batch does not reach it."""
     output = walk.output(k, 0)
     return None if output is None else hidden_of(output)
 
 
 def _require_all(job: Job, block: str, rows: list[LayerReport]) -> None:
-    """Refuse to go on where a block could not be pruned that is to be as narrow as the others."""
+    """Raise if a block, which is to be as narrow as the others, could not be pruned."""
     missing = {layer.name for layer in job.plan.layers[block]} - {row.name for row in rows}
     if job.plan.structure is not None and missing:
         reasons = [
@@ -257,8 +318,8 @@ def _require_all(job: Job, block: str, rows: list[LayerReport]) -> None:
         )
 
 
-def _warn_of_unmatched(found: Iterable[Mapping[str, tuple[Any, Any]]]) -> None:
-    unmatched = {name: shapes for each in found for name, shapes in each.items()}
+def _warn_of_unmatched(of_processes: Iterable[Mapping[str, tuple[Any, Any]]]) -> None:
+    unmatched = {name: shapes for each in of_processes for name, shapes in each.items()}
     if unmatched:
         log.warning(
             "Some batches have padding, and the inputs of these layers do not match the "
