@@ -52,7 +52,7 @@ def prune_model(
         **beyond or {},
     )
     listener = Listener()
-    listener.say = say
+    listener.log = say
     job = Job(
         model=model,
         forward=forward or (lambda batch: model(**batch)),

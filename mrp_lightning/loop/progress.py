@@ -242,7 +242,7 @@ class TrainerListener(Listener):
         self._plain, self._steps = PlainLog(trainer, steps), steps
         self._is_time, self._shown, self._last = Seldom(), -1, time.monotonic()
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Tell the user, once for all processes."""
         rank_zero_info(text)
 

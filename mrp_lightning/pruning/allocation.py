@@ -128,16 +128,16 @@ def _dry_run(job: Job, walk: Walk, padding: Padding, pinned: Pinned) -> dict[str
     layers = job.plan.layers
     last = max((k for k, block in enumerate(walk.blocks) if layers[block.name]), default=-1)
 
-    def tell(task: str) -> None:
-        job.tell(0, f"dry run, {task}")
+    def progress(task: str) -> None:
+        job.progress(0, f"dry run, {task}")
 
     output = _OutputChange(job, walk, padding)
     changes: dict[str, Change] = {}
     for k, block in enumerate(walk.blocks[: last + 1]):
         with pinned(block.module):
             with _put_back(layers[block.name]):
-                rows = BlockPruner(alone, walk, k, padding, tell).prune(layers[block.name])
-                tell(f"{block.name}, the model's output")
+                rows = BlockPruner(alone, walk, k, padding, progress).prune(layers[block.name])
+                progress(f"{block.name}, the model's output")
                 change = output.of(k) if rows else 0.0
             if not math.isfinite(change):
                 raise TargetError(
@@ -146,7 +146,7 @@ def _dry_run(job: Job, walk: Walk, padding: Padding, pinned: Pinned) -> dict[str
                     "or leave `allocation` out."
                 )
             for i in walk.advance(k) if k < last else ():
-                tell(f"{block.name}, outputs {i + 1}/{len(walk.batches)}")
+                progress(f"{block.name}, outputs {i + 1}/{len(walk.batches)}")
         if rows:
             names = {row.name for row in rows}
             changes[block.name] = Change(change, [x for x in layers[block.name] if x.name in names])

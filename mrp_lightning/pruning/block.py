@@ -174,7 +174,7 @@ class BlockPruner:
                 layer,
                 calibrated,
                 replace(recipe, pattern=self.patterns.get(layer.name, recipe.pattern)),
-                tell=partial(self._tell_of, layer),
+                progress=partial(self._tell_of, layer),
                 processes=self.job.processes,
             )
             rows.append(replace(row, block=self._name))
@@ -194,7 +194,7 @@ class BlockPruner:
                     inputs,
                     settings.recipe,
                     rows[layer.name],
-                    tell=partial(self._tell_of, layer),
+                    progress=partial(self._tell_of, layer),
                     processes=self.job.processes,
                 )
                 report.replace([row])

@@ -87,7 +87,7 @@ class BlockTuner:
     """Tunes one block after another, along a walk of the model and beside a dense stream.
 
     The stream keeps its outputs, and padding counts nowhere. A step takes windows of each process,
-    and `say` is called with what a user should be told. Weights that the `recipe` has put on a grid
+    and `log` is called with messages for the user. Weights that the `recipe` has put on a grid
     stay on it.
     """
 
@@ -100,11 +100,11 @@ class BlockTuner:
         tuning: BlockTuning,
         *,
         recipe: Recipe | None = None,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         processes: Processes = ALONE,
     ) -> None:
         self.model, self.walk, self.dense, self.padding = model, walk, dense, padding
-        self.tuning, self.recipe, self.say, self.processes = tuning, recipe, say, processes
+        self.tuning, self.recipe, self.log, self.processes = tuning, recipe, log, processes
         self._num_blocks: int | None = None  # until the time is estimated
 
     def check(self, layers: Mapping[str, Sequence[Layer]]) -> None:
@@ -153,7 +153,7 @@ class BlockTuner:
             )
 
     def tune(
-        self, k: int, layers: Sequence[Layer], report: BlockReport, tell: Callable[[str], None]
+        self, k: int, layers: Sequence[Layer], report: BlockReport, progress: Callable[[str], None]
     ) -> BlockReport:
         """Tune the pruned layers of block k in place, and add what was done to its report.
 
@@ -187,7 +187,7 @@ class BlockTuner:
                     if done == min(_TIMED_STEPS, steps):
                         self._estimate((time.perf_counter() - start) / done * steps)
                 error, _ = self._held_out(k, held_out)
-                tell(f"{name}, tuning {epoch}/{self.tuning.epochs}: error {error:.3g}")
+                progress(f"{name}, tuning {epoch}/{self.tuning.epochs}: error {error:.3g}")
                 if error < best:
                     best, best_epoch = error, epoch
                     weights.keep()
@@ -279,7 +279,7 @@ class BlockTuner:
         """Say, once, how long it takes if all blocks are like this one."""
         if self._num_blocks is not None:
             total = seconds * self._num_blocks
-            self.say(f"Tuning {self._num_blocks} blocks takes about {total:.0f} s in all.")
+            self.log(f"Tuning {self._num_blocks} blocks takes about {total:.0f} s in all.")
         self._num_blocks = None
 
 
@@ -337,7 +337,7 @@ class _KeptWeights:
             is_fixed = layer.arranged(fixed[layer.parameter])
             is_fixed.copy_(layer.view == 0 if removes else torch.zeros_like(is_fixed))
         self._fixed = list(fixed.values())
-        # Adam's steps are smaller than bfloat16 can tell: they add up in float32 (or float64).
+        # Adam's steps are smaller than bfloat16 resolves: they add up in float32 (or float64).
         self.masters = [
             p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True).requires_grad_()
             for p in self.parameters

@@ -304,7 +304,7 @@ class Progress:
 class Listener:
     """Is told how a pruning goes. This one only logs what users should know."""
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Hear, seldom, of what a user should be told."""
         log.info("%s", text)
 
@@ -361,7 +361,7 @@ class Job:
         """The number of blocks, and one more where layers outside of them are pruned."""
         return len(self.plan.blocks) + bool(self.plan.outside)
 
-    def tell(self, step: int, task: str) -> None:
-        """Tell the listener what is being done in a step, from 0."""
+    def progress(self, step: int, task: str) -> None:
+        """Report to the listener what is done in a step, from 0."""
         done = len(self.report.layers) - len(self.plan.skipped)
         self.listener.progress(Progress(step + 1, self.steps, task, done))

@@ -66,7 +66,7 @@ def prune_layer(
     layer: Layer,
     calibrated: Calibrated,
     recipe: Recipe,
-    tell: Callable[[str], None] = lambda _: None,
+    progress: Callable[[str], None] = lambda _: None,
     processes: Processes = ALONE,
 ) -> LayerReport:
     """Prune a layer in place, in one copy at the end, and say what was done.
@@ -75,7 +75,7 @@ def prune_layer(
         layer: The layer.
         calibrated: The Hessian of its inputs, and its target.
         recipe: How it is pruned.
-        tell: Called with where the solution is, in words.
+        progress: Called with where the solution is, in words.
         processes: The processes that share the rows; all of them prune the layer.
 
     Raises:
@@ -90,7 +90,7 @@ def prune_layer(
     mine = weight[processes.share(len(weight))]
     with measured(weight.device) as used:
         target = None if aim is None else aim.target(mine, inputs, recipe)
-        solution = prune(weight, inputs, recipe, tell, target=target, processes=processes)
+        solution = prune(weight, inputs, recipe, progress, target=target, processes=processes)
     energies = processes.numbers(output_energy(mine, inputs.hessian))
     energy = math.fsum(found for (found,) in energies)
     layer.write_(solution.weight)
@@ -127,7 +127,7 @@ def put_layer_on_grid(
     inputs: InputHessian,
     recipe: Recipe,
     row: LayerReport,
-    tell: Callable[[str], None] = lambda _: None,
+    progress: Callable[[str], None] = lambda _: None,
     processes: Processes = ALONE,
 ) -> LayerReport:
     """Put the weight of a layer, which was pruned and tuned, on the recipe's grid in place.
@@ -137,7 +137,7 @@ def put_layer_on_grid(
         inputs: The Hessian of its inputs, as when it was pruned.
         recipe: How it is pruned, with a grid.
         row: What was said of it when it was pruned.
-        tell: Called with where the solution is, in words.
+        progress: Called with where the solution is, in words.
         processes: The processes that share the rows; all of them do this.
 
     Returns:
@@ -147,7 +147,7 @@ def put_layer_on_grid(
     assert row.loss is not None
     weight = layer.weight.contiguous()
     with measured(weight.device) as used:
-        found, lost = put_on_grid(weight, inputs, recipe, tell, processes=processes)
+        found, lost = put_on_grid(weight, inputs, recipe, progress, processes=processes)
     layer.write_(found)
     whole = row.loss + lost
     relative = (row.relative_loss or 0.0) * (whole / row.loss if row.loss else 1.0)

@@ -191,7 +191,7 @@ class _Walker:
             self.padding,
             tuning,
             recipe=replace(recipe, grid=None) if job.settings.grid_waits else recipe,
-            say=job.listener.say,
+            log=job.listener.log,
             processes=job.processes,
         )
         with self.pinned(walk.blocks[0].module):

@@ -109,7 +109,7 @@ class ColumnSweep:
                 swept[j + 1 : stop].addr_(moves[j, j + 1 : stop], removed[j - start], alpha=-1)
             # The columns beyond the panel wait for all of its removals at once.
             swept[stop:].addmm_(moves[start:stop, stop:].T, removed[: stop - start], alpha=-1)
-            problem.tell(f"columns {stop}/{columns}")
+            problem.progress(f"columns {stop}/{columns}")
         return Compensated(swept.masked_fill_(pruned, 0).T, pruned.T)
 
 
@@ -191,7 +191,7 @@ class ExactCompensation:
                         schur[lead, lead],
                         inverse[lead, lead],
                     )
-                    problem.tell(f"columns {stop}/{columns}")
+                    problem.progress(f"columns {stop}/{columns}")
         steps, gap = _solve(problem, x, gradient, pruned, self.tolerance, dtype, iterations)
         return Compensated(x.to(dtype), pruned, steps, gap)
 
@@ -257,11 +257,11 @@ def _solve(
 
     def solve(rows: slice) -> tuple[int, float, float]:
         system = MaskedRows(problem.weight[rows], x[rows], gradient[rows], pruned[rows], damped)
-        steps = system.solve(tolerance, problem.tell)
+        steps = system.solve(tolerance, problem.progress)
         if damped.dtype != torch.float64 and not system.gap <= tolerance:
             # float32 has stalled; what it reached is a good start for float64.
             system = system.refined()
-            steps += system.solve(tolerance / 2, problem.tell)
+            steps += system.solve(tolerance / 2, problem.progress)
         if system.x.dtype != given:
             system.x.copy_(system.x.to(given))
             system.certify()
@@ -353,7 +353,7 @@ class MaskedRows:
         system.certify()
         return system
 
-    def solve(self, tolerance: float, tell: Callable[[str], None]) -> int:
+    def solve(self, tolerance: float, progress: Callable[[str], None]) -> int:
         """Go on until the certified gap is within the tolerance or can get no better.
 
         Where conjugate gradients are slow they get another preconditioner, and where they are slow
@@ -369,16 +369,16 @@ class MaskedRows:
         ):
             preconditioner = precondition()
             if rounds:
-                iterations += self._descend_rounded(preconditioner, tolerance, tell)
+                iterations += self._descend_rounded(preconditioner, tolerance, progress)
                 rounds = False
-            iterations += self._descend(preconditioner, tolerance, limit, tell)
+            iterations += self._descend(preconditioner, tolerance, limit, progress)
             if self.gap <= tolerance or self._rounding_hides(tolerance):
                 return iterations
         self._factorise_rows()
         return iterations
 
     def _descend_rounded(
-        self, precondition: Preconditioner, tolerance: float, tell: Callable[[str], None]
+        self, precondition: Preconditioner, tolerance: float, progress: Callable[[str], None]
     ) -> int:
         """Iterate with rounded products, again and again from exact gradients, while it helps.
 
@@ -391,7 +391,7 @@ class MaskedRows:
         while energy > (goal := tolerance * self.loss / 2):
             start, previous = self.x.clone(), energy
             descent.descend(max(goal, _DIGITS * previous), descent.iterations + _WINDOW)
-            tell(f"iteration {descent.iterations}")
+            progress(f"iteration {descent.iterations}")
             self._renew()
             descent.restart()
             energy = float(descent.energies().sum())
@@ -407,7 +407,7 @@ class MaskedRows:
         precondition: Preconditioner,
         tolerance: float,
         patience: float,
-        tell: Callable[[str], None],
+        progress: Callable[[str], None],
     ) -> int:
         """Iterate until the certificate holds or stalls, or too many steps are still to come.
 
@@ -441,7 +441,7 @@ class MaskedRows:
                     break
                 mark = energy
             descent.step(energies)
-            tell(f"iteration {descent.iterations}")
+            progress(f"iteration {descent.iterations}")
         self.certify()
         return descent.iterations
 

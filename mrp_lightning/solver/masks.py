@@ -1,10 +1,10 @@
-"""Masks: which weights to remove.
+"""Masks choose the weights to remove.
 
-A mask is bound to a layer, which gives a function from the current weights of some columns to the
-weights to remove there. The compensation decides when it is asked, and with which inverse: that of
+A mask is bound to a layer, which returns a function from the current weights of some columns to the
+weights to remove there. The compensation decides when to call it, and with which inverse: that of
 the whole Hessian (Algorithm 1) or that of its trailing part (a column sweep).
 
-Dead inputs score −1: their weights carry nothing and go first.
+Dead inputs score −1: their weights contribute nothing to the output and are removed first.
 """
 
 import itertools
@@ -31,7 +31,7 @@ InverseBlocks = Callable[[int], Tensor]
 """Called with a width: the diagonal blocks of the inverse to score with, (columns / width, width,
 width)."""
 
-MOST_COMBINATIONS = 100
+_MOST_COMBINATIONS = 100
 
 
 class Mask(Protocol):
@@ -39,13 +39,13 @@ class Mask(Protocol):
 
     name: ClassVar[str]  # in MASK+COMPENSATION
     by_block: ClassVar[bool] = False
-    """Whether weights are chosen one column block after another, each time from the weights as they
-    are by then; else all at once from the dense weights, so that column blocks mean nothing."""
+    """Whether weights are chosen block by block of columns, from the weights as compensated so far;
+    otherwise all at once from the dense weights, whatever the block size."""
     needs_inverse: ClassVar[bool] = False  # whether it uses (H + λI)⁻¹
 
     def check(self, pattern: Pattern) -> None:
         """Raise a MethodError where the mask does not exist for the pattern."""
-        del pattern  # most masks have nothing to refuse
+        del pattern  # most masks exist for all patterns
 
     @abstractmethod
     def bind(self, problem: Problem, inverse_blocks: InverseBlocks) -> Chooser:
@@ -114,7 +114,7 @@ class MultipleRemoval(Mask):
     needs_inverse: ClassVar[bool] = True
 
     def check(self, pattern: Pattern) -> None:
-        """Only N:M with at most 100 combinations in a group."""
+        """Raise a MethodError unless the pattern is N:M with at most 100 combinations a group."""
         if isinstance(pattern, Unstructured):
             raise MethodError(
                 "the mask M is not defined for unstructured sparsity: it would have to try all "
@@ -122,11 +122,11 @@ class MultipleRemoval(Mask):
                 f'example method="SM") with sparsity={pattern.sparsity:g}, or an N:M pattern.'
             )
         if isinstance(pattern, Dense):
-            return  # nothing is removed, and no mask asked
+            return  # nothing is removed, so the mask is never used
         combinations = math.comb(pattern.group, pattern.removed)
-        if combinations > MOST_COMBINATIONS:
+        if combinations > _MOST_COMBINATIONS:
             raise MethodError(
-                f"the mask M tries all combinations of a group, at most {MOST_COMBINATIONS}; "
+                f"the mask M tries all combinations of a group, at most {_MOST_COMBINATIONS}; "
                 f'pattern "{pattern}" has {combinations}. Use the mask S (for example '
                 'method="SM") with this pattern.'
             )
@@ -142,7 +142,7 @@ class MultipleRemoval(Mask):
         costs = _joint_costs(inverse_blocks(group), combinations)
         membership = torch.zeros(len(combinations), group, dtype=torch.bool, device=dead.device)
         membership.scatter_(1, combinations, True)
-        # Dead inputs first: only combinations with as many of them as can be may win.
+        # Dead inputs go first: a combination with fewer of them than possible costs infinity.
         dead = dead.view(-1, group)
         dead_removed = (dead[:, None] & membership).sum(2)
         penalty = torch.zeros_like(costs[:, 0]).masked_fill_(
@@ -169,14 +169,14 @@ class MultipleRemoval(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Given(Mask):
-    """A mask that was chosen before."""
+    """A mask that is known in advance."""
 
     name: ClassVar[str] = "given"
 
     pruned: Tensor  # bool (rows, columns), True = removed
 
     def bind(self, problem: Problem, inverse_blocks: InverseBlocks) -> Chooser:
-        """Return what was chosen."""
+        """Return the mask for any weights."""
         del problem, inverse_blocks
         return _known(self.pruned)
 
@@ -203,7 +203,11 @@ def _known(pruned: Tensor) -> Chooser:
 
 
 def _joint_costs(blocks: Tensor, combinations: Tensor) -> Tensor:
-    """[(H⁻¹)_pp]⁻¹ of each group and combination p, spread out: (groups, M², combinations)."""
+    """Return [(H⁻¹)_pp]⁻¹ of each group and combination p: (groups, M², combinations).
+
+    Entries outside p are zero, so that w_p [(H⁻¹)_pp]⁻¹ w_pᵀ is one product with all M² products of
+    the group's weights.
+    """
     groups, group = blocks.shape[:2]
     corners = blocks.double()[:, combinations[:, :, None], combinations[:, None, :]]
     spread = corners.new_zeros(groups, len(combinations), group * group)
@@ -229,15 +233,15 @@ class Joint(Mask):
     """The mask of an approximate optimum over masks and weights together, of the whole layer.
 
     A step costs one product (rows, columns)·(columns, columns), and three steps one inverse
-    (columns, columns); some tens of steps are usual. Beside what the compensation needs there is
-    memory for seven tensors of the weight's size and three of the Hessian's, in float32.
+    (columns, columns); some tens of steps are usual. In addition to the compensation's memory it
+    needs seven tensors of the weight's size and three of the Hessian's, in float32.
     """
 
     name: ClassVar[str] = "J"
     needs_inverse: ClassVar[bool] = True
 
     def bind(self, problem: Problem, inverse_blocks: InverseBlocks) -> Chooser:
-        """Seek the mask."""
+        """Find the mask by ADMM."""
         del inverse_blocks
         weight, damped = problem.weight, problem.damped
         if not damped.float32_suffices:
@@ -246,18 +250,18 @@ class Joint(Mask):
 
 
 def _joint_mask(problem: Problem, weight: Tensor, damped: DampedHessian) -> Tensor:
-    """Seek the mask of a weight (rows, columns): bool, True = removed.
+    """Find the mask of a weight (rows, columns) by ADMM: bool, True = removed.
 
-    All is scaled to a unit diagonal of H: w·s and H / (s sᵀ) with s = √diag H, so that a weight's
-    size is what removing it alone costs without compensation. Each step sets
+    All is scaled to a unit diagonal of H: w·s and H / (s sᵀ) with s = √diag H, so that the square
+    of a weight is what removing it alone costs without compensation. Each step sets
     b = (wH + ρ(d − u))(H + ρI)⁻¹, d = b + u with the smallest removed, and u = b + u − d.
     """
     scale = damped.matrix.diagonal().sqrt()
     matrix = damped.matrix / scale[:, None] / scale
     weight = weight * scale
     pull = weight @ matrix
-    # Small eigenvalues are what b moves along at little cost; ρ must not hold it back from there at
-    # first. The mean of [H⁻¹]_jj tells how small they are.
+    # b moves along directions of small eigenvalues at little cost, and the first ρ must not hold it
+    # back there. The mean of [H⁻¹]_jj, of a unit diagonal, measures how small they are.
     inflation = damped.factor.square().sum(0) * damped.matrix.diagonal()
     penalty = _FIRST_PENALTY / float(inflation.mean())
 
@@ -266,6 +270,10 @@ def _joint_mask(problem: Problem, weight: Tensor, damped: DampedHessian) -> Tens
     d = weight * ~pruned
     u, b, right = torch.zeros_like(weight), torch.empty_like(weight), torch.empty_like(weight)
     inverse = _inverse(matrix, penalty)
+    # ADMM for a nonconvex constraint: it need not converge, so
+    # 1. ρ rises until the mask is at rest, from a value small enough to let it change at first;
+    # 2. it stops by the changes of the mask, not by residuals: d is only needed for its zeros;
+    # 3. the compensation solves for the kept weights afterwards, exactly.
     for step in range(1, _MOST + 1):
         torch.sub(d, u, out=right).mul_(penalty).add_(pull)
         torch.mm(right, inverse, out=b).add_(u)
@@ -278,14 +286,14 @@ def _joint_mask(problem: Problem, weight: Tensor, damped: DampedHessian) -> Tens
                 break
             settled = pruned
             penalty *= _GROWTH
-            u /= _GROWTH  # u is the multiplier over ρ
+            u /= _GROWTH  # u is the multiplier divided by ρ
             inverse = _inverse(matrix, penalty)
-            problem.tell(f"step {step} of the mask")
+            problem.progress(f"step {step} of the mask")
     return pruned
 
 
 def _inverse(matrix: Tensor, penalty: float) -> Tensor:
-    """(H + ρI)⁻¹."""
+    """Return (H + ρI)⁻¹."""
     shifted = matrix.clone()
     shifted.diagonal().add_(penalty)
     factor = cholesky(shifted)

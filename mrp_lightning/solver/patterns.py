@@ -32,7 +32,7 @@ class _Grouped:
 
 @dataclass(frozen=True)
 class Unstructured(_Grouped):
-    """A fraction of the weights, in (0, 1), is removed, wherever they are."""
+    """Unstructured sparsity: a fraction of the weights, in (0, 1), is removed anywhere."""
 
     sparsity: float
 
@@ -49,14 +49,14 @@ class Unstructured(_Grouped):
         return f"{100 * self.sparsity:g}%"
 
     def budget(self, rows: int, columns: int) -> int:
-        """The number of weights to remove from the first `columns` columns, rounded half up."""
+        """Return the number of weights to remove from the first `columns`, rounded half up."""
         return min(math.floor(self.sparsity * rows * columns + 0.5), rows * columns)
 
     def select(self, scores: Tensor, start: int) -> Tensor:
         """Mark the lowest scores (rows, width) of the columns from `start` on, all rows together.
 
-        Returns bool (rows, width), True = removed. Whatever the blocks are, those up to any column
-        b remove `budget(rows, b)` weights in all.
+        Returns bool (rows, width), True = removed. For any split into blocks, those up to column b
+        remove `budget(rows, b)` weights in all, so that the total is exact.
         """
         rows, width = scores.shape
         count = self.budget(rows, start + width) - self.budget(rows, start)
@@ -119,7 +119,7 @@ class SemiStructured(_Grouped):
         return (torch.stack(ranks, dim=2) < self.removed).flatten(1)
 
     def select_in_rows(self, scores: Tensor) -> Tensor:
-        """The same as `select`: a group is part of one row. Returns bool (rows, columns)."""
+        """Mark the lowest scores of each group, which is part of one row: bool (rows, columns)."""
         return self.select(scores, 0)
 
     def holds(self, pruned: Tensor) -> bool:
@@ -191,17 +191,18 @@ def lowest(scores: Tensor, count: int) -> Tensor:
     if scores.device.type != "cpu":
         ranked = scores.sort(stable=True).indices[:count]
         return torch.zeros_like(scores, dtype=torch.bool).scatter_(0, ranked, True)
-    # The same selection without a full sort. NumPy finds the last one many times as fast as torch.
+    # The same selection by a partition, which NumPy does many times as fast as torch sorts. Scores
+    # that tie with the last one may be too many: the later ones of these stay.
     last = float(np.partition(scores.numpy(), count - 1)[count - 1])
-    chosen = scores <= last
-    too_many = int(chosen.count_nonzero()) - count
-    if too_many > 0:
-        chosen[(scores == last).nonzero()[-too_many:]] = False
-    return chosen
+    selected = scores <= last
+    surplus = int(selected.count_nonzero()) - count
+    if surplus > 0:
+        selected[(scores == last).nonzero()[-surplus:]] = False
+    return selected
 
 
 def _unquoted_message(value: object) -> str:
-    """Explain that YAML 1.1 reads an unquoted 2:4 as a number in base 60, and gave this value."""
+    """Return an error message: YAML 1.1 reads an unquoted 2:4 as a number in base 60."""
     suggestion = "2:4"
     if str(value).strip().isdecimal():
         kept, group = divmod(int(str(value)), 60)

@@ -1,4 +1,4 @@
-"""The weight that pruning aims at: the layer's own, or one that undoes what its inputs lost."""
+"""One layer to prune: its weight, its Hessian, the weight that it aims at, and its loss."""
 
 import math
 from collections.abc import Callable
@@ -24,10 +24,10 @@ class InputShift(TokenSum):
     def update(self, dense: Tensor, pruned: Tensor) -> None:
         """Add a batch of inputs X_d and X̂, (..., columns) each, whose rows are the same tokens."""
         with torch.inference_mode(False), torch.no_grad(), full_float32(pruned.device):
-            given = pruned.detach().reshape(-1, self.columns).float()
-            difference = dense.detach().reshape(-1, self.columns).float() - given
-            self._sum_on(given.device).addmm_(difference.T, given, alpha=2)
-            self.num_tokens += len(given)
+            inputs = pruned.detach().reshape(-1, self.columns).float()
+            difference = dense.detach().reshape(-1, self.columns).float() - inputs
+            self._sum_on(inputs.device).addmm_(difference.T, inputs, alpha=2)
+            self.num_tokens += len(inputs)
 
     def matrix(self) -> Tensor:
         """Return 2·(X_d − X̂)ᵀX̂ / tokens, float32 (columns, columns).
@@ -69,7 +69,7 @@ def dense_target(
 class Problem:
     """One layer to prune, or the rows of it that are this process's share.
 
-    Sought is the x that minimises ½·tr((x − w)(H + λI)(x − w)ᵀ) with the removed weights zero.
+    The solution x minimises ½·tr((x − w)(H + λI)(x − w)ᵀ) with the removed weights zero.
     """
 
     weight: Tensor  # w, (rows, columns), float32 or float64: the dtype to compute in
@@ -77,7 +77,7 @@ class Problem:
     pattern: Pattern
     block_size: int  # number of columns that are chosen together, from 1 to all
     damping: float  # fraction of the mean diagonal of H that is added to the diagonal, ≥ 0
-    tell: Callable[[str], None]  # called with where the solution is, in words, while it takes long
+    progress: Callable[[str], None]  # called with the state of a long solution, in words
     processes: Processes  # those that share the rows of the layer
     rows: int  # the number of rows of the whole layer
 
@@ -88,7 +88,7 @@ class Problem:
         return damped.double if self.weight.dtype == torch.float64 else damped
 
     def inverse_blocks(self, width: int) -> Tensor:
-        """Diagonal blocks of (H + λI)⁻¹: (columns / width, width, width)."""
+        """Return the diagonal blocks of (H + λI)⁻¹: (columns / width, width, width)."""
         return self.damped.inverse_blocks(width)
 
     def select(self, scores: Tensor, start: int) -> Tensor:
@@ -101,12 +101,12 @@ class Problem:
             return self.pattern.select(everywhere, start)[self.processes.share(self.rows)]
         return self.pattern.select(scores, start)
 
-    def total(self, mine: float) -> float:
-        """The sum of what each process found for its rows."""
-        return math.fsum(found for (found,) in self.processes.numbers(mine))
+    def total(self, share: float) -> float:
+        """Return the sum over the processes of a number, of which `share` is this process's."""
+        return math.fsum(number for (number,) in self.processes.numbers(share))
 
     def loss(self, weight: Tensor, aim: Tensor) -> float:
-        """The loss of all rows; those of `weight` and `aim` are this process's."""
+        """Return the loss of the whole layer, from this process's rows of `weight` and `aim`."""
         return self.total(output_energy(weight.to(aim.dtype) - aim, self.inputs.hessian))
 
 
@@ -122,21 +122,21 @@ def output_energy(change: Tensor, hessian: Tensor) -> float:
     change, hessian = change.to(dtype), hessian.to(dtype)
     with full_float32(change.device):
         energy = _sum((change @ hessian) * change) / 2
-    apart = _sum(change.square() * hessian.diagonal()) / 2
-    if not wide and not 1e-3 * apart <= energy < math.inf:
-        # The changes cancel in the outputs, as they do where tokens are few, and float32 would
-        # return what its rounding leaves; or the products are beyond its range.
+    uncorrelated = _sum(change.square() * hessian.diagonal()) / 2
+    if not wide and not 1e-3 * uncorrelated <= energy < math.inf:
+        # The changes cancel in the outputs, as they do for few tokens, and the float32 result would
+        # be rounding error; or the products are beyond its range.
         return output_energy(change.double(), hessian)
     return max(energy, 0.0)
 
 
 def _sum(values: Tensor) -> float:
-    """The sum in float64, which holds any sum of float32 numbers."""
+    """Sum in float64, whose range any sum of float32 numbers is within."""
     return float(values.sum(dtype=torch.float64))
 
 
 def check_weight(weight: Tensor, inputs: InputHessian) -> None:
-    """Refuse a weight that is no finite floating-point matrix, or not one of these inputs."""
+    """Raise unless the weight is a finite floating-point matrix with as many columns as inputs."""
     label = inputs.label
     if weight.ndim != 2 or not weight.is_floating_point():
         raise TargetError(

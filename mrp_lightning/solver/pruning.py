@@ -1,4 +1,4 @@
-"""Prune one weight matrix."""
+"""Prune one weight matrix: mask, compensation, grid, and the measures of the result."""
 
 import math
 import warnings
@@ -68,9 +68,10 @@ class Solution:
 
     @property
     def grid_loss(self) -> float | None:
-        """The part of `loss` that the grid adds: negative where it makes up for what others lost.
+        """The part of `loss` that the grid adds.
 
-        Of a weight that was the optimum for its zeros it is the loss of the grid alone.
+        It is the loss of the grid alone if the weight was the optimum for its zeros. Otherwise it
+        may be negative, since the grid's error feedback also compensates for the removed weights.
         """
         return None if self.zeros_loss is None else self.loss - self.zeros_loss
 
@@ -158,17 +159,17 @@ def prune(
     weight: Tensor,
     inputs: InputHessian,
     recipe: Recipe,
-    tell: Callable[[str], None] = lambda _: None,
+    progress: Callable[[str], None] = lambda _: None,
     *,
     target: Tensor | None = None,
     processes: Processes = ALONE,
 ) -> Solution:
-    """Prune a weight whose Hessian is checked already; `prune_weight` says what is raised.
+    """Prune a weight whose Hessian is checked already; `prune_weight` documents the errors.
 
-    Mask and compensation work on the `target` (see `dense_target`), where one is given, in place of
+    Mask and compensation work on the `target` (see `dense_target`), if there is one, in place of
     the dense weight. The processes share the rows: all of them call this with the same weight and
-    Hessian and with the target of their own share, and get the same solution. `tell` is called with
-    where the solution is, in words, while it takes long.
+    Hessian and with the target of their own share, and get the same solution. `progress` is called
+    with the state of a long solution, in words.
     """
     check_weight(weight, inputs)
     if not recipe.pattern.divides(inputs.columns):
@@ -178,7 +179,7 @@ def prune(
         )
     method, grid, dtype, rows = recipe.method, recipe.grid, weight.dtype, len(weight)
     with torch.inference_mode(False), torch.no_grad(), full_float32(weight.device):
-        problem = recipe.problem(weight, inputs, tell, processes)
+        problem = recipe.problem(weight, inputs, progress, processes)
         dense = problem.weight
         if target is not None:
             problem = replace(problem, weight=target.to(dense.dtype))
@@ -186,11 +187,14 @@ def prune(
             result = Compensated(problem.weight, torch.zeros_like(dense, dtype=torch.bool))
         else:
             result = method.compensation.apply(problem, method.mask)
+        # Against the target, which is the dense weight itself if there is none.
         target_loss = problem.loss(result.cast(dtype), problem.weight)
         smallest = _by_smallest(problem, method, target_loss, dtype)
         result, target_loss = smallest or (result, target_loss)
         zeros_loss = None
         if grid is not None:
+            # Zeros and grid are two constraints of one problem, solved one after the other: from
+            # the optimum for the zeros, the grid adds its own loss.
             zeros_loss = target_loss if target is None else problem.loss(result.cast(dtype), dense)
             rounded = on_grid(problem, result.weight, result.pruned, grid)
             result = replace(result, weight=rounded)
@@ -222,10 +226,10 @@ def prune(
 def _by_smallest(
     problem: Problem, method: Method, loss: float, dtype: torch.dtype
 ) -> tuple[Compensated, float] | None:
-    """Remove the smallest weights instead, where that loses less than the method's `loss`.
+    """Remove the smallest weights instead, if that loses less than the method's `loss`.
 
-    It is tried, at the price of another compensation, only where these lose less even without one.
-    Each column block gets the sparsity that the method's mask has to give it.
+    This costs another compensation, so it is tried only if the smallest weights lose less even
+    without one. Each column block has the sparsity that the method's mask gives it.
     """
     if not (method.mask.needs_inverse and isinstance(method.compensation, ExactCompensation)):
         return None

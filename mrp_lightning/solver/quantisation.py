@@ -61,7 +61,7 @@ def on_grid(problem: Problem, weight: Tensor, pruned: Tensor, grid: Grid) -> Ten
         x, loss = descent.x, descent.losses()
         for number in range(_PASSES):
             descent.improve()
-            problem.tell(f"pass {number + 1}/{_PASSES} on the grid")
+            problem.progress(f"pass {number + 1}/{_PASSES} on the grid")
         # Rounding could make a row worse by a little.
         better = descent.losses() < loss
         found[rows] = torch.where(better, descent.x, x).T.to(weight.dtype)
@@ -74,7 +74,7 @@ def put_on_grid(
     weight: Tensor,
     inputs: InputHessian,
     recipe: Recipe,
-    tell: Callable[[str], None] = lambda _: None,
+    progress: Callable[[str], None] = lambda _: None,
     *,
     processes: Processes = ALONE,
 ) -> tuple[Tensor, float]:
@@ -88,7 +88,7 @@ def put_on_grid(
     check_weight(weight, inputs)
     assert recipe.grid is not None
     with torch.inference_mode(False), torch.no_grad(), full_float32(weight.device):
-        problem = recipe.problem(weight, inputs, tell, processes)
+        problem = recipe.problem(weight, inputs, progress, processes)
         pruned = torch.zeros_like(problem.weight, dtype=torch.bool)
         if not isinstance(recipe.pattern, Dense):
             pruned = problem.weight == 0

@@ -1,4 +1,4 @@
-"""How layers are pruned: everything that is chosen before a layer is seen, checked once."""
+"""The recipe of a pruning: pattern, method, block size, damping and grid, checked once."""
 
 import warnings
 from collections.abc import Callable
@@ -39,7 +39,7 @@ NAMED = {
 
 @dataclass(frozen=True)
 class Method:
-    """A mask, which says what weights go, and a compensation, which makes up for them."""
+    """A mask, which chooses the weights to remove, and a compensation, which makes up for them."""
 
     name: str  # as the user wrote it
     mask: Mask
@@ -50,14 +50,14 @@ class Method:
 
     @property
     def needs_inverse(self) -> bool:
-        """Whether the method uses (H + λI)⁻¹, so that λ has a part in its result."""
+        """Whether the method uses (H + λI)⁻¹, so that λ affects its result."""
         return self.mask.needs_inverse or self.compensation.needs_inverse
 
 
 def parse_method(name: str, *, tolerance: float = 1e-6) -> Method:
-    """Look up a method by its name in the table, or by a pair MASK+COMPENSATION such as "wanda+M".
+    """Return the method of a name, or of a pair MASK+COMPENSATION such as "wanda+M".
 
-    `tolerance` is that of the compensation M, and means nothing to the others.
+    `tolerance` is that of the compensation M; the others ignore it.
 
     Raises:
         MethodError: There is no such method; the message lists all.
@@ -75,19 +75,19 @@ def parse_method(name: str, *, tolerance: float = 1e-6) -> Method:
     return Method(name, MASKS[parts[0]], compensations[parts[1]])
 
 
-MOST_DAMPING = 10
+_MOST_DAMPING = 10
 """The fraction of the mean diagonal up to which damping is raised for a Hessian that needs it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How layers are pruned. `Recipe.of` makes one from what users give.
+    """The parsed arguments of `prune_weight`. `Recipe.of` makes one from the arguments themselves.
 
     Attributes:
-        pattern: How many weights go, and where.
+        pattern: The number and the positions of the weights to remove.
         method: The mask and the compensation.
         block_size: Number of columns chosen together, a multiple of M for N:M patterns; None for
-            all. It means nothing to masks that are chosen at once for the whole layer.
+            all. Masks that are chosen at once for the whole layer ignore it.
         damping: Fraction of the mean diagonal of the Hessian that is added to it, finite and ≥ 0.
         grid: The values that kept weights can have; None for all.
 
@@ -120,10 +120,10 @@ class Recipe:
         value = self.damping
         if not is_number(value) or value < 0:
             raise OptionError(f"`damping` must be a finite number ≥ 0; got {value!r}.")
-        if value > MOST_DAMPING:
+        if value > _MOST_DAMPING:
             warnings.warn(
                 f"`damping` adds {value:g} times the mean of the Hessian's diagonal to it, so that "
-                f"hardly anything is compensated; 0.01 is usual, and {MOST_DAMPING} the most that "
+                f"hardly anything is compensated; 0.01 is usual, and {_MOST_DAMPING} the most that "
                 "is ever needed.",
                 NumericalWarning,
                 stacklevel=2,
@@ -161,7 +161,7 @@ class Recipe:
 
     @property
     def amount(self) -> str:
-        """What is left of a layer, such as `2:4`, `50%+4bit` and `4bit`."""
+        """The pattern and the bits in short, such as `2:4`, `50%+4bit` and `4bit`."""
         parts = [] if isinstance(self.pattern, Dense) else [str(self.pattern)]
         return "+".join([*parts, *([f"{self.grid.bits}bit"] if self.grid else [])])
 
@@ -169,26 +169,26 @@ class Recipe:
         self,
         weight: Tensor,
         inputs: InputHessian,
-        tell: Callable[[str], None],
+        progress: Callable[[str], None],
         processes: Processes,
     ) -> Problem:
-        """This process's rows of a weight (rows, columns), in the dtype to compute in."""
+        """Return the problem of this process's rows of a weight (rows, columns)."""
         rows = len(weight)
         wide = torch.float64 in (weight.dtype, inputs.dtype)
-        mine = weight.detach()[processes.share(rows)]
+        share = weight.detach()[processes.share(rows)]
         return Problem(
-            weight=mine.to(torch.float64 if wide else torch.float32),
+            weight=share.to(torch.float64 if wide else torch.float32),
             inputs=inputs,
             pattern=self.pattern,
             block_size=self.columns_together(inputs.columns),
             damping=self.damping,
-            tell=tell,
+            progress=progress,
             processes=processes,
             rows=rows,
         )
 
     def columns_together(self, columns: int) -> int:
-        """How many of a layer's columns are chosen together, from 1 to all."""
+        """Return the number of a layer's columns that are chosen together, from 1 to all."""
         if self.block_size is None or not self.method.mask.by_block:
             return columns
         return min(self.block_size, columns)

@@ -101,7 +101,7 @@ def test_starts_from_the_sweep_and_gets_no_worse(problem, truth, bits, group_siz
             pattern=Dense() if zero_has_a_code else Unstructured(0.4),
             block_size=150,
             damping=0.01,
-            tell=lambda _: None,
+            progress=lambda _: None,
             processes=ALONE,
             rows=9,
         ),
