@@ -49,24 +49,24 @@ class Compensated:
 
 
 class Compensation(Protocol):
-    """The way in which kept weights make up for the removed ones."""
+    """A method by which the kept weights make up for the removed ones."""
 
     name: ClassVar[str]  # in MASK+COMPENSATION
     needs_inverse: ClassVar[bool]  # whether it uses (H + λI)⁻¹
 
     def apply(self, problem: Problem, mask: Mask) -> Compensated:
-        """Remove weights as the mask says and compensate."""
+        """Remove the weights that the mask chooses, and compensate."""
 
 
 @dataclass(frozen=True)
 class NoCompensation:
-    """The kept weights stay as they are; the mask sees the dense weights, block by block."""
+    """Leave the kept weights unchanged; the mask sees the dense weights, block by block."""
 
     name: ClassVar[str] = "none"
     needs_inverse: ClassVar[bool] = False
 
     def apply(self, problem: Problem, mask: Mask) -> Compensated:
-        """Choose from the dense weight."""
+        """Choose the mask from the dense weight."""
         weight = problem.weight
         choose = mask.bind(problem, problem.inverse_blocks)
         blocks = split_range(0, weight.shape[1], problem.block_size)
@@ -78,9 +78,9 @@ class ColumnSweep:
     """Solution 𝔖: remove column after column, each time moving only the columns still to come.
 
     This is SparseGPT (Frantar and Alistarh, 2023): removing w_j from a row moves its later weights
-    by −w_j·U_j,: / U_jj with UᵀU = (H + λI)⁻¹. What is left of a column is frozen when the column
+    by −w_j·U_j,: / U_jj with UᵀU = (H + λI)⁻¹. The kept weights of a column are frozen once the
     sweep has passed it, which is why the result is not the optimum. N:M groups are chosen from the
-    swept weights when the column sweep reaches them, unstructured masks once a block.
+    swept weights when the sweep reaches them, unstructured masks once a block.
     """
 
     name: ClassVar[str] = "S"
@@ -107,14 +107,15 @@ class ColumnSweep:
                     pruned[j : j + width] = choose(swept[j : j + width].T, j).T
                 torch.mul(swept[j], pruned[j], out=removed[j - start])
                 swept[j + 1 : stop].addr_(moves[j, j + 1 : stop], removed[j - start], alpha=-1)
-            # The columns beyond the panel wait for all of its removals at once.
+            # The columns beyond the panel get all of its removals at once: a product of matrices in
+            # place of a rank-one update a column.
             swept[stop:].addmm_(moves[start:stop, stop:].T, removed[: stop - start], alpha=-1)
             problem.progress(f"columns {stop}/{columns}")
         return Compensated(swept.masked_fill_(pruned, 0).T, pruned.T)
 
 
 def _panels(columns: int, width: int) -> Iterator[tuple[int, int]]:
-    """Ranges of at most 128 columns (or one choice) that split no choice of `width` columns."""
+    """Yield ranges of at most 128 columns that split no choice of `width` columns if it fits."""
     if width <= _PANEL:
         yield from split_range(0, columns, width * (_PANEL // width))
     else:
@@ -123,9 +124,9 @@ def _panels(columns: int, width: int) -> Iterator[tuple[int, int]]:
 
 
 _GAP_BETWEEN_BLOCKS = 3e-3
-"""Relative distance to the optimum that the choice of the next block's weights needs."""
+"""The relative distance to the optimum that suffices to choose the next block's weights."""
 _LIMIT_BETWEEN_BLOCKS = 20
-"""Most iterations after one block, before the next one is chosen."""
+"""The most iterations between two blocks."""
 
 
 @dataclass(frozen=True)
@@ -199,10 +200,12 @@ class ExactCompensation:
 def _approach(
     weight: Tensor, x: Tensor, gradient: Tensor, pruned: Tensor, matrix: Tensor, inverse: Tensor
 ) -> int:
-    """Bring x near the optimum in place, near enough to choose the next block's weights.
+    """Bring x near the optimum in place, as near as the choice of the next block's weights needs.
 
-    Rounded products are good enough for that where they are fast, unless the matrix is so
-    ill-conditioned that they lead away from the optimum.
+    Returns the number of iterations. As each block's solution is only a start for the next one,
+    1. the energies of the preconditioned gradient stop the iteration, without a certificate;
+    2. products are rounded to bfloat16 on devices with units for it. They may lead away from the
+       optimum if the matrix is ill-conditioned: if the loss is no lower, it starts again in full.
     """
     rounds = matrix.dtype == torch.float32 and has_bfloat16_units(matrix.device)
     product = rounded_product if rounds else full_product
@@ -231,7 +234,7 @@ def _approach(
                 if not float(((dense - near) * slope).sum()) < loss:
                     reset()
                     steps += descend(full_product(matrix), full_product(inverse))
-        except (MemoryError, RuntimeError):  # fewer rows will begin where these did
+        except (MemoryError, RuntimeError):  # `by_rows` tries again with fewer rows
             reset()
             raise
         return steps
@@ -245,13 +248,13 @@ def _solve(
     gradient: Tensor,
     pruned: Tensor,
     tolerance: float,
-    given: torch.dtype,
-    before: int,
+    dtype: torch.dtype,
+    earlier: int,
 ) -> tuple[int, float]:
-    """Bring x to the optimum in place: iterations and the certified relative gap.
+    """Bring x to the optimum in place; return the iterations and the certified relative gap.
 
-    The gap is that of x rounded to the `given` dtype, over the rows of all processes; the
-    iterations include those `before`, and are the most that any process took.
+    The gap is that of x rounded to `dtype`, over the rows of all processes. The iterations are
+    `earlier` ones and those of the chunk of rows that took the most, in any process.
     """
     damped, label = problem.damped, problem.inputs.label
 
@@ -259,20 +262,20 @@ def _solve(
         system = MaskedRows(problem.weight[rows], x[rows], gradient[rows], pruned[rows], damped)
         steps = system.solve(tolerance, problem.progress)
         if damped.dtype != torch.float64 and not system.gap <= tolerance:
-            # float32 has stalled; what it reached is a good start for float64.
+            # float32 has stalled; its result is a good start for float64.
             system = system.refined()
             steps += system.solve(tolerance / 2, problem.progress)
-        if system.x.dtype != given:
-            system.x.copy_(system.x.to(given))
+        if system.x.dtype != dtype:
+            system.x.copy_(system.x.to(dtype))
             system.certify()
         x[rows] = system.x.to(x.dtype)
         return steps, system.bound, system.loss
 
-    mine = by_rows(solve, *x.shape)
-    most = before + max((steps for steps, _, _ in mine), default=0)
-    bound, loss = sum(bound for _, bound, _ in mine), sum(loss for _, _, loss in mine)
-    found = problem.processes.numbers(most, bound, loss)
-    gap = relative(sum(bound for _, bound, _ in found), sum(loss for _, _, loss in found))
+    chunks = by_rows(solve, *x.shape)
+    most = earlier + max((steps for steps, _, _ in chunks), default=0)
+    bound, loss = sum(bound for _, bound, _ in chunks), sum(loss for _, _, loss in chunks)
+    totals = problem.processes.numbers(most, bound, loss)
+    gap = _relative(sum(bound for _, bound, _ in totals), sum(loss for _, _, loss in totals))
     if not math.isfinite(gap):
         raise HessianError(
             f"{label}: the optimum came out as NaN or Inf. The weight and its Hessian are of sizes "
@@ -281,36 +284,36 @@ def _solve(
     if gap > tolerance:
         warnings.warn(
             f"{label}: stopped at a certified gap to the optimum of {gap:.1e}, above `tolerance` "
-            f"{tolerance:g}: {given} weights allow no better. More damping helps where the Hessian "
+            f"{tolerance:g}: {dtype} weights allow no better. More damping helps where the Hessian "
             "is ill-conditioned.",
             NumericalWarning,
             stacklevel=2,
         )
-    return int(max(steps for steps, _, _ in found)), gap
+    return int(max(steps for steps, _, _ in totals)), gap
 
 
 def _last_columns_of_inverse(factor: Tensor, width: int) -> Tensor:
-    """The last `width` columns of U⁻¹ for upper triangular U (n, n): (n, width)."""
+    """Return the last `width` columns of U⁻¹ for upper triangular U (n, n): (n, width)."""
     identity = torch.zeros(factor.shape[0], width, dtype=factor.dtype, device=factor.device)
     identity[-width:].fill_diagonal_(1)
     return torch.linalg.solve_triangular(factor, identity, upper=True)
 
 
 _STALLS = 3
-"""Certificates in turn that may fail to halve the bound. Slow modes of the iteration hold it up for
-a while, rounding for ever."""
+"""The successive certificates that may fail to halve the bound. Slow modes of the iteration delay
+it for a while, rounding for ever."""
 _LIMIT = 500
-"""Most iterations with one preconditioner."""
+"""The most iterations with one preconditioner."""
 _WINDOW = 20
-"""Iterations from which the number of those to come is forecast."""
+"""The number of iterations from which those still to come are forecast."""
 _DIGITS = 1e-2
-"""The energy relative to that of the last exact gradient at which rounded products have done."""
+"""The energy, relative to that of the last exact gradient, at which rounded products stop."""
 _LONG = 100
-"""Iterations to come beyond which another preconditioner is tried."""
+"""The forecast of iterations above which another preconditioner is tried."""
 
 
 class MaskedRows:
-    """The masked system of some rows; x (rows, columns) is improved in place."""
+    """The systems H_UU x_U = (H w)_U of some rows; x (rows, columns) is improved in place."""
 
     def __init__(
         self, weight: Tensor, x: Tensor, gradient: Tensor, pruned: Tensor, damped: DampedHessian
@@ -318,34 +321,34 @@ class MaskedRows:
         self.weight, self.x, self.gradient = weight, x, gradient
         self.kept = (~pruned).to(x.dtype)
         self.damped = damped
-        # ½ Σ r (H⁻¹)_UU rᵀ, by which the damped loss of x exceeds the optimal one at most, and the
-        # part of it that allows for the rounding of r.
+        # ½ Σ r (H⁻¹)_UU rᵀ for the residual r, the most by which the damped loss of x exceeds the
+        # optimal one, since (H_UU)⁻¹ ≼ (H⁻¹)_UU; and the part of it due to the rounding of r.
         self.bound, self.hidden = math.inf, 0.0
         self.loss = float(((weight - x) * gradient).sum()) / 2  # ½ Σ (w − x) H (w − x)ᵀ
 
     @property
     def gap(self) -> float:
         """The bound relative to the loss."""
-        return relative(self.bound, self.loss)
+        return _relative(self.bound, self.loss)
 
     def certify(self) -> None:
-        """Compute the gradient, the bound and the loss afresh, from x alone."""
+        """Recompute the gradient, the bound and the loss from x alone."""
         change = self._renew()
         # r H⁻¹ rᵀ = ‖r Uᵀ‖², which cannot come out negative.
         energy = ((self.gradient * self.kept) @ self.damped.factor.T).square_().sum()
-        # The residual is itself rounded; a bound must allow for what that may hide.
+        # The residual is itself rounded: a bound must include the most that this may hide.
         self.hidden = float(change.square_().sum()) * self.damped.residual_rounding / 2
         self.bound = float(energy) / 2 + self.hidden
 
     def _renew(self) -> Tensor:
-        """Compute the gradient and the loss afresh from x: the change of the weight, w − x."""
+        """Recompute the gradient and the loss from x, and return the change w − x."""
         change = self.weight - self.x
         torch.mm(change, self.damped.matrix, out=self.gradient)
         self.loss = float((change * self.gradient).sum()) / 2
         return change
 
     def refined(self) -> "MaskedRows":
-        """The same system in float64, from where this one is (or from the start, had it failed)."""
+        """Return the system in float64, started from this x, or from w if this x is not finite."""
         weight, x = self.weight.double(), self.x.double()
         if not math.isfinite(self.loss):
             x = weight * self.kept
@@ -354,10 +357,19 @@ class MaskedRows:
         return system
 
     def solve(self, tolerance: float, progress: Callable[[str], None]) -> int:
-        """Go on until the certified gap is within the tolerance or can get no better.
+        """Iterate until the certified gap is within the tolerance or cannot improve.
 
-        Where conjugate gradients are slow they get another preconditioner, and where they are slow
-        with that too the rows are solved directly. Returns the number of iterations.
+        Returns the number of iterations. This differs from textbook preconditioned CG in that
+        1. all rows share the products with H, but not the scalars: each has steps of its own, and a
+           row that is at its optimum stays there (`_quotient`);
+        2. a certificate stops it, ½ r (H⁻¹)_UU rᵀ with r recomputed from x, in place of the norm of
+           the recursive residual, which is no bound and which rounding makes too small;
+        3. it goes on from the recomputed gradient of each certificate and keeps its directions;
+           after rounds of rounded products it restarts, since these are not conjugate;
+        4. the forecast of the iterations to come chooses the preconditioner: a low-rank model of
+           H_UU, then (H⁻¹)_UU; if both are slow, each row is factorised, whose cost is known;
+        5. bfloat16 products take the first digits on devices with units for it, each round from an
+           exact gradient, as in iterative refinement.
         """
         iterations = 0
         narrow = self.x.dtype == torch.float32 and has_bfloat16_units(self.x.device)
@@ -380,10 +392,10 @@ class MaskedRows:
     def _descend_rounded(
         self, precondition: Preconditioner, tolerance: float, progress: Callable[[str], None]
     ) -> int:
-        """Iterate with rounded products, again and again from exact gradients, while it helps.
+        """Iterate in rounds of rounded products, each from an exact gradient, while that helps.
 
-        Each round seeks what the exact gradient at its start asks for. Rounded products are good
-        for about two digits of that. Returns the number of iterations.
+        Rounded products are good for about two digits of the gradient at the start of a round.
+        Returns the number of iterations.
         """
         times_matrix = rounded_product(self.damped.matrix)
         descent = ConjugateGradients(self.x, self.gradient, times_matrix, precondition)
@@ -396,7 +408,7 @@ class MaskedRows:
             descent.restart()
             energy = float(descent.energies().sum())
             if not energy < previous / 4:
-                if not energy < previous:
+                if not energy < previous:  # this round led away from the optimum
                     self.x.copy_(start)
                     self._renew()
                 break
@@ -411,10 +423,9 @@ class MaskedRows:
     ) -> int:
         """Iterate until the certificate holds or stalls, or too many steps are still to come.
 
-        The energies of the iteration tell when a certificate is worth its price. They are no bound
-        themselves, but proportional to one: about a third of it with the low-rank model. It gives
-        up where more than `patience` steps are to come, as forecast from those taken. Returns the
-        number of iterations.
+        The energies of the iteration decide when a certificate is worth its cost. They are no bound
+        themselves, but proportional to one: about a third of it with the low-rank model. The
+        iteration ends early if the forecast exceeds `patience` steps. Returns their number.
         """
         times_matrix = full_product(self.damped.matrix)
         descent = ConjugateGradients(self.x, self.gradient, times_matrix, precondition)
@@ -424,18 +435,17 @@ class MaskedRows:
             energies = descent.energies()
             energy = float(energies.sum())
             if not energy > target:  # also where it is NaN
-                before = self.bound
+                previous = self.bound
                 self.certify()
-                stalls = 0 if self.bound <= before / 2 else stalls + 1
+                stalls = 0 if self.bound <= previous / 2 else stalls + 1
                 if self.gap <= tolerance or self._rounding_hides(tolerance):
                     return descent.iterations
                 if stalls == _STALLS or not energy > 0:
                     return descent.iterations
-                # The bound must fall to tolerance · loss, so the energy by the same factor from
-                # where it is now; half of that leaves a margin.
+                # The bound must fall to tolerance · loss, so the energy by the same factor from its
+                # present value; half of that leaves a margin.
                 target = energy * tolerance * self.loss / self.bound / 2
-                # Go on from the exact gradient, which the certificate has put in place.
-                energies = descent.energies()
+                energies = descent.energies()  # of the exact gradient that `certify` has set
             if descent.iterations % _WINDOW == 0:
                 if descent.iterations and _steps_to_come(mark, energy, target) > patience:
                     break
@@ -446,7 +456,7 @@ class MaskedRows:
         return descent.iterations
 
     def _rounding_hides(self, tolerance: float) -> bool:
-        """Whether no gap within the tolerance can be told in this precision."""
+        """Whether this precision cannot certify any gap within the tolerance."""
         return self.hidden > tolerance * self.loss
 
     def _factorise_rows(self) -> None:
@@ -454,32 +464,32 @@ class MaskedRows:
         counts = self.kept.sum(1, dtype=torch.int64)
         most = int(counts.max())
         matrix = self.damped.matrix
-        sought = self.weight @ matrix
+        right = self.weight @ matrix
         for start, stop in split_range(0, len(counts), max(1, ELEMENTS // max(1, most) ** 2)):
             rows = slice(start, stop)
-            # The kept columns of each row, filled up with removed ones where they are fewer.
-            places = self.kept[rows].argsort(dim=1, descending=True, stable=True)[:, :most]
-            kept = self.kept[rows].gather(1, places)
-            systems = matrix[places[:, :, None], places[:, None, :]]
+            # The kept columns of each row, padded with removed ones, whose equations become x = 0.
+            columns = self.kept[rows].argsort(dim=1, descending=True, stable=True)[:, :most]
+            kept = self.kept[rows].gather(1, columns)
+            systems = matrix[columns[:, :, None], columns[:, None, :]]
             systems *= kept[:, :, None] * kept[:, None, :]
             systems.diagonal(dim1=1, dim2=2).add_(1 - kept)
             factors, info = torch.linalg.cholesky_ex(systems)
             if bool(info.any()):
-                continue  # indefinite in this precision: what the iteration reached stays
-            right = (sought[rows].gather(1, places) * kept).unsqueeze(2)
-            solved = torch.cholesky_solve(right, factors).squeeze(2)
-            self.x[rows].scatter_(1, places, solved * kept)
+                continue  # indefinite in this precision: the iteration's result stays
+            sides = (right[rows].gather(1, columns) * kept).unsqueeze(2)
+            solved = torch.cholesky_solve(sides, factors).squeeze(2)
+            self.x[rows].scatter_(1, columns, solved * kept)
         self.certify()
 
 
-def _steps_to_come(before: float, energy: float, target: float) -> float:
+def _steps_to_come(previous: float, energy: float, target: float) -> float:
     """Forecast the steps until the energy is at the target, from its fall in the last window."""
-    if not 0 < energy < before:
+    if not 0 < energy < previous:
         return math.inf
-    return _WINDOW * math.log(max(energy / target, 1)) / math.log(before / energy)
+    return _WINDOW * math.log(max(energy / target, 1)) / math.log(previous / energy)
 
 
-def relative(bound: float, loss: float) -> float:
-    """The bound relative to the loss; zero where the bound is zero, whatever the loss."""
-    # Not `bound > 0`: what is not a number must not pass for a gap of zero.
+def _relative(bound: float, loss: float) -> float:
+    """Return the bound relative to the loss, or zero if the bound is zero, whatever the loss."""
+    # Not `bound > 0`: NaN must not pass for a gap of zero.
     return 0.0 if bound == 0 else bound / max(loss, sys.float_info.min)

@@ -20,7 +20,7 @@ _PANEL = 512
 
 
 class TokenSum:
-    """A matrix (columns, columns), float32, that is summed up over the tokens of a layer's inputs.
+    """A sum over the tokens of a layer's inputs: float32 (columns, columns).
 
     It is on the device of the first batch.
     """
@@ -37,12 +37,7 @@ class TokenSum:
         return self._sum
 
     def sum_over(self, processes: Processes, num_tokens: int) -> None:
-        """Add what other processes have seen of the same input; all call it.
-
-        Args:
-            processes: The processes, each with a sum of the same number of columns.
-            num_tokens: The number of tokens that all of them have seen.
-        """
+        """Sum over processes, all of which call this, and set the tokens that all have seen."""
         processes.sum_(self._sum_on(processes.device))
         self.num_tokens = num_tokens
 
@@ -113,7 +108,7 @@ class HessianAccumulator(TokenSum):
 
     @checked
     def merge(self, other: "HessianAccumulator") -> None:
-        """Add what another accumulator has seen, such as that of another process.
+        """Add the sum of another accumulator, such as that of another process.
 
         Raises:
             HessianError: It belongs to a layer with another number of input features.
@@ -153,7 +148,7 @@ class HessianAccumulator(TokenSum):
         return f"layer `{self.name}`" if self.name else "layer"
 
     def _check_finite(self, tokens: Tensor) -> None:
-        # Sums of squares show every NaN and Inf at the cost of reading the batch once.
+        # A sum of squares is finite if and only if all values are, and reads the batch once.
         if bool(torch.linalg.vector_norm(tokens, dtype=torch.float32).square().isfinite()):
             return
         energy = torch.linalg.vector_norm(tokens, dim=0, dtype=torch.float32).square()
@@ -181,10 +176,9 @@ class NotPositiveDefiniteError(HessianError):
 class DampedHessian:
     """H + λI, positive definite, with the triangular factor of its inverse.
 
-    λ is `ratio` times the mean diagonal of H over the inputs that are not dead. H is kept, not
-    copied or changed. The sum is factorised at once; whatever else follows from it is computed when
-    it is first needed. Dead inputs, whose diagonal is zero, are cut off from all others, so no
-    weight of theirs ever moves.
+    λ is `ratio` times the mean diagonal of H over the inputs that are not dead. H is neither copied
+    nor changed. The sum is factorised at once; everything else is computed when it is first needed.
+    Dead inputs, whose diagonal is zero, are decoupled from all others, so their weights never move.
 
     Attributes:
         factor: Upper triangular U with UᵀU = (H + λI)⁻¹, (columns, columns).
@@ -218,9 +212,9 @@ class DampedHessian:
 
     @cached_property
     def residual_rounding(self) -> float:
-        """The most that rounding can add to r H⁻¹ rᵀ for r = vH, relative to ‖v‖².
+        """The error of r H⁻¹ rᵀ by the rounding of r = vH, relative to ‖v‖².
 
-        Each r_j is off by about ε·‖v‖·‖H_:j‖, independently, with ε the precision of the products.
+        Each r_j has an independent error of about ε·‖v‖·‖H_:j‖, with ε the precision of products.
         """
         inverse_diagonal = self.factor.square().sum(0)
         norms = torch.linalg.vector_norm(self.matrix, dim=0)
@@ -230,7 +224,7 @@ class DampedHessian:
     def low_rank_model(self) -> LowRankModel:
         """The leading directions of H + λI, of rank √columns, for preconditioning."""
         model = LowRankModel.of(self.matrix, math.isqrt(self.columns - 1) + 1)
-        # Rounding lets the leading directions reach into dead inputs; their weights must not move.
+        # By rounding, the leading directions have components at dead inputs, which must not move.
         model.factor[self._dead] = 0
         return model
 
@@ -243,16 +237,16 @@ class DampedHessian:
         return DampedHessian(hessian, self._dead, self._mean_diagonal, self.ratio)
 
     def inverse_blocks(self, width: int) -> Tensor:
-        """Diagonal blocks of (H + λI)⁻¹: (columns / width, width, width)."""
+        """Return the diagonal blocks of (H + λI)⁻¹: (columns / width, width, width)."""
         columns = self.columns // width * width
         panels = self.factor[:, :columns].unflatten(1, (-1, width)).transpose(0, 1)
         return panels.mT @ panels
 
     def trailing_inverse_blocks(self, width: int) -> Tensor:
-        """Leading blocks of the inverses of trailing parts: (columns / width, width, width).
+        """Return leading blocks of inverses of trailing parts: (columns / width, width, width).
 
-        Block g is the leading block of ((H + λI)[j:, j:])⁻¹ with j = g·width: the inverse that
-        holds when all columns before j are frozen, as they are in a column sweep.
+        Block g is the leading block of ((H + λI)[j:, j:])⁻¹ with j = g·width: the inverse when all
+        columns before j are frozen, as they are in a column sweep.
         """
         count = self.columns // width
         corners = self.factor[: count * width, : count * width].view(count, width, count, width)
@@ -266,17 +260,17 @@ class DampedHessian:
         if bool(self._dead.any()):
             matrix[self._dead] = 0
             matrix[:, self._dead] = 0
-            # Any positive number would do: dead inputs meet no other.
+            # Any positive number would do: dead inputs are coupled to no other.
             matrix.diagonal()[self._dead] = self.damping_used or self._mean_diagonal
         return matrix
 
     def _factorise(self) -> tuple[Tensor, float]:
-        """Compute U, and how far rounding is inflated in iterations with the matrix.
+        """Compute U, and the inflation of rounding errors in iterations with the matrix.
 
-        That is max_j H_jj [H⁻¹]_jj = 1 / (1 − R²_j), R²_j being the share of input j that the
-        others explain. No scaling of inputs changes it, unlike the condition number, which one
-        large channel makes huge and harmless. Where float32 fails, float64 may still find the
-        factor.
+        The inflation is max_j H_jj [H⁻¹]_jj = 1 / (1 − R²_j), R²_j being the share of input j that
+        the others explain. It does not change with the scale of inputs, unlike the condition
+        number, which one large channel makes huge and harmless. If float32 fails, float64 may still
+        give the factor.
         """
         precision = torch.finfo(self.dtype).eps
         for dtype in dict.fromkeys((self.dtype, torch.float64)):
@@ -298,17 +292,17 @@ class DampedHessian:
 
 
 def cholesky(matrix: Tensor) -> Tensor | None:
-    """The lower triangular L with LLᵀ = A (columns, columns); `None` if A is not positive definite.
+    """Return the lower triangular L with LLᵀ = A, or `None` if A is not positive definite.
 
-    On a CPU panel by panel: torch clears the upper half of its factor element by element against
-    the order in memory, which takes longer than the factorisation itself where columns are many.
+    On a CPU it works panel by panel: torch clears the upper half of its factor element by element
+    against the order in memory, which takes longer than the factorisation if columns are many.
     """
     columns = len(matrix)
     if matrix.device.type != "cpu" or columns <= 3 * _FACTOR_PANEL:
         factor, info = torch.linalg.cholesky_ex(matrix)
         return factor if int(info) == 0 else None
-    # Column after column, as torch's own factor lies and LAPACK takes it. The part right of and
-    # below the panels so far holds what is left of A once they are taken off.
+    # In column-major order, as torch's own factor and LAPACK's. The part right of and below the
+    # panels so far holds the remaining Schur complement of A.
     factor = matrix.clone().T
     for start, stop in split_range(0, columns, _FACTOR_PANEL):
         panel, rest = slice(start, stop), slice(stop, columns)
@@ -333,9 +327,8 @@ class InputHessian:
     """H = 2·XᵀX / tokens of the inputs X, checked, and H + λI for the methods that need it.
 
     Make it once for each *input*: layers that read the same activations (q, k and v; gate and up)
-    share it. What only needs H itself, such as the masks of magnitude and Wanda, factorises
-    nothing: for them H may be singular, and λ is added to nothing. H is kept, not copied or
-    changed.
+    share it. Methods that only need H itself, such as magnitude and Wanda, factorise nothing: for
+    them H may be singular. H is neither copied nor changed.
 
     Raises:
         HessianError: H is not a square floating-point matrix, not symmetric, has NaN or Inf or a
@@ -379,28 +372,28 @@ class InputHessian:
             HessianError: H is indefinite past damping 10.
         """
         if damping not in self._damped:
-            self._damped[damping] = self._settle(damping)
+            self._damped[damping] = self._factorised(damping)
         return self._damped[damping]
 
-    def _settle(self, damping: float) -> DampedHessian:
+    def _factorised(self, damping: float) -> DampedHessian:
         ratio = damping
         while True:
             try:
                 return DampedHessian(self.hessian, self.dead, self.mean_diagonal, ratio)
             except NotPositiveDefiniteError:
-                before = ratio
+                failed = ratio
             ratio = 10 * ratio if ratio >= _FIRST_RAISE else _FIRST_RAISE
             if ratio > _LARGEST * (1 + 1e-9):
-                self._fail(f"the Hessian is not positive definite even with damping {before:g}")
+                self._fail(f"the Hessian is not positive definite even with damping {failed:g}")
             warnings.warn(
-                f"{self.label}: the Hessian is not positive definite with damping {before:g}; "
+                f"{self.label}: the Hessian is not positive definite with damping {failed:g}; "
                 f"trying {ratio:g}. More calibration tokens would help.",
                 NumericalWarning,
                 stacklevel=3,
             )
 
     def _asymmetry(self) -> float:
-        """The largest |H_ij − H_ji|, without a copy of H."""
+        """Return the largest |H_ij − H_ji|, without a copy of H."""
         largest = 0.0
         for start, stop in split_range(0, self.columns, 1024):
             difference = self.hessian[start:stop] - self.hessian[:, start:stop].T

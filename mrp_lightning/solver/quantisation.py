@@ -1,13 +1,13 @@
-"""Kept weights on a grid of few bits, chosen by what the layer's outputs lose.
+"""Quantise kept weights to a grid of few bits, so that the layer's outputs change least.
 
-For the weight ŵ that a compensation gave, sought are codes and scales of the x on the grid that
-minimises ½·tr((x − ŵ)(H + λI)(x − ŵ)ᵀ) with the removed weights zero. Where ŵ is the optimum for
-what is removed, that is by how much the loss grows: fixing weights at zero and fixing them at grid
-points are one problem, solved one after the other.
+For the weight ŵ of a compensation, the codes and scales of x on the grid minimise
+½·tr((x − ŵ)(H + λI)(x − ŵ)ᵀ) with the removed weights zero. If ŵ is the optimum for the removed
+weights, this is the increase of the loss: fixing weights at zero and fixing them at grid points are
+one problem, solved one after the other.
 
-The start is GPTQ's sweep over the columns (Frantar et al., 2023), whose scales are chosen when it
-reaches their columns, and which feeds the errors forward. From there on each scale is set to its
-optimum for its codes, and each code to that for all others, in turn: no step makes the loss larger.
+The start is GPTQ's sweep over the columns (Frantar et al., 2023), which chooses scales when it
+reaches their columns and feeds the errors forward. Then coordinate descent sets each scale to its
+optimum for its codes, and each code to its optimum for all others: no step increases the loss.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ from mrp_lightning.solver.recipe import Recipe
 from mrp_sparse.formats.grid import Grid
 
 _FACTORS = torch.logspace(-0.35, 0.2, 30).tolist()
-"""Scales that are tried, relative to the one that makes the largest weight the largest code."""
+"""The scales to try, relative to the one that maps the largest weight to the largest code."""
 _PASSES = 5
 """Rounds of descent after the sweep; the first few gain most."""
 _PANEL = 128
@@ -34,40 +34,40 @@ _PANEL = 128
 def on_grid(problem: Problem, weight: Tensor, pruned: Tensor, grid: Grid) -> Tensor:
     """Put the kept weights on the grid, so that the loss against `weight` grows little.
 
-    A kept weight may become zero, which no code has to be stored for. Where nothing is removed
-    there are no places without a code: then zero takes the code of +2^(bits − 1), with a scale
-    whose sign is that of the end which is needed more.
+    A kept weight may become zero, which is stored without a code. In quantisation alone every
+    weight has a code: zero takes that of +2^(bits − 1), and the sign of the scale decides which end
+    of the range that is.
 
     Args:
-        problem: The layer; its H + λI says what a change costs.
-        weight: What the compensation gave, (rows, columns).
+        problem: The layer, whose H + λI weighs the changes.
+        weight: The compensated weight, (rows, columns).
         pruned: bool (rows, columns), True = removed.
         grid: The grid.
 
     Returns:
         The weight on the grid, (rows, columns), in the dtype of `weight`, and exact in bfloat16.
-        For each row it loses as much as the column sweep alone, or less.
+        The loss of each row is at most that of the column sweep alone.
     """
     damped = problem.damped if problem.damped.float32_suffices else problem.damped.double
-    found = torch.empty_like(weight)
+    quantised = torch.empty_like(weight)
 
-    def work(rows: slice) -> None:
+    def quantise(rows: slice) -> None:
         # Input-major, so that a column of the weight is contiguous.
         target = weight[rows].T.to(damped.dtype).contiguous()
         kept = (~pruned[rows].T).to(damped.dtype).contiguous()
-        whole = isinstance(problem.pattern, Dense)
-        descent = _Descent(target * kept, kept, damped, grid, zero_has_a_code=whole)
+        alone = isinstance(problem.pattern, Dense)
+        descent = _Descent(target * kept, kept, damped, grid, zero_has_a_code=alone)
         descent.sweep()
         x, loss = descent.x, descent.losses()
         for number in range(_PASSES):
             descent.improve()
             problem.progress(f"pass {number + 1}/{_PASSES} on the grid")
-        # Rounding could make a row worse by a little.
+        # Descent never increases the loss but by rounding errors.
         better = descent.losses() < loss
-        found[rows] = torch.where(better, descent.x, x).T.to(weight.dtype)
+        quantised[rows] = torch.where(better, descent.x, x).T.to(weight.dtype)
 
-    by_rows(work, *weight.shape)
-    return found
+    by_rows(quantise, *weight.shape)
+    return quantised
 
 
 def put_on_grid(
@@ -78,12 +78,12 @@ def put_on_grid(
     *,
     processes: Processes = ALONE,
 ) -> tuple[Tensor, float]:
-    """Put a weight that is pruned on the recipe's grid, whatever made it what it is.
+    """Put a pruned weight on the recipe's grid: its zeros stay.
 
     The processes share the rows as in `prune`.
 
     Returns:
-        The weight, and what it loses, ½·tr(δ H δᵀ) against the one that was given.
+        The weight on the grid, and its loss ½·tr(δ H δᵀ) against the weight before.
     """
     check_weight(weight, inputs)
     assert recipe.grid is not None
@@ -92,9 +92,9 @@ def put_on_grid(
         pruned = torch.zeros_like(problem.weight, dtype=torch.bool)
         if not isinstance(recipe.pattern, Dense):
             pruned = problem.weight == 0
-        found = on_grid(problem, problem.weight, pruned, recipe.grid).to(weight.dtype)
-        lost = problem.loss(found, problem.weight)
-        return processes.gather_rows(found.contiguous(), len(weight)), lost
+        quantised = on_grid(problem, problem.weight, pruned, recipe.grid).to(weight.dtype)
+        loss = problem.loss(quantised, problem.weight)
+        return processes.gather_rows(quantised.contiguous(), len(weight)), loss
 
 
 class _Descent:
@@ -117,17 +117,17 @@ class _Descent:
 
     @property
     def x(self) -> Tensor:
-        """The weight that codes and scales give."""
+        """Codes times scales: the weight on the grid, (columns, rows)."""
         columns = len(self.codes)
         return self.codes * self.scales.repeat_interleave(self.grid.group_size, 0)[:columns]
 
     def losses(self) -> Tensor:
-        """½ (x − ŵ)(H + λI)(x − ŵ)ᵀ of each row: (rows,)."""
+        """Return ½ (x − ŵ)(H + λI)(x − ŵ)ᵀ of each row: (rows,)."""
         change = self.x - self.target
         return (change * (self.damped.matrix @ change)).sum(0) / 2
 
     def sweep(self) -> None:
-        """Fix column after column to its nearest codes, and let those to come make up for it."""
+        """Round column after column to the grid, and let the later columns compensate."""
         swept, factor = self.target.clone(), self.damped.factor
         moves = factor / factor.diagonal()[:, None]
         for group, start, stop in self._panels():
@@ -135,6 +135,7 @@ class _Descent:
                 self.scales[group] = self._choose_scales(group, swept)
             scale = self.scales[group]
             errors = torch.empty_like(swept[start:stop])
+            # As in the column sweep of a pruning, with w_j − q_j in place of w_j.
             for j in range(start, stop):
                 self.codes[j] = self._nearest(swept[j], scale, j)
                 torch.sub(swept[j], self.codes[j] * scale, out=errors[j - start])
@@ -150,17 +151,19 @@ class _Descent:
                 self._improve_scales(group, gradient)
             scale, panel = self.scales[group], matrix[start:stop, start:stop]
             slope = gradient[start:stop].clone()
-            before = self.codes[start:stop] * scale
+            previous = self.codes[start:stop] * scale
+            # The loss in x_j alone is a parabola: its minimum, rounded, is the best code.
+            # The gradient is updated within the panel at once, beyond it at its end.
             for j in range(start, stop):
                 current = self.codes[j] * scale
                 wanted = current - slope[j - start] / matrix[j, j]
                 self.codes[j] = self._nearest(wanted, scale, j)
                 slope.addr_(panel[j - start], self.codes[j] * scale - current)
-            moved = self.codes[start:stop] * scale - before
+            moved = self.codes[start:stop] * scale - previous
             gradient.addmm_(matrix[:, start:stop], moved)
 
     def _choose_scales(self, group: int, swept: Tensor) -> Tensor:
-        """The scales that fit the present weights of a group best, weighted by diag(H + λI)."""
+        """Search for the scales that fit a group's present weights best, by diag(H + λI)."""
         columns = self._columns(group)
         values = swept[columns] * self.kept[columns]
         weights = self.damped.matrix.diagonal()[columns]
@@ -179,15 +182,15 @@ class _Descent:
         return scales
 
     def _improve_scales(self, group: int, gradient: Tensor) -> None:
-        """Move the scales of a group to the optimum for its codes, where that can be had."""
+        """Move the scales of a group to the optimum for its codes, if that lowers the loss."""
         columns, matrix = self._columns(group), self.damped.matrix
         codes, scales = self.codes[columns], self.scales[group]
         curvature = (codes * (matrix[columns, columns] @ codes)).sum(0)
         slope = (codes * gradient[columns]).sum(0)
         wanted = scales - slope / curvature
-        # A scale that would change its sign, or codes that are all zero, stay as they are.
-        found = torch.where(wanted * scales > 0, self._round(wanted), scales)
-        step = found - scales
+        # Scales that would change their sign, or whose codes are all zero (NaN), do not move.
+        step = torch.where(wanted * scales > 0, self._round(wanted), scales) - scales
+        # Scales are rounded, too: the loss must fall at the rounded one.
         step = torch.where(slope * step + curvature * step.square() / 2 < 0, step, 0)
         self.scales[group] = scales + step
         gradient.addmm_(matrix[:, columns], codes * step)
@@ -204,7 +207,7 @@ class _Descent:
         return slice(start, min(start + self.grid.group_size, len(self.codes)))
 
     def _panels(self) -> Iterator[tuple[int, int, int]]:
-        """Ranges of at most 128 columns that split no column block of a scale, with its number."""
+        """Yield (group, start, stop): ranges of at most 128 columns within the groups of scales."""
         for group in range(len(self.scales)):
             columns = self._columns(group)
             for start, stop in split_range(columns.start, columns.stop, _PANEL):
