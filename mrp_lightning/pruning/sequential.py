@@ -128,7 +128,7 @@ class _Walker:
         step, first_row = len(job.plan.blocks), len(self.report.layers)
         resumed = self.restore(step, layers, None)
         if not resumed:
-            BlockPruner(job, walk, 0, self.padding, partial(job.tell, step)).prune(layers)
+            BlockPruner(job, walk, 0, self.padding, partial(job.progress, step)).prune(layers)
             self.record(step, "", layers, first_row, None)
         job.listener.finished(step, self.report.pruned_since(first_row), resumed=resumed)
 
@@ -231,7 +231,7 @@ class _BlockSteps:
     def run(self, k: int) -> bool:
         """Finish block k, compute the inputs of the next one, and return whether k was restored."""
         job, walker = self.job, self.walker
-        block, report_progress = self.walk.blocks[k], partial(self.job.tell, k)
+        block, report_progress = self.walk.blocks[k], partial(self.job.progress, k)
         layers, first_row = job.plan.layers[block.name], len(job.report.layers)
         tuned = job.plan.beside.get(block.name, []) if self.tuner is not None else []
         if self.dense is not None:
@@ -294,7 +294,7 @@ class _BlockSteps:
             return row if self.sparsities.blocks else None
         names = {row.name for row in self.job.report.pruned_since(first_row)}
         weights = [*(layer for layer in layers if layer.name in names), *tuned]
-        row = self.tuner.tune(k, weights, row, partial(self.job.tell, k))
+        row = self.tuner.tune(k, weights, row, partial(self.job.progress, k))
         pruner.put_on_grid(layers)
         return row
 
