@@ -222,22 +222,18 @@ class TextDataModule(LightningDataModule):
 
     def _sources(self, stage: str) -> list[WindowSource]:
         """The sources of the text that a stage reads."""
+        if stage == "predict":
+            return list(self._mixture().sources.values())
         if stage == "fit":
             return [self._text("train")]
-        if stage != "predict":
-            return list(self._evaluated(_SPLITS[stage]).values())
-        source = self._calibrated_on()
-        if not isinstance(source, Mixture):
-            return [source]
-        source.counts(self.num_samples)
-        return list(source.sources.values())
+        return list(self._evaluated(_SPLITS[stage]).values())
 
-    def _calibrated_on(self) -> WindowSource:
-        """The source, or sources, of the calibration windows."""
+    def _mixture(self) -> Mixture:
+        """The sources of the calibration windows."""
         if self._shares is None:
             if self.evaluation:
                 raise DataError("`data.calibration` is needed here. Name published texts.")
-            return self._text("train")
+            return Mixture({"": 1.0}, {"": self._text("train")})
         sources: dict[str, WindowSource] = {
             SELF: OwnText(self.trainer),
             "train_files": self._files,
@@ -271,7 +267,7 @@ class TextDataModule(LightningDataModule):
     @property
     def calibration_source(self) -> str:
         """The name of the text to calibrate on; of files their names without their directories."""
-        return self._calibrated_on().name
+        return self._mixture().name
 
     def predict_dataloader(self) -> DataLoader[Any]:
         """The calibration windows, in the order in which they were drawn."""
@@ -311,7 +307,7 @@ class TextDataModule(LightningDataModule):
             DataError: A text is too short for a window, or for so many; or the model would have to
                 write its own, and there is no trainer that runs it, or it writes nothing of use.
         """
-        return self._calibrated_on().draw(self._cutter(self.bos), self.num_samples, self.seed)
+        return self._mixture().draw(self._cutter(self.bos), self.num_samples, self.seed)
 
     def evaluation_windows(self, split: Split) -> Tensor:
         """Consecutive windows of a split's joined text (windows, sequence_length), int64.
