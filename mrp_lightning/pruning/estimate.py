@@ -1,7 +1,7 @@
-"""An estimate of the time and the memory that a pruning takes, by a count of its products.
+"""Estimate the time and the memory of a pruning by a count of its products, before it starts.
 
-It is made before the pruning, from two speeds that were measured on the machine. The counts are
-those of docs/benchmarks/whole-run.md and docs/streaming.md.
+Two speeds are measured on the machine. The counts are those of docs/benchmarks/whole-run.md and
+docs/streaming.md.
 """
 
 import time
@@ -18,38 +18,32 @@ _PASSES = 2  # through a block: for its Hessians, and once it is pruned for the 
 _DENSE_PASSES = 2  # those of the dense stream
 _BACKWARD = 3  # passes that one step of tuning takes, forward and backward
 _SOLVER = {"none": 0.5, "S": 2.0, "M": 50.0}
-"""Products (rows, columns)·(columns, columns) of each compensation; for `none`, the loss alone.
+"""The number of products (rows, columns)·(columns, columns) of each compensation.
 
-With those of M, of the joint mask and of the grid, estimates were within a factor of 1.5 of what
-was measured on a CPU, of layers of 256 to 1536 columns.
+With these numbers, and those below, estimates were within a factor of 1.5 of the measured times on
+a CPU, for layers of 256 to 1536 columns. `none` has the product of the loss alone.
 """
-_JOINT = 90.0  # those of the joint mask
-_GRID = 20.0  # those of the scales, the sweep and the descent on a grid
+_JOINT = 90.0  # of the joint mask
+_GRID = 20.0  # of the scales, the sweep and the descent on a grid
 _INVERSE = 3.0  # (columns, columns)·(columns, columns), of factorising and inverting a Hessian
 _PER_WEIGHT, _PER_SQUARE = 17.5, 9.1  # float32 numbers that the solver holds
-_BESIDES = 2**26
-"""Bytes of all that is neither in the solver nor a hidden state: buffers of products and of files.
+_BUFFERS = 2**26
+"""The bytes of buffers of products and of files, which are neither in the solver nor hidden states.
 
-With them, estimates were within a factor of 1.5 of the growth of a process on a CPU, from the
-estimate to the end of the pruning but for what tokenizing took in between: of layers of 256 to 1536
-columns, by SM and by the recipe `best`.
+With them, estimates were within a factor of 1.5 of the growth of a process on a CPU during the
+pruning, without that of tokenizing, for layers of 256 to 1536 columns, SM and the recipe `best`.
 """
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What work may take, roughly: of a pruning, what is no product of matrices is not counted.
+    """A rough cost. Of a pruning, only matrix products are counted."""
 
-    Attributes:
-        seconds: The time of calibrating and solving; reading and writing files is not in it.
-        num_bytes: The memory beside the model and the libraries.
-    """
-
-    seconds: float
-    num_bytes: int
+    seconds: float  # of calibration and solution, without reading and writing files
+    num_bytes: int  # in addition to the model and the libraries
 
     def after(self, earlier: "Estimate") -> "Estimate":
-        """This work and what is done before it, whose memory is free again by then."""
+        """Return the cost of both, where this begins once the memory of `earlier` is free."""
         return Estimate(self.seconds + earlier.seconds, max(self.num_bytes, earlier.num_bytes))
 
 
@@ -63,16 +57,16 @@ def estimate(
     tokens_per_second: float,
     products_per_second: float,
 ) -> Estimate:
-    """Estimate a pruning.
+    """Estimate a pruning on `windows` calibration windows of `length` tokens.
 
     Args:
         model: The model, with its weights or without.
-        plan: The blocks and layers of it.
+        plan: Its blocks and layers.
         settings: How it is pruned.
         windows: The number of calibration windows.
-        length: The tokens of each.
+        length: The number of tokens of each.
         tokens_per_second: The speed of the model's forward.
-        products_per_second: The multiplications of float32 matrices a second, each with its sum.
+        products_per_second: The multiply-adds of float32 matrices a second.
     """
     layers = [layer for block in plan.layers.values() for layer in block] + plan.outside
     tokens, weights = windows * length, sum(p.numel() for p in model.parameters() if p.ndim > 1)
@@ -96,11 +90,11 @@ def estimate(
         4 * (_PER_WEIGHT * layer.weight.numel() + _PER_SQUARE * _columns(layer) ** 2)
         for layer in layers
     )
-    return Estimate(seconds, round(states + solver) + _BESIDES)
+    return Estimate(seconds, round(states + solver) + _BUFFERS)
 
 
 def products_per_second(device: torch.device, size: int = 1024) -> float:
-    """The speed of products of float32 matrices, measured in about a tenth of a second."""
+    """Measure the multiply-adds of float32 matrices a second, in about a tenth of a second."""
     a = torch.rand(size, size, device=device)
     (a @ a).sum().item()
     start, count = time.perf_counter(), 0
@@ -115,5 +109,5 @@ def _columns(layer: Layer) -> int:
 
 
 def _input(layer: Layer) -> tuple[str, int]:
-    """Layers of one parent and as many columns read one input, as a rule: q, k and v."""
+    """Return a key of the layer's input: layers of one parent and width share it (q, k and v)."""
     return layer.name.rpartition(".")[0], _columns(layer)

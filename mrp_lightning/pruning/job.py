@@ -1,4 +1,4 @@
-"""How a model is to be pruned, and all that takes part in it."""
+"""The settings of a pruning, and the job: the model with all that takes part in pruning it."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -169,15 +169,15 @@ class Settings:
 
     @property
     def block_tuning(self) -> BlockTuning | None:
-        """How blocks are tuned, `None` where they are not."""
+        """The tuning of blocks as an object, `None` if there is none."""
         return BlockTuning() if self.tuning is True else self.tuning or None
 
     @property
     def grid_waits(self) -> bool:
-        """Whether the weights of a block get on their grid after the block is tuned.
+        """Whether the weights of a block are put on their grid after the block is tuned.
 
-        What is tuned freely and rounded then loses less than what is tuned from one point of the
-        grid to another. Where nothing is removed there is nothing to tune before the rounding.
+        Tuning free weights and rounding them then loses less than tuning from one point of the grid
+        to another. In quantisation alone there is nothing to tune before the rounding.
         """
         recipe = self.recipe
         return bool(self.tuning and recipe.grid and not isinstance(recipe.pattern, Dense))
@@ -198,7 +198,7 @@ class Settings:
             raise OptionError(
                 f"`structure: {self.structure}` removes a part (`sparsity`) of the "
                 f"{self.structure} of every block, the same number in each, so that an ordinary "
-                f"configuration says it. Leave out {', '.join(f'`{name}`' for name in others)}."
+                f"configuration describes it. Leave out {', '.join(f'`{x}`' for x in others)}."
             )
         check_column_method(self.method)
         if self.structure == "experts" and self.method.endswith("+M"):
@@ -250,11 +250,7 @@ class Settings:
         return float(weight)
 
     def require_blocks(self) -> None:
-        """Refuse what cannot be done in a model that is pruned in one pass.
-
-        Raises:
-            TargetError: There are no blocks, and a setting works on them.
-        """
+        """Raise a TargetError for settings that work on blocks, for a model without blocks."""
         needing = {"allocation": self.allocation != "uniform", "tuning": bool(self.tuning)}
         named = [f"`{name}`" for name, is_asked_for in needing.items() if is_asked_for]
         if named:
@@ -264,19 +260,19 @@ class Settings:
             )
 
     def config(self) -> dict[str, Any]:
-        """The settings as a report keeps them, in plain values that `from_config` takes again."""
+        """Return the settings as plain values, as reports store them; see `from_config`."""
         config = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
         config |= {name: config[name] and list(config[name]) for name in _NAMES}
         return config | {"tuning": asdict(self.block_tuning) if self.block_tuning else None}
 
     def state(self) -> dict[str, Any]:
-        """The part of `config` by which the states of callbacks are told apart in a checkpoint."""
+        """Return the part of `config` that identifies the callback's state in a checkpoint."""
         config = self.config()
         return {name: config[name] for name in _OF_STATE}
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
-        """The defaults of the settings that have one, as `config` has them."""
+        """Return the defaults of the settings that have one, in the form of `config`."""
         defaults = {f.name: f.default for f in fields(cls) if f.default is not MISSING}
         return defaults | {"tuning": None}
 
@@ -286,44 +282,35 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a pruning is.
+    """The state of a pruning."""
 
-    Attributes:
-        block: The number of the block that is walked, from 1.
-        blocks: The number of blocks in all.
-        task: What is being done, in words.
-        layers: The number of layers that are finished, pruned or skipped.
-    """
-
-    block: int
-    blocks: int
-    task: str
-    layers: int
+    block: int  # the number of the block that is walked, from 1
+    blocks: int  # the number of all blocks
+    task: str  # the present work, in words
+    layers: int  # the number of layers that are finished, pruned or skipped
 
 
 class Listener:
-    """Is told how a pruning goes. This one only logs what users should know."""
+    """Receives the progress of a pruning. This one only logs messages."""
 
     def log(self, text: str) -> None:
-        """Hear, seldom, of what a user should be told."""
+        """Log a message for the user; called seldom."""
         log.info("%s", text)
 
     def progress(self, progress: Progress) -> None:
-        """Hear, often, how far the pruning is."""
+        """Receive the state of the pruning; called often."""
 
     def finished(self, k: int, rows: list[LayerReport], *, resumed: bool) -> None:
-        """Hear that a block is finished.
+        """Receive the rows of a block that is finished.
 
-        Args:
-            k: The number of the block, from 0; that of the layers outside the blocks follows.
-            rows: The layers pruned in it.
-            resumed: Whether the journal held them.
+        Blocks are numbered from 0; the layers outside the blocks have the number after them. A
+        block is `resumed` if it comes from the journal.
         """
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Job:
-    """One pruning: the model, how it is pruned, on what data, with whom, and who is told of it.
+    """One pruning: model, settings, data, processes, journal, report.
 
     Attributes:
         model: The module whose forward `forward` runs. It is pruned in place.
@@ -331,16 +318,14 @@ class Job:
         settings: How they are pruned.
         forward: Runs the model on one batch.
         batches: The calibration batches of this process: anything that `forward` takes.
-        batch_of: Finds in an item of `batches` what may hold an `attention_mask`.
+        batch_of: Returns the part of an item of `batches` that may hold an `attention_mask`.
         device: The device on which the model runs.
-        streamed: The blocks that stay in files until they are needed; then the journal is a
-            `StreamedJournal`.
-        processes: The processes that prune the model together. All of them prune it, each with
-            batches of its own, and end with the same weights.
-        journal: Keeps what is done to each block; what it holds is not done again, and the result
-            has the same bits.
+        streamed: The blocks that stay in files until they are needed.
+        processes: The processes that prune the model together. Each has its own batches, and all
+            of them end with the same weights.
+        journal: Records each finished block. Recorded blocks are restored, with the same bits.
         report: The report, which is filled while layers are pruned.
-        listener: Is told how it goes.
+        listener: Receives the progress.
     """
 
     model: nn.Module
@@ -358,10 +343,10 @@ class Job:
 
     @property
     def steps(self) -> int:
-        """The number of blocks, and one more where layers outside of them are pruned."""
+        """The number of blocks, plus one if layers outside the blocks are pruned."""
         return len(self.plan.blocks) + bool(self.plan.outside)
 
     def progress(self, step: int, task: str) -> None:
-        """Report to the listener what is done in a step, from 0."""
+        """Report the present task of a step, from 0, to the listener."""
         done = len(self.report.layers) - len(self.plan.skipped)
         self.listener.progress(Progress(step + 1, self.steps, task, done))

@@ -1,4 +1,4 @@
-"""Pruning one layer of a model: solve, measure, write."""
+"""Prune one layer of a model: solve, measure, write."""
 
 import logging
 import math
@@ -25,21 +25,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Aim:
-    """The outputs that a layer aims at, in a run whose target is the dense model.
+    """The outputs that a layer aims at, in a run whose target is the dense model."""
 
-    Attributes:
-        target_weight: α, above 0 and at most 1.
-        shift: How far the layer's inputs are from those of the dense model; `None` where these are
-            not known, and the layer aims at its own outputs.
-        own: Why it does.
-    """
-
-    target_weight: float
-    shift: Tensor | None = None
-    own: str | None = None
+    target_weight: float  # α, above 0 and at most 1
+    shift: Tensor | None = None  # of `InputShift`; None if the layer aims at its own outputs
+    own: str | None = None  # why it does, for the report
 
     def target(self, weight: Tensor, inputs: InputHessian, recipe: Recipe) -> Tensor | None:
-        """The weight to aim at, `None` for the layer's own."""
+        """Return the weight to aim at, `None` for the layer's own."""
         if self.shift is None:
             return None
         return dense_target(weight, self.shift, inputs.damped(recipe.damping), self.target_weight)
@@ -47,19 +40,12 @@ class Aim:
 
 @dataclass(frozen=True, eq=False)
 class Calibrated:
-    """The statistics of an input that some layers share, as calibration found them.
-
-    Attributes:
-        inputs: The Hessian of the input.
-        tokens: The number of inputs that it was summed over.
-        shared: The part of it, from 0 to 1, that is that of all experts; `None` for other layers.
-        aim: What is aimed at in place of the layer's own outputs, where that is asked for.
-    """
+    """The calibration statistics of an input that some layers share."""
 
     inputs: InputHessian
-    tokens: int
-    shared: float | None = None
-    aim: Aim | None = None
+    tokens: int  # summed up in the Hessian
+    shared: float | None = None  # of an expert: the fraction that is all experts' Hessian
+    aim: Aim | None = None  # None without `target: dense`
 
 
 def prune_layer(
@@ -69,14 +55,10 @@ def prune_layer(
     progress: Callable[[str], None] = lambda _: None,
     processes: Processes = ALONE,
 ) -> LayerReport:
-    """Prune a layer in place, in one copy at the end, and say what was done.
+    """Prune a layer in place, and return its row of the report.
 
-    Args:
-        layer: The layer.
-        calibrated: The Hessian of its inputs, and its target.
-        recipe: How it is pruned.
-        progress: Called with where the solution is, in words.
-        processes: The processes that share the rows; all of them prune the layer.
+    The weight is written in one copy at the end. All processes, which share the rows, call this.
+    `progress` is called with the state of a long solution, in words.
 
     Raises:
         HessianError: The Hessian is unusable.
@@ -87,12 +69,12 @@ def prune_layer(
     already = recipe.pattern.sparsity > 0 and recipe.pattern.holds(zeros)
     if already:
         log.info("%s already has the pattern %s", layer.name, recipe.pattern)
-    mine = weight[processes.share(len(weight))]
+    share = weight[processes.share(len(weight))]
     with measured(weight.device) as used:
-        target = None if aim is None else aim.target(mine, inputs, recipe)
+        target = None if aim is None else aim.target(share, inputs, recipe)
         solution = prune(weight, inputs, recipe, progress, target=target, processes=processes)
-    energies = processes.numbers(output_energy(mine, inputs.hessian))
-    energy = math.fsum(found for (found,) in energies)
+    energies = processes.numbers(output_energy(share, inputs.hessian))
+    energy = math.fsum(number for (number,) in energies)
     layer.write_(solution.weight)
     return LayerReport(
         name=layer.name,
@@ -130,25 +112,17 @@ def put_layer_on_grid(
     progress: Callable[[str], None] = lambda _: None,
     processes: Processes = ALONE,
 ) -> LayerReport:
-    """Put the weight of a layer, which was pruned and tuned, on the recipe's grid in place.
+    """Put the weight of a pruned and tuned layer on the recipe's grid in place.
 
-    Args:
-        layer: The layer.
-        inputs: The Hessian of its inputs, as when it was pruned.
-        recipe: How it is pruned, with a grid.
-        row: What was said of it when it was pruned.
-        progress: Called with where the solution is, in words.
-        processes: The processes that share the rows; all of them do this.
-
-    Returns:
-        The row, with what the grid loses.
+    Takes the Hessian with which the layer was pruned, and its `row`; returns the row with the loss
+    of the grid added.
     """
     assert recipe.grid is not None
     assert row.loss is not None
     weight = layer.weight.contiguous()
     with measured(weight.device) as used:
-        found, lost = put_on_grid(weight, inputs, recipe, progress, processes=processes)
-    layer.write_(found)
+        quantised, lost = put_on_grid(weight, inputs, recipe, progress, processes=processes)
+    layer.write_(quantised)
     whole = row.loss + lost
     relative = (row.relative_loss or 0.0) * (whole / row.loss if row.loss else 1.0)
     return replace(
@@ -165,7 +139,7 @@ def put_layer_on_grid(
 
 @contextmanager
 def measured(device: torch.device) -> Iterator[dict[str, Any]]:
-    """Seconds, and the peak of GPU memory, of the block of code."""
+    """Measure the seconds, and the peak of GPU memory, of the block of code."""
     used: dict[str, Any] = {}
     cuda = device.type == "cuda"
     if cuda:
