@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from mrp_lightning.loop.causal_lm import CausalLM
     from mrp_lightning.loop.trainer import Trainer
     from mrp_lightning.narrowing.columns import ColumnSolution, prune_columns
-    from mrp_lightning.pruning.block_tuner import BlockTuning
+    from mrp_lightning.pruning.job import BlockTuning
     from mrp_lightning.records.report import BlockReport, LayerReport, PruningReport
 
 __all__ = [
@@ -68,7 +68,7 @@ hush_torchao()
 # What needs more than torch is loaded when it is first asked for (PEP 562).
 _LAZY = {
     "BlockReport": "mrp_lightning.records.report",
-    "BlockTuning": "mrp_lightning.pruning.block_tuner",
+    "BlockTuning": "mrp_lightning.pruning.job",
     "CausalLM": "mrp_lightning.loop.causal_lm",
     "ColumnSolution": "mrp_lightning.narrowing.columns",
     "LayerReport": "mrp_lightning.records.report",

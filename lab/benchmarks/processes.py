@@ -41,8 +41,8 @@ from mrp_lightning.embedded import STDLIB_LLAMA
 from mrp_lightning.processes import Processes
 from mrp_lightning.pruning import prune_layer
 from mrp_lightning.pruning.block import BlockPruner
-from mrp_lightning.pruning.block_tuner import BlockTuner, BlockTuning
-from mrp_lightning.pruning.job import Job, Settings
+from mrp_lightning.pruning.block_tuner import BlockTuner
+from mrp_lightning.pruning.job import BlockTuning, Job, Settings
 from mrp_lightning.pruning.sequential import prune_model
 from mrp_lightning.solver.conjugate_gradients import LowRankModel
 from mrp_lightning.solver.hessian import InputHessian

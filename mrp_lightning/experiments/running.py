@@ -34,7 +34,7 @@ from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.trainer import callbacks_that_prune
 from mrp_lightning.models.gguf import dequantized_once, located
 from mrp_lightning.models.loading import load_config
-from mrp_lightning.pruning.block_tuner import BlockTuning
+from mrp_lightning.pruning.job import BlockTuning
 from mrp_lightning.records.evaluation import NAME, Scores, record
 from mrp_sparse.environment import machine
 

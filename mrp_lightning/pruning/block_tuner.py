@@ -3,7 +3,7 @@
 import math
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -15,61 +15,15 @@ from mrp_lightning.calibration.padding import Padding
 from mrp_lightning.calibration.walk_choice import trace
 from mrp_lightning.calibration.walks import DenseStream, Walk, hidden_of
 from mrp_lightning.environment import is_out_of_memory
-from mrp_lightning.errors import DataError, OptionError, TargetError
-from mrp_lightning.processes import ALONE, Processes
+from mrp_lightning.errors import DataError, TargetError
+from mrp_lightning.pruning.job import Job
 from mrp_lightning.records.report import BlockReport
 from mrp_lightning.solver.patterns import Dense
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.layers import Layer
-from mrp_sparse.arguments import is_count, is_number
 from mrp_sparse.formats.grid import Grid
 
 _TIMED_STEPS = 3
-
-
-@dataclass(frozen=True, kw_only=True)
-class BlockTuning:
-    """How the kept weights of each block are tuned after it is pruned.
-
-    Adam, with a rate that falls linearly to zero, minimises ‖y − y_d‖² over the calibration data.
-    Here y are the outputs of the pruned block after the pruned blocks before it, and y_d those of
-    the block in the dense model. Only the kept weights of pruned layers change; removed weights
-    stay zero. Some windows are held out. The epoch with the lowest error on them is kept, or the
-    block before tuning if no epoch is better. Tuning costs about 3·epochs forwards of the
-    calibration data, and memory for five copies of one block's weights in float32.
-
-    Args:
-        epochs: The number of passes over the calibration windows, ≥ 1.
-        learning_rate: The rate of the first step, > 0.
-        batch_size: The number of windows in a step, ≥ 1. A step takes whole batches of the
-            calibration data, and at least one of each process.
-        held_out: The fraction of the windows, in (0, 1), that is held out. These are the last ones,
-            at least one.
-
-    Raises:
-        OptionError: Values are out of range; all are listed.
-    """
-
-    epochs: int = 5
-    learning_rate: float = 5e-4
-    batch_size: int = 8
-    held_out: float = 0.1
-
-    def __post_init__(self) -> None:
-        counts = {"epochs": self.epochs, "batch_size": self.batch_size}
-        wrong = [
-            f"`tuning.{name}` must be a whole number ≥ 1; got {value!r}"
-            for name, value in counts.items()
-            if not is_count(value)
-        ]
-        limits = {"learning_rate": (self.learning_rate, math.inf), "held_out": (self.held_out, 1)}
-        wrong += [
-            f"`tuning.{name}` must be a number above 0 and below {limit:g}; got {value!r}"
-            for name, (value, limit) in limits.items()
-            if not is_number(value) or not 0 < value < limit
-        ]
-        if wrong:
-            raise OptionError(". ".join(wrong) + ".")
 
 
 class _Windows(NamedTuple):
@@ -84,44 +38,37 @@ class _Windows(NamedTuple):
 
 
 class BlockTuner:
-    """Tunes one block after another, along a walk of the model and beside a dense stream.
+    """Tune one block after another, along a walk and a dense stream that keeps its outputs.
 
-    The stream keeps its outputs, and padding counts nowhere. A step takes windows of each process,
-    and `log` is called with messages for the user. Weights that the `recipe` has put on a grid
+    Padding counts nowhere. A step takes windows of each process. Weights that are on a grid already
     stay on it.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        walk: Walk,
-        dense: DenseStream,
-        padding: Padding,
-        tuning: BlockTuning,
-        *,
-        recipe: Recipe | None = None,
-        log: Callable[[str], None],
-        processes: Processes = ALONE,
-    ) -> None:
-        self.model, self.walk, self.dense, self.padding = model, walk, dense, padding
-        self.tuning, self.recipe, self.log, self.processes = tuning, recipe, log, processes
+    def __init__(self, job: Job, walk: Walk, dense: DenseStream, padding: Padding) -> None:
+        tuning, recipe = job.settings.block_tuning, job.settings.recipe
+        assert tuning is not None
+        self.job, self.walk, self.dense, self.padding, self.tuning = (
+            job,
+            walk,
+            dense,
+            padding,
+            tuning,
+        )
+        self.recipe = replace(recipe, grid=None) if job.settings.grid_waits else recipe
+        self.processes = job.processes
         self._num_blocks: int | None = None  # until the time is estimated
 
-    def check(self, layers: Mapping[str, Sequence[Layer]]) -> None:
-        """Refuse, before anything is pruned, layers (by block) that cannot be tuned.
+    def check(self) -> None:
+        """Check, before anything is pruned, that the layers can be tuned.
 
         Raises:
-            TargetError: Weights are in float16, blocks do not return their hidden state where it is
-                found, or gradients do not reach them.
+            TargetError: Weights are in float16, the hidden state is not the first or only output of
+                a block, or gradients do not reach the weights.
             DataError: There is only one window.
         """
-        self._num_blocks = sum(1 for mine in layers.values() if mine)
-        narrow = [
-            layer.name
-            for mine in layers.values()
-            for layer in mine
-            if layer.parameter.dtype == torch.float16
-        ]
+        blocks = [layers for layers in self.job.plan.layers.values() if layers]
+        self._num_blocks = len(blocks)
+        narrow = [x.name for layers in blocks for x in layers if x.parameter.dtype == torch.float16]
         if narrow:
             raise TargetError(
                 "`tuning` needs weights in bfloat16 or float32, since gradients underflow in "
@@ -132,19 +79,19 @@ class BlockTuner:
         windows = 0
         if self.walk.batches:
             self._refuse_unknown_outputs()
-            with _only_these_train(self.model, parameters):
+            with _only_these_train(self.job.model, parameters):
                 hidden = self._outputs(0, 0)
                 self._gradients(hidden.float().square().sum(), parameters, block.name)
-            # Of the other batches it is enough that they are some.
+            # Each of the other batches has at least one window, and two are enough.
             windows = len(hidden) + len(self.walk.batches) - 1
-        if sum(found for (found,) in self.processes.numbers(windows)) < 2:
+        if sum(count for (count,) in self.processes.numbers(windows)) < 2:
             raise DataError(
                 "`tuning` holds out some of the calibration windows: expected at least 2, got 1. "
                 "Give it more data, or leave `tuning` out."
             )
 
     def _refuse_unknown_outputs(self) -> None:
-        """Refuse blocks whose hidden state is not found in what they return."""
+        """Raise a TargetError for blocks of which the hidden state is not the output."""
         seen = trace(self.walk.forward, self.walk.batches[0], self.walk.blocks)
         if unknown := [self.walk.blocks[k].name for k in seen.order if k not in seen.outputs]:
             raise TargetError(
@@ -155,10 +102,10 @@ class BlockTuner:
     def tune(
         self, k: int, layers: Sequence[Layer], report: BlockReport, progress: Callable[[str], None]
     ) -> BlockReport:
-        """Tune the pruned layers of block k in place, and add what was done to its report.
+        """Tune the pruned layers of block k in place, and return its report with the errors.
 
-        The dense stream has just left the block, the walk has not. The errors stay `None` where
-        there was nothing to tune.
+        The dense stream has just left the block, the walk has not. The errors stay `None` if there
+        is nothing to tune.
         """
         start, name = time.perf_counter(), self.walk.blocks[k].name
         trained, held_out = self._split()
@@ -168,10 +115,12 @@ class BlockTuner:
         optimizer = torch.optim.Adam(weights.masters, lr=self.tuning.learning_rate)
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        with _only_these_train(self.model, weights.parameters), weights.best_at_the_end():
-            before, energy = self._held_out(k, held_out)
+        with _only_these_train(self.job.model, weights.parameters), weights.best_at_the_end():
+            untuned, energy = self._held_out(k, held_out)
             scale = energy * self.tuning.batch_size or 1.0
-            best, best_epoch, done = before, 0, 0
+            best, best_epoch, done = untuned, 0, 0
+            # The loss of a step is ‖y − y_d‖² of its windows, in all processes, over the energy
+            # ‖y_d‖² of an average batch: the learning rate means the same for every block.
             for epoch in range(1, self.tuning.epochs + 1):
                 order = torch.randperm(len(trained), generator=generator).tolist()
                 for parts in self._steps([trained[i] for i in order]):
@@ -196,14 +145,14 @@ class BlockTuner:
                 self.processes.like_first_(parameter)
         return replace(
             report,
-            error_before=before,
+            error_before=untuned,
             error_after=best,
             epoch=best_epoch,
             seconds=time.perf_counter() - start,
         )
 
     def _split(self) -> tuple[list[_Windows], list[_Windows]]:
-        """The windows to train on, and the last ones, which are held out."""
+        """Split into the windows to train on, and the last ones, which are held out."""
         sizes = [0 if hidden is None else len(hidden) for hidden in self.dense.outputs]
         counts = [int(count) for (count,) in self.processes.numbers(sum(sizes))]
         # Processes take windows in turn, so these are the last ones of the data.
@@ -212,10 +161,10 @@ class BlockTuner:
         rest = sum(sizes) - sum(rank == self.processes.rank for _, rank in last)
         trained, held_out = [], []
         for i, size in enumerate(sizes):
-            mine = min(max(rest, 0), size)
+            count = min(max(rest, 0), size)
             rest -= size
-            trained += [_Windows(i, slice(0, mine))] if mine else []
-            held_out += [_Windows(i, slice(mine, size))] if mine < size else []
+            trained += [_Windows(i, slice(0, count))] if count else []
+            held_out += [_Windows(i, slice(count, size))] if count < size else []
         return trained, held_out
 
     def _steps(self, parts: Sequence[_Windows]) -> list[list[_Windows]]:
@@ -232,16 +181,16 @@ class BlockTuner:
         return steps + [[] for _ in range(int(most) - len(steps))]
 
     def _held_out(self, k: int, parts: Sequence[_Windows]) -> tuple[float, float]:
-        """‖y − y_d‖² / ‖y_d‖² over the held-out windows, and ‖y_d‖² of a window."""
+        """Return ‖y − y_d‖² / ‖y_d‖² over the held-out windows, and the mean ‖y_d‖² of one."""
         with torch.no_grad():
             sums = [(*map(float, self._errors(k, part)), part.size) for part in parts]
-        mine = map(math.fsum, zip(*sums, strict=True)) if sums else (0.0, 0.0, 0.0)
-        everywhere = zip(*self.processes.numbers(*mine), strict=True)
-        error, energy, windows = map(math.fsum, everywhere)
+        share = map(math.fsum, zip(*sums, strict=True)) if sums else (0.0, 0.0, 0.0)
+        totals = zip(*self.processes.numbers(*share), strict=True)
+        error, energy, windows = map(math.fsum, totals)
         return error / energy if energy else 0.0, energy / windows
 
     def _errors(self, k: int, part: _Windows) -> tuple[Tensor, Tensor]:
-        """‖y − y_d‖² and ‖y_d‖² over the tokens of some windows."""
+        """Return ‖y − y_d‖² and ‖y_d‖² over the tokens of some windows."""
         outputs, target = self._outputs(k, part.batch), self.dense.outputs[part.batch]
         assert target is not None
         block = self.walk.blocks[k]
@@ -254,7 +203,7 @@ class BlockTuner:
         return (ours - theirs).square().sum(), theirs.square().sum()
 
     def _outputs(self, k: int, i: int) -> Tensor:
-        """The hidden state that block k returns for batch i, with its graph where one is built."""
+        """Return the hidden state of block k for batch i, with its graph if gradients are on."""
         output = self.walk.output(k, i)
         if output is None:
             raise TargetError(
@@ -276,10 +225,12 @@ class BlockTuner:
             ) from error
 
     def _estimate(self, seconds: float) -> None:
-        """Say, once, how long it takes if all blocks are like this one."""
+        """Log, once, how long the tuning takes if all blocks are like this one."""
         if self._num_blocks is not None:
             total = seconds * self._num_blocks
-            self.log(f"Tuning {self._num_blocks} blocks takes about {total:.0f} s in all.")
+            self.job.listener.log(
+                f"Tuning {self._num_blocks} blocks takes about {total:.0f} s in all."
+            )
         self._num_blocks = None
 
 
@@ -293,7 +244,7 @@ class Codes:
 
     @classmethod
     def of(cls, weight: Tensor, grid: Grid) -> "Codes":
-        """Read them off a weight (rows, columns) that lies on the grid.
+        """Read the codes' scales and range off a weight (rows, columns) that lies on the grid.
 
         Zero is one of 2^bits codes, as in quantisation alone: a group that has the code of one end
         never gets that of the other.
@@ -312,7 +263,7 @@ class Codes:
         return cls(spread(scales), spread(lowest), spread(highest))
 
     def nearest(self, weight: Tensor) -> Tensor:
-        """The values of the grid that are nearest to a weight (rows, columns)."""
+        """Return the values of the grid that are nearest to a weight (rows, columns)."""
         codes = (weight / self.scales).round_()
         return codes.clamp_(self.lowest, self.highest).mul_(self.scales)
 
@@ -322,7 +273,7 @@ class _KeptWeights:
 
     In quantisation alone they lie on a grid: the parameters are the grid's values nearest to the
     masters, whose gradients are taken as if there were no rounding (the straight-through estimator
-    of Bengio et al., 2013). Scales stay as they are.
+    of Bengio et al., 2013). Scales do not change.
 
     Args:
         layers: The layers, which are pruned.
@@ -347,7 +298,7 @@ class _KeptWeights:
         self._best = [p.detach().clone() for p in self.parameters]
         self._rounded: list[tuple[Layer, Tensor, Codes]] = []
         if recipe is not None and recipe.grid is not None:
-            assert not removes, "weights beside removed ones get on their grid after tuning"
+            assert not removes, "with zeros, weights are put on their grid after tuning"
             masters = dict(zip(self.parameters, self.masters, strict=True))
             for layer in layers:
                 codes = Codes.of(layer.weight, recipe.grid)
@@ -365,7 +316,7 @@ class _KeptWeights:
                 master.grad += gradient.masked_fill(fixed, 0)
 
     def write(self) -> None:
-        """Round the masters into the parameters, after a step, and forget the gradients."""
+        """Round the masters into the parameters, after a step, and reset the gradients."""
         with torch.no_grad():
             for parameter, master in zip(self.parameters, self.masters, strict=True):
                 parameter.copy_(master)
@@ -375,13 +326,13 @@ class _KeptWeights:
                 layer.write_(codes.nearest(layer.arranged(master).flatten(1)))
 
     def keep(self) -> None:
-        """Take the parameters as they are now for the best."""
+        """Record the present parameters as the best."""
         for best, parameter in zip(self._best, self.parameters, strict=True):
             best.copy_(parameter.detach())
 
     @contextmanager
     def best_at_the_end(self) -> Iterator[None]:
-        """Give the parameters their best values after this context, whatever happens in it."""
+        """Restore the best values of the parameters at the end, whatever happens."""
         try:
             yield
         finally:

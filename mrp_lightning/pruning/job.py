@@ -1,6 +1,7 @@
 """The settings of a pruning, and the job: the model with all that takes part in pruning it."""
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
@@ -13,14 +14,13 @@ from mrp_lightning.errors import ERROR_OF_ARGUMENT, MethodError, OptionError, Ta
 from mrp_lightning.journal.journal import Journal, SharedJournal
 from mrp_lightning.narrowing.columns import check_column_method
 from mrp_lightning.processes import ALONE, Processes
-from mrp_lightning.pruning.block_tuner import BlockTuning
 from mrp_lightning.records.report import LayerReport, PruningReport
 from mrp_lightning.solver.patterns import Dense, SemiStructured
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.blocks import as_patterns
 from mrp_lightning.targets.plan import Plan
 from mrp_lightning.targets.structure import STRUCTURES
-from mrp_sparse.arguments import checked, is_number
+from mrp_sparse.arguments import checked, is_count, is_number
 from mrp_sparse.formats.grid import GROUP_SIZE
 
 if TYPE_CHECKING:
@@ -41,6 +41,51 @@ _OF_STATE = (
     *("method", "sparsity", "pattern", "block_size", "damping", "tolerance"),
     *("bits", "group_size", "target", "target_weight", "allocation", "tuning", "structure"),
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockTuning:
+    """The tuning of the kept weights of each block after it is pruned.
+
+    Adam, with a rate that falls linearly to zero, minimises ‖y − y_d‖² over the calibration data,
+    where y is the output of the block in the pruned model, and y_d its output in the dense model.
+    Only the kept weights of pruned layers change; removed weights stay zero. Some windows are held
+    out: the epoch with the lowest error on them is chosen, or the untuned block if no epoch is
+    better. Tuning costs about 3·epochs forwards of the calibration data, and memory for five copies
+    of one block's weights in float32.
+
+    Args:
+        epochs: The number of passes over the calibration windows, ≥ 1.
+        learning_rate: The rate of the first step, > 0.
+        batch_size: The number of windows in a step, ≥ 1. A step takes whole batches of the
+            calibration data, and at least one of each process.
+        held_out: The fraction of the windows, in (0, 1), that is held out. These are the last ones,
+            at least one.
+
+    Raises:
+        OptionError: Values are out of range; all are listed.
+    """
+
+    epochs: int = 5
+    learning_rate: float = 5e-4
+    batch_size: int = 8
+    held_out: float = 0.1
+
+    def __post_init__(self) -> None:
+        counts = {"epochs": self.epochs, "batch_size": self.batch_size}
+        wrong = [
+            f"`tuning.{name}` must be a whole number ≥ 1; got {value!r}"
+            for name, value in counts.items()
+            if not is_count(value)
+        ]
+        limits = {"learning_rate": (self.learning_rate, math.inf), "held_out": (self.held_out, 1)}
+        wrong += [
+            f"`tuning.{name}` must be a number above 0 and below {limit:g}; got {value!r}"
+            for name, (value, limit) in limits.items()
+            if not is_number(value) or not 0 < value < limit
+        ]
+        if wrong:
+            raise OptionError(". ".join(wrong) + ".")
 
 
 @checked(errors=ERROR_OF_ARGUMENT)

@@ -3,7 +3,6 @@
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -179,23 +178,11 @@ class _Walker:
         return DenseStream(walk, keeps_outputs=bool(settings.tuning))
 
     def _tuner(self, walk: Walk, dense: DenseStream | None) -> BlockTuner | None:
-        job = self.job
-        tuning = job.settings.block_tuning
-        if tuning is None or dense is None:
+        if dense is None or not self.job.settings.tuning:
             return None
-        recipe = job.settings.recipe
-        tuner = BlockTuner(
-            job.model,
-            walk,
-            dense,
-            self.padding,
-            tuning,
-            recipe=replace(recipe, grid=None) if job.settings.grid_waits else recipe,
-            log=job.listener.log,
-            processes=job.processes,
-        )
+        tuner = BlockTuner(self.job, walk, dense, self.padding)
         with self.pinned(walk.blocks[0].module):
-            tuner.check(job.plan.layers)
+            tuner.check()
         return tuner
 
 

@@ -6,7 +6,7 @@ from slow_pruning import prune_model
 from thread_processes import together
 
 from mrp_lightning.errors import DataError, TargetError
-from mrp_lightning.pruning.block_tuner import BlockTuning
+from mrp_lightning.pruning.job import BlockTuning
 
 
 def prune_together(build, family, batches, size, options):
