@@ -1,11 +1,10 @@
 """The parts of a page on layers and blocks: the losses and costs of each, over all runs."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import pandas as pd
-from matplotlib.colors import Normalize
 
 from mrp_lightning.experiments import numbers
 from mrp_lightning.experiments.numbers import Write
@@ -25,35 +24,17 @@ from mrp_lightning.targets.blocks import without_numbers
 
 
 class _Quantity(NamedTuple):
-    """A value of a layer or of a block.
-
-    Attributes:
-        key: Its name in the report.
-        title: Its description, for a caption.
-        scale: The axis of its pictures.
-        pictures: `blocks` and `kinds` are lines over blocks and over kinds of layers, `several` is
-            the first of them where there are several groups, `map` is a map of all layers.
-        over: The aggregate over the layers of a block or kind: `mean`, `sum`, `max`.
-        colors: From values to the colours of the map; `None` for those that fit.
-    """
+    """A value of a layer or block: its key in the report, its title, and the axis of pictures."""
 
     key: str
     title: str
     scale: Scale
-    pictures: Sequence[str]
-    over: str = "mean"
-    colors: Normalize | None = None
-
-
-def _rounded(share: float | None) -> str:
-    return numbers.percent(None if share is None else round(share, 2))
 
 
 _LOSS = _Quantity(
     "relative_loss",
     "Relative loss of the layers",
     Scale("relative loss", numbers.relative_loss),
-    ("blocks", "kinds", "map"),
 )
 _LOSS_TEXT = (
     "Mean over the calibration tokens of ‖(w + δ)x − wx‖², relative to that of ‖wx‖². In the maps "
@@ -61,49 +42,10 @@ _LOSS_TEXT = (
     "in which equal steps of colour are equal ratios. An empty cell is a layer that there is not, "
     "or that the run did not reach."
 )
-_SPARSITY = _Quantity(
-    "sparsity",
-    "Fraction of the weights removed",
-    Scale("sparsity", _rounded),
-    ("map",),
-    colors=Normalize(0.0, 1.0),
-)
-_SOLVER = [
-    _Quantity(key, title, Scale(name, numbers.number), ("several", "map"), over)
-    for key, title, name, over in (
-        ("damping", "λ that was added to the diagonal of the Hessian", "λ", "mean"),
-        ("gap", "Certified distance to the optimal loss", "gap", "max"),
-        ("iterations", "Iterations of the exact compensation", "iterations", "mean"),
-    )
-]
-_SECONDS = _Quantity(
-    "seconds",
-    "Seconds to prune the layers",
-    Scale("seconds", numbers.seconds),
-    ("blocks", "kinds"),
-    over="sum",
-)
-_MEMORY = _Quantity(
-    "peak_memory",
-    "Peak GPU memory of the layers",
-    Scale("peak memory, GiB", numbers.memory, 2**30),
-    ("kinds",),
-    over="max",
-)
-_COST_TEXT = (
-    "The first layer of those that share an input pays for preparing the Hessian. Running the "
-    "model over the calibration data is not in these values; it is in the seconds of the run."
-)
-_PARTS: Sequence[tuple[str, str, Sequence[_Quantity]]] = (
-    ("Sparsity", "", [_SPARSITY]),
-    ("Damping, gap and iterations", "", _SOLVER),
-    ("Time and memory", _COST_TEXT, [_SECONDS, _MEMORY]),
-)
 _ERROR = _Quantity(
     "error_after",
     "Error on held-out windows, after tuning",
     Scale("error", numbers.relative_loss),
-    ("blocks",),
 )
 _ERROR_TEXT = (
     "The error is ‖y − y_d‖² / ‖y_d‖² over the windows that tuning did not see, for the "
@@ -150,23 +92,21 @@ class Layers:
         self._blocks, self._kinds = _in_order(ordered["block"]), list(short.values())
 
     def loss_part(self) -> Part | None:
-        """The losses of blocks and layers."""
-        part = self._part("Where it lost", _LOSS_TEXT, [_LOSS])
-        if part is None or self._several:
-            return part
-        losses = _held(self._pruned, _LOSS).groupby("name")["relative_loss"].mean()
-        worst = losses.sort_values(ascending=False, kind="stable").head(_WORST)
+        """The losses of blocks and layers; of one group also the layers that lost most."""
+        losses = _held(self._pruned, _LOSS)
+        if losses.empty:
+            return None
+        pictures = [*self._by_block(_LOSS, losses), *self._by_kind(losses)]
+        maps = list(self._maps())
+        if self._several:
+            folds = [Part(f"Maps of all layers ({len(maps)})", pictures=maps)] if maps else []
+            return Part("Where it lost", _LOSS_TEXT, pictures=pictures, folds=folds)
+        means = losses.groupby("name")[_LOSS.key].mean()
+        worst = means.sort_values(ascending=False, kind="stable").head(_WORST)
         rows = [("", str(name), _LOSS.scale.write(float(loss))) for name, loss in worst.items()]
-        caption = f"The {len(rows)} of {len(losses)} layers that lost most"
-        return replace(part, tables=[Table.of_rows(caption, ("layer", "relative loss"), rows)])
-
-    def other_parts(self) -> Iterator[Part]:
-        """The other parts that have something to show."""
-        if part := self.block_part():
-            yield part
-        for title, text, quantities in _PARTS:
-            if part := self._part(title, text, quantities):
-                yield replace(part, folded=True)
+        caption = f"The {len(rows)} of {len(means)} layers that lost most"
+        table = Table.of_rows(caption, ("layer", "relative loss"), rows)
+        return Part("Where it lost", _LOSS_TEXT, [table], [*pictures, *maps])
 
     def block_part(self) -> Part | None:
         """Tables of the blocks as wholes, in the first run of each group, if any were reported."""
@@ -182,61 +122,43 @@ class Layers:
                 rows.append((f"{setting}, {label}", block["name"], *cells))
         caption = "Blocks of the first run of each result"
         header = ("block", *(key.replace("_", " ") for key in columns))
-        pictures = list(self._by_block(_ERROR, table)) if _ERROR.key in columns else []
+        errors = _held(table, _ERROR) if _ERROR.key in columns else None
+        pictures = [] if errors is None else list(self._by_block(_ERROR, errors))
         inner = Part(caption, tables=[Table.of_rows(caption, header, rows, group="what")])
         return Part("Blocks", _ERROR_TEXT, pictures=pictures, folds=[inner], folded=True)
 
-    def _part(self, title: str, text: str, quantities: Sequence[_Quantity]) -> Part | None:
-        pictures: list[Picture] = []
-        maps: list[Picture] = []
-        for quantity in quantities:
-            if self._pruned[quantity.key].notna().any():
-                shown = quantity.pictures
-                if "blocks" in shown or ("several" in shown and self._several):
-                    pictures += self._by_block(quantity, self._pruned)
-                if "kinds" in shown:
-                    pictures += self._by_kind(quantity)
-                if "map" in shown:
-                    maps += self._maps(quantity)
-        folds = [Part(f"Maps of all layers ({len(maps)})", pictures=maps)] if maps else []
-        if not self._several:
-            pictures, folds = pictures + maps, []
-        return Part(title, text, pictures=pictures, folds=folds) if pictures or folds else None
-
-    def _by_block(self, quantity: _Quantity, table: pd.DataFrame) -> Iterator[Picture]:
+    def _by_block(self, quantity: _Quantity, rows: pd.DataFrame) -> Iterator[Picture]:
         """A line for each group; a band from the smallest to the largest of several runs."""
         if len(self._blocks) < 2:
             return
-        held = _held(table, quantity).groupby(["setting", "label", "run", "block"], sort=False)
-        over_layers = held[quantity.key].agg(quantity.over)
-        for setting, values in over_layers.groupby(level="setting", sort=False):
+        of_layers = "" if quantity == _ERROR else ": mean over its layers"
+        by_block = rows.groupby(["setting", "label", "run", "block"], sort=False)[quantity.key]
+        for setting, values in by_block.mean().groupby(level="setting", sort=False):
             of_runs = values.groupby(["block", "label"], sort=False)
             labels = list(dict.fromkeys(values.index.get_level_values("label")))
             mean, low, high = (
                 getattr(of_runs, end)().unstack().reindex(index=self._blocks, columns=labels)
                 for end in ("mean", "min", "max")
             )
-            of_layers = "" if table is self._of_blocks else f": {quantity.over} over its layers"
             caption = f"{quantity.title}, by block at {setting}{of_layers}."
             name = f"{_short(quantity)}-by-block-{setting}"
             band = (low, high) if of_runs.size().max() > 1 else None
             yield draw_lines(name, caption, mean, self._methods, quantity.scale, band=band)
 
-    def _by_kind(self, quantity: _Quantity) -> Iterator[Picture]:
+    def _by_kind(self, losses: pd.DataFrame) -> Iterator[Picture]:
         """A line for each group over the kinds of layers."""
-        over = "mean" if quantity.over == "sum" else quantity.over
-        held = _held(self._pruned, quantity).groupby(["setting", "kind", "label"], sort=False)
-        for setting, values in held[quantity.key].agg(over).groupby(level="setting", sort=False):
+        by_kind = losses.groupby(["setting", "kind", "label"], sort=False)[_LOSS.key]
+        for setting, values in by_kind.mean().groupby(level="setting", sort=False):
             lines = values.droplevel("setting").unstack(sort=False)
             lines = lines.reindex([kind for kind in self._kinds if kind in lines.index])
-            caption = f"{quantity.title}, by kind at {setting}: {over} over the blocks."
-            name = f"{_short(quantity)}-by-kind-{setting}"
+            caption = f"{_LOSS.title}, by kind at {setting}: mean over the blocks."
+            name = f"{_short(_LOSS)}-by-kind-{setting}"
             if len(lines) > 1:
-                yield draw_lines(name, caption, lines, self._methods, quantity.scale, across="")
+                yield draw_lines(name, caption, lines, self._methods, _LOSS.scale, across="")
 
-    def _maps(self, quantity: _Quantity) -> Iterator[Picture]:
+    def _maps(self) -> Iterator[Picture]:
         """A map of all layers for each group whose layers differ; one scale for each setting."""
-        key, write = quantity.key, quantity.scale.write
+        key, write = _LOSS.key, _LOSS.scale.write
         shape = {"index": self._kinds, "columns": self._blocks}
         for setting, layers in self._layers.groupby("setting", sort=False):
             maps = {}
@@ -248,10 +170,10 @@ class Layers:
                     left = of_group[~is_pruned]
                     dense = pd.crosstab(left["kind"], left["block"]).reindex(**shape).fillna(0) > 0
                     maps[label] = (values.reindex(**shape), dense)
-            colors = quantity.colors or common_scale([values for values, _ in maps.values()])
+            colors = common_scale([values for values, _ in maps.values()])
             for label, (values, dense) in maps.items():
-                name = f"{_short(quantity)}-map-{setting}-{label}"
-                caption = f"{quantity.title}, {setting} by {label}."
+                name = f"{_short(_LOSS)}-map-{setting}-{label}"
+                caption = f"{_LOSS.title}, {setting} by {label}."
                 yield draw_map(name, caption, values, dense, colors, write)
 
 

@@ -205,7 +205,7 @@ def parts_of(frame: ScoreFrame) -> list[Part]:
     model = frame.model
     layers = Layers(model) if model.groups else None
     parts = [results_part(frame), zero_shot_part(frame)]
-    parts += [layers.loss_part(), *layers.other_parts()] if layers else []
+    parts += [layers.loss_part(), layers.block_part()] if layers else []
     parts += [_dense_part(model), _settings_part(model)]
     return [part for part in parts if part]
 

@@ -291,7 +291,7 @@ def test_skipped_layers_are_shown_with_their_reason(tmp_path, save_run, layer):
 def test_many_blocks_stay_a_short_page(tmp_path, save_run):
     save_run(tmp_path, blocks=100)
     page = page_of(tmp_path)
-    assert len(page.pictures) == 8
+    assert len(page.pictures) == 3
     assert sum(len(picture.svg) for picture in page.pictures) < 360_000
 
 
@@ -325,7 +325,7 @@ def test_methods_with_the_same_values_are_both_seen(tmp_path, save_run, layer):
     for method in ("SM", "MM"):
         save_run(tmp_path / method, method=method, layers=rows)
     page_of(tmp_path)
-    for name in ("loss-by-block", "loss-by-kind", "gap-by-block", "damping-by-block"):
+    for name in ("loss-by-block", "loss-by-kind"):
         with Image.open(tmp_path / "report-figures" / f"{name}-2of4.png") as image:
             pixels = np.asarray(image.convert("RGB"), dtype=int)
         drawn = pixels[:, : int(0.8 * pixels.shape[1])]  # left of the names
@@ -335,31 +335,15 @@ def test_methods_with_the_same_values_are_both_seen(tmp_path, save_run, layer):
 
 
 def test_a_flat_map_is_not_drawn(tmp_path, save_run, layer):
-    save_run(tmp_path / "2of4")
-    page = page_of(tmp_path)
-    assert not [p for p in page.pictures if p.alt.startswith("Fraction of the weights")]
-    rows = [layer(f"model.layers.{i}.up", sparsity=0.5 + i / 10, damping=0.0) for i in range(3)]
+    rows = [layer(f"model.layers.{i}.up", relative_loss=0.1) for i in range(3)]
     save_run(tmp_path / "2of4", layers=rows)
-    page = page_of(tmp_path)
-    (alt,) = (p.alt for p in page.pictures if p.alt.startswith("Fraction"))
-    assert alt.endswith("From 50% (model.layers.0.up) to 70% (model.layers.2.up).")
-    assert not [p for p in page.pictures if p.alt.startswith("λ that was added")]
-
-
-def test_damping_gap_and_iterations_are_shown_by_layer(tmp_path, save_run, layer):
-    rows = [layer(f"m.layers.{i}.up", gap=(i + 1) * 1e-7, iterations=10 * i + 5) for i in range(3)]
-    save_run(tmp_path / "one", layers=rows)
-    alts = "\n".join(picture.alt for picture in page_of(tmp_path / "one").pictures)
-    assert "From 1e−07 (m.layers.0.up) to 3e−07 (m.layers.2.up)." in alts
-    assert "From 5 (m.layers.0.up) to 25 (m.layers.2.up)." in alts
-    save_run(
-        tmp_path / "magnitude",
-        method="magnitude",
-        layers=[
-            layer(f"m.layers.{i}.up", gap=None, iterations=None, damping=None) for i in range(3)
-        ],
-    )
-    assert "Damping" not in page_of(tmp_path / "magnitude").text
+    alts = [picture.alt for picture in page_of(tmp_path).pictures]
+    assert not [alt for alt in alts if alt.startswith("Relative loss of the layers, 2:4 by SM")]
+    rows[1] = replace(rows[1], relative_loss=0.2)
+    save_run(tmp_path / "2of4", layers=rows)
+    alts = [picture.alt for picture in page_of(tmp_path).pictures]
+    (alt,) = (alt for alt in alts if alt.startswith("Relative loss of the layers, 2:4 by SM"))
+    assert alt.endswith("From 0.1000 (model.layers.0.up) to 0.2000 (model.layers.1.up).")
 
 
 def test_what_was_done_to_blocks_is_listed(tmp_path, save_run):
