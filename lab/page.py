@@ -4,7 +4,7 @@
     python lab/page.py --sweep '[configs/paper/mamba.yaml]' --out runs/mamba.md
 
 A page has parts that a report has not: the paper's values and claims, other codes, what models that
-are calibrated on one text can do on others, and what the models write.
+are calibrated on one text can do on others, and continuations of texts.
 """
 
 import re

@@ -31,10 +31,10 @@ class Finding(NamedTuple):
 
 def claims_part(models: Sequence[ModelRuns]) -> list[Part]:
     """Every claim with its cases; nothing where the runs decide none."""
-    found = findings(models)
+    decided = findings(models)
     tables = []
-    for claim in dict.fromkeys(finding.claim for finding in found):
-        cases = [finding for finding in found if finding.claim == claim]
+    for claim in dict.fromkeys(finding.claim for finding in decided):
+        cases = [finding for finding in decided if finding.claim == claim]
         held = sum(finding.holds for finding in cases)
         rows = [("", "yes" if f.holds else "no", f.where, f.evidence) for f in cases]
         caption = f"{claim}: so in {held} of {len(cases)} cases."
@@ -69,19 +69,19 @@ def findings(models: Sequence[ModelRuns]) -> list[Finding]:
     if not rows:
         return []
     table = pd.DataFrame(rows)
-    found: list[Finding] = []
+    decided: list[Finding] = []
     for (name, _), of_text in table.groupby(["text", "context"], sort=False):
         plain = of_text[of_text["is_plain"]]
-        found += _of_methods(plain, str(name)) if len(plain) else []
-        found += _ablations(of_text[of_text["value"].notna()], str(name))
-    return found
+        decided += _of_methods(plain, str(name)) if len(plain) else []
+        decided += _ablations(of_text[of_text["value"].notna()], str(name))
+    return decided
 
 
 def _of_methods(plain: pd.DataFrame, name: str) -> Iterator[Finding]:
     """Test the claims about SM, seed by seed where both methods have a perplexity."""
     by_method = plain.pivot_table("perplexity", [*_CASE, "seed"], "how", "first", sort=False)
     cases = dict(list(by_method.groupby(level=_CASE, sort=False)))
-    gains = {case: found for case, of in cases.items() if (found := _gain(of, "SS", "SM"))}
+    gains = {case: gain for case, of in cases.items() if (gain := _gain(of, "SS", "SM"))}
     for case, gain in gains.items():
         yield Finding(
             "SM is better than SparseGPT",

@@ -37,7 +37,7 @@ def draw_excess(
 ) -> Picture:
     """A row for each method, a panel for each sparsity, a dot with its deviation for each result.
 
-    What is drawn is the distance to the dense model, and the perplexity stands beside the dot. One
+    A dot shows the distance to the dense model, and the perplexity stands next to it. One
     that is far above the others is an arrow at the edge. Without a dense model the axes begin where
     the values do.
 
@@ -47,11 +47,11 @@ def draw_excess(
         panels: By sparsity, the columns `mean` and `deviation` (NaN for a single run) by label.
         methods: The canonical methods, which decide colours and markers, by label.
         dense: The perplexity of the dense model, if it is known.
-        peers: By sparsity and name, what other codes give: lines.
+        peers: By sparsity and name, the perplexities of other codes, drawn as lines.
     """
     labels = list(dict.fromkeys(label for panel in panels.values() for label in panel.index))
-    peers = {setting: found for setting, found in (peers or {}).items() if setting in panels}
-    tiers = max((len(found) for found in peers.values()), default=0)
+    peers = {setting: of for setting, of in (peers or {}).items() if setting in panels}
+    tiers = max((len(of) for of in peers.values()), default=0)
     down = ceil(len(panels) / _IN_A_ROW)
     across = ceil(len(panels) / down)
 
@@ -65,8 +65,7 @@ def draw_excess(
             if i % across:
                 axes.tick_params(axis="y", labelleft=False)
             axes.set_title(setting, fontsize=10, fontweight="bold", color=INK)
-            found = peers.get(setting, {})
-            _draw_panel(axes, panel, labels, methods, dense, found)
+            _draw_panel(axes, panel, labels, methods, dense, peers.get(setting, {}))
         for axes in list(grid.flat)[len(panels) :]:
             axes.set_visible(False)
         above = f"perplexity above the dense model's {_short(dense)}" if dense else "perplexity"
@@ -131,9 +130,9 @@ def _draw_panel(
         _write(axes, written, (mean + error, y), color=INK, xytext=(6, 0))
 
 
-def _write(axes: Axes, text: str, place: tuple[float, float], **how: Any) -> None:
+def _write(axes: Axes, text: str, position: tuple[float, float], **how: Any) -> None:
     look: dict[str, Any] = {"xytext": (0, 0), "va": "center", "ha": "left", "fontsize": 8} | how
-    axes.annotate(text, place, textcoords="offset points", annotation_clip=False, **look)
+    axes.annotate(text, position, textcoords="offset points", annotation_clip=False, **look)
 
 
 def _short(value: float, width: float = np.inf) -> str:
@@ -151,11 +150,11 @@ def _words(
 ) -> str:
     parts = [f"The dense model has {_short(dense)}."] if dense else []
     for setting, panel in panels.items():
-        found = [
+        listed = [
             f"{label} {_short(row['mean'])}"
             + (f" ± {row['deviation']:.2g}" if row["deviation"] > 0 else "")
             for label, row in panel.iterrows()
         ]
-        found += [f"{of}'s code {_short(value)}" for of, value in peers.get(setting, {}).items()]
-        parts.append(f"{setting}: {', '.join(found)}.")
+        listed += [f"{of}'s code {_short(value)}" for of, value in peers.get(setting, {}).items()]
+        parts.append(f"{setting}: {', '.join(listed)}.")
     return " ".join(parts)

@@ -41,8 +41,8 @@ def reported(trial: Trial, metric: str) -> float | None:
     if trial.changed or trial.recipe:
         return None
     wanted = (trial.model, trial.setting, trial.method or "", metric)
-    found = [v for v in paper_values() if (v.model, v.setting, v.method, v.metric) == wanted]
-    sized = [v for v in found if v.block_size]
+    values = [v for v in paper_values() if (v.model, v.setting, v.method, v.metric) == wanted]
+    sized = [v for v in values if v.block_size]
     size = "all" if trial.block_size is None else str(trial.block_size)
-    matching = [v for v in sized if v.block_size == size] if sized else found
+    matching = [v for v in sized if v.block_size == size] if sized else values
     return matching[0].value if matching else None

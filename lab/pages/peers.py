@@ -1,4 +1,4 @@
-"""What other codes give, from the table of a page in Markdown."""
+"""The perplexities of other codes, from the table of a page in Markdown."""
 
 import itertools
 import re
@@ -19,14 +19,14 @@ _COLUMNS = ("model", "sparsity", "code", "perplexity")
 
 def read_tables(page: str) -> list[pd.DataFrame]:
     """The tables of a page in Markdown, all cells as text."""
-    found: list[list[list[str]]] = []
+    tables: list[list[list[str]]] = []
     lines = ["", *page.splitlines()]
-    for before, line in itertools.pairwise(lines):
+    for last, line in itertools.pairwise(lines):
         if line.startswith("|"):
-            if not before.startswith("|"):
-                found.append([])
-            found[-1].append([cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]])
-    return [pd.DataFrame(rows[2:], columns=rows[0]) for rows in found if len(rows) > 2]
+            if not last.startswith("|"):
+                tables.append([])
+            tables[-1].append([cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]])
+    return [pd.DataFrame(rows[2:], columns=rows[0]) for rows in tables if len(rows) > 2]
 
 
 def read_peers(path: Path, text: str = UNNAMED) -> Peers:
@@ -46,9 +46,9 @@ def read_peers(path: Path, text: str = UNNAMED) -> Peers:
             f"`peers`: {path} has no table with the columns {', '.join(_COLUMNS)}; expected what "
             "`python lab/benchmarks/original_accuracy.py` prints."
         )
-    found: dict[tuple[str, str], dict[str, dict[str, float]]] = {}
+    peers: dict[tuple[str, str], dict[str, dict[str, float]]] = {}
     for keys, rows in pd.concat(tables).groupby(list(_COLUMNS[:3]), sort=False):
         model, sparsity, code = keys
-        of_model = found.setdefault((model, text), {}).setdefault(sparsity, {})
+        of_model = peers.setdefault((model, text), {}).setdefault(sparsity, {})
         of_model[code] = float(rows["perplexity"].astype(float).mean())
-    return found
+    return peers

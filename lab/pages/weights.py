@@ -26,7 +26,7 @@ def weights_part(model: ModelRuns) -> Part | None:
     pictures = []
     methods = {"dense": None} | {group.label: group.method for group in model.groups}
     for setting, groups in model.by_setting().items():
-        counts = dict(found for group in groups for found in _counted(model, group))
+        counts = dict(pair for group in groups for pair in _counted(model, group))
         if not counts:
             continue
         table = pd.DataFrame(counts, np.sqrt(MAGNITUDES[1:] * MAGNITUDES[:-1]))

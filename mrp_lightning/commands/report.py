@@ -12,7 +12,7 @@ from mrp_lightning.experiments.runs import find_runs
 
 
 def main(args: Sequence[str]) -> None:
-    """Write the page, and say where it is."""
+    """Write the page, and print its path."""
     options = _parser().parse_args(args)
     runs = find_runs(options.run_dir)
     directory = runs[0].directory if runs[0].unfinished else options.run_dir

@@ -1,1 +1,1 @@
-"""Sweeps make many runs, and tables, pictures and pages of their results."""
+"""Sweeps of many runs, and tables, pictures and a page of their results."""

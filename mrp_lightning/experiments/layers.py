@@ -124,7 +124,7 @@ class Layers:
         header = ("block", *(key.replace("_", " ") for key in columns))
         errors = _held(table, _ERROR) if _ERROR.key in columns else None
         pictures = [] if errors is None else list(self._by_block(_ERROR, errors))
-        inner = Part(caption, tables=[Table.of_rows(caption, header, rows, group="what")])
+        inner = Part(caption, tables=[Table.of_rows(caption, header, rows, group="result")])
         return Part("Blocks", _ERROR_TEXT, pictures=pictures, folds=[inner], folded=True)
 
     def _by_block(self, quantity: _Quantity, rows: pd.DataFrame) -> Iterator[Picture]:

@@ -1,11 +1,11 @@
-"""How numbers are written: for a reader, in as many digits as say something."""
+"""Formats of numbers for a reader, in as many digits as are significant."""
 
 import math
 from collections.abc import Callable
 from functools import wraps
 
 Write = Callable[[float | None], str]
-"""A format of a number; what is missing is `None`, and what was not finite is infinite."""
+"""A format of a number; a missing value is `None`, and one that was not finite is infinite."""
 
 MISSING = "–"
 
@@ -22,7 +22,7 @@ def _of_finite(write: Callable[[float], str]) -> Write:
 
 @_of_finite
 def perplexity(value: float) -> str:
-    """Three decimals while they mean something, and one digit where there is no meaning left."""
+    """Three decimals below 1,000, none above, and one digit from 1e5 on."""
     if value >= 1e5:
         return f"{value:.0e}".replace("e+0", "e").replace("e+", "e")
     return f"{value:.3f}" if value < 1000 else f"{value:,.0f}"
@@ -60,7 +60,7 @@ def number(value: float) -> str:
 
 @_of_finite
 def seconds(value: float) -> str:
-    """A time without its unit, which is said beside it."""
+    """A time without its unit."""
     return f"{value:.3f}" if value < 1 else f"{value:,.1f}"
 
 

@@ -319,7 +319,7 @@ def _perplexity_picture(frame: ScoreFrame, score: Score) -> Iterator[Picture]:
     means = frame.means[score].dropna()
     finite = means[means.map(isfinite)]
     lost = [f"{label} at {setting}" for setting, label in means.index.difference(finite.index)]
-    lines = finite.drop("", errors="ignore").unstack(sort=False)
+    lines = finite[finite.index.get_level_values("setting") != ""].unstack(sort=False)
     if lines.empty:
         return
     if ("", "dense") in finite:

@@ -43,9 +43,9 @@ class ModelTrials:
 class Sweep:
     """Prune models in many ways, evaluate each, and compare.
 
-    Every run is what `predict` and `test` would do with the configuration `base`, the options of
-    the model, and those of the trial. Its results are kept in `<out>/<model>/<trial>`, and existing
-    runs are not made again. The tables are `<out>/results.{md,csv,json}`.
+    Every run does the same as `predict` and `test` with the configuration `base`, the options of
+    the model, and those of the trial. Its results are in `<out>/<model>/<trial>`, and existing runs
+    are not made again. The tables are `<out>/results.{md,csv,json}`.
 
     Args:
         base: Configurations that all trials share, as `predict --config` takes them; the last of
@@ -63,7 +63,7 @@ class Sweep:
             `{data.num_samples: [32, 128]}`. If it is given, only these trials are made.
         only: Names of the runs to make, `<model>/<trial>` with shell wildcards, such as
             `*/2of4-SM-*`. If it is empty, all runs are made.
-        zeroshot: Tasks of lm-eval to evaluate beside perplexity.
+        zeroshot: Tasks of lm-eval to evaluate in addition to perplexity.
         include_path: Directory with YAML files of more tasks.
         save_checkpoints: Whether to keep the pruned models, each with the results of its run.
 
@@ -142,14 +142,14 @@ class Sweep:
         return [trial for trial in self.trials if trial in named]
 
     def directory(self, trial: Trial) -> Path:
-        """Where the run of a trial lies."""
+        """Return the directory of the run of a trial."""
         return Path(self.out, trial.directory)
 
     def options(self, trial: Trial) -> dict[str, Any]:
-        """The options of the configuration `base` that a trial changes, by dotted key."""
+        """Return the options of the configuration `base` that a trial changes, by dotted key."""
         recipe = self.recipes[trial.recipe] if trial.recipe else {}
-        given = {f"{CALLBACK}.{key}": value for key, value in recipe.items()}
-        return self.models[trial.model].options | given | trial.options()
+        arguments = {f"{CALLBACK}.{key}": value for key, value in recipe.items()}
+        return self.models[trial.model].options | arguments | trial.options()
 
     def _recipe_problems(self) -> Iterator[str]:
         for name, recipe in self.recipes.items():

@@ -1,4 +1,4 @@
-"""A trial: one way to prune one model, and what it changes of the configuration of its sweep."""
+"""A trial: one way to prune one model, as changes of the configuration of its sweep."""
 
 import hashlib
 import json
@@ -31,7 +31,7 @@ _ORDER = list(dict.fromkeys((*METHODS, "JM", *(_CANONICAL.get(pair, pair) for pa
 
 
 def canonical_method(name: str) -> str:
-    """The one name of a method: `sparsegpt` and `S+S` are `SS`, `wanda+M` is itself.
+    """Return the canonical name of a method: `sparsegpt` and `S+S` are `SS`, `wanda+M` is itself.
 
     Raises:
         MethodError: There is no such method.
@@ -42,7 +42,7 @@ def canonical_method(name: str) -> str:
 
 
 def method_rank(method: str) -> int:
-    """The place of a canonical method in the order; it decides its colour and marker, too."""
+    """Return the position of a canonical method, which decides its colour and marker."""
     return _ORDER.index(method)
 
 
@@ -53,7 +53,7 @@ class ChangedOption:
     Attributes:
         key: The dotted key of the option, such as `data.num_samples`.
         value: Its value, which may be a list or a mapping.
-        text: The value as JSON: by it two changes are compared, whatever the value holds.
+        text: The value as JSON, by which two changes are compared.
     """
 
     key: str
@@ -78,13 +78,13 @@ class ChangedOption:
 
     @property
     def number(self) -> float | None:
-        """The value if it is a number; `None` if it is a text, a list or the like."""
+        """The value if it is a number, else `None`."""
         is_number = isinstance(self.value, int | float) and not isinstance(self.value, bool)
         return float(self.value) if is_number else None
 
     @property
     def name(self) -> str:
-        """The change as a part of a directory's name, which other values do not have."""
+        """The change as a part of a directory's name, with a hash if the value is no plain text."""
         text = self.value_text
         plain = re.sub(r"[^\w.+-]+", "_", text).strip("_")
         if plain == text and len(text) <= 40:
@@ -102,8 +102,8 @@ class Trial:
         setting: `dense`, a percentage such as `50%`, a pattern such as `2:4`, either of them with
             `+4bit`, or `4bit`.
         method: The canonical name of the method; `None` for the dense model.
-        block_size: Columns a block; `None` for all columns, and where it means nothing.
-        seed: The seed of the calibration set; `None` where it means nothing.
+        block_size: Columns a block; `None` for all columns, and for methods without blocks.
+        seed: The seed of the calibration set; `None` for methods without one.
         changed: The option that an ablation changes.
         recipe: The name that the sweep gives to the method with more options; `None` for a method
             alone.
@@ -123,7 +123,7 @@ class Trial:
 
     @property
     def directory(self) -> PurePosixPath:
-        """Where its run lies in the sweep's directory, such as `opt/2of4-SM-s128-seed0`."""
+        """The directory of its run in that of the sweep, such as `opt/2of4-SM-s128-seed0`."""
         if self.method is None:
             return PurePosixPath(self.model, "dense")
         parts = [self.setting_name, self.recipe or self.method]
@@ -134,7 +134,7 @@ class Trial:
 
     @property
     def label(self) -> str:
-        """The name for a reader: that of the recipe, or what the field calls the method."""
+        """The name for a reader: that of the recipe, or the usual name of the method."""
         return self.recipe or _LABELS.get(self.method or "", self.method or "")
 
     @property
@@ -151,23 +151,23 @@ class Trial:
 
     @property
     def columns(self) -> str:
-        """The block size for a reader; empty where it means nothing."""
+        """The block size for a reader; empty for methods without blocks."""
         if self.method is None or not has_blocks(self.method):
             return ""
         return "all" if self.block_size is None else str(self.block_size)
 
     def options(self) -> dict[str, Any]:
-        """The options that the trial changes, by dotted key, without those of its recipe."""
+        """Return the options that the trial changes, by dotted key, without those of its recipe."""
         if self.method is None:
             return {"trainer.callbacks": None}
-        asked = _asked(self.setting)
+        arguments = _arguments(self.setting)
         options = {
-            f"{CALLBACK}.pattern": asked["pattern"],
-            f"{CALLBACK}.sparsity": asked["sparsity"],
+            f"{CALLBACK}.pattern": arguments["pattern"],
+            f"{CALLBACK}.sparsity": arguments["sparsity"],
             f"{CALLBACK}.method": self.method,
         }
-        if asked["bits"] is not None:
-            options[f"{CALLBACK}.bits"] = asked["bits"]
+        if arguments["bits"] is not None:
+            options[f"{CALLBACK}.bits"] = arguments["bits"]
         if has_blocks(self.method):
             options[f"{CALLBACK}.block_size"] = self.block_size
         if self.seed is not None:
@@ -175,13 +175,13 @@ class Trial:
         return options | ({self.changed.key: self.changed.value} if self.changed else {})
 
     def to_dict(self) -> dict[str, Any]:
-        """The trial as `run.json` keeps it."""
+        """Return the trial as `run.json` stores it."""
         changed = [self.changed.key, self.changed.value] if self.changed else None
         return {**vars(self), "changed": changed}
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any], source: str = "the trial") -> "Trial":
-        """Read what `to_dict` gave; `source` names it in messages.
+        """Make a trial of the result of `to_dict`; `source` names it in messages.
 
         Raises:
             FormatError: A value is missing or of another type, or there is no such method.
@@ -193,46 +193,46 @@ class Trial:
 
     @classmethod
     def of_report(cls, config: Mapping[str, Any]) -> "Trial":
-        """The trial that the arguments in a report describe, of a model without a name."""
-        asked: dict[str, Any] = {x: config.get(x) for x in ("sparsity", "pattern", "bits")}
-        setting = Recipe.of(method="magnitude", **asked).amount
+        """Return the trial that the arguments in a report describe, of a model without a name."""
+        arguments: dict[str, Any] = {x: config.get(x) for x in ("sparsity", "pattern", "bits")}
+        setting = Recipe.of(method="magnitude", **arguments).amount
         return cls("", setting, str(config.get("method")), config.get("block_size"))
 
 
 def parse_setting(setting: str, method: str) -> Recipe:
-    """The recipe of `50%`, `2:4`, `2:4+4bit` or `4bit` with a method.
+    """Return the recipe of `50%`, `2:4`, `2:4+4bit` or `4bit` with a method.
 
     Raises:
-        OptionError: It is none of these, such as what YAML makes of an unquoted 2:4, or its bits
-            are out of range.
+        OptionError: It is none of these, such as the number that YAML reads in an unquoted 2:4, or
+            its bits are out of range.
         PatternError: Its numbers are out of range.
         MethodError: The method does not exist, or not with the setting.
     """
-    return Recipe.of(method=method, block_size=None, **_asked(setting))
+    return Recipe.of(method=method, block_size=None, **_arguments(setting))
 
 
-def _asked(setting: str) -> dict[str, Any]:
-    """What a setting asks the callback for: `sparsity`, `pattern` and `bits`."""
-    found = _SETTING.fullmatch(setting) if isinstance(setting, str) and setting else None
-    if found is None:
+def _arguments(setting: str) -> dict[str, Any]:
+    """The arguments `sparsity`, `pattern` and `bits` of a setting."""
+    match = _SETTING.fullmatch(setting) if isinstance(setting, str) and setting else None
+    if match is None:
         raise OptionError(
             f'`runs` has the setting {setting!r}; expected a percentage such as "50%" or a pattern '
             'such as "2:4", in quotes: YAML reads an unquoted 2:4 as a number. Either may be '
             'followed by bits, as in "50%+4bit", and "4bit" quantises alone.'
         )
-    percent, bits = found["percent"], found["bits"]
+    percent, bits = match["percent"], match["bits"]
     return {
         "sparsity": float(percent) / 100 if percent else None,
-        "pattern": found["pattern"],
+        "pattern": match["pattern"],
         "bits": int(bits) if bits else None,
     }
 
 
 def has_blocks(method: str) -> bool:
-    """Whether the block size means anything to a method."""
+    """Whether a method chooses weights block by block."""
     return parse_method(method).mask.by_block
 
 
 def sees_inputs(method: str) -> bool:
-    """Whether the calibration set has a say in the weights."""
+    """Whether the result of a method depends on the calibration set."""
     return canonical_method(method) != "magnitude"
