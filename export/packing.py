@@ -1,9 +1,9 @@
-"""A pruned checkpoint, packed: validated, written, proved equal to its source and timed."""
+"""Pack a pruned checkpoint: validate, write, prove equal to the source, and time."""
 
 import logging
 import sys
-from argparse import Namespace
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -36,11 +36,57 @@ log = logging.getLogger(__name__)
 _FORMS = {"packed": SPARSE24, "torchao": SPARSE24, "bitmask": BITMASK, "bitmask4": BITMASK4}
 
 
-def convert(options: Namespace) -> ExportReport:
-    """Validate, pack, compare, measure and report.
+@dataclass(frozen=True, kw_only=True)
+class PackingOptions:
+    """How a checkpoint is exported: the options of `python -m export.to_sparse`.
 
-    Args:
-        options: Those of `python -m export.to_sparse`.
+    Attributes:
+        checkpoint: A Hugging Face directory, the directory of a pruned LightningModule, or a .ckpt.
+        out: The directory to write; `None` names it after the checkpoint and the format.
+        format: A key of `_FORMS`, or dense; `None` lets the checkpoint decide.
+        head_bits: 8 rounds the head to 8 bits, 16 leaves it.
+        overwrite: Whether an earlier export in `out` is replaced.
+        skip: Name patterns of layers that stay dense.
+        allow_partial: Whether layers stay dense that should be pruned and are not.
+        check_only: Whether nothing is written, and an existing export is compared again.
+        text: Files to compare logits on; none for the embedded text.
+        device: Where to compare and measure; `None` is CUDA where there is one.
+        benchmark: Whether speed is measured, on a CUDA device.
+        speed: How speed is measured.
+    """
+
+    checkpoint: str
+    out: str | None = None
+    format: str | None = None
+    head_bits: int = 16
+    overwrite: bool = False
+    skip: Sequence[str] = ()
+    allow_partial: bool = False
+    check_only: bool = False
+    text: Sequence[str] = ()
+    device: str | None = None
+    benchmark: bool = False
+    speed: SpeedOptions = field(default_factory=SpeedOptions)
+
+    def output(self, form: str) -> Path:
+        """Return the directory to write in a format, checked unless nothing is written."""
+        source = output_path(self.checkpoint).resolve()
+        packed = None if form in ("dense", "torchao") else _FORMS[form]
+        suffix = form if packed is None else packed.suffix
+        name = source.name.removesuffix(".ckpt")
+        chosen = None if self.out is None else output_path(self.out).resolve()
+        out = chosen or source.with_name(f"{name}-{suffix}")
+        if out == source or out in source.parents or source in out.parents:
+            raise errors.OptionError(
+                f"`--out` {out} must neither be the source {source}, nor hold it, nor lie in it."
+            )
+        if not self.check_only:
+            check_output_dir(out, overwrite=self.overwrite, argument="--out")
+        return out
+
+
+def convert(options: PackingOptions) -> ExportReport:
+    """Validate, pack, compare, measure and report.
 
     Raises:
         PatternError: The checkpoint is not pruned so; see `choose_layers`.
@@ -50,19 +96,7 @@ def convert(options: Namespace) -> ExportReport:
         FileExistsError: The output exists.
     """
     device = device_named(options.device)
-    if options.benchmark and device.type == "cuda":
-        check_backend(options.backend, device)
-    if options.format == "torchao" and (reason := why_not_here("torchao", device)):
-        raise errors.OptionError(
-            f"`--format torchao` cannot be written here: {reason}. Run it where torchao runs, or "
-            "write `--format packed`, which is as small and needs no GPU."
-        )
-    if options.head_bits == 8 and options.format in ("dense", "torchao"):
-        raise errors.OptionError(
-            f"`--head-bits 8` is for the packed formats, and not for `--format {options.format}`."
-        )
-    if options.format is not None or options.out is not None:
-        _output(options)  # refused before anything is read
+    _check_options(options, device)
     if device.index is not None:
         torch.cuda.set_device(device)  # where `load` puts torchao's tensors
     source = open_checkpoint(options.checkpoint)
@@ -75,18 +109,16 @@ def convert(options: Namespace) -> ExportReport:
     with bars() as track:
         layers = choose_layers(
             source,
-            form=_FORMS.get(options.format),
+            form=_FORMS.get(options.format or ""),
             skip=options.skip,
             allow_partial=options.allow_partial,
             refuse=_why_not_torchao if options.format == "torchao" else partial(_why_head, head),
             track=track,
         )
         layers = [replace(layer, reason=_why_head(head, layer) or layer.reason) for layer in layers]
-        options.format = options.format or layers[0].form.option
-        out = _output(options)
-        report = ExportReport(
-            str(options.checkpoint), options.format, layers, source.num_bytes, head
-        )
+        form = options.format or layers[0].form.option
+        out = options.output(form)
+        report = ExportReport(str(options.checkpoint), form, layers, source.num_bytes, head)
         export = _Export(source, report, options, device, track)
         if not options.check_only:
             with save_directory(out, overwrite=options.overwrite, argument="--out") as staging:
@@ -106,13 +138,30 @@ def convert(options: Namespace) -> ExportReport:
     return report
 
 
+def _check_options(options: PackingOptions, device: torch.device) -> None:
+    """Raise if options contradict each other or this machine, before anything is read."""
+    if options.benchmark and device.type == "cuda":
+        check_backend(options.speed.backend, device)
+    if options.format == "torchao" and (reason := why_not_here("torchao", device)):
+        raise errors.OptionError(
+            f"`--format torchao` cannot be written here: {reason}. Run it where torchao runs, or "
+            "write `--format packed`, which is as small and needs no GPU."
+        )
+    if options.head_bits == 8 and options.format in ("dense", "torchao"):
+        raise errors.OptionError(
+            f"`--head-bits 8` is for the packed formats, and not for `--format {options.format}`."
+        )
+    if options.format is not None or options.out is not None:
+        options.output(options.format or "packed")
+
+
 @dataclass(frozen=True)
 class _Export:
-    """A checkpoint that is exported, and what is asked and found."""
+    """The steps of one export, which fill its report."""
 
     source: Checkpoint
     report: ExportReport
-    options: Namespace
+    options: PackingOptions
     device: torch.device
     track: Track
 
@@ -128,7 +177,7 @@ class _Export:
             pass
 
     def compare(self, directory: Path) -> None:
-        """Refuse an export that is not equal to its source."""
+        """Compare the export with its source, and raise if they differ."""
         report, text = self.report, self.options.text
         report.exported_bytes = open_checkpoint(directory).num_bytes
         report.parity = check_parity(
@@ -147,14 +196,14 @@ class _Export:
             report.notes.append(f"logits not compared: {reason}")
 
     def measure(self, directory: Path) -> None:
-        """Time the export, where that has a meaning and was asked for."""
+        """Time the export, or note the reason why it is not timed."""
         why_not = {
             "dense": "the dense format runs as its source does",
             "bitmask": "no kernel for bitmasks runs on CUDA devices",
             "bitmask4": "no kernel for bitmasks runs on CUDA devices",
             "torchao": "`--format packed --backend torchao` measures it",
         }.get(self.report.format)
-        notes, backend = self.report.notes, self.options.backend
+        notes, backend = self.report.notes, self.options.speed.backend
         if self.device.type != "cuda":
             untried = "" if backend == "auto" else f", back-end {backend} not tried"
             notes.append(f"{NO_CUDA}{untried}")
@@ -163,8 +212,8 @@ class _Export:
         else:
             try:
                 model = cast(PreTrainedModel, load(directory).eval().to(self.device))
-                self.report.benchmark = compare(model, SpeedOptions.of(self.options))
-            except Exception as error:  # no reason to lose a proven export
+                self.report.benchmark = compare(model, self.options.speed)
+            except Exception as error:  # a proven export is not lost
                 log.exception("The benchmark failed; the export is written all the same.")
                 notes.append(f"speed not measured: {type(error).__name__}: {error}")
 
@@ -178,19 +227,3 @@ def _why_not_torchao(layer: LayerChoice) -> str | None:
     if layer.transposed:
         return "torchao packs nn.Linear, and this is a Conv1D"
     return why_not_storable(layer.shape, layer.dtype)
-
-
-def _output(options: Namespace) -> Path:
-    source = output_path(options.checkpoint).resolve()
-    form = _FORMS.get(options.format)
-    suffix = options.format if form is None or options.format == "torchao" else form.suffix
-    name = source.name.removesuffix(".ckpt")
-    out = options.out and output_path(options.out).resolve()
-    out = out or source.with_name(f"{name}-{suffix}")
-    if out == source or out in source.parents or source in out.parents:
-        raise errors.OptionError(
-            f"`--out` {out} must neither be the source {source}, nor hold it, nor lie in it."
-        )
-    if not options.check_only:
-        check_output_dir(out, overwrite=options.overwrite, argument="--out")
-    return out

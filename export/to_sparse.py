@@ -2,9 +2,10 @@
 
 import signal
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
-from export.speed.options import add_arguments
+from export.speed.options import SpeedOptions, add_arguments
 from mrp_lightning.cli.command import exit_on_mistake, make_parser
 
 
@@ -18,14 +19,16 @@ def main(args: Sequence[str] | None = None) -> None:
         options = _parser().parse_args(args)
         # Only now: they load transformers, which help and a mistake need not wait for.
         from export.conversion.tracking import hush_transformers
-        from export.packing import convert
+        from export.packing import PackingOptions, convert
         from mrp_lightning.signals import interruptible, unclaimed_signals
 
+        names = {option.name for option in fields(PackingOptions)} - {"speed"}
+        chosen = {name: getattr(options, name) for name in names}
         hush_transformers()
         # SIGTERM ends it by an exception, so that what is half written is removed.
         mine = [number for number in unclaimed_signals() if number == signal.SIGTERM]
         with interruptible(mine):
-            convert(options)
+            convert(PackingOptions(**chosen, speed=SpeedOptions.of(options)))
 
 
 def _parser() -> Any:

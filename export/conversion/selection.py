@@ -30,7 +30,7 @@ from mrp_lightning.targets.layers import Expert, Layer, is_conv1d, layers_of
 from mrp_lightning.targets.plan import make_plan
 from mrp_sparse.formats.bitmask import BITMASK, count_kept
 from mrp_sparse.formats.bitmask4 import BITMASK4, GRID, count_bytes
-from mrp_sparse.formats.grid import Grid
+from mrp_sparse.formats.grid import GROUP_SIZE, Grid
 from mrp_sparse.formats.packed_format import PackedFormat, why_no_matrix
 from mrp_sparse.formats.sparse24 import GROUP, SPARSE24, broken_groups, positive_zeros
 from mrp_sparse.packed_linear import is_packable
@@ -41,7 +41,7 @@ _ROUNDING = 1e-6
 
 @dataclass(frozen=True)
 class Claim:
-    """What a report claims of a pruned layer.
+    """The claim of a report about a pruned layer.
 
     Attributes:
         sparsity: The fraction of the weights that are zero, at least; 0 where nothing is claimed.
@@ -52,7 +52,7 @@ class Claim:
     pattern: SemiStructured | None
 
     def breach(self, weight: Tensor) -> str | None:
-        """How a weight (rows, columns) breaks the claim, and where first; `None` if it holds."""
+        """Return how a weight (rows, columns) first breaks the claim; `None` if it holds."""
         kept = weight != 0
         rows, columns = kept.shape
         if self.pattern is not None:
@@ -70,7 +70,7 @@ class Claim:
 
 
 def _broken_group(kept: Tensor, pattern: SemiStructured) -> str | None:
-    """Name the first group of a bool matrix (rows, columns) that keeps too many, if one does."""
+    """Return the first group of bool `kept` (rows, columns) with too many weights, or `None`."""
     group = pattern.group
     if not pattern.divides(kept.shape[1]):
         return f"its {kept.shape[1]} columns do not split into groups of {group}"
@@ -78,10 +78,10 @@ def _broken_group(kept: Tensor, pattern: SemiStructured) -> str | None:
     broken = (counts > pattern.kept).nonzero()
     if not len(broken):
         return None
-    row, place = (int(i) for i in broken[0])
+    row, index = (int(i) for i in broken[0])
     return (
         f"{len(broken)} of {counts.numel()} groups are not {pattern}, the first in row {row}, "
-        f"columns {group * place} to {group * (place + 1) - 1}: {int(counts[row, place])} of "
+        f"columns {group * index} to {group * (index + 1) - 1}: {int(counts[row, index])} of "
         f"{group} are not zero"
     )
 
@@ -109,56 +109,51 @@ class _Report:
     config: _Config = field(default_factory=_Config)
 
 
-def read_claims(directory: str | os.PathLike[str]) -> dict[str, Claim] | None:
-    """The claims of the report in a directory, by layer; `None` if there is no report.
+@dataclass(frozen=True)
+class Claims:
+    """The claims of a `pruning_report.json` that an export checks.
 
-    Raises:
-        FormatError: The report is damaged.
-        PatternError: Its pattern is none.
+    Attributes:
+        layers: The claims of the pruned layers by name; `None` without a report.
+        structure: The units that were removed whole, such as `neurons`, or `None`.
+        grid: The grid that the weights are on, or `None`.
     """
-    file = Path(directory) / NAME
-    if not file.is_file():
-        return None
-    report = read_as(_Report, file, "prune again")
-    pattern = report.config.pattern
-    made = None if pattern is None else make_pattern(None, pattern)
-    groups = made if isinstance(made, SemiStructured) else None
-    is_narrow = report.config.structure is not None  # its columns are gone, and none are zero
-    return {
-        row.name: Claim(0.0 if is_narrow else row.sparsity or 0.0, groups)
-        for row in report.layers
-        if row.skipped is None
-    }
+
+    layers: dict[str, Claim] | None = None
+    structure: str | None = None
+    grid: Grid | None = None
+
+    @classmethod
+    def read(cls, directory: str | os.PathLike[str]) -> "Claims":
+        """Return the claims of the report in a directory, none if there is no report.
+
+        Raises:
+            FormatError: The report is damaged.
+            PatternError: Its pattern is none.
+        """
+        file = Path(directory) / NAME
+        if not file.is_file():
+            return cls()
+        report = read_as(_Report, file, "prune again")
+        config = report.config
+        pattern = None if config.pattern is None else make_pattern(None, config.pattern)
+        groups = pattern if isinstance(pattern, SemiStructured) else None
+        is_narrow = config.structure is not None  # the removed columns are gone, not zero
+        layers = {
+            row.name: Claim(0.0 if is_narrow else row.sparsity or 0.0, groups)
+            for row in report.layers
+            if row.skipped is None
+        }
+        try:
+            size = GROUP_SIZE if config.group_size is None else config.group_size
+            grid = None if config.bits is None else Grid(config.bits, size)
+        except OptionError as error:
+            raise FormatError(f"{file}: `config` holds a grid that no run has: {error}") from error
+        return cls(layers, config.structure, grid)
 
 
-def read_structure(directory: str | os.PathLike[str]) -> str | None:
-    """What the report in a directory says was removed whole, such as `neurons`; `None` if nothing.
-
-    Raises:
-        FormatError: The report is damaged.
-    """
-    file = Path(directory) / NAME
-    return read_as(_Report, file, "prune again").config.structure if file.is_file() else None
-
-
-def read_grid(directory: str | os.PathLike[str]) -> Grid | None:
-    """The grid that the report in a directory says the weights are on; `None` if it says none.
-
-    Raises:
-        FormatError: The report is damaged.
-    """
-    file = Path(directory) / NAME
-    config = read_as(_Report, file, "prune again").config if file.is_file() else _Config()
-    if config.bits is None:
-        return None
-    try:
-        return Grid(config.bits, 64 if config.group_size is None else config.group_size)
-    except OptionError as error:
-        raise FormatError(f"{file}: `config` says what no run can have: {error}") from error
-
-
-def layers_beside(directory: str | os.PathLike[str]) -> set[str]:
-    """The layers whose weights lie beside those of the model, as the module's own.
+def _layers_of_the_module(directory: str | os.PathLike[str]) -> set[str]:
+    """Return the layers whose weights are stored apart from the model's, as the user's module's.
 
     Raises:
         FormatError: Their file cannot be read.
@@ -173,8 +168,8 @@ def layers_beside(directory: str | os.PathLike[str]) -> set[str]:
         raise FormatError(f"{file} is damaged: {error}. Fetch or prune it again.") from error
 
 
-def refuse_unknown(directory: str | os.PathLike[str], unknown: Iterable[str]) -> None:
-    """Refuse a report that lists pruned layers which the model does not have."""
+def _refuse_unknown(directory: str | os.PathLike[str], unknown: Iterable[str]) -> None:
+    """Raise if a report lists pruned layers that the model does not have."""
     if names := sorted(unknown):
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
         raise PatternError(
@@ -185,7 +180,7 @@ def refuse_unknown(directory: str | os.PathLike[str], unknown: Iterable[str]) ->
 
 
 def is_read_directly(model: nn.Module, name: str) -> bool:
-    """Whether a layer's weight is multiplied by the module that holds it, and not by the layer.
+    """Return whether the parent module multiplies by a layer's weight, bypassing the layer.
 
     Mamba multiplies by `self.dt_proj.weight`, and torch's `MultiheadAttention` by its `out_proj`'s:
     such code needs the dense matrix.
@@ -198,14 +193,14 @@ def is_read_directly(model: nn.Module, name: str) -> bool:
 
 @functools.cache
 def _read_directly(kind: type) -> frozenset[str]:
-    """Names of the children whose weights the code of a class multiplies with."""
+    """Return the names of the children by whose weights the code of a class multiplies."""
     try:
         source = inspect.getsource(kind)
     except (OSError, TypeError):  # a class without a file, such as one typed at a prompt
         return frozenset()
     weight = r"self\.(\w+)\.weight\b"
     uses = rf"{weight}\s*@|@\s*{weight}|\blinear\([^()]*,\s*{weight}"
-    return frozenset(name for found in re.findall(uses, source) for name in found if name)
+    return frozenset(name for names in re.findall(uses, source) for name in names if name)
 
 
 @dataclass(frozen=True)
@@ -221,7 +216,7 @@ class LayerChoice:
         code_bytes: Number of bytes that they take as codes of four bits.
         off_grid: The reason why they have no such codes, where that was looked for, or `None`.
         broken_groups: Number of groups of four columns with more than two non-zeros.
-        breach: How it breaks what the report of its pruning claims; `None` if it does not.
+        breach: How it breaks the claim of the report; `None` if it does not.
         misfit: Whether it stays dense because of its zeros: they break the pattern or are too few.
         reason: The reason why it stays dense; `None` for a layer that is packed.
     """
@@ -259,21 +254,21 @@ class LayerChoice:
         return self.code_bytes if self.form is BITMASK4 else self.kept
 
     def matrix(self, tensor: Tensor) -> Tensor:
-        """The weight (rows, columns) of the tensor in the file."""
+        """Return the weight (rows, columns) of the tensor in the file."""
         return tensor.T.contiguous() if self.transposed else tensor
 
 
-def form_of(
+def _form_of(
     choices: Sequence[LayerChoice], expected: set[str], allow_partial: bool
 ) -> PackedFormat:
-    """The format that the pattern asks for: 2:4 where all is 2:4, or what may be partial."""
-    asked = [choice for choice in choices if choice.name in expected and choice.reason is None]
-    fits = [not choice.broken_groups for choice in asked]
+    """Return 2:4 if all layers are 2:4 (with `allow_partial`, if any is), else the bitmask."""
+    wanted = [choice for choice in choices if choice.name in expected and choice.reason is None]
+    fits = [not choice.broken_groups for choice in wanted]
     return SPARSE24 if all(fits) or (allow_partial and any(fits)) else BITMASK
 
 
-def judge(choice: LayerChoice, form: PackedFormat, expected: bool) -> LayerChoice:
-    """Say what keeps a layer from being packed in this format, if anything does."""
+def _judged(choice: LayerChoice, form: PackedFormat, expected: bool) -> LayerChoice:
+    """Return the choice with the reason why it cannot be packed in this format, if there is one."""
     choice = replace(choice, form=form)
     if choice.breach is not None:
         return replace(choice, misfit=True, reason=choice.breach)
@@ -293,23 +288,27 @@ def judge(choice: LayerChoice, form: PackedFormat, expected: bool) -> LayerChoic
     return replace(choice, misfit=True, reason=reason)
 
 
-def refuse_misfits(
-    checkpoint: Checkpoint, choices: list[LayerChoice], expected: set[str], allow_partial: bool
+def _refuse_misfits(
+    path: Path,
+    claims: Claims,
+    choices: list[LayerChoice],
+    expected: set[str],
+    allow_partial: bool,
 ) -> None:
-    """Refuse a checkpoint of which layers that should be pruned are not, or none can be packed."""
+    """Refuse a checkpoint with layers that should be pruned and are not, or with none to pack."""
     breaches = [choice for choice in choices if choice.breach is not None]
     if breaches and not allow_partial:
         raise PatternError(
-            f"{checkpoint.path} is not what its {NAME} says, in {len(breaches)} of {len(expected)} "
+            f"{path} is not what its {NAME} says, in {len(breaches)} of {len(expected)} "
             "layers. Fetch or prune the model again. If the change is meant, leave these layers "
             f"out with `--skip`, or dense with `--allow-partial`:\n{_listed(breaches)}"
         )
     offending = [choice for choice in choices if choice.misfit and choice.name in expected]
     if offending and not allow_partial:
         many = f"{len(offending)} of {len(expected)} layers"
-        if structure := read_structure(checkpoint.path):
+        if claims.structure:
             raise PatternError(
-                f"{checkpoint.path} was made narrower by `structure: {structure}`: its layers are "
+                f"{path} was made narrower by `structure: {claims.structure}`: its layers are "
                 "smaller and dense, and there are no zeros to pack. It is smaller and faster as it "
                 "is, wherever models run. To pack it, too, prune it again with `pattern`."
             )
@@ -318,19 +317,18 @@ def refuse_misfits(
         elif any(choice.off_grid for choice in offending):
             problem = f"is not of four bits in {many}. Write `--format bitmask`"
         else:
-            problem = f"has too few zeros in {many}. {_of_bits(checkpoint)}Prune it"
+            problem = f"has too few zeros in {many}. {_of_bits(claims.grid)}Prune it"
         raise PatternError(
-            f"{checkpoint.path} {problem}, leave these out with `--skip`, or pack what fits with "
+            f"{path} {problem}, leave these out with `--skip`, or pack what fits with "
             f"`--allow-partial`:\n{_listed(offending)}"
         )
     if all(choice.reason is not None for choice in choices):
         listed = _listed(choices)
-        raise PatternError(f"{checkpoint.path} has no layer that can be packed:\n{listed}")
+        raise PatternError(f"{path} has no layer that can be packed:\n{listed}")
 
 
-def _of_bits(checkpoint: Checkpoint) -> str:
-    """Why a grid of few bits does not make a checkpoint smaller, if it is on one."""
-    grid = read_grid(checkpoint.path)
+def _of_bits(grid: Grid | None) -> str:
+    """Return the reason why a grid of few bits does not make a checkpoint smaller, or ""."""
     if grid is None:
         return ""
     return (
@@ -346,21 +344,21 @@ def _listed(choices: Sequence[LayerChoice]) -> str:
 
 
 def alike(reasons: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Layers with their reasons; those that differ in numbers only are one, with their count.
+    """Return layers with their reasons, those that differ in numbers alone as one with a count.
 
-    Where numbers in the reasons differ, too, one layer stands for all.
+    If numbers in the reasons differ, too, one layer is named as an example.
     """
     groups: dict[tuple[str, str], list[str]] = {}
     for name, reason in reasons.items():
         groups.setdefault((without_numbers(name), without_numbers(reason)), []).append(name)
-    found = []
+    rows = []
     for (pattern, _), names in groups.items():
         first = names[0]
         layers = first if len(names) == 1 else f"{pattern} ({len(names)} layers)"
         if len({reasons[name] for name in names}) > 1:
             layers += f", such as {first}"
-        found.append((layers, reasons[first]))
-    return found
+        rows.append((layers, reasons[first]))
+    return rows
 
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -378,7 +376,7 @@ def choose_layers(
     refuse: Callable[[LayerChoice], str | None] = lambda _: None,
     track: Track = silently,
 ) -> list[LayerChoice]:
-    """Look at every linear layer, and refuse a checkpoint that is not pruned where it should be.
+    """Return a choice for every linear layer; refuse a checkpoint that is not pruned as it should.
 
     It should be 2:4, or for bitmasks have enough zeros to get smaller, in the layers that its
     `pruning_report.json` lists as pruned; without a report, in all that a run with the default
@@ -405,41 +403,39 @@ def choose_layers(
             f"{checkpoint.path} is already packed or quantized (`quant_method` {method!r}). Give "
             "the pruned checkpoint, with dense weights."
         )
-    choose = _choose_by_model if checkpoint.config else _choose_by_report
-    if form is None and _is_of_four_bits(checkpoint):
+    claims = Claims.read(checkpoint.path)
+    if form is None and _fits_four_bits(claims.grid):
         form = BITMASK4
-    choices, expected = choose(checkpoint, skip, track)
-    form = form or form_of(choices, expected, allow_partial)
+    choose = _choose_by_model if checkpoint.config else _choose_by_report
+    choices, expected = choose(checkpoint, claims.layers, skip, track)
+    form = form or _form_of(choices, expected, allow_partial)
     if form is BITMASK4:
         choices = _coded(checkpoint, choices, track)
-    choices = [judge(choice, form, choice.name in expected) for choice in choices]
+    choices = [_judged(choice, form, choice.name in expected) for choice in choices]
     choices = [replace(layer, reason=layer.reason or refuse(layer)) for layer in choices]
-    refuse_misfits(checkpoint, choices, expected, allow_partial)
+    _refuse_misfits(checkpoint.path, claims, choices, expected, allow_partial)
     return choices
 
 
 def _choose_by_model(
-    checkpoint: Checkpoint, skip: Sequence[str], track: Track
+    checkpoint: Checkpoint, claims: dict[str, Claim] | None, skip: Sequence[str], track: Track
 ) -> tuple[list[LayerChoice], set[str]]:
-    """The layers of a transformers model, and which of them should be pruned."""
+    """Return the layers of a transformers model, and the names of those that should be pruned."""
     model = build_without_weights(checkpoint.pretrained_config())
     modules = {name: module for name, module in model.named_modules() if is_packable(module)}
     require_matches("--skip", skip, list(modules))
-    claims = read_claims(checkpoint.path)
     expected = _of_default_targets(model) if claims is None else set(claims)
     claims = claims or {}
     reasons = dict(_reasons(model, modules, skip))
     name_in_model = names_in_model(model, get_model_conversion_mapping(model))
-
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-
     choices, converted, names = [], set(), []
-    found = require_finite(
+    tensors = require_finite(
         track(checkpoint.tensors(), checkpoint.num_tensors, "counting zeros"),
         checkpoint.path,
         lambda stored: name_in_model(stored)[0] in parameters,
     )
-    for stored, tensor in found:
+    for stored, tensor in tensors:
         names.append(stored)
         parameter, is_converted = name_in_model(stored)
         name, _, kind = parameter.rpartition(".")
@@ -448,35 +444,37 @@ def _choose_by_model(
         elif kind == "weight" and name in modules:
             transposed = is_conv1d(modules[name])
             choices.append(
-                _look(name, stored, tensor, transposed, reasons.get(name), claims.get(name))
+                _examined(name, stored, tensor, transposed, reasons.get(name), claims.get(name))
             )
     if problem := larger(checkpoint.path, model, names):
         raise FormatError(problem)
     unseen = expected - {choice.name for choice in choices}
     others = list(_without_tensor(model, unseen, converted))
     unknown = claims.keys() & unseen - {choice.name for choice in others}
-    refuse_unknown(checkpoint.path, unknown - layers_beside(checkpoint.path))
+    _refuse_unknown(checkpoint.path, unknown - _layers_of_the_module(checkpoint.path))
     if others and claims:
         others = _held_against(claims, others, checkpoint.load())
     return [*choices, *others], expected
 
 
 def _choose_by_report(
-    checkpoint: Checkpoint, skip: Sequence[str], track: Track
+    checkpoint: Checkpoint, claims: dict[str, Claim] | None, skip: Sequence[str], track: Track
 ) -> tuple[list[LayerChoice], set[str]]:
-    """The layers of a user's own module, which its report lists; all of them should be pruned."""
+    """Return the layers of a user's own module, which its report lists; all should be pruned."""
     shapes = {row.name: row.shape for row in PruningReport.load(checkpoint.path / NAME).pruned}
-    claims = read_claims(checkpoint.path) or {}
+    claims = claims or {}
     require_matches("--skip", skip, list(shapes))
     # safetensors stores tied tensors once, and notes under which other names they are known.
     tied = {name for file in checkpoint.files for pair in file.metadata.items() for name in pair}
     choices = {}
-    found = require_finite(
+    tensors = require_finite(
         track(checkpoint.tensors(), checkpoint.num_tensors, "counting zeros"),
         checkpoint.path,
-        lambda stored: stored.endswith((".weight", ".bias")),  # more is not known of its tensors
+        lambda stored: stored.endswith(
+            (".weight", ".bias")
+        ),  # other tensors of a module have no known role
     )
-    for stored, tensor in found:
+    for stored, tensor in tensors:
         name, _, kind = stored.rpartition(".")
         if kind != "weight" or name not in shapes:
             continue
@@ -485,7 +483,7 @@ def _choose_by_report(
             reason = _SKIPPED
         rows, columns = shapes[name]
         transposed = tensor.ndim == 2 and _is_transposed(tensor, (rows, columns))
-        choices[name] = _look(
+        choices[name] = _examined(
             name, stored, tensor, transposed, reason, claims.get(name), (rows, columns)
         )
     for name in sorted(shapes.keys() - choices.keys()):
@@ -495,13 +493,13 @@ def _choose_by_report(
 
 
 def _is_transposed(tensor: Tensor, shape: tuple[int, int]) -> bool:
-    """Whether a `Conv1D` stores (columns, rows); of a square weight the zeros tell."""
+    """Return whether a `Conv1D` stores (columns, rows); for square weights the zeros decide."""
     if shape[0] != shape[1]:
         return tensor.shape != shape
     return bool(broken_groups(tensor)) and not broken_groups(tensor.T)
 
 
-def _look(
+def _examined(
     name: str,
     stored: str,
     tensor: Tensor,
@@ -510,9 +508,9 @@ def _look(
     claim: Claim | None,
     shape: tuple[int, int] = (0, 0),
 ) -> LayerChoice:
-    """Look at the weight of a layer, unless there is a `reason` already why it stays dense.
+    """Return the choice of a layer with its counts, unless `reason` already keeps it dense.
 
-    `shape` is that of the layer, for a weight that is no matrix.
+    `shape` is the shape of the layer, for a weight that is no matrix.
     """
     choice = LayerChoice(name, stored, shape, tensor.dtype, transposed)
     if claim is not None and reason != _SKIPPED and tensor.ndim in (2, 4):
@@ -536,27 +534,26 @@ def _look(
     )
 
 
-def _is_of_four_bits(checkpoint: Checkpoint) -> bool:
-    """Whether the report says that the weights were put on a grid that four bits can tell."""
-    grid = read_grid(checkpoint.path)
+def _fits_four_bits(grid: Grid | None) -> bool:
+    """Return whether codes of four bits can hold the values of a grid."""
     return grid is not None and grid.bits <= GRID.bits and grid.group_size % GRID.group_size == 0
 
 
 def _coded(
     checkpoint: Checkpoint, choices: Sequence[LayerChoice], track: Track
 ) -> list[LayerChoice]:
-    """Find the codes of four bits of all layers that could be packed so."""
-    waiting = {choice.tensor: choice for choice in choices if choice.reason is None}
-    found = {}
+    """Return the choices with the sizes of their codes of four bits, or why they have none."""
+    packable = {choice.tensor: choice for choice in choices if choice.reason is None}
+    coded = {}
     for stored, tensor in track(checkpoint.tensors(), checkpoint.num_tensors, "finding codes"):
-        if (choice := waiting.get(stored)) is not None:
+        if (choice := packable.get(stored)) is not None:
             weight = choice.matrix(tensor)
-            found[stored] = replace(choice, code_bytes=count_bytes(weight), off_grid=_off(weight))
-    return [found.get(choice.tensor, choice) for choice in choices]
+            coded[stored] = replace(choice, code_bytes=count_bytes(weight), off_grid=_off(weight))
+    return [coded.get(choice.tensor, choice) for choice in choices]
 
 
 def _off(weight: Tensor) -> str | None:
-    """The reason why a weight has no codes of four bits, or `None`."""
+    """Return the reason why a weight has no codes of four bits, or `None`."""
     try:
         GRID.decompose(weight)
     except FormatError as error:
@@ -567,7 +564,7 @@ def _off(weight: Tensor) -> str | None:
 def _without_tensor(
     model: PreTrainedModel, names: set[str], converted: set[str]
 ) -> Iterator[LayerChoice]:
-    """Pruned layers whose weight is not a matrix of its own in the files."""
+    """Yield the pruned layers whose weight is not a matrix of its own in the files."""
     layers = {layer.name: layer for n, m in model.named_modules() for layer in layers_of(n, m)}
     for name in sorted(names & layers.keys()):
         layer = layers[name]
@@ -586,7 +583,7 @@ def _without_tensor(
 def _held_against(
     claims: Mapping[str, Claim], choices: Sequence[LayerChoice], model: nn.Module
 ) -> list[LayerChoice]:
-    """Look at layers whose weights only the whole model has as matrices."""
+    """Check the claims of layers whose weights only the whole model has as matrices."""
     layers = {layer.name: layer for n, m in model.named_modules() for layer in layers_of(n, m)}
     return [
         replace(choice, breach=claims[choice.name].breach(layers[choice.name].weight))
@@ -595,7 +592,7 @@ def _held_against(
 
 
 def _of_default_targets(model: nn.Module) -> set[str]:
-    """Names of the layers that a run with the default targets prunes."""
+    """Return the names of the layers that a run with the default targets prunes."""
     plan = make_plan(model, Unstructured(0.5), allow_meta=True)
     layers: list[Layer] = [layer for of_block in plan.layers.values() for layer in of_block]
     return {layer.name for layer in (*layers, *plan.outside)}
@@ -604,7 +601,7 @@ def _of_default_targets(model: nn.Module) -> set[str]:
 def _reasons(
     model: nn.Module, modules: Mapping[str, nn.Module], skip: Sequence[str]
 ) -> Iterator[tuple[str, str]]:
-    """The layers that stay dense whatever their weights are, with the reason."""
+    """Yield the layers that stay dense whatever their weights are, with the reason."""
     owners: dict[int, int] = {}
     for _, parameter in model.named_parameters(remove_duplicate=False):
         owners[id(parameter)] = owners.get(id(parameter), 0) + 1

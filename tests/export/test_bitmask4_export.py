@@ -115,7 +115,7 @@ def test_what_the_report_says_decides(coded, config, written):
 
 def test_a_report_of_bits_that_no_run_has_is_refused(coded):
     report(coded, [DOWN], bits=5)
-    with pytest.raises(FormatError, match="`config` says what no run can have: `bits` must be"):
+    with pytest.raises(FormatError, match="`config` holds a grid that no run has: `bits` must be"):
         choose_layers(open_checkpoint(coded))
 
 
