@@ -1,4 +1,4 @@
-"""Training that leaves a pruned model pruned."""
+"""Train a pruned model without filling its zeros."""
 
 import logging
 from typing import Any
@@ -37,7 +37,7 @@ class KeepSparsity(Callback):
     """
 
     keeps_sparsity = True
-    """By which `CausalLM` knows that it need not warn."""
+    """`CausalLM` warns of training a pruned model without a callback that has this attribute."""
 
     def __init__(self) -> None:
         self.removed: dict[str, int] = {}
@@ -45,12 +45,12 @@ class KeepSparsity(Callback):
         self._hooks: list[Any] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse strategies under which a process does not hold whole weights."""
+        """Raise for strategies under which a process does not hold whole weights."""
         if stage == "fit":
             require_whole_parameters(trainer, type(self).__name__)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note the zeros, and follow every optimizer."""
+        """Record the zeros, and hook into every optimizer's step."""
         self._release()
         layers = pruned_layers(pl_module)
         if not layers:
@@ -67,19 +67,19 @@ class KeepSparsity(Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
-        """Take the removed weights out of the gradient, before it is clipped."""
+        """Set the gradients of removed weights to zero, before clipping."""
         for parameter, pruned in self._pruned:
             if parameter.grad is not None:
                 parameter.grad.masked_fill_(pruned, 0)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let go of the optimizers."""
+        """Remove the hooks from the optimizers."""
         self._release()
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Let go of the optimizers."""
+        """Remove the hooks from the optimizers."""
         self._release()
 
     @torch.no_grad()

@@ -37,6 +37,9 @@ class PruningCallback(Callback):
     With `strategy="ddp"`, also under torchrun and on several machines, processes share the batches
     and the rows of each layer. All of them end with the same weights, and the first one saves.
 
+    All arguments are keywords. Those of `Settings` say how the model is pruned, such as
+    `pattern="2:4"` or `sparsity=0.5`; `method` is required here, and "SM" in `MRPCallback`.
+
     Args:
         save_dir: The directory for the pruned model and `pruning_report.json`. If the
             LightningModule holds exactly one `PreTrainedModel`, it is a Hugging Face checkpoint,
@@ -47,15 +50,15 @@ class PruningCallback(Callback):
             package.
         resume: Whether an interrupted run resumes at its first block that is not pruned yet, from
             the journal beside `save_dir`; `False` starts afresh. See docs/reliability.md.
-        **settings: What is pruned, and how: the arguments of `Settings`.
+        **settings: The arguments of `Settings`.
 
     Attributes:
-        settings: What is pruned, and how.
+        settings: The checked `Settings`.
         journal_beside: The directory beside which the journal lies, if that is not `save_dir`. Then
             the journal outlives the run, and `remove_journal` removes it.
-        report: What was done to each layer, `None` before the first run. After an exception it
-            lists the layers that are pruned, and all others are untouched. `report.complete` is
-            true once all are pruned and `save_dir`, if there is one, is written.
+        report: The result for each layer, `None` before the first run. After an exception it lists
+            the layers that are pruned, and all others are untouched. `report.complete` is true once
+            all are pruned and `save_dir`, if there is one, is written.
 
     Raises:
         PatternError: `sparsity`, `pattern` or `block_size` are malformed.
@@ -73,7 +76,7 @@ class PruningCallback(Callback):
         **settings: Any,
     ) -> None:
         known = [*signature(PruningCallback).parameters, *signature(Settings).parameters]
-        for name in settings.keys() - {*known}:
+        for name in (name for name in settings if name not in known):
             near = get_close_matches(name, known, n=1)
             meant = f"Did you mean `{near[0]}`?" if near else f"There are {', '.join(known)}."
             raise TypeError(f"{type(self).__name__} has no argument `{name}`. {meant}")
@@ -98,13 +101,13 @@ class PruningCallback(Callback):
             return
         unsaved = None if self._is_done else self._pruned
         if unsaved is not None and unsaved.is_of(pl_module) and self.save_dir is not None:
-            self._save_as_asked(self.save_dir, unsaved)
+            self._save_and_release(self.save_dir, unsaved)
         if self._is_done:
             log.warning("This %s has pruned already; predict only predicts.", type(self).__name__)
             return
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        mine = [c for c in callbacks if isinstance(c, PruningCallback) and not c._is_done]
-        if len(mine) > 1:
+        pending = [c for c in callbacks if isinstance(c, PruningCallback) and not c._is_done]
+        if len(pending) > 1:
             raise OptionError("A predict run takes one PruningCallback; run predict once for each.")
         output = Output(self.save_dir, self.overwrite, self.resume, self.journal_beside)
         run = Run(trainer, pl_module, self.settings, output)
@@ -131,25 +134,25 @@ class PruningCallback(Callback):
                 pruned.complete()
             else:
                 try:
-                    self._save_as_asked(run.save_dir, pruned)
+                    self._save_and_release(run.save_dir, pruned)
                 finally:
                     trainer.strategy.barrier("saved")
             run.tell_result()
 
-    def _save_as_asked(self, directory: str | PathLike[str], pruned: Pruned) -> None:
+    def _save_and_release(self, directory: str | PathLike[str], pruned: Pruned) -> None:
         pruned.save(directory, overwrite=self.overwrite)
         pruned.let_go()  # a callback that is done would keep all weights in memory
 
     @checked
     def save(self, directory: str | PathLike[str], *, overwrite: bool = False) -> None:
-        """Write the pruned model with its report, as `save_dir` asks for.
+        """Write the pruned model with its report, in the form that `save_dir` gets.
 
         It is for a pruning without `save_dir`, or one whose saving failed: until then the callback
         keeps the model in memory. Of several processes the first one writes.
 
         Args:
             directory: The directory that is made; it appears when it is whole.
-            overwrite: Whether what this package wrote there before may be replaced.
+            overwrite: Whether a directory that this package wrote may be replaced.
 
         Raises:
             OptionError: Nothing is pruned yet, or the model is saved and no longer in memory.
@@ -164,25 +167,24 @@ class PruningCallback(Callback):
 
     @property
     def kept_beside(self) -> Path | None:
-        """The path beside which a run keeps what it can go on with, `None` where it keeps none."""
+        """The path next to which a run keeps its journal, `None` if it keeps none."""
         return self.journal_beside or self.save_dir
 
     @property
     def state_key(self) -> str:
-        """By which Lightning finds the state of a callback with these settings in a checkpoint."""
+        """The key of the state of a callback with these settings in a Lightning checkpoint."""
         return self._generate_state_key(**self.settings.state())
 
     def state_dict(self) -> dict[str, Any]:
-        """The settings and the report, for a Lightning checkpoint of the model."""
+        """Return the settings and the report, for a Lightning checkpoint of the model."""
         report = None if self.report is None else self.report.to_dict()
         return {"recipe": self.settings.config(), "report": report}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what was done to the model of a checkpoint; it is not pruned again.
+        """Take the report and the settings of a checkpoint, whose model is not pruned again.
 
         Args:
-            state_dict: What `state_dict` gave. That of a callback that had not pruned all changes
-                nothing.
+            state_dict: The result of `state_dict`. It is ignored if its report is incomplete.
 
         Raises:
             FormatError: The report in it is damaged, or of a newer version of mrp-lightning.
@@ -197,17 +199,13 @@ class PruningCallback(Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Leave nothing behind; Lightning does not call `teardown` after an exception."""
+        """End the run; Lightning does not call `teardown` after an exception."""
         if isinstance(exception, Interrupted):
             progress_log.warning("Stopped by %s.", exception.signal.name)
         self._end_run()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse to have done nothing.
-
-        Raises:
-            DataError: There was no batch to calibrate on.
-        """
+        """Raise a DataError if there was no batch to calibrate on."""
         if self._run is None:
             return
         self._end_run()

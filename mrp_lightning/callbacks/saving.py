@@ -1,4 +1,4 @@
-"""Callbacks that keep what was trained, and what `test` measured."""
+"""Callbacks that save a trained model, and the results of `test`."""
 
 import logging
 import os
@@ -92,7 +92,7 @@ _NEW_TOKENS = 48
 
 
 class SaveEvaluation(Callback):
-    """Record what `test` of a `CausalLM` found in `evaluation.json`.
+    """Record the results of `test` of a `CausalLM` in `evaluation.json`.
 
     It records the perplexity of each text and, if the model has a tokenizer, the continuation that
     the model writes of the first tokens of the text. Recorded results of other texts and of
@@ -129,7 +129,7 @@ class SaveEvaluation(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Note the first window of each text."""
+        """Store the first window of each text."""
         if batch_idx == 0:
             ids, mask = split_batch(batch)
             self._windows.append(ids[0] if mask is None else ids[0][mask[0] != 0])
@@ -156,15 +156,15 @@ class SaveEvaluation(Callback):
 def continuation(
     logits: Callable[[Tensor], Tensor], tokenizer: Any, window: Tensor
 ) -> dict[str, str]:
-    """Let a model go on with the beginning of a window, always by the most likely token.
+    """Continue the beginning of a window by the model's most likely tokens.
 
-    Prompt and continuation are together no longer than the window, which the model can take. Both
-    end with a whole word, where the text has words: a model that is given half a word can do little
-    but end it.
+    Prompt and continuation together are no longer than the window, so that the model can take them.
+    Both end with a whole word, if the text has words: half a word as a prompt shows little of what
+    the model can write.
 
     Args:
-        logits: Gives the logits (1, length, vocabulary) of token ids (1, length).
-        tokenizer: The model's, to decode.
+        logits: Returns the logits (1, length, vocabulary) of token ids (1, length).
+        tokenizer: The model's tokenizer.
         window: Token ids (length,) without padding.
 
     Returns:
@@ -183,20 +183,17 @@ def continuation(
         ids = torch.cat([ids, token[None]])
     else:
         end = _end_of_word(ids, len(ids) - 1, decoded)
-        ids = ids[:end] if end > start else ids  # it wrote no end of a word
-    # A prompt may end within a character, which only what follows completes.
+        ids = ids[:end] if end > start else ids  # a continuation without an end of a word
+    # A prompt may end within a character, which the next token completes.
     prompt = commonprefix([decoded(ids[:start]), decoded(ids)])  # noqa: RUF071
     return {"prompt": prompt, "continuation": decoded(ids).removeprefix(prompt)}
 
 
 def _end_of_word(ids: Tensor, most: int, decoded: Callable[[Tensor], str]) -> int:
-    """The most of the first tokens, up to `most`, that the next one does not add letters to.
-
-    All of them where no word ends.
-    """
+    """Return the number of leading tokens, at most `most`, up to the last end of a word."""
     for end in range(most, 0, -1):
-        before, after = decoded(ids[:end]), decoded(ids[: end + 1])
-        joined = before[-1:], after[len(before) : len(before) + 1]
-        if after.startswith(before) and not all(letter.isalnum() for letter in joined):
+        text, longer = decoded(ids[:end]), decoded(ids[: end + 1])
+        joined = text[-1:], longer[len(text) : len(text) + 1]
+        if longer.startswith(text) and not all(letter.isalnum() for letter in joined):
             return end
     return most

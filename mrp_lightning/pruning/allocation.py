@@ -20,7 +20,7 @@ from mrp_lightning.solver.patterns import Unstructured
 from mrp_lightning.targets.layers import Layer
 
 TOKENS = 4096
-"""How many rows of the output are compared, at most."""
+"""The most rows of the output that are compared."""
 _CHUNK = 128  # rows that are compared at once, in float32
 
 
@@ -57,7 +57,7 @@ class _OutputChange:
         return changes / count
 
     def _rows(self, k: int, i: int) -> Tensor:
-        """The rows (tokens, columns) that the model returns for batch i."""
+        """Return the rows (tokens, columns) of the model's output for batch i."""
         returned = self._walk.finish(k, i)
         output = _first_output(returned)
         if output is None:
@@ -67,13 +67,13 @@ class _OutputChange:
                 f"list that holds one; got {type(returned).__name__}. Let it return the logits, "
                 "or leave `allocation` out."
             )
-        kept = self._padding.rows_of_output(output)
+        is_token = self._padding.rows_of_output(output)
         rows = output.reshape(-1, output.shape[-1] if output.ndim else 1)
-        return rows if kept is None else rows[kept]
+        return rows if is_token is None else rows[is_token]
 
 
 def _first_output(returned: Any) -> Tensor | None:
-    """The logits, or else the first floating-point tensor."""
+    """Return the logits, or else the first floating-point tensor, of an output."""
     if isinstance(returned, Tensor):
         return returned if returned.is_floating_point() else None
     if isinstance(returned, Mapping):
@@ -85,15 +85,15 @@ def _first_output(returned: Any) -> Tensor | None:
 
 
 def _divergence(now: Tensor, dense: Tensor) -> Tensor:
-    """KL(p ‖ q) of each row, as Σ p·(eᵘ − 1 − u) with u = ln q − ln p.
+    """Return KL(p ‖ q) of each row, as Σ p·(eᵘ − 1 − u) with u = ln q − ln p.
 
     This is Σ p·ln(p/q), since Σ p·eᵘ = Σ p = 1, but no term is negative: in Σ p·ln(p/q) the terms
     cancel, and the float32 rounding of the logarithms is 1e-3 of a divergence of 1e-5.
     """
-    expected, found = dense.log_softmax(1), now.log_softmax(1)
-    p, q, u = expected.exp(), found.exp(), found - expected
-    # Where u is large, q − p stands for p·(eᵘ − 1), which may overflow. Logits of -inf, by which
-    # models rule tokens out, make u infinite or nan, and 0 · u would be nan.
+    log_p, log_q = dense.log_softmax(1), now.log_softmax(1)
+    p, q, u = log_p.exp(), log_q.exp(), log_q - log_p
+    # For large u, q − p stands for p·(eᵘ − 1), which may overflow. Logits of -inf, which models use
+    # to exclude tokens, make u infinite or nan, and 0 · u would be nan.
     far = q - p - torch.where(p > 0, p * u, 0.0)
     return torch.where(u.abs() < 1, p * (u.expm1() - u), far).sum(1)
 
@@ -104,9 +104,9 @@ def _relative_error(now: Tensor, dense: Tensor) -> Tensor:
 
 
 def _vocabularies(model: nn.Module) -> set[int]:
-    """The numbers of tokens of which the language models in a module give logits."""
-    found = (getattr(module, "get_output_embeddings", None) for module in model.modules())
-    heads = [head() for head in found if callable(head)]
+    """Return the sizes of the vocabularies of the language models in a module."""
+    getters = (getattr(module, "get_output_embeddings", None) for module in model.modules())
+    heads = [get() for get in getters if callable(get)]
     return {len(head.weight) for head in heads if hasattr(head, "weight")}
 
 
@@ -165,17 +165,17 @@ def _put_back(layers: Sequence[Layer]) -> Iterator[None]:
 
 
 SPREAD = 0.15
-"""How far, at most, blocks are from the mean."""
+"""The largest difference of a block's sparsity from the mean."""
 STEEPNESS = 7.0
-"""By how much the logarithm of what a block does grows with its sparsity, by measurement."""
+"""The growth of the logarithm of a block's change with its sparsity, κ, by measurement."""
 STEP = 0.2
 """The grid to which these logarithms are rounded.
 
-Another CPU, batch size or number of processes orders float sums otherwise, which decides between
-weights of nearly equal scores, and moves what a block does by up to 3e-4 of it in float32 and 6e-3
-in bfloat16. On the grid the sparsities stay equal all the same, unless a block is that near to the
-middle of two steps: then it moves by STEP / STEEPNESS. No grid rules that out. A coarse one makes
-it rare, and costs the embedded model at most 0.014 of perplexity.
+Another CPU, batch size or number of processes sums in another order, which decides between weights
+of nearly equal scores and moves a block's change by up to 3e-4 of it in float32, 6e-3 in bfloat16.
+On the grid the sparsities stay equal, unless a block is that near to the middle of two steps: then
+it moves by STEP / STEEPNESS. No grid rules that out; a coarse one makes it rare, and costs the
+embedded model at most 0.014 of perplexity.
 """
 
 
@@ -216,17 +216,13 @@ def find_sparsities(job: Job, walk: Walk, padding: Padding, pinned: Pinned) -> S
 
 
 def allocate(sparsity: float, changes: Mapping[str, Change]) -> dict[str, float]:
-    """Give blocks sparsities whose mean over all of their weights is the one that is asked for.
+    """Return sparsities of blocks, by name, whose mean over all weights is `sparsity`, s.
 
-    A block that alone, pruned to sparsity s, changes the model's output by E_b is taken to change
-    it by E_b·exp(κ(s_b − s)) at s_b, κ being `STEEPNESS`, and changes to add up. Their sum is the
-    least, for blocks of one size, where all are the same: s_b = s + (μ − ln E_b)/κ. It stays
-    within `SPREAD` of s, or less where that would leave (0, 1), and μ gives the mean. ln E_b is
-    rounded to a multiple of `STEP`, so that the rounding of float sums moves no sparsity.
-
-    Args:
-        sparsity: The fraction of all weights to remove, s.
-        changes: What pruning each block alone does to the output, by the name of the block.
+    Model: if pruning block b alone to s changes the output by E_b, pruning it to s_b changes it by
+    E_b·exp(κ(s_b − s)), with κ = `STEEPNESS`, and changes add up. For blocks of one size, their sum
+    is least if all are equal: s_b = s + (μ − ln E_b)/κ. s_b stays within `SPREAD` of s, or less if
+    that would leave (0, 1), and μ sets the mean. ln E_b is rounded to a multiple of `STEP`, so that
+    the rounding of float sums moves no sparsity.
     """
     logs = {
         name: STEP * round(math.log(max(change.of_output, 1e-30)) / STEP)
@@ -240,6 +236,7 @@ def allocate(sparsity: float, changes: Mapping[str, Change]) -> dict[str, float]
             name: min(max((level - log) / STEEPNESS, -reach), reach) for name, log in logs.items()
         }
 
+    # The total grows with μ: bisection, to the last bit.
     low, high = min(logs.values()) - STEEPNESS, max(logs.values()) + STEEPNESS
     for _ in range(100):
         level = (low + high) / 2
@@ -251,16 +248,16 @@ def allocate(sparsity: float, changes: Mapping[str, Change]) -> dict[str, float]
 def patterns_of_layers(
     sparsities: Mapping[str, float], changes: Mapping[str, Change]
 ) -> dict[str, Unstructured]:
-    """The pattern of each layer, by name: blocks keep their sparsity, and all together the total.
+    """Return the pattern of each layer, by name, from the sparsities of the blocks.
 
-    Counts are rounded so that the layers up to any one remove what they are to, within one half.
+    Counts are rounded so that the layers up to any one remove their exact total, within one half.
     """
     patterns: dict[str, Unstructured] = {}
-    asked, removed = 0.0, 0
+    total, removed = 0.0, 0
     for name, sparsity in sparsities.items():
         for layer in changes[name].layers:
-            asked += sparsity * _size(layer)
-            count = min(max(math.floor(asked + 0.5) - removed, 1), _size(layer) - 1)
+            total += sparsity * _size(layer)
+            count = min(max(math.floor(total + 0.5) - removed, 1), _size(layer) - 1)
             removed += count
             patterns[layer.name] = Unstructured(count / _size(layer))
     return patterns
