@@ -1,4 +1,4 @@
-"""One pruning beside the dense model: both are evaluated on the same windows of held-out text."""
+"""One pruning and its comparison with the dense model, on the same windows of held-out text."""
 
 import math
 import sys
@@ -40,17 +40,18 @@ def prune_and_compare(
 
     Args:
         source: The arguments of the `CausalLM`.
-        text: Those of its text: a tenth of files is held out. Without files the model calibrates on
-            what it writes itself, and is evaluated on the source of Python's standard library.
-        pruning: Those of the `PruningCallback`, with `save_dir`.
-        windows: The most windows to evaluate on.
-        accelerator: Where it runs, as Lightning names it.
-        console: Where progress and results are printed.
+        text: The arguments of the `TextDataModule`: a tenth of files is held out. Without files the
+            model calibrates on text that it writes itself, and is evaluated on the source of
+            Python's standard library.
+        pruning: The arguments of the `PruningCallback`, with `save_dir`.
+        windows: The largest number of windows to evaluate on.
+        accelerator: The accelerator, as Lightning names it.
+        console: The console for progress and results.
     """
     require_accelerator(accelerator)
     prune = PruningCallback(**pruning)
-    is_given = bool(text["train_files"])
-    data = TextDataModule(**text, hold_out=is_given, calibration=None if is_given else SELF)
+    has_files = bool(text["train_files"])
+    data = TextDataModule(**text, hold_out=has_files, calibration=None if has_files else SELF)
     assert prune.save_dir is not None
     with quiet_lightning():
         model = CausalLM(**source)
@@ -66,9 +67,11 @@ def prune_and_compare(
             callbacks=[clock],
         )
 
-        def evaluated(what: str) -> dict[str, Scores]:
-            on = "text that is held out" if is_given else "the source of Python's standard library"
-            console.print(f"Evaluating the {what} model on {on} …")
+        def evaluate(name: str) -> dict[str, Scores]:
+            text_name = (
+                "text that is held out" if has_files else "the source of Python's standard library"
+            )
+            console.print(f"Evaluating the {name} model on {text_name} …")
             trainer.test(model, datamodule=data, verbose=False)
             return dict(model.evaluation)
 
@@ -77,34 +80,34 @@ def prune_and_compare(
             f"{prune.settings.recipe.method}, calibrated on {data.num_samples} windows "
             + (
                 f"of {data.calibration_source}."
-                if is_given
+                if has_files
                 else "that the model writes itself. Text that is like yours is given by `--text "
                 "FILE`: it is then evaluated on, too."
             )
         )
-        dense = evaluated("dense")
-        (before,) = dense.values()
+        dense_scores = evaluate("dense")
+        (dense,) = dense_scores.values()
         expected = estimate(
             model.model,
             plan,
             prune.settings,
             windows=data.num_samples,
             length=data.sequence_length,
-            tokens_per_second=clock.tokens_per_second(before),
+            tokens_per_second=clock.tokens_per_second(dense),
             products_per_second=products_per_second(trainer.strategy.root_device),
         )
         writing = Estimate(0.0, 0)
-        if not is_given:
+        if not has_files:
             model.to(trainer.strategy.root_device)  # from where the evaluation has taken it
             cutter = Cutter(model.tokenizer, data.sequence_length)
             writing = estimate_writing(model.model, cutter, data.seed, data.num_samples)
-        console.print(_announced(expected.after(writing), writing))
+        console.print(_announcement(expected.after(writing), writing))
         trainer.predict(model, datamodule=data, callbacks=[prune])
-        pruned = evaluated("pruned")
-        (after,) = pruned.values()
+        pruned_scores = evaluate("pruned")
+        (pruned,) = pruned_scores.values()
     assert prune.report is not None
-    record(prune.save_dir, perplexity=pruned, dense=dense, model=str(prune.save_dir))
-    console.print(_table(before, after, prune.report))
+    record(prune.save_dir, perplexity=pruned_scores, dense=dense_scores, model=str(prune.save_dir))
+    console.print(_table(dense, pruned, prune.report))
 
 
 class _Clock(Callback):
@@ -118,12 +121,12 @@ class _Clock(Callback):
         """Stop when the model has run on all batches."""
         self._seconds = time.perf_counter() - self._start
 
-    def tokens_per_second(self, found: Scores) -> float:
-        """The speed of the model, by what its evaluation found."""
-        return (found["windows"] or 0) * (found["context"] or 0) / self._seconds
+    def tokens_per_second(self, scores: Scores) -> float:
+        """The speed of the model in an evaluation with these scores."""
+        return (scores["windows"] or 0) * (scores["context"] or 0) / self._seconds
 
 
-def _announced(expected: Estimate, writing: Estimate) -> str:
+def _announcement(expected: Estimate, writing: Estimate) -> str:
     of_writing = (
         f" ({roughly(writing.seconds)} of it to write that text)" if writing.seconds else ""
     )
