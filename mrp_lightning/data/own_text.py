@@ -37,7 +37,7 @@ from mrp_lightning.journal.fingerprint import forward_of
 from mrp_lightning.journal.manifest import digest
 from mrp_lightning.loop.distributed import all_or_none, processes_of
 from mrp_lightning.loop.module_parts import language_models, streamed_blocks
-from mrp_lightning.loop.progress import Seldom, nested_progress, roughly
+from mrp_lightning.loop.progress import ProgressReporter, roughly
 from mrp_lightning.loop.trainer import callbacks_that_prune
 from mrp_lightning.processes import Processes
 from mrp_lightning.pruning.estimate import Estimate
@@ -208,23 +208,23 @@ def _reported(
     report = rank_zero_only(progress_log.info)
     text = f"{windows} pieces of {length} tokens of the model's own text"
     total = length * sum(map(len, batches))
-    start, is_time, is_estimated = time.monotonic(), Seldom(), False
-    with nested_progress(trainer, total, "own text") as show:
+    reporter, is_estimated = ProgressReporter(trainer), False
+    with reporter.bar(total, "own text"):
 
         def move(finished: int, tokens: int) -> None:
             nonlocal is_estimated
             if trainer.received_sigterm:
                 raise Interrupted(signal.SIGTERM)
-            done, spent = finished * length + tokens, time.monotonic() - start
+            done, spent = finished * length + tokens, reporter.elapsed()
             left = spent * max(0, total / done - 1)
             if not is_estimated and done >= _TIMED_TOKENS * len(batches[0]):
                 is_estimated = True
                 report(f"Writing {text} takes about {roughly(spent + left)}.")
-            if is_time():
-                show(done, f"own text · about {roughly(left)} left")
+            if reporter.is_due():
+                reporter.show(done, f"own text · about {roughly(left)} left")
 
         yield move
-    report(f"Wrote {text} in {roughly(time.monotonic() - start)}.")
+    report(f"Wrote {text} in {roughly(reporter.elapsed())}.")
 
 
 def write_together(

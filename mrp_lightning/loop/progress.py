@@ -1,4 +1,4 @@
-"""The progress of a run: a line in the trainer's bar, a plain log, and loggers."""
+"""The progress of a run: a line in the trainer's bar, log lines, and metrics for loggers."""
 
 import re
 import sys
@@ -13,135 +13,99 @@ from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from mrp_lightning.calibration.offload import peak_memory
-from mrp_lightning.environment import progress_log as log
+from mrp_lightning.environment import progress_log
 from mrp_lightning.pruning.job import Job, Listener, Progress
-from mrp_lightning.records.report import LayerReport, PruningReport
+from mrp_lightning.records.report import LayerReport
 
 _BAR_SECONDS = 0.1
+"""Between two updates of a bar: one that is drawn more often costs more than it shows."""
 _LINE_SECONDS = 30
+"""Between two log lines."""
+_LAYER_METRICS = ("loss", "relative_loss", "sparsity", "damping", "iterations", "gap", "seconds")
 
 
-@contextmanager
-def nested_progress(
-    trainer: Trainer, total: int, name: str = "pruning"
-) -> Iterator[Callable[[int, str], None]]:
-    """Show a task below the running one, in Rich or in tqdm, or nowhere if the trainer has no bar.
+class ProgressReporter:
+    """Report a long task: in the trainer's bar, in the log where nobody sees a bar, to loggers.
 
-    Yields:
-        A function that takes how much is done of the total, such as the number of layers, and what
-        is being done.
-    """
-    bar = trainer.progress_bar_callback
-    if not _has_bar(trainer) or not trainer.is_global_zero:
-        yield lambda *_: None
-    elif isinstance(bar, RichProgressBar) and bar.progress is not None:
-        rich = bar.progress
-        task = rich.add_task(name, total=total)
-
-        def update_rich(done: int, text: str) -> None:
-            rich.update(task, completed=done, description=text)
-            bar.refresh()
-
-        yield update_rich
-    else:
-        with Tqdm(
-            total=total,
-            desc=name,
-            position=2 * getattr(bar, "process_position", 0) + 1,
-            dynamic_ncols=True,
-            file=sys.stdout,
-            miniters=0,  # by time: the text changes more often than the count
-        ) as line:
-
-            def update_tqdm(done: int, text: str) -> None:
-                line.set_description_str(text, refresh=False)
-                line.update(done - line.n)
-
-            yield update_tqdm
-
-
-class PlainLog:
-    """Lines where nobody sees a bar: for each finished block, and where a block takes long.
-
-    It counts the time from here, and estimates the rest as if all blocks were alike, but for those
-    that came from a journal.
+    The time of the task counts from the construction.
 
     Args:
         trainer: The trainer, whose bar may be switched off, or go to a file.
-        blocks: The number of blocks in all.
+        first_seconds: The time until the first line of `log_seldom`.
     """
 
-    def __init__(self, trainer: Trainer, blocks: int) -> None:
-        self._silent = is_seen(trainer)
-        self._blocks = blocks
-        self._done = self._resumed = 0
-        self._start = self._last_line = time.monotonic()
-        self._pruning_since = self._last_block = self._start
+    def __init__(self, trainer: Trainer, first_seconds: float = _LINE_SECONDS) -> None:
+        self.trainer = trainer
+        self._start = time.monotonic()
+        self._next_line, self._next_update = self._start + first_seconds, 0.0
+        self._update: Callable[[int, str], None] | None = None
 
-    def finish(self, done: int, relative_loss: float | None, *, resumed: bool = False) -> None:
-        """Log a finished block, with an estimate of the rest.
+    def elapsed(self) -> float:
+        """Return the seconds since the start."""
+        return time.monotonic() - self._start
 
-        Args:
-            done: The number of finished blocks.
-            relative_loss: That of the last one, `None` if no layer of it is pruned.
-            resumed: Whether it was finished by an interrupted run before this one.
-        """
-        now = self._last_line = self._last_block = time.monotonic()
-        self._resumed += (done - self._done) * resumed
-        self._done = done
-        if done == self._resumed:
-            self._pruning_since = now
-        parts = [f"block {done}/{self._blocks}"]
-        if relative_loss is not None:
-            parts.append(f"relative loss {relative_loss:.3g}")
-        rest = self._rest(now)
-        left = f", {rest}" if rest else ""
-        parts.append("from the journal" if resumed else roughly(now - self._start) + left)
-        self._say(" · ".join(parts))
+    @contextmanager
+    def bar(self, total: int, name: str) -> Iterator[None]:
+        """Add a line below the trainer's bar, in Rich or in tqdm, if it has a bar; see `show`."""
+        bar = self.trainer.progress_bar_callback
+        if not _has_bar(self.trainer) or not self.trainer.is_global_zero:
+            yield
+        elif isinstance(bar, RichProgressBar) and bar.progress is not None:
+            rich = bar.progress
+            task = rich.add_task(name, total=total)
 
-    @property
-    def left(self) -> str:
-        """The time that is left, as a text; empty until a block is finished."""
-        rest = self._rest(time.monotonic())
-        return f" · {rest}" if rest else ""
+            def update_rich(done: int, text: str) -> None:
+                rich.update(task, completed=done, description=text)
+                bar.refresh()
 
-    def move(self, text: str) -> None:
-        """Log what is being done, if there was no line for half a minute."""
+            self._update = update_rich
+            yield
+        else:
+            position = 2 * getattr(bar, "process_position", 0) + 1
+            # miniters=0: the text changes more often than the count.
+            options = {"dynamic_ncols": True, "file": sys.stdout, "miniters": 0}
+            with Tqdm(total=total, desc=name, position=position, **options) as line:
+
+                def update_tqdm(done: int, text: str) -> None:
+                    line.set_description_str(text, refresh=False)
+                    line.update(done - line.n)
+
+                self._update = update_tqdm
+                yield
+        self._update = None
+
+    def is_due(self) -> bool:
+        """Return whether the bar may be updated again: at most ten times a second."""
         now = time.monotonic()
-        if now - self._last_line >= _LINE_SECONDS:
-            self._last_line = now
-            self._say(f"{text} · {roughly(now - self._start)}")
-
-    def _rest(self, now: float) -> str:
-        pruned = self._done - self._resumed
-        if not pruned or self._done >= self._blocks:
-            return ""
-        seconds_each = (self._last_block - self._pruning_since) / pruned
-        rest = seconds_each * (self._blocks - self._done) - (now - self._last_block)
-        return f"about {roughly(max(0.0, rest))} left"
-
-    def _say(self, line: str) -> None:
-        if not self._silent:
-            log.info(line)
-
-
-class Seldom:
-    """True at most ten times a second: a bar that is drawn more often costs more than it shows."""
-
-    def __init__(self) -> None:
-        self._last = 0.0
-
-    def __call__(self) -> bool:
-        """Whether it is time again."""
-        now = time.monotonic()
-        due = now - self._last >= _BAR_SECONDS
-        self._last = now if due else self._last
+        due = now >= self._next_update
+        self._next_update = now + _BAR_SECONDS if due else self._next_update
         return due
 
+    def show(self, done: int, text: str) -> None:
+        """Show in the bar how much of the total is done, and what is being done."""
+        if self._update is not None:
+            self._update(done, text)
 
-def is_seen(trainer: Trainer) -> bool:
-    """Whether a trainer has a bar that is drawn on a terminal."""
-    return _has_bar(trainer) and sys.stdout.isatty()
+    def log(self, line: str) -> None:
+        """Log a line in process 0, unless its bar is drawn on a terminal."""
+        self._log(line, time.monotonic())
+
+    def log_seldom(self, text: str) -> None:
+        """Log what is being done and the time so far, if there was no line for half a minute."""
+        now = time.monotonic()
+        if now >= self._next_line:
+            self._log(f"{text} · {roughly(now - self._start)}", now)
+
+    def _log(self, line: str, now: float) -> None:
+        self._next_line = now + _LINE_SECONDS
+        is_seen = _has_bar(self.trainer) and sys.stdout.isatty()
+        if self.trainer.is_global_zero and not is_seen:
+            progress_log.info(line)
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        """Pass metrics to the trainer's loggers."""
+        for logger in self.trainer.loggers:
+            logger.log_metrics(metrics, step=step)
 
 
 def _has_bar(trainer: Trainer) -> bool:
@@ -150,7 +114,7 @@ def _has_bar(trainer: Trainer) -> bool:
 
 
 def roughly(seconds: float) -> str:
-    """A time that is an estimate, in its largest unit."""
+    """Format an estimated time in its largest unit."""
     if seconds < 99.5:
         return f"{seconds:.0f} s"
     if seconds < 99.5 * 60:
@@ -158,38 +122,32 @@ def roughly(seconds: float) -> str:
     return f"{seconds / 3600:.1f} h"
 
 
-_FIRST_SECONDS, _NEXT_SECONDS = 5, 30
+class BatchLog(Callback):
+    """Log the batch of `fit`, `validate` and `test` after five seconds, then each half minute.
 
-
-class Lines(Callback):
-    """A line after five seconds, and one each half minute.
-
-    Lightning draws its bar into files at the end only, and not at all where it is switched off. A
-    pruning is told by `PlainLog`.
+    Lightning draws its bar into files at the end only, and not at all where it is switched off.
     """
 
     def __init__(self) -> None:
-        self._start = self._next = 0.0
+        self._reporter: ProgressReporter | None = None
 
-    def on_fit_start(self, *_: Any) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Count the time from here, validations within included."""
-        self._begin()
+        self._reporter = ProgressReporter(trainer, first_seconds=5)
+
+    on_test_start = on_fit_start
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Count the time from here, but for a validation within `fit`."""
         if trainer.validating:
-            self._begin()
-
-    def on_test_start(self, *_: Any) -> None:
-        """Count the time from here."""
-        self._begin()
+            self.on_fit_start(trainer, pl_module)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Tell the epoch and the batch."""
-        what = f"training: epoch {trainer.current_epoch + 1}, batch"
-        self._tell(trainer, what, batch_idx, trainer.num_training_batches)
+        """Log the epoch and the batch."""
+        task = f"training: epoch {trainer.current_epoch + 1}, batch"
+        self._log(f"{task} {batch_idx + 1}/{trainer.num_training_batches}")
 
     def on_validation_batch_end(
         self,
@@ -200,111 +158,106 @@ class Lines(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Tell the batch, and of several texts the text."""
+        """Log the batch, and of several texts the text."""
         if trainer.testing:
-            what, totals = "testing", trainer.num_test_batches
+            task, totals = "testing", trainer.num_test_batches
         else:
             checked = trainer.num_sanity_val_batches if trainer.sanity_checking else None
-            what, totals = "validating", checked or trainer.num_val_batches
+            task, totals = "validating", checked or trainer.num_val_batches
         text = f"text {dataloader_idx + 1} of {len(totals)}, " if len(totals) > 1 else ""
-        self._tell(trainer, f"{what}: {text}batch", batch_idx, totals[dataloader_idx])
+        self._log(f"{task}: {text}batch {batch_idx + 1}/{totals[dataloader_idx]}")
 
     on_test_batch_end = on_validation_batch_end
 
-    def _begin(self) -> None:
-        self._start = time.monotonic()
-        self._next = self._start + _FIRST_SECONDS
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Release the trainer, so that it can be pickled."""
+        self._reporter = None
 
-    def _tell(self, trainer: Trainer, what: str, index: int, total: int | float) -> None:
-        now = time.monotonic()
-        if now >= self._next and trainer.is_global_zero and not is_seen(trainer):
-            self._next = now + _NEXT_SECONDS
-            log.info("%s %d/%s · %s", what, index + 1, total, roughly(now - self._start))
+    def _log(self, text: str) -> None:
+        if self._reporter is not None:
+            self._reporter.log_seldom(text)
 
 
-_LAYER_METRICS = ("loss", "relative_loss", "sparsity", "damping", "iterations", "gap", "seconds")
+class PruningProgress(Listener):
+    """Report a pruning as a trainer reports its own work, with an estimate of the time left.
 
-
-class TrainerListener(Listener):
-    """Shows and logs a pruning as a trainer shows and logs what it does itself.
+    The estimate takes all blocks for alike, but for those that came from a journal.
 
     Args:
-        trainer: The trainer.
-        steps: The number of blocks in all, and one for the layers outside of them.
-        report: The report of the layers so far.
-        show: Shows how many layers are done, and a text, in the trainer's bar.
+        job: The pruning.
+        reporter: The reporter, made when the pruning starts.
     """
 
-    def __init__(
-        self, trainer: Trainer, steps: int, report: PruningReport, show: Callable[[int, str], None]
-    ) -> None:
-        self._trainer, self._report, self._show = trainer, report, show
-        self._plain, self._steps = PlainLog(trainer, steps), steps
-        self._is_time, self._shown, self._last = Seldom(), -1, time.monotonic()
+    def __init__(self, job: Job, reporter: ProgressReporter) -> None:
+        self._job, self._reporter = job, reporter
+        self._shown = -1
+        self._done = self._resumed = 0
+        self._pruning_since = self._last_block = reporter.elapsed()
 
     def log(self, text: str) -> None:
-        """Tell the user, once for all processes."""
+        """Log a message, once for all processes."""
         rank_zero_info(text)
 
     def progress(self, progress: Progress) -> None:
-        """Move the bar, but not more often than anybody can see."""
-        if progress.layers == self._shown and not self._is_time():
+        """Move the bar when a layer is finished, else at most ten times a second."""
+        if progress.layers == self._shown and not self._reporter.is_due():
             return
-        loss = self._report.relative_loss
-        so_far = "" if loss is None else f" · relative loss {loss:.3g}"
-        block = f"block {progress.block}/{progress.blocks} · "
         self._shown = progress.layers
-        self._show(progress.layers, block + _in_brief(progress.task))
-        self._plain.move(f"{block}{progress.task}{so_far}{self._plain.left}")
+        block = f"block {progress.block}/{progress.blocks}"
+        self._reporter.show(progress.layers, f"{block} · {_in_brief(progress.task)}")
+        loss = self._job.report.relative_loss
+        parts = [block, progress.task, "" if loss is None else f"relative loss {loss:.3g}"]
+        self._reporter.log_seldom(" · ".join(filter(None, [*parts, self._left()])))
 
     def finished(self, k: int, rows: list[LayerReport], *, resumed: bool) -> None:
         """Log a block and its layers."""
-        seconds, self._last = time.monotonic() - self._last, time.monotonic()
-        self._plain.finish(k + 1, _mean_loss(rows) if rows else None, resumed=resumed)
+        now = self._reporter.elapsed()
+        seconds, self._last_block = now - self._last_block, now
+        self._resumed += (k + 1 - self._done) * resumed
+        self._done = k + 1
+        if self._done == self._resumed:
+            self._pruning_since = now
+        block = f"block {self._done}/{self._job.steps}"
+        mean_loss = sum(row.relative_loss or 0.0 for row in rows) / max(1, len(rows))
+        loss = f" · relative loss {mean_loss:.3g}" if rows else ""
+        time_left = ", ".join(filter(None, [roughly(now), self._left()]))
+        self._reporter.log(f"{block}{loss} · {'from the journal' if resumed else time_left}")
         if rows:
-            where = f"block {k + 1}/{self._steps}"
-            self._show(len(self._report.pruned), f"{where} · loss {_mean_loss(rows):.2g}")
+            self._reporter.show(len(self._job.report.pruned), f"{block} · loss {mean_loss:.2g}")
             metrics = {
-                "prune/relative_loss": _mean_loss(rows),
+                "prune/relative_loss": mean_loss,
                 "prune/sparsity": sum(row.sparsity or 0.0 for row in rows) / len(rows),
                 "prune/seconds": sum(row.seconds or 0.0 for row in rows),
             }
-            self._log(metrics | ({} if resumed else self._cost(rows, seconds)), k)
-            self.log_layers(self._report.pruned, rows)
-        for logger in self._trainer.loggers:
+            if not resumed:
+                metrics["prune/block_seconds"] = seconds
+                peaks = [*(row.peak_memory for row in rows), peak_memory(self._job.device)]
+                if known := [peak for peak in peaks if peak is not None]:
+                    metrics["prune/peak_memory"] = max(known)
+            self._reporter.log_metrics(metrics, k)
+            self._log_layers(rows)
+        for logger in self._reporter.trainer.loggers:
             logger.save()
 
-    def log_layers(self, pruned: list[LayerReport], rows: list[LayerReport]) -> None:
-        """Log what was found of each layer, with its place among the pruned layers as the step."""
-        for step, row in enumerate(rows, pruned.index(rows[0])):
+    def _log_layers(self, rows: list[LayerReport]) -> None:
+        """Log each layer, with its number among the pruned layers as the step."""
+        for step, row in enumerate(rows, self._job.report.pruned.index(rows[0])):
             metrics = {f"prune_layer/{key}": getattr(row, key) for key in _LAYER_METRICS}
-            self._log({key: value for key, value in metrics.items() if value is not None}, step)
+            known = {key: value for key, value in metrics.items() if value is not None}
+            self._reporter.log_metrics(known, step)
 
-    def _cost(self, rows: list[LayerReport], seconds: float) -> dict[str, float]:
-        """The seconds of a block, and the most memory of the process or the GPU so far."""
-        device = self._trainer.strategy.root_device
-        peaks = [*(row.peak_memory for row in rows), peak_memory(device)]
-        known = [peak for peak in peaks if peak is not None]
-        cost = {"prune/block_seconds": seconds}
-        return cost | ({"prune/peak_memory": max(known)} if known else {})
-
-    def _log(self, metrics: dict[str, float], step: int) -> None:
-        for logger in self._trainer.loggers:
-            logger.log_metrics(metrics, step=step)
-
-
-@contextmanager
-def listening(trainer: Trainer, job: Job) -> Iterator[TrainerListener]:
-    """Give a trainer's listener to a job, with a bar of its own below the trainer's."""
-    with nested_progress(trainer, job.plan.num_layers) as show:
-        yield TrainerListener(trainer, job.steps, job.report, show)
+    def _left(self) -> str:
+        """The time that is left; empty until a block is pruned, and at the end."""
+        pruned = self._done - self._resumed
+        if not pruned or self._done >= self._job.steps:
+            return ""
+        seconds_each = (self._last_block - self._pruning_since) / pruned
+        rest = seconds_each * (self._job.steps - self._done)
+        rest -= self._reporter.elapsed() - self._last_block
+        return f"about {roughly(max(0.0, rest))} left"
 
 
 def _in_brief(task: str) -> str:
-    """What is being done in a block, short enough to leave a bar its place in 80 columns."""
+    """Shorten a task of a block, so that a bar keeps its room in 80 columns."""
     inside = re.sub(r"^[a-zA-Z_.]*\d+(\.|, |$)", "", task)
     return inside.partition(", ")[0].rpartition(".")[2]
-
-
-def _mean_loss(rows: list[LayerReport]) -> float:
-    return sum(row.relative_loss or 0.0 for row in rows) / len(rows)

@@ -39,7 +39,7 @@ from mrp_lightning.loop.module_parts import (
     start_streamed,
     streamed_blocks,
 )
-from mrp_lightning.loop.progress import listening
+from mrp_lightning.loop.progress import ProgressReporter, PruningProgress
 from mrp_lightning.loop.saving import Pruned, check_save_dir, journal_bytes
 from mrp_lightning.models.batch import token_ids
 from mrp_lightning.narrowing.find import narrowing_plan
@@ -352,8 +352,9 @@ class Run:
                     job = replace(job, journal=held.enter_context(opened))
                 for logger in self.trainer.loggers:
                     logger.log_hyperparams({"prune": self.report.config})
-                with listening(self.trainer, job) as listener:
-                    prune_model(replace(job, listener=listener))
+                reporter = ProgressReporter(self.trainer)
+                with reporter.bar(job.plan.num_layers, "pruning"):
+                    prune_model(replace(job, listener=PruningProgress(job, reporter)))
                 if job.plan.structure is not None:
                     self._narrow(job.plan.structure)
                 for name in ("sparsity", "relative_loss"):

@@ -18,7 +18,7 @@ from mrp_lightning.calibration.offload import explained_out_of_memory
 from mrp_lightning.environment import hush_lightning
 from mrp_lightning.errors import DataError, FormatError, OptionError
 from mrp_lightning.loop.causal_lm import CausalLM
-from mrp_lightning.loop.progress import Lines
+from mrp_lightning.loop.progress import BatchLog
 from mrp_lightning.models.integrity import explained_checkpoint, why_no_checkpoint
 from mrp_lightning.models.tokenizers import tokenizer_beside
 from mrp_lightning.pruning.job import Settings
@@ -58,7 +58,7 @@ class Trainer(pl.Trainer):
     ) -> None:
         logger = False if logger is None else logger
         # At the front: Lightning keeps those that write checkpoints last.
-        callbacks = [Lines(), Unwrap(), *_checked(callbacks)]
+        callbacks = [BatchLog(), Unwrap(), *_checked(callbacks)]
         super().__init__(devices=devices, callbacks=callbacks, logger=logger, **kwargs)
         if type(self.strategy.checkpoint_io) is TorchCheckpointIO:
             self.strategy.checkpoint_io = TensorsOnly()

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mrp_lightning.loop.progress import TrainerListener
+from mrp_lightning.loop.progress import ProgressReporter, PruningProgress
 from mrp_lightning.pruning.job import Progress
 from mrp_lightning.records.report import LayerReport, PruningReport
 
@@ -23,8 +23,8 @@ def test_many_layers_are_logged_each_once_with_its_place():
         save=lambda: None,
     )
     trainer = SimpleNamespace(loggers=[logger], progress_bar_callback=None)
-    listener = TrainerListener(trainer, 1, PruningReport({}), lambda *_: None)
-    listener.log_layers(pruned, pruned[40:])
+    job = SimpleNamespace(report=SimpleNamespace(pruned=pruned))
+    PruningProgress(job, ProgressReporter(trainer))._log_layers(pruned[40:])
     assert logged == [(i, float(i)) for i in range(40, 100)]
     assert len(compared) < 100  # as many as the layers of a model, not of them squared
 
@@ -39,10 +39,11 @@ def test_many_layers_are_logged_each_once_with_its_place():
         ("lm_head", "lm_head"),
     ],
 )
-def test_the_bar_is_told_in_so_few_words_that_it_fits_80_columns(task, brief):
+def test_the_text_of_the_bar_fits_80_columns(task, brief, monkeypatch):
     shown: list[str] = []
     trainer = SimpleNamespace(loggers=[], progress_bar_callback=None)
-    listener = TrainerListener(trainer, 32, PruningReport({}), lambda _, text: shown.append(text))
-    listener.progress(Progress(12, 32, task, 7))
+    monkeypatch.setattr(ProgressReporter, "show", lambda _, done, text: shown.append(text))
+    job = SimpleNamespace(report=PruningReport({}), steps=32)
+    PruningProgress(job, ProgressReporter(trainer)).progress(Progress(12, 32, task, 7))
     assert shown == [f"block 12/32 · {brief}"]
     assert len(shown[0]) <= 28

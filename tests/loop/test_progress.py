@@ -8,6 +8,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+import torch
 from lightning.pytorch.callbacks import TQDMProgressBar
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
@@ -15,6 +16,8 @@ from transformers import AutoTokenizer
 from callbacks import MRPCallback
 from mrp_lightning import CausalLM, TextDataModule, Trainer
 from mrp_lightning.loop import progress
+from mrp_lightning.pruning.job import Progress
+from mrp_lightning.records.report import LayerReport, PruningReport
 from mrp_lightning.signals import Interrupted, interruptible
 from mrp_lightning.text import windows
 from mrp_lightning.text.windows import tokenize
@@ -54,46 +57,63 @@ def test_each_block_is_a_line_unless_a_bar_is_seen(
         assert first.endswith(" left")
 
 
-def test_the_rest_is_estimated_from_the_blocks_so_far(caplog, monkeypatch):
+class Clock:
+    """The time, as a test sets it."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(caplog, monkeypatch) -> Clock:
     caplog.set_level("INFO")
-    clock = iter([100.0, 141.0, 1300.0, 100.0 + 3 * 3600])
-    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
-    log = progress.PlainLog(SimpleNamespace(progress_bar_callback=None), 30)
-    log.finish(3, 0.0123)
-    log.finish(15, None)
-    log.finish(30, 0.5)
+    clock = Clock()
+    monkeypatch.setattr(progress.time, "monotonic", clock)
+    return clock
+
+
+def listener_of(blocks: int) -> progress.PruningProgress:
+    trainer = SimpleNamespace(progress_bar_callback=None, loggers=[], is_global_zero=True)
+    job = SimpleNamespace(steps=blocks, report=PruningReport({}), device=torch.device("cpu"))
+    return progress.PruningProgress(job, progress.ProgressReporter(trainer))
+
+
+def test_the_rest_is_estimated_from_the_blocks_so_far(clock, caplog):
+    listener = listener_of(30)
+    row = LayerReport(name="layer", shape=(1, 1), relative_loss=0.0123)
+    listener._job.report.layers.append(row)
+    for k, now, rows in ((2, 141.0, [row]), (14, 1300.0, []), (29, 100.0 + 3 * 3600, [row])):
+        clock.now = now
+        listener.finished(k, rows, resumed=False)
     assert logged(caplog) == [
         "block 3/30 · relative loss 0.0123 · 41 s, about 6 min left",
         "block 15/30 · 20 min, about 20 min left",
-        "block 30/30 · relative loss 0.5 · 3.0 h",
+        "block 30/30 · relative loss 0.0123 · 3.0 h",
     ]
 
 
-def test_blocks_from_a_journal_do_not_count_for_the_estimate(caplog, monkeypatch):
-    caplog.set_level("INFO")
-    clock = [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
-    log = progress.PlainLog(SimpleNamespace(progress_bar_callback=None), 10)
-    seen = [log.left]
-    for done, now in ((1, 1.0), (2, 2.0), (3, 12.0), (4, 22.0)):
-        clock[0] = now
-        log.finish(done, None, resumed=done < 3)
-        seen.append(log.left)
-    clock[0] = 27.0
-    seen.append(log.left)
+def test_blocks_from_a_journal_do_not_count_for_the_estimate(clock, caplog):
+    listener = listener_of(10)
+    for k, now in enumerate((1.0, 2.0, 12.0, 22.0)):
+        clock.now = 100.0 + now
+        listener.finished(k, [], resumed=k < 2)
+    clock.now = 152.0  # half a minute without a line
+    listener.progress(Progress(5, 10, "q_proj", 0))
     assert logged(caplog) == [
         "block 1/10 · from the journal",
         "block 2/10 · from the journal",
         "block 3/10 · 12 s, about 70 s left",
         "block 4/10 · 22 s, about 60 s left",
+        "block 5/10 · q_proj · about 30 s left · 52 s",
     ]
-    assert seen[:3] == ["", "", ""]
-    assert seen[3:] == [f" · about {n} s left" for n in (70, 60, 55)]
 
 
 def test_the_bar_says_how_long_it_takes_yet(build, batches, monkeypatch):
     seen: list[str] = []
-    monkeypatch.setattr(progress.PlainLog, "move", lambda _, text: seen.append(text))
+    monkeypatch.setattr(progress.ProgressReporter, "log_seldom", lambda _, text: seen.append(text))
     monkeypatch.setattr(progress, "_BAR_SECONDS", 0)
     loader = DataLoader(batches, batch_size=None)
     trainer = Trainer(enable_progress_bar=False, **TRAINER)
@@ -103,27 +123,27 @@ def test_the_bar_says_how_long_it_takes_yet(build, batches, monkeypatch):
     ]
 
 
-def test_a_long_block_is_a_line_every_half_minute(caplog, monkeypatch):
-    caplog.set_level("INFO")
-    clock = iter([0.0, 29.0, 31.0, 40.0, 60.9, 61.0, 80.0, 109.0, 110.0])
-    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
-    log = progress.PlainLog(SimpleNamespace(progress_bar_callback=None), 3)
-    for k in range(5):
-        log.move(f"block 1/3 · step {k}")
-    log.finish(1, None)
-    for k in range(2):
-        log.move(f"block 2/3 · step {k}")
+def test_a_long_block_is_a_line_every_half_minute(clock, caplog):
+    listener = listener_of(3)
+    for k, now in enumerate((29.0, 31.0, 40.0, 60.9, 61.0)):
+        clock.now = 100.0 + now
+        listener.progress(Progress(1, 3, f"step {k}", 0))
+    clock.now = 180.0
+    listener.finished(0, [], resumed=False)
+    for k, now in enumerate((109.0, 110.0)):
+        clock.now = 100.0 + now
+        listener.progress(Progress(2, 3, f"step {k}", 0))
     assert logged(caplog) == [
         "block 1/3 · step 1 · 31 s",
         "block 1/3 · step 4 · 61 s",
         "block 1/3 · 80 s, about 3 min left",
-        "block 2/3 · step 1 · 2 min",
+        "block 2/3 · step 1 · about 2 min left · 2 min",
     ]
 
 
 def test_the_bar_says_where_a_solve_is(build, batches, monkeypatch):
     seen: list[str] = []
-    monkeypatch.setattr(progress.PlainLog, "move", lambda _, text: seen.append(text))
+    monkeypatch.setattr(progress.ProgressReporter, "log_seldom", lambda _, text: seen.append(text))
     monkeypatch.setattr(progress, "_BAR_SECONDS", 0)
     callback = MRPCallback(pattern="2:4", block_size=16, targets="layers.1.mlp.down_proj")
     loader = DataLoader(batches, batch_size=None)
