@@ -80,7 +80,7 @@ sanitize: .venv/installed
 
 # Trains the tokenizer and the model in mrp_lightning/embedded/stdlib-llama; about an hour on 2 cores.
 embedded-model: .venv/installed
-	$(BIN)/python -m mrp_lightning.embedded.train_tokenizer runs/tokenizer
+	$(BIN)/python lab/train_tokenizer.py runs/tokenizer
 	$(BIN)/python -m mrp_lightning fit --config configs/train/text.yaml --config configs/train/llama.yaml \
 		--trainer.callbacks.init_args.save_dir mrp_lightning/embedded/stdlib-llama
 

@@ -78,8 +78,8 @@ def _generate(
     """
     # Only now: these load transformers.
     from export.loading import load
-    from mrp_lightning.models.skeleton import longest_sequence
-    from mrp_lightning.models.tokenizers import load_tokenizer
+    from mrp_lightning.models.checkpoint import longest_sequence
+    from mrp_lightning.models.loading import load_tokenizer
     from mrp_sparse.compiled_step import round_activations
     from mrp_sparse.decoding import TimedStreamer, write
     from mrp_sparse.eight_bit_head import EightBitLinear, round_head

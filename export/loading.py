@@ -15,7 +15,7 @@ from export.backends.subclasses import SUBCLASSES
 from mrp_lightning.environment import device_named
 from mrp_lightning.errors import FormatError, OptionError, first_line
 from mrp_lightning.json_files import read_json
-from mrp_lightning.models.checkpoint import refuse_adapter
+from mrp_lightning.models.checkpoint import build_without_weights, model_class, refuse_adapter
 from mrp_lightning.models.integrity import (
     check_files,
     check_values,
@@ -24,7 +24,6 @@ from mrp_lightning.models.integrity import (
     read_pickle,
 )
 from mrp_lightning.models.loading import load_config
-from mrp_lightning.models.skeleton import build_without_weights, model_class
 from mrp_sparse.arguments import checked
 
 

@@ -17,7 +17,7 @@ from export.speed.tables import SpeedReport, tables
 from mrp_lightning.environment import command, versions
 from mrp_lightning.files import save_text, visible_files
 from mrp_lightning.json_files import as_json
-from mrp_lightning.models.skeleton import model_class
+from mrp_lightning.models.checkpoint import model_class
 from mrp_lightning.records import evaluation
 from mrp_lightning.records.model_card import (
     NAME as CARD,

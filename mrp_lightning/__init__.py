@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from mrp_lightning.environment import __version__ as __version__
-from mrp_lightning.environment import hush_torchao
+from mrp_lightning.environment import silence_torchao
 from mrp_lightning.errors import (
     DataError,
     DependencyError,
@@ -63,7 +63,7 @@ __all__ = [
     "prune_weight",
 ]
 
-hush_torchao()
+silence_torchao()
 
 # What needs more than torch is loaded when it is first asked for (PEP 562).
 _LAZY = {

@@ -82,22 +82,22 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(word in str(error) for word in _NO_MEMORY)
 
 
-def hush_torchao() -> None:
+def silence_torchao() -> None:
     """Keep off the terminal what torchao says while it is loaded.
 
     transformers loads it wherever it is installed, whether it is used or not, and torchao then
     warns of each of its libraries that was built for another device, CUDA or Python, and of calls
     that torch deprecates. What else torchao says is shown.
     """
-    logging.getLogger("torchao").addFilter(_tells_more_than_loading)
-    logging.getLogger("torch.utils._pytree").addFilter(_tells_more_than_loading)
+    logging.getLogger("torchao").addFilter(_is_no_loading_message)
+    logging.getLogger("torch.utils._pytree").addFilter(_is_no_loading_message)
 
 
-def _tells_more_than_loading(record: logging.LogRecord) -> bool:
+def _is_no_loading_message(record: logging.LogRecord) -> bool:
     return not str(record.msg).startswith(("Failed to load ", "%s is an Enum subclass "))
 
 
-def hush_lightning() -> None:
+def silence_lightning() -> None:
     """Keep off the terminal what Lightning says of other packages and of its own code.
 
     That is tips to install two packages of its makers, that TensorBoard is not installed where logs

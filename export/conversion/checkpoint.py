@@ -15,9 +15,13 @@ from export.loading import read
 from mrp_lightning.errors import FormatError, first_line
 from mrp_lightning.files import BESIDE, visible_files
 from mrp_lightning.json_files import read_json
-from mrp_lightning.models.checkpoint import refuse_adapter, weight_files
+from mrp_lightning.models.checkpoint import (
+    build_without_weights,
+    model_class,
+    refuse_adapter,
+    weight_files,
+)
 from mrp_lightning.models.integrity import check_size, check_values, misfits
-from mrp_lightning.models.skeleton import build_without_weights, model_class
 from mrp_lightning.records import report as pruning_report
 from mrp_lightning.targets.layers import PLAIN_DTYPES
 from mrp_lightning.targets.plan import not_finite

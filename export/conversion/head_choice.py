@@ -8,8 +8,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 
 from export.conversion.checkpoint import Checkpoint
 from mrp_lightning.errors import OptionError
-from mrp_lightning.models.checkpoint import names_in_model
-from mrp_lightning.models.skeleton import build_without_weights
+from mrp_lightning.models.checkpoint import build_without_weights, names_in_model
 from mrp_sparse.eight_bit_head import Head
 from mrp_sparse.formats.eight_bit import VERSION, pack
 

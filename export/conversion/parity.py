@@ -21,7 +21,7 @@ from export.conversion.selection import LayerChoice
 from export.conversion.tracking import Track, silently
 from export.loading import load
 from mrp_lightning.errors import DataError, ParityError, first_line
-from mrp_lightning.models.skeleton import longest_sequence
+from mrp_lightning.models.checkpoint import longest_sequence
 from mrp_lightning.text.sources import StandardLibrary, TextFiles
 from mrp_lightning.text.windows import Cutter
 from mrp_sparse.eight_bit_head import round_head

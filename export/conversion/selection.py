@@ -20,9 +20,8 @@ from export.conversion.tracking import Track, silently
 from mrp_lightning.errors import FormatError, OptionError, PatternError
 from mrp_lightning.files import BESIDE
 from mrp_lightning.json_files import read_as
-from mrp_lightning.models.checkpoint import names_in_model
+from mrp_lightning.models.checkpoint import build_without_weights, names_in_model
 from mrp_lightning.models.integrity import larger
-from mrp_lightning.models.skeleton import build_without_weights
 from mrp_lightning.records.report import NAME, PruningReport
 from mrp_lightning.solver.patterns import SemiStructured, Unstructured, make_pattern
 from mrp_lightning.targets.blocks import matches, require_matches, without_numbers

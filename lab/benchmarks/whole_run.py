@@ -30,8 +30,7 @@ from transformers.utils import logging as transformers_logging
 
 from export.speed.random_models import SHAPES
 from mrp_lightning.evaluation.perplexity import Perplexity, token_losses
-from mrp_lightning.models.loading import load_model
-from mrp_lightning.models.tokenizers import load_tokenizer
+from mrp_lightning.models.loading import load_model, load_tokenizer
 from mrp_lightning.pruning.job import Job, Settings
 from mrp_lightning.pruning.sequential import prune_model
 from mrp_lightning.solver.recipe import Recipe

@@ -88,11 +88,10 @@ def main(args: Sequence[str] | None = None) -> None:
     if options.pattern is not None or options.sparsity is not None:
         pattern = make_pattern(options.sparsity, options.pattern)
     # Only now: they load transformers, which help and a wrong option need not wait for.
-    from mrp_lightning.models.checkpoint import stored_names
+    from mrp_lightning.models.checkpoint import build_without_weights, stored_names
     from mrp_lightning.models.gguf import located
     from mrp_lightning.models.integrity import larger
     from mrp_lightning.models.loading import load_config
-    from mrp_lightning.models.skeleton import build_without_weights
 
     trust = options.trust_remote_code
     source = located(options.model, options.gguf_file, options.revision)

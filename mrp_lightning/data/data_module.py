@@ -15,8 +15,8 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from mrp_lightning.data.own_text import OwnText
 from mrp_lightning.errors import DataError, OptionError
 from mrp_lightning.loop.distributed import one_share_each
-from mrp_lightning.models.skeleton import longest_sequence
-from mrp_lightning.models.tokenizers import load_tokenizer
+from mrp_lightning.models.checkpoint import longest_sequence
+from mrp_lightning.models.loading import load_tokenizer
 from mrp_lightning.text.mixture import (
     SELF,
     Mixture,

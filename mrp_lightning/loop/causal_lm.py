@@ -25,14 +25,16 @@ from mrp_lightning.evaluation.perplexity import Perplexities, token_losses
 from mrp_lightning.models.batch import split_batch, to_predict
 from mrp_lightning.models.gguf import located
 from mrp_lightning.models.integrity import explained_checkpoint
-from mrp_lightning.models.loading import as_dtype, load_model, make_config
-from mrp_lightning.models.streaming import StreamedBlocks, load_streamed
-from mrp_lightning.models.tokenizers import (
+from mrp_lightning.models.loading import (
+    as_dtype,
+    load_model,
     load_tokenizer,
+    make_config,
     tokenizer_beside,
     tokenizer_files,
     tokenizer_from_files,
 )
+from mrp_lightning.models.streaming import StreamedBlocks, load_streamed
 from mrp_lightning.targets.blocks import find_blocks
 from mrp_lightning.targets.plan import pruned_layers, refuse_not_finite
 from mrp_sparse.arguments import checked

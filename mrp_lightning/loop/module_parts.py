@@ -23,7 +23,7 @@ from mrp_lightning.errors import DataError, OptionError, StrategyError, TargetEr
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.trainer import ModuleRunner
 from mrp_lightning.models.batch import token_ids
-from mrp_lightning.models.skeleton import longest_sequence
+from mrp_lightning.models.checkpoint import longest_sequence
 from mrp_lightning.models.streaming import StreamedBlocks
 from mrp_lightning.targets.blocks import without_wrappers
 from mrp_lightning.targets.plan import Plan

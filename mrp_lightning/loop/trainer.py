@@ -15,19 +15,19 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from mrp_lightning.calibration.offload import explained_out_of_memory
-from mrp_lightning.environment import hush_lightning
+from mrp_lightning.environment import silence_lightning
 from mrp_lightning.errors import DataError, FormatError, OptionError
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.progress import BatchLog
 from mrp_lightning.models.integrity import explained_checkpoint, why_no_checkpoint
-from mrp_lightning.models.tokenizers import tokenizer_beside
+from mrp_lightning.models.loading import tokenizer_beside
 from mrp_lightning.pruning.job import Settings
 from mrp_lightning.records.report import PruningReport
 from mrp_lightning.upstream.lightning_names import in_order, unwrap_dataloaders
 from mrp_lightning.upstream.torch_names import uncompiled
 from mrp_sparse.arguments import checked
 
-hush_lightning()
+silence_lightning()
 
 
 class Trainer(pl.Trainer):

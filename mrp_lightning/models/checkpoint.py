@@ -1,79 +1,30 @@
-"""Where a checkpoint lies, which files hold its weights, and whether they are still the same."""
+"""Locate the files of a checkpoint, and build its model from the configuration, without weights."""
 
-import errno
-import hashlib
+import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
 from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
-from transformers import PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModel,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from mrp_lightning.environment import why_no_hub
-from mrp_lightning.errors import FormatError
+from mrp_lightning.errors import FormatError, first_line
 from mrp_lightning.json_files import read_json
-
-_LENGTH = 8
-"""Bytes in which a safetensors file says how long the header is that follows them."""
-
-
-@dataclass(frozen=True)
-class Identity:
-    """What of a safetensors file changes when another file, or other weights, take its place.
-
-    Attributes:
-        size: Its bytes.
-        modified: When it was last written to, in nanoseconds.
-        inode: Its number in the file system, which a file that is moved over it does not have.
-        header: The checksum of its header, which has the names, types and shapes of all tensors.
-    """
-
-    size: int
-    modified: int
-    inode: int
-    header: str
-
-    @classmethod
-    def of(cls, file: Path) -> "Identity":
-        """The identity of a file as it is now.
-
-        Raises:
-            OSError: It is gone, or no file any more.
-        """
-        if not file.is_file():  # a pipe would be waited for
-            raise FileNotFoundError(errno.ENOENT, "no such file", str(file))
-        with file.open("rb") as opened:
-            status = os.fstat(opened.fileno())
-            length = int.from_bytes(opened.read(_LENGTH), "little")
-            header = hashlib.sha256(opened.read(min(length, status.st_size))).hexdigest()
-        return cls(status.st_size, status.st_mtime_ns, status.st_ino, header)
-
-    def require(self, file: Path) -> None:
-        """Refuse a file that is another one by now.
-
-        Raises:
-            FormatError: It was replaced, written to or deleted.
-        """
-        try:
-            now = Identity.of(file)
-        except OSError as error:
-            change = f"cannot be read any more ({error.strerror})"
-        else:
-            if now == self:
-                return
-            change = "was replaced or written to"
-        raise FormatError(
-            f"{file} {change} since the model was loaded, and the blocks of two models must not be "
-            "mixed. Put back the file that was there, and load the model again: what is in a "
-            "journal by now stays, and the same run goes on with it."
-        )
-
+from mrp_lightning.upstream.transformers_names import from_config
 
 GROUP = "mrp_lightning.checkpoint_formats"
 """Group of entry points that map a checkpoint's `quant_method` to the module that registers it."""
@@ -249,3 +200,56 @@ def _quantization(config: Any) -> dict[str, Any]:
 
 def _method(settings: dict[str, Any]) -> str:
     return str(settings.get("quant_method", "by an unknown method"))
+
+
+def model_class(config: PreTrainedConfig) -> Any:
+    """The class of the model: `architectures` names it, or else an auto class finds it."""
+    architectures = config.architectures if isinstance(config.architectures, list) else []
+    named = getattr(transformers, str(next(iter(architectures), "")), None)
+    if inspect.isclass(named) and issubclass(named, PreTrainedModel):
+        return named
+    has_own_code = "AutoModelForCausalLM" in getattr(config, "auto_map", {})
+    is_causal = has_own_code or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForCausalLM if is_causal else AutoModel
+
+
+def build_without_weights(
+    config: PreTrainedConfig, *, kind: Any = None, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """The model on the meta device: no weights are read or allocated, whatever its size.
+
+    Args:
+        config: Configuration of the model.
+        kind: Class of the model; `None` is what `model_class` finds.
+        trust_remote_code: Whether code that comes with the checkpoint may run here.
+
+    Raises:
+        FormatError: transformers cannot build a model from the configuration.
+    """
+    kind = kind or model_class(config)
+    try:
+        with torch.device("meta"):
+            if kind in (AutoModel, AutoModelForCausalLM):
+                return kind.from_config(config, trust_remote_code=trust_remote_code)
+            return from_config(kind, config)
+    except Exception as error:  # whatever the code of a model stumbles over in a configuration
+        raise FormatError(
+            f"No model can be built from the configuration {type(config).__name__} (architectures "
+            f"{config.architectures}): {first_line(error)}"
+        ) from error
+
+
+def longest_sequence(config: PreTrainedConfig) -> int | None:
+    """The most tokens that a model reads at once, as its configuration says.
+
+    For learned positions this is the size of their table; for rotary ones, which go on beyond it,
+    the length that the model was made for. Of a multimodal model the part for text counts. It is
+    `None` where nothing limits it: attention is biased by distance (BLOOM, Falcon with `alibi`,
+    T5), or the model keeps a state instead of positions (Mamba).
+    """
+    text = config.get_text_config()
+    if getattr(text, "alibi", False):
+        return None
+    # MPT has biases by distance, too, but transformers computes them for `max_seq_len` positions.
+    limit: Any = getattr(text, "max_position_embeddings", getattr(text, "max_seq_len", None))
+    return limit if isinstance(limit, int) and limit > 0 else None

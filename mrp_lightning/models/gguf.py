@@ -26,8 +26,8 @@ from transformers.utils import logging as transformers_logging
 
 from mrp_lightning.environment import extra, why_no_hub
 from mrp_lightning.errors import DependencyError, FormatError, OptionError, TargetError
+from mrp_lightning.models.checkpoint import build_without_weights
 from mrp_lightning.models.integrity import check_size, check_values, misfits
-from mrp_lightning.models.skeleton import build_without_weights
 from mrp_lightning.upstream.other_names import bounded_gguf
 
 _SUFFIX = ".gguf"

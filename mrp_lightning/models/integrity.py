@@ -1,6 +1,5 @@
 """Whether a checkpoint is whole and believable, asked before anything is built by it."""
 
-import math
 import os
 import pickle
 import re
@@ -12,64 +11,31 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from mrp_lightning.environment import is_out_of_memory
 from mrp_lightning.errors import FormatError, OptionError, TargetError
 from mrp_lightning.models.checkpoint import directory_of, weight_files
 
-_MOST_SHARED = 8
-"""How often the tensors of a file may share the same bytes, on average: tied ones do."""
 _NO_PICKLE = "it is no whole pickle of tensors alone, and only such are read"
 
 
 def read_pickle(file: str | os.PathLike[str], classes: Sequence[type] = ()) -> Any:
-    """The tensors and plain containers in a file of `torch.save`. Nothing that it names is run.
+    """Return the tensors and plain containers in a file of `torch.save`, and run nothing of it.
 
-    It may hold tensors of further classes, where these are given.
-
-    Raises:
-        FormatError: The file is compressed, or its tensors are far larger than it is, as no file is
-            that `torch.save` wrote of a model: they would fill the memory.
-    """
-    require_stored(file)
-    with torch.serialization.safe_globals(list(classes)):
-        found = torch.load(
-            file, weights_only=True, mmap=zipfile.is_zipfile(file), map_location="cpu"
-        )
-    needed = sum(math.prod(tensor.shape) * tensor.itemsize for tensor in _tensors(found))
-    size = Path(file).stat().st_size
-    if needed > _MOST_SHARED * size:
-        raise FormatError(
-            f"its {size:,} bytes cannot be the {needed:,} bytes of its tensors, which repeat values"
-        )
-    return found
-
-
-def require_stored(file: str | os.PathLike[str]) -> None:
-    """Refuse a compressed archive, of which a small file can fill the memory.
+    It may hold tensors of the `classes`, too.
 
     Raises:
-        FormatError: It is one.
+        FormatError: The file is compressed: memory-mapped, its bytes would be taken for weights.
     """
-    if zipfile.is_zipfile(file):
+    is_archive = zipfile.is_zipfile(file)
+    if is_archive:
         with zipfile.ZipFile(file) as archive:
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
                 raise FormatError("it is compressed, and `torch.save` compresses nothing")
-
-
-def _tensors(content: Any) -> Iterator[Tensor]:
-    """Yield all tensors in dictionaries, lists and tuples, each of which is looked at once."""
-    seen: set[int] = set()
-    rest = [content]
-    while rest:
-        part = rest.pop()
-        if isinstance(part, Tensor):
-            yield part
-        elif isinstance(part, Mapping | list | tuple) and id(part) not in seen:
-            seen.add(id(part))
-            rest += part.values() if isinstance(part, Mapping) else part
+    with torch.serialization.safe_globals(list(classes)):
+        return torch.load(file, weights_only=True, mmap=is_archive, map_location="cpu")
 
 
 def why_no_pickle(file: Path) -> str | None:
@@ -293,14 +259,9 @@ def explained_checkpoint(path: Any) -> Iterator[None]:
     """Say of a Lightning checkpoint that is read inside why it cannot be; it may be at a URL.
 
     Raises:
-        FormatError: It is damaged, compressed, no such checkpoint, or holds more than may be
+        FormatError: It is damaged, no such checkpoint, or holds more than may be
             unpickled.
     """
-    try:
-        if isinstance(path, str | Path) and Path(path).is_file():
-            require_stored(path)
-    except FormatError as error:
-        raise FormatError(f"`ckpt_path`: {path} cannot be read: {error}.") from error
     try:
         yield
     except FormatError:

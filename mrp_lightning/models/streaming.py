@@ -1,5 +1,8 @@
 """Models that are larger than memory: their blocks stay in files, and are read while they run."""
 
+import errno
+import hashlib
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -19,7 +22,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging as transformers_logging
 
 from mrp_lightning.errors import FormatError, OptionError, TargetError
-from mrp_lightning.models.checkpoint import Identity, names_in_model
+from mrp_lightning.models.checkpoint import names_in_model
 from mrp_lightning.models.gguf import find_gguf
 from mrp_lightning.models.loading import load_model
 from mrp_lightning.models.moved_blocks import MovedBlocks, applied_in_place
@@ -86,7 +89,7 @@ class StreamedBlocks(MovedBlocks):
                 "model. Load it without `streaming`."
             )
         _refuse_tied(model, list(blocks))
-        self._identities = {file: Identity.of(file) for file in files}
+        self._identities = {file: _identity(file) for file in files}
         # By block: which tensors, by their names in the checkpoint, are in which file.
         self._source = self._find(files)
         self._places = dict(self._source)
@@ -139,7 +142,7 @@ class StreamedBlocks(MovedBlocks):
     def read_from(self, name: str, file: str | PathLike[str]) -> None:
         """From now on, read a block from a shard, to which its `tensors` were written."""
         self.shards[name] = file = Path(file)
-        self._identities[file] = Identity.of(file)
+        self._identities[file] = _identity(file)
         with safe_open(file, framework="pt") as opened:
             self._places[name] = {file: list(opened.keys())}
 
@@ -202,7 +205,7 @@ class StreamedBlocks(MovedBlocks):
         and after it: they may also change meanwhile.
         """
         for file in files:
-            self._identities[file].require(file)
+            _require_unchanged(file, self._identities[file])
         with ExitStack() as stack:
             opened = {
                 file: stack.enter_context(safe_open(file, framework="pt", backend="pread"))
@@ -212,7 +215,7 @@ class StreamedBlocks(MovedBlocks):
                 (key, opened[file].get_slice(key)) for file, keys in files.items() for key in keys
             )
         for file in files:
-            self._identities[file].require(file)
+            _require_unchanged(file, self._identities[file])
 
     def _convert(self, name: str, stored: Mapping[str, Any]) -> None:
         """Let transformers make parameters of what a checkpoint holds."""
@@ -227,6 +230,37 @@ class StreamedBlocks(MovedBlocks):
                 f"The weights of {name or 'the model'} are not what they were when the model was "
                 "loaded. Load it again.\n" + "\n".join(problems)
             )
+
+
+def _identity(file: Path) -> tuple[int, int, int, str]:
+    """Return the size, time of change, inode and checksum of the header of a safetensors file.
+
+    Raises:
+        OSError: The file is gone, or is no regular file.
+    """
+    if not file.is_file():  # opening a pipe would wait for its writer
+        raise FileNotFoundError(errno.ENOENT, "no such file", str(file))
+    with file.open("rb") as opened:
+        status = os.fstat(opened.fileno())
+        # The header has the names, types and shapes of all tensors; its length stands in 8 bytes.
+        length = int.from_bytes(opened.read(8), "little")
+        header = hashlib.sha256(opened.read(min(length, status.st_size))).hexdigest()
+    return status.st_size, status.st_mtime_ns, status.st_ino, header
+
+
+def _require_unchanged(file: Path, identity: tuple[int, int, int, str]) -> None:
+    """Raise `FormatError` if a file is not the one that had this `_identity`."""
+    try:
+        if _identity(file) == identity:
+            return
+        change = "was replaced or written to"
+    except OSError as error:
+        change = f"cannot be read any more ({error.strerror})"
+    raise FormatError(
+        f"{file} {change} since the model was loaded, and the blocks of two models must not be "
+        "mixed. Put back the file that was there, and load the model again: what is in a "
+        "journal by now stays, and the same run goes on with it."
+    )
 
 
 def load_streamed(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from mrp_lightning.errors import FormatError, OptionError, TargetError
-from mrp_lightning.models.skeleton import build_without_weights
+from mrp_lightning.models.checkpoint import build_without_weights
 from mrp_lightning.targets.blocks import without_wrappers
 from mrp_lightning.targets.layers import Expert, ExpertStack, Layer, holds_experts
 from mrp_lightning.targets.plan import Plan

@@ -12,8 +12,8 @@ from tiny_configs import FAMILIES
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mrp_lightning.commands.main import main
+from mrp_lightning.models.checkpoint import build_without_weights
 from mrp_lightning.models.loading import load_config
-from mrp_lightning.models.skeleton import build_without_weights
 
 KINDS = {"llama": "Linear", "opt": "Linear", "gpt2": "Conv1D", "bert": "Linear", "bart": "Linear"}
 

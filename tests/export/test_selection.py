@@ -18,8 +18,7 @@ import export
 from export.conversion.checkpoint import open_checkpoint
 from export.conversion.selection import choose_layers, is_read_directly
 from export.to_sparse import main
-from mrp_lightning.models.checkpoint import names_in_model
-from mrp_lightning.models.skeleton import build_without_weights
+from mrp_lightning.models.checkpoint import build_without_weights, names_in_model
 from mrp_lightning.solver.patterns import SemiStructured
 from mrp_lightning.targets.plan import make_plan
 

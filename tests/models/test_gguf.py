@@ -17,8 +17,7 @@ from mrp_lightning import CausalLM, TextDataModule, Trainer
 from mrp_lightning.commands.main import main
 from mrp_lightning.errors import DependencyError, FormatError, OptionError
 from mrp_lightning.models.gguf import dequantized_once
-from mrp_lightning.models.loading import load_config, load_model
-from mrp_lightning.models.tokenizers import load_tokenizer
+from mrp_lightning.models.loading import load_config, load_model, load_tokenizer
 
 pytest.importorskip("gguf", reason="needs the extra `gguf`")
 pytest.importorskip("accelerate", reason="needs the extra `gguf`")

@@ -17,8 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from mrp_lightning import CausalLM, environment
 from mrp_lightning.errors import DataError, FormatError, OptionError, TargetError
 from mrp_lightning.models.checkpoint import why_not_readable
-from mrp_lightning.models.loading import load_config, load_model
-from mrp_lightning.models.tokenizers import load_tokenizer, tokenizer_beside
+from mrp_lightning.models.loading import load_config, load_model, load_tokenizer, tokenizer_beside
 from mrp_lightning.text.sources import PUBLISHED, find_files
 
 

@@ -10,8 +10,7 @@ import gpu
 import pytest
 import torch
 
-from mrp_lightning.models.loading import load_model
-from mrp_lightning.models.tokenizers import load_tokenizer
+from mrp_lightning.models.loading import load_model, load_tokenizer
 from mrp_lightning.pruning.job import Job, Settings
 from mrp_lightning.pruning.sequential import prune_model
 from mrp_lightning.targets.plan import make_plan

@@ -17,8 +17,12 @@ from mrp_lightning.commands.main import main
 from mrp_lightning.errors import DataError, FormatError
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.trainer import TensorsOnly, Trainer
-from mrp_lightning.models.loading import load_config, load_model
-from mrp_lightning.models.tokenizers import load_tokenizer, tokenizer_from_files
+from mrp_lightning.models.loading import (
+    load_config,
+    load_model,
+    load_tokenizer,
+    tokenizer_from_files,
+)
 
 CODE = "from pathlib import Path\nPath(__file__).with_name('ran').mkdir()\n"
 

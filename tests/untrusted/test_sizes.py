@@ -11,12 +11,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from export import loading
-from export.backends import torchao_format
 from export.conversion.checkpoint import open_checkpoint
 from export.conversion.selection import choose_layers
 from export.loading import load
-from mrp_lightning import CausalLM
 from mrp_lightning.errors import FormatError, PatternError
 from mrp_lightning.models.integrity import check_values, why_no_pickle
 from mrp_lightning.models.loading import load_config, load_model
@@ -164,44 +161,15 @@ def deflated(file):
     return file
 
 
-REPEATED = torch.zeros(1).expand(10**6, 10**5)
-BOMBS = {
-    "repeated": lambda file: pickled(file, **{f"{UP}.weight": REPEATED}),
-    "one of no layer": lambda file: pickled(file, more=REPEATED),
-    "many views": lambda file: pickled(file, **dict.fromkeys(map(str, range(20)), torch.ones(999))),
-    "sparse": lambda file: pickled(file, more=torch.zeros(10**7, 10**7, layout=torch.sparse_coo)),
-    "deflated": lambda file: deflated(pickled(file, more=torch.zeros(2**26))),
-}
-
-
-@pytest.mark.parametrize("bomb", BOMBS)
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "a.ckpt"])
-def test_a_pickle_that_is_larger_than_its_file_is_refused(checkpoint, name, bomb):
+def test_a_compressed_pickle_is_refused(checkpoint, name):
     directory = checkpoint()
     (directory / "model.safetensors").unlink()
-    file = BOMBS[bomb](directory / name)
+    file = deflated(pickled(directory / name, more=torch.zeros(9)))
     source = file if file.suffix == ".ckpt" else directory
-    with pytest.raises(FormatError, match=rf"{name} cannot be read: it"):
+    with pytest.raises(FormatError, match=rf"{name} cannot be read: it is compressed"):
         choose_layers(open_checkpoint(source), allow_partial=True)
     assert why_no_pickle(file) is not None
-
-
-def test_a_compressed_checkpoint_is_not_loaded(tmp_path):
-    file = deflated(pickled(tmp_path / "a.ckpt", more=torch.zeros(2**26)))
-    with pytest.raises(
-        FormatError, match=r"`ckpt_path`: .*a\.ckpt cannot be read: it is compressed"
-    ):
-        CausalLM.load_from_checkpoint(file)
-
-
-def test_a_tensor_of_torchao_that_is_larger_than_its_file_is_refused(tmp_path):
-    parts = {"packed": torch.zeros(8), "meta": torch.zeros(8), "packed_t": None, "meta_t": None}
-    parts["compressed_swizzled_bitmask"] = None
-    torch.save(
-        {"a": torchao_format.Stored(torch.Size([10**6, 10**5]), **parts)}, tmp_path / "a.bin"
-    )
-    with pytest.raises(FormatError, match=r"a\.bin cannot be read: its .* bytes of its tensors"):
-        loading.read(tmp_path / "a.bin")
 
 
 @pytest.mark.parametrize("content", [[1], {}, {"state_dict": {1: 2}, "hyper_parameters": 3}])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from mrp_lightning.models.skeleton import longest_sequence
+from mrp_lightning.models.checkpoint import longest_sequence
 
 TINY = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
 SHORT = {**TINY, "intermediate_size": 48, "max_position_embeddings": 24}

@@ -1,4 +1,4 @@
-"""`python -m mrp_lightning.embedded.train_tokenizer DIR`: the embedded model's tokenizer."""
+"""`python lab/train_tokenizer.py DIR` trains the tokenizer of the embedded model."""
 
 import sys
 
