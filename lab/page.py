@@ -78,6 +78,8 @@ def main(args: Sequence[str]) -> None:
     check_markdown(Path(page.out))
     sweep = read_sweep([f"--config={path}" for path in page.sweep])
     runs = comparable_runs(sweep, Console())
+    if not runs:
+        raise SystemExit(f"error: `sweep`: {sweep.out} holds no finished runs. Run: {page.command}")
     write_markdown(page, runs)
     print(f"{len(runs)} of {len(sweep.trials)} runs: {page.out}")
 

@@ -110,6 +110,14 @@ def test_pages_of_others_are_refused(name, tmp_path):
     assert (tmp_path / name).read_text() == "mine"
 
 
+def test_a_page_of_no_runs_is_not_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = PAGES.parents[1] / "configs" / "sweeps" / "quickstart.yaml"
+    with pytest.raises(SystemExit, match="no finished runs. Run: python -m mrp_lightning sweep"):
+        page.main([f"--sweep=[{config}]", "--out=page.md"])
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("path", sorted(PAGES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_page_of_docs_can_be_made(path):
     content = yaml.safe_load(path.read_text())
