@@ -73,6 +73,7 @@ def prune_layer(
     with measured(weight.device) as used:
         target = None if aim is None else aim.target(share, inputs, recipe)
         solution = prune(weight, inputs, recipe, progress, target=target, processes=processes)
+    # The loss is relative to the energy of the layer's outputs, ½·tr(W H Wᵀ), of all rows.
     energies = processes.numbers(output_energy(share, inputs.hessian))
     energy = math.fsum(number for (number,) in energies)
     layer.write_(solution.weight)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mrp_lightning.errors import MethodError
 from mrp_lightning.solver.arithmetic import ELEMENTS, split_range
-from mrp_lightning.solver.hessian import DampedHessian, cholesky
+from mrp_lightning.solver.hessian import cholesky
 from mrp_lightning.solver.patterns import Dense, Pattern, SemiStructured, Unstructured
 from mrp_lightning.solver.problem import Problem
 
@@ -241,55 +241,50 @@ class Joint(Mask):
     needs_inverse: ClassVar[bool] = True
 
     def bind(self, problem: Problem, inverse_blocks: InverseBlocks) -> Chooser:
-        """Find the mask by ADMM."""
+        """Find the mask by ADMM.
+
+        All is scaled to a unit diagonal of H: w·s and H / (s sᵀ) with s = √diag H, so that the
+        square of a weight is what removing it alone costs without compensation. Each step sets
+        b = (wH + ρ(d − u))(H + ρI)⁻¹, d = b + u with the smallest removed, and u = b + u − d.
+        """
         del inverse_blocks
         weight, damped = problem.weight, problem.damped
         if not damped.float32_suffices:
             weight, damped = weight.double(), damped.double
-        return _known(_joint_mask(problem, weight, damped))
+        scale = damped.matrix.diagonal().sqrt()
+        matrix = damped.matrix / scale[:, None] / scale
+        weight = weight * scale
+        pull = weight @ matrix
+        # b moves along directions of small eigenvalues at little cost, and the first ρ must not
+        # hold it back there. The mean of [H⁻¹]_jj (diagonal 1) measures how small they are.
+        inflation = damped.factor.square().sum(0) * damped.matrix.diagonal()
+        penalty = _FIRST_PENALTY / float(inflation.mean())
 
-
-def _joint_mask(problem: Problem, weight: Tensor, damped: DampedHessian) -> Tensor:
-    """Find the mask of a weight (rows, columns) by ADMM: bool, True = removed.
-
-    All is scaled to a unit diagonal of H: w·s and H / (s sᵀ) with s = √diag H, so that the square
-    of a weight is what removing it alone costs without compensation. Each step sets
-    b = (wH + ρ(d − u))(H + ρI)⁻¹, d = b + u with the smallest removed, and u = b + u − d.
-    """
-    scale = damped.matrix.diagonal().sqrt()
-    matrix = damped.matrix / scale[:, None] / scale
-    weight = weight * scale
-    pull = weight @ matrix
-    # b moves along directions of small eigenvalues at little cost, and the first ρ must not hold it
-    # back there. The mean of [H⁻¹]_jj, of a unit diagonal, measures how small they are.
-    inflation = damped.factor.square().sum(0) * damped.matrix.diagonal()
-    penalty = _FIRST_PENALTY / float(inflation.mean())
-
-    pruned = _smallest(problem, weight)
-    settled, budget = pruned, problem.total(float(pruned.sum()))
-    d = weight * ~pruned
-    u, b, right = torch.zeros_like(weight), torch.empty_like(weight), torch.empty_like(weight)
-    inverse = _inverse(matrix, penalty)
-    # ADMM for a nonconvex constraint: it need not converge, so
-    # 1. ρ rises until the mask is at rest, from a value small enough to let it change at first;
-    # 2. it stops by the changes of the mask, not by residuals: d is only needed for its zeros;
-    # 3. the compensation solves for the kept weights afterwards, exactly.
-    for step in range(1, _MOST + 1):
-        torch.sub(d, u, out=right).mul_(penalty).add_(pull)
-        torch.mm(right, inverse, out=b).add_(u)
-        pruned = _smallest(problem, b)
-        torch.mul(b, (~pruned).to(b.dtype), out=d)
-        torch.sub(b, d, out=u)
-        if step % _STEPS == 0:
-            changed = problem.total(float((pruned ^ settled).sum()))
-            if step >= _FEWEST and changed <= _AT_REST * budget:
-                break
-            settled = pruned
-            penalty *= _GROWTH
-            u /= _GROWTH  # u is the multiplier divided by ρ
-            inverse = _inverse(matrix, penalty)
-            problem.progress(f"step {step} of the mask")
-    return pruned
+        pruned = _smallest(problem, weight)
+        settled, budget = pruned, problem.total(float(pruned.sum()))
+        d = weight * ~pruned
+        u, b, right = torch.zeros_like(weight), torch.empty_like(weight), torch.empty_like(weight)
+        inverse = _inverse(matrix, penalty)
+        # ADMM for a nonconvex constraint: it need not converge, so
+        # 1. ρ rises until the mask is at rest, from a value small enough to let it change at first;
+        # 2. it stops by the changes of the mask, not by residuals: d is only needed for its zeros;
+        # 3. the compensation solves for the kept weights afterwards, exactly.
+        for step in range(1, _MOST + 1):
+            torch.sub(d, u, out=right).mul_(penalty).add_(pull)
+            torch.mm(right, inverse, out=b).add_(u)
+            pruned = _smallest(problem, b)
+            torch.mul(b, (~pruned).to(b.dtype), out=d)
+            torch.sub(b, d, out=u)
+            if step % _STEPS == 0:
+                changed = problem.total(float((pruned ^ settled).sum()))
+                if step >= _FEWEST and changed <= _AT_REST * budget:
+                    break
+                settled = pruned
+                penalty *= _GROWTH
+                u /= _GROWTH  # u is the multiplier divided by ρ
+                inverse = _inverse(matrix, penalty)
+                problem.progress(f"step {step} of the mask")
+        return _known(pruned)
 
 
 def _inverse(matrix: Tensor, penalty: float) -> Tensor:
