@@ -11,7 +11,9 @@ from mrp_lightning.cli.mistakes import explain, unknown_key
 from mrp_lightning.errors import OptionError
 from mrp_lightning.upstream.other_names import options_of
 
-set_parsing_settings(docstring_parse_attribute_docstrings=True)  # of `Settings`, for `--help`
+# The documentation of attributes, which `Settings` has, takes half a second: for help only.
+_WANTS_HELP = any(arg == "-h" or "help" in arg for arg in sys.argv)
+set_parsing_settings(docstring_parse_attribute_docstrings=_WANTS_HELP)
 
 
 class Parser(ArgumentParser):

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("jsonargparse", reason="the command line needs the extra `cli`")
 
-from jsonargparse import ArgumentError, ArgumentParser
+from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 from lightning.pytorch.callbacks import Callback
 
 import callbacks
@@ -72,7 +72,14 @@ def test_the_methods_default():
     assert callback.settings.recipe.pattern.sparsity == 0.7
 
 
-def test_help_documents_all_arguments():
+@pytest.fixture
+def wants_help():
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    yield
+    set_parsing_settings(docstring_parse_attribute_docstrings=False)
+
+
+def test_help_documents_all_arguments(wants_help):
     parser = Parser()
     names = parser.add_class_arguments(MRPCallback)
     undocumented = [action.dest for action in parser._actions if not action.help]
