@@ -9,8 +9,7 @@ measured is written as it comes; what fails is listed with its reason.
 from collections.abc import Sequence
 from typing import Any
 
-from export.speed.options import LAYER_TOKENS, SpeedOptions, add_arguments
-from export.speed.random_models import SHAPES
+from export.timing import LAYER_TOKENS, SHAPES, SpeedOptions, add_arguments
 from mrp_lightning.cli.command import exit_on_mistake, make_parser, number_from
 
 
@@ -19,7 +18,7 @@ def main(args: Sequence[str] | None = None) -> None:
     with exit_on_mistake():
         parsed = _parser().parse_args(args)
         # Only now: it loads transformers, which help and a mistake need not wait for.
-        from export.speed.comparison import measure_shapes
+        from export.comparison import measure_shapes
 
         measure_shapes(parsed.shape, SpeedOptions.of(parsed), parsed.dtype, parsed.out)
 

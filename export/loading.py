@@ -8,10 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
+from torch.sparse import SparseSemiStructuredTensorCUTLASS
 from transformers import PreTrainedModel
 
-from export.backends import torchao_format
-from export.backends.subclasses import SUBCLASSES
+from export.backends import (
+    SUBCLASSES,
+    TORCHAO_METHOD,
+    TORCHAO_VERSION,
+    restore_torchao,
+    run_on_torchao,
+)
 from mrp_lightning.environment import device_named
 from mrp_lightning.errors import FormatError, OptionError, first_line
 from mrp_lightning.json_files import read_json
@@ -34,7 +40,7 @@ def read(file: str | os.PathLike[str]) -> dict[str, Tensor]:
         FormatError: It is damaged, holds other things, or tensors that are far larger than it is.
     """
     try:
-        return read_pickle(file, [torchao_format.Stored])
+        return read_pickle(file, [SparseSemiStructuredTensorCUTLASS])
     except FormatError as error:
         raise FormatError(f"{file} cannot be read: {error}. Fetch it again.") from error
     except Exception as error:  # damaged archives and refused classes come as many kinds
@@ -67,13 +73,13 @@ def load(directory: str | os.PathLike[str], **options: Any) -> PreTrainedModel:
     content = read_json(directory / "config.json", "export the pruned model again")
     check_values(content, directory)
     settings = content.get("quantization_config") or {}
-    if settings.get("quant_method") != torchao_format.QUANT_METHOD:
+    if settings.get("quant_method") != TORCHAO_METHOD:
         return _load_pretrained(directory, **options)
-    if settings.get("format_version") != torchao_format.FORMAT_VERSION:
+    if settings.get("format_version") != TORCHAO_VERSION:
         raise FormatError(
             f"{directory}: `quantization_config.format_version` is "
             f"{settings.get('format_version')!r}, but this version of mrp-lightning reads "
-            f"{torchao_format.FORMAT_VERSION}. Export the pruned model again."
+            f"{TORCHAO_VERSION}. Export the pruned model again."
         )
     device = device_named(None)
     if reason := SUBCLASSES["torchao"].missing(device):
@@ -81,9 +87,7 @@ def load(directory: str | os.PathLike[str], **options: Any) -> PreTrainedModel:
             f"{directory} holds torchao's 2:4 tensors, which cannot run here: {reason}. Load the "
             "pruned model, or export it with `--format packed`, which runs everywhere."
         )
-    return torchao_format.run_on_torchao(
-        _load_dense(directory, options).to(device), settings["modules"]
-    )
+    return run_on_torchao(_load_dense(directory, options).to(device), settings["modules"])
 
 
 def _load_dense(directory: Path, options: dict[str, Any]) -> nn.Module:
@@ -92,7 +96,7 @@ def _load_dense(directory: Path, options: dict[str, Any]) -> nn.Module:
     check_files(directory, build_without_weights(config))
     state: dict[str, Tensor] = {}
     for file in sorted(directory.glob("pytorch_model*.bin")):
-        state |= {name: torchao_format.restore(tensor) for name, tensor in read(file).items()}
+        state |= {name: restore_torchao(tensor) for name, tensor in read(file).items()}
     model, loading = model_class(config).from_pretrained(
         None, config=config, state_dict=state, output_loading_info=True, **options
     )

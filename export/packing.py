@@ -11,18 +11,22 @@ from typing import cast
 import torch
 from transformers import PreTrainedModel
 
-from export.backends.apply import check_backend, why_not_here
-from export.backends.torchao_format import why_not_storable
+from export.backends import check_backend, why_not_here, why_not_storable
+from export.comparison import compare
 from export.conversion.checkpoint import Checkpoint, open_checkpoint
-from export.conversion.head_choice import HeadChoice, choose_head
 from export.conversion.parity import check_parity
 from export.conversion.selection import LayerChoice, choose_layers
 from export.conversion.tracking import Track, bars
-from export.conversion.writing import write_dense, write_packed, write_torchao
+from export.conversion.writing import (
+    HeadChoice,
+    choose_head,
+    write_dense,
+    write_packed,
+    write_torchao,
+)
 from export.loading import load
 from export.report import NO_CUDA, ExportReport, write_card
-from export.speed.comparison import compare
-from export.speed.options import SpeedOptions
+from export.timing import SpeedOptions
 from mrp_lightning import errors
 from mrp_lightning.environment import device_named
 from mrp_lightning.files import output_path

@@ -9,11 +9,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from export.comparison import SpeedReport, tables
 from export.conversion.checkpoint import Checkpoint
-from export.conversion.head_choice import HeadChoice
 from export.conversion.parity import Parity
 from export.conversion.selection import LayerChoice, alike
-from export.speed.tables import SpeedReport, tables
+from export.conversion.writing import HeadChoice
 from mrp_lightning.environment import command, versions
 from mrp_lightning.files import save_text, visible_files
 from mrp_lightning.json_files import as_json

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from export.speed.options import SpeedOptions, add_arguments
+from export.timing import SpeedOptions, add_arguments
 from mrp_lightning.cli.command import exit_on_mistake, make_parser
 
 

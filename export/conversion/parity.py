@@ -14,11 +14,11 @@ from torch.nn import functional as F
 from torch.sparse import SparseSemiStructuredTensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoTokenizer, PreTrainedModel
 
-from export.backends.torchao_format import restore
+from export.backends import restore_torchao
 from export.conversion.checkpoint import Checkpoint, open_checkpoint
-from export.conversion.head_choice import HeadChoice
 from export.conversion.selection import LayerChoice
 from export.conversion.tracking import Track, silently
+from export.conversion.writing import HeadChoice
 from export.loading import load
 from mrp_lightning.errors import DataError, ParityError, first_line
 from mrp_lightning.models.checkpoint import longest_sequence
@@ -303,7 +303,7 @@ def _compare_tensor(
 ) -> list[str]:
     if name not in stored:
         return [f"{name}: missing"]
-    found = restore(stored[name])
+    found = restore_torchao(stored[name])
     if layer is not None:
         tensor = positive_zeros(layer.matrix(tensor))[0]
         form, columns = layer.form, tensor.shape[1]

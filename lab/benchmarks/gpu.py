@@ -49,7 +49,7 @@ def speed(phase: str, tokens: list[int], **more: int) -> list[Command]:
     """
     options = {"target": phase, "layer_tokens": tokens, **more}
     code = (
-        "from export.speed.comparison import SpeedOptions, measure_shapes; "
+        "from export.comparison import SpeedOptions, measure_shapes; "
         "measure_shapes([{shape!r}], SpeedOptions(**{options}), out={out!r})"
     )
     out = f"{OUT}/{phase}"

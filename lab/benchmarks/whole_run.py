@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from export.speed.random_models import SHAPES
+from export.timing import SHAPES
 from mrp_lightning.evaluation.perplexity import Perplexity, token_losses
 from mrp_lightning.models.loading import load_model, load_tokenizer
 from mrp_lightning.pruning.job import Job, Settings

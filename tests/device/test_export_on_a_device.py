@@ -6,14 +6,13 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from export import timing
+from export.comparison import Decoder, dense_copy, packed_copy, prefill
 from export.conversion.checkpoint import open_checkpoint
 from export.conversion.parity import check_parity
 from export.conversion.selection import choose_layers
 from export.conversion.writing import write_packed
-from export.speed import random_models
-from export.speed.comparison import dense_copy, packed_copy
-from export.speed.model_timing import Decoder, prefill
-from export.speed.random_models import prunable, random_model
+from export.timing import prunable, random_model
 from mrp_lightning.embedded import STDLIB_LLAMA
 from mrp_sparse.packed_linear import Sparse24Linear
 
@@ -28,7 +27,7 @@ def kind(request, monkeypatch):
     common = {"model_type": request.param, "vocab_size": 2048, "hidden_size": 32}
     common["tie_word_embeddings"] = True
     small = common | {"num_hidden_layers": 2, "max_position_embeddings": 1024}
-    monkeypatch.setitem(random_models.SHAPES, request.param, small | KINDS[request.param])
+    monkeypatch.setitem(timing.SHAPES, request.param, small | KINDS[request.param])
     return request.param
 
 

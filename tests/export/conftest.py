@@ -11,7 +11,7 @@ from torch.sparse import SparseSemiStructuredTensor, SparseSemiStructuredTensorC
 from torch.sparse._semi_structured_conversions import sparse_semi_structured_to_dense_cutlass
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from export.backends.subclasses import SUBCLASSES
+from export.backends import SUBCLASSES
 from mrp_lightning.embedded import STDLIB_LLAMA
 from mrp_lightning.solver.patterns import SemiStructured
 from mrp_lightning.targets.layers import is_linear, layers_of

@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from export.backends.apply import BACKENDS, apply, not_faster
-from export.backends.subclasses import SUBCLASSES
-from export.speed import timing
-from export.speed.timing import random_24
+from export import timing
+from export.backends import BACKENDS, SUBCLASSES, apply, not_faster
+from export.timing import random_24
 from mrp_lightning.errors import FormatError, OptionError
 from mrp_sparse.formats.sparse24 import broken_groups, pack, unpack
 from mrp_sparse.kernels import candidates, cusparselt, dispatch
@@ -257,7 +256,7 @@ def test_back_ends_refuse_layers_with_a_reason(backend, dtype, shape, reason):
 
 
 def test_a_refused_layer_becomes_dense_and_is_listed(all_kernels_usable, monkeypatch):
-    from export.backends import apply as apply_module
+    from export import backends as apply_module
 
     monkeypatch.setattr(apply_module, "why_not_here", lambda backend, device: None)
     model = sparse_model(torch.float32)
@@ -271,7 +270,7 @@ def test_a_refused_layer_becomes_dense_and_is_listed(all_kernels_usable, monkeyp
 
 
 def test_a_layer_that_is_nowhere_faster_stays_dense(all_kernels_usable, monkeypatch, table):
-    from export.backends import apply as apply_module
+    from export import backends as apply_module
 
     monkeypatch.setattr(apply_module, "why_not_here", lambda backend, device: None)
     table(*at_few_tokens(STORED_DENSE, 1.0), *at_few_tokens("triton-gemm", 2.0))
@@ -312,7 +311,7 @@ def test_kernels_that_cannot_run_a_layer_do_not_keep_it_sparse(all_kernels_usabl
 
 @pytest.mark.parametrize("target", ["decode", "prefill", "both"])
 def test_layers_are_compressed_for_prefill_alone(all_kernels_usable, monkeypatch, table, target):
-    from export.backends import apply as apply_module
+    from export import backends as apply_module
 
     table()
     monkeypatch.setattr(apply_module, "why_not_here", lambda backend, device: None)
@@ -469,7 +468,7 @@ def test_the_operator_is_as_exact_as_a_dense_product_on_shapes_of_real_models(sh
 @pytest.mark.parametrize("tokens", [1, 8, 128])
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_the_operator_is_captured_and_compiled(tokens, mode):
-    from export.speed.timing import captured
+    from export.timing import captured
 
     model = sparse_model(shape=(256, 256)).cuda()
     for layer in model:

@@ -10,15 +10,33 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import import_utils
 
+from export import comparison, timing
 from export.benchmark import main
+from export.comparison import (
+    Decoder,
+    ModelTime,
+    SpeedReport,
+    compare,
+    dense_copy,
+    packed_copy,
+    prefill,
+    speed_ups,
+    tables,
+    without_masks,
+)
 from export.conversion.selection import alike
-from export.speed import comparison, random_models
-from export.speed.comparison import compare, dense_copy, packed_copy
-from export.speed.model_timing import Decoder, ModelTime, prefill, without_masks
-from export.speed.options import SpeedOptions, add_arguments
-from export.speed.random_models import SHAPES, prunable, random_model
-from export.speed.tables import SpeedReport, speed_ups, tables
-from export.speed.timing import COLD_BYTES, Timing, copies, random_24, take_turns
+from export.timing import (
+    COLD_BYTES,
+    SHAPES,
+    SpeedOptions,
+    Timing,
+    add_arguments,
+    copies,
+    prunable,
+    random_24,
+    random_model,
+    take_turns,
+)
 from mrp_lightning.cli.command import make_parser
 from mrp_lightning.errors import OptionError
 from mrp_sparse.decoding import storage_bytes
@@ -48,7 +66,7 @@ def tiny(monkeypatch):
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
     }
-    monkeypatch.setitem(random_models.SHAPES, "tiny", small)
+    monkeypatch.setitem(timing.SHAPES, "tiny", small)
     torch.manual_seed(0)
     return random_model("tiny", torch.float32, CPU)
 
@@ -126,7 +144,7 @@ def kind(request, monkeypatch):
     """The families of the published shapes, small."""
     common = {"model_type": request.param, "vocab_size": 64, "hidden_size": 32}
     small = common | {"num_hidden_layers": 2, "max_position_embeddings": 64}
-    monkeypatch.setitem(random_models.SHAPES, request.param, small | KINDS[request.param])
+    monkeypatch.setitem(timing.SHAPES, request.param, small | KINDS[request.param])
     return request.param
 
 

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.sparse import SparseSemiStructuredTensorCUTLASS
 
-from export.backends.apply import apply
-from export.speed.timing import random_24
+from export.backends import apply
+from export.timing import random_24
 from mrp_sparse.packed_linear import Sparse24Linear
 
 CPU = torch.device("cpu")

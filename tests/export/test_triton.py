@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("triton", reason="needs Triton, as the extra `dev` or torch for CUDA bring it")
 
-from export.speed.timing import random_24
+from export.timing import random_24
 from mrp_sparse.formats.sparse24 import pack
 from mrp_sparse.kernels import triton_kernels
 from mrp_sparse.kernels.candidates import KERNELS, Call, PackedWeight

@@ -1,17 +1,21 @@
-"""How a time is taken on a CUDA device, and the time of every kernel on a layer's shape."""
+"""The time of every kernel on a layer's shape, on a CUDA device; and what to measure."""
 
 import functools
 import logging
 import statistics
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from export.backends import BACKENDS, TARGETS
+from mrp_lightning.cli.command import number_from
 from mrp_lightning.errors import first_line
-from mrp_sparse.formats.sparse24 import GROUP, pack
+from mrp_sparse.formats.sparse24 import GROUP, pack, why_not_packable
 from mrp_sparse.kernels import cusparselt
 from mrp_sparse.kernels.candidates import (
     KERNELS,
@@ -24,6 +28,66 @@ from mrp_sparse.kernels.candidates import (
 )
 from mrp_sparse.kernels.dispatch import STORED_DENSE, Failure, Measurement
 from mrp_sparse.kernels.operator import MAX_ERROR_RATIO
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+LAYER_TOKENS = (1, 4, 8, 16, 64, 256, 1024, 4096, 16384)
+
+
+@dataclass(frozen=True)
+class SpeedOptions:
+    """The options by which a packed model and its dense twin are measured.
+
+    Attributes:
+        backend: What runs the packed layers, one of `BACKENDS`.
+        target: What the weights are kept ready for, a key of `TARGETS`.
+        compile_mode: Mode of `torch.compile`, on both sides; `None` times eager code alone.
+        batch_sizes: Numbers of sequences at a time.
+        prompt_tokens: Length of each prompt.
+        new_tokens: Decode steps of one repeat.
+        layer_tokens: Numbers of tokens at which every kernel is timed on each layer shape; empty
+            leaves the layers out.
+    """
+
+    backend: str = "auto"
+    target: str = "both"
+    compile_mode: str | None = "default"
+    batch_sizes: Sequence[int] = (1,)
+    prompt_tokens: int = 2048
+    new_tokens: int = 128
+    layer_tokens: Sequence[int] = LAYER_TOKENS
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """The phases of whole models that are timed."""
+        return ("prefill", "decode") if self.target == "both" else (self.target,)
+
+    @classmethod
+    def of(cls, parsed: Namespace) -> Self:
+        """The options of a command line whose parser `add_arguments` was given."""
+        names = [field.name for field in fields(cls)]
+        return cls(**{name: getattr(parsed, name) for name in names if name in parsed})
+
+
+def add_arguments(parser: Any, batch_sizes: Sequence[int]) -> None:
+    """Add the arguments of `SpeedOptions` but `layer_tokens` to a command line, or to a group."""
+    option, number = parser.add_argument, number_from(1)
+    option("--backend", choices=BACKENDS, default="auto", help="what to measure")
+    what = "mode of torch.compile, for both sides; none: eager code alone"
+    option(
+        "--compile", dest="compile_mode", type=_mode, default="default", metavar="MODE", help=what
+    )
+    what = "what to keep weights ready for; both keeps two layouts in memory (default: both)"
+    option("--target", choices=TARGETS, default="both", help=what)
+    option("--batch-sizes", nargs="+", type=number, default=[*batch_sizes], metavar="N")
+    option("--prompt-tokens", type=number, default=2048, metavar="N")
+    option("--new-tokens", type=number, default=128, metavar="N")
+
+
+def _mode(text: str) -> str | None:
+    return None if text == "none" else text
+
 
 COLD_BYTES = 512 * 2**20
 """Bytes of the weights that are read one after the other: several times any L2 cache."""
@@ -268,3 +332,50 @@ def why_wrong(y: Tensor, x: Tensor, dense: Tensor) -> str | None:
     if found <= allowed:
         return None
     return f"wrong result: its relative error is {found:.1e}, the limit {allowed:.1e}"
+
+
+_OF_ALL = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 16384,
+}
+_LLAMA = {"model_type": "llama", **_OF_ALL}
+_OPT = {"model_type": "opt", "word_embed_proj_dim": 4096, **_OF_ALL}
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama2-7b": {**_LLAMA, "vocab_size": 32000, "intermediate_size": 11008},
+    "llama3-8b": {
+        **_LLAMA,
+        "vocab_size": 128256,
+        "intermediate_size": 14336,
+        "num_key_value_heads": 8,
+    },
+    "opt-6.7b": {**_OPT, "vocab_size": 50272, "ffn_dim": 16384},
+}
+"""Shapes of published models; room for positions is larger, so that long prompts can be timed."""
+
+
+@torch.no_grad()
+def random_model(shape: str, dtype: torch.dtype, device: torch.device) -> "PreTrainedModel":
+    """A model of a published shape with random weights, 2:4 in all linear layers but the head."""
+    from transformers import AutoConfig, AutoModelForCausalLM  # the shapes alone need none
+
+    options = dict(SHAPES[shape])
+    config = AutoConfig.for_model(options.pop("model_type"), **options)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    for layer in prunable(model).values():
+        layer.weight.copy_(random_24(layer.out_features, layer.in_features, dtype, device))
+    return model
+
+
+def prunable(model: "PreTrainedModel") -> dict[str, nn.Linear]:
+    """The linear layers that have a packed form, without the output head."""
+    head = model.get_output_embeddings()
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and module is not head
+        and why_not_packable(module.weight.shape) is None
+    }

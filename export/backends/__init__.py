@@ -1,1 +1,0 @@
-"""A whole model on one back-end: our operator, or the tensor subclasses of torch and torchao."""

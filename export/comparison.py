@@ -1,0 +1,522 @@
+"""The speed of a packed model against its dense twin: all kernels by layer, then whole models."""
+
+import copy
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AttentionInterface, PreTrainedModel, StaticCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from export.backends import apply, check_backend
+from export.conversion.selection import alike
+from export.timing import (
+    REPEATS,
+    SpeedOptions,
+    Timing,
+    captured,
+    graphed,
+    measure,
+    microseconds,
+    prunable,
+    random_model,
+    take_turns,
+)
+from mrp_lightning.errors import OptionError, first_line
+from mrp_lightning.files import save_text
+from mrp_lightning.json_files import as_json
+from mrp_sparse.arguments import checked
+from mrp_sparse.decoding import storage_bytes
+from mrp_sparse.kernels import cusparselt
+from mrp_sparse.kernels.dispatch import (
+    STORED_DENSE,
+    Failure,
+    Measurement,
+    cache_path,
+    known_times,
+    use_times,
+)
+from mrp_sparse.packed_linear import Sparse24Linear
+from mrp_sparse.upstream import attention_of
+
+log = logging.getLogger(__name__)
+
+SPARE = 16
+"""Further places in the cache, for the steps of the warm-up."""
+MASKLESS = "sdpa_without_mask"
+AttentionInterface.register(MASKLESS, sdpa_attention_forward)  # and no function that makes masks
+
+
+@dataclass(frozen=True)
+class ModelTime:
+    """The time of one way to run one side of a comparison, or the reason why there is none.
+
+    Attributes:
+        phase: `prefill` (a forward of the prompt) or `decode` (one token after it).
+        side: `dense` or `sparse`.
+        way: `eager` or `compiled`; both are captured in a CUDA graph.
+        tokens: Number of prompt tokens of each sequence.
+        timing: Time of one forward.
+        compile_seconds: Time of compiling and capturing, 0 for eager.
+    """
+
+    phase: str
+    side: str
+    way: str
+    batch_size: int
+    tokens: int
+    timing: Timing | None
+    compile_seconds: float = 0.0
+    failure: str | None = None
+
+
+class Decoder:
+    """Greedy decoding into a static cache, one captured step a token.
+
+    A step reads nothing back to the host, so that it can be captured: it is given the attention
+    mask of all places, from which OPT would else make one of the length it has reached.
+
+    The model is in evaluation mode, the prompt is (batch, length), there are at most `new_tokens`
+    steps between two rewinds, and `forward` is the model, compiled or not.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        prompt: Tensor,
+        new_tokens: int,
+        forward: Callable[..., Any] | None = None,
+    ) -> None:
+        self.forward = model if forward is None else forward
+        length = prompt.shape[1]
+        places = length + new_tokens + SPARE
+        self.cache = StaticCache(config=model.config, max_cache_len=places)
+        self.mask = prompt.new_ones(len(prompt), places)
+        positions = torch.arange(length, device=prompt.device).expand_as(prompt)
+        logits = self._logits(model, prompt, positions)
+        self.token = logits[:, -1:].argmax(-1)
+        self.position = torch.full_like(self.token, length)
+        self._start = [(tensor, tensor.clone()) for tensor in self._counters()]
+
+    def step(self) -> None:
+        """Replace `token` by the next one."""
+        logits = self._logits(self.forward, self.token, self.position)
+        self.token.copy_(logits[:, -1:].argmax(-1))
+        self.position.add_(1)
+
+    def rewind(self) -> None:
+        """Go back to the end of the prompt."""
+        for tensor, value in self._start:
+            tensor.copy_(value)
+
+    def _logits(self, forward: Callable[..., Any], tokens: Tensor, positions: Tensor) -> Tensor:
+        return forward(
+            tokens,
+            attention_mask=self.mask,
+            past_key_values=self.cache,
+            position_ids=positions,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits
+
+    def _counters(self) -> list[Tensor]:
+        counters = [self.token, self.position]
+        for layer in self.cache.layers:
+            integers = [v for v in vars(layer).values() if isinstance(v, Tensor)]
+            counters += [v for v in integers if not v.is_floating_point()]
+        return counters
+
+
+@contextmanager
+def without_masks(*models: PreTrainedModel) -> Iterator[None]:
+    """Within it, models that attend to all tokens before use SDPA's own causal attention.
+
+    A prompt without padding needs no mask. transformers makes one all the same while a CUDA graph
+    is captured, and with a mask SDPA is several times slower than what `generate` runs. Models with
+    sliding windows, or without SDPA, stay as they are.
+    """
+    changed = [model for model in models if _attends_to_all(model)]
+    for model in changed:
+        model.set_attn_implementation(MASKLESS)
+    try:
+        yield
+    finally:
+        for model in changed:
+            model.set_attn_implementation("sdpa")
+
+
+def _attends_to_all(model: PreTrainedModel) -> bool:
+    config = model.config
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    windowed = getattr(config, "sliding_window", None) is not None
+    return attention_of(config) == "sdpa" and kinds == {"full_attention"} and not windowed
+
+
+@torch.no_grad()
+def time_models(
+    dense: PreTrainedModel, sparse: PreTrainedModel, options: SpeedOptions
+) -> Iterator[list[ModelTime]]:
+    """Time prefill and decode of the same weights, dense and on a back-end, on a CUDA device.
+
+    For each batch size and phase all ways of both sides are given.
+    """
+    sides = {"dense": dense, "sparse": sparse}
+    for batch_size in options.batch_sizes:
+        ids = torch.randint(dense.config.vocab_size, (batch_size, options.prompt_tokens))
+        for phase in options.phases:
+            yield _time_ways(sides, phase, ids.to(dense.device), options)
+
+
+def _time_ways(
+    sides: Mapping[str, PreTrainedModel], phase: str, prompt: Tensor, options: SpeedOptions
+) -> list[ModelTime]:
+    """Time all ways of all sides in turns. One that fails does not keep others from running."""
+    torch.compiler.reset()  # once: code that is forgotten takes its kernels out of captured graphs
+    modes: dict[str, str | None] = {"eager": None}
+    if options.compile_mode is not None:
+        modes["compiled"] = options.compile_mode
+    runs: dict[str, Callable[[], float]] = {}
+    compile_seconds: dict[str, float] = {}
+    failures: dict[str, str] = {}
+    ways = {f"{side} {way}": (side, way) for side in sides for way in modes}
+    for name, (side, way) in ways.items():
+        start = time.perf_counter()
+        try:
+            runs[name] = _contestant(sides[side], phase, prompt, options.new_tokens, modes[way])
+        except Exception as error:
+            failures[name] = first_line(error)
+        compile_seconds[name] = 0.0 if modes[way] is None else time.perf_counter() - start
+    try:
+        timings = take_turns(runs, REPEATS)
+    except Exception as error:
+        timings, failures = {}, dict.fromkeys(runs, first_line(error)) | failures
+    return [
+        ModelTime(
+            phase=phase,
+            side=side,
+            way=way,
+            batch_size=prompt.shape[0],
+            tokens=prompt.shape[1],
+            timing=timings.get(name),
+            compile_seconds=compile_seconds[name],
+            failure=failures.get(name),
+        )
+        for name, (side, way) in ways.items()
+    ]
+
+
+def _contestant(
+    model: PreTrainedModel, phase: str, prompt: Tensor, new_tokens: int, mode: str | None
+) -> Callable[[], float]:
+    """A function that runs once and gives microseconds a forward."""
+    forward: Callable[..., Any] = model
+    if mode is not None:
+        # The graph is captured here, for all contestants alike.
+        forward = torch.compile(model, mode=None if mode == "default" else mode, dynamic=False)
+    if phase == "prefill":
+        with without_masks(model):
+            return graphed([lambda: prefill(forward, prompt)])
+    decoder = Decoder(model, prompt, new_tokens, forward)
+    graph = captured([decoder.step])
+
+    def replay() -> None:
+        for _ in range(new_tokens):
+            graph.replay()
+
+    def once() -> float:
+        decoder.rewind()
+        return microseconds(replay) / new_tokens
+
+    return once
+
+
+def prefill(forward: Callable[..., Any], prompt: Tensor) -> Tensor:
+    """The logits (batch, 1, vocabulary) of the last token."""
+    return forward(prompt, use_cache=False, logits_to_keep=1).logits
+
+
+VALUE_BYTES = 2
+"""Bytes of a float16 or bfloat16 value."""
+PACKED = 0.5625
+"""Packed bytes for each dense byte of such values."""
+
+
+@dataclass
+class SpeedReport:
+    """All that was measured of one model, filled in as it comes.
+
+    Attributes:
+        environment: The device and the versions of the libraries.
+        backend: The back-end of the sparse side.
+        target: The phases that the sparse side was prepared for, a key of `TARGETS`.
+        bandwidth: Bytes a second of a large copy, reads and writes together.
+        stayed_dense: The reason for each packed layer that the back-end runs dense, by its name.
+        dense_bytes: Bytes of the dense model's storages; `None` before it is measured.
+        sparse_bytes: Bytes of the sparse model's storages, in all layouts that its back-end keeps.
+    """
+
+    environment: Mapping[str, Any]
+    backend: str
+    target: str
+    bandwidth: float
+    layers: list[Measurement] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    models: list[ModelTime] = field(default_factory=list)
+    stayed_dense: Mapping[str, str] = field(default_factory=dict)
+    dense_bytes: int | None = None
+    sparse_bytes: int | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def save(self, path: Path) -> None:
+        """Write `path`.json and `path`.md."""
+        save_text(f"{path}.json", as_json(asdict(self)))
+        save_text(f"{path}.md", tables(self))
+
+
+def tables(report: SpeedReport) -> str:
+    """The report as Markdown."""
+    parts = [", ".join(f"{name} {value}" for name, value in report.environment.items())]
+    parts += report.notes
+    if report.layers:
+        parts.append(_layer_table(report.layers, report.bandwidth))
+    if report.failures:
+        parts.append("Not measured:\n\n" + "\n".join(_failure_list(report.failures)))
+    if report.models:
+        parts.append(_model_table(report.models))
+        parts += [
+            f"{phase}, batch {batch}: sparse is {ratio:.2f}× as fast as the faster dense way."
+            for (phase, batch), ratio in speed_ups(report.models).items()
+        ]
+    if report.sparse_bytes is not None and report.dense_bytes is not None:
+        parts.append(
+            f"Weights in memory: {report.sparse_bytes / 1e9:.2f} GB, "
+            f"{report.dense_bytes / 1e9:.2f} GB dense."
+        )
+    parts += [f"Stayed dense: {layers}: {why}." for layers, why in alike(report.stayed_dense)]
+    return "\n\n".join(parts) + "\n"
+
+
+def speed_ups(rows: Sequence[ModelTime]) -> dict[tuple[str, int], float]:
+    """Time of the faster dense way over that of the faster sparse way, by phase and batch size."""
+    best: dict[tuple[str, int, str], float] = {}
+    for row in rows:
+        if row.timing is not None:
+            key = row.phase, row.batch_size, row.side
+            best[key] = min(row.timing.median, best.get(key, row.timing.median))
+    return {
+        (phase, batch): time / best[phase, batch, "sparse"]
+        for (phase, batch, side), time in best.items()
+        if side == "dense" and (phase, batch, "sparse") in best
+    }
+
+
+def _failure_list(failures: Sequence[Failure]) -> list[str]:
+    """A line for each kernel, shape and reason, with all numbers of tokens."""
+    tokens: dict[tuple[str, str, str], list[int]] = {}
+    for f in failures:
+        key = f.kernel, f"{f.out_features}×{f.in_features}", f.reason
+        tokens.setdefault(key, []).append(f.tokens)
+    return [
+        f"* {kernel}, {shape}, tokens {', '.join(map(str, counts))}: {reason}"
+        for (kernel, shape, reason), counts in tokens.items()
+    ]
+
+
+def _layer_table(measurements: Sequence[Measurement], bandwidth: float) -> str:
+    dense = {m.problem: m.microseconds for m in measurements if m.kernel == STORED_DENSE}
+    rows = []
+    for m in measurements:
+        size = m.out_features * m.in_features * VALUE_BYTES
+        rate = size * (1 if m.kernel == STORED_DENSE else PACKED) / (m.microseconds * 1e-6)
+        times = [f"{m.microseconds:.1f}", f"{m.low:.1f}–{m.high:.1f}"]
+        ratios = [f"{dense[m.problem] / m.microseconds:.2f}", f"{rate / 1e9:.0f}"]
+        shape = f"{m.out_features}×{m.in_features}"
+        rows.append([shape, str(m.tokens), m.kernel, *times, *ratios, f"{rate / bandwidth:.0%}"])
+    return _markdown("out × in, tokens, kernel, µs, 20–80%, × dense, GB/s, of copy", rows)
+
+
+def _model_table(times: Sequence[ModelTime]) -> str:
+    rows = []
+    for t in times:
+        row = [t.phase, str(t.batch_size), str(t.tokens), t.side, t.way]
+        if t.timing is None:
+            rows.append([*row, f"failed: {t.failure}", "", "", ""])
+            continue
+        done = t.batch_size * (t.tokens if t.phase == "prefill" else 1)
+        low, high = t.timing.low / 1e3, t.timing.high / 1e3
+        rate = f"{done / (t.timing.median * 1e-6):.0f}"
+        row += [f"{t.timing.median / 1e3:.3f}", f"{low:.3f}–{high:.3f}"]
+        rows.append([*row, rate, f"{t.compile_seconds:.0f}"])
+    return _markdown("phase, batch, prompt, side, way, ms, 20–80%, tokens/s, compile s", rows)
+
+
+def _markdown(columns: str, rows: Sequence[Sequence[str]]) -> str:
+    """A table with the columns of these names, which commas separate."""
+    header = columns.split(", ")
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def packed_copy(model: PreTrainedModel, names: Iterable[str]) -> PreTrainedModel:
+    """The model with these layers packed; all other tensors are shared with the original."""
+    shared: dict[int, Any] = {id(p): p for p in (*model.parameters(), *model.buffers())}
+    sparse = copy.deepcopy(model, shared)
+    for name in names:
+        sparse.set_submodule(name, Sparse24Linear.from_linear(model.get_submodule(name)))
+    return sparse
+
+
+def dense_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with its packed layers dense; all other tensors are shared with the original."""
+    shared: dict[int, Any] = {id(p): p for p in (*model.parameters(), *model.buffers())}
+    dense = copy.deepcopy(model, shared)
+    for name, module in model.named_modules():
+        if isinstance(module, Sparse24Linear):
+            dense.set_submodule(name, module.to_linear())
+    return dense
+
+
+@checked
+def compare(
+    sparse: PreTrainedModel,
+    options: SpeedOptions,
+    report_on: Callable[[SpeedReport], object] = lambda _: None,
+) -> SpeedReport:
+    """Measure the layers, put the model on a back-end, and time it against its dense twin.
+
+    `report_on` is called with the report whenever there is more in it. The model, with its packed
+    layers, is left on the back-end.
+
+    Raises:
+        OptionError: The model is not on a CUDA device, or the back-end cannot run there.
+    """
+    device = sparse.device
+    if device.type != "cuda":
+        raise OptionError(f"Speed is measured on CUDA devices; the model is on {device}.")
+    check_backend(options.backend, device)
+    report = SpeedReport(
+        environment={**known_times(device).environment, **_versions()},
+        backend=options.backend,
+        target=options.target,
+        bandwidth=bandwidth(device),
+    )
+    if report.environment.get("cusparselt") == cusparselt.SLOW_ON_HOPPER:
+        note = "cuSPARSELt 0.8.0 is slower on Hopper than 0.8.1, which torch 2.12 brings."
+        report.notes.append(note)
+    for found, failures in measure_layers(sparse, options.layer_tokens):
+        report.layers += found
+        report.failures += failures
+        report_on(report)
+    dense = dense_copy(sparse)
+    report.stayed_dense = apply(sparse, options.backend, options.target)
+    report.dense_bytes, report.sparse_bytes = storage_bytes(dense), storage_bytes(sparse)
+    for times in time_models(dense, sparse, options):
+        report.models += times
+        report_on(report)
+    return report
+
+
+@torch.no_grad()
+def measure_layers(
+    model: PreTrainedModel, tokens: Sequence[int]
+) -> Iterator[tuple[list[Measurement], list[Failure]]]:
+    """Time each shape of the packed layers of a model on a CUDA device once, by all kernels.
+
+    Kernels are chosen by these times from now on, in later processes too. For each shape and number
+    of tokens it gives what was measured, and what could not be.
+    """
+    layers = [m for m in model.modules() if isinstance(m, Sparse24Linear)]
+    for shape in dict.fromkeys((m.out_features, m.in_features, m.weight.dtype) for m in layers):
+        if not tokens:
+            return
+        for found, failures in measure(*shape, model.device, tokens):
+            times = known_times(model.device).merged(found)
+            times.save(cache_path(times.environment))
+            use_times(times, model.device)
+            yield found, failures
+
+
+def bandwidth(device: torch.device) -> float:
+    """Bytes a second of a large copy on a device, reads and writes together."""
+    source = torch.empty(2**30, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    once = {"copy": lambda: microseconds(lambda: target.copy_(source))}
+    return 2 * source.nbytes / (take_turns(once, 10)["copy"].median * 1e-6)
+
+
+def _versions() -> dict[str, str]:
+    """Versions on which the times of kernels do not depend, and that a reader wants to know."""
+    found = {"transformers": transformers.__version__}
+    query = ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError) as error:
+        log.warning("nvidia-smi does not tell the driver's version: %s", error)
+        return found
+    driver, clock = answer.stdout.splitlines()[0].split(", ")
+    return found | {"driver": driver, "highest clock": clock}
+
+
+def measure_shapes(
+    shapes: Sequence[str],
+    options: SpeedOptions,
+    dtype: str = "bfloat16",
+    out: str | os.PathLike[str] | None = None,
+) -> None:
+    """Measure shapes one after the other, and print what was found.
+
+    Args:
+        shapes: Keys of `SHAPES`.
+        options: What to measure.
+        dtype: Dtype of the weights, `bfloat16` or `float16`.
+        out: Directory for SHAPE-BACKEND.md and .json, which grow as it runs; `None` writes none.
+
+    Raises:
+        OptionError: There is no CUDA device, or the back-end cannot run on it.
+        SystemExit: With status 1 and their names if shapes could not be measured to their end.
+    """
+    if not torch.cuda.is_available():
+        raise OptionError("speed is measured on a CUDA device, and this machine has none.")
+    device = torch.device("cuda", torch.cuda.current_device())
+    check_backend(options.backend, device)
+    failed = []
+    for shape in shapes:
+        sys.stdout.write(f"## {shape}, {options.backend}\n\n")
+        path = None if out is None else Path(out, f"{shape}-{options.backend}")
+        try:
+            report = _measure_shape(shape, getattr(torch, dtype), device, options, path)
+        except Exception:  # the shapes that follow may fit where this one did not
+            log.exception("%s was not measured to its end.", shape)
+            failed.append(shape)
+        else:
+            sys.stdout.write(f"{tables(report)}\n")
+        sys.stdout.flush()
+    if failed:
+        raise SystemExit(f"not measured to the end: {', '.join(failed)}")
+
+
+def _measure_shape(
+    shape: str, dtype: torch.dtype, device: torch.device, options: SpeedOptions, path: Path | None
+) -> SpeedReport:
+    """Measure one shape, and save the report as it grows."""
+
+    def save(report: SpeedReport) -> None:
+        if path is not None:
+            report.save(path)
+
+    model = random_model(shape, dtype, device)
+    sparse = packed_copy(model, prunable(model))
+    del model
+    report = compare(sparse, options, report_on=save)
+    save(report)
+    return report

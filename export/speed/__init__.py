@@ -1,1 +1,0 @@
-"""The speed of kernels, layers and models is measured and tabulated."""
