@@ -19,15 +19,8 @@ from mrp_lightning.files import save_text, visible_files
 from mrp_lightning.json_files import as_json
 from mrp_lightning.models.checkpoint import model_class
 from mrp_lightning.records import evaluation
-from mrp_lightning.records.model_card import (
-    NAME as CARD,
-)
-from mrp_lightning.records.model_card import (
-    made_by,
-    new_card,
-    with_perplexities,
-    with_section,
-)
+from mrp_lightning.records.model_card import NAME as CARD
+from mrp_lightning.records.model_card import made_by, new_card, with_perplexities, with_section
 
 FORMAT_VERSION = 1
 NAME = "export_report.json"
@@ -96,10 +89,7 @@ class ExportReport:
             "layers": [
                 {
                     "name": layer.name,
-                    "shape": list(layer.shape),
-                    "dtype": str(layer.dtype).removeprefix("torch."),
-                    "dense_bytes": layer.dense_bytes,
-                    "packed_bytes": layer.packed_bytes,
+                    **_size(layer),
                     "kept": layer.kept,
                     "broken_groups": layer.broken_groups,
                     "negative_zeros": layer.negative_zeros,
@@ -107,10 +97,11 @@ class ExportReport:
                 }
                 for layer in self.layers
             ],
-            "head": None if self.head is None else _head(self.head),
+            "head": self.head
+            and {"name": self.head.name, "table": self.head.table, **_size(self.head)},
             "totals": self.totals,
-            "parity": None if self.parity is None else self.parity.to_dict(),
-            "benchmark": None if self.benchmark is None else asdict(self.benchmark),
+            "parity": self.parity and asdict(self.parity),
+            "benchmark": self.benchmark and asdict(self.benchmark),
             "notes": self.notes,
             "versions": versions(),
         }
@@ -137,14 +128,12 @@ class ExportReport:
             console.print(note, highlight=False)
 
 
-def _head(head: HeadChoice) -> dict[str, Any]:
+def _size(choice: LayerChoice | HeadChoice) -> dict[str, Any]:
     return {
-        "name": head.name,
-        "table": head.table,
-        "shape": list(head.shape),
-        "dtype": str(head.dtype).removeprefix("torch."),
-        "dense_bytes": head.dense_bytes,
-        "packed_bytes": head.packed_bytes,
+        "shape": list(choice.shape),
+        "dtype": str(choice.dtype).removeprefix("torch."),
+        "dense_bytes": choice.dense_bytes,
+        "packed_bytes": choice.packed_bytes,
     }
 
 
@@ -182,87 +171,73 @@ def _parity_rows(parity: Parity) -> Iterable[tuple[str, str]]:
     yield "tensors with equal bits", f"{parity.tensors} of {parity.tensors}"
     if parity.operators:
         worst = max(parity.operators, key=lambda row: row.packed)
-        yield (
-            "largest relative error of a layer",
-            f"{worst.packed:.1e} (dense product {worst.dense:.1e})",
-        )
+        errors = f"{worst.packed:.1e} (dense product {worst.dense:.1e})"
+        yield "largest relative error of a layer", errors
+    agrees = "likeliest next token agrees"
     if (text := parity.text) is not None:
         yield "compared on", f"{text.tokens} tokens: {text.text}"
         equal = "equal" if text.bit_equal else f"largest difference {text.max_difference:.3g}"
         yield "logits", equal
-        yield "likeliest next token agrees", f"{text.top1_agreement:.2%}"
+        yield agrees, f"{text.top1_agreement:.2%}"
         yield "perplexity", f"{text.perplexity_before:.4f} → {text.perplexity_after:.4f}"
     if (head := parity.head) is not None:
         change = f"{head.perplexity_before:.4f} → {head.perplexity_after:.4f}"
         yield "before that, 8 bits for the head: perplexity", change
-        yield "likeliest next token agrees", f"{head.top1_agreement:.2%}"
+        yield agrees, f"{head.top1_agreement:.2%}"
 
 
-def _mebibytes(count: int) -> str:
-    return f"{count / 2**20:,.2f} MiB"
-
-
+_LOADERS = (
+    "Transformers loads them, and any other loader refuses them, until mrp-lightning's `export` is "
+    "imported."
+)
 _FORMS = {
     "packed": (
         "Packed 2:4",
-        "`weight` holds the kept values and `weight_meta` their places. Transformers loads them, "
-        "and any other loader refuses them, until mrp-lightning's `export` is imported.",
+        f"`weight` holds the kept values and `weight_meta` their places. {_LOADERS}",
     ),
     "bitmask": (
         "Packed as bitmasks",
-        "`weight` holds the kept values and `weight_bits` their places. Transformers loads them, "
-        "and any other loader refuses them, until mrp-lightning's `export` is imported.",
+        f"`weight` holds the kept values and `weight_bits` their places. {_LOADERS}",
     ),
     "bitmask4": (
         "Packed as bitmasks and four bits",
         "`weight` holds the codes of the kept values, `weight_bits` their places and "
-        "`weight_scales` what the codes are multiplied with. Transformers loads them, and any "
-        "other loader refuses them, until mrp-lightning's `export` is imported.",
+        f"`weight_scales` what the codes are multiplied with. {_LOADERS}",
     ),
-    "torchao": (
-        "torchao's 2:4 tensors",
-        "They run on a CUDA device, with torchao 0.18.",
-    ),
+    "torchao": ("torchao's 2:4 tensors", "They run on a CUDA device, with torchao 0.18."),
 }
 
 
 def write_card(source: Checkpoint, report: ExportReport, directory: Path) -> None:
-    """Write `README.md` beside the files of an export, packed or as torchao's tensors.
+    """Write `README.md` for an export, packed or as torchao's tensors.
 
-    All is kept of the card of the pruned checkpoint, if it has one.
+    The card of the pruned checkpoint, if there is one, is continued, with the perplexities that
+    have been measured since.
     """
     title, form = _FORMS[report.format]
     totals = report.totals
     lines = [
         f"{totals['packed_layers']} layers take {totals['packed_fraction']:.4f} of their bytes. "
         f"{form}",
-        "",
-        "```python",
-        *_loading(source, report.format),
-        "```",
-        *_parity(report),
+        *("", "```python", *_loading_code(source, report.format), "```"),
+        *_card_of_parity(report),
         *made_by(command()),
     ]
-    text = with_section(_card_of_source(source.path), title, lines)
-    (directory / CARD).write_text(text, encoding="utf-8")
-
-
-def _card_of_source(source: Path) -> str:
-    """The card of the pruned model, with the perplexities that are known by now."""
     text = new_card("Pruned model")
-    if (source / CARD).is_file():
-        text = (source / CARD).read_text("utf-8", "replace")
-    if (source / evaluation.NAME).is_file():
-        text = with_perplexities(text, evaluation.read(source).perplexity)
-    return text
+    if (source.path / CARD).is_file():
+        text = (source.path / CARD).read_text("utf-8", "replace")
+    if (source.path / evaluation.NAME).is_file():
+        text = with_perplexities(text, evaluation.read(source.path).perplexity)
+    (directory / CARD).write_text(with_section(text, title, lines), encoding="utf-8")
 
 
-def _loading(source: Checkpoint, form: str) -> list[str]:
+def _loading_code(source: Checkpoint, form: str) -> list[str]:
+    """Return the lines of Python that load an export from `DIRECTORY`."""
     if not source.config:
         return ["import export", "", 'module = export.load_into(MyModule(), "DIRECTORY")']
     if form == "torchao":
         return ["import export", "", 'model = export.load("DIRECTORY")']
-    # What the checkpoint calls its class is made code here, for others to run.
+    # The name comes from transformers' class: that of the checkpoint could be any code.
     architecture = model_class(source.pretrained_config()).__name__
     return [
         "import export  # of mrp-lightning: teaches transformers the format",
@@ -272,23 +247,22 @@ def _loading(source: Checkpoint, form: str) -> list[str]:
     ]
 
 
-def _parity(report: ExportReport) -> list[str]:
-    text = report.parity.text if report.parity else None
-    if text is None:
+def _card_of_parity(report: ExportReport) -> list[str]:
+    """Return the lines on how the logits compare with the pruned model's."""
+    if report.parity is None or (text := report.parity.text) is None:
         return []
-    same = "Its logits are equal to" if text.bit_equal else "It was compared with"
-    lines = [
-        "",
-        f"{same} those of the pruned model on {text.tokens:,} tokens"
-        + ("." if text.bit_equal else f": the likeliest agrees at {text.top1_agreement:.2%}."),
-    ]
-    head, cost = report.head, report.parity.head if report.parity else None
-    if head is not None and cost is not None:
-        what = "Its head" if head.table is None else "Its head, and the embeddings tied to it,"
-        verb = "has" if head.table is None else "have"
+    on = f"those of the pruned model on {text.tokens:,} tokens"
+    if text.bit_equal:
+        lines = ["", f"Its logits are equal to {on}."]
+    else:
+        agreement = f"the likeliest agrees at {text.top1_agreement:.2%}"
+        lines = ["", f"It was compared with {on}: {agreement}."]
+    if report.head is not None and (cost := report.parity.head) is not None:
+        tied = report.head.table is not None
+        heads = "Its head, and the embeddings tied to it, have" if tied else "Its head has"
         lines.append(
-            f"{what} {verb} 8 bits, which that model was given, too: on these tokens the "
-            f"likeliest agrees at {cost.top1_agreement:.2%} with what it is in 16 bits, and "
-            f"perplexity goes from {cost.perplexity_before:.3f} to {cost.perplexity_after:.3f}."
+            f"{heads} 8 bits, which that model was given, too: on these tokens the likeliest "
+            f"agrees at {cost.top1_agreement:.2%} with what it is in 16 bits, and perplexity goes "
+            f"from {cost.perplexity_before:.3f} to {cost.perplexity_after:.3f}."
         )
     return lines
