@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel, StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -368,22 +368,24 @@ def _markdown(columns: str, rows: Sequence[Sequence[str]]) -> str:
 
 
 def packed_copy(model: PreTrainedModel, names: Iterable[str]) -> PreTrainedModel:
-    """The model with these layers packed; all other tensors are shared with the original."""
-    shared: dict[int, Any] = {id(p): p for p in (*model.parameters(), *model.buffers())}
-    sparse = copy.deepcopy(model, shared)
-    for name in names:
-        sparse.set_submodule(name, Sparse24Linear.from_linear(model.get_submodule(name)))
-    return sparse
+    """Return the model with these layers packed; all other tensors are shared with the original."""
+    return _with_layers(
+        model, {name: Sparse24Linear.from_linear(model.get_submodule(name)) for name in names}
+    )
 
 
 def dense_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """The model with its packed layers dense; all other tensors are shared with the original."""
+    """Return the model with its packed layers dense; all other tensors are shared with it."""
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, Sparse24Linear)}
+    return _with_layers(model, {name: layer.to_linear() for name, layer in layers.items()})
+
+
+def _with_layers(model: PreTrainedModel, layers: Mapping[str, nn.Module]) -> PreTrainedModel:
     shared: dict[int, Any] = {id(p): p for p in (*model.parameters(), *model.buffers())}
-    dense = copy.deepcopy(model, shared)
-    for name, module in model.named_modules():
-        if isinstance(module, Sparse24Linear):
-            dense.set_submodule(name, module.to_linear())
-    return dense
+    changed = copy.deepcopy(model, shared)
+    for name, layer in layers.items():
+        changed.set_submodule(name, layer)
+    return changed
 
 
 @checked

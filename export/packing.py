@@ -13,10 +13,9 @@ from transformers import PreTrainedModel
 
 from export.backends import check_backend, why_not_here, why_not_storable
 from export.comparison import compare
-from export.conversion.checkpoint import Checkpoint, open_checkpoint
+from export.conversion.checkpoint import Checkpoint, Track, bars, open_checkpoint
 from export.conversion.parity import check_parity
 from export.conversion.selection import LayerChoice, choose_layers
-from export.conversion.tracking import Track, bars
 from export.conversion.writing import (
     HeadChoice,
     choose_head,

@@ -156,8 +156,8 @@ def _sizes(report: ExportReport) -> Table:
     if report.exported_bytes is not None and report.format != "dense":
         sizes["weight files"] = (report.source_bytes, report.exported_bytes)
     rows = [
-        (what, _mebibytes(dense), _mebibytes(packed), f"{packed / dense:.4f}")
-        for what, (dense, packed) in sizes.items()
+        (item, f"{dense / 2**20:,.2f} MiB", f"{packed / 2**20:,.2f} MiB", f"{packed / dense:.4f}")
+        for item, (dense, packed) in sizes.items()
     ]
     table = _table("Size", ("", "with zeros", "packed", "ratio"), rows)
     for column in table.columns[1:]:

@@ -40,11 +40,10 @@ def convert(options: Namespace) -> Path:
     # Only now: they load transformers, which help and a mistake need not wait for.
     with extra("gguf", "Writing a GGUF file"):
         from export.conversion.gguf_file import write_gguf
-    from export.conversion.checkpoint import open_checkpoint
-    from export.conversion.tracking import hush_transformers
+    from export.conversion.checkpoint import open_checkpoint, silence_transformers
     from mrp_lightning.models.gguf import find_gguf
 
-    hush_transformers()
+    silence_transformers()
     run = Path(options.checkpoint).expanduser().resolve()
     out = Path(options.out or run.with_name(f"{run.name}-{options.type}.gguf"))
     out = out.expanduser().resolve()

@@ -18,13 +18,13 @@ def main(args: Sequence[str] | None = None) -> None:
     with exit_on_mistake(interrupted="interrupted: nothing was written"):
         options = _parser().parse_args(args)
         # Only now: they load transformers, which help and a mistake need not wait for.
-        from export.conversion.tracking import hush_transformers
+        from export.conversion.checkpoint import silence_transformers
         from export.packing import PackingOptions, convert
         from mrp_lightning.signals import interruptible, unclaimed_signals
 
         names = {option.name for option in fields(PackingOptions)} - {"speed"}
         chosen = {name: getattr(options, name) for name in names}
-        hush_transformers()
+        silence_transformers()
         # SIGTERM ends it by an exception, so that what is half written is removed.
         mine = [number for number in unclaimed_signals() if number == signal.SIGTERM]
         with interruptible(mine):

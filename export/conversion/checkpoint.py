@@ -1,15 +1,21 @@
-"""A checkpoint on disk, read file by file."""
+"""A checkpoint on disk, read file by file, with a bar for what takes long."""
 
+import logging
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from export.loading import read
 from mrp_lightning.errors import FormatError, first_line
@@ -25,6 +31,35 @@ from mrp_lightning.models.integrity import check_size, check_values, misfits
 from mrp_lightning.records import report as pruning_report
 from mrp_lightning.targets.layers import PLAIN_DTYPES
 from mrp_lightning.targets.plan import not_finite
+
+Track = Callable[[Iterable[Any], int | None, str], Iterable[Any]]
+"""Iterates with a bar: takes the items, their number if it is known, and a description."""
+
+
+def silently(items: Iterable[Any], total: int | None, description: str) -> Iterable[Any]:
+    """Iterate without a bar."""
+    del total, description
+    return items
+
+
+@contextmanager
+def bars() -> Iterator[Track]:
+    """Show a bar on standard error for each iteration; none where that is not a terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    console = Console(stderr=True)
+    off = not sys.stderr.isatty()
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=off) as progress:
+        yield lambda items, total, description: progress.track(
+            items, total=total, description=description
+        )
+
+
+def silence_transformers() -> None:
+    """Silence what transformers logs about each file; its bars are for terminals only."""
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    if not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()
+
 
 _REPLACED = {"config.json", "export_report.json"}
 _WEIGHTS = {".safetensors", ".bin", ".ckpt", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf"}

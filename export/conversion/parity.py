@@ -4,7 +4,7 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,8 @@ from torch.sparse import SparseSemiStructuredTensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoTokenizer, PreTrainedModel
 
 from export.backends import restore_torchao
-from export.conversion.checkpoint import Checkpoint, open_checkpoint
+from export.conversion.checkpoint import Checkpoint, Track, open_checkpoint, silently
 from export.conversion.selection import LayerChoice
-from export.conversion.tracking import Track, silently
 from export.conversion.writing import HeadChoice
 from export.loading import load
 from mrp_lightning.errors import DataError, ParityError, first_line
@@ -209,10 +208,6 @@ class Parity:
     text: TextParity | None = None
     head: TextParity | None = None
     failures: list[str] = field(default_factory=list)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The content of `parity` in the report."""
-        return asdict(self)
 
     def require(self) -> None:
         """Refuse an export that failed by a `ParityError` that lists all failures."""

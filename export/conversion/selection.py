@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
-from export.conversion.checkpoint import Checkpoint, require_finite
-from export.conversion.tracking import Track, silently
+from export.conversion.checkpoint import Checkpoint, Track, require_finite, silently
 from mrp_lightning.errors import FormatError, OptionError, PatternError
 from mrp_lightning.files import BESIDE
 from mrp_lightning.json_files import read_as

@@ -122,7 +122,7 @@ def test_a_source_that_gives_nan_fails_however_equal_its_export_is(llama):
         assert (
             "the logits of the source hold NaN or Inf: its perplexity on random is nan" in failure
         )
-    written = json.loads(as_json(Parity(text=text).to_dict()))
+    written = json.loads(as_json(dataclasses.asdict(Parity(text=text))))
     assert written["text"]["perplexity_before"] is None
 
 
