@@ -6,11 +6,10 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -34,10 +33,8 @@ from mrp_lightning.journal.manifest import (
     Manifest,
     differences,
     digest,
-    plain,
 )
-from mrp_lightning.json_files import as_dataclass
-from mrp_lightning.processes import Processes
+from mrp_lightning.processes import ALONE, Processes
 from mrp_lightning.records.report import PruningReport
 from mrp_lightning.targets.layers import Layer
 
@@ -135,7 +132,7 @@ def _blocks(path: Path) -> list[Path]:
     be one, and hold nothing yet: a power cut may leave zeros where a file was being written.
     """
     try:
-        listed = {entry.file for entry in Manifest.load(path).entries.values()}
+        listed = {entry.file for entry in Manifest.load(path).shards.values()}
     except (JournalError, OSError):
         listed = set()
     return [
@@ -154,18 +151,29 @@ def _is_blank(file: Path) -> bool:
         return not any(content.read(_BLANK_BYTES))
 
 
-class Journal:
+class Journal(AbstractContextManager["Journal"]):
     """The journal of one run, which this process holds until `close`. Made by `Journal.open`.
+
+    It lies on the disk of process 0. All processes call `in`, `read`, `restore` and `write` in the
+    same order.
 
     Attributes:
         path: The directory.
-        manifest: What is in it.
+        manifest: Its content; in processes other than 0 the content when it was opened.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, lock: FileLock) -> None:
+    def __init__(
+        self,
+        path: Path,
+        manifest: Manifest,
+        lock: FileLock | None,
+        processes: Processes = ALONE,
+        streamed: "StreamedBlocks | None" = None,
+    ) -> None:
         self.path, self.manifest, self._lock = path, manifest, lock
+        self._processes, self._streamed = processes, streamed
         self._damaged: set[int] = set()
-        # Less what the run took before.
+        # `_go_on` moves these back by the times of earlier runs.
         self._start, self._cpu_start = time.monotonic(), time.process_time()
 
     @classmethod
@@ -177,8 +185,13 @@ class Journal:
         resume: bool = True,
         about: Mapping[str, Any] | None = None,
         defaults: Mapping[str, Any] | None = None,
+        processes: Processes = ALONE,
+        streamed: "StreamedBlocks | None" = None,
     ) -> Self:
         """Start the journal of a run, or go on with one of the same fingerprint.
+
+        Only a run with as many processes can go on with it, since sums over other shares of the
+        data are rounded otherwise.
 
         Args:
             beside: The directory that the run will write.
@@ -187,6 +200,9 @@ class Journal:
             about: What to keep about the run; see `Manifest`.
             defaults: The defaults of settings, by name: a journal that was begun before a setting
                 existed was begun with its default.
+            processes: The processes that make the run together; all of them call this.
+            streamed: The blocks that stay in files. Their shards hold whole blocks, each as a file
+                of the checkpoint, and are read from here once they are written.
 
         Raises:
             JournalError: A live process holds it, it is damaged, or it is of another run: all
@@ -194,6 +210,8 @@ class Journal:
             SaveError: It cannot be written, or files of others stand where its own are to be.
         """
         path = journal_path(beside)
+        if processes.rank:
+            return cls(path, processes.all(None)[0], None, processes)
         if path.is_symlink():
             raise SaveError(f"The journal {path} is a link, and is not followed. Move it away.")
         try:
@@ -203,34 +221,81 @@ class Journal:
         lock = hold(path)
         try:
             refuse_others(path)
-            journal = cls(path, Manifest(plain(fingerprint), plain(about or {})), lock)
+            journal = cls(path, Manifest.new(fingerprint, about or {}), lock, processes, streamed)
             if resume and (path / NAME).exists():
                 journal._go_on(defaults or {})
             else:
                 journal._start_afresh()
+            processes.all(journal.manifest)
         except BaseException:
             lock.release()
             raise
         return journal
 
     def __contains__(self, step: int) -> bool:
-        """Whether a step is done, and what was done is whole."""
-        return step in self.manifest.entries and step not in self._damaged
+        """Return whether a step is done, and its shard is whole."""
+        is_whole = step in self.manifest.shards and step not in self._damaged
+        return bool(self._processes.all(is_whole)[0])
 
     def read(self, step: int) -> BlockRecord | None:
         """Read the record of a step; it is `None` while the step is still to be done."""
-        return BlockRecord.load(self.file(step)) if step in self else None
+        if step not in self:
+            return None
+        if self._processes.size == 1:
+            return BlockRecord.load(self.file(step))
+        record = None if self._processes.rank else BlockRecord.load(self.file(step))
+        weights = {} if record is None else record.weights
+        kinds = {name: (weight.shape, weight.dtype) for name, weight in weights.items()}
+        header = None if record is None else (replace(record, weights={}), kinds)
+        record, kinds = self._processes.all(header)[0]
+        for name, (shape, dtype) in kinds.items():
+            weight = weights[name] if weights else torch.empty(shape, dtype=dtype)
+            weight = weight.to(self._processes.device)
+            record.weights[name] = self._processes.like_first_(weight)
+        return record
+
+    def restore(
+        self,
+        step: int,
+        layers: Sequence[Layer],
+        before_change: Callable[[Layer], None],
+        tuned: Sequence[Layer] = (),
+    ) -> BlockRecord | None:
+        """Write the record of a step into its layers; see `BlockRecord.restore`.
+
+        Returns:
+            The record, `None` while the step is still to be done.
+        """
+        record = self.read(step)
+        streamed = self._streamed
+        if record is not None and streamed is not None and record.name in streamed.blocks:
+            for layer in [*record.pruned(layers), *tuned]:
+                before_change(layer)
+            streamed.take(record.name, record.weights)
+            streamed.read_from(record.name, self.file(step))
+        elif record is not None:
+            record.restore(layers, before_change, tuned)
+        return record
 
     def file(self, step: int) -> Path:
         """The file of a step that is done."""
-        return self.path / self.manifest.entries[step].file
+        return self.path / self.manifest.shards[step].file
 
     def write(self, step: int, record: BlockRecord) -> None:
-        """Keep what was done in a step: a block of the walk, or after all the layers outside.
+        """Store the record of a step: a block of the walk, or after all the layers outside.
+
+        Of a streamed block, which is pinned, all tensors are stored.
 
         Raises:
-            SaveError: It cannot be written. What was kept before is whole.
+            SaveError: It cannot be written. All earlier shards are whole.
         """
+        if self._lock is None:
+            return
+        streamed = self._streamed
+        if streamed is not None and record.name not in streamed.blocks:
+            streamed = None
+        if streamed is not None:
+            record = replace(record, weights=streamed.tensors(record.name))
         record = record.on_cpu()
         file = self.path / f"block-{step:05}.safetensors"
         partial = file.with_name(f"{file.name}.partial")
@@ -251,65 +316,61 @@ class Journal:
                 f"{self.path}: {error}. Make room there, and start the same run again: it goes on "
                 "at this block."
             ) from error
+        if streamed is not None:
+            streamed.read_from(record.name, file)
 
     def allocate(self, allocation: dict[str, dict[str, float]]) -> None:
-        """Keep how the sparsity is spread over blocks and layers."""
-        self.manifest.allocation = allocation
-        self._save_manifest()
+        """Store how the sparsity is spread over blocks and layers."""
+        if self._lock is not None:
+            self.manifest.allocation = allocation
+            self._save_manifest()
 
     def close(self) -> None:
         """Let another process go on with it."""
-        self._lock.release()
+        if self._lock is not None:
+            self._lock.release()
 
     def remove(self) -> None:
-        """Delete it, when all is done and saved; not while another process goes on with it."""
-        remove(self.path, self._lock)
+        """Delete it, when all is done and saved, unless another process goes on with it."""
+        if self._lock is not None:
+            remove(self.path, self._lock)
 
-    def __enter__(self) -> "Journal":
-        """Hold it in this context."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Let go of it."""
+    def __exit__(self, *_: object) -> None:
+        """Close the journal."""
         self.close()
 
     def _go_on(self, defaults: Mapping[str, Any]) -> None:
-        before = Manifest.load(self.path)
-        found = differences(before.fingerprint, self.manifest.fingerprint, lambda _: defaults)
-        if found:
-            listed = "\n".join(f"  {difference}" for difference in found)
+        earlier = Manifest.load(self.path)
+        differing = differences(earlier.fingerprint, self.manifest.fingerprint, lambda _: defaults)
+        if differing:
+            listed = "\n".join(f"  {difference}" for difference in differing)
             raise JournalError(
-                f"{self.path} is the journal of an unfinished run, {len(before.entries)} blocks "
+                f"{self.path} is the journal of an unfinished run, {len(earlier.shards)} blocks "
                 "far, with other settings than this one. Set `resume: false` to give it up and "
                 "start afresh, name another `save_dir`, or go on with the settings it was started "
                 "with. "
                 f"What differs:\n{listed}"
             )
-        before.about = self.manifest.about
-        self.manifest = before
-        self._start -= before.seconds
-        self._cpu_start -= before.cpu_seconds
-        for step, entry in before.entries.items():
+        earlier.about = self.manifest.about
+        self.manifest = earlier
+        self._start -= earlier.seconds
+        self._cpu_start -= earlier.cpu_seconds
+        for step, entry in earlier.shards.items():
             file = self.path / entry.file
             if not file.is_file() or _sha256(file) != entry.sha256:
                 log.warning("%s is damaged or missing. Its block is pruned again.", file)
                 self._damaged.add(step)
 
     def _keep(self, step: int, entry: Entry) -> None:
-        """Take an entry in. If it differs from the damaged one before, what follows is void."""
-        before = self.manifest.entries.get(step)
-        if before is not None and before.weights != entry.weights:
-            void = [later for later in self.manifest.entries if later > step]
+        """Add an entry. If it differs from an earlier, damaged one, all later entries are void."""
+        earlier = self.manifest.shards.get(step)
+        if earlier is not None and earlier.weights != entry.weights:
+            void = [later for later in self.manifest.shards if later > step]
             for later in void:
-                del self.manifest.entries[later]
+                del self.manifest.shards[later]
             if void:
                 log.warning("The block came out otherwise. Those after it are pruned again.")
-        self.manifest.entries[step] = entry
+        self.manifest.shards[step] = entry
         self._damaged.discard(step)
 
     def _start_afresh(self) -> None:
@@ -328,112 +389,6 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-class SharedJournal:
-    """A `Journal` that all processes use alike, and that lies on the disk of the first one.
-
-    What is asked of it, all processes ask in the same order. Only a run with as many processes can
-    go on with it, since sums over other shares of the data are rounded otherwise.
-
-    Args:
-        journal: The journal, in the first process; `None` in the others.
-        processes: The processes.
-
-    Attributes:
-        manifest: What is in it, as it was when it was opened.
-    """
-
-    manifest: Manifest
-
-    def __init__(self, journal: Journal | None, processes: Processes) -> None:
-        self._journal, self._processes = journal, processes
-        self.manifest = processes.all(None if journal is None else journal.manifest)[0]
-
-    def __contains__(self, step: int) -> bool:
-        """Whether a step is done, and what was done is whole."""
-        done: bool = self._processes.all(self._journal is not None and step in self._journal)[0]
-        return done
-
-    def read(self, step: int) -> BlockRecord | None:
-        """The record of a step, `None` if it is still to be done."""
-        mine = None if self._journal is None else self._journal.read(step)
-        about = None
-        if mine is not None:
-            kinds = {name: (weight.shape, weight.dtype) for name, weight in mine.weights.items()}
-            about = replace(mine, weights={}), kinds
-        about = self._processes.all(about)[0]
-        if about is None:
-            return None
-        record, kinds = about
-        for name, (shape, dtype) in kinds.items():
-            weight = torch.empty(shape, dtype=dtype) if mine is None else mine.weights[name]
-            weight = weight.to(self._processes.device)
-            record.weights[name] = self._processes.like_first_(weight)
-        return record
-
-    def write(self, step: int, record: BlockRecord) -> None:
-        """Keep what was done in a step."""
-        if self._journal is not None:
-            self._journal.write(step, record)
-
-    def allocate(self, allocation: dict[str, dict[str, float]]) -> None:
-        """Keep how the sparsity is spread over blocks and layers."""
-        if self._journal is not None:
-            self._journal.allocate(allocation)
-
-    def remove(self) -> None:
-        """Delete it, when all is done and saved."""
-        if self._journal is not None:
-            self._journal.remove()
-
-
-class StreamedJournal(Journal):
-    """A journal whose shards hold whole blocks, each as a file of the checkpoint is to hold it.
-
-    Attributes:
-        streamed: The blocks, which are read from the shards once these are written.
-    """
-
-    streamed: "StreamedBlocks"
-
-    def read(self, step: int) -> BlockRecord | None:
-        """The record of a step, `None` if it is still to be done."""
-        record = super().read(step)
-        if record is None or record.name not in self.streamed.blocks:
-            return record
-        told = {field.name: getattr(record, field.name) for field in fields(record)}
-        return _StreamedRecord(**told, journal=self, step=step)
-
-    def write(self, step: int, record: BlockRecord) -> None:
-        """Keep what was done in a step, with all that the block holds; the block is pinned.
-
-        Raises:
-            SaveError: It cannot be written. What was kept before is whole.
-        """
-        if record.name not in self.streamed.blocks:
-            super().write(step, record)
-            return
-        super().write(step, replace(record, weights=self.streamed.tensors(record.name)))
-        self.streamed.read_from(record.name, self.file(step))
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class _StreamedRecord(BlockRecord):
-    journal: StreamedJournal
-    step: int
-
-    def restore(
-        self,
-        layers: Sequence[Layer],
-        before: Callable[[Layer], None],
-        beside: Sequence[Layer] = (),
-    ) -> None:
-        """Let the block hold what the entry does, now and whenever it is read."""
-        for layer in [*self.pruned(layers), *beside]:
-            before(layer)
-        self.journal.streamed.take(self.name, self.weights)
-        self.journal.streamed.read_from(self.name, self.journal.file(self.step))
-
-
 def find_journal(path: str | PathLike[str]) -> Path | None:
     """The journal that a path is, or that lies beside where it will be; `None` if there is none."""
     path = Path(path)
@@ -450,18 +405,19 @@ def unfinished_report(journal: Path) -> tuple[PruningReport, str]:
         JournalError: The journal is damaged, or of another version of mrp-lightning.
     """
     manifest = Manifest.load(journal)
+    about = manifest.about
     try:
-        about = as_dataclass(_About, manifest.about, f"`about` of {journal / NAME}", "prune again")
-    except FormatError as error:
-        raise JournalError(str(error)) from error
-    report = PruningReport(
-        about.config,
-        seconds=manifest.seconds,
-        versions=about.versions,
-        provenance=about.provenance,
-        model_weights=about.model_weights,
-    )
-    for _, entry in sorted(manifest.entries.items()):
+        report = PruningReport(
+            about["config"],
+            seconds=manifest.seconds,
+            versions=about["versions"],
+            provenance=about["provenance"],
+            model_weights=about["model_weights"],
+        )
+        blocks = about["blocks"]
+    except KeyError as error:
+        raise JournalError(f"`about` of {journal / NAME} lacks {error}. Prune again.") from error
+    for _, entry in sorted(manifest.shards.items()):
         try:
             record = BlockRecord.load(journal / entry.file)
         except (OSError, SafetensorError, FormatError) as error:
@@ -471,15 +427,4 @@ def unfinished_report(journal: Path) -> tuple[PruningReport, str]:
             ) from error
         report.layers += record.rows
         report.blocks += [] if record.block is None else [record.block]
-    return report, f"{len(manifest.entries)} of {about.blocks} blocks are pruned so far"
-
-
-@dataclass(kw_only=True)
-class _About:
-    """What a manifest tells of the run, beside its layers, of which a report is made."""
-
-    config: dict[str, Any]
-    versions: dict[str, str]
-    provenance: dict[str, Any]
-    blocks: int
-    model_weights: int | None = None
+    return report, f"{len(manifest.shards)} of {blocks} blocks are pruned so far"

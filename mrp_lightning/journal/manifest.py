@@ -1,9 +1,9 @@
-"""The manifest of a journal: which run it is of, how far that came, and how two runs differ."""
+"""The manifest of a journal: the fingerprint and the progress of its run; how two runs differ."""
 
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,30 +32,30 @@ WITHOUT_A_SAY = frozenset(
 
 
 def with_a_say(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that decide the result, by name or dotted key."""
+    """Return the settings that decide the result, by name or dotted key."""
     return {k: v for k, v in settings.items() if k.rpartition(".")[2] not in WITHOUT_A_SAY}
 
 
 def differences(
-    before: Mapping[str, Any],
+    earlier: Mapping[str, Any],
     now: Mapping[str, Any],
     defaults: Callable[[Iterable[str]], Mapping[str, Any]] = lambda _: {},
 ) -> list[str]:
-    """How the settings of a run differ from those of another, such as "`seed` was 4, is 5".
+    """Describe how the settings of a run differ from another's, such as "`seed` was 4, is 5".
 
     Args:
-        before: The settings of the run that was there first, of this version or an older one.
-        now: Those of the other run.
-        defaults: Gives the defaults of the settings that `before` does not have, by name. They were
-            not there when it was made: one that has its default now is no difference.
+        earlier: The settings of the first run, of this version or an older one.
+        now: The settings of the other run.
+        defaults: Gives the defaults of the settings that `earlier` does not have, by name. They
+            did not exist when it was made: one that has its default now is no difference.
     """
-    before, now = with_a_say(before), with_a_say(now)
-    added = [name for name in now if name not in before]
+    earlier, now = with_a_say(earlier), with_a_say(now)
+    added = [name for name in now if name not in earlier]
     known = defaults(added) if added else {}
     return [
-        _difference(name, before.get(name), now.get(name))
-        for name in {**before, **now}
-        if before.get(name) != now.get(name) and not (name in known and known[name] == now[name])
+        _difference(name, earlier.get(name), now.get(name))
+        for name in {**earlier, **now}
+        if earlier.get(name) != now.get(name) and not (name in known and known[name] == now[name])
     ]
 
 
@@ -91,30 +91,42 @@ class Entry:
     weights: str
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Manifest:
     """The content of `manifest.json`.
 
     Attributes:
-        fingerprint: What decides the result of the run.
-        about: What the report says of the run beside its layers, and how much there is to do.
-        seconds: How long the run took so far.
-        cpu_seconds: The CPU time that it took, in all threads.
+        fingerprint: The facts that decide the result of the run.
+        about: The facts of the report beside its layers, and how much there is to do.
+        seconds: The wall time of the run so far.
+        cpu_seconds: Its CPU time, in all threads.
         allocation: The sparsity of blocks and of layers, by name, once they are allocated.
-        entries: What is done, by the number of its step.
+        shards: The entries of the blocks that are done, by the number of the step.
     """
 
     fingerprint: Fingerprint
-    about: dict[str, Any] = field(default_factory=dict)
-    seconds: float = 0.0
-    cpu_seconds: float = 0.0
-    allocation: dict[str, dict[str, float]] = field(default_factory=dict)
-    entries: dict[int, Entry] = field(default_factory=dict)
+    about: dict[str, Any]
+    seconds: float
+    cpu_seconds: float
+    allocation: dict[str, dict[str, float]]
+    shards: dict[int, Entry]
+
+    @classmethod
+    def new(cls, fingerprint: Fingerprint, about: Mapping[str, Any]) -> "Manifest":
+        """Return the manifest of a run that has done nothing yet."""
+        return cls(
+            fingerprint=plain(fingerprint),
+            about=plain(about),
+            seconds=0.0,
+            cpu_seconds=0.0,
+            allocation={},
+            shards={},
+        )
 
     def save(self, directory: Path) -> None:
         """Write `manifest.json` in one step."""
-        content = {"format_version": FORMAT_VERSION, **asdict(self)}
-        content["shards"] = {str(step): entry for step, entry in content.pop("entries").items()}
+        # The checksum is that of the file's keys, which are strings and sort as such.
+        content = plain({"format_version": FORMAT_VERSION, **asdict(self)})
         content["sha256"] = _checksum(content)
         partial = directory / f"{NAME}.partial"
         partial.unlink(missing_ok=True)  # a link would be followed
@@ -131,45 +143,31 @@ class Manifest:
         file, remedy = directory / NAME, "set `resume: false` to start the run afresh"
         try:
             content = read_json(file, remedy, FORMAT_VERSION)
-            found = as_dataclass(_Content, content, str(file), remedy)
+            manifest = as_dataclass(cls, content, str(file), remedy)
         except FormatError as error:
             raise JournalError(f"The journal cannot be read. {error}") from error
-        if content.pop("sha256") != _checksum(content):
+        if content.pop("sha256", None) != _checksum(content):
             raise JournalError(
                 f"{file} is damaged: its checksum is not that of its content. Set `resume: false` "
                 "to start the run afresh."
             )
-        times = found.seconds, found.cpu_seconds
-        return cls(found.fingerprint, found.about, *times, found.allocation, found.shards)
-
-
-@dataclass(kw_only=True)
-class _Content:
-    """The content of `manifest.json`: all that `Manifest.save` writes."""
-
-    fingerprint: Fingerprint
-    about: dict[str, Any]
-    seconds: float
-    cpu_seconds: float
-    allocation: dict[str, dict[str, float]]
-    shards: dict[int, Entry]
-    sha256: str
+        return manifest
 
 
 def plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A mapping as it comes back from a JSON file; what JSON lacks becomes text."""
-    found: dict[str, Any] = json.loads(json.dumps(values, default=str))
-    return found
+    """Return a mapping as it is read back from a JSON file; values that JSON lacks become text."""
+    content: dict[str, Any] = json.loads(json.dumps(values, default=str))
+    return content
 
 
 def digest(named: Iterable[tuple[str, Tensor]]) -> str:
-    """The SHA-256 of names, types, shapes and bytes of tensors; about 1 GB/s on one core."""
-    found = hashlib.sha256()
+    """Return the SHA-256 of names, types, shapes and bytes of tensors; about 1 GB/s on one core."""
+    sha256 = hashlib.sha256()
     for name, tensor in named:
-        found.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        sha256.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
         data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-        found.update(data.numpy().data)
-    return SHA256 + found.hexdigest()
+        sha256.update(data.numpy().data)
+    return SHA256 + sha256.hexdigest()
 
 
 def _checksum(content: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from mrp_lightning.environment import command
 from mrp_lightning.environment import progress_log as log
 from mrp_lightning.journal.fingerprint import Fingerprint, fingerprint
-from mrp_lightning.journal.journal import Journal, SharedJournal, StreamedJournal, require_free
+from mrp_lightning.journal.journal import Journal, require_free
 from mrp_lightning.loop.distributed import (
     all_or_none,
     one_voice,
@@ -163,16 +163,12 @@ def open_journal(
     beside: str | PathLike[str],
     *,
     resume: bool,
-) -> Iterator[Journal | SharedJournal]:
-    """Start the journal of a job, or go on with it; say how far it came if the run fails.
+) -> Iterator[Journal]:
+    """Start the journal of a job, or go on with it; log how far it came if the run fails.
 
-    The first of the processes keeps it. `resume` says whether to go on with one that is there.
+    Process 0 writes it. `resume` says whether to go on with an existing one.
     """
-    report, plan, processes = job.report, job.plan, job.processes
-    found = _fingerprint(job, module, trainer)
-    if processes.rank:
-        yield SharedJournal(None, processes)
-        return
+    report, plan = job.report, job.plan
     about = {
         "config": report.config,
         "provenance": report.provenance,
@@ -181,21 +177,26 @@ def open_journal(
         "blocks": sum(1 for layers in plan.layers.values() if layers) + bool(plan.outside),
         "layers": plan.num_layers,
     }
-    kind = Journal if job.streamed is None else StreamedJournal
-    journal = kind.open(beside, found, resume=resume, about=about, defaults=Settings.defaults())
-    if isinstance(journal, StreamedJournal) and job.streamed is not None:
-        journal.streamed = job.streamed
-    with journal:
+    with Journal.open(
+        beside,
+        _fingerprint(job, module, trainer),
+        resume=resume,
+        about=about,
+        defaults=Settings.defaults(),
+        processes=job.processes,
+        streamed=job.streamed,
+    ) as journal:
         try:
-            yield journal if processes.size == 1 else SharedJournal(journal, processes)
+            yield journal
         except BaseException:
-            log.warning(
-                "%d of %d blocks are pruned, and kept in %s. Start the same run again: it goes on "
-                "there.",
-                len(journal.manifest.entries),
-                about["blocks"],
-                journal.path,
-            )
+            if job.processes.rank == 0:
+                log.warning(
+                    "%d of %d blocks are pruned, and kept in %s. Start the same run again: it goes "
+                    "on there.",
+                    len(journal.manifest.shards),
+                    about["blocks"],
+                    journal.path,
+                )
             raise
 
 

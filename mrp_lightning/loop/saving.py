@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from mrp_lightning.environment import command
 from mrp_lightning.errors import OptionError, SaveError
 from mrp_lightning.files import BESIDE, output_path, visible_files
-from mrp_lightning.journal.journal import Journal, SharedJournal, journal_path
+from mrp_lightning.journal.journal import Journal, journal_path
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.module_parts import (
     checkpoint_root,
@@ -99,7 +99,7 @@ class Pruned:
         self,
         module: LightningModule,
         report: PruningReport,
-        journal: Journal | SharedJournal | None,
+        journal: Journal | None,
     ) -> None:
         self.report = report
         sources_of(module)  # as they are now, when the working directory may change until `save`

@@ -11,7 +11,7 @@ from torch import nn
 
 from mrp_lightning.calibration.offload import CPU
 from mrp_lightning.errors import ERROR_OF_ARGUMENT, MethodError, OptionError, TargetError
-from mrp_lightning.journal.journal import Journal, SharedJournal
+from mrp_lightning.journal.journal import Journal
 from mrp_lightning.narrowing.columns import check_column_method
 from mrp_lightning.processes import ALONE, Processes
 from mrp_lightning.records.report import LayerReport, PruningReport
@@ -382,7 +382,7 @@ class Job:
     device: torch.device = CPU
     streamed: "StreamedBlocks | None" = None
     processes: Processes = ALONE
-    journal: Journal | SharedJournal | None = None
+    journal: Journal | None = None
     report: PruningReport = field(default_factory=lambda: PruningReport({}))
     listener: Listener = field(default_factory=Listener)
 

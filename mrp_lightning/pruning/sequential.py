@@ -140,11 +140,12 @@ class _Walker:
         self, step: int, layers: list[Layer], dense: DenseStream | None, tuned: Sequence[Layer] = ()
     ) -> bool:
         """Write the results of a step from the journal, and return whether it has them."""
-        record = None if self.job.journal is None else self.job.journal.read(step)
-        if record is None:
+        if self.job.journal is None:
             return False
         remember = (lambda _: None) if dense is None else dense.remember
-        record.restore(layers, remember, tuned)
+        record = self.job.journal.restore(step, layers, remember, tuned)
+        if record is None:
+            return False
         self.report.layers += record.rows
         self.report.blocks += [] if record.block is None else [record.block]
         self.report.resumed_blocks += 1

@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -243,8 +245,8 @@ def test_blocks_after_one_that_came_out_otherwise_see_what_it_gives(build, batch
     prune_model(whole, batches, **options)
     with Journal.open(tmp_path / "out", PRINT) as journal:
         prune_model(build("llama"), batches, journal=journal, **options)
-        before = journal.manifest.entries[1]
-        journal.manifest.entries[1] = replace(before, weights="sha256:of another machine")
+        before = journal.manifest.shards[1]
+        journal.manifest.shards[1] = replace(before, weights="sha256:of another machine")
         journal.manifest.save(journal.path)
         (journal.path / before.file).unlink()
     with Journal.open(tmp_path / "out", PRINT) as journal:
@@ -281,7 +283,7 @@ def test_files_of_others_in_the_journal_stay(resume, three, tmp_path, caplog):
         assert (three / "block-00006.safetensors.partial").read_text() == other
     (three / "block-00006.safetensors.partial").unlink()
     with Journal.open(tmp_path / "out", PRINT, resume=resume) as journal:
-        assert len(journal.manifest.entries) == (3 if resume else 0)
+        assert len(journal.manifest.shards) == (3 if resume else 0)
         journal.remove()
     kept = ["block-mine.safetensors", "block-notes.safetensors"]
     assert sorted(x.name for x in three.iterdir() if x.name[0] != ".") == kept
@@ -291,5 +293,17 @@ def test_files_of_others_in_the_journal_stay(resume, three, tmp_path, caplog):
 def test_a_block_whose_manifest_was_not_written_is_ours(three, tmp_path):
     (three / "manifest.json").unlink()
     with Journal.open(tmp_path / "out", PRINT) as journal:
-        assert not journal.manifest.entries
+        assert not journal.manifest.shards
     assert not list(three.glob("block-*"))
+
+
+def test_a_journal_of_an_earlier_version_is_gone_on_with(tmp_path):
+    """Written at be4b339, after two of three blocks."""
+    shutil.copytree(Path(__file__).parent / "earlier", journal_path(tmp_path / "run"))
+    fingerprint = {"method": "SM", "seed": 4, "calibration data": "sha256:ab"}
+    with Journal.open(tmp_path / "run", fingerprint) as journal:
+        assert [step in journal for step in range(3)] == [True, True, False]
+        assert journal.manifest.allocation == {"blocks": {"b.0": 0.5, "b.1": 0.25}}
+        record = journal.read(1)
+    assert record.rows[0].relative_loss == 0.25
+    assert torch.equal(record.weights["b.1.proj.weight"], 2 * torch.arange(8.0).view(2, 4))
