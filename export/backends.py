@@ -246,7 +246,7 @@ def _prepare(layer: Sparse24Linear, backend: str, target: str) -> tuple[nn.Modul
 
 
 def check_backend(backend: str, device: torch.device) -> None:
-    """Refuse a back-end that cannot run on a device at all, by an `OptionError`."""
+    """Raise an `OptionError` for a back-end that cannot run on a device at all."""
     if reason := why_not_here(backend, device):
         raise OptionError(f"`--backend {backend}` cannot run here: {reason}.")
 

@@ -28,9 +28,9 @@ def _parser() -> Any:
     option = parser.add_argument
     option("--shape", choices=SHAPES, nargs="+", required=True)
     add_arguments(parser, batch_sizes=[1])
-    what = "time every kernel on each layer shape at so many tokens; no number: only the models"
+    text = "time every kernel on each layer shape at so many tokens; no number: only the models"
     tokens = {"type": number_from(1), "nargs": "*", "default": [*LAYER_TOKENS]}
-    option("--layer-tokens", **tokens, metavar="N", help=what)
+    option("--layer-tokens", **tokens, metavar="N", help=text)
     option("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     option("--out", metavar="DIR", help="write SHAPE-BACKEND.md and .json there as it runs")
     return parser

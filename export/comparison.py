@@ -139,7 +139,7 @@ class Decoder:
 
 @contextmanager
 def without_masks(*models: PreTrainedModel) -> Iterator[None]:
-    """Within it, models that attend to all tokens before use SDPA's own causal attention.
+    """Let models with full attention run SDPA's own causal attention inside the context.
 
     A prompt without padding needs no mask. transformers makes one all the same while a CUDA graph
     is captured, and with a mask SDPA is several times slower than what `generate` runs. Models with
@@ -180,7 +180,7 @@ def time_models(
 def _time_ways(
     sides: Mapping[str, PreTrainedModel], phase: str, prompt: Tensor, options: SpeedOptions
 ) -> list[ModelTime]:
-    """Time all ways of all sides in turns. One that fails does not keep others from running."""
+    """Time all ways of all sides in turns; one that fails is recorded, and the others go on."""
     torch.compiler.reset()  # once: code that is forgotten takes its kernels out of captured graphs
     modes: dict[str, str | None] = {"eager": None}
     if options.compile_mode is not None:
@@ -218,7 +218,7 @@ def _time_ways(
 def _contestant(
     model: PreTrainedModel, phase: str, prompt: Tensor, new_tokens: int, mode: str | None
 ) -> Callable[[], float]:
-    """A function that runs once and gives microseconds a forward."""
+    """Return a function that runs once and returns the microseconds of a forward."""
     forward: Callable[..., Any] = model
     if mode is not None:
         # The graph is captured here, for all contestants alike.
@@ -253,7 +253,7 @@ PACKED = 0.5625
 
 @dataclass
 class SpeedReport:
-    """All that was measured of one model, filled in as it comes.
+    """The measurements of one model, appended as they are made.
 
     Attributes:
         environment: The device and the versions of the libraries.
@@ -415,8 +415,8 @@ def compare(
     if report.environment.get("cusparselt") == cusparselt.SLOW_ON_HOPPER:
         note = "cuSPARSELt 0.8.0 is slower on Hopper than 0.8.1, which torch 2.12 brings."
         report.notes.append(note)
-    for found, failures in measure_layers(sparse, options.layer_tokens):
-        report.layers += found
+    for measurements, failures in measure_layers(sparse, options.layer_tokens):
+        report.layers += measurements
         report.failures += failures
         report_on(report)
     dense = dense_copy(sparse)
@@ -441,11 +441,11 @@ def measure_layers(
     for shape in dict.fromkeys((m.out_features, m.in_features, m.weight.dtype) for m in layers):
         if not tokens:
             return
-        for found, failures in measure(*shape, model.device, tokens):
-            times = known_times(model.device).merged(found)
+        for measurements, failures in measure(*shape, model.device, tokens):
+            times = known_times(model.device).merged(measurements)
             times.save(cache_path(times.environment))
             use_times(times, model.device)
-            yield found, failures
+            yield measurements, failures
 
 
 def bandwidth(device: torch.device) -> float:
@@ -457,16 +457,16 @@ def bandwidth(device: torch.device) -> float:
 
 
 def _versions() -> dict[str, str]:
-    """Versions on which the times of kernels do not depend, and that a reader wants to know."""
-    found = {"transformers": transformers.__version__}
+    """Return versions for the reader, on which the times of kernels do not depend."""
+    known = {"transformers": transformers.__version__}
     query = ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm", "--format=csv,noheader"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30)
     except (OSError, subprocess.SubprocessError) as error:
-        log.warning("nvidia-smi does not tell the driver's version: %s", error)
-        return found
+        log.warning("nvidia-smi does not report the driver's version: %s", error)
+        return known
     driver, clock = answer.stdout.splitlines()[0].split(", ")
-    return found | {"driver": driver, "highest clock": clock}
+    return known | {"driver": driver, "highest clock": clock}
 
 
 def measure_shapes(
@@ -475,7 +475,7 @@ def measure_shapes(
     dtype: str = "bfloat16",
     out: str | os.PathLike[str] | None = None,
 ) -> None:
-    """Measure shapes one after the other, and print what was found.
+    """Measure shapes one after the other, and print their tables.
 
     Args:
         shapes: Keys of `SHAPES`.

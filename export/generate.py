@@ -1,4 +1,4 @@
-"""`python -m export.generate DIR --prompt TEXT` streams what a model writes, and tells its speed.
+"""`python -m export.generate DIR --prompt TEXT` streams a model's text, and reports its speed.
 
 On a CPU a step of decoding is compiled ahead of time, once for each shape and format, which takes
 minutes, and kept for later starts. If it cannot be compiled, a warning says why, and each step runs
@@ -50,10 +50,10 @@ def main(args: Sequence[str] | None = None) -> None:
             )
             print(f"{speeds[-1]}\n")
     if options.compare and speeds[0].rate:
-        before, after = speeds
+        dense, packed = speeds
         print(
-            f"{after.rate / before.rate:.2f} times the tokens a second, "
-            f"{after.num_bytes / before.num_bytes:.2f} of the memory"
+            f"{packed.rate / dense.rate:.2f} times the tokens a second, "
+            f"{packed.num_bytes / dense.num_bytes:.2f} of the memory"
         )
 
 
@@ -119,16 +119,16 @@ def _generate(
 
 
 @torch.no_grad()
-def _change(model: Any, tokens: torch.Tensor, what: str, change: Callable[[Any], object]) -> None:
+def _change(model: Any, tokens: torch.Tensor, name: str, change: Callable[[Any], object]) -> None:
     """Change a model, and print by how much the logits of a few tokens change."""
-    before = model(tokens).logits.double()
+    exact = model(tokens).logits.double()
     change(model)
-    after = model(tokens).logits.double()
-    error = float((after - before).norm() / before.norm())
-    same = float((after.argmax(-1) == before.argmax(-1)).double().mean())
+    changed = model(tokens).logits.double()
+    error = float((changed - exact).norm() / exact.norm())
+    agreement = float((changed.argmax(-1) == exact.argmax(-1)).double().mean())
     print(
-        f"[{what}: logits are off by {error:.2%}, and the likeliest token is the same for "
-        f"{same:.0%} of {tokens.shape[1]} tokens]"
+        f"[{name}: logits are off by {error:.2%}, and the likeliest token is the same for "
+        f"{agreement:.0%} of {tokens.shape[1]} tokens]"
     )
 
 
@@ -137,16 +137,16 @@ def _parser() -> Any:
     option = parser.add_argument
     option("directory", metavar="DIR", help="a packed (or dense) model")
     option("--prompt", required=True, metavar="TEXT", help="how the text begins")
-    what = "a model that writes the same first, to compare with"
-    option("--compare", metavar="DENSE_DIR", help=what)
-    what = "default: 128"
-    option("--max-new-tokens", type=number_from(1), default=128, metavar="N", help=what)
+    text = "a model that writes the same first, to compare with"
+    option("--compare", metavar="DENSE_DIR", help=text)
+    text = "default: 128"
+    option("--max-new-tokens", type=number_from(1), default=128, metavar="N", help=text)
     option("--device", help="default: cuda if present")
     option("--eager", action="store_true", help="let Python take each step, and compile nothing")
-    what = "bits of the activations of layers of four bits, on a CPU; 8 is faster and less exact"
-    option("--activations", type=int, choices=(16, 8), default=16, help=what)
-    what = "bits of the head, on a CPU; 8 is faster and less exact"
-    option("--head-bits", type=int, choices=(16, 8), default=16, help=what)
+    text = "bits of the activations of layers of four bits, on a CPU; 8 is faster and less exact"
+    option("--activations", type=int, choices=(16, 8), default=16, help=text)
+    text = "bits of the head, on a CPU; 8 is faster and less exact"
+    option("--head-bits", type=int, choices=(16, 8), default=16, help=text)
     return parser
 
 

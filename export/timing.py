@@ -65,7 +65,7 @@ class SpeedOptions:
 
     @classmethod
     def of(cls, parsed: Namespace) -> Self:
-        """The options of a command line whose parser `add_arguments` was given."""
+        """Return the options of a command line that `add_arguments` has extended."""
         names = [field.name for field in fields(cls)]
         return cls(**{name: getattr(parsed, name) for name in names if name in parsed})
 
@@ -74,12 +74,17 @@ def add_arguments(parser: Any, batch_sizes: Sequence[int]) -> None:
     """Add the arguments of `SpeedOptions` but `layer_tokens` to a command line, or to a group."""
     option, number = parser.add_argument, number_from(1)
     option("--backend", choices=BACKENDS, default="auto", help="what to measure")
-    what = "mode of torch.compile, for both sides; none: eager code alone"
+    text = "mode of torch.compile, for both sides; none: eager code alone"
     option(
-        "--compile", dest="compile_mode", type=_mode, default="default", metavar="MODE", help=what
+        "--compile",
+        dest="compile_mode",
+        type=_mode,
+        default="default",
+        metavar="MODE",
+        help=text,
     )
-    what = "what to keep weights ready for; both keeps two layouts in memory (default: both)"
-    option("--target", choices=TARGETS, default="both", help=what)
+    text = "what to keep weights ready for; both keeps two layouts in memory (default: both)"
+    option("--target", choices=TARGETS, default="both", help=text)
     option("--batch-sizes", nargs="+", type=number, default=[*batch_sizes], metavar="N")
     option("--prompt-tokens", type=number, default=2048, metavar="N")
     option("--new-tokens", type=number, default=128, metavar="N")
@@ -228,9 +233,9 @@ def measure(
 
 @dataclass(frozen=True)
 class _Contest:
-    """All kernels at one number of tokens: who takes part, in which configuration, or why not.
+    """The kernels that are compared at one number of tokens, with their configurations.
 
-    It knows the winners of other numbers of tokens, and adds its own to them.
+    `reasons` holds why the others are not; `winners` is shared by all numbers of tokens.
     """
 
     call: Call
@@ -244,7 +249,7 @@ class _Contest:
     reasons: dict[str, str] = field(default_factory=dict)
 
     def run(self, repeats: int) -> tuple[list[Measurement], list[Failure]]:
-        """Let all take turns, and tell what was measured, and what could not be."""
+        """Time all kernels in turns, and return the measurements and the failures."""
         try:
             stored = [functools.partial(F.linear, self.x, weight) for weight in self.dense]
             self.runs[STORED_DENSE], self.configs[STORED_DENSE] = graphed(stored), {}
@@ -266,10 +271,7 @@ class _Contest:
         return measured, [Failure(*problem, name, why) for name, why in self.reasons.items()]
 
     def _enter(self, name: str, kernel: Kernel) -> str | None:
-        """Let a kernel's fastest configuration that computes the right thing take part.
-
-        If none does, the reason is returned.
-        """
+        """Add a kernel's fastest correct configuration, or return the reason why there is none."""
         best: tuple[float, Config, Once] | None = None
         reasons = []
         try:
@@ -323,15 +325,15 @@ class _Contest:
 
 
 def why_wrong(y: Tensor, x: Tensor, dense: Tensor) -> str | None:
-    """How a kernel's result differs from the product, if it is less exact than the dense one."""
+    """Return how a kernel's result is less exact than the dense product's, or `None`."""
     exact = x.float() @ dense.float().T
     if y.shape != exact.shape:
         return f"wrong result: its shape is {tuple(y.shape)}, not {tuple(exact.shape)}"
-    found = float((y - exact).norm() / exact.norm())
+    error = float((y - exact).norm() / exact.norm())
     allowed = MAX_ERROR_RATIO * float((F.linear(x, dense) - exact).norm() / exact.norm())
-    if found <= allowed:
+    if error <= allowed:
         return None
-    return f"wrong result: its relative error is {found:.1e}, the limit {allowed:.1e}"
+    return f"wrong result: its relative error is {error:.1e}, the limit {allowed:.1e}"
 
 
 _OF_ALL = {

@@ -78,10 +78,10 @@ def _parser() -> Any:
     )
     option = parser.add_argument
     option("checkpoint", metavar="RUN", help="the Hugging Face directory that pruning wrote")
-    what = "the GGUF file that the model came from, or another of the same model"
-    option("--like", required=True, metavar="SOURCE.gguf", help=what)
-    what = "of matrices; norms and biases are float32 (default: bf16)"
-    option("--type", choices=_TYPES, default="bf16", help=what)
+    text = "the GGUF file that the model came from, or another of the same model"
+    option("--like", required=True, metavar="SOURCE.gguf", help=text)
+    text = "of matrices; norms and biases are float32 (default: bf16)"
+    option("--type", choices=_TYPES, default="bf16", help=text)
     option("--out", metavar="FILE.gguf", help="default: RUN-TYPE.gguf beside it")
     option("--overwrite", action="store_true", help="replace --out")
     return parser

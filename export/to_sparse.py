@@ -26,8 +26,8 @@ def main(args: Sequence[str] | None = None) -> None:
         chosen = {name: getattr(options, name) for name in names}
         silence_transformers()
         # SIGTERM ends it by an exception, so that what is half written is removed.
-        mine = [number for number in unclaimed_signals() if number == signal.SIGTERM]
-        with interruptible(mine):
+        handled = [number for number in unclaimed_signals() if number == signal.SIGTERM]
+        with interruptible(handled):
             convert(PackingOptions(**chosen, speed=SpeedOptions.of(options)))
 
 
@@ -38,31 +38,31 @@ def _parser() -> Any:
         "and measure its speed.",
     )
     option = parser.add_argument
-    what = (
+    text = (
         "a Hugging Face directory, what pruning wrote of your own LightningModule, or a "
         "Lightning .ckpt of mrp_lightning.CausalLM"
     )
-    option("checkpoint", metavar="CKPT", help=what)
-    what = "default: CKPT-sparse24, or CKPT-FORMAT for the others"
-    option("--out", metavar="DIR", help=what)
-    what = (
+    option("checkpoint", metavar="CKPT", help=text)
+    text = "default: CKPT-sparse24, or CKPT-FORMAT for the others"
+    option("--out", metavar="DIR", help=text)
+    text = (
         "packed is for 2:4, bitmask for any pattern, bitmask4 for weights of four bits; dense "
         "keeps the zeros, for software that knows no sparsity; torchao writes its own 2:4 tensors, "
         "on a CUDA device (default: bitmask4 where the report says 3 or 4 bits, packed where the "
         "checkpoint is 2:4, else bitmask)"
     )
-    option("--format", choices=("packed", "bitmask", "bitmask4", "dense", "torchao"), help=what)
-    what = "bits of the head; 8 is smaller, faster on a CPU and less exact, and its cost is told"
-    option("--head-bits", type=int, choices=(16, 8), default=16, help=what)
+    option("--format", choices=("packed", "bitmask", "bitmask4", "dense", "torchao"), help=text)
+    text = "bits of the head; 8 is smaller, faster on a CPU and less exact, and its cost is told"
+    option("--head-bits", type=int, choices=(16, 8), default=16, help=text)
     option("--overwrite", action="store_true", help="replace what is in --out")
-    what = "layers that stay dense: name parts with wildcards, such as lm_head or layers.0"
-    option("--skip", nargs="+", default=[], metavar="PATTERN", help=what)
-    what = "leave layers dense that were to be pruned and are not"
-    option("--allow-partial", action="store_true", help=what)
-    what = "write nothing: check the source, and compare it with --out if that exists"
-    option("--check-only", action="store_true", help=what)
-    what = "text or .jsonl to compare logits on (default: the embedded text)"
-    option("--text", nargs="+", default=[], metavar="FILE", help=what)
+    text = "layers that stay dense: name parts with wildcards, such as lm_head or layers.0"
+    option("--skip", nargs="+", default=[], metavar="PATTERN", help=text)
+    text = "leave layers dense that were to be pruned and are not"
+    option("--allow-partial", action="store_true", help=text)
+    text = "write nothing: check the source, and compare it with --out if that exists"
+    option("--check-only", action="store_true", help=text)
+    text = "text or .jsonl to compare logits on (default: the embedded text)"
+    option("--text", nargs="+", default=[], metavar="FILE", help=text)
     option("--device", help="where to compare and measure (default: cuda if present)")
     speed = parser.add_argument_group("speed, on a CUDA device")
     speed.add_argument("--benchmark", action="store_true", help="measure prefill and decode")

@@ -135,7 +135,7 @@ class Checkpoint:
         config = self.pretrained_config()
         check_size(build_without_weights(config), self.num_bytes, self.path)
         options: dict[str, Any] = {"dtype": "auto", "output_loading_info": True}
-        options["ignore_mismatched_sizes"] = True  # told by `misfits`, with their names
+        options["ignore_mismatched_sizes"] = True  # `misfits` names them
         source = self.path if self.path.is_dir() else None
         if source is None:
             options |= {"config": config, "state_dict": dict(self.tensors())}
@@ -241,7 +241,7 @@ def _companions(path: Path) -> list[Path]:
     if outside := [
         f"{file} → {(path / file).resolve()}"
         for file in files
-        if not any((path / file).resolve().is_relative_to(place) for place in inside)
+        if not any((path / file).resolve().is_relative_to(directory) for directory in inside)
     ]:
         raise FormatError(
             f"{path} holds links to files elsewhere, which would be copied into the export: "

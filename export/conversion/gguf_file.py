@@ -35,7 +35,7 @@ TYPES = {
 _GROUP = 32  # weights of a row that share a scale in Q8_0 and Q4_0
 _VOCABULARY = ("token_embd.weight", "output.weight")
 _OF_A_HEAD = ("attention.key_length", "attention.value_length", "rope.dimension_count")
-"""What follows from the number of heads, in a file that does not say it."""
+"""Metadata whose defaults are computed from the number of heads."""
 _OWN = ("general.architecture", "general.file_type", "general.quantization_version")
 
 Array = np.ndarray[Any, Any]
@@ -45,7 +45,7 @@ Arrangement = Callable[[Tensor, int], Tensor]
 
 @dataclass(frozen=True)
 class Written:
-    """What a file holds: the number of tensors, their bytes, and how many have which type."""
+    """The number of tensors of a file, their bytes, and the number of each type."""
 
     tensors: int
     num_bytes: int
@@ -81,8 +81,10 @@ def write_gguf(checkpoint: Checkpoint, like: Path, out: Path, kind: str) -> Writ
     _refuse_other(source, config, like)
     state = checkpoint.load().state_dict()
     with reading(like):
-        places = list(_places(reader, gguf_model(like, torch.float32, None).state_dict(), source))
-    used = {place.name for place in places}
+        locations = list(
+            _locations(reader, gguf_model(like, torch.float32, None).state_dict(), source)
+        )
+    used = {location.name for location in locations}
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     if others := sorted((used ^ state.keys()) - tied):
         raise OptionError(
@@ -90,7 +92,9 @@ def write_gguf(checkpoint: Checkpoint, like: Path, out: Path, kind: str) -> Writ
             f"only: {', '.join(others[:5])}."
         )
     writer = GGUFWriter(out, str(reader.fields["general.architecture"].contents()))
-    arranged = {place.stored: place.arranged(state[place.name], config) for place in places}
+    arranged = {
+        location.stored: location.arranged(state[location.name], config) for location in locations
+    }
     _copy_fields(reader, writer, _sizes(arranged, config, source))
     writer.add_file_type(TYPES[kind][1])
     if kind in ("q8_0", "q4_0"):
@@ -114,8 +118,8 @@ def write_gguf(checkpoint: Checkpoint, like: Path, out: Path, kind: str) -> Writ
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where a parameter is in a GGUF file, and how it lies there."""
+class _Location:
+    """The tensor of a GGUF file that holds a parameter, and its arrangement there."""
 
     stored: str
     name: str
@@ -125,10 +129,10 @@ class _Place:
         return self.arrangement(parameter, _heads(self.stored, config))
 
 
-def _places(
+def _locations(
     reader: GGUFReader, state: Mapping[str, Tensor], config: PreTrainedConfig
-) -> Iterator[_Place]:
-    """Where the parameters are, each found by its name and proven by its values."""
+) -> Iterator[_Location]:
+    """Match the tensors of a file to parameters by name, and verify each by its values."""
     architecture = reader.fields["general.architecture"].contents()
     known = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(known[architecture], config.num_hidden_layers)
@@ -142,10 +146,10 @@ def _places(
         # A copy: the reader's memory may not be written.
         values = torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type)))
         for arrangement in _ARRANGEMENTS:
-            place = _Place(tensor.name, name, arrangement)
-            found = place.arranged(state[name], config)
-            if found.shape == values.shape and torch.allclose(found, values, rtol=1e-5, atol=1e-7):
-                yield place
+            location = _Location(tensor.name, name, arrangement)
+            ours = location.arranged(state[name], config)
+            if ours.shape == values.shape and torch.allclose(ours, values, rtol=1e-5, atol=1e-7):
+                yield location
                 break
         else:
             raise FormatError(
@@ -156,7 +160,7 @@ def _places(
 
 
 def _rotated(parameter: Tensor, heads: int) -> Tensor:
-    """The halves of each head in turn, as llama.cpp rotates neighbouring rows."""
+    """Interleave the halves of each head: llama.cpp rotates neighbouring rows."""
     if len(parameter) % (2 * heads):
         return parameter
     return parameter.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
@@ -188,7 +192,7 @@ def _refuse_other(source: PreTrainedConfig, config: PreTrainedConfig, like: Path
 def _sizes(
     arranged: Mapping[str, Tensor], config: PreTrainedConfig, source: PreTrainedConfig
 ) -> dict[str, int]:
-    """The metadata, without the architecture's prefix, that say how narrow the model is."""
+    """Return the metadata that depend on the width, without the architecture's prefix."""
     sizes = {}
     if (up := arranged.get("blk.0.ffn_up.weight")) is not None:
         sizes["feed_forward_length"] = len(up)
@@ -208,8 +212,8 @@ def _copy_fields(reader: GGUFReader, writer: GGUFWriter, sizes: Mapping[str, int
         if key.startswith("GGUF.") or key in _OWN:
             continue
         value, kind = field.contents(), field.types[0]
-        given = key in wanted and key.removeprefix(f"{architecture}.") not in _OF_A_HEAD
-        if given and value != wanted[key]:
+        is_set = key in wanted and key.removeprefix(f"{architecture}.") not in _OF_A_HEAD
+        if is_set and value != wanted[key]:
             if kind == GGUFValueType.ARRAY:
                 raise FormatError(
                     f"`--like`: {key} has a value for each block, {value}, and the checkpoint has "
@@ -225,7 +229,7 @@ def _copy_fields(reader: GGUFReader, writer: GGUFWriter, sizes: Mapping[str, int
 
 
 def _encoded(name: str, parameter: Tensor, kind: str) -> tuple[Array, GGMLQuantizationType]:
-    """A tensor as bytes of a type, which is told."""
+    """Return a parameter encoded for the file, and the type of the encoding."""
     values = parameter.detach().float().contiguous().numpy()
     if parameter.ndim == 1:
         return values, GGMLQuantizationType.F32

@@ -106,10 +106,10 @@ def compare_text(
     of_tokens, differences, equal = [], [], True
     pairs = zip(windows, reference, strict=True)
     for window, expected in track(pairs, len(windows), "logits of the export"):
-        found = _logits(after, window, device)
-        equal &= not different_bits(found, expected)
-        differences.append(float((found.float() - expected.float()).abs().max()))
-        p, q = expected.float().log_softmax(-1), found.float().log_softmax(-1)
+        logits = _logits(after, window, device)
+        equal &= not different_bits(logits, expected)
+        differences.append(float((logits.float() - expected.float()).abs().max()))
+        p, q = expected.float().log_softmax(-1), logits.float().log_softmax(-1)
         agree = (p.argmax(-1) == q.argmax(-1)).double()
         losses = [F.nll_loss(logs, window[1:], reduction="none").double() for logs in (p, q)]
         divergence = F.kl_div(q, p, log_target=True, reduction="none").sum(-1).double()
@@ -298,21 +298,21 @@ def _compare_tensor(
 ) -> list[str]:
     if name not in stored:
         return [f"{name}: missing"]
-    found = restore_torchao(stored[name])
+    exported = restore_torchao(stored[name])
     if layer is not None:
         tensor = positive_zeros(layer.matrix(tensor))[0]
         form, columns = layer.form, tensor.shape[1]
         names = form.companion_names(name)
-        beside = [stored[key] for key in names if key in stored]
-        if not beside:
-            found = layer.matrix(found)
-        elif len(beside) < len(names):
+        companions = [stored[key] for key in names if key in stored]
+        if not companions:
+            exported = layer.matrix(exported)
+        elif len(companions) < len(names):
             return [f"{key}: missing" for key in names if key not in stored]
-        elif damage := form.damage(found, *beside, columns):
+        elif damage := form.damage(exported, *companions, columns):
             return [f"{names[0]}: {damage}"]
         else:
-            found = form.unpack(found, *beside, columns)
-    if count := different_bits(found, tensor):
+            exported = form.unpack(exported, *companions, columns)
+    if count := different_bits(exported, tensor):
         return [f"{name}: {count} of {tensor.numel()} values have other bits"]
     return []
 
@@ -393,9 +393,9 @@ def _error_at(
     def relative(y: Tensor) -> float:
         return float((y.double() - exact).norm() / scale)
 
-    found, expected = multiply(x), F.linear(x, dense)
+    product, expected = multiply(x), F.linear(x, dense)
     return OperatorError(
-        name, relative(found), relative(expected), not different_bits(found, expected)
+        name, relative(product), relative(expected), not different_bits(product, expected)
     )
 
 

@@ -63,7 +63,7 @@ class HeadChoice:
         return {"module": self.name, "format_version": VERSION}
 
     def convert(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """What is written in place of a tensor of the source, one of `tensors`."""
+        """Return the tensors to write instead of a source tensor, one of `tensors`."""
         if name != self.tensors[0]:
             return {}
         codes, scales = pack(tensor)
@@ -85,25 +85,25 @@ def choose_head(checkpoint: Checkpoint) -> HeadChoice:
     except OptionError as error:
         raise OptionError(f"`--head-bits 8`: {error}") from error
     name_in_model = names_in_model(model, get_model_conversion_mapping(model))
-    mine = [f"{head.name}.weight"] + ([] if head.table is None else [f"{head.table}.weight"])
-    found: dict[str, tuple[str, Tensor]] = {}
+    parameters = [f"{head.name}.weight"] + ([] if head.table is None else [f"{head.table}.weight"])
+    weights: dict[str, tuple[str, Tensor]] = {}
     for stored, tensor in checkpoint.tensors():
         parameter, is_converted = name_in_model(stored)
-        if parameter in mine and not is_converted and tensor.dtype in _HEAD_DTYPES:
-            found[parameter] = stored, tensor
-    if not found:
+        if parameter in parameters and not is_converted and tensor.dtype in _HEAD_DTYPES:
+            weights[parameter] = stored, tensor
+    if not weights:
         raise OptionError(
             f"`--head-bits 8`: {checkpoint.path} holds no weight of {head.name} in bfloat16, "
             "float16 or float32."
         )
-    first = found.get(mine[0]) or found[mine[1]]
-    others = {stored for stored, _ in found.values()} - {first[0]}
+    first = weights.get(parameters[0]) or weights[parameters[1]]
+    others = {stored for stored, _ in weights.values()} - {first[0]}
     rows, columns = first[1].shape
     return HeadChoice(
         head.name,
         head.table,
         (first[0], *others),
-        first[0] if mine[0] in found else mine[0],
+        first[0] if parameters[0] in weights else parameters[0],
         (rows, columns),
         first[1].dtype,
     )
@@ -221,7 +221,7 @@ def _pickle_name(name: str) -> str:
 
 
 def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Safetensors refuses tensors that share memory: each but the first is copied."""
+    """Copy tensors that share memory with an earlier one, which safetensors refuses."""
     seen: set[int] = set()
     result = {}
     for name, tensor in tensors.items():
