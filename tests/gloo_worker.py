@@ -49,11 +49,11 @@ def main() -> None:
     processes = Processes(rank, size)
     distributed._SECONDS = distributed._GRACE = 0.2
     distributed._MISSED = 1000  # a busy machine may give one of them no time for a while
-    with distributed.all_or_none(processes):
+    with distributed.fail_together(processes):
         exchange(processes)
         solve(processes)
     (directory / f"done-{rank}").touch()
-    with distributed.all_or_none(processes):
+    with distributed.fail_together(processes):
         if rank == size - 1:
             raise ValueError("the reason")
         time.sleep(60)  # as in a collective on a GPU, which waits for the one that failed

@@ -14,7 +14,7 @@ from mrp_lightning.environment import progress_log
 from mrp_lightning.errors import DataError, OptionError
 from mrp_lightning.files import output_path
 from mrp_lightning.loop.run import Output, Run
-from mrp_lightning.loop.saving import Pruned
+from mrp_lightning.loop.saving import PrunedModule
 from mrp_lightning.pruning.job import Settings
 from mrp_lightning.records.report import PruningReport
 from mrp_lightning.signals import Interrupted
@@ -86,7 +86,7 @@ class PruningCallback(Callback):
         self.overwrite, self.resume = overwrite, resume
         self.report: PruningReport | None = None
         self._run: Run | None = None
-        self._pruned: Pruned | None = None
+        self._pruned: PrunedModule | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check everything that can be checked before the data is read."""
@@ -128,7 +128,7 @@ class PruningCallback(Callback):
             return
         self._end_run()
         self.report = run.report
-        with run.pruned(batches) as pruned:
+        with run.prune(batches) as pruned:
             self._pruned = pruned
             if run.save_dir is None:
                 pruned.complete()
@@ -137,11 +137,11 @@ class PruningCallback(Callback):
                     self._save_and_release(run.save_dir, pruned)
                 finally:
                     trainer.strategy.barrier("saved")
-            run.tell_result()
+            run.log_result()
 
-    def _save_and_release(self, directory: str | PathLike[str], pruned: Pruned) -> None:
+    def _save_and_release(self, directory: str | PathLike[str], pruned: PrunedModule) -> None:
         pruned.save(directory, overwrite=self.overwrite)
-        pruned.let_go()  # a callback that is done would keep all weights in memory
+        pruned.release()  # a callback that is done would keep all weights in memory
 
     @checked
     def save(self, directory: str | PathLike[str], *, overwrite: bool = False) -> None:

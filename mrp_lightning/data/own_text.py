@@ -35,7 +35,7 @@ from mrp_lightning.errors import DataError, OptionError
 from mrp_lightning.files import make_directories, move_durably
 from mrp_lightning.journal.fingerprint import forward_of
 from mrp_lightning.journal.manifest import digest
-from mrp_lightning.loop.distributed import all_or_none, processes_of
+from mrp_lightning.loop.distributed import fail_together, processes_of
 from mrp_lightning.loop.module_parts import language_models, streamed_blocks
 from mrp_lightning.loop.progress import ProgressReporter, roughly
 from mrp_lightning.loop.trainer import callbacks_that_prune
@@ -109,7 +109,7 @@ class OwnText:
         pieces, sampling = _pieces(model, cutter, seed)
         processes = processes_of(trainer)
         reporting = partial(_reported, trainer, sampling.length)
-        with all_or_none(processes), _on_device(trainer):
+        with fail_together(processes), _on_device(trainer):
             directory = _directory(trainer, model, sampling)
             total = count * pieces
             written = write_together(model, sampling, total, directory, processes, reporting)

@@ -1,4 +1,4 @@
-"""The record of one block that is done, and the file of the journal that holds it."""
+"""The record of one finished block, and its file in the journal."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -47,64 +47,63 @@ class BlockRecord:
         block: BlockReport | None,
         tuned: Sequence[Layer] = (),
     ) -> "BlockRecord":
-        """Take the weights of the layers that the rows say are pruned, and of the `tuned` ones."""
-        pruned = {row.name for row in rows if row.skipped is None}
-        mine = [*(layer for layer in layers if layer.name in pruned), *tuned]
-        weights = {layer.parameter_name: layer.parameter.detach() for layer in mine}
+        """Return a record with the weights of the layers that are pruned, and of `tuned` ones."""
+        names = {row.name for row in rows if row.skipped is None}
+        changed = [*(layer for layer in layers if layer.name in names), *tuned]
+        weights = {layer.parameter_name: layer.parameter.detach() for layer in changed}
         return cls(name, rows, block, weights)
 
     def restore(
         self,
         layers: Sequence[Layer],
-        before: Callable[[Layer], None],
-        beside: Sequence[Layer] = (),
+        before_change: Callable[[Layer], None],
+        tuned: Sequence[Layer] = (),
     ) -> None:
-        """Write the weights back into the layers of the block, and into those `beside` them.
+        """Write the weights back into the pruned layers of the block, and into the `tuned` ones.
 
-        `before` is called with each layer that was changed, before any is written.
+        `before_change` is called with each of these layers before any is written.
 
         Raises:
             JournalError: Layers that were pruned are not among them.
         """
-        mine = self.pruned(layers)
-        names = {layer.name for layer in mine}
+        changed = self.pruned(layers)
+        names = {layer.name for layer in changed}
         if lost := [row.name for row in self.rows if row.skipped is None and row.name not in names]:
             raise JournalError(
                 f"The journal holds pruned layers that the block `{self.name}` does not have: "
                 f"{', '.join(lost[:5])}. It is of another version: give `resume=False`, which "
                 "starts afresh."
             )
-        mine += [layer for layer in beside if layer.parameter_name in self.weights]
-        for layer in mine:
-            before(layer)
+        changed += [layer for layer in tuned if layer.parameter_name in self.weights]
+        for layer in changed:
+            before_change(layer)
         with torch.no_grad():
-            for name, parameter in {x.parameter_name: x.parameter for x in mine}.items():
+            for name, parameter in {x.parameter_name: x.parameter for x in changed}.items():
                 parameter.copy_(self.weights[name])
 
     def pruned(self, layers: Sequence[Layer]) -> list[Layer]:
-        """The layers that were pruned, of those given."""
+        """Return those of `layers` that were pruned."""
         names = {row.name for row in self.rows if row.skipped is None}
         return [layer for layer in layers if layer.name in names]
 
     def on_cpu(self) -> "BlockRecord":
-        """The same record, with weights as a file holds them."""
+        """Return the record with contiguous weights on the CPU."""
         weights = {n: w.detach().cpu().contiguous() for n, w in self.weights.items()}
         return replace(self, weights=weights)
 
     def save(self, file: Path) -> None:
         """Write a record that is `on_cpu`."""
-        told: dict[str, Any] = {"name": self.name}
-        told["layers"] = [row.to_dict() for row in self.rows]
+        content: dict[str, Any] = {"name": self.name}
+        content["layers"] = [row.to_dict() for row in self.rows]
         if self.block is not None:
-            told["block"] = self.block.to_dict()
-        save_file(self.weights, file, {"format": "pt", _KEY: json.dumps(told)})
+            content["block"] = self.block.to_dict()
+        save_file(self.weights, file, {"format": "pt", _KEY: json.dumps(content)})
 
     @staticmethod
     def is_in(file: Path) -> bool:
-        """Whether a file is one that `save` wrote, or is writing, by its header.
+        """Return whether `save` wrote a file, wholly or in part, by its header.
 
-        That is read without the weights, of which a process that was killed may have written a
-        part.
+        The weights are not read: a process that was killed may have written a part of them.
         """
         try:
             with file.open("rb") as opened:
@@ -116,20 +115,21 @@ class BlockRecord:
 
     @classmethod
     def load(cls, file: Path) -> "BlockRecord":
-        """Read what `save` wrote.
+        """Read a file that `save` wrote.
 
         Raises:
             FormatError: Its rows are damaged, or of another version of mrp-lightning.
         """
         with safe_open(file, "pt") as opened:
             weights = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-            told = json.loads((opened.metadata() or {}).get("record", "null"))
-        found = as_dataclass(_Told, told, str(file), "set `resume: false` to start the run afresh")
-        return cls(found.name, found.layers, found.block, weights)
+            content = json.loads((opened.metadata() or {}).get(_KEY, "null"))
+        remedy = "set `resume: false` to start the run afresh"
+        header = as_dataclass(_Header, content, str(file), remedy)
+        return cls(header.name, header.layers, header.block, weights)
 
 
 @dataclass(kw_only=True)
-class _Told:
+class _Header:
     """The part of a record that is written as JSON beside the weights."""
 
     name: str

@@ -21,7 +21,7 @@ _OF_NO_FORWARD = ("_name_or_path", "transformers_version")
 _LIBRARIES = ("mrp_lightning", "torch", "transformers", "cuda")
 _NOTHING = torch.empty(0)
 _PLAIN = (str, int, float, complex, type(None), Enum, type, range, slice, torch.dtype, torch.device)
-"""Types whose `repr` says all of a value."""
+"""Types whose `repr` determines the value."""
 _UNKNOWN = "unknown: "
 
 
@@ -32,7 +32,7 @@ def fingerprint(
     batches: Sequence[Any],
     processes: Processes,
 ) -> Fingerprint:
-    """Say what decides the result: settings, weights, calibration data, libraries.
+    """Return the facts that decide the result: settings, weights, calibration data, libraries.
 
     All weights are read once, at about 1 GB/s.
 
@@ -55,28 +55,28 @@ def fingerprint(
 
 
 def forward_of(config: Any) -> str:
-    """Of a configuration what a transformers model computes with its weights."""
-    found = {k: v for k, v in config.to_dict().items() if k not in _OF_NO_FORWARD}
-    found["attention"] = attention_of(config)
-    return json.dumps(found, sort_keys=True, default=str)
+    """Return as JSON the part of a configuration that decides what a model computes."""
+    content = {k: v for k, v in config.to_dict().items() if k not in _OF_NO_FORWARD}
+    content["attention"] = attention_of(config)
+    return json.dumps(content, sort_keys=True, default=str)
 
 
 def digest_of(steps: Sequence[Any]) -> str:
-    """The digest of all that the steps of this process are called with.
+    """Return the digest of the arguments of this process's steps.
 
-    Of objects it is that of what would be copied of them. Where that is not to be had, this is a
-    text that says so, and that is never the same again.
+    An object counts by the parts that `copy` would copy. If it has none, the result is a text that
+    says so, and differs at every call.
     """
     unknown: dict[str, None] = {}
-    found = digest(_leaves(list(steps), "", unknown, ()))
+    known = digest(_leaves(list(steps), "", unknown, ()))
     if not unknown:
-        return found
+        return known
     kinds = ", ".join(unknown)
     return f"{_UNKNOWN}what is in {kinds} of the batches cannot be compared ({uuid4().hex[:8]})"
 
 
 def together(digests: Sequence[str]) -> str:
-    """One digest of those of all processes."""
+    """Return one digest for the digests of all processes."""
     unknown = [one for one in digests if one.startswith(_UNKNOWN)]
     if unknown or len(digests) == 1:
         return (unknown or list(digests))[0]
@@ -86,10 +86,10 @@ def together(digests: Sequence[str]) -> str:
 def _leaves(
     data: Any, path: str, unknown: dict[str, None], above: tuple[Any, ...]
 ) -> Iterator[tuple[str, Tensor]]:
-    """All tensors of a collection, by their place; the name of anything else says what it is.
+    """Yield the tensors of a collection by their paths; other values are a part of the path.
 
-    `unknown` takes the types of what cannot be told apart, and `above` are the objects that hold
-    the collection, which may hold themselves.
+    `unknown` collects the types whose content cannot be seen. `above` are the objects that contain
+    `data`, which may also be contained in it.
     """
     if isinstance(data, Tensor):
         yield path, data
@@ -114,7 +114,7 @@ def _leaves(
 
 
 def _bytes_of(data: Any) -> str | None:
-    """The digest of raw content; `None` of anything else."""
+    """Return the digest of raw content, `None` for other values."""
     if isinstance(data, np.ndarray | np.generic) and not data.dtype.hasobject:
         kind, raw = f"{data.dtype.str} {data.shape}", np.ascontiguousarray(data).tobytes()
     elif isinstance(data, bytes | bytearray):
@@ -125,7 +125,7 @@ def _bytes_of(data: Any) -> str | None:
 
 
 def _parts(data: Any) -> Iterator[tuple[Any, Any]] | None:
-    """The parts of an object, by name or place; `None` where they cannot be seen."""
+    """Return the parts of an object, by name or index; `None` if they cannot be seen."""
     if isinstance(data, Mapping):
         return iter(data.items())
     if isinstance(data, list | tuple):

@@ -54,8 +54,8 @@ class ModelSource:
     streaming: bool
 
     @cached_property
-    def place(self) -> str | None:
-        """The directory, hub id or GGUF file that the model is read from, `None` if it is not."""
+    def location(self) -> str | None:
+        """The directory, hub id or GGUF file of the model, `None` if it is not read from files."""
         if isinstance(self.model, str | os.PathLike):
             return located(os.fspath(self.model), self.gguf_file, self.revision)
         if self.gguf_file is not None:
@@ -63,28 +63,28 @@ class ModelSource:
         return None
 
     def load_model(self) -> tuple[Any, StreamedBlocks | None]:
-        """The Hugging Face model, and its blocks that stay in files, if any do."""
+        """Return the Hugging Face model, and its blocks that stay in files with `streaming`."""
         dtype, options = as_dtype(self.dtype), dict[str, Any]()
         if self.attn_implementation:
             options["attn_implementation"] = self.attn_implementation
-        if self.place is not None:
+        if self.location is not None:
             options |= self._hub
             if self.streaming:
-                return load_streamed(self.place, dtype, _blocks_by_name, **options)
-            return load_model(self.place, dtype, **options), None
+                return load_streamed(self.location, dtype, _blocks_by_name, **options)
+            return load_model(self.location, dtype, **options), None
         if self.streaming:
             raise OptionError(
                 "`streaming` reads blocks from files: it needs `model` to be a directory or hub id."
             )
-        given: Any = self.model
-        if isinstance(given, dict | PreTrainedConfig):
-            config = make_config(given) if isinstance(given, dict) else given
+        source: Any = self.model
+        if isinstance(source, dict | PreTrainedConfig):
+            config = make_config(source) if isinstance(source, dict) else source
             options["dtype"] = dtype or torch.float32
             return AutoModelForCausalLM.from_config(config, **options), None
         if not isinstance(self.model, PreTrainedModel):
             raise TypeError(
                 "`model` must be a path, a hub id, a transformers configuration or a transformers "
-                f"model. Got {type(given).__name__}; another module needs its own "
+                f"model. Got {type(source).__name__}; another module needs its own "
                 "LightningModule, with a `predict_step` that calls it."
             )
         empty = [name for name, p in self.model.named_parameters() if p.is_meta]
@@ -98,18 +98,18 @@ class ModelSource:
         if self.revision is not None:
             raise OptionError("`revision` needs `model` to be a hub id; this model is loaded.")
         if self.attn_implementation:
-            given.set_attn_implementation(self.attn_implementation)
-        return given if dtype is None else given.to(dtype), None
+            source.set_attn_implementation(self.attn_implementation)
+        return source if dtype is None else source.to(dtype), None
 
     def load_tokenizer(self, model: Any) -> Any:
-        """The tokenizer that is asked for, or else that which the model comes with, if any."""
+        """Return the tokenizer of the arguments, else the one stored with the model, if any."""
         if self.tokenizer is not None:
             return load_tokenizer(self.tokenizer, **self._hub)
-        beside = self.place or model.name_or_path
-        return tokenizer_beside(beside, **self._hub) if beside else None
+        location = self.location or model.name_or_path
+        return tokenizer_beside(location, **self._hub) if location else None
 
     def hyperparameters(self, model: Any) -> dict[str, Any]:
-        """The arguments by which a checkpoint can be rebuilt.
+        """Return the arguments by which the model of a checkpoint can be rebuilt.
 
         `trust_remote_code` is left out: a checkpoint must not be able to ask for it.
         """
@@ -117,7 +117,7 @@ class ModelSource:
         if isinstance(tokenizer, PreTrainedTokenizerBase):
             tokenizer = tokenizer.name_or_path
         return {
-            "model": self.place or model.config.to_dict(),
+            "model": self.location or model.config.to_dict(),
             "dtype": str(model.dtype).removeprefix("torch."),
             "revision": self.revision,
             "tokenizer": os.fspath(tokenizer) if tokenizer else None,
@@ -266,7 +266,7 @@ class CausalLM(LightningModule):
         ).logits
 
     def loss(self, batch: Any) -> tuple[Tensor, int]:
-        """The mean negative log-likelihood in nats, and how many tokens were predicted."""
+        """Return the mean negative log-likelihood in nats, and the number of predicted tokens."""
         losses, predicted = self._token_losses(batch)
         count = predicted.sum()
         return losses.sum() / count, int(count)
@@ -350,7 +350,7 @@ class CausalLM(LightningModule):
         self.evaluation = self._texts.figures()
 
     def on_test_epoch_end(self) -> None:
-        """Fill `evaluation`, and say what was found with the context that it was found at.
+        """Fill `evaluation`, and log the perplexity of each text with its context.
 
         Raises:
             TargetError: The loss is NaN: there are such values among the logits.
@@ -363,16 +363,16 @@ class CausalLM(LightningModule):
                 f"finite: its activations overflow in {self.model.dtype}. Evaluate it in another "
                 "precision, such as `model.dtype: bfloat16`."
             )
-        for name, found in self.evaluation.items():
-            bos = ", BOS before each" if found.get("prefix") else ", no BOS before each"
-            bos = bos if "prefix" in found else ""
+        for name, figures in self.evaluation.items():
+            bos = ", BOS before each" if figures.get("prefix") else ", no BOS before each"
+            bos = bos if "prefix" in figures else ""
             rank_zero_info(
-                f"{name}: perplexity {found['perplexity']:.3f} (context {found['context']}, "
-                f"{found['windows']} windows{bos}, {found['tokens']:,} predicted tokens)"
+                f"{name}: perplexity {figures['perplexity']:.3f} (context {figures['context']}, "
+                f"{figures['windows']} windows{bos}, {figures['tokens']:,} predicted tokens)"
             )
 
     def configure_optimizers(self) -> Any:
-        """AdamW with linear warm-up and cosine decay over the steps that the trainer will take."""
+        """Return AdamW with linear warm-up and cosine decay over the trainer's steps."""
         steps = self.trainer.estimated_stepping_batches
         if not 1 <= steps < math.inf:
             raise OptionError(
@@ -389,7 +389,7 @@ class CausalLM(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Store configuration and tokenizer: the model can be rebuilt without its first source."""
+        """Store configuration and tokenizer, to rebuild the model without its source."""
         self._refuse_streamed("a Lightning checkpoint holds all weights at once")
         saved = dict(checkpoint.get("hyper_parameters", {}))
         saved["model"] = self.model.config.to_dict()
@@ -399,7 +399,7 @@ class CausalLM(LightningModule):
         checkpoint["hyper_parameters"] = saved
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take the tokenizer that the checkpoint holds."""
+        """Load the tokenizer from the checkpoint."""
         self._refuse_streamed("`ckpt_path` gives all weights at once")
         if _TOKENIZER in checkpoint:
             self.tokenizer = tokenizer_from_files(checkpoint[_TOKENIZER])

@@ -1,4 +1,4 @@
-"""The processes of one run: with which strategies they work, on what, and how they end together."""
+"""The processes of one run: supported strategies, shares of the data, and failing together."""
 
 import logging
 import os
@@ -33,15 +33,13 @@ _FAILED = "failed: "
 
 
 def processes_of(trainer: Trainer) -> Processes:
-    """The processes of a trainer that has set up its strategy."""
+    """Return the processes of a trainer that has set up its strategy."""
     device = trainer.strategy.root_device
     return Processes(trainer.global_rank, trainer.world_size, device)
 
 
 def require_whole_models(trainer: Trainer, caller: str) -> None:
-    """Refuse strategies under which a process does not hold the whole model until its end.
-
-    `caller` is the name of what needs the models, for the message.
+    """Raise if a process does not hold the whole model until its end, for the error of `caller`.
 
     Raises:
         StrategyError: The strategy shards the model, runs in workers that are spawned or forked,
@@ -64,7 +62,7 @@ def require_whole_models(trainer: Trainer, caller: str) -> None:
 
 
 def require_whole_parameters(trainer: Trainer, caller: str) -> None:
-    """Refuse strategies under which a process holds parts of the weights only."""
+    """Raise if a process holds only parts of the weights."""
     if _shards(trainer.strategy):
         raise StrategyError(
             f"{caller} needs whole weights in each process. Got strategy "
@@ -77,13 +75,13 @@ def _shards(strategy: Any) -> bool:
 
 
 def _name_of(trainer: Trainer) -> str:
-    """The strategy as the user named it."""
+    """Return the strategy as the user named it."""
     flag = lightning_names.strategy_as_given(trainer)
     return flag if isinstance(flag, str) else type(trainer.strategy).__name__
 
 
 def one_share_each(windows: Sized, trainer: Trainer | None) -> Any:
-    """A sampler of the windows of this process, `None` where Lightning is to find one.
+    """Return a sampler of the windows of this process; `None` leaves it to Lightning.
 
     Lightning's own sampler for `test` and `validate` repeats windows, so that all processes get as
     many; they would count twice. Only within `fit` must all of them get as many.
@@ -101,13 +99,13 @@ def one_share_each(windows: Sized, trainer: Trainer | None) -> Any:
 
 
 @contextmanager
-def one_voice(processes: Processes) -> Iterator[None]:
-    """Let process 0 alone log and warn: the others would say the same."""
+def rank_zero_logging(processes: Processes) -> Iterator[None]:
+    """Silence all processes but process 0: their messages would be the same."""
     if processes.rank == 0:
         yield
         return
     loggers = [*map(logging.getLogger, ("mrp_lightning", "callbacks")), progress_log]
-    before = [logger.level for logger in loggers]
+    levels = [logger.level for logger in loggers]
     try:
         for logger in loggers:
             logger.setLevel(logging.ERROR)
@@ -115,17 +113,17 @@ def one_voice(processes: Processes) -> Iterator[None]:
             warnings.simplefilter("ignore", NumericalWarning)
             yield
     finally:
-        for logger, level in zip(loggers, before, strict=True):
+        for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
 
 
 @contextmanager
-def all_or_none(processes: Processes) -> Iterator[None]:
+def fail_together(processes: Processes) -> Iterator[None]:
     """End this process if another fails or dies while all of them are in this context.
 
-    A launcher ends some of its processes when one dies, on its own machine; the others would wait
-    in a collective, on a GPU for many minutes. So each process says to the group's store that it
-    lives, and looks at what the others say.
+    A launcher ends only processes of its own machine when one dies; the others would wait in a
+    collective, on a GPU for many minutes. So each process writes a beat to the group's store, and
+    reads the beats of the others.
     """
     if processes.size == 1:
         yield
@@ -152,7 +150,7 @@ def all_or_none(processes: Processes) -> Iterator[None]:
 
 
 def _watch(processes: Processes, store: Any, left: threading.Event) -> None:
-    """Beat, and end this process when another does not."""
+    """Write beats, and end this process when the beats of another stop."""
     others = [rank for rank in range(processes.size) if rank != processes.rank]
     seen, missed = dict.fromkeys(others, ""), dict.fromkeys(others, 0)
     beat = 0
@@ -160,12 +158,12 @@ def _watch(processes: Processes, store: Any, left: threading.Event) -> None:
         beat += 1
         try:
             store.set(str(processes.rank), str(beat))
-            said = {n: store.get(str(n)).decode() for n in others if store.check([str(n)])}
+            beats = {n: store.get(str(n)).decode() for n in others if store.check([str(n)])}
         except RuntimeError as error:
             why = str(error).partition("\n")[0]
             return _end(left, processes, f"the process that keeps the group has ended ({why})")
         for rank in others:
-            now = said.get(rank, "")
+            now = beats.get(rank, "")
             missed[rank] = 0 if now != seen[rank] else missed[rank] + 1
             seen[rank] = now
             if now.startswith(_FAILED):
@@ -176,7 +174,7 @@ def _watch(processes: Processes, store: Any, left: threading.Event) -> None:
 
 
 def _end(left: threading.Event, processes: Processes, reason: str) -> None:
-    """End this process, unless its main thread finds out in time, which can say more."""
+    """End this process, unless its main thread, whose error says more, ends it in time."""
     if left.wait(_GRACE):
         return
     log.error(

@@ -32,17 +32,17 @@ from mrp_lightning.upstream.torch_names import uncompiled
 
 
 def language_models(module: LightningModule) -> dict[str, PreTrainedModel]:
-    """The outermost `PreTrainedModel`s of a module, by name."""
-    found: dict[str, PreTrainedModel] = {}
+    """Return the outermost `PreTrainedModel`s of a module, by name."""
+    models: dict[str, PreTrainedModel] = {}
     for name, part in module.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer in found)
+        inside = any(name.startswith(f"{outer}.") for outer in models)
         if isinstance(part, PreTrainedModel) and not inside:
-            found[name] = part
-    return found
+            models[name] = part
+    return models
 
 
 def checkpoint_root(module: LightningModule) -> tuple[str, nn.Module]:
-    """The module that is saved, after the prefix that its names have in the LightningModule.
+    """Return the prefix of the saved module's names in the LightningModule, and the saved module.
 
     It is the one `PreTrainedModel`, or the module that a `ModuleRunner` runs, or else all.
     """
@@ -56,9 +56,9 @@ def checkpoint_root(module: LightningModule) -> tuple[str, nn.Module]:
 
 
 def weights_beside(module: LightningModule) -> dict[str, Tensor]:
-    """The tensors of a module's `state_dict` that are not saved as the model, by name.
+    """Return the tensors of a module's `state_dict` that are not saved with the model, by name.
 
-    A tensor that is tied to a weight of the model is saved with it.
+    A tensor that is tied to a weight of the model is saved with the model.
     """
     _, model = checkpoint_root(module)
     inside = {id(x) for x in model.state_dict(keep_vars=True).values()}
@@ -67,23 +67,23 @@ def weights_beside(module: LightningModule) -> dict[str, Tensor]:
 
 
 def is_built_later(module: LightningModule) -> bool:
-    """Whether the module may make its layers after the callbacks' `setup`."""
+    """Return whether the module may make its layers after the callbacks' `setup`."""
     complete = CausalLM if isinstance(module, CausalLM) else LightningModule
     hooks = ("setup", "configure_model")
     return any(is_overridden(hook, module, parent=complete) for hook in hooks)
 
 
 def check_batch(module: LightningModule, batch: Any) -> None:
-    """Refuse windows that are longer than the model's positions, and tokens it does not know.
+    """Raise for windows longer than the model's positions, and for tokens outside its vocabulary.
 
-    A `CausalLM` takes no images or other inputs beside the text.
+    A `CausalLM` takes text alone, no images or other inputs.
     """
     if isinstance(module, CausalLM) and isinstance(batch, Mapping):
         taken = signature(module.model.forward).parameters.keys() - {"attention_mask"}
         values = {key: x for key, x in batch.items() if key in taken and isinstance(x, Tensor)}
-        if beside := [f"`{key}`" for key, x in values.items() if x.is_floating_point()]:
+        if others := [f"`{key}`" for key, x in values.items() if x.is_floating_point()]:
             raise DataError(
-                f"A CausalLM reads `input_ids` and `attention_mask` alone, so {', '.join(beside)} "
+                f"A CausalLM reads `input_ids` and `attention_mask` alone, so {', '.join(others)} "
                 "of the batch would have no part in the calibration. Give the Hugging Face model "
                 "itself to `Trainer.predict`, or your own LightningModule that calls it."
             )
@@ -111,7 +111,7 @@ def check_batch(module: LightningModule, batch: Any) -> None:
 
 
 def _embedding(model: PreTrainedModel) -> Tensor | None:
-    """The table (vocabulary, features) of the tokens, `None` for a model that reads no text.
+    """Return the embedding (vocabulary, features), `None` for a model that reads no text.
 
     Multimodal models may mark the places of images by ids that are in no vocabulary: also `None`.
     """
@@ -125,15 +125,15 @@ def _embedding(model: PreTrainedModel) -> Tensor | None:
 
 
 def streamed_blocks(module: LightningModule) -> StreamedBlocks | None:
-    """The blocks of a module that stay in files, `None` for one that is in memory."""
+    """Return the blocks of a module that stay in files, `None` for a module in memory."""
     return module.streamed if isinstance(module, CausalLM) else None
 
 
 def start_streamed(module: LightningModule, *, processes: int, is_kept: bool) -> None:
-    """Let a streamed model be dense, whatever an interrupted run has pruned in its journal.
+    """Read the blocks of a streamed model from its dense files, also after an interrupted run.
 
-    To a module in memory nothing is done. `is_kept` says whether the run keeps a journal, without
-    which nothing would be left of what is pruned.
+    A module in memory stays as it is. `is_kept` says whether the run has a journal: a streamed
+    block that is pruned exists nowhere else.
     """
     streamed = streamed_blocks(module)
     if streamed is None:
@@ -157,7 +157,7 @@ def start_streamed(module: LightningModule, *, processes: int, is_kept: bool) ->
 
 
 def check_streamed_plan(module: LightningModule, plan: Plan) -> None:
-    """Refuse a plan with blocks that do not stay in files, and layers that would never be read."""
+    """Raise if a plan has blocks that do not stay in files, or layers that are never read."""
     streamed = streamed_blocks(module)
     if streamed is None:
         return
@@ -173,7 +173,7 @@ def check_streamed_plan(module: LightningModule, plan: Plan) -> None:
 
 
 def eager() -> Any:
-    """A context without compiled code, in which hooks that are added later would not fire."""
+    """Return a context without compiled code, in which hooks added later would not fire."""
     return torch.compiler.set_stance("force_eager")
 
 
@@ -217,11 +217,7 @@ def copy_tensors(data: Any, device: torch.device | None = None) -> Any:
 
 
 def require_batches(module: LightningModule) -> None:
-    """Refuse a `predict_step` that Lightning gives an iterator in place of batches.
-
-    Raises:
-        DataError: It takes one.
-    """
+    """Raise a DataError if `predict_step` takes an iterator in place of batches."""
     if is_param_in_hook_signature(module.predict_step, "dataloader_iter", explicit=True):
         raise DataError(
             f"{type(module).__name__}.predict_step takes `dataloader_iter`, and pruning needs the "
@@ -230,7 +226,7 @@ def require_batches(module: LightningModule) -> None:
 
 
 class StepCapture:
-    """Replaces `predict_step` by one that stores its arguments and stops at the first block.
+    """Replace `predict_step` by one that stores its arguments and stops at the first block.
 
     Args:
         module: The LightningModule whose `predict_step` is replaced.
@@ -263,7 +259,7 @@ class StepCapture:
         module.predict_step = predict_step  # type: ignore[method-assign]
 
     def _run_to_first_block(self, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Fail where the model cannot take the batch, at the cost of its embedding."""
+        """Run the model up to its first block, so that a batch that it cannot take fails early."""
 
         def stop(_: nn.Module, __: Any) -> None:
             raise StopForward
@@ -278,7 +274,7 @@ class StepCapture:
                 handle.remove()
 
     def remove(self) -> None:
-        """Give the module its own `predict_step` back."""
+        """Restore the module's own `predict_step`."""
         if self._own is None:
             self._module.__dict__.pop("predict_step", None)
         else:
@@ -289,7 +285,7 @@ class StepCapture:
 def blocks_on_cpu(
     module: LightningModule, blocks: Callable[[], Sequence[nn.Module]]
 ) -> Iterator[None]:
-    """Let what `configure_model` makes be made on the CPU, and the blocks stay there.
+    """Run `configure_model` on the CPU, and keep the blocks there.
 
     Lightning calls `configure_model` with the accelerator as the default device, and moves the
     whole module to it before the first hook of a callback that could stop it.

@@ -20,9 +20,9 @@ from mrp_lightning.environment import progress_log as log
 from mrp_lightning.journal.fingerprint import Fingerprint, fingerprint
 from mrp_lightning.journal.journal import Journal, require_free
 from mrp_lightning.loop.distributed import (
-    all_or_none,
-    one_voice,
+    fail_together,
     processes_of,
+    rank_zero_logging,
     require_whole_models,
 )
 from mrp_lightning.loop.module_parts import (
@@ -40,7 +40,7 @@ from mrp_lightning.loop.module_parts import (
     streamed_blocks,
 )
 from mrp_lightning.loop.progress import ProgressReporter, PruningProgress
-from mrp_lightning.loop.saving import Pruned, check_save_dir, journal_bytes
+from mrp_lightning.loop.saving import PrunedModule, check_save_dir, journal_bytes
 from mrp_lightning.models.batch import token_ids
 from mrp_lightning.narrowing.find import narrowing_plan
 from mrp_lightning.narrowing.narrow import StreamedNarrowing, narrow
@@ -130,9 +130,9 @@ def about_data(trainer: Trainer, steps: list[Step], processes: Processes) -> dic
         `samples` and `sequence_length` (the longest) of token ids, and `source`, `seed` and `bos`
         of a data module such as `TextDataModule`.
     """
-    mine = [list(ids.shape) for step in steps if (ids := token_ids(step.batch)) is not None]
-    shapes = [shape for theirs in processes.all(mine) for shape in theirs]
-    # What this call was given: the trainer remembers the datamodule of an earlier one.
+    own_shapes = [list(ids.shape) for step in steps if (ids := token_ids(step.batch)) is not None]
+    shapes = [shape for theirs in processes.all(own_shapes) for shape in theirs]
+    # The data of this call: the trainer remembers the datamodule of an earlier one.
     data = predict_data(trainer)
     text = data if isinstance(data, _DescribedData) else None
     return {
@@ -145,7 +145,7 @@ def about_data(trainer: Trainer, steps: list[Step], processes: Processes) -> dic
 
 
 def _windows(batch: Any) -> list[Tensor]:
-    """The token ids of each window of a batch, without padding; none where it has no such."""
+    """Return the token ids of each window of a batch, without padding; none if it has no ids."""
     ids = token_ids(batch)
     if ids is None:
         return []
@@ -160,7 +160,7 @@ def open_journal(
     job: Job,
     module: LightningModule,
     trainer: Trainer,
-    beside: str | PathLike[str],
+    save_dir: str | PathLike[str],
     *,
     resume: bool,
 ) -> Iterator[Journal]:
@@ -178,7 +178,7 @@ def open_journal(
         "layers": plan.num_layers,
     }
     with Journal.open(
-        beside,
+        save_dir,
         _fingerprint(job, module, trainer),
         resume=resume,
         about=about,
@@ -217,7 +217,7 @@ def _fingerprint(job: Job, module: LightningModule, trainer: Trainer) -> Fingerp
 
 @dataclass(frozen=True)
 class Output:
-    """Where the result of a pruning goes.
+    """The destination of a pruning's result.
 
     Attributes:
         save_dir: The directory of the pruned model, `None` if it is not saved.
@@ -261,7 +261,7 @@ class Run:
         self._beside = None if rehearsal else output.journal_beside or output.save_dir
 
     def check(self, caller: str) -> None:
-        """Refuse, before the data is read, what cannot be pruned or written.
+        """Raise, before the data is read, if the module cannot be pruned or the result not written.
 
         Args:
             caller: The name of what prunes, for messages.
@@ -285,7 +285,7 @@ class Run:
             self._make_plan()
 
     def start(self) -> None:
-        """Keep the blocks on the CPU, where that is asked for, when Lightning moves the module."""
+        """With `offload`, keep the blocks on the CPU when Lightning moves the module."""
         if self.settings.offload:
 
             def blocks() -> list[nn.Module]:
@@ -311,22 +311,22 @@ class Run:
         self._changes.enter_context(interruptible(self._signals))
 
     def close(self) -> None:
-        """Give the module back as it was."""
+        """Undo all changes of the module."""
         self._changes.close()
 
     def num_batches(self) -> int:
-        """How many batches all processes have stored; all of them call this."""
+        """Return the number of batches that all processes stored; all of them call this."""
         steps = [] if self._capture is None else self._capture.steps
         return int(sum(count for (count,) in processes_of(self.trainer).numbers(len(steps))))
 
     @contextmanager
-    def pruned(self, batches: int) -> Iterator[Pruned]:
+    def prune(self, batches: int) -> Iterator[PrunedModule]:
         """Prune the module in place, and hold the journal until the context is left.
 
         The loop may be in inference mode, and is not in this context.
 
         Args:
-            batches: What `num_batches` gave.
+            batches: The number of batches; see `num_batches`.
 
         Yields:
             The module, pruned and not saved yet.
@@ -339,10 +339,10 @@ class Run:
             torch.inference_mode(False),
             torch.no_grad(),
             eager(),
-            one_voice(processes),
+            rank_zero_logging(processes),
             ExitStack() as held,
         ):
-            with all_or_none(processes):
+            with fail_together(processes):
                 warn_of_data(self._capture.steps, self._plan, processes)
                 self._describe(self._capture.steps, processes, batches)
                 job = self._job(self._capture.steps, processes)
@@ -359,16 +359,16 @@ class Run:
                 if job.plan.structure is not None:
                     self._narrow(job.plan.structure)
                 for name in ("sparsity", "relative_loss"):
-                    found = torch.tensor(self.report.totals[name])
-                    self.trainer.callback_metrics[f"prune/{name}"] = found
+                    total = torch.tensor(self.report.totals[name])
+                    self.trainer.callback_metrics[f"prune/{name}"] = total
             outlives = self.output.journal_beside is not None
-            yield Pruned(self.module, self.report, None if outlives else job.journal)
+            yield PrunedModule(self.module, self.report, None if outlives else job.journal)
 
-    def tell_result(self) -> None:
-        """Log what was done, and warn of layers that had the pattern before."""
+    def log_result(self) -> None:
+        """Log a summary, and warn of layers that had the pattern already."""
         totals, recipe = self.report.totals, self.settings.recipe
         if self.report.narrowed:
-            self._tell_narrowed()
+            self._log_narrowed()
             return
         if totals["already_pruned"]:
             log.warning(
@@ -377,18 +377,20 @@ class Run:
                 totals["layers"],
                 recipe.pattern,
             )
-        before = ""
+        zeros_note = ""
         if "zeros_before" in totals:
             zeros = totals["zeros_before"]
-            before = f" (against these weights as they were, {zeros:.0%} of which were zero before)"
+            zeros_note = (
+                f" (against these weights as they were, {zeros:.0%} of which were zero before)"
+            )
         rank_zero_info(
             f"Pruned {totals['layers']} layers to {recipe.amount} with {recipe.method} in "
             f"{totals['seconds']:.1f} s: {totals['share']:.0%} of the model's weights are in them, "
             f"{1 - totals['share']:.0%} are left dense. Mean output error of a layer, relative "
-            f"to its output: {totals['relative_loss']:.4f}{before}. {self._where}"
+            f"to its output: {totals['relative_loss']:.4f}{zeros_note}. {self._where}"
         )
 
-    def _tell_narrowed(self) -> None:
+    def _log_narrowed(self) -> None:
         narrowed, totals = self.report.narrowed, self.report.totals
         rank_zero_info(
             f"Kept {narrowed['kept']} of {narrowed['units']} {narrowed['structure']} in each of "
@@ -400,14 +402,14 @@ class Run:
 
     @property
     def _where(self) -> str:
-        """Where the pruned model is."""
+        """Name the location of the pruned model."""
         if self.save_dir is not None:
             return f"The model is in {self.save_dir}."
         reason = "no `save_dir`" if self.output.save_dir is None else "`fast_dev_run`"
         return f"The model is pruned in memory only ({reason})."
 
     def _narrow(self, structure: Structure) -> None:
-        """Cut out what is removed whole, and let the configuration and the report say so."""
+        """Remove the chosen units from the model, and describe it in configuration and report."""
         config: Any = checkpoint_root(self.module)[1].config
         weights = sum(p.numel() for p in self.module.parameters()) - structure.num_weights
         if (streamed := streamed_blocks(self.module)) is not None:
@@ -462,7 +464,7 @@ class Run:
         return narrowing_plan(model, settings.structure, settings.recipe.pattern.sparsity, plan)
 
     def _describe(self, steps: list[Step], processes: Processes, batches: int) -> None:
-        """Let the report say how the run is made, and where its data comes from."""
+        """Enter the settings of the run and the origin of its data into the report."""
         config = self.settings.config() | {"batches": batches}
         config["precision"] = str(self.trainer.precision)
         if processes.size > 1:

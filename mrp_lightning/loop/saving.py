@@ -1,4 +1,4 @@
-"""Writing a LightningModule that was pruned, or trained; a pruned one in memory until then."""
+"""Saving a pruned or trained LightningModule, and holding a pruned one until it is saved."""
 
 from dataclasses import replace
 from os import PathLike
@@ -43,35 +43,35 @@ def check_save_dir(
     dtype: torch.dtype | None = None,
     journal_bytes: int = 0,
 ) -> None:
-    """Refuse what `save_pruned` and `save_trained` could not write, before any work.
+    """Raise before any work if `save_pruned` or `save_trained` could not write.
 
-    A directory that may not be replaced is refused, a disk with less room than the weights, in
-    `dtype`, and the journal take, and a `generation_config` that transformers would not write.
+    The directory may not be replaced, the disk has less room than the weights, in `dtype`, and the
+    journal take, or transformers would not write the `generation_config`.
     """
     model = checkpoint_root(module)[1]
-    beside = sum(tensor.nbytes for tensor in weights_beside(module).values())
+    other_bytes = sum(tensor.nbytes for tensor in weights_beside(module).values())
     check_output_dir(
         directory,
         overwrite=overwrite,
         sources=sources_of(module),
-        num_bytes=num_bytes(model, dtype) + journal_bytes + beside,
+        num_bytes=num_bytes(model, dtype) + journal_bytes + other_bytes,
     )
     if isinstance(model, PreTrainedModel) and model.can_generate():
         _check_generation(model)
 
 
-def journal_bytes(beside: str | PathLike[str], module: LightningModule, *, whole: bool) -> int:
-    """How much more of a disk a journal may take: the weights, less what it holds already.
+def journal_bytes(save_dir: str | PathLike[str], module: LightningModule, *, whole: bool) -> int:
+    """Return the bytes that a journal may add to the disk: the weights, less its present shards.
 
-    That of a streamed model takes nothing more where its files become files of the checkpoint, as
-    they do where blocks stay `whole`.
+    The journal of a streamed model adds nothing if its files become files of the checkpoint, as
+    they do if blocks stay `whole`.
     """
     model: Any = checkpoint_root(module)[1]
     if whole and streamed_blocks(module) is not None and model.dtype == stored_dtype(model):
         return 0
-    there = sum(file.stat().st_size for file in journal_path(beside).glob("*.safetensors"))
+    shards = sum(file.stat().st_size for file in journal_path(save_dir).glob("*.safetensors"))
     weights = sum(p.numel() * p.element_size() for p in module.parameters())
-    return max(0, weights - there)
+    return max(0, weights - shards)
 
 
 def _check_generation(model: PreTrainedModel) -> None:
@@ -86,8 +86,8 @@ def _check_generation(model: PreTrainedModel) -> None:
             ) from error
 
 
-class Pruned:
-    """A module that is pruned, until it is saved or somebody else's alone.
+class PrunedModule:
+    """A pruned module, with a strong reference to it until it has been saved.
 
     Args:
         module: The LightningModule.
@@ -103,25 +103,25 @@ class Pruned:
     ) -> None:
         self.report = report
         sources_of(module)  # as they are now, when the working directory may change until `save`
-        self._kept: LightningModule | None = module
+        self._strong: LightningModule | None = module
         self._seen = ref(module), ref(checkpoint_root(module)[1])
         self._journal = journal
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy in another process knows of no model that is let go."""
+        """Leave out the weak references, which cannot be copied to another process."""
         return {**vars(self), "_seen": (_gone, _gone)}
 
     def is_of(self, module: LightningModule) -> bool:
         """Whether a LightningModule holds this very model."""
-        mine = self._module()
-        return mine is not None and checkpoint_root(module)[1] is checkpoint_root(mine)[1]
+        own = self._module()
+        return own is not None and checkpoint_root(module)[1] is checkpoint_root(own)[1]
 
-    def let_go(self) -> None:
-        """Keep the module no longer than others do."""
-        self._kept = None
+    def release(self) -> None:
+        """Drop the strong reference; a weak one stays."""
+        self._strong = None
 
     def complete(self) -> None:
-        """Say in the report that all is done that was asked for. Nothing else says so."""
+        """Mark the report as complete. Nothing else does."""
         self.report.complete = True
 
     def save(self, directory: str | PathLike[str], *, overwrite: bool) -> None:
@@ -132,7 +132,7 @@ class Pruned:
             overwrite: Whether what this package wrote there before may be replaced.
 
         Raises:
-            OptionError: The module was let go, and is gone.
+            OptionError: The module was released, and is gone.
             SaveError: It could not be written, or may not be replaced.
         """
         module = self._module()
@@ -163,11 +163,11 @@ class Pruned:
         if module is None and model is not None:
             module = as_lightning_module(model)
         assert module is None or isinstance(module, LightningModule)
-        return self._kept or module
+        return self._strong or module
 
 
 def _gone() -> None:
-    """Stand in for a reference to what is no longer in memory."""
+    """Stand in for a weak reference whose object is gone."""
 
 
 def save_pruned(
@@ -223,7 +223,7 @@ def save_trained(
     trained for, and `dtype` the type in which its floating weights are stored.
     """
     model, tokenizer = module.model, module.tokenizer
-    report, card = _kept_report(model, model.name_or_path), None
+    report, card = _report_of_source(model, model.name_or_path), None
     if report is not None:
         report.provenance["trained"] = {"steps": steps, "command": command()}
         card = model_card(report, report.config.get("base_model"))
@@ -233,8 +233,8 @@ def save_trained(
             _save_report(report, staging)
 
 
-def _kept_report(model: nn.Module, directory: str) -> PruningReport | None:
-    """The report of the pruned model that a model was loaded as, if its zeros are still there."""
+def _report_of_source(model: nn.Module, directory: str) -> PruningReport | None:
+    """Return the report of the pruned checkpoint a model was loaded from, if its zeros remain."""
     file = Path(directory) / NAME
     if not file.is_file():
         return None
@@ -243,8 +243,8 @@ def _kept_report(model: nn.Module, directory: str) -> PruningReport | None:
         return report  # what was removed whole does not come back
     zeros = {layer.name: int((layer.weight == 0).sum()) for layer in pruned_layers(model)}
     removed = {r.name: round((r.sparsity or 0) * r.shape[0] * r.shape[1]) for r in report.pruned}
-    kept = all(zeros.get(name, 0) >= count for name, count in removed.items())
-    return report if kept else None
+    is_sparse = all(zeros.get(name, 0) >= count for name, count in removed.items())
+    return report if is_sparse else None
 
 
 def _save_report(report: PruningReport, staging: Path) -> None:
@@ -255,7 +255,7 @@ def _save_report(report: PruningReport, staging: Path) -> None:
 
 
 def sources_of(module: LightningModule) -> list[Path]:
-    """The local directories or files that the language models of a module were read from.
+    """Return the local directories or files that the language models of a module were read from.
 
     A relative name is that of the directory in which it was first asked for.
     """
@@ -269,10 +269,9 @@ _SOURCES = WeakKeyDictionary[PreTrainedModel, Path]()
 
 
 def num_bytes(model: nn.Module, dtype: torch.dtype | None = None) -> int:
-    """How much of a disk the weights of a model will take, in the precision that they are saved in.
+    """Return the bytes of a model's saved weights, those on the meta device included.
 
-    What is on the meta device is counted, too. `dtype` is the type of floating weights; `None` is
-    that of the checkpoint.
+    `dtype` is the type of floating weights; `None` is the type in the checkpoint.
     """
     held = (*model.named_parameters(), *model.named_buffers())  # what is tied only once
     if not isinstance(model, PreTrainedModel):

@@ -95,8 +95,8 @@ class Trainer(pl.Trainer):
             OutOfMemoryError: There is not enough memory to prune.
         """
         inner = None if model is None else uncompiled(model)
-        given = {"model": inner, "datamodule": datamodule, "dataloaders": dataloaders}
-        for argument, value in given.items():
+        arguments = {"model": inner, "datamodule": datamodule, "dataloaders": dataloaders}
+        for argument, value in arguments.items():
             if _is_of_the_other_package(value):
                 raise TypeError(f"`{argument}`: expected one of `lightning`. {_got([value])}")
         model = None if model is None else as_lightning_module(model)
@@ -113,7 +113,7 @@ class Trainer(pl.Trainer):
             )
 
     def _require_data(self, model: nn.Module | None) -> None:
-        """Refuse to prune without any data, before the model is moved anywhere."""
+        """Raise if a callback prunes and there is no data, before the model is moved anywhere."""
         module = None if model is None else uncompiled(model)
         if not isinstance(module, pl.LightningModule):
             return
@@ -125,7 +125,7 @@ class Trainer(pl.Trainer):
             )
 
     def _explained_memory(self) -> AbstractContextManager[None]:
-        """Explain a lack of memory where a callback prunes, such as for the model as a whole."""
+        """Explain an out-of-memory error if a callback prunes."""
         offloads = [callback.settings.offload for callback in callbacks_that_prune(self)]
         if not offloads:
             return nullcontext()
@@ -133,7 +133,7 @@ class Trainer(pl.Trainer):
 
     @contextmanager
     def _borrow(self, callbacks: Callback | Sequence[Callback] | None) -> Iterator[None]:
-        """Add callbacks for the duration of a call, those the trainer does not have."""
+        """Add those callbacks that the trainer lacks, for the duration of a call."""
         extra = _checked(callbacks)
         extra = [c for c in extra if not any(c is own for own in self.callbacks)]
         if any(isinstance(c, ProgressBar) for c in extra) and self.progress_bar_callback:
@@ -143,43 +143,39 @@ class Trainer(pl.Trainer):
             yield
         finally:
             # By identity: the model's configure_callbacks may have changed the list.
-            mine = {id(callback) for callback in extra}
-            self.callbacks = [c for c in self.callbacks if id(c) not in mine]
+            borrowed = {id(callback) for callback in extra}
+            self.callbacks = [c for c in self.callbacks if id(c) not in borrowed]
             for callback in extra:  # a bound method of the model, which would keep it alive
                 callback.__dict__.pop("log", None)
                 callback.__dict__.pop("log_dict", None)
 
 
 def require_accelerator(wanted: Any) -> None:
-    """Refuse the name of an accelerator that this machine does not have.
-
-    Raises:
-        OptionError: It does not have it, or there is none of that name.
-    """
-    found = {name: AcceleratorRegistry[name]["accelerator"] for name in AcceleratorRegistry}
-    there = {name for name, accelerator in found.items() if accelerator.is_available()}
-    known = {"auto", *there}
-    if there & {"cuda", "mps"}:  # what Lightning takes for `gpu`
+    """Raise an OptionError if this machine has no accelerator of that name."""
+    accelerators = {n: AcceleratorRegistry[n]["accelerator"] for n in AcceleratorRegistry}
+    available = {name for name, kind in accelerators.items() if kind.is_available()}
+    known = {"auto", *available}
+    if available & {"cuda", "mps"}:  # Lightning's `gpu`
         known.add("gpu")
     if isinstance(wanted, str) and wanted not in known:
         raise OptionError(
             f"`trainer.accelerator`: expected auto or one that this machine has "
-            f"({', '.join(sorted(there))}). Got {wanted}. Name another, or leave it out."
+            f"({', '.join(sorted(available))}). Got {wanted}. Name another, or leave it out."
         )
 
 
 class Unwrap(Callback):
-    """Leaves dataloaders as they were, where a run ends with an error; Lightning does not."""
+    """Remove Lightning's wrappers from dataloaders when a run ends with an error."""
 
     def on_exception(self, *_: Any) -> None:
-        """Take Lightning's wrappers away."""
+        """Remove the wrappers; Lightning does so only after a run without errors."""
         unwrap_dataloaders()
 
 
 class TensorsOnly(TorchCheckpointIO):
-    """Takes tensors and plain containers from checkpoints, unless all is asked for by name.
+    """Load only tensors and plain containers from checkpoints, unless `weights_only` is false.
 
-    Lightning unpickles a checkpoint with all that it holds, code too, where it is given by a URL.
+    Lightning unpickles a checkpoint from a URL with all of its content, code included.
     """
 
     def load_checkpoint(
@@ -218,20 +214,20 @@ class Pruning(Protocol):
 
 
 def callbacks_that_prune(trainer: pl.Trainer) -> list[Pruning]:
-    """The callbacks of a trainer that prune, in their order."""
+    """Return the callbacks of a trainer that prune, in their order."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     return [callback for callback in callbacks if isinstance(callback, Pruning)]
 
 
 def _checked(callbacks: Callback | Sequence[Callback] | None) -> list[Callback]:
-    """The callbacks as a list, all of them of the Lightning that this trainer is of."""
+    """Return the callbacks as a list; raise if one is not of this trainer's Lightning."""
     if callbacks is None:
         return []
-    given = list(callbacks) if isinstance(callbacks, Sequence) else [callbacks]
-    wrong = [c for c in given if not isinstance(c, Callback)]
+    listed = list(callbacks) if isinstance(callbacks, Sequence) else [callbacks]
+    wrong = [c for c in listed if not isinstance(c, Callback)]
     if wrong:
         raise TypeError(f"`callbacks` must be callbacks of `lightning`. {_got(wrong)}")
-    return given
+    return listed
 
 
 def _is_of_the_other_package(value: object) -> bool:
@@ -251,7 +247,7 @@ def _got(wrong: Sequence[object]) -> str:
 
 
 def as_lightning_module(model: nn.Module) -> nn.Module:
-    """Make of a module what `predict` can run: a LightningModule stays, others are wrapped."""
+    """Return a LightningModule for `predict`: the module itself, or a wrapper of it."""
     if isinstance(uncompiled(model), pl.LightningModule):
         return model
     if isinstance(model, PreTrainedModel) and _reads_text_alone(model):

@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from thread_processes import together
 
 from mrp_lightning.errors import DataError, NumericalWarning
-from mrp_lightning.loop.distributed import one_share_each, one_voice
+from mrp_lightning.loop.distributed import one_share_each, rank_zero_logging
 from mrp_lightning.loop.module_parts import Step
 from mrp_lightning.loop.run import warn_of_data
 from mrp_lightning.processes import Processes
@@ -53,7 +53,7 @@ def test_windows_that_two_processes_have(starts, repeated, caplog):
     together(2, run)
     said = [record.message for record in caplog.records]
     assert all("1 of 7 calibration windows" in message for message in said)
-    assert len(said) == 2 * repeated  # `one_voice` lets one of them pass
+    assert len(said) == 2 * repeated  # `rank_zero_logging` lets one of them pass
 
 
 def test_three_processes_exchange_and_end_together(tmp_path):
@@ -77,7 +77,7 @@ def test_one_process_speaks_for_all(caplog, recwarn):
     log = logging.getLogger("mrp_lightning.test")
     with caplog.at_level("INFO", "mrp_lightning"):
         for rank in (0, 1):
-            with one_voice(Processes(rank, 2)):
+            with rank_zero_logging(Processes(rank, 2)):
                 log.warning("from %d", rank)
                 log.error("error of %d", rank)
                 warnings.warn(f"warning of {rank}", NumericalWarning, stacklevel=1)
