@@ -18,11 +18,11 @@ from mrp_lightning.errors import DependencyError, OptionError, OutOfMemoryError
 __version__ = "0.1.0"
 
 progress_log = logging.getLogger("lightning.pytorch.progress")
-"""What is said of long work. Below Lightning's, which writes to the terminal."""
+"""Logger of progress messages; a child of Lightning's logger, so that they reach the terminal."""
 
 
 def device_named(name: str | None) -> torch.device:
-    """The device of `--device`: cpu, cuda or cuda:N; `None` is CUDA where there is one.
+    """Return the device of `--device`: cpu, cuda or cuda:N; `None` is CUDA where there is one.
 
     Raises:
         OptionError: It is none of these, or is not there.
@@ -50,9 +50,9 @@ _ANSWER_SECONDS = 60
 
 
 def why_no_hub() -> str | None:
-    """Why the hub cannot be reached, `None` if it can be.
+    """Return why the hub cannot be reached, `None` if it can be.
 
-    The libraries that load from it try each file for half a minute. Here it is asked once.
+    Libraries that load from it try each file for half a minute; here one request decides.
     """
     import huggingface_hub
 
@@ -76,18 +76,18 @@ _NO_MEMORY = ("DefaultCPUAllocator", "out of memory", "ALLOC_FAILED")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that there is no memory left, on the CPU or on an accelerator."""
+    """Return whether an error reports that a CPU or an accelerator is out of memory."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError | OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(word in str(error) for word in _NO_MEMORY)
 
 
 def silence_torchao() -> None:
-    """Keep off the terminal what torchao says while it is loaded.
+    """Silence the messages of torchao while it is loaded.
 
     transformers loads it wherever it is installed, whether it is used or not, and torchao then
     warns of each of its libraries that was built for another device, CUDA or Python, and of calls
-    that torch deprecates. What else torchao says is shown.
+    that torch deprecates. All other messages are shown.
     """
     logging.getLogger("torchao").addFilter(_is_no_loading_message)
     logging.getLogger("torch.utils._pytree").addFilter(_is_no_loading_message)
@@ -98,13 +98,12 @@ def _is_no_loading_message(record: logging.LogRecord) -> bool:
 
 
 def silence_lightning() -> None:
-    """Keep off the terminal what Lightning says of other packages and of its own code.
+    """Silence what Lightning logs about other packages and its own code.
 
-    That is tips to install two packages of its makers, that TensorBoard is not installed where logs
-    are asked for, and that it calls what torch deprecates. What else it says is shown.
+    These are tips to install two packages of its makers, that TensorBoard is missing where logs are
+    asked for, and that it calls deprecated functions of torch. All other messages are shown.
     """
-    told_by = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    told_by.addFilter(_is_no_tip)
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_no_tip)
     for message in (".*`tensorboardX` has been removed", ".*LeafSpec.* is deprecated"):
         warnings.filterwarnings("ignore", message=message)
 
@@ -141,7 +140,7 @@ def quiet_lightning() -> Iterator[None]:
 
 @contextmanager
 def extra(name: str, what: str) -> Iterator[None]:
-    """Import what an extra of `pyproject.toml` brings, or say how to install it.
+    """Explain an import that fails in this context by the extra of `pyproject.toml` that it needs.
 
     Raises:
         DependencyError: An import inside failed, which `what` needs.
@@ -156,7 +155,7 @@ def extra(name: str, what: str) -> Iterator[None]:
 
 
 def command() -> str | None:
-    """The command line that started this process, `None` at a prompt and in a notebook.
+    """Return the command line that started this process, `None` at a prompt and in a notebook.
 
     The interpreter and what is installed beside it are called by their names alone.
     """
@@ -169,11 +168,11 @@ def command() -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what computed a result; libraries that were not loaded had no part in it."""
-    found = {"mrp_lightning": __version__, "python": platform.python_version()}
+    """Return the versions of the loaded libraries; others had no part in a result."""
+    loaded = {"mrp_lightning": __version__, "python": platform.python_version()}
     for name in ("torch", "lightning", "transformers", "lm_eval"):
         if name in sys.modules:
-            found[name] = str(sys.modules[name].__version__)
+            loaded[name] = str(sys.modules[name].__version__)
     if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
-    return found
+        loaded["cuda"] = torch.version.cuda
+    return loaded

@@ -1,4 +1,4 @@
-"""The errors that users meet, by kind, so that they can be told apart in code and by a shell."""
+"""Errors by kind, and the exit statuses of commands."""
 
 from mrp_sparse.errors import FormatError as FormatError
 from mrp_sparse.errors import OptionError as OptionError
@@ -7,11 +7,11 @@ from mrp_sparse.errors import TargetError as TargetError
 from mrp_sparse.errors import first_line as first_line
 
 FAILED, MISTAKE = 1, 2
-"""Exit statuses: what was asked for could not be done; what was asked for cannot be."""
+"""Exit statuses: the command failed; its arguments are wrong."""
 
 
 def ended_by(signal: int) -> int:
-    """The exit status of a process that a signal ends, as shells have it."""
+    """Return the exit status of a process that a signal ends, as shells report it."""
     return 128 + signal
 
 

@@ -1,7 +1,7 @@
-"""Files that are written in one step, and the manifests that say which of them are ours.
+"""Files that are written in one step, and the manifests that list which of them are ours.
 
-A manifest lies in each directory that this package writes into. It has the checksums of the files
-that were written there: one that is not in it, or has another checksum by now, is somebody else's.
+Each directory that this package writes into has a manifest with the checksums of the written files:
+a file that is not listed, or has another checksum by now, belongs to the user.
 """
 
 import hashlib
@@ -16,23 +16,23 @@ from secrets import token_hex
 from mrp_lightning.errors import OptionError
 
 MANIFEST = ".mrp_files.json"
-"""The name of a manifest: `{"format_version": 1, "files": {name: SHA-256}}`, names below it."""
+"""Name of a manifest: `{"format_version": 1, "files": {name: SHA-256}}`, names below it."""
 
 _NAME_MAX, _ADDED = 255, 25
 """The most bytes of a name in a file system, and how many are added to that of a directory."""
 
 BESIDE = "module.safetensors"
-"""The weights that a LightningModule has beside the one Hugging Face model that is saved."""
+"""Name of the file with the weights of a LightningModule outside its one Hugging Face model."""
 
 
 def output_path(path: str | os.PathLike[str]) -> Path:
-    """The absolute path that a user named, also in YAML, where no shell puts the home for a `~`.
+    """Return the absolute path of one that a user named, with the home directory for a `~`.
 
-    It stays the same when the working directory changes: take it once, at the start.
+    Call it once, at the start: the result stays the same when the working directory changes.
 
     Raises:
-        FileNotFoundError: It is relative to a working directory that was deleted.
-        OptionError: No file system can have it.
+        FileNotFoundError: The path is relative to a working directory that was deleted.
+        OptionError: No file system can have the path.
     """
     shown = reprlib.repr(os.fspath(path))
     if "\0" in os.fspath(path):
@@ -51,23 +51,23 @@ def output_path(path: str | os.PathLike[str]) -> Path:
 
 
 def hidden_beside(path: Path, suffix: str) -> Path:
-    """The place of what is hidden beside a directory while it is written: `.NAME` and a suffix.
+    """Return the hidden path next to a directory while it is written: `.NAME` and a suffix.
 
     Raises:
         OptionError: The directory has no name, as the root, or too long a one.
     """
     size, most = len(os.fsencode(path.name)), _NAME_MAX - _ADDED
     if not 0 < size <= most:
-        what = f"a name of {size} bytes, more than {most}" if size else "no name"
+        problem = f"a name of {size} bytes, more than {most}" if size else "no name"
         raise OptionError(
-            f"{reprlib.repr(str(path))} cannot be written: it has {what}, and what is not finished "
-            "lies beside it, under that name and more. Name another directory."
+            f"{reprlib.repr(str(path))} cannot be written: it has {problem}, and unfinished files "
+            "lie next to it, under that name and more. Name another directory."
         )
     return path.with_name(f".{path.name}{suffix}")
 
 
 def visible_files(directory: Path) -> Iterator[Path]:
-    """All files in a directory and below it but hidden ones."""
+    """Yield the files in a directory and below it, except hidden ones."""
     for file in directory.rglob("*"):
         hidden = any(part.startswith(".") for part in file.relative_to(directory).parts)
         if file.is_file() and not hidden:
@@ -75,7 +75,7 @@ def visible_files(directory: Path) -> Iterator[Path]:
 
 
 def save_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a file as UTF-8 in one step: whoever reads it meanwhile sees old or new content.
+    """Write a file as UTF-8 in one step: readers see the old or the new content.
 
     The directories above it are made. When writing fails, the old content stays and nothing else
     is left behind; when it has ended, the content is on the disk. The file gets the permissions
@@ -98,8 +98,8 @@ def save_text(path: str | os.PathLike[str], text: str) -> None:
 def save_ours(path: str | os.PathLike[str], text: str, *, adds: bool = False) -> None:
     """Write a file as `save_text` does, and enter it in the manifest of its directory.
 
-    Where the text `adds` something to what is there, a file that a user wrote or changed stays
-    hers: it is not entered.
+    If the text only `adds` to the existing one, a file that the user wrote or changed is not
+    entered: it remains the user's.
 
     Raises:
         OSError: One of the two cannot be written.
@@ -138,24 +138,24 @@ def start_manifest(directory: Path) -> None:
 def write_manifest(directory: Path) -> None:
     """Enter all files of a directory, and of those below it, as ours."""
     files = [file for file in directory.rglob("*") if file.is_file() and file.name != MANIFEST]
-    _write(directory, {file.relative_to(directory).as_posix(): _sha256(file) for file in files})
+    _write(directory, {file.relative_to(directory).as_posix(): sha256_of(file) for file in files})
 
 
 def why_not_ours(path: Path, digest: str | None = None) -> str:
-    """Why a file may not be replaced, such as "was changed since"; empty if it may.
+    """Return why a file may not be replaced, such as "was changed since"; empty if it may.
 
-    Without its `digest`, the manifest beside it is asked.
+    Without a `digest`, the manifest in its directory decides.
     """
     digest = digest or _read(path.parent / MANIFEST).get(path.name)
     if digest is None:
         return "is not known to be written by mrp-lightning"
-    if not stat.S_ISREG(path.lstat().st_mode) or _sha256(path) != digest:
+    if not stat.S_ISREG(path.lstat().st_mode) or sha256_of(path) != digest:
         return "was changed since mrp-lightning wrote it"
     return ""
 
 
 def not_ours(directory: Path) -> list[str]:
-    """The files and empty directories below a directory that we did not write as they are."""
+    """Return the files and empty directories below a directory that differ from its manifests."""
     listed: dict[Path, str] = {}
     manifests = list(directory.rglob(MANIFEST))
     for manifest in manifests:
@@ -175,7 +175,7 @@ def not_ours(directory: Path) -> list[str]:
 
 
 def make_directories(path: Path) -> None:
-    """Make a directory and those above it, so that they survive that the machine goes down."""
+    """Make a directory and those above it durably: they survive a crash of the machine."""
     missing = [above for above in (path, *path.parents) if not above.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for made in missing:
@@ -183,7 +183,7 @@ def make_directories(path: Path) -> None:
 
 
 def move_durably(partial: Path, path: Path) -> None:
-    """Rename a file that is whole to `path`, so that it also survives that the machine goes down.
+    """Rename a complete file to `path` durably: it survives a crash of the machine.
 
     Raises:
         OSError: It cannot be written through to the disk, or renamed.
@@ -203,7 +203,7 @@ def flush(path: Path) -> None:
 
 
 def _read(manifest: Path) -> dict[str, str]:
-    """The digests that a manifest lists, by file; none where it cannot be read."""
+    """Return the checksums that a manifest lists, by file; none if it cannot be read."""
     try:
         if not stat.S_ISREG(manifest.lstat().st_mode):
             return {}
@@ -218,6 +218,7 @@ def _write(directory: Path, listed: Mapping[str, str]) -> None:
     save_text(directory / MANIFEST, json.dumps(content, indent=1) + "\n")
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
+    """Return the checksum of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

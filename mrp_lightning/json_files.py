@@ -1,4 +1,4 @@
-"""JSON files: what is written is read again, or refused by its file's name."""
+"""JSON files: written without NaN, and read as dataclasses, with every problem listed."""
 
 import json
 import math
@@ -19,7 +19,7 @@ _EXPECTED = "Input should be "
 
 
 def as_json(content: Any) -> str:
-    """The text of a JSON file; numbers that are not finite, which JSON lacks, become null.
+    """Return the text of a JSON file; numbers that are not finite, which JSON lacks, become null.
 
     Raises:
         TypeError: The content is more than mappings, lists, tuples, strings, numbers and `None`.
@@ -36,12 +36,12 @@ def read_as(
 
 
 def as_dataclass(kind: type[T], content: Any, source: str, remedy: str) -> T:
-    """Make a dataclass, whose fields may be dataclasses in their turn, of a file's JSON object.
+    """Return a JSON object as a dataclass, whose fields may be dataclasses in turn.
 
-    `source` names the whole in messages, which end with the next step, `remedy`.
+    `source` names the object in messages, which end with the next step, `remedy`.
 
     Types are those of JSON: a bool is no number, and a number no text, but 1 is the float 1.0. Keys
-    that the dataclass does not have are passed over; those that are missing have its defaults. A
+    that the dataclass lacks are ignored; missing ones have its defaults. A
     `ValueError` of its `__post_init__` is listed with the other problems.
 
     Raises:
@@ -58,33 +58,33 @@ def as_dataclass(kind: type[T], content: Any, source: str, remedy: str) -> T:
         raise FormatError(f"{refused}\n  {error}") from error
     except ValidationError as error:
         problems: dict[str, str] = {}
-        for found in error.errors(include_url=False):
-            place = _place(found, content)
-            problems.setdefault(place, _problem(place, found))  # of a union the first kind
+        for detail in error.errors(include_url=False):
+            key = _key(detail, content)
+            problems.setdefault(key, _problem(key, detail))  # of a union the first kind
         listed = "\n".join(f"  {problem}" for problem in problems.values())
         raise FormatError(f"{refused}\n{listed}") from error
 
 
-def _place(found: "ErrorDetails", content: Any) -> str:
-    """Keys and positions as `layers[3].name`, without the kinds that pydantic adds for a union."""
-    place = ""
-    for step in found["loc"]:
+def _key(detail: "ErrorDetails", content: Any) -> str:
+    """Return the path `layers[3].name` of an error, without pydantic's names of union members."""
+    key = ""
+    for step in detail["loc"]:
         if isinstance(content, list) and isinstance(step, int):
-            place, content = f"{place}[{step}]", content[step]
-        elif isinstance(content, dict) and (str(step) in content or found["type"] == "missing"):
-            place, content = f"{place}.{step}", content.get(str(step))
+            key, content = f"{key}[{step}]", content[step]
+        elif isinstance(content, dict) and (str(step) in content or detail["type"] == "missing"):
+            key, content = f"{key}.{step}", content.get(str(step))
         else:
             break
-    return place.removeprefix(".")
+    return key.removeprefix(".")
 
 
-def _problem(place: str, found: "ErrorDetails") -> str:
-    """One of pydantic's errors, in our words."""
-    name, message = f"`{place}`" if place else "the whole", found["msg"]
-    if found["type"] == "missing":
+def _problem(key: str, detail: "ErrorDetails") -> str:
+    """Return the message for one of pydantic's errors."""
+    name, message = f"`{key}`" if key else "the whole", detail["msg"]
+    if detail["type"] == "missing":
         return f"{name} is missing"
     if message.startswith(_EXPECTED):
-        return f"{name} is {shortened(found['input'])}, expected {message[len(_EXPECTED) :]}"
+        return f"{name} is {shortened(detail['input'])}, expected {message[len(_EXPECTED) :]}"
     return f"{name}: {message.removeprefix('Value error, ')}"
 
 

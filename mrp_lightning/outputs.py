@@ -1,4 +1,4 @@
-"""Directories that are written aside, and moved into place when they are whole."""
+"""Directories that are written next to their path, and moved there when they are complete."""
 
 import glob
 import logging
@@ -27,7 +27,7 @@ from mrp_lightning.files import (
 _REPORTS = ("pruning_report.json", "export_report.json", "evaluation.json")
 
 
-def check_place(path: Path, argument: str, sources: Iterable[str | os.PathLike[str]]) -> None:
+def _check_place(path: Path, argument: str, sources: Iterable[str | os.PathLike[str]]) -> None:
     """Refuse a path that is no directory, or one that is needed."""
     _require_directory(path, argument)
     path = path.resolve()
@@ -37,19 +37,19 @@ def check_place(path: Path, argument: str, sources: Iterable[str | os.PathLike[s
             "directory in it."
         )
     hidden_beside(path, "")  # whose name has to be one
-    places = {output_path("."): "the working directory", Path.home(): "the home directory"}
-    places |= {output_path(source): "what is read" for source in sources}
-    for place, what in places.items():
-        place = place.resolve()
-        if path == place or path in place.parents:
-            holds = "is" if path == place else "holds"
+    needed = {output_path("."): "the working directory", Path.home(): "the home directory"}
+    needed |= {output_path(source): "what is read" for source in sources}
+    for directory, role in needed.items():
+        directory = directory.resolve()
+        if path == directory or path in directory.parents:
+            holds = "is" if path == directory else "holds"
             raise FileExistsError(
-                f"`{argument}`: {path} {holds} {what}, {place}. Name a new directory."
+                f"`{argument}`: {path} {holds} {role}, {directory}. Name a new directory."
             )
 
 
 def _require_directory(path: Path, argument: str) -> None:
-    """Refuse an output directory where something else stands, or above it."""
+    """Refuse an output directory if the path, or one above it, is no directory."""
     for needed in (_existing(path.parent), path):
         if os.path.lexists(needed) and not needed.is_dir():
             kind = "a link that leads nowhere" if not needed.exists() else "a file"
@@ -60,7 +60,7 @@ def _require_directory(path: Path, argument: str) -> None:
 
 
 def require_writable(path: str | os.PathLike[str], argument: str) -> None:
-    """Refuse a directory that results cannot be added to, made where it is not there.
+    """Refuse a directory to which no results can be added, or that cannot be made.
 
     Raises:
         FileExistsError: Something else stands there, or it is the root of all files.
@@ -75,7 +75,7 @@ def require_writable(path: str | os.PathLike[str], argument: str) -> None:
 
 
 def _probe(above: Path, path: Path, argument: str) -> None:
-    """Try to make a directory, which says more than permissions do."""
+    """Try to make a directory, which is surer than reading permissions."""
     try:
         Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".probe", dir=above)).rmdir()
     except OSError as error:
@@ -86,11 +86,11 @@ def _probe(above: Path, path: Path, argument: str) -> None:
 
 
 def _existing(path: Path) -> Path:
-    """The nearest directory, or file, that is there."""
+    """Return the path, or the nearest one above it, that exists."""
     return next(above for above in (path, *path.parents) if os.path.lexists(above))
 
 
-def check_content(path: Path, argument: str, *, overwrite: bool) -> None:
+def _check_content(path: Path, argument: str, *, overwrite: bool) -> None:
     """Refuse to replace a directory with content, unless it is ours and may be replaced."""
     if not path.is_dir() or not any(path.iterdir()):
         return
@@ -112,8 +112,8 @@ def check_content(path: Path, argument: str, *, overwrite: bool) -> None:
         )
 
 
-def check_room(path: Path, argument: str, num_bytes: int) -> None:
-    """Try to make a directory, and ask for free space."""
+def _check_room(path: Path, argument: str, num_bytes: int) -> None:
+    """Refuse a path whose directory is not writable, or whose disk is too full."""
     above = _existing(path.parent)
     _probe(above, path, argument)
     if path.is_dir():
@@ -165,10 +165,10 @@ def check_output_dir(
         OptionError: The disk has not enough room.
     """
     path = output_path(path)
-    check_place(path, argument, sources)
+    _check_place(path, argument, sources)
     path = path.resolve()
-    check_content(path, argument, overwrite=overwrite)
-    check_room(path, argument, num_bytes)
+    _check_content(path, argument, overwrite=overwrite)
+    _check_room(path, argument, num_bytes)
     if os.path.lexists(_lock_file(path)):
         try:
             with _held(path, argument, timeout=0):
@@ -188,10 +188,10 @@ def save_directory(
     argument: str = "save_dir",
     sources: Iterable[str | os.PathLike[str]] = (),
 ) -> Iterator[Path]:
-    """Give an empty directory beside `path` that becomes `path` when the block ends well.
+    """Yield an empty directory that becomes `path` when the context ends without an error.
 
-    When the block raises, that directory is removed and `path` is as it was. While another process
-    writes `path`, it waits. The files get the permissions that the umask gives to new ones; a
+    After an error that directory is removed and `path` is unchanged. While another process writes
+    `path`, this function waits. The files get the permissions that the umask gives to new ones; a
     directory that is replaced keeps its own. All is on the disk before what it replaces is deleted,
     and before this returns. The arguments are those of `check_output_dir`.
 
@@ -202,20 +202,20 @@ def save_directory(
             says where it is.
     """
     path, sources = output_path(path), [output_path(source) for source in sources]
-    check_place(path, argument, sources)
+    _check_place(path, argument, sources)
     link, path = path, path.resolve()
     make_directories(path.parent)
     with _held(path, argument):
-        check_content(path, argument, overwrite=overwrite)
-        check_room(path, argument, 0)
+        _check_content(path, argument, overwrite=overwrite)
+        _check_room(path, argument, 0)
         _remove_abandoned(path)
         staging = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=_STAGING, dir=path.parent))
         try:
             start_manifest(staging)
             yield staging
             flush(staging)  # or fail, if it was deleted
-            check_place(link, argument, sources)
-            check_content(path, argument, overwrite=overwrite)
+            _check_place(link, argument, sources)
+            _check_content(path, argument, overwrite=overwrite)
             write_manifest(staging)
             _give_permissions(staging, path)
             for written in (*staging.rglob("*"), staging):
@@ -231,7 +231,7 @@ def _lock_file(path: Path) -> Path:
 
 @contextmanager
 def _held(path: Path, argument: str, timeout: float = -1) -> Iterator[None]:
-    """Let no other process write a directory meanwhile; wait for one that does.
+    """Lock a directory against other processes; wait for one that is writing it.
 
     Raises:
         Timeout: Another one still does after `timeout` seconds, if that is not negative.
@@ -262,7 +262,7 @@ def _held(path: Path, argument: str, timeout: float = -1) -> Iterator[None]:
 
 
 def _remove_abandoned(path: Path) -> None:
-    """Remove what killed processes left half-written for a directory, whose lock is held."""
+    """Remove the incomplete directories of killed processes; the lock must be held."""
     for staging in path.parent.glob(f".{glob.escape(path.name)}.*{_STAGING}"):
         with suppress(OSError):
             staging.rmdir()  # one that was killed before it could be marked
@@ -271,7 +271,7 @@ def _remove_abandoned(path: Path) -> None:
 
 
 def _give_permissions(staging: Path, path: Path) -> None:
-    """Undo that temporary directories, and the files of safetensors, are private.
+    """Give files and directories the usual permissions; temporary ones are private.
 
     A directory that is replaced gives its own mode, and its group if it passes that on.
     """
@@ -290,29 +290,29 @@ def _give_permissions(staging: Path, path: Path) -> None:
 
 
 def _move_into_place(staging: Path, path: Path) -> None:
-    """Rename `staging` to `path`; what stood there is deleted when the rename is on the disk."""
+    """Rename `staging` to `path`; delete the old content when the rename is on the disk."""
     if not path.exists():
         staging.rename(path)
         flush(path.parent)
         return
-    beside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".old", dir=path.parent))
-    old = beside / path.name
+    aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".old", dir=path.parent))
+    old = aside / path.name
     try:
         path.rename(old)
-        flush(beside)
+        flush(aside)
         staging.rename(path)
         flush(path.parent)
     except BaseException as error:
         if os.path.lexists(old) and (staging.exists() or not os.path.lexists(path)):
             _put_back(old, path, error)
         with suppress(OSError):
-            beside.rmdir()  # unless what was there before is in it
+            aside.rmdir()  # unless what was there before is in it
         raise
-    shutil.rmtree(beside, ignore_errors=True)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def _put_back(old: Path, path: Path, reason: BaseException) -> None:
-    """Rename `old` to `path` again, or say where it stays."""
+    """Rename `old` to `path` again, or raise with its path."""
     try:
         if os.path.lexists(path):
             raise FileExistsError(f"something stands at {path}")

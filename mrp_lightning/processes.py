@@ -1,7 +1,7 @@
 """Processes that prune one model together, each with its share of the batches and of the rows.
 
-Each of them holds the whole model. Collectives are called by all of them in the same order, and
-give all of them the same bits.
+Each process holds the whole model. All processes call collectives in the same order, and get the
+same bits.
 """
 
 from collections.abc import Iterator
@@ -32,11 +32,11 @@ class Processes:
     device: torch.device = _CPU
 
     def share(self, rows: int) -> slice:
-        """The consecutive rows of this process, of so many; shares differ by one row at most."""
+        """Return the consecutive rows of this process; shares differ by one row at most."""
         return slice(self._start(self.rank, rows), self._start(self.rank + 1, rows))
 
     def gather_rows(self, mine: Tensor, rows: int) -> Tensor:
-        """All rows, put together from the shares of all processes, on the device of `mine`.
+        """Concatenate the shares of all processes, on the device of `mine`.
 
         Args:
             mine: The rows of this process's share, (its rows, …), of any dtype.
@@ -63,21 +63,21 @@ class Processes:
         return tensor
 
     def like_first_(self, tensor: Tensor) -> Tensor:
-        """Take over the tensor of process 0, in place; contiguous, and on `device`."""
+        """Copy the tensor of process 0 in place; contiguous, and on `device`."""
         if self.size > 1:
             with self._explained():
                 distributed.broadcast(tensor.detach().view(-1).view(torch.uint8), 0)
         return tensor
 
     def numbers(self, *mine: float) -> list[list[float]]:
-        """The numbers that each process gives, by process; float64."""
+        """Return the numbers of each process, by process; float64."""
         if self.size == 1:
             return [list(mine)]
         sent = torch.tensor(mine, dtype=torch.float64, device=self.device)
-        return [found.tolist() for found in self._gather(sent)]
+        return [received.tolist() for received in self._gather(sent)]
 
     def all(self, mine: Any) -> list[Any]:
-        """The value that each process gives, by process: plain containers of strings, numbers."""
+        """Return the value of each process, by process: plain containers of strings and numbers."""
         if self.size == 1:
             return [mine]
         received: list[Any] = [None] * self.size
@@ -107,4 +107,4 @@ class Processes:
 
 
 ALONE = Processes()
-"""This process, which does everything."""
+"""The only process, which does everything."""

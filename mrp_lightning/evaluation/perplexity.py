@@ -18,7 +18,7 @@ _POSITIONS = 1024  # whose logits are in float32 at the same time
 def token_losses(
     logits: Tensor, ids: Tensor, mask: Tensor | None, wanted: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Negative log-likelihood −log p(id_t | id_<t) of every token but the first of each window.
+    """Return −log p(id_t | id_<t) for every token but the first of each window.
 
     Args:
         logits: (batch, length, vocabulary), of any floating precision; the softmax is in float32.
@@ -96,7 +96,7 @@ class Perplexity(MeanLoss):
 
 
 class Perplexities:
-    """The metrics of the texts of a `test` or `validate` run, from its dataloaders.
+    """Metrics of the texts of a `test` or `validate` run, from its dataloaders.
 
     A single text without a name is called "text"; several without names are numbered.
     """
@@ -110,19 +110,19 @@ class Perplexities:
         self._metrics = [(MeanLoss().to(device), Perplexity().to(device)) for _ in named]
 
     def logged(self, index: int) -> dict[str, MeanLoss]:
-        """The metrics of one text by what they are logged as: `loss`, or `loss/c4` among others."""
+        """Return the metrics of one text by their logged names: `loss`, or `loss/c4` if several."""
         suffix = f"/{self.names[index]}" if len(self.names) > 1 else ""
         loss, perplexity = self._metrics[index]
         return {f"loss{suffix}": loss, f"perplexity{suffix}": perplexity}
 
     def figures(self) -> dict[str, dict[str, float | int]]:
-        """The figures so far by text; texts without a batch are left out.
+        """Return the figures so far by text; texts without a batch are left out.
 
-        Those of `Windows` name the `prefix`, too: how many tokens, not counted, stood before each.
+        Those of `Windows` have the `prefix`, too: the number of tokens before each, not counted.
         """
-        found = {}
+        figures = {}
         for name, (_, metric), data in zip(self.names, self._metrics, self._data, strict=True):
             if metric.update_called:
                 known = {"prefix": data.prefix} if isinstance(data, Windows) else {}
-                found[name] = {**metric.figures(), **known}
-        return found
+                figures[name] = {**metric.figures(), **known}
+        return figures

@@ -1,7 +1,7 @@
 """Tasks of EleutherAI's lm-eval, run on a loaded model.
 
 The prompts, the scores and their standard errors are lm-eval's own, so that values compare with
-published ones; here are the choice of tasks, the checks before any work, and the summary.
+published ones. This module chooses tasks, checks them before any work, and summarizes the results.
 """
 
 import difflib
@@ -34,7 +34,7 @@ PAPER_TASKS = (
 
 @dataclass(frozen=True)
 class Tasks:
-    """Tasks with their data, ready to run, any number of times.
+    """Tasks with their data, ready to run any number of times.
 
     Attributes:
         manager: lm-eval's `TaskManager`.
@@ -69,28 +69,30 @@ def load_tasks(
     _require_lm_eval()
     manager = _manager(names, include_path)
     matching = {name: manager.match_tasks([name]) for name in names}
-    if unknown := [name for name, found in matching.items() if not found]:
+    if unknown := [name for name, matches in matching.items() if not matches]:
         nearest = {name: difflib.get_close_matches(name, manager.all_tasks) for name in unknown}
-        told = [f"{name} (nearest: {', '.join(x) or 'none'})" for name, x in nearest.items()]
+        listed = [f"{name} (nearest: {', '.join(x) or 'none'})" for name, x in nearest.items()]
         raise OptionError(
-            f"`--tasks`: lm-eval has no task {'; '.join(told)}. `lm_eval ls tasks` lists all; "
+            f"`--tasks`: lm-eval has no task {'; '.join(listed)}. `lm_eval ls tasks` lists all; "
             "a directory with tasks of your own is given as `--include-path`."
         )
     loaded: list[Any] = []
     tasks: dict[str, Any] = {}
     missing = []
-    for name in dict.fromkeys(name for found in matching.values() for name in found):
+    for name in dict.fromkeys(name for matches in matching.values() for name in matches):
         try:
-            found = manager.load([name])
+            content = manager.load([name])
         except (OSError, ValueError) as error:  # ConnectionError and FileNotFoundError are OSErrors
-            missing.append(f"{name} ({_data_of(name, manager)}: {error})")
+            config = manager.task_index[name].cfg or {}
+            parts = [config.get("dataset_path"), config.get("dataset_name")]
+            missing.append(f"{name} ({' '.join(['dataset', *filter(None, parts)])}: {error})")
             continue
-        tasks |= found["tasks"]
-        for task in found["tasks"].values():
+        tasks |= content["tasks"]
+        for task in content["tasks"].values():
             if task.get_config("num_fewshot") != 0:
                 task.set_config(key="num_fewshot", value=num_fewshot)
-        group = found.get("groups", {}).get(name)
-        loaded += [group] if group is not None else found["tasks"].values()
+        group = content.get("groups", {}).get(name)
+        loaded += [group] if group is not None else content["tasks"].values()
     if missing:
         raise DataError(
             f"`--tasks`: the data of these tasks cannot be read: {'; '.join(missing)}. "
@@ -116,10 +118,10 @@ def evaluate(
 
     Args:
         model: A causal language model.
-        tokenizer: Its tokenizer; `None` is an error that says what to do.
-        tasks: As `load_tasks` gives them.
+        tokenizer: Its tokenizer; `None` is refused.
+        tasks: The result of `load_tasks`.
         batch_size: Requests a batch, or `auto` for as many as fit. It changes nothing but rounding.
-        limit: Only so many samples of each task.
+        limit: The number of samples of each task, `None` for all.
         bootstrap_iters: Resamples for the standard errors that have no closed form.
 
     Returns:
@@ -138,7 +140,7 @@ def evaluate(
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
-    with _quiet("lm_eval.models.huggingface"):  # it warns that the model is already loaded
+    with _only_errors("lm_eval.models.huggingface"):  # it warns that the model is already loaded
         adapter = HFLM(
             pretrained=model,
             tokenizer=tokenizer,
@@ -159,9 +161,9 @@ def evaluate(
 
 
 def summarize(results: Mapping[str, Any]) -> dict[str, Scores]:
-    """Metrics, standard errors and sizes by task, as `evaluation.json` keeps them.
+    """Return metrics, standard errors and sizes by task, as in `evaluation.json`.
 
-    A metric that lm-eval computes after a filter is called `metric,filter`. Members of a group that
+    A metric that lm-eval computes after a filter is named `metric,filter`. Members of a group that
     has metrics itself get a `depth`.
     """
     summary: dict[str, Scores] = {}
@@ -187,26 +189,26 @@ def summarize(results: Mapping[str, Any]) -> dict[str, Scores]:
 
 
 def _samples(task: str, results: Mapping[str, Any]) -> int:
-    """The number of samples of a task, or of all members of a group."""
+    """Return the number of samples of a task, or of all members of a group."""
     if task in results["n-samples"]:
         return int(results["n-samples"][task]["effective"])
     return sum(_samples(x, results) for x in results.get("group_subtasks", {}).get(task, []))
 
 
 def _depth(task: str, groups: Mapping[str, Sequence[str]], scored: Collection[str]) -> int:
-    """The number of groups with scores of their own around a task."""
+    """Return the number of groups with scores of their own around a task."""
     around = [group for group, members in groups.items() if task in members]
     return max(((group in scored) + _depth(group, groups, scored) for group in around), default=0)
 
 
 def _require_lm_eval() -> None:
-    """lm-eval alone cannot run Hugging Face models: it needs accelerate for that."""
+    """Import lm-eval with accelerate, without which it cannot run Hugging Face models."""
     with extra("zeroshot", "Running zero-shot tasks"):
         import lm_eval.models.huggingface  # noqa: F401
 
 
 def _manager(names: Sequence[str], include_path: str | PathLike[str] | None) -> Any:
-    """lm-eval's index of tasks; reading its own 14 thousand takes seconds, so only if needed."""
+    """Return lm-eval's index of tasks; its own 14 thousand take seconds, so only if needed."""
     from lm_eval.tasks import TaskManager
 
     if include_path is None:
@@ -218,33 +220,27 @@ def _manager(names: Sequence[str], include_path: str | PathLike[str] | None) -> 
     return own if set(names) <= set(own.all_subtasks) else TaskManager(include_path=path)
 
 
-def _data_of(name: str, manager: Any) -> str:
-    config = manager.task_index[name].cfg or {}
-    parts = [config.get("dataset_path"), config.get("dataset_name")]
-    return " ".join(["dataset", *filter(None, parts)])
-
-
 @contextmanager
 def _one_process() -> Iterator[None]:
-    """lm-eval resamples in forked processes, which can hang where torch has started threads."""
-    before = os.environ.get("DISABLE_MULTIPROC")
+    """Keep lm-eval from forking processes, which can hang once torch has started threads."""
+    value = os.environ.get("DISABLE_MULTIPROC")
     os.environ["DISABLE_MULTIPROC"] = "1"
     try:
         yield
     finally:
-        if before is None:
+        if value is None:
             del os.environ["DISABLE_MULTIPROC"]
         else:
-            os.environ["DISABLE_MULTIPROC"] = before
+            os.environ["DISABLE_MULTIPROC"] = value
 
 
 @contextmanager
-def _quiet(logger: str) -> Iterator[None]:
+def _only_errors(name: str) -> Iterator[None]:
     """Let one logger show errors alone."""
-    found = logging.getLogger(logger)
-    level = found.level
-    found.setLevel(logging.ERROR)
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        found.setLevel(level)
+        logger.setLevel(level)

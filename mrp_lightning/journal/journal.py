@@ -1,6 +1,5 @@
 """The journal of a run: what is done to each block, kept until all is done and saved."""
 
-import hashlib
 import logging
 import re
 import shutil
@@ -24,6 +23,7 @@ from mrp_lightning.files import (
     move_durably,
     not_ours,
     output_path,
+    sha256_of,
 )
 from mrp_lightning.journal.block_record import BlockRecord
 from mrp_lightning.journal.manifest import (
@@ -302,7 +302,7 @@ class Journal(AbstractContextManager["Journal"]):
         try:
             partial.unlink(missing_ok=True)  # a link would be followed
             record.save(partial)
-            entry = Entry(file.name, _sha256(partial), digest(sorted(record.weights.items())))
+            entry = Entry(file.name, sha256_of(partial), digest(sorted(record.weights.items())))
             move_durably(partial, file)
             self._keep(step, entry)
             self.manifest.seconds = time.monotonic() - self._start
@@ -357,7 +357,7 @@ class Journal(AbstractContextManager["Journal"]):
         self._cpu_start -= earlier.cpu_seconds
         for step, entry in earlier.shards.items():
             file = self.path / entry.file
-            if not file.is_file() or _sha256(file) != entry.sha256:
+            if not file.is_file() or sha256_of(file) != entry.sha256:
                 log.warning("%s is damaged or missing. Its block is pruned again.", file)
                 self._damaged.add(step)
 
@@ -382,11 +382,6 @@ class Journal(AbstractContextManager["Journal"]):
             self.manifest.save(self.path)
         except OSError as error:
             raise SaveError(f"The journal {self.path} cannot be written: {error}.") from error
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def find_journal(path: str | PathLike[str]) -> Path | None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def split_batch(batch: Any) -> tuple[Tensor, Tensor | None]:
-    """The token ids (batch, length) and the attention mask of a batch.
+    """Return the token ids (batch, length) and the attention mask of a batch.
 
     The mask, of the same shape, has 1 for tokens and 0 for padding; it is `None` where every
     position is a token.
@@ -28,22 +28,22 @@ def split_batch(batch: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def to_predict(batch: Any) -> Tensor | None:
-    """True (batch, length) for tokens that are to be predicted: all whose label is not −100.
+    """Return which tokens are to be predicted, bool (batch, length): all whose label is not −100.
 
-    It is `None` where the batch is no mapping with `labels`.
+    The result is `None` if the batch is no mapping with `labels`.
     """
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     return None if labels is None else labels != -100
 
 
 def token_ids(batch: Any) -> Tensor | None:
-    """The token ids (batch, length) in a batch, `None` where there are none."""
+    """Return the token ids (batch, length) in a batch, `None` if there are none."""
     ids = _first_tensor(batch)
     is_ids = isinstance(ids, Tensor) and ids.ndim == 2 and not ids.is_floating_point()
     return ids if is_ids else None
 
 
 def _first_tensor(batch: Any) -> Any:
-    """The item of a batch that stands where token ids do, whatever it is."""
+    """Return the item of a batch at the position of the token ids, whatever it is."""
     ids: Any = batch.get("input_ids") if isinstance(batch, Mapping) else batch
     return ids[0] if isinstance(ids, Sequence) and ids else ids

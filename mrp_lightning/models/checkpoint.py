@@ -31,9 +31,10 @@ GROUP = "mrp_lightning.checkpoint_formats"
 
 
 def found_at(source: str | os.PathLike[str]) -> dict[str, Any]:
-    """Where `from_pretrained` is to look: a directory, the hub, or its cache if it is away.
+    """Return the arguments by which `from_pretrained` looks in a directory, or on the hub.
 
-    The directory is absolute, as the model's `name_or_path` will be: it is asked for later, too.
+    Without a connection, only the hub's cache is read. The directory is absolute, since it becomes
+    the model's `name_or_path`, which is read later, too.
     """
     path = Path(source).expanduser()
     if path.exists():
@@ -45,13 +46,13 @@ def found_at(source: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def why_not_found(source: str | os.PathLike[str], error: OSError) -> str:
-    """Why a source gives nothing: transformers' reason, or that the hub is away."""
+    """Return why a source gives nothing: transformers' reason, or that the hub is away."""
     is_here = Path(source).expanduser().exists()
     return str(error) if is_here else why_no_hub() or str(error)
 
 
 def directory_of(source: str, revision: str | None = None) -> Path | None:
-    """The directory of a source, or that in the hub's cache; `None` where neither is here."""
+    """Return the directory of a source, or that in the hub's cache; `None` if neither exists."""
     if source and (directory := Path(source).expanduser()).is_dir():
         return directory
     cached = try_to_load_from_cache(source, "config.json", revision=revision)
@@ -59,10 +60,10 @@ def directory_of(source: str, revision: str | None = None) -> Path | None:
 
 
 def refuse_adapter(directory: str | os.PathLike[str], argument: str = "") -> None:
-    """Refuse a directory that PEFT wrote of an adapter alone; `argument` is how it was named.
+    """Refuse a PEFT adapter without its model; `argument` names the directory in the message.
 
     Raises:
-        FormatError: It is one.
+        FormatError: The directory holds one.
     """
     path = Path(directory).expanduser()
     if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
@@ -74,7 +75,7 @@ def refuse_adapter(directory: str | os.PathLike[str], argument: str = "") -> Non
 
 
 def is_path(source: str) -> bool:
-    """Whether a name that does not exist here can only have been meant as a path.
+    """Return whether a name that does not exist here can only have been meant as a path.
 
     The hub is then not asked, which takes long where it cannot be reached. `runs/x` has the form of
     a hub id; where there is a directory `runs`, it is taken for a path in it.
@@ -85,10 +86,11 @@ def is_path(source: str) -> bool:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The files of a Hugging Face directory that transformers would read, none without weights.
+    """Return the files of a Hugging Face directory from which transformers would read weights.
 
-    Links are followed: in the hub's cache all files are links. What an index names has to lie in
-    the directory, so that a checkpoint from elsewhere cannot have other files of this machine read.
+    Links are followed: in the hub's cache all files are links. The files that an index names
+    have to lie in the directory, so that no checkpoint can make this machine
+    read other files.
 
     Raises:
         FormatError: An index is damaged, or names files that are not there or not in the directory.
@@ -126,9 +128,9 @@ def _in_index(index: Path) -> list[Path]:
 
 
 def stored_names(directory: Path) -> Iterator[str]:
-    """The names of the tensors in a directory, from an index or the headers of safetensors files.
+    """Yield the names of the tensors in a directory, from an index or safetensors headers.
 
-    The files need not be there. Of what only reading all of a file would tell, none is given.
+    The files need not exist. Names that only reading a whole file would give are left out.
     """
     for name in ("model.safetensors", "pytorch_model.bin"):
         index = directory / f"{name}.index.json"
@@ -146,10 +148,10 @@ def stored_names(directory: Path) -> Iterator[str]:
 def names_in_model(
     model: PreTrainedModel, conversions: Sequence[Any]
 ) -> Callable[[str], tuple[str, bool]]:
-    """The rule by which transformers names in a model what has another name in a file.
+    """Return the rule that maps the name of a tensor in a file to its name in a model.
 
-    It also tells whether the model's tensor is computed from that of the file, alone or with
-    others. `conversions` are those by which the model's weights are made of the tensors in files.
+    The rule also returns whether the model's tensor is computed from that of the file, alone or
+    with others. `conversions` make the model's weights of the tensors in files.
     """
     renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
     converters = [c for c in conversions if isinstance(c, WeightConverter)]
@@ -175,10 +177,10 @@ def register_format(config: Any) -> None:
 
 
 def why_not_readable(config: Any) -> str | None:
-    """Say that a checkpoint is quantized, so that its weights are no matrices, and the next step.
+    """Return why the weights of a checkpoint cannot be read as matrices, and the next step.
 
-    It is `None` if the checkpoint is not, if a registered format reads it, or if its configuration
-    asks transformers to dequantize it.
+    The result is `None` if the checkpoint is not quantized, if a registered format reads
+    it, or if its configuration asks transformers to dequantize it.
     """
     settings = _quantization(config)
     if not settings or settings.get("dequantize"):
@@ -203,7 +205,7 @@ def _method(settings: dict[str, Any]) -> str:
 
 
 def model_class(config: PreTrainedConfig) -> Any:
-    """The class of the model: `architectures` names it, or else an auto class finds it."""
+    """Return the class of a model: the one that `architectures` names, or else an auto class."""
     architectures = config.architectures if isinstance(config.architectures, list) else []
     named = getattr(transformers, str(next(iter(architectures), "")), None)
     if inspect.isclass(named) and issubclass(named, PreTrainedModel):
@@ -216,11 +218,11 @@ def model_class(config: PreTrainedConfig) -> Any:
 def build_without_weights(
     config: PreTrainedConfig, *, kind: Any = None, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """The model on the meta device: no weights are read or allocated, whatever its size.
+    """Build a model on the meta device: no weights are read or allocated, whatever its size.
 
     Args:
         config: Configuration of the model.
-        kind: Class of the model; `None` is what `model_class` finds.
+        kind: Class of the model; `None` means that of `model_class`.
         trust_remote_code: Whether code that comes with the checkpoint may run here.
 
     Raises:
@@ -240,7 +242,7 @@ def build_without_weights(
 
 
 def longest_sequence(config: PreTrainedConfig) -> int | None:
-    """The most tokens that a model reads at once, as its configuration says.
+    """Return the most tokens that a model reads at once, by its configuration.
 
     For learned positions this is the size of their table; for rotary ones, which go on beyond it,
     the length that the model was made for. Of a multimodal model the part for text counts. It is

@@ -1,7 +1,7 @@
 """GGUF, llama.cpp's file format: configuration, tokenizer and quantized weights in one file.
 
-transformers reads such a file and dequantizes it. Here are the ways to name one, what is read of
-it, and what is said where it cannot be read.
+transformers reads such a file and dequantizes it. This module finds the file, reads its
+configuration and its model, and explains why a file cannot be read.
 """
 
 from collections.abc import Hashable, Iterator
@@ -34,9 +34,9 @@ _SUFFIX = ".gguf"
 
 
 def located(source: str, gguf_file: str | None, revision: str | None = None) -> str:
-    """The path of a GGUF file in a directory or, at a revision, on the hub, which is asked for it.
+    """Return the path of a GGUF file in a directory or, at a revision, on the hub.
 
-    Without `gguf_file` it is the source as it is.
+    Without `gguf_file` the source is returned unchanged.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -49,7 +49,7 @@ def located(source: str, gguf_file: str | None, revision: str | None = None) -> 
     if directory.exists():
         if (directory / gguf_file).is_file():
             return str(directory / gguf_file)
-        there = ", ".join(_beside(directory)) or "none"
+        there = ", ".join(_gguf_files(directory)) or "none"
         raise FileNotFoundError(
             f"`gguf_file`: {source} has no file {gguf_file}. Name one of its .gguf files: {there}."
         )
@@ -64,7 +64,7 @@ def located(source: str, gguf_file: str | None, revision: str | None = None) -> 
 
 
 def find_gguf(source: str) -> Path | None:
-    """The GGUF file that a model comes from; `None` where it comes from something else.
+    """Return the GGUF file that a model comes from; `None` if it comes from something else.
 
     The source is the path of the file, or a directory without a `config.json` that holds just one.
 
@@ -80,17 +80,17 @@ def find_gguf(source: str) -> Path | None:
         return path
     if not path.is_dir() or (path / "config.json").is_file():
         return None
-    found = _beside(path)
-    if len(found) > 1:
+    names = _gguf_files(path)
+    if len(names) > 1:
         raise OptionError(
-            f"`model`: {source} holds {len(found)} GGUF files: {', '.join(found)}. Name one of "
-            f"them with `gguf_file`, or give its path: {path / found[0]}."
+            f"`model`: {source} holds {len(names)} GGUF files: {', '.join(names)}. Name one of "
+            f"them with `gguf_file`, or give its path: {path / names[0]}."
         )
-    return path / found[0] if found else None
+    return path / names[0] if names else None
 
 
 def _refuse_empty(source: str) -> None:
-    """Refuse the name of nothing, which as a path would be the working directory."""
+    """Refuse an empty name, which as a path would be the working directory."""
     if not source.strip():
         raise OptionError(
             f"`model` or `tokenizer` is empty ({source!r}). Name a directory, a hub id or a .gguf "
@@ -98,16 +98,16 @@ def _refuse_empty(source: str) -> None:
         )
 
 
-def _beside(directory: Path) -> list[str]:
+def _gguf_files(directory: Path) -> list[str]:
     return sorted(file.name for file in directory.glob(f"*{_SUFFIX}"))
 
 
 @contextmanager
 def reading(file: Path) -> Iterator[dict[str, Any]]:
-    """Give the arguments by which `from_pretrained` reads a file, and explain what it raises.
+    """Yield the arguments by which `from_pretrained` reads a file, and explain its errors.
 
     Raises:
-        DependencyError: The packages that it takes are not installed.
+        DependencyError: The packages that read it are not installed.
         FormatError: The file is damaged, or transformers cannot read its architecture.
     """
     with extra("gguf", f"Reading {file.name}"):
@@ -132,15 +132,15 @@ def _check_lengths(file: Path, changed: int) -> None:  # noqa: ARG001  (a new fi
 
 @contextmanager
 def _bar_where_wanted() -> Iterator[None]:
-    """Let the reader show its bar as transformers shows others: not where they are disabled."""
+    """Let the reader show its bar only if transformers' bars are enabled."""
     from transformers import modeling_gguf_pytorch_utils as reader
 
-    before = reader.tqdm
+    own = reader.tqdm
     reader.tqdm = transformers_logging.tqdm
     try:
         yield
     finally:
-        reader.tqdm = before
+        reader.tqdm = own
 
 
 def _why_not_read(file: Path, error: Exception) -> str:
@@ -159,13 +159,13 @@ def _why_not_read(file: Path, error: Exception) -> str:
 
 
 def has_tokenizer(file: Path) -> bool:
-    """Whether a file holds a tokenizer beside the weights."""
+    """Return whether a file holds a tokenizer next to the weights."""
     with reading(file):
         return "tokenizer.ggml.tokens" in bounded_gguf(file).fields
 
 
 def gguf_config(file: Path) -> PreTrainedConfig:
-    """The configuration in a file."""
+    """Return the configuration in a file."""
     with reading(file) as place:
         values = PreTrainedConfig.get_config_dict(**place)[0]
     check_values(values, file)
@@ -173,37 +173,39 @@ def gguf_config(file: Path) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(**place)
 
 
-_KEPT: ContextVar[dict[Hashable, PreTrainedModel] | None] = ContextVar("kept", default=None)
-"""The last model that was dequantized, by what decides it."""
+_DEQUANTIZED: ContextVar[dict[Hashable, PreTrainedModel] | None] = ContextVar(
+    "dequantized", default=None
+)
+"""The last model that was dequantized, by its file, dtype and attention."""
 
 
 @contextmanager
 def dequantized_once() -> Iterator[None]:
-    """Keep the last model that is dequantized in this context: who wants it again gets a copy.
+    """Keep the last model that is dequantized in this context, and copy it when it is needed again.
 
-    It takes the memory of one more model.
+    This takes the memory of one more model.
     """
-    token = _KEPT.set({})
+    token = _DEQUANTIZED.set({})
     try:
         yield
     finally:
-        _KEPT.reset(token)
+        _DEQUANTIZED.reset(token)
 
 
 def gguf_model(file: Path, dtype: torch.dtype | None, attention: str | None) -> PreTrainedModel:
-    """The dequantized model of a file, which is the caller's own; see `dequantized_once`."""
-    kept = _KEPT.get()
-    if kept is None:
+    """Return the dequantized model of a file, for the caller alone; see `dequantized_once`."""
+    models = _DEQUANTIZED.get()
+    if models is None:
         return _dequantize(file, dtype, attention)
     state = file.absolute(), file.stat().st_mtime_ns, file.stat().st_size, dtype, attention
-    if state not in kept:
-        kept.clear()  # before the next one takes its memory
-        kept[state] = _dequantize(file, dtype, attention)
-    return deepcopy(kept[state])
+    if state not in models:
+        models.clear()  # before the next one takes its memory
+        models[state] = _dequantize(file, dtype, attention)
+    return deepcopy(models[state])
 
 
 def _dequantize(file: Path, dtype: torch.dtype | None, attention: str | None) -> PreTrainedModel:
-    """The model of a file: nothing of it tells that it was quantized."""
+    """Return the model of a file, without a trace of its quantization."""
     options = {"attn_implementation": attention} if attention else {}
     published = torch.bfloat16
     # Its weights are quantized, to some bits each.

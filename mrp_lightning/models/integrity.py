@@ -1,4 +1,4 @@
-"""Whether a checkpoint is whole and believable, asked before anything is built by it."""
+"""Checks that a checkpoint is whole and plausible, before a model is built from it."""
 
 import os
 import pickle
@@ -39,16 +39,16 @@ def read_pickle(file: str | os.PathLike[str], classes: Sequence[type] = ()) -> A
 
 
 def why_no_pickle(file: Path) -> str | None:
-    """The reason why `read_pickle` does not take a file, or `None`."""
+    """Return the reason why `read_pickle` refuses a file, or `None`."""
     try:
         read_pickle(file)
     except pickle.UnpicklingError as error:
-        found = re.search(r"GLOBAL ([\w.]+)", str(error))
-        if found is None:
+        called = re.search(r"GLOBAL ([\w.]+)", str(error))
+        if called is None:
             return _NO_PICKLE
         return (
-            f"it is a pickle that calls {found[1]}, which was not run. If you trust where it comes "
-            "from, save the model there as safetensors"
+            f"it is a pickle that calls {called[1]}, which was not run. If you trust its source, "
+            "save the model there as safetensors"
         )
     except (EOFError, FormatError, RuntimeError) as error:
         return str(error).splitlines()[0] if str(error) else "it is empty or cut off"
@@ -70,7 +70,7 @@ def check_values(values: Any, source: str | os.PathLike[str]) -> None:
     """Refuse a `config.json` that would keep transformers busy for ever, or have it fetch code.
 
     Raises:
-        FormatError: It holds no object, or is absurd; all reasons are listed.
+        FormatError: The file holds no object, or absurd values, which are all listed.
     """
     if not isinstance(values, Mapping):
         raise FormatError(
@@ -110,7 +110,7 @@ def _integers(value: Any) -> Iterator[int]:
 
 
 def check_files(directory: Path, model: nn.Module) -> None:
-    """`check_size` of the files in a directory; one without weights is believed."""
+    """Apply `check_size` to the files in a directory, if it holds weights."""
     if files := weight_files(directory):
         check_size(model, sum(file.stat().st_size for file in files), directory)
 
@@ -125,7 +125,7 @@ def check_size(model: nn.Module, num_bytes: int, source: str | os.PathLike[str])
         source: Where they are, for the message.
 
     Raises:
-        FormatError: Most of the weights could only be made up.
+        FormatError: Most of the weights are in no file.
     """
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
     needed = sum(tensor.numel() for tensor in tensors)
@@ -140,12 +140,12 @@ def check_size(model: nn.Module, num_bytes: int, source: str | os.PathLike[str])
 def misfits(
     source: str | os.PathLike[str], model: PreTrainedModel, loading: Mapping[str, Any]
 ) -> str | None:
-    """Say what a checkpoint lacks of a model, has in another shape or has beyond it, or `None`.
+    """Return how the weights of a checkpoint differ from those of its model, or `None`.
 
-    `loading` is what `from_pretrained(output_loading_info=True)` gives beside the model.
+    `loading` is the information that `from_pretrained(output_loading_info=True)` returns.
     """
     if mismatched := sorted(loading["mismatched_keys"]):
-        shapes = (f"{name} {tuple(found)}, not {tuple(made)}" for name, found, made in mismatched)
+        shapes = (f"{name} {tuple(a)}, not {tuple(b)}" for name, a, b in mismatched)
         return (
             f"the checkpoint {source} has weights of other shapes than its configuration gives "
             f"{type(model).__name__}: {'; '.join(shapes)}. They are not of one model: fetch them "
@@ -162,7 +162,7 @@ def misfits(
 def larger(
     source: str | os.PathLike[str], model: PreTrainedModel, names: Iterable[str]
 ) -> str | None:
-    """Say that a checkpoint is of a larger model than its configuration makes, or `None`.
+    """Return how a checkpoint is of a larger model than its configuration makes, or `None`.
 
     `names` are those of tensors in the checkpoint: all, or those that the model has not.
     """
@@ -176,50 +176,50 @@ def larger(
 
 
 def _surplus(model: PreTrainedModel, names: Iterable[str]) -> Iterator[str]:
-    """Yield of each list of blocks how many a checkpoint holds beyond those that a model has.
+    """Yield for each list of blocks how many a checkpoint holds beyond those of the model.
 
-    Other tensors that the model has no place for, such as a buffer of old, are no part of it. Nor
-    are the blocks that predict further tokens, which follow the last one in some families.
+    Other tensors that the model lacks, such as old buffers, do not count. Nor do the blocks that
+    predict further tokens, which follow the last one in some families.
     """
     made: dict[str, int] = {}
     for name in model.state_dict():
         for blocks, index in _places(name):
             made[blocks] = max(made.get(blocks, 0), index + 1)
-    found: dict[str, set[int]] = {}
+    surplus: dict[str, set[int]] = {}
     further = getattr(model.config, "num_nextn_predict_layers", None) or 0
     for name in names:
         # A checkpoint of the base model leaves out the first part of the names.
         for blocks, index in (*_places(name), *_places(f"{model.base_model_prefix}.{name}")):
             if index >= made.get(blocks, index + 1) + further:
-                found.setdefault(blocks, set()).add(index)
-    for blocks, indices in sorted(found.items()):
+                surplus.setdefault(blocks, set()).add(index)
+    for blocks, indices in sorted(surplus.items()):
         yield f"{made[blocks]} of `{blocks}`, and the files hold {len(indices)} more"
 
 
 def _places(name: str) -> Iterator[tuple[str, int]]:
-    """Yield the lists in which a tensor is, by its name, with the index in each."""
+    """Yield the lists of blocks that the name of a tensor goes through, with the index in each."""
     for part in re.finditer(r"\.(\d+)(?=\.)", name):
         yield name[: part.start()], int(part[1])
 
 
 def not_loaded(source: str, error: Exception) -> str:
-    """Say that transformers does not take what it read of a source, and its reason."""
+    """Return the message for a source that transformers refuses, with its reason."""
     reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
     return f"`model`: {source} cannot be loaded. {reason}"
 
 
 @contextmanager
 def explained_damage(source: str, revision: str | None) -> Iterator[None]:
-    """Name the files of a model that cannot be read, or say of what else is wrong where it is.
+    """Turn an error of loading a model into one that names its damaged files, or the model.
 
     Raises:
-        FormatError: What is read inside is damaged.
+        FormatError: The model that is loaded in this context is damaged.
     """
     try:
         yield
     except Exception as error:  # transformers trusts files, and stumbles in many ways
-        said = isinstance(error, OSError | ImportError | FormatError | OptionError | TargetError)
-        if said or is_out_of_memory(error):
+        is_ours = isinstance(error, OSError | ImportError | FormatError | OptionError | TargetError)
+        if is_ours or is_out_of_memory(error):
             raise
         directory = directory_of(source, revision)
         damaged = {} if directory is None else damaged_files(directory)
@@ -233,7 +233,7 @@ def explained_damage(source: str, revision: str | None) -> Iterator[None]:
 
 
 def damaged_files(directory: Path) -> dict[str, str]:
-    """The files with weights in a model directory that cannot be read, and why, by name.
+    """Return the reasons why files with weights in a directory cannot be read, by file name.
 
     Of a safetensors file only the header is read.
     """
@@ -256,11 +256,10 @@ def _why_no_safetensors(file: Path) -> str | None:
 
 @contextmanager
 def explained_checkpoint(path: Any) -> Iterator[None]:
-    """Say of a Lightning checkpoint that is read inside why it cannot be; it may be at a URL.
+    """Explain why the Lightning checkpoint read in this context cannot be; it may be at a URL.
 
     Raises:
-        FormatError: It is damaged, no such checkpoint, or holds more than may be
-            unpickled.
+        FormatError: The file is damaged, no such checkpoint, or holds more than may be unpickled.
     """
     try:
         yield
@@ -278,7 +277,7 @@ def explained_checkpoint(path: Any) -> Iterator[None]:
 
 
 def why_no_checkpoint(content: Any) -> str | None:
-    """The reason why what was read from a file is no checkpoint of Lightning, or `None`."""
+    """Return the reason why the content of a file is no checkpoint of Lightning, or `None`."""
     keys = ("state_dict", "pytorch-lightning_version")
     if isinstance(content, dict) and all(key in content for key in keys):
         return None

@@ -1,4 +1,4 @@
-"""Models, configurations and tokenizers from directories and the hub, or a message that helps."""
+"""Loading of models, configurations and tokenizers from directories, the hub and GGUF files."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -47,11 +47,11 @@ from mrp_lightning.upstream.transformers_names import conversions_at_loading, dt
 
 
 def make_config(values: dict[str, Any]) -> PreTrainedConfig:
-    """A configuration from the content of a `config.json`.
+    """Return the configuration that the content of a `config.json` describes.
 
     Raises:
         OptionError: `values` has no `model_type`.
-        FormatError: transformers can make no configuration of them.
+        FormatError: transformers refuses the values.
     """
     if "model_type" not in values:
         raise OptionError(
@@ -66,7 +66,7 @@ def make_config(values: dict[str, Any]) -> PreTrainedConfig:
 
 
 def load_config(source: str, **hub: Any) -> PreTrainedConfig:
-    """The configuration of a model. If it is quantized, its format is registered.
+    """Load the configuration of a model; if it is quantized, register its format.
 
     Args:
         source: Directory, hub id or GGUF file of the model.
@@ -93,10 +93,10 @@ def load_config(source: str, **hub: Any) -> PreTrainedConfig:
         )
     with _explained_absence(source):
         try:
-            place = found_at(source)
-            check_values(PreTrainedConfig.get_config_dict(**place, **hub)[0], source)
-            # Without a word on it, transformers would ask on the terminal.
-            config = AutoConfig.from_pretrained(**place, **{"trust_remote_code": False} | hub)
+            location = found_at(source)
+            check_values(PreTrainedConfig.get_config_dict(**location, **hub)[0], source)
+            # Without the argument, transformers would ask on the terminal.
+            config = AutoConfig.from_pretrained(**location, **{"trust_remote_code": False} | hub)
         except (OSError, FormatError):
             raise
         except Exception as error:  # each configuration checks its values in its own way
@@ -117,7 +117,7 @@ def _explained_absence(source: str) -> Iterator[None]:
 
 
 def load_model(source: str, dtype: torch.dtype | None, **options: Any) -> PreTrainedModel:
-    """A causal language model, every weight of it from the checkpoint.
+    """Load a causal language model, every weight of which is in the checkpoint.
 
     Args:
         source: Directory, hub id or GGUF file of the model.
@@ -216,37 +216,37 @@ def wider_dtypes(
 def cast(
     state: dict[str, Tensor], dtype: torch.dtype, wider: Mapping[str, torch.dtype]
 ) -> dict[str, Tensor]:
-    """Floating tensors in `dtype` or, by name, in a wider one.
+    """Return floating tensors in `dtype` or, by name, in a wider one.
 
     Tensors that shared memory still share it, so ties survive.
     """
-    places: dict[str, Any] = {
+    memory: dict[str, Any] = {
         name: (x.data_ptr(), x.shape, x.stride(), x.dtype) for name, x in state.items()
     }
-    dtypes = {places[name]: wider[name] for name in state if name in wider}
+    dtypes = {memory[name]: wider[name] for name in state if name in wider}
     cast: dict[Any, Tensor] = {}
     result = {}
     for name, tensor in state.items():
-        place = places[name]
-        if place not in cast or not tensor.numel():
-            wanted = dtypes.get(place, dtype) if tensor.is_floating_point() else tensor.dtype
-            cast[place] = tensor.to(wanted)
-        result[name] = cast[place]
+        key = memory[name]
+        if key not in cast or not tensor.numel():
+            wanted = dtypes.get(key, dtype) if tensor.is_floating_point() else tensor.dtype
+            cast[key] = tensor.to(wanted)
+        result[name] = cast[key]
     return result
 
 
 def _published_wide(model: PreTrainedModel) -> Iterator[tuple[str, torch.dtype]]:
-    """The names in the model of tensors that its source holds in 32 bits or more."""
-    # It may be gone by now, something else, or no source: a name of nothing on the hub.
+    """Yield the names in the model of tensors that its source holds in 32 bits or more."""
+    # The source may be gone by now, be something else, or be a name that the hub does not have.
     with suppress(FormatError, OSError, SafetensorError, HFValidationError):
         stored = {name: _WIDE[kind] for name, kind in _headers(model) if kind in _WIDE}
-        # They keep a state, so that each use takes a copy.
+        # Conversions keep a state, so each use takes a copy.
         name_in_model = names_in_model(model, deepcopy(conversions_at_loading(model)))
         yield from ((name_in_model(name)[0], dtype) for name, dtype in stored.items())
 
 
 def _headers(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
-    """The names and dtypes of the tensors of the safetensors files that a model was loaded from."""
+    """Yield the names and dtypes of the tensors in the safetensors files of a loaded model."""
     directory = directory_of(model.name_or_path or "")
     for file in weight_files(directory) if directory else ():
         if file.suffix == ".safetensors":
@@ -256,7 +256,7 @@ def _headers(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
 
 
 def load_tokenizer(source: str | os.PathLike[str] | PreTrainedTokenizerBase, **hub: Any) -> Any:
-    """The tokenizer of a directory, hub id or GGUF file; a tokenizer is given back as it is.
+    """Load the tokenizer of a directory, hub id or GGUF file; return a tokenizer unchanged.
 
     Raises:
         FileNotFoundError: There is no tokenizer.
@@ -273,8 +273,8 @@ def load_tokenizer(source: str | os.PathLike[str] | PreTrainedTokenizerBase, **h
         )
     if file := find_gguf(str(source)):
         try:
-            with reading(file) as given:
-                return AutoTokenizer.from_pretrained(**given, trust_remote_code=False)
+            with reading(file) as location:
+                return AutoTokenizer.from_pretrained(**location, trust_remote_code=False)
         except FormatError as error:
             if has_tokenizer(file):
                 raise
@@ -283,12 +283,12 @@ def load_tokenizer(source: str | os.PathLike[str] | PreTrainedTokenizerBase, **h
     if not path.exists() and is_path(str(source)):
         raise _nothing_at(source, "There is no such directory.")
     try:
-        # Without a word on it, transformers would ask on the terminal.
+        # Without the argument, transformers would ask on the terminal.
         trust = {"trust_remote_code": False}
         return AutoTokenizer.from_pretrained(**found_at(source), **trust | hub)
     except OSError as error:
         raise _nothing_at(source, why_not_found(source, error)) from error
-    except Exception as error:  # whatever the classes of tokenizers stumble over in their files
+    except Exception as error:  # tokenizers raise whatever their files cause
         raise DataError(
             f"`tokenizer`: the tokenizer of {source} cannot be loaded; its files are incomplete or "
             f"damaged, or need an option. ({error})"
@@ -302,7 +302,7 @@ def _nothing_at(source: str | os.PathLike[str], reason: str) -> FileNotFoundErro
 
 
 def tokenizer_beside(source: str, **hub: Any) -> Any:
-    """The tokenizer that a model comes with, or `None` where it comes without one.
+    """Load the tokenizer that a model comes with, `None` if it comes without one.
 
     Raises:
         DataError: There is one that cannot be loaded.
@@ -317,14 +317,14 @@ def tokenizer_beside(source: str, **hub: Any) -> Any:
 
 
 def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
-    """The contents of the files of a tokenizer by name, which a Lightning checkpoint can hold."""
+    """Return the files of a tokenizer, bytes by name, for a Lightning checkpoint."""
     with TemporaryDirectory() as directory:
         tokenizer.save_pretrained(directory)
         return {path.name: path.read_bytes() for path in sorted(Path(directory).iterdir())}
 
 
 def tokenizer_from_files(files: dict[str, bytes]) -> PreTrainedTokenizerBase:
-    """The tokenizer of such files; no code comes with it.
+    """Return the tokenizer of the files of `tokenizer_files`, without running code of theirs.
 
     Raises:
         DataError: The files are no tokenizer.

@@ -1,4 +1,4 @@
-"""Blocks that are where they run only while they run: brought from CPU memory, or from files."""
+"""Blocks that are on their device only while they run: brought from CPU memory, or from files."""
 
 import functools
 from abc import ABC, abstractmethod
@@ -13,7 +13,7 @@ from mrp_lightning.upstream.torch_names import APPLY
 
 
 class MovedBlocks(ABC):
-    """Brings each block for its own `forward`, or for as long as it is pinned.
+    """Base of classes that bring each block for its own `forward`, or for as long as it is pinned.
 
     A block moves with its `forward`: one that is replaced by a stub stays where it is.
 
@@ -26,11 +26,11 @@ class MovedBlocks(ABC):
 
     @abstractmethod
     def bring(self, block: nn.Module) -> None:
-        """Let a block have its weights, on the device on which it runs."""
+        """Give a block its weights, on the device on which it runs."""
 
     @abstractmethod
     def take_away(self, block: nn.Module) -> None:
-        """Put a block's weights back to where they are kept."""
+        """Return the weights of a block to their storage."""
 
     @contextmanager
     def pinned(self, block: nn.Module) -> Iterator[None]:
@@ -47,10 +47,10 @@ class MovedBlocks(ABC):
             self.take_away(block)
 
     def brought(self, block: nn.Module) -> Callable[..., Any]:
-        """The `forward` of a block, with the block pinned meanwhile."""
+        """Return the `forward` of a block, with the block pinned meanwhile."""
         forward = block.forward
 
-        @functools.wraps(forward)  # whoever asks for the signature gets that of the model
+        @functools.wraps(forward)  # so that the signature is that of the model
         def bring_and_run(*args: Any, **kwargs: Any) -> Any:
             with self.pinned(block):
                 return forward(*args, **kwargs)
@@ -59,9 +59,9 @@ class MovedBlocks(ABC):
 
 
 def applied_in_place(block: nn.Module, stays: Callable[[Tensor], bool]) -> Callable[..., nn.Module]:
-    """An `APPLY` for a block that lets its model move without it.
+    """Return an `APPLY` for a block that stays where it is when its model moves.
 
-    Of the tensors that `stays` is true of, it changes the dtype alone.
+    Tensors for which `stays` is true change their dtype alone.
     """
     apply = getattr(block, APPLY)
 

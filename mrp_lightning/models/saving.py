@@ -1,4 +1,4 @@
-"""A model back to disk, as a Hugging Face directory: whole, or block by block."""
+"""Saving of a model as a Hugging Face directory: whole, or block by block."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def save_pretrained(
     Args:
         model: The model; it is not changed.
         directory: An existing directory, as `save_directory` gives it.
-        tokenizer: Tokenizer to write beside the model, with its chat template.
+        tokenizer: Tokenizer to write next to the model, with its chat template.
         dtype: Precision to store floating weights in. `None` is that of the checkpoint which the
             model came from (`model.config.dtype`, and float32 where its files have that), so that
             a model that was calibrated in another precision is stored as it was published. What
@@ -99,11 +99,11 @@ def _save_blocks(
     files = [directory / f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
     for old, new in zip(written, files, strict=False):
         old.rename(new)
-    mine = dict(zip(streamed.blocks, files[len(written) :], strict=True))
+    file_of = dict(zip(streamed.blocks, files[len(written) :], strict=True))
     dtype, wider = stored_dtype(model), dict[str, torch.dtype]()
     if is_cast := model.dtype != dtype:
         wider = wider_dtypes(model, dtype, as_published=True)
-    for name, file in mine.items():
+    for name, file in file_of.items():
         shard = streamed.shards.get(name)
         if shard is not None and not is_cast and narrowing is None:
             _link(shard, file)
@@ -118,7 +118,7 @@ def _save_blocks(
             )
             save_file({k: t.contiguous() for k, t in tensors.items()}, file, {"format": "pt"})
     _write_index(directory / _INDEX, files)
-    return {name: file.name for name, file in mine.items()}
+    return {name: file.name for name, file in file_of.items()}
 
 
 def _link(shard: Path, file: Path) -> None:
@@ -129,13 +129,13 @@ def _link(shard: Path, file: Path) -> None:
 
 
 def _write_index(path: Path, files: list[Path]) -> None:
-    """Say in which file each weight is, and how many bytes all have together."""
-    places: dict[str, str] = {}
+    """Write the index: the file of each weight, and the bytes of all together."""
+    weight_map: dict[str, str] = {}
     total = 0
     for file in files:
         with safe_open(file, framework="pt") as opened:
-            places |= dict.fromkeys(opened.keys(), file.name)
+            weight_map |= dict.fromkeys(opened.keys(), file.name)
         with file.open("rb") as raw:  # the length of the header comes first
             total += file.stat().st_size - 8 - int.from_bytes(raw.read(8), "little")
-    index = {"metadata": {"total_size": total}, "weight_map": places}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Models that are larger than memory: their blocks stay in files, and are read while they run."""
+"""Models that are larger than memory: blocks stay in files, and are read while they run."""
 
 import errno
 import hashlib
@@ -36,16 +36,16 @@ _REST = ""
 
 
 class Narrowing(Protocol):
-    """What makes blocks smaller as they are saved, and the model once all of them are."""
+    """Makes blocks smaller as they are saved, and the model once all of them are."""
 
     def configured(self) -> AbstractContextManager[None]:
-        """Let the configuration say the new sizes from now on, unless what is in here fails."""
+        """Write the new sizes into the configuration; undo that if the context fails."""
 
     def saved(self, name: str) -> AbstractContextManager[None]:
-        """Let a block that is pinned be smaller in this context."""
+        """Make a pinned block smaller in this context."""
 
     def settle(self) -> None:
-        """Let all blocks, none of which is pinned, be smaller for good."""
+        """Make all blocks smaller for good; none is pinned."""
 
 
 class StreamedBlocks(MovedBlocks):
@@ -59,12 +59,12 @@ class StreamedBlocks(MovedBlocks):
         model: The model, without weights.
         blocks: Its blocks, by name.
         files: The safetensors files of its checkpoint.
-        loading: How transformers loads it.
+        loading: The settings by which transformers loads it.
 
     Attributes:
         blocks: The blocks, by name.
-        shards: Files that hold a block and nothing else, by its name; they may be given away.
-        narrowing: What makes the blocks smaller when they are saved, `None` where nothing does.
+        shards: Files that hold one block each, by its name.
+        narrowing: Makes the blocks smaller when they are saved, or `None`.
 
     Raises:
         TargetError: There are no blocks, or their weights are tied to others.
@@ -95,21 +95,21 @@ class StreamedBlocks(MovedBlocks):
         self._places = dict(self._source)
 
     def load_rest(self) -> Any:
-        """Load the weights that are in no block, and say what was found about all weights."""
+        """Load the weights that are in no block; return the loading information of all weights."""
         shapes: dict[str, Tensor] = {}
         for files in self._places.values():
             with self._opened(files) as stored:
                 shapes |= {key: torch.empty(s.get_shape(), device="meta") for key, s in stored}
         elsewhere = replace(self._loading, device_map={"": "meta"})
-        found, _ = convert_and_load_state_dict_in_model(self._model, shapes, elsewhere)
-        if not found.mismatched_keys and not found.conversion_errors:  # which are refused later
+        loading, _ = convert_and_load_state_dict_in_model(self._model, shapes, elsewhere)
+        if not loading.mismatched_keys and not loading.conversion_errors:  # refused later
             self._read(_REST)
-        return found
+        return loading
 
     def install(self) -> None:
-        """Let every block be brought for its own `forward`, and never move with the model.
+        """Bring every block for its own `forward`, and let it not move with the model.
 
-        What is on the meta device would be lost by a move, so only its dtype changes.
+        A move would lose the weights of a block on the meta device, so only its dtype changes.
         """
         for block in self.blocks.values():
             block.forward = self.brought(block)
@@ -130,24 +130,24 @@ class StreamedBlocks(MovedBlocks):
             setattr(block.get_submodule(module), key, empty)
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """The tensors of a block that is pinned, by the names of a checkpoint."""
+        """Return the tensors of a pinned block, by the names of a checkpoint."""
         state = self.blocks[name].state_dict(prefix=f"{name}.")
         return revert_weight_conversion(self._model, state)
 
     def take(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """Let a block that is pinned hold what `tensors` gave."""
+        """Load the result of `tensors` into a pinned block."""
         self._convert(name, tensors)
         self.blocks[name].to(self._device)
 
     def read_from(self, name: str, file: str | PathLike[str]) -> None:
-        """From now on, read a block from a shard, to which its `tensors` were written."""
+        """Read a block from now on from a shard, to which its `tensors` were written."""
         self.shards[name] = file = Path(file)
         self._identities[file] = _identity(file)
         with safe_open(file, framework="pt") as opened:
             self._places[name] = {file: list(opened.keys())}
 
     def settle(self, files: Mapping[str, Path]) -> None:
-        """From now on, read blocks from the files of a checkpoint, which are to stay."""
+        """Read blocks from now on from the files of a checkpoint, which stays."""
         if self.narrowing is not None:
             self.narrowing.settle()
         for name, file in files.items():
@@ -156,13 +156,13 @@ class StreamedBlocks(MovedBlocks):
         self.start_over()
 
     def start_over(self) -> None:
-        """Read all blocks from the checkpoint again, as before there were shards."""
+        """Read all blocks from the checkpoint again, and forget the shards."""
         self._places = dict(self._source)
         self.shards.clear()
         self.narrowing = None
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """All that the model holds, by name; of its blocks, one at a time is in memory."""
+        """Yield all tensors of the model by name, with one block at a time in memory."""
         yield from self.rest.items()
         for name, block in self.blocks.items():
             with self.pinned(block):
@@ -180,7 +180,7 @@ class StreamedBlocks(MovedBlocks):
         return next((t.device for t in self.rest.values()), torch.device("cpu"))
 
     def _find(self, files: list[Path]) -> dict[str, dict[Path, list[str]]]:
-        """The tensors that make up each block, and the rest, by file."""
+        """Return the names of the tensors of each block, and of the rest, by file."""
         name_in_model = names_in_model(self._model, self._loading.weight_mapping or [])
         places: dict[str, dict[Path, list[str]]] = {name: {} for name in (*self.blocks, _REST)}
         for file in files:
@@ -198,11 +198,11 @@ class StreamedBlocks(MovedBlocks):
 
     @contextmanager
     def _opened(self, files: Mapping[Path, list[str]]) -> Iterator[Iterator[tuple[str, Any]]]:
-        """Tensors of files by name, none of which is read yet, and all of which are inside.
+        """Yield the tensors of files by name, to be read in this context.
 
-        They are read, and not mapped, since what is mapped to be written counts as the process's
-        own memory, all of the file (`ulimit -d`). That they are those of the model is asked before
-        and after it: they may also change meanwhile.
+        They are read, not mapped, since a writable map counts as the process's own memory, all of
+        the file (`ulimit -d`). The files are checked before and after, since they may also change
+        meanwhile.
         """
         for file in files:
             _require_unchanged(file, self._identities[file])
@@ -218,14 +218,14 @@ class StreamedBlocks(MovedBlocks):
             _require_unchanged(file, self._identities[file])
 
     def _convert(self, name: str, stored: Mapping[str, Any]) -> None:
-        """Let transformers make parameters of what a checkpoint holds."""
+        """Let transformers make parameters of the tensors of a checkpoint."""
         # Inference mode would make tensors of which no gradient could be taken later.
         with torch.inference_mode(False), torch.no_grad(), _without_bars():
-            found, _ = convert_and_load_state_dict_in_model(
+            loading, _ = convert_and_load_state_dict_in_model(
                 self._model, dict(stored), self._loading
             )
-        if found.conversion_errors or found.mismatched_keys:
-            problems = [*found.conversion_errors.values(), *map(str, found.mismatched_keys)]
+        if loading.conversion_errors or loading.mismatched_keys:
+            problems = [*loading.conversion_errors.values(), *map(str, loading.mismatched_keys)]
             raise FormatError(
                 f"The weights of {name or 'the model'} are not what they were when the model was "
                 "loaded. Load it again.\n" + "\n".join(problems)
@@ -266,7 +266,7 @@ def _require_unchanged(file: Path, identity: tuple[int, int, int, str]) -> None:
 def load_streamed(
     source: str, dtype: torch.dtype | None, find_blocks: FindBlocks, **options: Any
 ) -> tuple[PreTrainedModel, StreamedBlocks]:
-    """A causal language model whose blocks stay in the safetensors files of its checkpoint.
+    """Load a causal language model whose blocks stay in the safetensors files of its checkpoint.
 
     Args:
         source: Directory or hub id of the model.
@@ -276,15 +276,15 @@ def load_streamed(
 
     Raises:
         OptionError: The weights are not in safetensors files, or packed.
-        TargetError: The model has no blocks, or their weights are tied to others; and what
-            `load_model` refuses.
+        TargetError: The model has no blocks, their weights are tied to others, or `load_model`
+            refuses it.
     """
     if file := find_gguf(source):
         raise _no_safetensors(file.name)
     streamed: list[StreamedBlocks] = []
 
     def load_weights(model: PreTrainedModel, _: Any, files: Any, loading: Any, *__: Any) -> Any:
-        """Stands in for what `from_pretrained` calls once the model is built without weights."""
+        """Replace the step of `from_pretrained` that follows building a model without weights."""
         if loading.hf_quantizer is not None:
             raise OptionError(
                 f"`streaming` prunes weights that are matrices, and those of {source} are packed. "
@@ -312,16 +312,16 @@ def _no_safetensors(files: str) -> OptionError:
 
 @contextmanager
 def _without_bars() -> Iterator[None]:
-    """Let transformers show no bar, as it does for a whole checkpoint."""
-    before = transformers_logging.set_tqdm_hook(lambda _, args, __: args[0])
+    """Hide the bar that transformers shows while it loads weights."""
+    hook = transformers_logging.set_tqdm_hook(lambda _, args, __: args[0])
     try:
         yield
     finally:
-        transformers_logging.set_tqdm_hook(before)
+        transformers_logging.set_tqdm_hook(hook)
 
 
 def _refuse_tied(model: PreTrainedModel, blocks: list[str]) -> None:
-    """Refuse what would have to be in two places at once."""
+    """Refuse blocks whose weights are tied to others: they would have to be in memory always."""
     inside = tuple(f"{name}." for name in blocks)
     pairs = model.all_tied_weights_keys.items()
     tied = [pair for pair in pairs if any(name.startswith(inside) for name in pair)]

@@ -1,1 +1,1 @@
-"""The files that describe a model beside it: its report, its evaluation and its card."""
+"""The files that describe a model in its directory: its report, its evaluation and its card."""

@@ -1,4 +1,4 @@
-"""`evaluation.json`: what a model was found to be able to do, kept beside the model or its run."""
+"""`evaluation.json`: the scores of a model, in the directory of the model or of its run."""
 
 import os
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from mrp_lightning.records.model_card import add_perplexities
 FORMAT_VERSION = 1
 NAME = "evaluation.json"
 UNNAMED = "text"
-"""What a text to evaluate on is called that has no name, as where there is but one."""
+"""The name of a text to evaluate on that has none, such as the only one."""
 
 Scores = Mapping[str, float | int | None]
 """Numbers by name, such as `{"acc": 0.74, "acc_stderr": 0.006, "samples": 5153}`."""
@@ -67,13 +67,13 @@ def record(
 ) -> Path:
     """Add results to `evaluation.json`; those of other texts and tasks stay as they are.
 
-    Perplexities go into the card of a model that was pruned, too, where that is beside it: into its
+    Perplexities are also written into the card of a pruned model in the same directory: into its
     text, and into the results that the Hugging Face hub reads.
 
     The file is replaced in one step: whoever reads it meanwhile sees the old or the new content.
 
     Args:
-        directory: Where it lies; made if it does not exist.
+        directory: The directory of the file; made if it does not exist.
         perplexity: By text, as in `Evaluation`.
         zeroshot: By task, as in `Evaluation`.
         continuations: By text, as in `Evaluation`.
@@ -84,20 +84,20 @@ def record(
         The path of the file.
 
     Raises:
-        FormatError: The file that is there cannot be read; it is left as it is.
+        FormatError: The existing file cannot be read; it is left as it is.
     """
     path = Path(directory) / NAME
-    found = read(directory) if path.exists() else Evaluation()
+    recorded = read(directory) if path.exists() else Evaluation()
     content = Evaluation(
-        perplexity={**found.perplexity, **(perplexity or {})},
-        zeroshot={**found.zeroshot, **(zeroshot or {})},
+        perplexity={**recorded.perplexity, **(perplexity or {})},
+        zeroshot={**recorded.zeroshot, **(zeroshot or {})},
         continuations={
-            **found.continuations,
+            **recorded.continuations,
             **{k: dict(v) for k, v in (continuations or {}).items()},
         },
-        dense={**found.dense, **(dense or {})},
-        model=model or found.model,
-        versions={**found.versions, **versions()},
+        dense={**recorded.dense, **(dense or {})},
+        model=model or recorded.model,
+        versions={**recorded.versions, **versions()},
     )
     text = as_json({"format_version": FORMAT_VERSION, **asdict(content)})
     save_ours(path, text, adds=True)
@@ -106,10 +106,10 @@ def record(
 
 
 def read(directory: str | os.PathLike[str]) -> Evaluation:
-    """The results in a directory.
+    """Read the results in a directory.
 
     Raises:
-        FileNotFoundError: It holds no `evaluation.json`.
+        FileNotFoundError: The directory holds no `evaluation.json`.
         FormatError: The file is damaged, or of a newer version of mrp-lightning.
     """
     path = Path(directory) / NAME
@@ -117,19 +117,19 @@ def read(directory: str | os.PathLike[str]) -> Evaluation:
 
 
 def metrics(scores: Scores) -> Scores:
-    """The scores of a task without its sizes and without standard errors."""
+    """Return the scores of a task without its sizes and without standard errors."""
     errors = {_stderr(metric) for metric in scores}
     left_out = errors | {"samples", "num_fewshot", "depth"}
     return {name: value for name, value in scores.items() if name not in left_out}
 
 
 def standard_error(scores: Scores, metric: str) -> float | None:
-    """The standard error of a metric, in the metric's unit; `None` where there is none."""
+    """Return the standard error of a metric, in the metric's unit; `None` if there is none."""
     return scores.get(_stderr(metric))
 
 
 def accuracy(task: str, scores: Scores) -> float | None:
-    """The accuracy that papers report for a task, as a fraction; `None` where it has none.
+    """Return the accuracy that papers report for a task, as a fraction; `None` if it has none.
 
     It is `acc_norm` for the tasks in `BY_LENGTH` and `acc` for all others.
     """
@@ -137,18 +137,18 @@ def accuracy(task: str, scores: Scores) -> float | None:
 
 
 def averaged(zeroshot: Mapping[str, Scores]) -> dict[str, float]:
-    """The `accuracy` of each task that has one and is not in its group's already."""
-    found = {task: accuracy(task, x) for task, x in zeroshot.items() if not x.get("depth")}
-    return {task: value for task, value in found.items() if value is not None}
+    """Return the `accuracy` of each task that has one and does not count in its group's."""
+    values = {task: accuracy(task, x) for task, x in zeroshot.items() if not x.get("depth")}
+    return {task: value for task, value in values.items() if value is not None}
 
 
 def mean_accuracy(zeroshot: Mapping[str, Scores]) -> float | None:
-    """Mean of `averaged`, as in the paper's table."""
+    """Return the mean of `averaged`, as in the paper's table."""
     values = averaged(zeroshot).values()
     return sum(values) / len(values) if values else None
 
 
 def _stderr(metric: str) -> str:
-    """The key of a metric's standard error; the name of a filter stays at the end."""
+    """Return the key of a metric's standard error; the name of a filter stays at the end."""
     name, comma, filter_name = metric.partition(",")
     return f"{name}_stderr{comma}{filter_name}"

@@ -1,4 +1,4 @@
-"""The README of a pruned checkpoint, in the hub's form: written, and added to."""
+"""The model card of a pruned checkpoint: its text and its metadata for the hub."""
 
 import json
 import logging
@@ -28,9 +28,9 @@ _ESCAPED = str.maketrans({mark: f"\\{mark}" for mark in "\\`*[]|!"})
 def model_card(
     report: PruningReport, base_model: str | None, *, library: str | None = "transformers"
 ) -> str:
-    """Write a short README for the pruned checkpoint, which the Hugging Face hub can show.
+    """Return a short README for a pruned checkpoint, which the Hugging Face hub can show.
 
-    It states no license: that is the base model's to say.
+    It states no license: that is for the base model's card.
 
     Args:
         report: The report of a run that is complete.
@@ -65,46 +65,46 @@ def model_card(
 
 
 def new_card(title: str, lines: Sequence[str] = (), **metadata: Any) -> str:
-    """A card of a pruned model, with metadata as `ModelCardData` takes them."""
+    """Return a card of a pruned model, with metadata as `ModelCardData` takes them."""
     data = ModelCardData(tags=["pruned", "sparse"], **metadata)
     return "\n".join(["---", data.to_yaml(), "---", "", f"# {title}", "", *lines]).rstrip() + "\n"
 
 
 def with_section(card: str, title: str, lines: Sequence[str]) -> str:
-    """A card with a section at its end, in place of the one of this title that it had."""
+    """Return a card with a section at its end, which replaces an earlier one of this title."""
     section = re.compile(rf"\n## {re.escape(title)}\n.*?(?=\n## |\Z)", re.S)
     return section.sub("", card).rstrip() + "\n\n" + "\n".join([f"## {title}", "", *lines]) + "\n"
 
 
 def made_by(*commands: str | None) -> list[str]:
-    """The lines of a section that name the commands by which a model was made, if any is known."""
+    """Return the lines of a section that name the commands that made a model, if any is known."""
     known = [command for command in commands if command]
     return ["", "Made by:", "", "```", *known, "```"] if known else []
 
 
 def in_markdown(text: str) -> str:
-    """A text from elsewhere in a line of Markdown: no markup, no cell or line of its own."""
+    """Escape a text from elsewhere for a line of Markdown, so that it makes no markup or cell."""
     return escape(" ".join(text.split()), quote=False).translate(_ESCAPED)
 
 
 def with_perplexities(card: str, perplexity: Mapping[str, Mapping[str, Any]]) -> str:
-    """A card with perplexities, as in `Evaluation`, in a section and in the metadata."""
-    found = {
+    """Return a card with perplexities, as in `Evaluation`, in a section and in the metadata."""
+    complete = {
         text: scores
         for text, scores in perplexity.items()
         if None not in (scores.get(key) for key in ("perplexity", "context", "tokens"))
     }
-    if not found:
+    if not complete:
         return card
     rows = [
         f"| {in_markdown(text)} | {scores['perplexity']:.3f} | {scores['context']} "
         f"| {scores['tokens']:,} |"
-        for text, scores in found.items()
+        for text, scores in complete.items()
     ]
     header = ["| text | perplexity | context | tokens |", "| --- | --- | --- | --- |"]
     card = with_section(card, "Perplexity", [*header, *rows])
     try:
-        return _with_results(card, found)
+        return _with_results(card, complete)
     except Exception as error:  # the parser's, and whatever values of the wrong kind lead to
         log.warning(
             "The metadata of the model card cannot be read, and stays as it is (%s: %s). The "
@@ -126,7 +126,7 @@ def add_perplexities(directory: Path, perplexity: Mapping[str, Mapping[str, Any]
 
 
 def _with_results(text: str, perplexity: Mapping[str, Mapping[str, Any]]) -> str:
-    """A card with perplexities among the results of its metadata, if it has any metadata."""
+    """Return a card with perplexities among the results of its metadata, if it has metadata."""
     if (metadata := REGEX_YAML_BLOCK.match(text)) is None:
         return text
     if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(metadata[2])):
@@ -156,7 +156,7 @@ def _with_results(text: str, perplexity: Mapping[str, Mapping[str, Any]]) -> str
 
 
 def _kind(config: Mapping[str, Any]) -> str:
-    """What a model was pruned to, for the title."""
+    """Return the sparsity and the bits of a model, for the title."""
     sparsity, pattern, bits = (config.get(key) for key in ("sparsity", "pattern", "bits"))
     if structure := config.get("structure"):
         return f"without {100 * (sparsity or 0):.3g}% of the {structure}"
@@ -176,7 +176,7 @@ def _how(method: str, trained: dict[str, Any]) -> str:
 
 
 def _removed(totals: Mapping[str, Any]) -> list[str]:
-    """The lines on what is zero now."""
+    """Return the lines on the removed weights."""
     share = f", {totals['share']:.0%} of the model's weights" if "share" in totals else ""
     return [
         f"- layers pruned: {totals['layers']}{share}; left dense: {totals['skipped']}",
@@ -186,7 +186,7 @@ def _removed(totals: Mapping[str, Any]) -> list[str]:
 
 
 def _narrowed(narrowed: Mapping[str, Any], totals: Mapping[str, Any]) -> list[str]:
-    """The lines on what was removed whole."""
+    """Return the lines on the units that were removed."""
     config = ", ".join(f"`{key}` {value}" for key, value in narrowed["config"].items())
     return [
         f"- dense, and narrower: {_kept(narrowed)}, as its configuration says ({config})",
@@ -199,7 +199,7 @@ def _kept(narrowed: Mapping[str, Any]) -> str:
 
 
 def _before(zeros: float | None, prunings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The line on what the pruning began with, where that was no dense model."""
+    """Return the line on the zeros of a model that was pruned before, if it was."""
     if not zeros and not prunings:
         return []
     kinds = [f"{_kind(x)} by {x.get('method')}" for x in prunings]
@@ -208,7 +208,7 @@ def _before(zeros: float | None, prunings: Sequence[Mapping[str, Any]]) -> list[
 
 
 def _calibration(data: dict[str, Any]) -> list[str]:
-    """The line on what calibrated the model, as far as that is known."""
+    """Return the line on the calibration data, as far as they are known."""
     if not data.get("samples"):
         return []
     source = f" of {data['source']}" if data.get("source") else ""
@@ -218,16 +218,16 @@ def _calibration(data: dict[str, Any]) -> list[str]:
 
 
 def _recipe(config: dict[str, Any]) -> list[str]:
-    """The callback of the run, as its YAML; JSON is YAML that needs no care with 2:4."""
-    given = {key: config.get(key) for key in _RECIPE}
-    if given["bits"] is not None:
-        given["group_size"] = config["group_size"]
+    """Return the callback of the run as YAML; values are JSON, in which 2:4 is no number."""
+    arguments = {key: config.get(key) for key in _RECIPE}
+    if arguments["bits"] is not None:
+        arguments["group_size"] = config["group_size"]
     return [
         "class_path: callbacks.PruningCallback",
         "init_args:",
         *(
             f"  {key}: {json.dumps(value)}"
-            for key, value in given.items()
+            for key, value in arguments.items()
             if (value is not None and value is not False) or key == "block_size"
         ),
     ]

@@ -1,4 +1,4 @@
-"""`pruning_report.json`: what a run did to each layer and block."""
+"""`pruning_report.json`: the results of a run for each layer and block."""
 
 import logging
 from collections.abc import Iterable
@@ -20,10 +20,10 @@ class _Row:
     """A row of `pruning_report.json`."""
 
     _always: ClassVar[tuple[str, ...]] = ()
-    """The keys that are written as null where there is nothing to say; all others are left out."""
+    """The keys that are written as null if they have no value; all others are left out."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The row of `pruning_report.json`."""
+        """Return the row of `pruning_report.json`."""
         return {
             key: list(value) if isinstance(value, tuple) else value
             for key, value in vars(self).items()
@@ -198,7 +198,7 @@ class PruningReport:
     narrowed: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """A table of the layers, for a terminal."""
+        """Return a table of the layers, for a terminal."""
         return listing(self.layers, self.totals)
 
     def skip(
@@ -220,37 +220,39 @@ class PruningReport:
 
     @property
     def pruned(self) -> list[LayerReport]:
-        """The layers that are pruned."""
+        """Return the layers that are pruned."""
         return self.pruned_since(0)
 
     def pruned_since(self, first: int) -> list[LayerReport]:
-        """The pruned layers but the first rows of the report."""
+        """Return the pruned layers after the first rows of the report."""
         return [row for row in self.layers[first:] if row.skipped is None]
 
     @property
     def relative_loss(self) -> float | None:
-        """The mean of `relative_loss` over the pruned layers, `None` if there are none."""
+        """Return the mean of `relative_loss` over the pruned layers, `None` if there are none."""
         losses = [row.relative_loss for row in self.pruned if row.relative_loss is not None]
         return sum(losses) / len(losses) if losses else None
 
     @property
     def losses(self) -> tuple[float, float]:
-        """What the layers that are on a grid lose, in all and by the grid, relative to outputs."""
-        found = [
+        """Return (Σ relative loss, the part of it due to the grid) over the layers on a grid."""
+        losses = [
             (row.relative_loss, row.grid_loss / row.loss)
             for row in self.pruned
             if row.relative_loss and row.loss and row.grid_loss is not None
         ]
-        return sum(lost for lost, _ in found), sum(lost * share for lost, share in found)
+        return sum(loss for loss, _ in losses), sum(loss * share for loss, share in losses)
 
     @property
     def totals(self) -> dict[str, Any]:
-        """Sums and means over the layers; those of a file that was read are as it states them."""
+        """Return sums and means over the layers; a report that was read has those of its file."""
         if self.stored_totals is not None:
             return self.stored_totals
         weights = sum(row.shape[0] * row.shape[1] for row in self.pruned)
         zeros = sum((row.sparsity or 0) * row.shape[0] * row.shape[1] for row in self.pruned)
-        before = sum((row.zeros_before or 0) * row.shape[0] * row.shape[1] for row in self.pruned)
+        zeros_before = sum(
+            (row.zeros_before or 0) * row.shape[0] * row.shape[1] for row in self.pruned
+        )
         of_model = self.model_weights
         spent = {"cpu_seconds": self.cpu_seconds, "peak_rss": self.peak_rss}
         peaks = [row.peak_memory for row in self.pruned if row.peak_memory is not None]
@@ -259,7 +261,7 @@ class PruningReport:
             "layers": len(self.pruned),
             "skipped": len(self.layers) - len(self.pruned),
             "already_pruned": sum(row.already_pruned for row in self.pruned),
-            **({"zeros_before": before / weights} if before else {}),
+            **({"zeros_before": zeros_before / weights} if zeros_before else {}),
             "weights": weights,
             "removed": round(zeros),
             "sparsity": zeros / weights if weights else 0.0,
@@ -272,7 +274,7 @@ class PruningReport:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """The content of `pruning_report.json`."""
+        """Return the content of `pruning_report.json`."""
         return {
             "format_version": FORMAT_VERSION,
             "layers": [row.to_dict() for row in self.layers],
@@ -307,7 +309,7 @@ class PruningReport:
 
     @classmethod
     def from_dict(cls, content: Any, source: str, remedy: str = "prune again") -> "PruningReport":
-        """Read what `to_dict` gave, also in an older version.
+        """Read the result of `to_dict`, also of an older version.
 
         Args:
             content: The report as plain containers.
@@ -319,27 +321,28 @@ class PruningReport:
                 listed.
         """
         check_version(content, source, FORMAT_VERSION, "prune again")
-        found = as_dataclass(_Content, content, source, remedy)
+        stored = as_dataclass(_Content, content, source, remedy)
+        totals = stored.totals
         return cls(
             config=content["config"],
-            layers=found.layers,
-            seconds=found.totals.seconds or 0.0,
-            cpu_seconds=found.totals.cpu_seconds,
-            peak_rss=found.totals.peak_rss,
-            complete=found.totals.complete,
-            versions=found.versions,
+            layers=stored.layers,
+            seconds=totals.seconds or 0.0,
+            cpu_seconds=totals.cpu_seconds,
+            peak_rss=totals.peak_rss,
+            complete=totals.complete,
+            versions=stored.versions,
             stored_totals=content["totals"],
-            files=found.files,
-            blocks=found.blocks,
-            provenance=found.provenance,
-            model_weights=found.totals.model_weights,
-            resumed_blocks=found.totals.resumed_blocks,
-            narrowed=found.narrowed,
+            files=stored.files,
+            blocks=stored.blocks,
+            provenance=stored.provenance,
+            model_weights=totals.model_weights,
+            resumed_blocks=totals.resumed_blocks,
+            narrowed=stored.narrowed,
         )
 
 
 def pruned_before(directory: str | PathLike[str]) -> list[dict[str, Any]]:
-    """How the model in a directory was pruned, by the report there, if there is one.
+    """Return the earlier prunings of the model in a directory, by its report, if it has one.
 
     The first pruning comes first: `method`, and `sparsity` or `pattern`. A report that cannot be
     read is left out, with a warning.
@@ -424,7 +427,7 @@ _WIDTH = 100
 
 
 def listing(layers: Iterable[LayerReport], totals: dict[str, object]) -> str:
-    """The layers of a report with their losses, in lines of at most 100 characters.
+    """Return the layers of a report with their losses, in lines of at most 100 characters.
 
     Args:
         layers: Its rows; those that are left dense say why.
