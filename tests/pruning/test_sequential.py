@@ -93,7 +93,8 @@ def test_what_padding_holds_does_not_matter(family, build, batches):
 @pytest.mark.parametrize("family", ["llama", "bloom", "gpt2"])
 @torch.no_grad()
 def test_padding_changes_nothing(family, build, batches):
-    ours, theirs = build(family), build(family)
+    # In float64 the sums of other batches decide between no two weights.
+    ours, theirs = build(family).double(), build(family).double()
     batches = batches[1:]  # padded on the right, where no position moves
     lone = [
         {"input_ids": ids[mask.bool()][None], "attention_mask": mask[mask.bool()][None]}
