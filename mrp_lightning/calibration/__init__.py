@@ -1,5 +1,5 @@
 """Calibration runs a model block by block and sums up inputs to Hessians. It needs only torch.
 
-`choice` finds the right walk for a model, `walks` run one block at a time, `hessians` collects the
-inputs of its layers without padding, and `offload` keeps the other blocks in CPU memory.
+`walk_choice` finds the right walk for a model, `walks` run one block at a time, `hessians` collects
+the inputs of its layers without padding, and `offload` keeps the other blocks in CPU memory.
 """
