@@ -420,6 +420,5 @@ def unfinished_report(journal: Path) -> tuple[PruningReport, str]:
                 f"{journal / entry.file} is damaged ({error}). The run makes it again when it goes "
                 "on."
             ) from error
-        report.layers += record.rows
-        report.blocks += [] if record.block is None else [record.block]
+        report.extend(record.rows, record.block)
     return report, f"{len(manifest.shards)} of {blocks} blocks are pruned so far"

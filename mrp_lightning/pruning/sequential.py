@@ -146,8 +146,7 @@ class _Walker:
         record = self.job.journal.restore(step, layers, remember, tuned)
         if record is None:
             return False
-        self.report.layers += record.rows
-        self.report.blocks += [] if record.block is None else [record.block]
+        self.report.extend(record.rows, record.block)
         self.report.resumed_blocks += 1
         return True
 
@@ -161,9 +160,9 @@ class _Walker:
         tuned: Sequence[Layer] = (),
     ) -> None:
         """Enter the results of a step into the report and the journal."""
-        self.report.blocks += [] if block is None else [block]
+        self.report.add_block(block)
         if self.job.journal is not None and layers:
-            rows = self.report.layers[first_row:]
+            rows = self.report.rows_since(first_row)
             self.job.journal.write(step, BlockRecord.of(name, layers, rows, block, tuned))
 
     def _dense_stream(self, walk: Walk) -> DenseStream | None:

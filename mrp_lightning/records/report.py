@@ -213,6 +213,19 @@ class PruningReport:
         log.info("%s: relative loss %.4g, %.1f s", row.name, row.relative_loss, row.seconds)
         self.layers.append(row)
 
+    def extend(self, rows: Iterable[LayerReport], block: BlockReport | None = None) -> None:
+        """Append the rows of a finished block, and the row of the block as a whole if it has one.
+
+        Nothing is logged: the rows come from the journal of an interrupted run.
+        """
+        self.layers.extend(rows)
+        self.add_block(block)
+
+    def add_block(self, row: BlockReport | None) -> None:
+        """Add the row of a block as a whole, `None` for a block that has none."""
+        if row is not None:
+            self.blocks.append(row)
+
     def replace(self, rows: Iterable[LayerReport]) -> None:
         """Put rows in place of those of the same layers."""
         by_name = {row.name: row for row in rows}
@@ -223,9 +236,13 @@ class PruningReport:
         """Return the layers that are pruned."""
         return self.pruned_since(0)
 
+    def rows_since(self, first: int) -> list[LayerReport]:
+        """Return the rows after the first ones of the report, of pruned and of skipped layers."""
+        return self.layers[first:]
+
     def pruned_since(self, first: int) -> list[LayerReport]:
         """Return the pruned layers after the first rows of the report."""
-        return [row for row in self.layers[first:] if row.skipped is None]
+        return [row for row in self.rows_since(first) if row.skipped is None]
 
     @property
     def relative_loss(self) -> float | None:
