@@ -28,7 +28,7 @@ from mrp_lightning.targets.layers import Expert, Layer, is_conv1d, layers_of
 from mrp_lightning.targets.plan import make_plan
 from mrp_sparse.formats.bitmask import BITMASK, count_kept
 from mrp_sparse.formats.bitmask4 import BITMASK4, GRID, count_bytes
-from mrp_sparse.formats.grid import GROUP_SIZE, Grid
+from mrp_sparse.formats.grid import GROUP_SIZE, Grid, grid_named, grid_of_bits
 from mrp_sparse.formats.packed_format import PackedFormat, why_no_matrix
 from mrp_sparse.formats.sparse24 import GROUP, SPARSE24, broken_groups, positive_zeros
 from mrp_sparse.packed_linear import is_packable
@@ -97,6 +97,7 @@ class _Config:
     structure: str | None = None
     bits: int | None = None
     group_size: int | None = None
+    grid: str | None = None
 
 
 @dataclass(kw_only=True)
@@ -144,7 +145,9 @@ class Claims:
         }
         try:
             size = GROUP_SIZE if config.group_size is None else config.group_size
-            grid = None if config.bits is None else Grid(config.bits, size)
+            grid = None if config.bits is None else grid_of_bits(config.bits, size)
+            if config.grid is not None:
+                grid = grid_named(config.grid)
         except OptionError as error:
             raise FormatError(f"{file}: `config` holds a grid that no run has: {error}") from error
         return cls(layers, config.structure, grid)

@@ -456,6 +456,7 @@ class Run:
             skip_indivisible=settings.skip_indivisible,
             prefix=checkpoint_root(module)[0],
             allow_meta=streamed_blocks(module) is not None,
+            grid=settings.recipe.grid,
         )
         check_streamed_plan(module, plan)
         if settings.structure is None:

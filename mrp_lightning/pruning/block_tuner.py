@@ -236,36 +236,20 @@ class BlockTuner:
 
 @dataclass(frozen=True, eq=False)
 class Codes:
-    """The scales of a weight on a grid, and the range of its codes: (rows, columns) each."""
+    """The grid of a weight, and its scale for each weight: (rows, columns)."""
 
+    grid: Grid
     scales: Tensor
-    lowest: Tensor
-    highest: Tensor
 
     @classmethod
     def of(cls, weight: Tensor, grid: Grid) -> "Codes":
-        """Read the codes' scales and range off a weight (rows, columns) that lies on the grid.
-
-        Zero is one of 2^bits codes, as in quantisation alone: a group that has the code of one end
-        never gets that of the other.
-        """
-        codes, scales = grid.decompose(weight)
-        columns = weight.shape[1]
-        highest = torch.full_like(scales, grid.largest)
-        lowest = -highest
-        if grid.bits < 8:
-            reaches = grid.grouped(codes).amax(2) == grid.largest
-            lowest, highest = lowest + reaches.float(), highest - (~reaches).float()
-
-        def spread(values: Tensor) -> Tensor:
-            return values.repeat_interleave(grid.group_size, 1)[:, :columns]
-
-        return cls(spread(scales), spread(lowest), spread(highest))
+        """Read the scales off a weight (rows, columns) that lies on the grid."""
+        _, scales = grid.decompose(weight)
+        return cls(grid, grid.spread(scales, weight.shape[1]))
 
     def nearest(self, weight: Tensor) -> Tensor:
         """Return the values of the grid that are nearest to a weight (rows, columns)."""
-        codes = (weight / self.scales).round_()
-        return codes.clamp_(self.lowest, self.highest).mul_(self.scales)
+        return self.grid.nearest(weight / self.scales).mul_(self.scales)
 
 
 class _KeptWeights:

@@ -33,13 +33,14 @@ TARGET_WEIGHT = 0.5
 
 _NAMES = ("targets", "ignore", "blocks")
 _NOT_WHOLE = (
-    *("pattern", "bits", "allocation", "targets", "ignore", "blocks", "true_sequential"),
+    *("pattern", "bits", "grid", "allocation", "targets", "ignore", "blocks", "true_sequential"),
     "skip_indivisible",
 )
 """Settings that do not go with `structure`: they choose weights of a layer, or layers."""
 _OF_STATE = (
     *("method", "sparsity", "pattern", "block_size", "damping", "tolerance"),
-    *("bits", "group_size", "target", "target_weight", "allocation", "tuning", "structure"),
+    *("bits", "group_size", "grid", "zero_has_a_code", "target", "target_weight"),
+    *("allocation", "tuning", "structure"),
 )
 
 
@@ -93,7 +94,7 @@ class BlockTuning:
 class Settings:
     """The arguments of a pruning. The callbacks take them by these names.
 
-    Exactly one of `sparsity` and `pattern` is given, or neither of them and `bits`.
+    Exactly one of `sparsity` and `pattern` is given, or neither of them and `bits` or `grid`.
 
     Raises:
         PatternError: `sparsity`, `pattern` or `block_size` are malformed.
@@ -131,6 +132,17 @@ class Settings:
 
     group_size: int = GROUP_SIZE
     """The number of columns (input features) of a row that share a scale, for `bits`."""
+
+    grid: str | None = None
+    """The type of an engine on whose grid the kept weights are put: q4_0, q5_0, q8_0, iq4_nl or
+    mxfp4 of llama.cpp; int4-g32, int4-g64, int4-g128, int8-g32, int8-g64 or int8-g128 of
+    compressed-tensors. It has its bits and group size, which need not be given. An export to that
+    type (`export.to_gguf`, `--format compressed-tensors`) is then exact. `None` is this project's
+    own grid, for `bits`."""
+
+    zero_has_a_code: bool = False
+    """Whether removed weights take one of the codes of `bits`, which formats need that store a code
+    for each weight; it costs one to two percent of a layer's loss."""
 
     target: str = "own"
     """With "own", the target of a layer is what its dense weight gives on its inputs in the pruned
@@ -207,8 +219,13 @@ class Settings:
             tolerance=self.tolerance,
             bits=self.bits,
             group_size=self.group_size,
+            grid=self.grid,
+            zero_has_a_code=self.zero_has_a_code,
         )
         object.__setattr__(self, "recipe", recipe)
+        if recipe.grid is not None:  # a named grid has its own
+            object.__setattr__(self, "bits", recipe.grid.bits)
+            object.__setattr__(self, "group_size", recipe.grid.group_size)
         self._check_allocation()
         object.__setattr__(self, "target_weight", self._checked_target_weight())
 

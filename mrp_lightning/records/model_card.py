@@ -222,6 +222,7 @@ def _recipe(config: dict[str, Any]) -> list[str]:
     arguments = {key: config.get(key) for key in _RECIPE}
     if arguments["bits"] is not None:
         arguments["group_size"] = config["group_size"]
+        arguments["grid"] = config.get("grid")
     return [
         "class_path: callbacks.PruningCallback",
         "init_args:",

@@ -409,6 +409,7 @@ class _Config:
     pattern: Any = None
     bits: int | None = None
     group_size: int = 64
+    grid: str | None = None
 
     def __post_init__(self) -> None:
         Recipe.of(
@@ -417,6 +418,7 @@ class _Config:
             pattern=self.pattern,
             bits=self.bits,
             group_size=self.group_size,
+            grid=self.grid,
         )
 
 

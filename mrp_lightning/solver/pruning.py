@@ -89,19 +89,22 @@ def prune_weight(
     tolerance: float = 1e-6,
     bits: int | None = None,
     group_size: int = 64,
+    grid: str | None = None,
+    zero_has_a_code: bool = False,
 ) -> Solution:
     """Remove weights and compensate for them, so that the layer's outputs change least.
 
     Minimises ½·tr(δ H δᵀ), the mean over tokens of ‖(w + δ)x − wx‖², with the removed weights zero.
-    Give exactly one of `sparsity` and `pattern`, or neither of them and `bits`.
+    Give exactly one of `sparsity` and `pattern`, or neither of them and `bits` or `grid`.
 
     With `bits` the kept weights are then put on a grid: whole numbers times a scale, one for each
     row and `group_size` columns. Numbers and scales are chosen so that the same loss grows little.
     At 3 and 4 bits the numbers are −2^(bits − 1) to 2^(bits − 1), at 8 bits −127 to 127. Where
     nothing is removed, zero needs a code, too, and takes that of one of the two ends. Kept weights
-    may become zero. All values are exact in bfloat16. Without `sparsity` and `pattern` it is
-    quantisation alone, which also moves weights that are zero: give a pruned model its pattern
-    again.
+    may become zero. All values are exact in bfloat16. With `grid` the codes and scales are those of
+    an engine's type, and the values are those that the engine reads, rounded to the weight's dtype.
+    Without `sparsity` and `pattern` it is quantisation alone, which also moves weights that are
+    zero: give a pruned model its pattern again.
 
     The masks S and M assume that all other inputs can make up for a removed weight, even inputs
     whose own weights are removed. So they may remove all of several inputs that are nearly copies
@@ -121,6 +124,11 @@ def prune_weight(
         tolerance: Relative gap to the optimum at which the compensation M stops, > 0.
         bits: 3, 4 or 8 bits for a kept weight; None leaves its values free.
         group_size: Number of columns of a row that share a scale, ≥ 1, for `bits`.
+        grid: The type of an engine: q4_0, q5_0, q8_0, iq4_nl or mxfp4 of llama.cpp, or int4-g32,
+            int4-g64, int4-g128, int8-g32, int8-g64 or int8-g128 of compressed-tensors. It has its
+            bits and its group size, which need not be given; columns are in whole groups.
+        zero_has_a_code: Whether removed weights take one of the 2^bits codes, as in formats that
+            store a code for each weight. It costs one to two percent of the loss.
 
     Returns:
         The pruned weight and its measures. The inputs are not modified.
@@ -142,6 +150,8 @@ def prune_weight(
         tolerance=tolerance,
         bits=bits,
         group_size=group_size,
+        grid=grid,
+        zero_has_a_code=zero_has_a_code,
     )
     for name, tensor in {"weight": weight, "hessian": hessian}.items():
         if tensor.is_meta or tensor.layout != torch.strided:
@@ -176,6 +186,12 @@ def prune(
         raise PatternError(
             f"{inputs.label}: {inputs.columns} columns do not split into the groups of pattern "
             f'"{recipe.pattern}". Choose a group that divides them, or leave the layer out.'
+        )
+    if recipe.grid is not None and not recipe.grid.divides(inputs.columns):
+        raise PatternError(
+            f"{inputs.label}: {inputs.columns} columns do not split into groups of "
+            f"{recipe.grid.group_size}, as `grid` {recipe.grid} needs. Take `bits`, or leave the "
+            "layer out."
         )
     method, grid, dtype, rows = recipe.method, recipe.grid, weight.dtype, len(weight)
     with torch.inference_mode(False), torch.no_grad(), full_float32(weight.device):

@@ -11,6 +11,7 @@ optimum for its codes, and each code to its optimum for all others: no step incr
 """
 
 from collections.abc import Callable, Iterator
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -34,10 +35,6 @@ _PANEL = 128
 def on_grid(problem: Problem, weight: Tensor, pruned: Tensor, grid: Grid) -> Tensor:
     """Put the kept weights on the grid, so that the loss against `weight` grows little.
 
-    A kept weight may become zero, which is stored without a code. In quantisation alone every
-    weight has a code: zero takes that of +2^(bits − 1), and the sign of the scale decides which end
-    of the range that is.
-
     Args:
         problem: The layer, whose H + λI weighs the changes.
         weight: The compensated weight, (rows, columns).
@@ -45,7 +42,7 @@ def on_grid(problem: Problem, weight: Tensor, pruned: Tensor, grid: Grid) -> Ten
         grid: The grid.
 
     Returns:
-        The weight on the grid, (rows, columns), in the dtype of `weight`, and exact in bfloat16.
+        The weight on the grid, (rows, columns), in the dtype of `weight`.
         The loss of each row is at most that of the column sweep alone.
     """
     damped = problem.damped if problem.damped.float32_suffices else problem.damped.double
@@ -55,8 +52,7 @@ def on_grid(problem: Problem, weight: Tensor, pruned: Tensor, grid: Grid) -> Ten
         # Input-major, so that a column of the weight is contiguous.
         target = weight[rows].T.to(damped.dtype).contiguous()
         kept = (~pruned[rows].T).to(damped.dtype).contiguous()
-        alone = isinstance(problem.pattern, Dense)
-        descent = _Descent(target * kept, kept, damped, grid, zero_has_a_code=alone)
+        descent = _Descent(target * kept, kept, damped, grid)
         descent.sweep()
         x, loss = descent.x, descent.losses()
         for number in range(_PASSES):
@@ -103,17 +99,11 @@ class _Descent:
     `target` is ŵ, zero where weights are removed, and `kept` is one, and zero there.
     """
 
-    def __init__(
-        self, target: Tensor, kept: Tensor, damped: DampedHessian, grid: Grid, zero_has_a_code: bool
-    ) -> None:
+    def __init__(self, target: Tensor, kept: Tensor, damped: DampedHessian, grid: Grid) -> None:
         self.target, self.kept, self.damped, self.grid = target, kept, damped, grid
         columns, rows = target.shape
         self.codes = torch.zeros_like(target)
         self.scales = target.new_ones(grid.groups(columns), rows)
-        self._lowest, self._highest = -grid.largest, grid.largest
-        self._signed = zero_has_a_code and grid.bits < 8  # at 8 bits there are 255 codes, not 256
-        if self._signed:
-            self._highest -= 1
 
     @property
     def x(self) -> Tensor:
@@ -167,15 +157,17 @@ class _Descent:
         columns = self._columns(group)
         values = swept[columns] * self.kept[columns]
         weights = self.damped.matrix.diagonal()[columns]
-        peaks, places = values.abs().max(0)
-        unit = peaks / self.grid.largest
-        if self._signed:  # the largest weight gets the code −2^(bits − 1)
-            unit = torch.where(values.gather(0, places[None])[0] > 0, -unit, unit)
+        peaks = values.gather(0, values.abs().max(0, keepdim=True).indices)[0]
+        # The largest weight of a group may be at either end of the codebook, unless these mirror
+        # each other.
+        ends = [self.grid.codebook[-1], self.grid.codebook[0]]
+        if not self.grid.signed:
+            peaks, ends = peaks.abs(), ends[:1]
         best = torch.full_like(peaks, torch.inf)
         scales = torch.ones_like(peaks)
-        for factor in _FACTORS:
-            tried = self._round(unit * factor)
-            codes = (values / tried).round_().clamp_(self._lowest, self._highest)
+        for factor, end in product(_FACTORS, ends):
+            tried = self.grid.round_scales(peaks * (factor / end))
+            codes = self.grid.nearest(values / tried)
             error = weights @ codes.mul_(tried).sub_(values).square_()
             better = error < best
             best, scales = torch.where(better, error, best), torch.where(better, tried, scales)
@@ -189,18 +181,14 @@ class _Descent:
         slope = (codes * gradient[columns]).sum(0)
         wanted = scales - slope / curvature
         # Scales that would change their sign, or whose codes are all zero (NaN), do not move.
-        step = torch.where(wanted * scales > 0, self._round(wanted), scales) - scales
+        step = torch.where(wanted * scales > 0, self.grid.round_scales(wanted), scales) - scales
         # Scales are rounded, too: the loss must fall at the rounded one.
         step = torch.where(slope * step + curvature * step.square() / 2 < 0, step, 0)
         self.scales[group] = scales + step
         gradient.addmm_(matrix[:, columns], codes * step)
 
     def _nearest(self, values: Tensor, scale: Tensor, column: int) -> Tensor:
-        codes = (values / scale).round_().clamp_(self._lowest, self._highest)
-        return codes.mul_(self.kept[column])
-
-    def _round(self, scales: Tensor) -> Tensor:
-        return self.grid.round_scales(scales.abs()).copysign(scales)
+        return self.grid.nearest(values / scale).mul_(self.kept[column])
 
     def _columns(self, group: int) -> slice:
         start = group * self.grid.group_size

@@ -20,7 +20,7 @@ from mrp_lightning.solver.masks import Joint, Magnitude, Mask, MultipleRemoval, 
 from mrp_lightning.solver.patterns import Dense, Pattern, make_pattern
 from mrp_lightning.solver.problem import Problem
 from mrp_sparse.arguments import is_count, is_number
-from mrp_sparse.formats.grid import GROUP_SIZE, Grid
+from mrp_sparse.formats.grid import GRIDS, GROUP_SIZE, Grid, grid_named, grid_of_bits
 
 MASKS: dict[str, Mask] = {
     mask.name: mask for mask in (Magnitude(), Wanda(), SingleRemoval(), MultipleRemoval(), Joint())
@@ -142,28 +142,26 @@ class Recipe:
         tolerance: float = 1e-6,
         bits: int | None = None,
         group_size: int = GROUP_SIZE,
+        grid: str | None = None,
+        zero_has_a_code: bool = False,
     ) -> "Recipe":
         """Parse the arguments of `prune_weight`, which documents them and what is raised."""
-        if bits is None and group_size != GROUP_SIZE:
-            raise OptionError(
-                f"`group_size` {group_size!r} means nothing without `bits`. Give both, or leave it "
-                "out."
-            )
-        grid = None if bits is None else Grid(bits, group_size)
-        quantises_alone = grid is not None and sparsity is None and pattern is None
+        sparse = sparsity is not None or pattern is not None
+        chosen = _grid(bits, group_size, grid, zero_has_a_code, sparse=sparse)
+        alone = chosen is not None and not sparse
         return cls(
-            pattern=Dense() if quantises_alone else make_pattern(sparsity, pattern),
+            pattern=Dense() if alone else make_pattern(sparsity, pattern),
             method=parse_method(method, tolerance=tolerance),
             block_size=block_size,
             damping=damping,
-            grid=grid,
+            grid=chosen,
         )
 
     @property
     def amount(self) -> str:
         """The pattern and the bits in short, such as `2:4`, `50%+4bit` and `4bit`."""
         parts = [] if isinstance(self.pattern, Dense) else [str(self.pattern)]
-        return "+".join([*parts, *([f"{self.grid.bits}bit"] if self.grid else [])])
+        return "+".join([*parts, *([str(self.grid)] if self.grid else [])])
 
     def problem(
         self,
@@ -192,3 +190,38 @@ class Recipe:
         if self.block_size is None or not self.method.mask.by_block:
             return columns
         return min(self.block_size, columns)
+
+
+def _grid(
+    bits: int | None, group_size: int, name: str | None, zero_has_a_code: bool, *, sparse: bool
+) -> Grid | None:
+    """Return the grid of the arguments of `prune_weight`."""
+    if name is not None:
+        grid = grid_named(name)
+        stated = {"bits": bits, "group_size": None if group_size == GROUP_SIZE else group_size}
+        others = [
+            f"`{argument}` {value!r}"
+            for argument, value in stated.items()
+            if value not in (None, getattr(grid, argument))
+        ]
+        if others:
+            raise OptionError(
+                f"`grid` {name!r} has {grid.bits} bits and groups of {grid.group_size}; got "
+                f"{' and '.join(others)}. Leave out one or the other."
+            )
+        if sparse and not grid.holds_zero:
+            raise OptionError(
+                f"`grid` {name!r} has no code for zero, so that it holds no removed weights. Take "
+                f"{', '.join(each.name or '' for each in GRIDS.values() if each.holds_zero)}, or "
+                "leave out `sparsity` and `pattern`."
+            )
+        return grid
+    if bits is not None:
+        return grid_of_bits(bits, group_size, zero_has_a_code=zero_has_a_code or not sparse)
+    if group_size != GROUP_SIZE:
+        raise OptionError(
+            f"`group_size` {group_size!r} means nothing without `bits`. Give both, or leave it out."
+        )
+    if zero_has_a_code:
+        raise OptionError("`zero_has_a_code` means nothing without `bits`. Give both, or neither.")
+    return None

@@ -32,6 +32,7 @@ from mrp_lightning.targets.layers import (
     why_not_plain,
 )
 from mrp_lightning.targets.structure import Structure
+from mrp_sparse.formats.grid import Grid
 
 _VALUES_AT_ONCE = 2**22
 
@@ -142,6 +143,7 @@ def make_plan(
     skip_indivisible: bool = False,
     prefix: str = "",
     allow_meta: bool = False,
+    grid: Grid | None = None,
 ) -> Plan:
     """Choose the layers to prune in any module, and refuse those that cannot be.
 
@@ -153,15 +155,17 @@ def make_plan(
             blocks are taken for a pattern that matches none in them, such as `lm_head`.
         ignore: Name patterns of the layers to leave out.
         blocks: The names of the block lists, where they are not to be found by themselves.
-        skip_indivisible: Whether layers are left out whose columns the pattern does not divide.
+        skip_indivisible: Whether layers are left out whose columns the pattern or the groups of the
+            grid do not divide.
         prefix: A prefix that is cut from the names that are reported, unless two would then be the
             same, and that regular expressions do not see.
         allow_meta: Whether weights may be on the meta device. Such a plan can only be read.
+        grid: The grid that weights are put on.
 
     Raises:
         TargetError: A pattern matches nothing, no layer is left, or weights are not plain; or a
             parameter of the model holds NaN or Inf, in whatever module it is.
-        PatternError: The pattern does not fit layers.
+        PatternError: The pattern, or the groups of the grid, do not fit layers.
     """
     chosen, ignored = as_patterns(targets), as_patterns(ignore)
     found = find_blocks(model, blocks)
@@ -196,9 +200,14 @@ def make_plan(
     targeted = [layers[n] for n in names]
     unusual = _unusual(modules, targeted, [n for n in modules if wanted(n)], found, allow_meta)
     _refuse_unusual({shown(name): reason for name, reason in unusual.items()})
-    unfit = _indivisible(targeted, pattern)
-    if not skip_indivisible:
-        _refuse_indivisible([replace(s, name=shown(s.name)) for s in unfit], pattern)
+    unfit = _indivisible(targeted, pattern, grid)
+    if unfit and not skip_indivisible:
+        listed = "\n".join(f"  {shown(each.name)}: {each.reason}" for each in unfit)
+        cause = f"`pattern` {pattern}" if pattern.group > 1 else f"`grid` {grid}"
+        raise PatternError(
+            f"{cause} does not fit {len(unfit)} layers. Name them in `ignore`, or leave them dense "
+            f"with `skip_indivisible: true`:\n{listed}"
+        )
     tied = _tied(model, targeted, shown)
     every_skipped = (*routers, *_no_layers(modules, found, wanted), *tied, *unfit)
     skipped = {s.name: replace(s, name=shown(s.name)) for s in every_skipped}
@@ -305,25 +314,20 @@ def _tied(model: nn.Module, layers: list[Layer], shown: Callable[[str], str]) ->
         yield Skipped(layer.name, tuple(layer.weight.shape), reason)
 
 
-def _indivisible(layers: list[Layer], pattern: Pattern) -> list[Skipped]:
+def _indivisible(layers: list[Layer], pattern: Pattern, grid: Grid | None) -> list[Skipped]:
     unfit = []
     for layer in layers:
+        reason = None
         if not pattern.divides(layer.grouped_columns):
             kind = "features" if layer.grouped_columns == layer.columns else "channels"
             reason = (
                 f"{layer.grouped_columns} input {kind} do not divide into the groups of {pattern}"
             )
+        elif grid is not None and not grid.divides(layer.columns):
+            reason = f"{layer.columns} columns do not divide into groups of {grid.group_size}"
+        if reason is not None:
             unfit.append(Skipped(layer.name, tuple(layer.weight.shape), reason))
     return unfit
-
-
-def _refuse_indivisible(unfit: list[Skipped], pattern: Pattern) -> None:
-    if unfit:
-        listed = "\n".join(f"  {s.name}: {s.reason}" for s in unfit)
-        raise PatternError(
-            f"`pattern` {pattern} does not fit {len(unfit)} layers. Name them in `ignore`, or "
-            f"leave them dense with `skip_indivisible: true`:\n{listed}"
-        )
 
 
 def _nothing_left(linear: list[str], in_blocks: list[str], skipped: list[Skipped]) -> None:

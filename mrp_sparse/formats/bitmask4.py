@@ -8,12 +8,12 @@ from torch import Tensor
 
 from mrp_sparse.errors import PatternError
 from mrp_sparse.formats.bitmask import bytes_of, count_bits, pack_places, unused_bits
-from mrp_sparse.formats.grid import Grid
+from mrp_sparse.formats.grid import grid_of_bits
 from mrp_sparse.formats.packed_format import PackedFormat, why_no_matrix
 
 GROUP = 64
 """Consecutive columns of a row that share a scale, and whose nibbles begin at a byte."""
-GRID = Grid(4, GROUP)
+GRID = grid_of_bits(4, GROUP)
 _CODES = [code for code in range(-8, 9) if code]
 """The codes by nibble. Zero is none of them: zeros are not stored."""
 _WEIGHTS_AT_A_TIME = 2**20

@@ -1,6 +1,14 @@
-"""The grid of few bits: a scale for some columns of a row, and whole numbers."""
+"""Grids of few bits: a codebook, and a scale for some columns of a row.
 
+A weight on a grid is code times scale, with the code from a codebook and one scale for each
+`group_size` consecutive columns of a row. `grid_of_bits` gives the grids of this project's packed
+formats, `GRIDS` those of the types that engines read: the solver is the same for all of them.
+"""
+
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -14,49 +22,91 @@ _SIGNIFICANT = {3: 5, 4: 5, 8: 1}
 """Significant bits of a scale, by the bits of a weight: codes up to eight have three of their own,
 codes up to 127 seven, and bfloat16 holds eight."""
 _WEIGHTS_AT_A_TIME = 2**22
-_LOWEST, _HIGHEST = 2.0**-100, 2.0**100
-"""Scales are of a size that no product of them leaves the range of bfloat16."""
+
+
+@dataclass(frozen=True)
+class ScaleType:
+    """The floating-point numbers that the scales of a grid can be.
+
+    Attributes:
+        significant: Significant bits, the leading one included.
+        smallest: The smallest positive scale, a power of two; below smallest·2^significant scales
+            are its multiples, as the subnormal numbers of float16 are.
+        largest: The largest scale.
+    """
+
+    significant: int
+    smallest: float = 2.0**-100
+    largest: float = 2.0**100
+
+    def round(self, scales: Tensor) -> Tensor:
+        """Return the nearest scales of this type to positive numbers."""
+        clamped = scales.clamp(self.smallest, self.largest)
+        exponents = torch.frexp(clamped).exponent - self.significant
+        quanta = torch.ldexp(torch.ones_like(clamped), exponents).clamp_(min=self.smallest)
+        return (clamped / quanta).round_().mul_(quanta)
+
+    def shift(self, scales: Tensor, steps: int) -> Tensor:
+        """Return the scales that are some steps larger, as if all were normal numbers."""
+        half = 1 << (self.significant - 1)
+        mantissas, exponents = torch.frexp(scales)
+        position = exponents.long() * half + (mantissas * (2 * half)).long() - half + steps
+        exponents = position.div(half, rounding_mode="floor")
+        mantissas = (position - exponents * half + half).to(scales.dtype)
+        return self.round(torch.ldexp(mantissas, exponents - self.significant))
+
+
+FLOAT16 = ScaleType(11, 2.0**-24, 65504.0)
+BFLOAT16 = ScaleType(8)
+POWER_OF_TWO = ScaleType(1, 2.0**-126, 2.0**126)
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The values that weights of few bits can have: code times scale, symmetric about zero.
-
-    Each row has a scale s > 0 for each `group_size` consecutive columns, the last of which may be
-    fewer. Codes q are whole numbers with |q| ≤ 2^(bits − 1), at 8 bits |q| ≤ 127. Zero is a code,
-    though none that needs storing where the places of the weights that are not zero are known:
-    without it no more than 2^bits are left.
-    Scales have five significant bits (1.xxxx·2ᵉ) at 3 and 4 bits and one at 8, so that q·s is exact
-    in bfloat16, and a checkpoint in bfloat16 (or in float16 or float32) holds just these values.
+    """The values that weights of few bits can have: code times scale.
 
     Attributes:
-        bits: Bits of a stored code: 3, 4 or 8.
-        group_size: Number of columns with one scale, ≥ 1.
-
-    Raises:
-        OptionError: `bits` or `group_size` is out of range.
+        bits: Bits of a stored code.
+        group_size: Number of consecutive columns of a row that share a scale, ≥ 1; the last group
+            of a row may be shorter.
+        codebook: The codes, whole numbers in ascending order. If it is not symmetric about zero,
+            scales have a sign, which decides the end of the codebook that a group reaches.
+        scales: The numbers that scales can be.
+        name: Its name in `GRIDS`; None for the grids of `grid_of_bits`.
     """
 
     bits: int
-    group_size: int = GROUP_SIZE
+    group_size: int
+    codebook: tuple[int, ...]
+    scales: ScaleType
+    name: str | None = None
 
-    def __post_init__(self) -> None:
-        if isinstance(self.bits, bool) or self.bits not in _SIGNIFICANT:
-            raise OptionError(f"`bits` must be 3, 4 or 8; got {self.bits!r}.")
-        if (
-            isinstance(self.group_size, bool)
-            or not isinstance(self.group_size, int)
-            or self.group_size < 1
-        ):
-            raise OptionError(
-                f"`group_size` must be a positive number of columns, such as 64; got "
-                f"{self.group_size!r}."
-            )
+    def __str__(self) -> str:
+        return self.name or f"{self.bits}bit"
+
+    @cached_property
+    def signed(self) -> bool:
+        """Whether scales have a sign."""
+        return self.codebook != tuple(-code for code in reversed(self.codebook))
 
     @property
     def largest(self) -> int:
-        """The largest code: 4, 8 or 127."""
-        return 127 if self.bits == 8 else 1 << (self.bits - 1)
+        """The largest absolute value of a code."""
+        return max(map(abs, self.codebook))
+
+    @property
+    def whole_groups(self) -> bool:
+        """Whether rows are stored in whole groups, as engines' types are."""
+        return self.name is not None
+
+    def divides(self, columns: int) -> bool:
+        """Return whether rows of so many columns can be stored."""
+        return not self.whole_groups or columns % self.group_size == 0
+
+    @property
+    def holds_zero(self) -> bool:
+        """Whether zero is a code."""
+        return 0 in self.codebook
 
     def groups(self, columns: int) -> int:
         """Return the number of scales of a row of `columns`."""
@@ -73,17 +123,27 @@ class Grid:
         padded[:, :columns] = weight
         return padded.view(rows, -1, self.group_size)
 
+    def spread(self, scales: Tensor, columns: int) -> Tensor:
+        """Return the scales (rows, groups) of the weights of a row: (rows, columns)."""
+        return scales.repeat_interleave(self.group_size, 1)[:, :columns]
+
     def round_scales(self, scales: Tensor) -> Tensor:
-        """Return the nearest scales with few significant bits, within the allowed range."""
-        mantissas, exponents = torch.frexp(scales.clamp(_LOWEST, _HIGHEST))
-        steps = 1 << _SIGNIFICANT[self.bits]
-        return torch.ldexp((mantissas * steps).round_().div_(steps), exponents)
+        """Return the nearest scales that the grid can have; signs stay."""
+        return self.scales.round(scales.abs()).copysign(scales)
+
+    def nearest(self, ratios: Tensor) -> Tensor:
+        """Return the codes nearest to weights divided by their scales, in the dtype of these."""
+        lowest, highest = self.codebook[0], self.codebook[-1]
+        if len(self.codebook) == highest - lowest + 1:  # all whole numbers between the ends
+            return ratios.round().clamp_(lowest, highest)
+        codes, midpoints = _tables(self.codebook, ratios.dtype, ratios.device)
+        return codes[torch.bucketize(ratios, midpoints)]
 
     def decompose(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the codes and scales of a weight that lies on the grid: weight = code·scale.
+        """Return the codes and scales of a weight that lies on the grid.
 
-        Of several possible scales the largest is taken, which makes the codes smallest. A group of
-        zeros has the scale 1.
+        Each weight is code·scale, rounded to the weight's dtype. Of several possible scales that
+        of the smallest codes is taken. A group of zeros has the scale 1.
 
         Args:
             weight: (rows, columns), floating point.
@@ -94,44 +154,156 @@ class Grid:
         Raises:
             FormatError: Some group of a row has no such scale; the message names the first.
         """
+        codes, scales, fits = self.fit(weight)
+        if not bool(fits.all()):
+            row, group = (~fits).nonzero()[0].tolist()
+            start = group * self.group_size
+            stop = min(start + self.group_size, weight.shape[1])
+            what = "" if self.name is None else f" of the type {self.name}"
+            raise FormatError(
+                f"Row {row}, columns {start} to {stop - 1} (group {group}): no scale makes these "
+                f"weights codes{what} from {self.codebook[0]} to {self.codebook[-1]}, as "
+                f"{self.bits} bits with groups of {self.group_size} need. The weight was changed "
+                "after it was put on its grid, or is on another one: give its `bits` and "
+                "`group_size`, or its `grid`."
+            )
+        return codes, scales
+
+    def fit(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return codes and scales as `decompose` does, and the groups that lie on the grid.
+
+        Returns:
+            The codes, int8 (rows, columns), the scales, float32 (rows, groups), and bool
+            (rows, groups), True for the groups whose codes and scales give the weight exactly.
+            Codes and scales of the others mean nothing.
+        """
         rows, columns = weight.shape
         codes = torch.zeros(rows, columns, dtype=torch.int8, device=weight.device)
         scales = torch.ones(rows, self.groups(columns), device=weight.device)
+        fits = torch.ones(scales.shape, dtype=torch.bool, device=weight.device)
 
         at_a_time = max(1, _WEIGHTS_AT_A_TIME // max(1, columns))  # bounds the float64 temporaries
         for first in range(0, rows, at_a_time):
             some = slice(first, first + at_a_time)
-            multiples, factor = self._decompose(weight[some].detach(), first)
-            codes[some] = multiples.flatten(1)[:, :columns].to(torch.int8)
-            scales[some] = factor.float()
-        return codes, scales
+            chosen, factors, fits[some] = self._fit(weight[some].detach())
+            codes[some] = chosen.flatten(1)[:, :columns].to(torch.int8)
+            scales[some] = factors.float()
+        return codes, scales, fits
 
-    def _decompose(self, weight: Tensor, first: int) -> tuple[Tensor, Tensor]:
-        """Return the codes (rows, groups, group_size) and scales of some rows, in float64."""
-        values = self.grouped(weight.double())
-        peaks = values.abs().amax(2)
-        scales = torch.ones_like(peaks)
-        waiting = peaks != 0  # NaN waits, too, and in vain
-        for peak_code in range(1, self.largest + 1):
-            tried = peaks / peak_code
-            possible = waiting & (self.round_scales(tried) == tried) & (tried * peak_code == peaks)
+    def _fit(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the codes (rows, groups, group_size) and scales of some rows."""
+        values = self.grouped(weight.to(torch.promote_types(weight.dtype, torch.float32)))
+        peaks = values.gather(2, values.abs().argmax(2, keepdim=True))[..., 0]
+        if not self.signed:
+            peaks = peaks.abs()
+        zero = peaks == 0
+        codes, waiting = torch.zeros_like(values), ~zero  # NaN waits, too, and in vain
+        # Without a code for zero, a group of zeros has the scale zero.
+        scales = torch.where(zero & torch.tensor(not self.holds_zero), 0, torch.ones_like(peaks))
+        for code, scale in self._candidates(peaks, weight.dtype):
+            possible = waiting & ((code * scale).to(weight.dtype) == peaks)
             places = possible.nonzero(as_tuple=True)
             if not len(places[0]):
                 continue
-            factors = tried[places]
-            exact = (values[places] / factors[:, None]).frac() == 0
-            fits = exact.all(1)
-            solved = tuple(index[fits] for index in places)
-            scales[solved] = factors[fits]
+            targets, factors = values[places], scale[places][:, None]
+            chosen = self.nearest(targets / factors)
+            fitting = ((chosen * factors).to(weight.dtype) == targets).all(1)
+            solved = tuple(index[fitting] for index in places)
+            codes[solved], scales[solved] = chosen[fitting], factors[fitting, 0]
             waiting[solved] = False
-        if bool(waiting.any()):
-            row, group = waiting.nonzero()[0].tolist()
-            start = group * self.group_size
-            stop = min(start + self.group_size, weight.shape[1])
-            raise FormatError(
-                f"Row {first + row}, columns {start} to {stop - 1} (group {group}): no scale makes "
-                f"these weights whole numbers of at most {self.largest}, as {self.bits} bits with "
-                f"groups of {self.group_size} need. The weight was changed after it was put on its "
-                "grid, or is on another one: give its `bits` and `group_size`."
-            )
-        return values / scales[:, :, None], scales
+            if not bool(waiting.any()):
+                break
+        return codes, scales, ~waiting
+
+    def _candidates(self, peaks: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
+        """Yield codes of the largest weights of groups, and scales that may give these weights."""
+        stored = _significant_bits(dtype)
+        # A weight in `dtype` bounds its scale to within half a unit in the last place. That is one
+        # scale if products are exact, and else some neighbours.
+        odd_parts = [code // (code & -code) for code in self.codebook if code]
+        products = self.scales.significant + max(map(abs, odd_parts)).bit_length()
+        span = 0 if products <= stored else 1 + (1 << max(0, self.scales.significant - stored))
+        # Packed formats store the smallest codes; solvers choose scales that reach the largest.
+        codes = sorted(self.codebook, key=abs, reverse=self.name is not None)
+        for code in codes:
+            if code == 0 or (code < 0 and not self.signed):
+                continue
+            centre = self.round_scales(peaks / code)
+            for steps in sorted(range(-span, span + 1), key=abs):
+                yield code, self.scales.shift(centre.abs(), steps).copysign(centre)
+
+
+@lru_cache
+def _tables(
+    codebook: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return the codes as a tensor, and the midpoints between neighbours."""
+    codes = torch.tensor(codebook, dtype=dtype, device=device)
+    return codes, (codes[1:] + codes[:-1]) / 2
+
+
+def _significant_bits(dtype: torch.dtype) -> int:
+    return 1 - int(math.log2(torch.finfo(dtype).eps))
+
+
+def grid_of_bits(bits: int, group_size: int = GROUP_SIZE, *, zero_has_a_code: bool = False) -> Grid:
+    """Return the grid of this project's packed formats for a number of bits.
+
+    Codes q are whole numbers with |q| ≤ 2^(bits − 1), at 8 bits |q| ≤ 127. Scales have five
+    significant bits (1.xxxx·2ᵉ) at 3 and 4 bits and one at 8, so that q·s is exact in bfloat16, and
+    a checkpoint in bfloat16 (or in float16 or float32) holds just these values.
+
+    Args:
+        bits: Bits of a stored code: 3, 4 or 8.
+        group_size: Number of columns with one scale, ≥ 1.
+        zero_has_a_code: Whether zero is one of the 2^bits codes, −2^(bits − 1) to 2^(bits − 1) − 1,
+            of which the sign of the scale decides the longer end. Otherwise zero needs none, as
+            where the places of the other weights are stored, and there is one code more.
+
+    Raises:
+        OptionError: `bits` or `group_size` is out of range.
+    """
+    if isinstance(bits, bool) or bits not in _SIGNIFICANT:
+        raise OptionError(f"`bits` must be 3, 4 or 8; got {bits!r}.")
+    if isinstance(group_size, bool) or not isinstance(group_size, int) or group_size < 1:
+        raise OptionError(
+            f"`group_size` must be a positive number of columns, such as 64; got {group_size!r}."
+        )
+    largest = 127 if bits == 8 else 1 << (bits - 1)
+    # At 8 bits there are 255 codes, not 256: zero has one in any case.
+    highest = largest - (zero_has_a_code and bits < 8)
+    codebook = tuple(range(-largest, highest + 1))
+    return Grid(bits, group_size, codebook, ScaleType(_SIGNIFICANT[bits]))
+
+
+_IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_FP4 = (-12, -8, -6, -4, -3, -2, -1, 0, 1, 2, 3, 4, 6, 8, 12)
+"""Twice the numbers of E2M1."""
+
+_INT4, _INT8 = tuple(range(-8, 8)), tuple(range(-127, 128))
+
+GRIDS = {
+    str(grid): grid
+    for grid in (
+        Grid(4, 32, _INT4, FLOAT16, "q4_0"),
+        Grid(5, 32, tuple(range(-16, 16)), FLOAT16, "q5_0"),
+        Grid(8, 32, _INT8, FLOAT16, "q8_0"),
+        Grid(4, 32, _IQ4_NL, FLOAT16, "iq4_nl"),
+        Grid(4, 32, _FP4, POWER_OF_TWO, "mxfp4"),
+        *(Grid(4, size, _INT4, BFLOAT16, f"int4-g{size}") for size in (32, 64, 128)),
+        *(Grid(8, size, _INT8, BFLOAT16, f"int8-g{size}") for size in (32, 64, 128)),
+    )
+}
+"""The grids of engines by name: llama.cpp's types with one scale a group, and the integers of
+compressed-tensors, whose scales are bfloat16."""
+
+
+def grid_named(name: str) -> Grid:
+    """Return the grid of an engine.
+
+    Raises:
+        OptionError: There is none of that name; the message lists all.
+    """
+    if name not in GRIDS:
+        raise OptionError(f"`grid` must be one of {', '.join(GRIDS)}; got {name!r}.")
+    return GRIDS[name]

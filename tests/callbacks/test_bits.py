@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from callbacks import MRPCallback
 from mrp_lightning import BlockTuning, CausalLM, OptionError, Trainer, prune_weight
 from mrp_lightning.pruning import block
-from mrp_sparse.formats.grid import Grid
+from mrp_sparse.formats.grid import grid_of_bits
 
 TUNING = BlockTuning(epochs=2, learning_rate=3e-3, batch_size=2)
 
@@ -35,7 +35,7 @@ def test_what_is_saved_lies_on_its_grid(
     Trainer(precision=precision, **quiet).predict(module, loader, callbacks=[callback])
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert saved.dtype is dtype
-    grid = Grid(options["bits"], options.get("group_size", 64))
+    grid = grid_of_bits(options["bits"], options.get("group_size", 64))
     for row in callback.report.layers:
         weight = saved.get_submodule(row.name).weight
         grid.decompose(weight)
@@ -94,7 +94,7 @@ def test_tuned_weights_are_put_on_the_grid_last(llama, loader, quiet, monkeypatc
     assert len(tuned) == 14
     for row in callback.report.layers:
         before, after = tuned[row.name], model.get_submodule(row.name).weight.detach()
-        Grid(4, 16).decompose(after)  # which raises where it is on none
+        grid_of_bits(4, 16).decompose(after)  # which raises where it is on none
         assert bool((after[before == 0] == 0).all())
         change, hessian = (after - before).double(), hessians[row.name]
         lost = float(((change @ hessian.double()) * change).sum()) / 2

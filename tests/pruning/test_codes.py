@@ -4,16 +4,14 @@ import pytest
 import torch
 
 from mrp_lightning.pruning.block_tuner import Codes
-from mrp_sparse.formats.grid import Grid
+from mrp_sparse.formats.grid import grid_of_bits
 
 
 @pytest.mark.parametrize("bits", [3, 4, 8])
 def test_nearest_is_the_nearest_of_all_values(bits):
     generator = torch.Generator().manual_seed(bits)
-    grid = Grid(bits, 8)
-    lowest = highest = grid.largest
-    if bits < 8:
-        highest -= 1
+    grid = grid_of_bits(bits, 8, zero_has_a_code=True)
+    lowest, highest = -grid.codebook[0], grid.codebook[-1]
     codes = torch.randint(-lowest, highest + 1, (5, 20), generator=generator)
     codes[:, ::8], codes[:, 1::8] = -lowest, 1  # so that no larger scale would do
     signs = torch.tensor([1, -1, 1, -1, 1])[:, None]
@@ -34,5 +32,5 @@ def test_nearest_is_the_nearest_of_all_values(bits):
 def test_values_on_the_grid_stay():
     codes = torch.randint(-8, 8, (4, 64), generator=torch.Generator().manual_seed(0))
     weight = codes * torch.tensor([0.5, 0.75, 1.0, 1.25])[:, None]
-    found = Codes.of(weight, Grid(4, 16))
+    found = Codes.of(weight, grid_of_bits(4, 16, zero_has_a_code=True))
     assert torch.equal(found.nearest(weight), weight)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mrp_lightning.errors import FormatError, OptionError
-from mrp_sparse.formats.grid import Grid
+from mrp_sparse.formats.grid import grid_of_bits
 
 
 def significant_bits(value):
@@ -39,7 +39,7 @@ def valid_scales(bits, values):
 def weights_on_a_grid(draw):
     """A grid, codes and scales, of which a group may be all zeros and the last one short."""
     bits = draw(st.sampled_from([3, 4, 8]))
-    grid = Grid(bits, draw(st.sampled_from([1, 3, 8, 64])))
+    grid = grid_of_bits(bits, draw(st.sampled_from([1, 3, 8, 64])))
     rows, columns = draw(st.integers(1, 4)), draw(st.integers(1, 70))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
     most = draw(st.integers(0, grid.largest))
@@ -82,7 +82,7 @@ def test_random_values_are_on_the_grid_only_where_brute_force_finds_a_scale(bits
     outcomes = set()
     for row in weight:
         try:
-            Grid(bits, 3).decompose(row[None])
+            grid_of_bits(bits, 3).decompose(row[None])
             found = True
         except FormatError:
             found = False
@@ -95,20 +95,20 @@ def test_the_error_names_row_and_group():
     weight = torch.ones(3, 10)
     weight[2, 9] = 1.001
     with pytest.raises(FormatError, match=r"Row 2, columns 8 to 9 \(group 2\)"):
-        Grid(4, 4).decompose(weight)
+        grid_of_bits(4, 4).decompose(weight)
     weight[2, 9] = torch.nan
     with pytest.raises(FormatError, match="Row 2"):
-        Grid(4, 4).decompose(weight)
+        grid_of_bits(4, 4).decompose(weight)
     weight[2, 9] = torch.inf
     with pytest.raises(FormatError, match="Row 2"):
-        Grid(4, 4).decompose(weight)
+        grid_of_bits(4, 4).decompose(weight)
 
 
 @pytest.mark.parametrize("bits", [3, 4, 8])
 def test_scales_are_rounded_to_the_nearest(bits):
     scales = torch.rand(200, generator=torch.Generator().manual_seed(0)).mul(40).exp2() * 2.0**-20
     digits = 1 if bits == 8 else 5
-    for given_scale, found in zip(scales, Grid(bits).round_scales(scales), strict=True):
+    for given_scale, found in zip(scales, grid_of_bits(bits).round_scales(scales), strict=True):
         assert significant_bits(found.item()) <= digits
         power = 2.0 ** (torch.frexp(given_scale).exponent.item() - digits)
         assert abs(found.item() - given_scale.item()) <= power / 2
@@ -117,7 +117,7 @@ def test_scales_are_rounded_to_the_nearest(bits):
 def test_options_are_checked():
     for bits in (2, 5, 16, 4.5, True, "4"):
         with pytest.raises(OptionError, match="`bits` must be 3, 4 or 8"):
-            Grid(bits)
+            grid_of_bits(bits)
     for group in (0, -64, 1.5, None, True):
         with pytest.raises(OptionError, match="`group_size`"):
-            Grid(4, group)
+            grid_of_bits(4, group)

@@ -14,7 +14,7 @@ from mrp_lightning.solver.hessian import InputHessian
 from mrp_lightning.solver.patterns import Dense, Unstructured
 from mrp_lightning.solver.problem import Problem
 from mrp_lightning.solver.quantisation import _FACTORS, _Descent, on_grid
-from mrp_sparse.formats.grid import Grid
+from mrp_sparse.formats.grid import grid_of_bits
 
 SETTINGS = [{"sparsity": 0.5}, {"sparsity": 0.7}, {"pattern": "2:4"}, {}]
 
@@ -60,13 +60,15 @@ def test_near_to_brute_force_over_all_scales_and_codes(problem, truth):
     assert sum(ratios) / len(ratios) < 1.1
 
 
-def gptq(target, kept, matrix, grid, scales, lowest, highest):
+def gptq(target, kept, matrix, grid, scales):
     """GPTQ as its paper has it: after each column the inverse of what is left is taken anew."""
     x, found = target.clone(), torch.zeros_like(target)
     for j in range(target.shape[1]):
         inverse = torch.linalg.inv(matrix[j:, j:])
         scale = scales[:, j // grid.group_size]
-        found[:, j] = (x[:, j] / scale).round().clamp(lowest, highest) * scale * kept[:, j]
+        points = scale[:, None] * torch.tensor(grid.codebook)
+        nearest = (points - x[:, j : j + 1]).abs().argmin(1, keepdim=True)
+        found[:, j] = points.gather(1, nearest)[:, 0] * kept[:, j]
         error = (x[:, j] - found[:, j]) / inverse[0, 0]
         x[:, j:] -= error[:, None] * inverse[0]
     return found
@@ -79,20 +81,17 @@ def test_starts_from_the_sweep_and_gets_no_worse(problem, truth, bits, group_siz
     hessian = 2 * inputs.T @ inputs / len(inputs)
     kept = torch.rand(weight.shape, generator=torch.Generator().manual_seed(1)) > 0.4
     kept = torch.ones_like(kept) if zero_has_a_code else kept
-    target, grid = weight * kept, Grid(bits, group_size)
+    grid = grid_of_bits(bits, group_size, zero_has_a_code=zero_has_a_code)
+    target = weight * kept
     inputs = InputHessian(hessian)
     descent = _Descent(
         target.T.contiguous(),
         kept.T.to(torch.float64).contiguous(),
         inputs.damped(0.01),
         grid,
-        zero_has_a_code=zero_has_a_code,
     )
     descent.sweep()
-    highest = grid.largest - (zero_has_a_code and bits < 8)
-    plain = gptq(
-        target, kept, truth.damped(hessian), grid, descent.scales.T, -grid.largest, highest
-    )
+    plain = gptq(target, kept, truth.damped(hessian), grid, descent.scales.T)
     assert torch.allclose(descent.x.T, plain, rtol=0, atol=1e-9)
     found = on_grid(
         Problem(
@@ -121,11 +120,9 @@ def test_starts_from_the_sweep_and_gets_no_worse(problem, truth, bits, group_siz
 def test_the_first_scales_fit_the_weights_best(problem, truth):
     weight, inputs = problem(6, 16, dtype=torch.float64)
     hessian = 2 * inputs.T @ inputs / len(inputs)
-    grid, diagonal = Grid(4, 16), truth.damped(hessian).diagonal()
+    grid, diagonal = grid_of_bits(4, 16), truth.damped(hessian).diagonal()
     ones = torch.ones_like(weight.T)
-    descent = _Descent(
-        weight.T.contiguous(), ones, InputHessian(hessian).damped(0.01), grid, zero_has_a_code=False
-    )
+    descent = _Descent(weight.T.contiguous(), ones, InputHessian(hessian).damped(0.01), grid)
     descent.sweep()
     for row, scale in zip(weight, descent.scales[0], strict=True):
         errors = {}
@@ -148,7 +145,8 @@ def test_values_lie_on_the_grid_in_every_dtype(problem, truth, setting, bits, dt
     assert torch.equal(weight, before[0])
     assert torch.equal(hessian, before[1])
     assert found.weight.dtype == dtype
-    codes, scales = Grid(bits, 32).decompose(found.weight)
+    grid = grid_of_bits(bits, 32, zero_has_a_code=not setting)
+    codes, scales = grid.decompose(found.weight)
     assert scales.shape == (11, 4 if "pattern" in setting else 3)
     assert torch.equal(found.weight, found.weight.to(torch.bfloat16).to(dtype))
     assert not found.weight[found.pruned].any()
@@ -204,7 +202,7 @@ def test_rows_and_inputs_of_zeros(problem, truth):
         warnings.simplefilter("error", NumericalWarning)
         for setting in SETTINGS:
             found = prune_weight(weight, truth.hessian_of(inputs), **setting, bits=4, group_size=16)
-            _, scales = Grid(4, 16).decompose(found.weight)
+            _, scales = grid_of_bits(4, 16).decompose(found.weight)
             assert found.weight.isfinite().all()
             assert not found.weight[1].any()
             assert scales[1].tolist() == [1, 1]
