@@ -179,6 +179,9 @@ def _parity_rows(parity: Parity) -> Iterable[tuple[str, str]]:
         equal = "equal" if text.bit_equal else f"largest difference {text.max_difference:.3g}"
         yield "logits", equal
         yield agrees, f"{text.top1_agreement:.2%}"
+        if not text.bit_equal:
+            tokens = f"of the {text.confident_tokens} tokens whose margin exceeds rounding"
+            yield agrees, f"{text.confident_agreement:.2%} {tokens}"
         yield "perplexity", f"{text.perplexity_before:.4f} → {text.perplexity_after:.4f}"
     if (head := parity.head) is not None:
         change = f"{head.perplexity_before:.4f} → {head.perplexity_after:.4f}"
@@ -255,7 +258,10 @@ def _card_of_parity(report: ExportReport) -> list[str]:
     if text.bit_equal:
         lines = ["", f"Its logits are equal to {on}."]
     else:
-        agreement = f"the likeliest agrees at {text.top1_agreement:.2%}"
+        agreement = (
+            f"the likeliest agrees at {text.top1_agreement:.2%}, and at "
+            f"{text.confident_agreement:.2%} of those whose margin exceeds rounding"
+        )
         lines = ["", f"It was compared with {on}: {agreement}."]
     if report.head is not None and (cost := report.parity.head) is not None:
         tied = report.head.table is not None

@@ -3,7 +3,7 @@
 import copy
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,10 @@ from mrp_sparse.huggingface import CONFIGS
 from mrp_sparse.kernels.operator import MAX_ERROR_RATIO
 from mrp_sparse.packed_linear import PackedLinear
 
-MIN_TOP1_AGREEMENT = 0.995
+MIN_AGREEMENT = 0.995
+"""Part of the confident tokens at which the likeliest one has to be the same."""
+MAX_DIVERGENCE = 0.005
+"""In nats. Sums in another order: 8e-5 to 2e-3 in bfloat16, below 3e-5 in float16."""
 MAX_PERPLEXITY_CHANGE = 0.001
 """As a part of the perplexity: rounding moves a perplexity of 2000 by more than one of 7."""
 MIN_TOKENS = 4096
@@ -40,11 +43,21 @@ _TOKENIZERS = ("tokenizer*", "vocab.*", "*.model")
 
 @dataclass(frozen=True)
 class TextParity:
-    """The pruned model and the exported one on the same tokens, and the origin of these.
+    """Logits of the pruned model and of the exported one on the same tokens.
 
-    `tokens` were predicted, and the likeliest one was the same at a fraction `top1_agreement` of
-    them. `divergence` is the mean Kullback-Leibler divergence in nats, `max_difference` the largest
-    absolute difference of a logit.
+    Attributes:
+        text: Origin of the tokens.
+        tokens: Number of tokens that were predicted.
+        top1_agreement: Part of them whose likeliest token is the same. Kernels that sum in another
+            order change it by ties: 0.98 is measured for a bfloat16 model of 30 blocks.
+        perplexity_before: Perplexity of the pruned model.
+        perplexity_after: Perplexity of the exported model.
+        divergence: Mean Kullback-Leibler divergence, in nats.
+        max_difference: Largest absolute difference of a logit.
+        bit_equal: Whether all logits have the same bits.
+        confident_tokens: Number of tokens at which the source's two largest logits are further
+            apart than rounding moves them: than two units in the last place of its largest logit.
+        confident_agreement: The agreement at these; 1 if there are none.
     """
 
     text: str
@@ -55,12 +68,14 @@ class TextParity:
     divergence: float
     max_difference: float
     bit_equal: bool
+    confident_tokens: int = 0
+    confident_agreement: float = 1.0
 
 
 def text_windows(
     source: Checkpoint, model: PreTrainedModel, files: Sequence[str]
 ) -> tuple[Tensor, str]:
-    """Windows of tokens, and their origin; random tokens for a model without a tokenizer."""
+    """Return windows of tokens and their origin: random ones for a model without a tokenizer."""
     length = min(_WINDOW, longest_sequence(model.config) or _WINDOW)
     count = math.ceil(MIN_TOKENS / (length - 1))
     if not any(file for name in _TOKENIZERS for file in source.path.glob(name)):
@@ -88,60 +103,70 @@ def text_windows(
 
 
 def compare_text(
-    before: PreTrainedModel,
-    after: PreTrainedModel,
+    source: PreTrainedModel,
+    export: PreTrainedModel,
     windows: Tensor,
     *,
     origin: str,
     device: torch.device | str = "cpu",
     track: Track = silently,
 ) -> TextParity:
-    """Logits of both models on windows (windows, length), one model on the device at a time."""
-    reference = []
-    _move(before, device).eval()
-    for window in track(windows, len(windows), "logits of the source"):
-        reference.append(_logits(before, window, device))
-    _move(before, "cpu")
-    _move(after, device).eval()
-    of_tokens, differences, equal = [], [], True
-    pairs = zip(windows, reference, strict=True)
-    for window, expected in track(pairs, len(windows), "logits of the export"):
-        logits = _logits(after, window, device)
-        equal &= not different_bits(logits, expected)
-        differences.append(float((logits.float() - expected.float()).abs().max()))
-        p, q = expected.float().log_softmax(-1), logits.float().log_softmax(-1)
-        agree = (p.argmax(-1) == q.argmax(-1)).double()
-        losses = [F.nll_loss(logs, window[1:], reduction="none").double() for logs in (p, q)]
-        divergence = F.kl_div(q, p, log_target=True, reduction="none").sum(-1).double()
-        of_tokens.append(torch.stack([agree, *losses, divergence]))
-    means = torch.cat(of_tokens, dim=1).mean(dim=1)
+    """Compare logits on windows (windows, length), with one model on the device at a time."""
+    reference = list(_logits(source, windows, device, track, "logits of the source"))
+    nn.Module.to(source, "cpu")
+    rows, max_difference, bit_equal = [], 0.0, True
+    logits = _logits(export, windows, device, track, "logits of the export")
+    for window, expected, computed in zip(windows, reference, logits, strict=True):
+        bit_equal &= not different_bits(computed, expected)
+        p, q = expected.float(), computed.float()
+        # NaN stays: Python's `max` would drop it.
+        max_difference = float((p - q).abs().max().maximum(torch.tensor(max_difference)))
+        agrees = p.argmax(-1) == q.argmax(-1)
+        first, second = p.topk(2).values.unbind(-1)
+        rounding = 2 * torch.finfo(expected.dtype).eps * p.abs().amax(-1)
+        confident = first - second > rounding
+        p, q = p.log_softmax(-1), q.log_softmax(-1)
+        losses = [F.nll_loss(logs, window[1:], reduction="none") for logs in (p, q)]
+        divergence = F.kl_div(q, p, log_target=True, reduction="none").sum(-1)
+        columns = (agrees, *losses, divergence, confident, confident & agrees)
+        rows.append(torch.stack([column.double() for column in columns], dim=1))
+    table = torch.cat(rows)
+    agreement, loss, export_loss, divergence, _, _ = table.mean(0).unbind()
+    confident, agreeing = table[:, 4:].sum(0).tolist()
     return TextParity(
         text=origin,
-        tokens=sum(rows.shape[1] for rows in of_tokens),
-        top1_agreement=float(means[0]),
-        perplexity_before=float(means[1].exp()),
-        perplexity_after=float(means[2].exp()),
-        divergence=float(means[3]),
-        max_difference=max(differences),
-        bit_equal=equal,
+        tokens=len(table),
+        top1_agreement=float(agreement),
+        perplexity_before=float(loss.exp()),
+        perplexity_after=float(export_loss.exp()),
+        divergence=float(divergence),
+        max_difference=max_difference,
+        bit_equal=bit_equal,
+        confident_tokens=int(confident),
+        confident_agreement=agreeing / confident if confident else 1.0,
     )
 
 
-def _move(model: nn.Module, device: torch.device | str) -> nn.Module:
-    return model.to(device)  # PreTrainedModel.to has another signature, which says less
-
-
-def _logits(model: PreTrainedModel, window: Tensor, device: torch.device | str) -> Tensor:
-    """Logits after all tokens but the last (length − 1, vocabulary), on the CPU."""
+def _logits(
+    model: PreTrainedModel,
+    windows: Tensor,
+    device: torch.device | str,
+    track: Track,
+    description: str,
+) -> Iterator[Tensor]:
+    """Yield the logits after all tokens of a window but the last (length − 1, vocabulary)."""
+    nn.Module.to(model, device).eval()  # PreTrainedModel.to has another signature
     with torch.inference_mode():
-        output: Any = model(input_ids=window[None].to(device), use_cache=False)
-        return output.logits[0, :-1].cpu()
+        for window in track(windows, len(windows), description):
+            output: Any = model(input_ids=window[None].to(device), use_cache=False)
+            yield output.logits[0, :-1].cpu()
 
 
 def text_failures(text: TextParity) -> list[str]:
-    """The reasons why the export does not pass; none, where all logits have the same bits.
+    """Return the reasons why the export does not pass: none if all logits have the same bits.
 
-    Logits that hold NaN are no model's, however equal.
+    Another order of summation turns ties, so the likeliest tokens are compared where the source is
+    confident. Logits that hold NaN fail even if they are equal.
     """
     if not math.isfinite(text.perplexity_before):
         return [
@@ -151,10 +176,16 @@ def text_failures(text: TextParity) -> list[str]:
     if text.bit_equal:
         return []
     failures = []
-    if not text.top1_agreement >= MIN_TOP1_AGREEMENT:
+    if not text.confident_agreement >= MIN_AGREEMENT:
         failures.append(
-            f"the likeliest next token agrees at {text.top1_agreement:.2%} of {text.tokens} tokens,"
-            f" less than {MIN_TOP1_AGREEMENT:.1%}"
+            f"the likeliest next token agrees at {text.confident_agreement:.2%} of the "
+            f"{text.confident_tokens} tokens at which the source's margin exceeds rounding, less "
+            f"than {MIN_AGREEMENT:.1%}"
+        )
+    if not text.divergence <= MAX_DIVERGENCE:
+        failures.append(
+            f"the Kullback-Leibler divergence is {text.divergence:.2e} nats, more than "
+            f"{MAX_DIVERGENCE:.0e}"
         )
     change = text.perplexity_after / text.perplexity_before - 1
     if not abs(change) < MAX_PERPLEXITY_CHANGE:
@@ -173,10 +204,10 @@ _MANY_TOKENS = 256
 
 @dataclass(frozen=True)
 class OperatorError:
-    """Frobenius errors of a layer's output, relative to a product in higher precision.
+    """Errors of a layer's output relative to a product in higher precision.
 
-    They are those of the operator and of the dense product in the model's dtype. On a CPU the two
-    products have the same bits.
+    They are Frobenius norms, of the whole output or of its worst row, of the operator's error and
+    of that of the dense product in the model's dtype.
     """
 
     name: str
@@ -228,9 +259,9 @@ def check_parity(
 ) -> Parity:
     """Compare an exported directory, as it is on disk, with its source.
 
-    A failed gate ends the comparison: what follows could only fail too. The logits are compared on
-    the files of `text`, or else on the embedded text. A `head` of 8 bits has to be what rounding
-    the source's gives; what that costs is no failure, but is found, too.
+    A failed gate ends the comparison: later ones could only fail too. The logits are compared on
+    the files of `text`, or else on the embedded text. A `head` of 8 bits has to equal the source's
+    head, rounded; its cost is reported and is no failure.
     """
     parity = Parity()
     _compare_bits(source, directory, layers, head, parity, track)
@@ -258,12 +289,12 @@ def check_parity(
         compare = functools.partial(
             compare_text, windows=windows, origin=origin, device=device, track=track
         )
-        before = source.load()
+        dense = source.load()
         if head is not None:
-            round_head(before)
-        parity.text = compare(before, model)
+            round_head(dense)
+        parity.text = compare(dense, model)
         if head is not None:
-            parity.head = compare(source.load(), before)
+            parity.head = compare(source.load(), dense)
         parity.failures += text_failures(parity.text)
     return parity
 
@@ -276,20 +307,19 @@ def _compare_bits(
     parity: Parity,
     track: Track,
 ) -> None:
-    """Every tensor of the source against that of the exported files in its place."""
+    """Compare every tensor of the source with that of the exported file of the same name."""
     choices = {layer.tensor: layer for layer in layers if layer.reason is None}
     exported = {file.name: file for file in open_checkpoint(directory).files}
     for file in track(source.files, len(source.files), "comparing bits"):
-        stored = {}
-        if file.name in exported:
-            stored = exported[file.name].read()
-        else:
+        if file.name not in exported:
             parity.failures.append(f"{file.name}: the file is missing")
+            continue
+        stored = exported[file.name].read()
         for name, tensor in file.read().items():
-            if head is not None and name in head.tensors:
-                parity.failures += _compare_head(head.convert(name, tensor), stored)
-            else:
-                parity.failures += _compare_tensor(name, tensor, choices.get(name), stored)
+            is_head = head is not None and name in head.tensors
+            expected = head.convert(name, tensor) if head and is_head else {name: tensor}
+            for key, part in expected.items():
+                parity.failures += _compare_tensor(key, part, choices.get(key), stored)
             parity.tensors += 1
 
 
@@ -317,18 +347,8 @@ def _compare_tensor(
     return []
 
 
-def _compare_head(expected: dict[str, Tensor], stored: dict[str, Tensor]) -> list[str]:
-    failures = []
-    for name, tensor in expected.items():
-        if name not in stored:
-            failures.append(f"{name}: missing")
-        elif count := different_bits(stored[name], tensor):
-            failures.append(f"{name}: {count} of {tensor.numel()} values have other bits")
-    return failures
-
-
 def _packed_in_file(directory: Path, layers: Sequence[LayerChoice]) -> dict[str, PackedLinear]:
-    """The packed layers of a module that only its owner can build."""
+    """Read the packed layers of a module that only its owner can build."""
     tensors = dict(open_checkpoint(directory).tensors())
     packed = {}
     for layer in layers:
@@ -343,9 +363,9 @@ def _packed_in_file(directory: Path, layers: Sequence[LayerChoice]) -> dict[str,
 def operator_error(
     name: str, layer: PackedLinear, device: torch.device | str = "cpu"
 ) -> OperatorError:
-    """The packed and the dense product of random inputs against float32, or float64, products.
+    """Compare the packed and the dense product of random inputs with one in higher precision.
 
-    Several numbers of tokens are tried, and the one at which the operator is worst counts.
+    The largest error over several numbers of tokens is returned.
     """
     moved = copy.deepcopy(layer).to(device)
     moved.bias = None
@@ -355,7 +375,7 @@ def operator_error(
 def _torchao_errors(
     source: Checkpoint, model: nn.Module, layers: Sequence[LayerChoice], track: Track
 ) -> list[OperatorError]:
-    """The products of torchao's tensors, on the device where they are, against the source's."""
+    """Compare products of torchao's tensors, on their device, with those of the source's."""
     weights = {
         name: module.weight
         for name, module in model.named_modules()
@@ -374,29 +394,31 @@ def _torchao_errors(
 
 
 def _product_error(name: str, multiply: Callable[[Tensor], Tensor], dense: Tensor) -> OperatorError:
-    """The error of a product with a weight, at the number of tokens at which it is worst."""
+    """Return the largest error of a product with a weight (rows, columns), relative to dense."""
     counts = (*_TOKENS, _MANY_TOKENS) if dense.is_cuda else _TOKENS
-    errors = [_error_at(name, multiply, dense, tokens) for tokens in counts]
+    errors = [error for tokens in counts for error in _errors_at(name, multiply, dense, tokens)]
     return max(errors, key=lambda error: (not error.passes, error.packed / max(error.dense, 1e-30)))
 
 
 @torch.no_grad()
-def _error_at(
+def _errors_at(
     name: str, multiply: Callable[[Tensor], Tensor], dense: Tensor, tokens: int
-) -> OperatorError:
+) -> Iterator[OperatorError]:
+    """Yield the error of the whole output and, of several tokens, that of the worst row.
+
+    A single wrong group of a large weight is lost in the rounding of the whole, but not of its row.
+    One token has rows near zero, whose relative error means nothing.
+    """
     higher = torch.float32 if dense.dtype.itemsize == 2 else torch.float64
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(tokens, dense.shape[1], generator=generator).to(dense.device, dense.dtype)
     exact = (x.to(higher) @ dense.to(higher).T).double()
-    scale = exact.norm().clamp_min(torch.finfo(torch.float32).tiny)
-
-    def relative(y: Tensor) -> float:
-        return float((y.double() - exact).norm() / scale)
-
     product, expected = multiply(x), F.linear(x, dense)
-    return OperatorError(
-        name, relative(product), relative(expected), not different_bits(product, expected)
-    )
+    bit_equal = not different_bits(product, expected)
+    for dim in (None, 0) if tokens > 1 else (None,):
+        scale = exact.norm(dim=dim).clamp_min(torch.finfo(torch.float32).tiny)
+        errors = [(y.double() - exact).norm(dim=dim) / scale for y in (product, expected)]
+        yield OperatorError(name, *(float(error.max()) for error in errors), bit_equal)
 
 
 def _predicts_tokens(model: PreTrainedModel) -> bool:
