@@ -257,7 +257,7 @@ def why_not_here(backend: str, device: torch.device) -> str | None:
         return SUBCLASSES[backend].missing(device)
     if device.type != "cuda":
         return f"it needs a CUDA device, and the layers are on {device.type!r}"
-    return triton_missing() if backend == "triton" else None
+    return triton_missing(device) if backend == "triton" else None
 
 
 def _call(layer: Sparse24Linear, tokens: int = 1) -> Call:

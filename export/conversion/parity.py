@@ -417,8 +417,8 @@ def _errors_at(
     bit_equal = not different_bits(product, expected)
     for dim in (None, 0) if tokens > 1 else (None,):
         scale = exact.norm(dim=dim).clamp_min(torch.finfo(torch.float32).tiny)
-        errors = [(y.double() - exact).norm(dim=dim) / scale for y in (product, expected)]
-        yield OperatorError(name, *(float(error.max()) for error in errors), bit_equal)
+        packed, rounded = ((y.double() - exact).norm(dim=dim) / scale for y in (product, expected))
+        yield OperatorError(name, float(packed.max()), float(rounded.max()), bit_equal)
 
 
 def _predicts_tokens(model: PreTrainedModel) -> bool:

@@ -7,6 +7,7 @@ builds beforehand: what a CUDA graph records must not be built inside the operat
 
 import functools
 import importlib.util
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,8 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mrp_sparse.errors import first_line
 from mrp_sparse.formats.sparse24 import spread
 from mrp_sparse.kernels import cusparselt
+
+log = logging.getLogger(__name__)
 
 TRITON_DTYPES = (torch.float16, torch.bfloat16)
 LARGEST = 2**31
@@ -69,18 +73,36 @@ class Kernel:
 
 
 @functools.cache
-def triton_missing() -> str | None:
-    """Return the reason why Triton cannot be used, or `None`."""
+def triton_missing(device: torch.device) -> str | None:
+    """Return the reason why Triton cannot be used on a device, or `None`.
+
+    A small weight is unpacked once: Triton builds its driver and each launcher with a C compiler,
+    which slim images lack, and reports that only when a program is launched.
+    """
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed; CUDA builds of torch bring it along"
+    if device.type != "cuda" and not _interpreting():
+        return f"Triton runs on CUDA devices (or with TRITON_INTERPRET=1), not on {device}"
+    from mrp_sparse.kernels import triton_kernels
+
+    try:
+        values = torch.zeros(1, 4, dtype=torch.float16, device=device)
+        meta = torch.zeros(1, 1, dtype=torch.uint8, device=device)
+        triton_kernels.unpack(values, meta)
+    except Exception as error:  # of Triton, of the compiler, or of the driver
+        reason = f"Triton cannot run a program here ({first_line(error)})"
+        log.warning(
+            "%s. Packed 2:4 layers run without it, more slowly. Triton needs a C compiler (gcc or "
+            "clang) and Python's headers (python3-dev).",
+            reason,
+        )
+        return reason
     return None
 
 
 def _refuse_triton(call: Call) -> str | None:
-    if reason := triton_missing():
+    if reason := triton_missing(call.device):
         return reason
-    if call.device.type != "cuda" and not _interpreting():
-        return f"Triton runs on CUDA devices (or with TRITON_INTERPRET=1), not on {call.device}"
     if call.dtype not in TRITON_DTYPES:
         name = str(call.dtype).removeprefix("torch.")
         return f"the Triton kernels take float16 and bfloat16, not {name}"

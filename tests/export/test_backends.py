@@ -40,8 +40,7 @@ def row(kernel, microseconds, tokens=8, config=None, shape=(64, 32)):
 @pytest.fixture
 def all_kernels_usable(monkeypatch):
     """As if the machine had Triton and cuSPARSELt: only the choice is tested."""
-    monkeypatch.setattr(candidates, "triton_missing", lambda: None)
-    monkeypatch.setattr(candidates, "_interpreting", lambda: True)
+    monkeypatch.setattr(candidates, "triton_missing", lambda device: None)
     monkeypatch.setattr(cusparselt, "missing", lambda device: None)
 
 
@@ -72,6 +71,35 @@ def test_without_measurements_the_number_of_tokens_decides(
 ):
     table()
     assert choose(call(tokens, compressed=compressed))[0] == kernel
+
+
+@pytest.fixture
+def no_compiler(monkeypatch):
+    """A machine without a C compiler: Triton raises where a program is first launched."""
+    triton_kernels = pytest.importorskip("mrp_sparse.kernels.triton_kernels")
+
+    def launch(*_, **__):
+        raise RuntimeError("Failed to find C compiler.\nPlease specify via CC")
+
+    for program in ("gemv_program", "gemm_program", "unpack_program"):
+        monkeypatch.setattr(triton_kernels, program, {(1, 1): launch, (3,): launch})
+    caches = candidates.triton_missing, choose
+    for function in caches:
+        function.cache_clear()
+    yield
+    for function in caches:
+        function.cache_clear()
+
+
+def test_without_a_compiler_a_warning_says_so_once_and_products_are_right(no_compiler, caplog):
+    weight = random_24(24, 64, torch.bfloat16, CPU)
+    for tokens in (1, 5, 5, 100):
+        x = torch.randn(tokens, 64).bfloat16()
+        assert torch.equal(multiply(x, *pack(weight), None), nn.functional.linear(x, weight))
+        assert choose(call(tokens))[0] == "unpack-dense"
+    (record,) = caplog.records
+    assert "RuntimeError: Failed to find C compiler" in record.message
+    assert "needs a C compiler (gcc or clang) and Python's headers" in record.message
 
 
 def test_the_fastest_measured_kernel_runs_with_its_configuration(all_kernels_usable, table):
