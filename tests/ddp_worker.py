@@ -17,7 +17,7 @@ import torch
 
 from callbacks import MRPCallback
 from mrp_lightning import CausalLM, TextDataModule
-from mrp_lightning.pruning.block import BlockPruner
+from mrp_lightning.pruning.block import LayerSolver
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
 QUIET |= {"enable_model_summary": False}
@@ -38,15 +38,15 @@ def bits(model: torch.nn.Module) -> str:
 
 def die_in_block_1() -> None:
     """Let process 0 be killed when it comes to the second block, after the dry run."""
-    prune = BlockPruner.prune
+    prune = LayerSolver.prune
 
-    def killed(self, layers):
-        is_dry_run = self.job.settings.target == "own"
-        if self.k == 1 and not is_dry_run and self.job.processes.rank == 0:
+    def killed(self, block, layers):
+        is_dry_run = block.job.settings.target == "own"
+        if block.k == 1 and not is_dry_run and block.job.processes.rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
-        return prune(self, layers)
+        return prune(self, block, layers)
 
-    BlockPruner.prune = killed
+    LayerSolver.prune = killed
 
 
 def main() -> None:

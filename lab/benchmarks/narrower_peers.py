@@ -45,9 +45,10 @@ from mrp_lightning.experiments.sweep import Sweep
 from mrp_lightning.experiments.trials import Trial, parse_setting
 from mrp_lightning.narrowing.columns import ColumnSet
 from mrp_lightning.narrowing.find import narrowing_plan
+from mrp_lightning.narrowing.structure import NarrowingPlan
 from mrp_lightning.solver.hessian import InputHessian
 from mrp_lightning.solver.patterns import Unstructured
-from mrp_lightning.targets.plan import Plan, make_plan
+from mrp_lightning.targets.plan import make_plan
 from mrp_sparse.environment import machine
 
 METRIC = "WIFV"
@@ -80,12 +81,14 @@ class Windows(Callback):
         self.windows += given[2].split(1)
 
 
-def consumers(plan: Plan) -> list[Any]:
+def consumers(plan: NarrowingPlan) -> list[Any]:
     """The layers that read the neurons, one of each block."""
     return [layers[0].module for layers in plan.layers.values()]
 
 
-def flap(model: Any, windows: list[Tensor], plan: Plan, across: bool, repository: Path) -> None:
+def flap(
+    model: Any, windows: list[Tensor], plan: NarrowingPlan, across: bool, repository: Path
+) -> None:
     """Remove neurons by FLAP's code, which sees the activations of the dense model."""
     if str(repository) not in sys.path:
         sys.path.insert(0, str(repository))
@@ -100,7 +103,6 @@ def flap(model: Any, windows: list[Tensor], plan: Plan, across: bool, repository
     pairs = zip(seen, layers, strict=True)
     found = torch.stack([metrics[METRIC]({"": x}, {"": layer}, "").float() for x, layer in pairs])
     structure = plan.structure
-    assert structure is not None
     if across:
         found = (found - found.mean(1, keepdim=True)) / found.std(1, keepdim=True)
         order = found.flatten().argsort(descending=True)[: structure.kept * len(layers)]
@@ -116,7 +118,7 @@ def flap(model: Any, windows: list[Tensor], plan: Plan, across: bool, repository
         compress(block.module, None, mask, None, mean, layer.weight.device)
 
 
-def slicegpt(model: Any, windows: list[Tensor], plan: Plan, repository: Path) -> None:
+def slicegpt(model: Any, windows: list[Tensor], plan: NarrowingPlan, repository: Path) -> None:
     """Cut the hidden state by SliceGPT's code."""
     package = types.ModuleType("slicegpt")  # its own imports models that transformers 5 changed
     package.__path__ = [str(repository / "src" / "slicegpt")]
@@ -144,7 +146,6 @@ def slicegpt(model: Any, windows: list[Tensor], plan: Plan, repository: Path) ->
         compressed_layer_type = Block
 
     structure = plan.structure
-    assert structure is not None
     inside = [p for block in plan.blocks for p in block.module.parameters() if p.ndim == 2]
     allowed = sum(p.numel() for p in inside) - structure.num_weights
     hidden = model.config.hidden_size
@@ -174,11 +175,10 @@ def _shortcut(residual: Tensor, rotation: Tensor | None) -> Tensor:
 
 
 def exchanges(
-    model: Any, windows: list[Tensor], plan: Plan, options: Any
+    model: Any, windows: list[Tensor], plan: NarrowingPlan, options: Any
 ) -> list[tuple[float, float]]:
     """By block, the loss over that of the greedy set, and that of the best restart over it."""
     structure, layers = plan.structure, consumers(plan)[:: options.every]
-    assert structure is not None
     sums = [HessianAccumulator(layer.in_features) for layer in layers]
     with watched(layers, lambda i, x, _: sums[i].update(x)):
         for window in windows:

@@ -40,7 +40,7 @@ from mrp_lightning.calibration.walks import DenseStream, Walk
 from mrp_lightning.embedded import STDLIB_LLAMA
 from mrp_lightning.processes import Processes
 from mrp_lightning.pruning import prune_layer
-from mrp_lightning.pruning.block import BlockPruner
+from mrp_lightning.pruning.block import WalkedBlock
 from mrp_lightning.pruning.block_tuner import BlockTuner
 from mrp_lightning.pruning.job import BlockTuning, Job, Settings
 from mrp_lightning.pruning.sequential import prune_model
@@ -96,7 +96,7 @@ def watch(clock: Clock) -> None:
     """Time the parts of all prunings of this process."""
     for owner, method, part in (
         (Walk, "step", "calibration"),
-        (BlockPruner, "_calibrate", "calibration"),
+        (WalkedBlock, "calibrate", "calibration"),
         (DenseStream, "output", "calibration"),
         (InputHessian, "_settle", "factors"),
         (LowRankModel, "of", "factors"),

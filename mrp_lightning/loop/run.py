@@ -44,6 +44,7 @@ from mrp_lightning.loop.saving import PrunedModule, check_save_dir, journal_byte
 from mrp_lightning.models.batch import token_ids
 from mrp_lightning.narrowing.find import narrowing_plan
 from mrp_lightning.narrowing.narrow import StreamedNarrowing, narrow
+from mrp_lightning.narrowing.structure import Structure
 from mrp_lightning.processes import Processes
 from mrp_lightning.pruning.job import Job, Settings
 from mrp_lightning.pruning.sequential import prune_model
@@ -52,7 +53,6 @@ from mrp_lightning.signals import Interrupted, interruptible, unclaimed_signals
 from mrp_lightning.targets.blocks import find_blocks
 from mrp_lightning.targets.layers import ExpertStack
 from mrp_lightning.targets.plan import Plan, make_plan
-from mrp_lightning.targets.structure import Structure
 from mrp_lightning.upstream.lightning_names import predict_data
 
 _FEW_WORDS = 8
@@ -356,8 +356,8 @@ class Run:
                 reporter = ProgressReporter(self.trainer)
                 with reporter.bar(job.plan.num_layers, "pruning"):
                     prune_model(replace(job, listener=PruningProgress(job, reporter)))
-                if job.plan.structure is not None:
-                    self._narrow(job.plan.structure)
+                if job.structure is not None:
+                    self._narrow(job.structure)
                 for name in ("sparsity", "relative_loss"):
                     total = torch.tensor(self.report.totals[name])
                     self.trainer.callback_metrics[f"prune/{name}"] = total

@@ -9,17 +9,22 @@ say fewer units is found out, since then nothing gets smaller, or too much.
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from mrp_lightning.errors import FormatError, OptionError, TargetError
 from mrp_lightning.models.checkpoint import build_without_weights
+from mrp_lightning.narrowing.structure import (
+    Attribute,
+    BlockParts,
+    Cut,
+    NarrowingPlan,
+    Structure,
+)
 from mrp_lightning.targets.blocks import without_wrappers
 from mrp_lightning.targets.layers import Expert, ExpertStack, Layer, holds_experts
 from mrp_lightning.targets.plan import Plan
-from mrp_lightning.targets.structure import Attribute, BlockParts, Cut, Structure
 
 MULTIPLE = 32
 """The numbers of neurons that kernels like best are multiples of this."""
@@ -35,19 +40,18 @@ Sizes = dict[str, int]
 """Entries of a configuration: the number of units, and what else says it."""
 
 
-def narrowing_plan(model: nn.Module, kind: str, sparsity: float, plan: Plan) -> Plan:
-    """The plan of removing units whole, made of that of all layers; see `find_structure`."""
+def narrowing_plan(model: nn.Module, kind: str, sparsity: float, plan: Plan) -> NarrowingPlan:
+    """Return the plan of removing whole units, from that of all layers; see `find_structure`."""
     structure = find_structure(model, kind, sparsity, plan)
     none: dict[str, list[Layer]] = {block.name: [] for block in plan.blocks}
     consumers = none | {name: list(p.consumers) for name, p in structure.blocks.items()}
     reading = {id(layer) for layers in consumers.values() for layer in layers}
-    return replace(
-        plan,
+    return NarrowingPlan(
+        blocks=plan.blocks,
         layers=consumers,
         outside=[],
-        skipped=[],
         structure=structure,
-        beside={
+        others={
             name: [layer for layer in layers if id(layer) not in reading]
             for name, layers in plan.layers.items()
         },

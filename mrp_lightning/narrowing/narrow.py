@@ -1,7 +1,7 @@
 """Make a block, or a model, narrower: cut units out, route around experts, and try it."""
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,9 +10,14 @@ from torch import Tensor, nn
 
 from mrp_lightning.calibration.walks import replaced
 from mrp_lightning.errors import TargetError
+from mrp_lightning.narrowing.structure import (
+    BlockParts,
+    NarrowingPlan,
+    Structure,
+    set_attributes,
+)
 from mrp_lightning.targets.blocks import Block
 from mrp_lightning.targets.plan import Plan
-from mrp_lightning.targets.structure import Attribute, BlockParts, Structure
 
 
 def narrow(structure: Structure, config: Any) -> None:
@@ -33,9 +38,8 @@ def narrow(structure: Structure, config: Any) -> None:
             "they were pruned."
         )
     for name, parts in structure.blocks.items():
-        _cut(parts, gone[name][: structure.count], structure.units)
-    _set(structure.attributes)
-    _set(structure.config_entries(config))
+        set_attributes(parts.without(gone[name][: structure.count], structure.units))
+    set_attributes([*structure.attributes, *structure.config_entries(config)])
 
 
 class StreamedNarrowing:
@@ -52,13 +56,9 @@ class StreamedNarrowing:
     @contextmanager
     def configured(self) -> Iterator[None]:
         """Let the configuration say the new sizes from now on, unless what is in here fails."""
-        before = [(config, name, getattr(config, name)) for config, name, _ in self._entries]
-        _set(self._entries)
-        try:
+        with set_attributes(self._entries) as former:
             yield
-        except BaseException:
-            _set(before)
-            raise
+            former.pop_all()
 
     @contextmanager
     def saved(self, name: str) -> Iterator[None]:
@@ -68,45 +68,15 @@ class StreamedNarrowing:
             yield
             return
         gone = zero_units(parts, units)[: self._structure.count]
-        with narrowed(parts, gone, units):
+        with set_attributes(parts.without(gone, units)):
             yield
 
     def settle(self) -> None:
         """Let all blocks be narrower for good; their weights are in files."""
         for parts in self._structure.blocks.values():
-            _cut(parts, torch.arange(self._structure.count), self._structure.units)
-        _set(self._structure.attributes)
-
-
-@contextmanager
-def narrowed(parts: BlockParts, removed: Tensor, units: int) -> Iterator[None]:
-    """Let a block be without the removed units in this context, and as it was after it."""
-    held = [(cut, cut.tensor) for cut in parts.cuts]
-    values = [(module, name, getattr(module, name)) for module, name, _ in parts.attributes]
-    try:
-        _cut(parts, removed, units)
-        yield
-    finally:
-        for cut, tensor in held:
-            setattr(cut.module, cut.name, tensor)
-        _set(values)
-
-
-@contextmanager
-def without_columns(parts: BlockParts, units: Tensor) -> Iterator[None]:
-    """Let the columns of some units be zero in all consumers in this context."""
-    held = []
-    with torch.no_grad():
-        for layer in parts.consumers:
-            weight = layer.weight
-            columns = parts.columns(units).to(weight.device)
-            held.append((weight, columns, weight[:, columns]))
-            weight[:, columns] = 0
-        try:
-            yield
-        finally:
-            for weight, columns, before in held:
-                weight[:, columns] = before
+            removed = torch.arange(self._structure.count)
+            set_attributes(parts.without(removed, self._structure.units))
+        set_attributes(self._structure.attributes)
 
 
 def zero_units(parts: BlockParts, units: int) -> Tensor:
@@ -115,21 +85,6 @@ def zero_units(parts: BlockParts, units: int) -> Tensor:
     for layer in parts.consumers:
         zero &= (layer.view == 0).all(0).reshape(units, -1).all(1).cpu()
     return zero.nonzero()[:, 0]
-
-
-def _cut(parts: BlockParts, removed: Tensor, units: int) -> None:
-    """Give the modules tensors without the removed units, and the attributes that fit them."""
-    stays = torch.ones(units, dtype=torch.bool)
-    stays[removed] = False
-    kept = stays.nonzero()[:, 0]
-    for cut in parts.cuts:
-        setattr(cut.module, cut.name, cut.without(kept))
-    _set(parts.attributes)
-
-
-def _set(attributes: Sequence[Attribute]) -> None:
-    for owner, name, value in attributes:
-        setattr(owner, name, value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,7 +169,7 @@ class Routing:
             return forward(*given)
 
         with (
-            narrowed(self._router(len(kept)), removed, self.structure.units),
+            set_attributes(self._router(len(kept)).without(removed, self.structure.units)),
             replaced(self.experts, "forward", renumbered),
         ):
             yield
@@ -298,9 +253,9 @@ class Routing:
 @contextmanager
 def rerouted(plan: Plan) -> Iterator[None]:
     """Let the blocks of a plan that removes experts run without those that are removed by then."""
-    structure = plan.structure
     with ExitStack() as stack:
-        if structure is not None and structure.kind == "experts":
+        if isinstance(plan, NarrowingPlan) and plan.structure.kind == "experts":
+            structure = plan.structure
             for block in plan.blocks:
                 if block.name in structure.blocks:
                     parts = structure.blocks[block.name]
@@ -363,32 +318,33 @@ def check_block(
     """
     generator = torch.Generator().manual_seed(0)
     removed = torch.randperm(structure.units, generator=generator)[: structure.count].sort().values
-    without: AbstractContextManager[None] = without_columns(parts, removed)
-    if structure.kind == "experts":
-        routing = Routing(block.module, parts, structure)
+    routing = Routing(block.module, parts, structure) if structure.kind == "experts" else None
+    if routing is not None:
         routing.require_all()
-        without = routing.without(removed)
     dense = run()
     if dense is None:
         return
     dense, name = dense.detach().clone(), block.name
     try:
-        with without:
-            expected = blind = _output(run)
-            if structure.kind != "experts":
-                with _noise(parts, removed, generator):
-                    blind = _output(run)
-        with narrowed(parts, removed, structure.units):
-            narrower = _output(run)
-        if structure.kind == "experts":
-            with routing.without(removed[:1]):  # as the search for those that go begins
+        if routing is not None:
+            with routing.without(removed):
+                expected = independent = _output(run)
+            with routing.without(removed[:1]):  # the first sets of the search have one expert
                 run()
+        else:
+            noise = [cut.randomised(removed, generator) for cut in parts.producers]
+            with set_attributes([cut.zeroed(removed) for cut in parts.consumed]):
+                expected = _output(run)
+                with set_attributes(noise):
+                    independent = _output(run)
+        with set_attributes(parts.without(removed, structure.units)):
+            narrower = _output(run)
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
         raise _refused(structure, name, f"does not run: {error}") from error
     effect = float(torch.linalg.vector_norm(expected - dense.float()))
     size = float(torch.linalg.vector_norm(expected))
     allowed = max(_OF_EFFECT * effect, 4 * torch.finfo(dense.dtype).eps * size)
-    if not float(torch.linalg.vector_norm(blind - expected)) <= allowed:
+    if not float(torch.linalg.vector_norm(independent - expected)) <= allowed:
         raise _refused(structure, name, "would lose more than those: others are made with them")
     if not float(torch.linalg.vector_norm(narrower - expected)) <= allowed:
         raise _refused(structure, name, "computes something else")
@@ -398,24 +354,6 @@ def _output(run: Callable[[], Tensor | None]) -> Tensor:
     found = run()
     assert found is not None
     return found.detach().float().clone()
-
-
-@contextmanager
-def _noise(parts: BlockParts, units: Tensor, generator: torch.Generator) -> Iterator[None]:
-    """Let the entries of some units in what makes them be random in this context."""
-    held = []
-    with torch.no_grad():
-        for cut in parts.producers:
-            parameter, entries = cut.tensor.detach(), cut.entries(units)
-            before = parameter.index_select(cut.dim, entries)
-            noise = torch.randn(before.shape, generator=generator).to(before) * before.std()
-            parameter.index_copy_(cut.dim, entries, noise)
-            held.append((parameter, cut.dim, entries, before))
-        try:
-            yield
-        finally:
-            for parameter, dim, entries, before in held:
-                parameter.index_copy_(dim, entries, before)
 
 
 def _refused(structure: Structure, name: str, what: str) -> TargetError:

@@ -13,7 +13,7 @@ from mrp_lightning.calibration.offload import Pinned
 from mrp_lightning.calibration.padding import Padding
 from mrp_lightning.calibration.walks import Walk
 from mrp_lightning.errors import TargetError
-from mrp_lightning.pruning.block import BlockPruner
+from mrp_lightning.pruning.block import LayerSolver, WalkedBlock
 from mrp_lightning.pruning.job import Job
 from mrp_lightning.records.report import PruningReport
 from mrp_lightning.solver.patterns import Unstructured
@@ -136,7 +136,8 @@ def _dry_run(job: Job, walk: Walk, padding: Padding, pinned: Pinned) -> dict[str
     for k, block in enumerate(walk.blocks[: last + 1]):
         with pinned(block.module):
             with _put_back(layers[block.name]):
-                rows = BlockPruner(alone, walk, k, padding, progress).prune(layers[block.name])
+                walked = WalkedBlock(alone, walk, k, padding, progress)
+                rows = LayerSolver().prune(walked, layers[block.name])
                 progress(f"{block.name}, the model's output")
                 change = output.of(k) if rows else 0.0
             if not math.isfinite(change):

@@ -1,8 +1,9 @@
-"""Pruning the layers of one block: calibrate them, then solve for each."""
+"""Prune the layers of one block: calibrate them, then solve for each."""
 
 import logging
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field, replace
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -17,81 +18,98 @@ from mrp_lightning.calibration.hessians import (
 )
 from mrp_lightning.calibration.padding import Padding
 from mrp_lightning.calibration.walks import DenseStream, Walk
-from mrp_lightning.narrowing.narrow import Routing
+from mrp_lightning.errors import TargetError
+from mrp_lightning.narrowing.columns import remove_columns
+from mrp_lightning.narrowing.structure import Structure
 from mrp_lightning.pruning.job import Job
-from mrp_lightning.pruning.prune_layer import Aim, Calibrated, prune_layer, put_layer_on_grid
-from mrp_lightning.pruning.remove import remove_experts, remove_units
+from mrp_lightning.pruning.prune_layer import (
+    Aim,
+    Calibrated,
+    measured,
+    prune_layer,
+    put_layer_on_grid,
+)
 from mrp_lightning.records.report import LayerReport
 from mrp_lightning.solver.hessian import HessianAccumulator, InputHessian
 from mrp_lightning.solver.patterns import Pattern
+from mrp_lightning.solver.problem import output_energy
 from mrp_lightning.targets.layers import Expert, Layer
-from mrp_lightning.targets.structure import Structure
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
-class BlockPruner:
-    """Prunes the layers of one block in place, and enters them into the report of the job.
+class WalkedBlock:
+    """A block at its turn in the walk: runs it, and enters its layers into the report of the job.
 
     Attributes:
-        job: How the layers are pruned, with whom, and the report.
-        walk: The walk, which runs the block.
+        job: The job, which has the settings, the processes and the report.
+        walk: Runs the blocks.
         k: The number of the block in the walk.
-        padding: What tells tokens from padding.
-        tell: Called with what is being done.
-        dense: What the dense model computes, where it is needed.
-        patterns: The patterns of layers, by name, that are not the recipe's.
-        waiting: The Hessians of layers, by name, that get on their grid once the block is tuned.
+        padding: Separates tokens from padding in the inputs of layers.
+        report_progress: Called with the present task, in words.
+        dense: The hidden states of the dense model, where the target or the tuning needs them.
     """
 
     job: Job
     walk: Walk
     k: int
     padding: Padding
-    tell: Callable[[str], None]
+    report_progress: Callable[[str], None]
     dense: DenseStream | None = None
-    patterns: Mapping[str, Pattern] = field(default_factory=dict)
-    waiting: dict[str, InputHessian] = field(default_factory=dict)
 
-    def prune(self, layers: list[Layer]) -> list[LayerReport]:
-        """Calibrate and prune layers of the block, all from one pass or stage by stage.
+    @property
+    def name(self) -> str | None:
+        """The name of the block, `None` where its layers are outside the blocks."""
+        return self.walk.blocks[self.k].name or None
 
-        Returns:
-            The rows of those that are pruned.
+    @property
+    def module(self) -> nn.Module:
+        """The module of the block."""
+        return self.walk.blocks[self.k].module
+
+    @property
+    def dense_target(self) -> DenseStream | None:
+        """The dense stream if layers aim at its outputs, `None` if it serves the tuning alone."""
+        return self.dense if self.job.settings.target_weight else None
+
+    def add(self, row: LayerReport) -> LayerReport:
+        """Enter the row of a pruned layer into the report, and return it with the block's name."""
+        row = replace(row, block=self.name)
+        self.job.report.add(row)
+        return row
+
+    def skip(self, layer: Layer, reason: str) -> None:
+        """Enter a layer that stays dense into the report."""
+        self.job.report.skip(layer.name, tuple(layer.weight.shape), reason, self.name)
+
+    def remember(self, layers: Sequence[Layer]) -> None:
+        """Copy the dense weights of layers, before a change, where they are still needed."""
+        if self.dense is not None:
+            for layer in layers:
+                self.dense.remember(layer)
+
+    def stages(self, layers: list[Layer]) -> list[list[Layer]]:
+        """Return layers in groups that are pruned one after another, in the order of their calls.
+
+        It is one group unless the settings ask for `true_sequential`.
         """
-        structure = self.job.plan.structure
-        if structure is not None and structure.kind == "experts":
-            return [self._prune_experts(layers, structure)] if layers else []
-        rows: list[LayerReport] = []
-        for stage in self._stages(layers):
-            for part in portions(stage):
-                pooled = [x for x in stage if isinstance(x, Expert) and x not in part]
-                calibration = self._calibrate(part, pooled)
-                for layer in calibration.not_called:
-                    self._skip(layer, self._why_not_called(layer))
-                for group, pool in calibration.hand_over():
-                    rows += self._prune_group(group, pool)
-        _tell_of_help([row for row in rows if row.shared_hessian])
-        return rows
-
-    def _stages(self, layers: list[Layer]) -> list[list[Layer]]:
-        """The layers in groups that are pruned one after another, in the order of their calls."""
         if not layers or not self.job.settings.true_sequential:
             return [layers] if layers else []
         order = Calibration(layers, self.padding)
-        mine = None
+        numbers = None
         if self.walk.batches:
             with order.hooked():
                 self.walk.output(self.k, 0)
-            place = {id(layer): i for i, layer in enumerate(layers)}
-            mine = [[place[id(layer)] for layer in group.layers] for group in order.groups]
-        # What the first process sees that has a batch holds for all.
-        groups = next(found for found in self.job.processes.all(mine) if found is not None)
+            number_of = {id(layer): i for i, layer in enumerate(layers)}
+            numbers = [[number_of[id(layer)] for layer in group.layers] for group in order.groups]
+        # The order in the first process that has a batch holds for all.
+        gathered = self.job.processes.all(numbers)
+        groups = next(numbers for numbers in gathered if numbers is not None)
         stages: dict[Hashable, list[Layer]] = {}
         for n, group in enumerate(groups):
             first = layers[group[0]]
-            # Experts stand side by side, also those that this batch does not reach.
+            # Experts run in parallel, also those to which this batch sends no token.
             key = first.siblings if isinstance(first, Expert) else n
             stages.setdefault(key, []).extend(layers[i] for i in group)
         called = {i for group in groups for i in group}
@@ -101,11 +119,13 @@ class BlockPruner:
                 stages.setdefault(key, []).append(layer)
         return list(stages.values())
 
-    def _calibrate(self, layers: list[Layer], pooled: list[Expert]) -> Calibration:
-        """Collect the Hessians of layers in one pass over the batches of all processes."""
-        name = self._name or "model"
-        batches = len(self.walk.batches)
-        dense = self.dense if self.job.settings.target_weight else None
+    def calibrate(self, layers: list[Layer], pooled: list[Expert]) -> Calibration:
+        """Collect the Hessians of layers in one pass over the batches of all processes.
+
+        `pooled` are experts whose inputs count in the Hessian of all experts only.
+        """
+        name = self.name or "model"
+        batches, dense = len(self.walk.batches), self.dense_target
         for share in (True, False):
             calibration = Calibration(
                 layers, self.padding, share=share, pooled=pooled, paired=dense is not None
@@ -119,7 +139,7 @@ class BlockPruner:
                                 dense.output(self.k, i)
                         self.walk.output(self.k, i)
                         calibration.end_batch()
-                        self.tell(f"{name}, inputs {i + 1}/{batches}")
+                        self.report_progress(f"{name}, inputs {i + 1}/{batches}")
             except InputsDiffer:
                 differ = True
             try:
@@ -130,127 +150,233 @@ class BlockPruner:
                 log.info("%s: layers share inputs in some batches only", name)
         raise AssertionError
 
-    def _prune_group(self, group: InputGroup, pool: HessianAccumulator | None) -> list[LayerReport]:
-        """Prune the layers that share an input, or an expert with the help of all of them."""
-        first, own = group.layers[0], group.hand_over()
-        tokens = own.num_tokens
-        if not (own if pool is None else pool).num_tokens:
-            for layer in group.layers:
-                self._skip(layer, "saw no tokens, only padding")
-            return []
-        hessian, shared = (own.hessian(), None) if pool is None else blend(own, pool)
-        del own
-        if not bool(hessian.any()):
-            names = ", ".join(layer.name for layer in group.layers)
-            log.warning("All inputs of %s are zero: nothing says which weights matter.", names)
-            for layer in group.layers:
-                self._skip(layer, "its inputs were zero in every token")
-            return []
-        hessian = hessian.to(first.weight.device)
-        calibrated = Calibrated(
-            InputHessian(hessian, name=first.name), tokens, shared, self._aim(group, hessian.device)
-        )
-        structure = self.job.plan.structure
-        if self.dense is not None:
-            for layer in group.layers:
-                self.dense.remember(layer)
-        if structure is not None:
-            self.tell(first.name)
-            found = remove_units(
-                group.layers, calibrated, structure, self.job.settings.recipe, self.job.processes
-            )
-            for row in found:
-                self.job.report.add(replace(row, block=self._name))
-            return self.job.report.layers[-len(found) :]
-        recipe, rows = self.job.settings.recipe, []
-        if self.dense is not None and self.job.settings.grid_waits:
+
+class Remover(ABC):
+    """Removes weights, or whole units, of one block after another, in place."""
+
+    @abstractmethod
+    def prune(self, block: WalkedBlock, layers: list[Layer]) -> list[LayerReport]:
+        """Prune layers of a block, enter them into the report, and return their rows.
+
+        Layers that cannot be pruned are entered as skipped, and not returned.
+        """
+
+    def put_on_grid(self, block: WalkedBlock, layers: list[Layer]) -> None:
+        """Put those of the layers on their grid that waited until the block was tuned."""
+        del block, layers  # a structure takes no `bits`
+
+
+class HessianRemover(Remover):
+    """Prunes layers by the Hessians of their inputs, those of one input together."""
+
+    def prune(self, block: WalkedBlock, layers: list[Layer]) -> list[LayerReport]:
+        """Calibrate and prune layers of a block, all from one pass or stage by stage."""
+        rows: list[LayerReport] = []
+        for stage in block.stages(layers):
+            for part in portions(stage):
+                pooled = [x for x in stage if isinstance(x, Expert) and x not in part]
+                calibration = block.calibrate(part, pooled)
+                for layer in calibration.not_called:
+                    block.skip(layer, _why_not_called(layer, block.padding))
+                for group, pool in calibration.hand_over():
+                    calibrated = _calibrated(block, group, pool)
+                    if calibrated is not None:
+                        block.remember(group.layers)
+                        rows += self.prune_group(block, group.layers, calibrated)
+        _warn_of_shared([row for row in rows if row.shared_hessian])
+        return rows
+
+    @abstractmethod
+    def prune_group(
+        self, block: WalkedBlock, layers: list[Layer], calibrated: Calibrated
+    ) -> list[LayerReport]:
+        """Prune the layers of a block that share an input."""
+
+
+class LayerSolver(HessianRemover):
+    """Solves for each layer by itself: a mask in the pattern, and its compensation.
+
+    Args:
+        patterns: The patterns of layers, by name, that differ from the recipe's.
+    """
+
+    def __init__(self, patterns: Mapping[str, Pattern] | None = None) -> None:
+        self._patterns = patterns or {}
+        self._waiting: dict[str, InputHessian] = {}  # of layers that get on their grid later
+
+    def prune_group(
+        self, block: WalkedBlock, layers: list[Layer], calibrated: Calibrated
+    ) -> list[LayerReport]:
+        """Prune each of the layers."""
+        settings, rows = block.job.settings, []
+        recipe = settings.recipe
+        if block.dense is not None and settings.grid_waits:
             recipe = replace(recipe, grid=None)
-            # One of its own: what a method derived from the Hessian does not wait with it.
-            later = InputHessian(hessian, name=first.name)
-            self.waiting.update({layer.name: later for layer in group.layers})
-        for layer in group.layers:
-            self.tell(layer.name)
+            # A new object, without the factors that a method derives from the Hessian.
+            hessian = InputHessian(calibrated.inputs.hessian, name=layers[0].name)
+            self._waiting.update({layer.name: hessian for layer in layers})
+        for layer in layers:
+            block.report_progress(layer.name)
             row = prune_layer(
                 layer,
                 calibrated,
-                replace(recipe, pattern=self.patterns.get(layer.name, recipe.pattern)),
-                progress=partial(self._tell_of, layer),
-                processes=self.job.processes,
+                replace(recipe, pattern=self._patterns.get(layer.name, recipe.pattern)),
+                progress=partial(_report_of_layer, block, layer),
+                processes=block.job.processes,
             )
-            rows.append(replace(row, block=self._name))
-            self.job.report.add(rows[-1])
-            self.tell(layer.name)
+            rows.append(block.add(row))
+            block.report_progress(layer.name)
         return rows
 
-    def put_on_grid(self, layers: list[Layer]) -> None:
+    def put_on_grid(self, block: WalkedBlock, layers: list[Layer]) -> None:
         """Put those of the layers on their grid that waited until the block was tuned."""
-        settings, report = self.job.settings, self.job.report
+        report = block.job.report
         rows = {row.name: row for row in report.pruned}
         for layer in layers:
-            inputs = self.waiting.pop(layer.name, None)
+            inputs = self._waiting.pop(layer.name, None)
             if inputs is not None:
                 row = put_layer_on_grid(
                     layer,
                     inputs,
-                    settings.recipe,
+                    block.job.settings.recipe,
                     rows[layer.name],
-                    progress=partial(self._tell_of, layer),
-                    processes=self.job.processes,
+                    progress=partial(_report_of_layer, block, layer),
+                    processes=block.job.processes,
                 )
                 report.replace([row])
 
-    def _prune_experts(self, layers: list[Layer], structure: Structure) -> LayerReport:
-        """Remove whole experts of the block."""
-        block, job = self.walk.blocks[self.k], self.job
-        if self.dense is not None:
-            for layer in layers:
-                self.dense.remember(layer)
-        row = remove_experts(
-            Routing(block.module, structure.blocks[block.name], structure),
-            self.walk,
-            self.k,
-            self.padding,
-            job.settings.recipe,
-            dense=self.dense,
-            target_weight=job.settings.target_weight,
-            processes=job.processes,
-            tell=self.tell,
-        )
-        job.report.add(replace(row, block=self._name))
-        return job.report.layers[-1]
 
-    def _aim(self, group: InputGroup, device: torch.device) -> Aim | None:
-        weight = self.job.settings.target_weight
-        if weight is None:
-            return None
-        if self.dense is None:
-            return Aim(weight, own="it is outside the blocks")
-        if group.shift is None:
-            return Aim(weight, own="its inputs do not pair with the dense model's")
-        return Aim(weight, group.shift.matrix().to(device))
+class UnitRemover(HessianRemover):
+    """Sets the columns of whole neurons or heads to zero in the layers that read them.
 
-    def _tell_of(self, layer: Layer, where: str) -> None:
-        self.tell(f"{layer.name}, {where}")
+    The layers of a block that read the units share the removed set, and so are solved as one, with
+    their rows below each other.
 
-    def _why_not_called(self, layer: Layer) -> str:
-        if isinstance(next(self.padding.around(layer.module), None), nn.MultiheadAttention):
-            return "its product is made inside torch's attention, which shows no input of it"
-        return "not called in the forward"
+    Args:
+        structure: The units, and the number of them that is removed.
+    """
 
-    def _skip(self, layer: Layer, reason: str) -> None:
-        self.job.report.skip(layer.name, tuple(layer.weight.shape), reason, self._name)
+    def __init__(self, structure: Structure) -> None:
+        self._structure = structure
 
-    @property
-    def _name(self) -> str | None:
-        """The name of the block, `None` where the layers are outside the blocks."""
-        return self.walk.blocks[self.k].name or None
+    def prune_group(
+        self, block: WalkedBlock, layers: list[Layer], calibrated: Calibrated
+    ) -> list[LayerReport]:
+        """Remove the columns of some units from the layers, which are all that read them.
+
+        Raises:
+            TargetError: Other layers that read the units have another input.
+            HessianError: The Hessian is unusable.
+        """
+        block.report_progress(layers[0].name)
+        structure, recipe = self._structure, block.job.settings.recipe
+        inputs, aim = calibrated.inputs, calibrated.aim
+        parts = next(parts for parts in structure.blocks.values() if layers[0] in parts.consumers)
+        if len(layers) != len(parts.consumers):
+            raise TargetError(
+                f"`structure: {structure.kind}`: {', '.join(x.name for x in parts.consumers)} read "
+                f"the same {structure.kind}, but not the same input."
+            )
+        weights = [layer.weight for layer in layers]
+        weight = torch.cat(weights)
+        zeros = [int((weight == 0).sum()) / weight.numel() for weight in weights]
+        with measured(weight.device) as used:
+            solution = remove_columns(
+                weight,
+                inputs,
+                structure.count,
+                group=parts.group,
+                method=recipe.method.name,
+                damping=recipe.damping,
+                target=None if aim is None else aim.target(weight, inputs, recipe),
+            )
+            # All processes have the same sums, and yet another machine might round otherwise.
+            narrower = block.job.processes.like_first_(solution.weight.contiguous())
+        raised = solution.damping_ratio > recipe.damping
+        new_weights, rows = narrower.split([len(w) for w in weights]), []
+        for layer, dense, new, zeros_before in zip(
+            layers, weights, new_weights, zeros, strict=True
+        ):
+            wide = torch.promote_types(dense.dtype, torch.float32)
+            change = new.to(wide) - dense.to(wide)
+            loss, energy = (output_energy(x, inputs.hessian) for x in (change, dense))
+            row = LayerReport(
+                name=layer.name,
+                shape=tuple(dense.shape),
+                method=recipe.method.name,
+                sparsity=structure.count / structure.units,
+                loss=loss,
+                relative_loss=loss / energy if energy else 0.0,
+                damping=solution.damping_used,
+                gap=solution.gap,
+                tokens=calibrated.tokens,
+                dead_inputs=solution.dead_inputs,
+                zeros_before=zeros_before or None,
+                raised_damping=solution.damping_ratio if raised else None,
+                target_loss=solution.target_loss,
+                own_target=None if aim is None else aim.own,
+                swaps=solution.swaps,
+                **used,
+            )
+            rows.append(row)
+        for layer, new in zip(layers, new_weights, strict=True):
+            layer.write_(new)
+        return [block.add(row) for row in rows]
 
 
-def _tell_of_help(helped: list[LayerReport]) -> None:
-    if helped:
+def _calibrated(
+    block: WalkedBlock, group: InputGroup, pool: HessianAccumulator | None
+) -> Calibrated | None:
+    """Return the statistics of an input, `None` if it says nothing; then its layers are skipped.
+
+    `pool` has the inputs of all experts, for the group of an expert.
+    """
+    first, own = group.layers[0], group.hand_over()
+    tokens = own.num_tokens
+    if not (own if pool is None else pool).num_tokens:
+        for layer in group.layers:
+            block.skip(layer, "saw no tokens, only padding")
+        return None
+    hessian, shared = (own.hessian(), None) if pool is None else blend(own, pool)
+    del own  # as large as the Hessian
+    if not bool(hessian.any()):
+        names = ", ".join(layer.name for layer in group.layers)
+        log.warning("All inputs of %s are zero: nothing says which weights matter.", names)
+        for layer in group.layers:
+            block.skip(layer, "its inputs were zero in every token")
+        return None
+    hessian = hessian.to(first.weight.device)
+    aim = _aim(block, group, hessian.device)
+    return Calibrated(InputHessian(hessian, name=first.name), tokens, shared, aim)
+
+
+def _aim(block: WalkedBlock, group: InputGroup, device: torch.device) -> Aim | None:
+    weight = block.job.settings.target_weight
+    if weight is None:
+        return None
+    if block.dense is None:
+        return Aim(weight, own="it is outside the blocks")
+    if group.shift is None:
+        return Aim(weight, own="its inputs do not pair with the dense model's")
+    return Aim(weight, group.shift.matrix().to(device))
+
+
+def _report_of_layer(block: WalkedBlock, layer: Layer, task: str) -> None:
+    block.report_progress(f"{layer.name}, {task}")
+
+
+def _why_not_called(layer: Layer, padding: Padding) -> str:
+    if isinstance(next(padding.around(layer.module), None), nn.MultiheadAttention):
+        return "its product is made inside torch's attention, which shows no input of it"
+    return "not called in the forward"
+
+
+def _warn_of_shared(rows: list[LayerReport]) -> None:
+    """Warn of experts that were pruned with the help of the Hessian of all experts' tokens."""
+    if rows:
         log.warning(
             "%d experts saw fewer tokens than they have input features; the Hessian of all "
             "experts' tokens made up for it. More calibration data helps them: %s",
-            len(helped),
-            ", ".join(f"{row.name} ({row.tokens})" for row in helped),
+            len(rows),
+            ", ".join(f"{row.name} ({row.tokens})" for row in rows),
         )

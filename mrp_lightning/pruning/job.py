@@ -13,13 +13,14 @@ from mrp_lightning.calibration.offload import CPU
 from mrp_lightning.errors import ERROR_OF_ARGUMENT, MethodError, OptionError, TargetError
 from mrp_lightning.journal.journal import Journal
 from mrp_lightning.narrowing.columns import check_column_method
+from mrp_lightning.narrowing.structure import STRUCTURES, NarrowingPlan, Structure
 from mrp_lightning.processes import ALONE, Processes
 from mrp_lightning.records.report import LayerReport, PruningReport
 from mrp_lightning.solver.patterns import Dense, SemiStructured
 from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.blocks import as_patterns
+from mrp_lightning.targets.layers import Layer
 from mrp_lightning.targets.plan import Plan
-from mrp_lightning.targets.structure import STRUCTURES
 from mrp_sparse.arguments import checked, is_count, is_number
 from mrp_sparse.formats.grid import GROUP_SIZE
 
@@ -402,6 +403,17 @@ class Job:
     journal: Journal | None = None
     report: PruningReport = field(default_factory=lambda: PruningReport({}))
     listener: Listener = field(default_factory=Listener)
+
+    @property
+    def structure(self) -> Structure | None:
+        """The units that are removed whole, `None` where the plan removes single weights."""
+        return self.plan.structure if isinstance(self.plan, NarrowingPlan) else None
+
+    def tuned_with(self, block: str) -> Sequence[Layer]:
+        """Return the layers of a block that only its tuning changes."""
+        if not isinstance(self.plan, NarrowingPlan) or not self.settings.tuning:
+            return ()
+        return self.plan.others.get(block, ())
 
     @property
     def steps(self) -> int:

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,9 +22,11 @@ from mrp_lightning.calibration.walks import DenseStream, Rerun, Walk, WholeModel
 from mrp_lightning.errors import TargetError
 from mrp_lightning.journal.block_record import BlockRecord
 from mrp_lightning.narrowing.narrow import BlockTrial, rerouted
+from mrp_lightning.narrowing.structure import Structure
 from mrp_lightning.pruning.allocation import Sparsities, find_sparsities
-from mrp_lightning.pruning.block import BlockPruner
+from mrp_lightning.pruning.block import LayerSolver, Remover, UnitRemover, WalkedBlock
 from mrp_lightning.pruning.block_tuner import BlockTuner
+from mrp_lightning.pruning.experts import ExpertRemover
 from mrp_lightning.pruning.job import Job
 from mrp_lightning.records.report import BlockReport, LayerReport
 from mrp_lightning.targets.blocks import Block
@@ -127,7 +129,8 @@ class _Walker:
         step, first_row = len(job.plan.blocks), len(self.report.layers)
         resumed = self.restore(step, layers, None)
         if not resumed:
-            BlockPruner(job, walk, 0, self.padding, partial(job.progress, step)).prune(layers)
+            block = WalkedBlock(job, walk, 0, self.padding, partial(job.progress, step))
+            LayerSolver().prune(block, layers)
             self.record(step, "", layers, first_row, None)
         job.listener.finished(step, self.report.pruned_since(first_row), resumed=resumed)
 
@@ -210,51 +213,45 @@ class _BlockSteps:
     ) -> None:
         self.walker, self.walk, self.job = walker, walk, walker.job
         self.dense, self.tuner, self.sparsities = dense, tuner, sparsities
-        plan = self.job.plan
-        self.with_layers = [k for k, block in enumerate(walk.blocks) if plan.layers[block.name]]
+        layers, structure = self.job.plan.layers, self.job.structure
+        self.with_layers = [k for k, block in enumerate(walk.blocks) if layers[block.name]]
         self.last = max(self.with_layers, default=-1)
-        self.trial = None if plan.structure is None else BlockTrial(plan.structure)
+        self.trial = None if structure is None else BlockTrial(structure)
+        self.remover = _remover(structure, sparsities)
 
     def run(self, k: int) -> bool:
         """Finish block k, compute the inputs of the next one, and return whether k was restored."""
-        job, walker = self.job, self.walker
-        block, report_progress = self.walk.blocks[k], partial(self.job.progress, k)
-        layers, first_row = job.plan.layers[block.name], len(job.report.layers)
-        tuned = job.plan.beside.get(block.name, []) if self.tuner is not None else []
-        if self.dense is not None:
-            for layer in tuned:
-                self.dense.remember(layer)
+        job, walker, name = self.job, self.walker, self.walk.blocks[k].name
+        progress = partial(job.progress, k)
+        block = WalkedBlock(job, self.walk, k, walker.padding, progress, self.dense)
+        layers, first_row = job.plan.layers[name], len(job.report.layers)
+        tuned = job.tuned_with(name)
+        block.remember(tuned)
         resumed = walker.restore(k, layers, self.dense, tuned)
-        pruner = None if resumed else self._prune(k, layers, report_progress)
+        if not resumed:
+            self._check(block, layers)
+            self.remover.prune(block, layers)
+            _require_all(job, name, job.report.pruned_since(first_row))
         is_followed = self._is_followed(k, resumed=resumed)
         # The dense outputs are the inputs of the next block, and the target of this one's tuning.
         if self.dense is not None and (is_followed or (self.tuner and not resumed)):
             for i in self.dense.advance(k):
-                report_progress(f"{block.name}, dense outputs {i + 1}/{len(job.batches)}")
-        if pruner is not None:
-            row = self._tune(k, layers, tuned, first_row, pruner)
-            walker.record(k, block.name, layers, first_row, row, tuned)
+                progress(f"{name}, dense outputs {i + 1}/{len(job.batches)}")
+        if not resumed:
+            row = self._tune(block, layers, tuned, first_row)
+            walker.record(k, name, layers, first_row, row, tuned)
         if is_followed:
             for i in self.walk.advance(k):
-                report_progress(f"{block.name}, outputs {i + 1}/{len(job.batches)}")
+                progress(f"{name}, outputs {i + 1}/{len(job.batches)}")
         return resumed
 
-    def _prune(
-        self, k: int, layers: list[Layer], report_progress: Callable[[str], None]
-    ) -> BlockPruner:
-        """Prune the layers of block k, which are checked first."""
-        job, block, first_row = self.job, self.walk.blocks[k], len(self.job.report.layers)
+    def _check(self, block: WalkedBlock, layers: list[Layer]) -> None:
+        """Raise, before a block is changed, if its weights or its units cannot be pruned."""
+        job, in_walk = self.job, self.walk.blocks[block.k]
         if job.streamed is not None:  # its weights were not in memory when the plan was made
-            refuse_not_finite(layers, block.module.named_parameters(prefix=block.name))
+            refuse_not_finite(layers, block.module.named_parameters(prefix=in_walk.name))
         if self.trial is not None and job.batches:
-            self.trial.check(block, partial(_hidden, self.walk, k))
-        patterns = self.sparsities.layers
-        pruner = BlockPruner(
-            job, self.walk, k, self.walker.padding, report_progress, self.dense, patterns
-        )
-        pruner.prune(layers)
-        _require_all(job, block.name, job.report.pruned_since(first_row))
-        return pruner
+            self.trial.check(in_walk, partial(_hidden, self.walk, block.k))
 
     def _is_followed(self, k: int, *, resumed: bool) -> bool:
         """Return whether a later block needs the outputs of block k.
@@ -267,23 +264,25 @@ class _BlockSteps:
         return any(j not in journal for j in later) if resumed else bool(later)
 
     def _tune(
-        self,
-        k: int,
-        layers: list[Layer],
-        tuned: Sequence[Layer],
-        first_row: int,
-        pruner: BlockPruner,
+        self, block: WalkedBlock, layers: list[Layer], tuned: Sequence[Layer], first_row: int
     ) -> BlockReport | None:
-        """Tune block k, put its weights on their grid, and return the row of the block, if any."""
-        name = self.walk.blocks[k].name
+        """Tune a block, put its weights on their grid, and return the row of the block, if any."""
+        name = self.walk.blocks[block.k].name
         row = BlockReport(name=name, sparsity=self.sparsities.blocks.get(name))
         if self.tuner is None:
             return row if self.sparsities.blocks else None
         names = {row.name for row in self.job.report.pruned_since(first_row)}
         weights = [*(layer for layer in layers if layer.name in names), *tuned]
-        row = self.tuner.tune(k, weights, row, partial(self.job.progress, k))
-        pruner.put_on_grid(layers)
+        row = self.tuner.tune(block.k, weights, row, block.report_progress)
+        self.remover.put_on_grid(block, layers)
         return row
+
+
+def _remover(structure: Structure | None, sparsities: Sparsities) -> Remover:
+    """Return what prunes the layers of blocks: single weights, columns of units, or experts."""
+    if structure is None:
+        return LayerSolver(sparsities.layers)
+    return ExpertRemover(structure) if structure.kind == "experts" else UnitRemover(structure)
 
 
 def _hidden(walk: Walk, k: int) -> Tensor | None:
@@ -295,12 +294,12 @@ def _hidden(walk: Walk, k: int) -> Tensor | None:
 def _require_all(job: Job, block: str, rows: list[LayerReport]) -> None:
     """Raise if a block, which is to be as narrow as the others, could not be pruned."""
     missing = {layer.name for layer in job.plan.layers[block]} - {row.name for row in rows}
-    if job.plan.structure is not None and missing:
+    if job.structure is not None and missing:
         reasons = [
             f"{row.name} ({row.skipped})" for row in job.report.layers if row.name in missing
         ]
         raise TargetError(
-            f"`structure` needs the same number of {job.plan.structure.kind} in every block, and "
+            f"`structure` needs the same number of {job.structure.kind} in every block, and "
             f"in {block} none could be removed: {', '.join(reasons)}."
         )
 

@@ -31,7 +31,6 @@ from mrp_lightning.targets.layers import (
     why_no_layer,
     why_not_plain,
 )
-from mrp_lightning.targets.structure import Structure
 from mrp_sparse.formats.grid import Grid
 
 _VALUES_AT_ONCE = 2**22
@@ -119,9 +118,6 @@ class Plan:
     layers: dict[str, list[Layer]]  # those to prune of each block, by its name
     outside: list[Layer]  # those in no block, calibrated in one pass after the blocks
     skipped: list[Skipped] = field(default_factory=list)  # left out, as the report lists
-    structure: Structure | None = None  # what is removed whole; then the layers are its consumers
-    beside: dict[str, list[Layer]] = field(default_factory=dict)
-    """The other layers of each block, which tuning may change where something goes whole."""
 
     @property
     def num_layers(self) -> int:

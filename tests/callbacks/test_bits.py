@@ -109,7 +109,7 @@ def test_tuned_weights_are_put_on_the_grid_last(llama, loader, quiet, monkeypatc
 
 
 def test_a_resumed_run_has_the_same_bits(llama, loader, quiet, tmp_path, monkeypatch):
-    from mrp_lightning.pruning import sequential
+    from mrp_lightning.pruning.block import LayerSolver
 
     llama().save_pretrained(tmp_path / "dense")
 
@@ -119,14 +119,14 @@ def test_a_resumed_run_has_the_same_bits(llama, loader, quiet, tmp_path, monkeyp
         return callback.report
 
     run("whole", CausalLM(tmp_path / "dense"))
-    prune = sequential.BlockPruner.prune
+    prune = LayerSolver.prune
 
-    def stops(self, layers):
-        if self.k == 1:
+    def stops(self, block, layers):
+        if block.k == 1:
             raise RuntimeError("stopped")
-        return prune(self, layers)
+        return prune(self, block, layers)
 
-    monkeypatch.setattr(sequential.BlockPruner, "prune", stops)
+    monkeypatch.setattr(LayerSolver, "prune", stops)
     with pytest.raises(RuntimeError, match="stopped"):
         run("parts", CausalLM(tmp_path / "dense"))
     monkeypatch.undo()

@@ -18,6 +18,7 @@ from callbacks import MRPCallback
 from mrp_lightning import CausalLM, MethodError, OptionError, TargetError, Trainer
 from mrp_lightning.narrowing.find import narrowing_plan
 from mrp_lightning.narrowing.narrow import narrow
+from mrp_lightning.pruning.experts import ExpertRemover
 from mrp_lightning.pruning.job import Job, Settings
 from mrp_lightning.pruning.sequential import prune_model
 from mrp_lightning.targets.plan import make_plan
@@ -268,17 +269,15 @@ def test_it_aims_at_the_dense_model_is_tuned_and_goes_on(tmp_path, monkeypatch):
             torch.equal(e, o) for e in experts_of(block).experts.down_proj for o in every
         )
 
-    import mrp_lightning.pruning.sequential as sequential
+    real = ExpertRemover.prune
 
-    real = sequential.BlockPruner.prune
-
-    def prune(pruner, layers):
-        if pruner.k == 2:
+    def prune(remover, block, layers):
+        if block.k == 2:
             raise RuntimeError("stopped here")
-        return real(pruner, layers)
+        return real(remover, block, layers)
 
     with monkeypatch.context() as patched:
-        patched.setattr(sequential.BlockPruner, "prune", prune)
+        patched.setattr(ExpertRemover, "prune", prune)
         with pytest.raises(RuntimeError, match="stopped here"):
             without_experts(build("mixtral"), inputs, tmp_path / "narrower", **options)
     resumed = build("mixtral")

@@ -18,6 +18,7 @@ from mrp_lightning import CausalLM, MethodError, OptionError, SaveError, TargetE
 from mrp_lightning.narrowing.find import narrowing_plan
 from mrp_lightning.narrowing.narrow import narrow
 from mrp_lightning.processes import ALONE
+from mrp_lightning.pruning.block import UnitRemover
 from mrp_lightning.pruning.job import Job, Settings
 from mrp_lightning.pruning.sequential import prune_model
 from mrp_lightning.records.report import PruningReport
@@ -201,18 +202,16 @@ def test_it_aims_at_the_dense_model_is_tuned_and_goes_on(structure, llama, tmp_p
         for row, old in zip(model.model.layers[0].mlp.gate_proj.weight, before, strict=False)
     )
 
-    import mrp_lightning.pruning.sequential as sequential
+    real = UnitRemover.prune
 
-    real = sequential.BlockPruner.prune
-
-    def prune(pruner, layers):
-        if pruner.k == 1:
+    def prune(remover, block, layers):
+        if block.k == 1:
             raise RuntimeError("stopped here")
-        return real(pruner, layers)
+        return real(remover, block, layers)
 
     other = llama(intermediate_size=96)
     with monkeypatch.context() as patched:
-        patched.setattr(sequential.BlockPruner, "prune", prune)
+        patched.setattr(UnitRemover, "prune", prune)
         with pytest.raises(RuntimeError, match="stopped here"):
             narrower(other, loader, tmp_path, **options)
     again = MRPCallback(save_dir=tmp_path / "narrower", **options)

@@ -1,0 +1,163 @@
+"""Units of a model that can be removed whole (neurons, heads, experts), and a plan to do so."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mrp_lightning.targets.layers import Layer
+from mrp_lightning.targets.plan import Plan
+
+STRUCTURES = ("neurons", "heads", "experts")
+"""The kinds of units that can be removed whole."""
+
+Attribute = tuple[Any, str, Any]
+"""An object (a module or a configuration), the name of one of its attributes, and a new value."""
+
+
+def set_attributes(attributes: Sequence[Attribute]) -> ExitStack:
+    """Set attributes, and return a context at whose end they have their former values again."""
+    with ExitStack() as stack:
+        for owner, name, value in attributes:
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+        return stack.pop_all()
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """A parameter or buffer along one dimension of which each unit has `width` adjacent entries."""
+
+    module: nn.Module  # holds the tensor
+    name: str  # in that module
+    dim: int
+    width: int
+
+    @property
+    def tensor(self) -> Tensor:
+        """The parameter or buffer, as the module holds it now."""
+        tensor = getattr(self.module, self.name)
+        assert isinstance(tensor, Tensor)
+        return tensor
+
+    def entries(self, units: Tensor) -> Tensor:
+        """Return the indices of units (numbers, int64) along the dimension."""
+        within = torch.arange(self.width, device=units.device)
+        return (units[:, None] * self.width + within).flatten().to(self.tensor.device)
+
+    def without(self, kept: Tensor) -> Attribute:
+        """Return the attribute with the tensor of the `kept` units alone."""
+        return self._attribute(self.tensor.detach().index_select(self.dim, self.entries(kept)))
+
+    def zeroed(self, units: Tensor) -> Attribute:
+        """Return the attribute with a tensor in which the entries of units are zero."""
+        return self._attribute(self.tensor.detach().index_fill(self.dim, self.entries(units), 0))
+
+    def randomised(self, units: Tensor, generator: torch.Generator) -> Attribute:
+        """Return the attribute with normal noise, of their deviation, in the entries of units."""
+        tensor, entries = self.tensor.detach(), self.entries(units)
+        values = tensor.index_select(self.dim, entries)
+        noise = torch.randn(values.shape, generator=generator).to(values) * values.std()
+        return self._attribute(tensor.index_copy(self.dim, entries, noise))
+
+    def _attribute(self, tensor: Tensor) -> Attribute:
+        if isinstance(old := self.tensor, nn.Parameter):
+            new = nn.Parameter(tensor.contiguous(), requires_grad=old.requires_grad)
+            return self.module, self.name, new
+        return self.module, self.name, tensor.contiguous()
+
+
+@dataclass(frozen=True, eq=False)
+class BlockParts:
+    """The parts of one block that belong to its units.
+
+    Attributes:
+        consumers: The layers that read the units: they lose columns, and are compensated.
+        cuts: All parameters and buffers that get smaller, those of the consumers included.
+        attributes: The attributes of modules that hold a size, with their new values.
+        group: The number of adjacent columns of a consumer that belong to a unit.
+    """
+
+    consumers: Sequence[Layer]
+    cuts: Sequence[Cut]
+    attributes: Sequence[Attribute]
+    group: int
+
+    @property
+    def producers(self) -> list[Cut]:
+        """The cuts of all parts but the consumers."""
+        consumed = self._consumed
+        return [cut for cut in self.cuts if id(cut.tensor) not in consumed]
+
+    @property
+    def consumed(self) -> list[Cut]:
+        """The cuts of the consumers."""
+        consumed = self._consumed
+        return [cut for cut in self.cuts if id(cut.tensor) in consumed]
+
+    @property
+    def _consumed(self) -> set[int]:
+        return {id(layer.parameter) for layer in self.consumers}
+
+    def without(self, removed: Tensor, units: int) -> list[Attribute]:
+        """Return the attributes of a block of `units` units without the `removed` ones."""
+        is_kept = torch.ones(units, dtype=torch.bool)
+        is_kept[removed] = False
+        kept = is_kept.nonzero()[:, 0]
+        return [*(cut.without(kept) for cut in self.cuts), *self.attributes]
+
+
+@dataclass(frozen=True, eq=False)
+class Structure:
+    """The units of one kind in all blocks of a model, and the number of them that is removed.
+
+    Attributes:
+        kind: neurons, heads or experts.
+        units: The number of units in each block that has any.
+        kept: The number of them that remain in each block.
+        blocks: The parts that belong to them, by the name of the block.
+        config: The entries of the configuration that give their number, with their new values.
+        attributes: The attributes of modules outside the blocks that give their number.
+    """
+
+    kind: str
+    units: int
+    kept: int
+    blocks: Mapping[str, BlockParts]
+    config: Mapping[str, int]
+    attributes: Sequence[Attribute] = ()
+
+    @property
+    def count(self) -> int:
+        """The number of units that are removed from each block."""
+        return self.units - self.kept
+
+    @property
+    def num_weights(self) -> int:
+        """The number of the model's weights that are removed."""
+        tensors = [cut.tensor for parts in self.blocks.values() for cut in parts.cuts]
+        weights = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
+        return self.count * sum(weight.numel() // self.units for weight in weights)
+
+    def config_entries(self, config: Any) -> list[Attribute]:
+        """Return the entries of a model's configuration that give their number."""
+        return [(config.get_text_config(), name, value) for name, value in self.config.items()]
+
+    def __str__(self) -> str:
+        return f"{self.kept} of {self.units} {self.kind} a block"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class NarrowingPlan(Plan):
+    """The plan of removing whole units; the layers to prune are their consumers.
+
+    Attributes:
+        structure: The units.
+        others: The other layers of each block, by its name, which tuning may change.
+    """
+
+    structure: Structure
+    others: Mapping[str, Sequence[Layer]] = field(default_factory=dict)

@@ -1,0 +1,260 @@
+"""Remove whole experts of a block: measure the loss of each set on the tokens, choose, remove.
+
+For a token with outputs O_e of the experts e and weights w_e of the router, the block gives
+y = Σ w_e O_e. Without some experts the router gives weights v, and ‖Σ (v_e − w_e) O_e − s‖² is
+lost, where s is the shift towards the dense model's output. With G = OOᵀ and b = Os this is
+(v − w)ᵀG(v − w) − 2(v − w)ᵀb + ‖s‖², so that a set costs no forward of the experts.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mrp_lightning.calibration.walks import hidden_input
+from mrp_lightning.errors import TargetError
+from mrp_lightning.narrowing.columns import measured_set
+from mrp_lightning.narrowing.narrow import Call, Routing
+from mrp_lightning.narrowing.structure import Structure
+from mrp_lightning.pruning.block import Remover, WalkedBlock
+from mrp_lightning.records.report import LayerReport
+from mrp_lightning.targets.layers import Layer
+
+MOST_BYTES = 2**30
+"""The bytes that are stored of the tokens of a block. Of more tokens, every n-th is taken."""
+
+_AT_ONCE = 2**24
+"""The numbers in the outputs of all experts that are computed at a time."""
+
+_TOLERANCE = 1e-3
+"""The relative difference between the router's weights in the model and those on stored tokens."""
+
+
+class ExpertRemover(Remover):
+    """Sets the second matrices of whole experts to zero, by a measurement of sets of experts.
+
+    Args:
+        structure: The experts, and the number of them that is removed.
+    """
+
+    def __init__(self, structure: Structure) -> None:
+        self._structure = structure
+
+    def prune(self, block: WalkedBlock, layers: list[Layer]) -> list[LayerReport]:
+        """Remove experts of the block: SM measures sets, wanda and magnitude rank the experts.
+
+        wanda ranks by Σ ‖w_e O_e‖² over the tokens, magnitude by the weights.
+
+        Raises:
+            TargetError: Experts are zero already, or tokens are not routed one by one.
+        """
+        if not layers:
+            return []
+        block.remember(layers)
+        start, job = time.perf_counter(), block.job
+        (layer,) = layers
+        units, count = self._structure.units, self._structure.count
+        routing = Routing(block.module, self._structure.blocks[block.name or ""], self._structure)
+        routing.require_all()
+        tokens = _Tokens(block, routing)
+        tokens.read()
+        block.report_progress(f"{layer.name}, which to remove")
+        if job.settings.recipe.method.mask.needs_inverse:
+            removed, loss, swaps = measured_set(tokens.losses, units, count)
+        else:
+            removed = _lowest(routing, tokens, job.settings.recipe.method.mask.name)[:count]
+            (loss,), swaps = tokens.losses([tuple(removed)]), None
+        own_loss = loss if block.dense_target is None else tokens.own_loss(removed)
+        energy = tokens.energy()
+        with torch.no_grad():
+            layer.view[:, removed] = 0
+        row = LayerReport(
+            name=layer.name,
+            shape=tuple(layer.weight.shape),
+            method=job.settings.recipe.method.name,
+            sparsity=count / units,
+            loss=own_loss,
+            relative_loss=own_loss / energy if energy else 0.0,
+            target_loss=None if block.dense_target is None else loss,
+            tokens=tokens.count,
+            swaps=swaps,
+            seconds=time.perf_counter() - start,
+        )
+        return [block.add(row)]
+
+
+@dataclass(frozen=True, eq=False)
+class _Batch:
+    """What is stored of some tokens, in the notation of this module, by token."""
+
+    inputs: Tensor  # of the module around router and experts, (…, tokens, features)
+    weights: Tensor  # w, (tokens, experts)
+    products: Tensor  # G, (tokens, experts, experts)
+    aims: Tensor | None  # b, (tokens, experts); None where s is zero
+    shift: float  # Σ ‖s‖²
+
+    def loss(self, weights: Tensor) -> float:
+        """Return the loss with other weights of the router, summed over the tokens."""
+        change = weights - self.weights
+        loss = self._energy(change)
+        if self.aims is not None:
+            loss -= 2 * float((change * self.aims).sum(dtype=torch.float64))
+        return loss + self.shift
+
+    def own_loss(self, weights: Tensor) -> float:
+        """Return the same against the block's own outputs, s = 0."""
+        return self._energy(weights - self.weights)
+
+    @property
+    def energy(self) -> float:
+        """‖y‖², summed over the tokens."""
+        return self._energy(self.weights)
+
+    def _energy(self, change: Tensor) -> float:
+        through = torch.bmm(change[:, None], self.products)[:, 0]
+        return float((through * change).sum(dtype=torch.float64))
+
+
+class _Tokens:
+    """The tokens of a block's experts in this process.
+
+    Args:
+        block: The block, which is run on all batches.
+        routing: Its router and experts.
+
+    Attributes:
+        count: The number of stored tokens of all processes.
+    """
+
+    def __init__(self, block: WalkedBlock, routing: Routing) -> None:
+        self._block, self._routing = block, routing
+        self._batches: list[_Batch] = []
+        self.count = 0
+
+    def read(self) -> None:
+        """Run all batches, and store as many of their tokens as `MOST_BYTES` hold."""
+        block, dense = self._block, self._block.dense_target
+        batches = len(block.walk.batches)
+        for i in range(batches):
+            call, inputs, rows = self._run(i, block.walk.output)
+            shift = None
+            if dense is not None:
+                dense_call, _, _ = self._run(i, dense.output)
+                assert dense_call.output is not None
+                assert call.output is not None
+                weight = block.job.settings.target_weight or 0.0
+                shift = weight * (dense_call.output - call.output).float()
+            step = -(-self._bytes(inputs) * len(rows) * batches // MOST_BYTES)
+            for some in rows[:: max(1, step)].split(self._at_once(call.tokens)):
+                self._batches.append(self._stored(call, inputs, shift, some))
+            block.report_progress(f"{block.name}, inputs {i + 1}/{batches}")
+        own_count = float(sum(len(batch.weights) for batch in self._batches))
+        self.count = int(sum(count for (count,) in block.job.processes.numbers(own_count)))
+        if not self.count:
+            raise TargetError(f"`structure: experts`: {block.name} saw no tokens, only padding.")
+
+    def losses(self, sets: Sequence[tuple[int, ...]]) -> list[float]:
+        """Return the mean loss of a token without each of some sets of experts."""
+
+        def of(batch: _Batch) -> list[float]:
+            return [batch.loss(self._weights(batch, removed)) for removed in sets]
+
+        return self._mean(of)
+
+    def own_loss(self, removed: Sequence[int]) -> float:
+        """Return the mean loss without some experts against the block's own outputs."""
+        return self._mean(lambda batch: [batch.own_loss(self._weights(batch, removed))])[0]
+
+    def energy(self) -> float:
+        """Return the mean of ‖y‖²."""
+        return self._mean(lambda batch: [batch.energy])[0]
+
+    def energies(self) -> list[float]:
+        """Return the mean of ‖w_e O_e‖², by expert."""
+
+        def of(batch: _Batch) -> list[float]:
+            own = batch.products.diagonal(dim1=1, dim2=2)
+            return (batch.weights.square() * own).sum(0, dtype=torch.float64).tolist()
+
+        return self._mean(of)
+
+    def _weights(self, batch: _Batch, removed: Sequence[int]) -> Tensor:
+        """Return v, the router's weights without some experts."""
+        return self._routing.weights(batch.inputs, torch.tensor(removed))
+
+    def _mean(self, of: Callable[[_Batch], list[float]]) -> list[float]:
+        """Return the means over the tokens of all processes of sums over each batch."""
+        processes = self._block.job.processes
+        sums = [of(batch) for batch in self._batches]
+        own_sums = [sum(column) for column in zip(*sums, strict=True)] if sums else None
+        # A process without tokens learns from the others how many numbers there are.
+        lengths = processes.all(None if own_sums is None else len(own_sums))
+        length = next(length for length in lengths if length is not None)
+        gathered = processes.numbers(*(own_sums or [0.0] * length))
+        return [sum(column) / self.count for column in zip(*gathered, strict=True)]
+
+    def _run(self, i: int, output: Callable[[int, int], Any]) -> tuple[Call, Tensor, Tensor]:
+        """Return the experts' call in batch i, the input around them, and the rows of tokens."""
+        calls: list[Call] = []
+        inputs: list[Tensor] = []
+
+        def record(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            inputs.append(hidden_input(args, kwargs).detach())
+
+        hook = self._routing.module.register_forward_pre_hook(record, with_kwargs=True)
+        try:
+            with self._routing.recorded(calls.append):
+                output(self._block.k, i)
+        finally:
+            hook.remove()
+        if len(calls) != 1 or inputs[0].shape[:-1].numel() != len(calls[0].tokens):
+            raise TargetError(
+                "`structure: experts` needs blocks whose experts get all tokens in one call; in "
+                f"{self._block.name} they do not."
+            )
+        is_token = self._block.padding.rows(inputs[0], self._routing.module, "")
+        count = len(calls[0].tokens)
+        rows = torch.arange(count) if is_token is None else is_token.nonzero()[:, 0].cpu()
+        return calls[0], inputs[0], rows.to(inputs[0].device)
+
+    def _stored(self, call: Call, inputs: Tensor, shift: Tensor | None, rows: Tensor) -> _Batch:
+        """Return what is stored of some rows (tokens) of a call."""
+        outputs = self._routing.outputs(call.tokens[rows])
+        shift = None if shift is None else shift[rows]
+        around = inputs.reshape(len(call.tokens), -1)[rows]
+        stored = _Batch(
+            around[None] if inputs.ndim > 2 else around,
+            call.weights[rows].to(outputs.dtype),
+            torch.bmm(outputs, outputs.mT),
+            None if shift is None else torch.bmm(outputs, shift[:, :, None])[:, :, 0],
+            0.0 if shift is None else float(shift.square().sum(dtype=torch.float64)),
+        )
+        again = self._routing.weights(stored.inputs, torch.tensor([], dtype=torch.long))
+        if not float((again - stored.weights).norm()) <= _TOLERANCE * float(stored.weights.norm()):
+            raise TargetError(
+                "`structure: experts` needs a router that sends each token by itself; that of "
+                f"{self._block.name} sends some elsewhere without the others."
+            )
+        return stored
+
+    def _bytes(self, inputs: Tensor) -> int:
+        """Return the bytes that are stored of a token."""
+        units = self._routing.structure.units
+        return 4 * units * (units + 2) + inputs.shape[-1] * inputs.element_size()
+
+    def _at_once(self, tokens: Tensor) -> int:
+        return max(1, _AT_ONCE // (self._routing.structure.units * tokens.shape[-1]))
+
+
+def _lowest(routing: Routing, tokens: _Tokens, mask: str) -> list[int]:
+    """Return the experts from the lowest score on, ties by number."""
+    if mask == "wanda":
+        scores = torch.tensor(tokens.energies())
+    else:
+        cuts = [cut for cut in routing.parts.cuts if cut.module is routing.experts]
+        squares = [cut.tensor.detach().float().square().flatten(1).sum(1) for cut in cuts]
+        scores = torch.stack(squares).sum(0)
+    return [int(e) for e in scores.sort(stable=True).indices]
