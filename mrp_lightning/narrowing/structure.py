@@ -22,7 +22,10 @@ def set_attributes(attributes: Sequence[Attribute]) -> ExitStack:
     """Set attributes, and return a context at whose end they have their former values again."""
     with ExitStack() as stack:
         for owner, name, value in attributes:
-            stack.callback(setattr, owner, name, getattr(owner, name))
+            if hasattr(owner, name):
+                stack.callback(setattr, owner, name, getattr(owner, name))
+            else:
+                stack.callback(delattr, owner, name)
             setattr(owner, name, value)
         return stack.pop_all()
 
