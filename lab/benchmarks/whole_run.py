@@ -129,7 +129,8 @@ def run(method: str, given: Comparison) -> Result:
         originals.prune_model(original, model, windows, plan, watch.part, seen)
     else:
         watch.count_parts()
-        losses += _prune(model, windows, Settings(method=method, pattern="2:4"), watch)
+        settings = Settings(method=method, pattern="2:4", bits=options.bits)
+        losses += _prune(model, windows, settings, watch)
     with watch.part("end"):
         pass
     seconds = {part: watch.seconds[part] for part in COLUMNS}
@@ -261,6 +262,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", type=Path, default=Path("runs/smollm2"), metavar="DIR")
     parser.add_argument("--shape", choices=SHAPES, help="random weights and tokens, no --model")
     parser.add_argument("--methods", nargs="*", default=["SS", "SM", "JM"])
+    parser.add_argument("--bits", type=int, help="put the kept weights on our grid, too")
     parser.add_argument("--sparsegpt", type=Path, help="a checkout of IST-DASLab/sparsegpt")
     parser.add_argument("--alps", type=Path, help="a checkout of mazumder-lab/ALPS")
     parser.add_argument("--blocks", type=int, help="only the first blocks of the model")

@@ -1,22 +1,21 @@
 """Nothing is left behind on the CPU, or on the device: every run equals that of the CPU."""
 
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import second_device
 import torch
 from families import batches, build, runner
-from lightning.pytorch.strategies import SingleDeviceStrategy
-from second_device import SecondAccelerator
+from second_device import NAME, assert_same, second_device, trainer_on
 from torch import nn
 from torch.utils.data import DataLoader
 
 from callbacks import MRPCallback
-from mrp_lightning import BlockTuning, CausalLM, HessianAccumulator, Trainer, prune_weight
+from mrp_lightning import BlockTuning, CausalLM, HessianAccumulator, prune_weight
 from mrp_lightning.calibration.offload import held_on_cpu
 from mrp_lightning.pruning.job import Job, Settings
 from mrp_lightning.pruning.sequential import prune_model
@@ -24,12 +23,6 @@ from mrp_lightning.targets import plan as plan_module
 from mrp_lightning.targets.plan import make_plan
 
 CPU = torch.device("cpu")
-QUIET = {
-    "logger": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "enable_checkpointing": False,
-}
 # Attention, a scan, experts, a walk that runs again, an encoder with a decoder, images.
 FAMILIES = ["llama", "opt", "mamba", "mixtral", "gemma3n_text", "t5", "vit"]
 
@@ -40,6 +33,10 @@ def _weights_in_disguise_are_dense(monkeypatch):
     monkeypatch.setattr(plan_module, "why_not_plain", lambda *_, **__: None)
 
 
+STAND_IN = pytest.mark.skipif(torch.cuda.is_available(), reason="of the stand-in; here is a GPU")
+
+
+@STAND_IN
 def test_the_devices_do_not_mix(second):
     here, there = torch.ones(3), torch.ones(3, device=second)
     assert there.device == second
@@ -54,8 +51,9 @@ def test_the_devices_do_not_mix(second):
     assert torch.tensor([1, 2], device=second).sum() == 3
 
 
+@STAND_IN
 def test_without_a_test_that_asks_the_device_is_not_there():
-    assert str(torch.accelerator.current_accelerator(check_available=True)) != second_device.NAME
+    assert str(torch.accelerator.current_accelerator(check_available=True)) != NAME
 
 
 @pytest.mark.parametrize("method", ["magnitude", "wanda", "SS", "SM", "MS", "MM", "wanda+M"])
@@ -77,8 +75,12 @@ def test_the_solver_stays_where_its_weight_is(second, method, pattern):
 
     there, here = solve(second), solve(CPU)
     assert there.weight.device == second
-    assert torch.equal(there.weight.cpu(), here.weight)
-    assert there.loss == here.loss
+    if second.type == "cuda":  # products in another order, which may turn a close choice
+        assert (there.pruned.cpu() != here.pruned).float().mean() < 0.01
+        assert there.loss == pytest.approx(here.loss, rel=5e-3)
+    else:
+        assert torch.equal(there.weight.cpu(), here.weight)
+        assert there.loss == here.loss
 
 
 def pruned(
@@ -123,9 +125,9 @@ def test_the_walk_stays_on_its_device(second, family):
     expected = pruned(family, CPU, offload=False)
     assert len(expected) >= 4
     for offload in (False, True):
-        found = pruned(family, second, offload=offload)
+        weights = pruned(family, second, offload=offload)
         # Room for the rounding of kernels that a CPU alone has; a weight is about 0.2.
-        torch.testing.assert_close(found, expected, rtol=0, atol=2e-3)
+        assert_same(weights, expected, second, atol=2e-3)
 
 
 BEYOND = {
@@ -144,12 +146,13 @@ def fresh():
 
 
 def compare_what_goes_beyond_single_layers(family):
-    with second_device.second_device() as device:
+    is_gpu = torch.cuda.is_available()
+    with nullcontext(torch.device("cuda", 0)) if is_gpu else second_device() as device:
         choice = {"sparsity": 0.6, "beyond": BEYOND}
         expected = pruned(family, CPU, offload=False, **choice)
         for offload in (False, True):
-            found = pruned(family, device, offload=offload, **choice)
-            torch.testing.assert_close(found, expected, rtol=0, atol=2e-3)
+            weights = pruned(family, device, offload=offload, **choice)
+            assert_same(weights, expected, device, atol=2e-3)
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "t5"])
@@ -161,12 +164,6 @@ def test_what_goes_beyond_single_layers_stays_on_the_device(fresh, family):
 def windows() -> DataLoader:
     generator = torch.Generator().manual_seed(1)
     return DataLoader(list(torch.randint(3, 2048, (8, 24), generator=generator)), batch_size=2)
-
-
-def trainer(device: torch.device) -> Trainer:
-    if device == CPU:
-        return Trainer(accelerator="cpu", **QUIET)
-    return Trainer(strategy=SingleDeviceStrategy(device, SecondAccelerator()), **QUIET)
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -181,15 +178,18 @@ def test_lightnings_loops_run_on_the_device(second, tiny_llama, offload):
             lambda *_, first=first, places=places: places.add(first.mlp.up_proj.weight.device.type)
         )
         prune = MRPCallback(pattern="2:4", offload=offload)
-        trainer(device).predict(lm, windows(), callbacks=[prune])
-        (metrics,) = trainer(device).test(lm, windows(), verbose=False)
+        trainer_on(device).predict(lm, windows(), callbacks=[prune])
+        (metrics,) = trainer_on(device).test(lm, windows(), verbose=False)
         assert places == {CPU.type if offload else device.type}
         perplexity[device.type] = metrics["perplexity"]
         layers = lm.model.model.layers.modules()
-        weights[device.type] = [m.weight.cpu() for m in layers if isinstance(m, nn.Linear)]
-    assert perplexity[second.type] == pytest.approx(perplexity[CPU.type], rel=1e-6)
-    torch.testing.assert_close(weights[second.type], weights[CPU.type], rtol=0, atol=0)
-    assert all(((w.unflatten(1, (-1, 4)) == 0).sum(2) == 2).all() for w in weights[second.type])
+        linears = (module for module in layers if isinstance(module, nn.Linear))
+        weights[device.type] = {str(n): layer.weight.cpu() for n, layer in enumerate(linears)}
+    rounding = 1e-6 if second.type == NAME else 1e-2
+    assert perplexity[second.type] == pytest.approx(perplexity[CPU.type], rel=rounding)
+    assert_same(weights[second.type], weights[CPU.type], second)
+    for weight in weights[second.type].values():
+        assert ((weight.unflatten(1, (-1, 4)) == 0).sum(2) == 2).all()
 
 
 class BuiltLate(pl.LightningModule):
@@ -228,7 +228,7 @@ class InConfigureModel(BuiltLate):
 @pytest.mark.parametrize("kind", [InSetup, InConfigureModel])
 def test_blocks_that_are_made_late_never_come_to_the_device_all_at_once(second, tiny_llama, kind):
     module, prune = kind(tiny_llama), MRPCallback(pattern="2:4", offload=True)
-    trainer(second).predict(module, windows(), callbacks=[prune])
+    trainer_on(second).predict(module, windows(), callbacks=[prune])
     assert module.on_device[0] == 0
     assert max(module.on_device) == 1
     assert len(prune.report.pruned) == 14

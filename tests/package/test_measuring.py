@@ -67,11 +67,10 @@ def parts(tmp_path, monkeypatch):
     return gpu.PARTS
 
 
-def test_a_part_is_written_as_it_comes_and_stopped_in_time(parts, tmp_path, monkeypatch):
+def test_a_part_is_written_as_it_comes_and_stopped_in_time(parts, tmp_path):
     endless = "import time; print('one row', flush=True); time.sleep(1000)"
     parts["endless"] = lambda: [["-c", endless], ["-c", "print('never')"]]
-    monkeypatch.setattr(gpu, "LIMIT", 1.0)
-    assert not gpu.run("endless", [])
+    assert not gpu.run("endless", [], limit=1.0)
     page = (tmp_path / "endless.md").read_text()
     assert re.search(r"\none row\n\nStopped after 1 s", page)
     assert "\nnever" not in page
@@ -90,7 +89,7 @@ def test_a_part_that_fails_is_told(parts, tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here is a GPU")
 def test_without_a_gpu_it_says_so(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "walk"])
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "walk-SM", "--limit", "60"])
     with pytest.raises(SystemExit, match="no CUDA device"):
         gpu.main()
 
@@ -104,6 +103,48 @@ def test_speed_needs_no_package_that_reads_command_lines(part):
         [sys.executable, "-c", without], capture_output=True, text=True, cwd=ROOT
     )
     assert "speed is measured on a CUDA device, and this machine has none" in ended.stderr
+
+
+@pytest.mark.parametrize("backend", gpu.BACKENDS)
+def test_a_backend_that_is_missing_is_skipped_with_its_reason(backend):
+    _, code = gpu.speed("llama2-7b", "backends", target="both", backend=backend)
+    ended = subprocess.run(
+        [sys.executable, "-c", code.replace('"cuda"', '"cpu"')],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=True,
+    )
+    assert "Skipped: " in ended.stdout
+    assert "CUDA" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["walk"], "walk: expected tests, backends, decode"),
+        (["backends", "solver", "--skip"], "need the name of one part"),
+        (["decode", "--rounds", "3"], "`decode` takes no options"),
+    ],
+)
+def test_parts_and_options_that_do_not_fit_are_refused(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *arguments])
+    with pytest.raises(SystemExit, match="2"):
+        gpu.main()
+    assert message in capsys.readouterr().err
+
+
+def test_make_gpu_runs_in_the_environment_that_make_made(tmp_path):
+    def command(*arguments):
+        make = ["make", "-n", "-f", str(ROOT / "Makefile"), "gpu", *arguments]
+        return subprocess.run(make, cwd=tmp_path, capture_output=True, text=True).stdout.split()
+
+    script = "lab/benchmarks/gpu.py"
+    assert command("PART=decode") == ["python3", script, "decode"]
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "python").touch()
+    assert command("LIMIT=90") == [".venv/bin/python", script, "--limit", "90"]
+    assert command("PYTHON=python3.12") == ["python3.12", script]
 
 
 def test_every_part_names_files_that_are_there():
