@@ -155,7 +155,8 @@ class PruningCallback(Callback):
             overwrite: Whether a directory that this package wrote may be replaced.
 
         Raises:
-            OptionError: Nothing is pruned yet, or the model is saved and no longer in memory.
+            OptionError: Nothing is pruned yet, the model is saved and no longer in memory, or its
+                weights were changed since.
             SaveError: It could not be written, or may not be replaced. The pruned model is still
                 in memory.
         """

@@ -25,10 +25,9 @@ from mrp_lightning.loop.trainer import ModuleRunner
 from mrp_lightning.models.batch import token_ids
 from mrp_lightning.models.checkpoint import longest_sequence
 from mrp_lightning.models.streaming import StreamedBlocks
-from mrp_lightning.targets.blocks import without_wrappers
 from mrp_lightning.targets.plan import Plan
 from mrp_lightning.upstream.lightning_names import movable
-from mrp_lightning.upstream.torch_names import uncompiled
+from mrp_lightning.upstream.torch_names import uncompiled, without_compiled
 
 
 def language_models(module: LightningModule) -> dict[str, PreTrainedModel]:
@@ -49,7 +48,7 @@ def checkpoint_root(module: LightningModule) -> tuple[str, nn.Module]:
     models = language_models(module)
     if len(models) == 1:
         name, model = next(iter(models.items()))
-        return f"{without_wrappers(name)}.", model
+        return f"{without_compiled(name)}.", model
     if isinstance(module, ModuleRunner):
         return "model.", uncompiled(module.model)
     return "", module

@@ -19,6 +19,7 @@ from mrp_lightning.environment import command
 from mrp_lightning.errors import OptionError, SaveError
 from mrp_lightning.files import BESIDE, output_path, visible_files
 from mrp_lightning.journal.journal import Journal, journal_path
+from mrp_lightning.journal.manifest import digest
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.module_parts import (
     checkpoint_root,
@@ -27,12 +28,14 @@ from mrp_lightning.loop.module_parts import (
     weights_beside,
 )
 from mrp_lightning.loop.trainer import as_lightning_module
+from mrp_lightning.models.integrity import check_class
 from mrp_lightning.models.loading import stored_dtype, wider_dtypes
 from mrp_lightning.models.saving import save_pretrained, save_streamed
 from mrp_lightning.outputs import check_output_dir, save_directory
 from mrp_lightning.records.model_card import model_card
 from mrp_lightning.records.report import NAME, PruningReport
 from mrp_lightning.targets.plan import pruned_layers
+from mrp_lightning.upstream.torch_names import without_compiled
 
 
 def check_save_dir(
@@ -56,8 +59,10 @@ def check_save_dir(
         sources=sources_of(module),
         num_bytes=num_bytes(model, dtype) + journal_bytes + other_bytes,
     )
-    if isinstance(model, PreTrainedModel) and model.can_generate():
-        _check_generation(model)
+    if isinstance(model, PreTrainedModel):
+        check_class(model)
+        if model.can_generate():
+            _check_generation(model)
 
 
 def journal_bytes(save_dir: str | PathLike[str], module: LightningModule, *, whole: bool) -> int:
@@ -106,6 +111,7 @@ class PrunedModule:
         self._strong: LightningModule | None = module
         self._seen = ref(module), ref(checkpoint_root(module)[1])
         self._journal = journal
+        self._digest = _digest(module)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the weak references, which cannot be copied to another process."""
@@ -132,7 +138,7 @@ class PrunedModule:
             overwrite: Whether what this package wrote there before may be replaced.
 
         Raises:
-            OptionError: The module was released, and is gone.
+            OptionError: The module was released and is gone, or its weights were changed.
             SaveError: It could not be written, or may not be replaced.
         """
         module = self._module()
@@ -141,16 +147,23 @@ class PrunedModule:
                 "The pruned model is no longer in memory: it was saved in `save_dir`. Copy that "
                 f"directory to {directory}."
             )
+        if _digest(module) != self._digest:
+            raise OptionError(
+                "The weights were changed since they were pruned, and the report is of the pruned "
+                "ones. Prune again, or save the model as it is now without a report: "
+                "`model.save_pretrained(directory)`, or `callbacks.SaveModel` in `fit`."
+            )
         try:
             if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
                 written = replace(self.report, complete=True)
                 save_pruned(module, directory, written, overwrite=overwrite)
                 self.report.files = written.files
         except (OSError, SafetensorError) as error:
+            reason = str(error).removesuffix(".")
             raise SaveError(
-                f"The model is pruned, but could not be saved in {directory}: {error}. It is still "
-                "in memory: `callback.save(directory)` writes it, and so does another `predict` "
-                "with this callback, which does not prune again."
+                f"The model is pruned, but could not be saved in {directory}: {reason}. It is "
+                "still in memory: `callback.save(directory)` writes it, and so does another "
+                "`predict` with this callback, which does not prune again."
             ) from error
         self.complete()
         if self._journal is not None:
@@ -164,6 +177,18 @@ class PrunedModule:
             module = as_lightning_module(model)
         assert module is None or isinstance(module, LightningModule)
         return self._strong or module
+
+
+def _digest(module: LightningModule) -> str | None:
+    """Return the digest of the weights that would be saved; `None` where files hold them.
+
+    Only the process that saves computes it.
+    """
+    if rank_zero_only.rank != 0 or streamed_blocks(module) is not None:  # type: ignore[attr-defined]
+        return None
+    state = checkpoint_root(module)[1].state_dict()
+    tensors = {without_compiled(n): x for n, x in state.items() if isinstance(x, torch.Tensor)}
+    return digest(tensors.items())
 
 
 def _gone() -> None:

@@ -6,17 +6,23 @@ import re
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.utils import logging as transformers_logging
 
 from mrp_lightning.environment import is_out_of_memory
-from mrp_lightning.errors import FormatError, OptionError, TargetError
-from mrp_lightning.models.checkpoint import directory_of, weight_files
+from mrp_lightning.errors import FormatError, OptionError, SaveError, TargetError
+from mrp_lightning.models.checkpoint import build_without_weights, directory_of, weight_files
+from mrp_lightning.upstream.torch_names import without_compiled
+from mrp_lightning.upstream.transformers_names import loading_weights_by
 
 _NO_PICKLE = "it is no whole pickle of tensors alone, and only such are read"
 
@@ -157,6 +163,77 @@ def misfits(
             f"random: {', '.join(missing)}."
         )
     return larger(source, model, loading["unexpected_keys"])
+
+
+def check_saved(model: PreTrainedModel, directory: str | os.PathLike[str]) -> None:
+    """Load a directory that was just written on the meta device, by the class of its model.
+
+    Only the headers of the files are read. transformers converts names and stacked experts as in
+    any loading.
+
+    Raises:
+        SaveError: Weights of the class are missing in the files, or have other shapes there.
+    """
+
+    def load_weights(built: PreTrainedModel, _: Any, files: Any, loading: Any, *__: Any) -> Any:
+        """Replace the step of `from_pretrained` that reads the weights."""
+        stored: dict[str, Tensor] = {}
+        for file in files:
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 (no mapping)
+                    shape = opened.get_slice(name).get_shape()
+                    stored[name] = torch.empty(shape, device="meta")
+        on_meta = replace(loading, device_map={"": "meta"})
+        return convert_and_load_state_dict_in_model(built, stored, on_meta)
+
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # the error below names the weights
+    try:
+        with loading_weights_by(load_weights), without_bars(), torch.inference_mode(False):
+            loaded: Any = type(model).from_pretrained(
+                directory, output_loading_info=True, ignore_mismatched_sizes=True
+            )
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+    if problem := misfits("that was written", *loaded):
+        raise SaveError(f"what was written would not load: {problem} {_REPAIR}")
+
+
+_REPAIR = "Change the modules of the model or its `config`, so that the one fits the other."
+
+
+def check_class(model: PreTrainedModel) -> None:
+    """Raise before any work if the class of a model, by its configuration, has other weights.
+
+    Such a model was changed after it was made, and no checkpoint of it loads.
+
+    Raises:
+        SaveError: Weights of the class are missing in the model, or have other shapes there.
+    """
+    built = build_without_weights(deepcopy(model.config), kind=type(model))
+    shapes = {without_compiled(name): x.shape for name, x in model.state_dict().items()}
+    wrong = [
+        f"{name} {tuple(x.shape)}, which the model "
+        + (f"holds as {tuple(shapes[name])}" if name in shapes else "has not")
+        for name, x in built.state_dict().items()
+        if shapes.get(name) != x.shape
+    ]
+    if wrong:
+        more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise SaveError(
+            f"The pruned model could not be saved so that it loads again: by its `config`, a "
+            f"{type(model).__name__} has the weights {'; '.join(wrong[:5])}{more}. {_REPAIR}"
+        )
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Hide the bars that transformers shows while it loads weights."""
+    hook = transformers_logging.set_tqdm_hook(lambda _, args, __: args[0])
+    try:
+        yield
+    finally:
+        transformers_logging.set_tqdm_hook(hook)
 
 
 def larger(

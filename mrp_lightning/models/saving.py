@@ -14,8 +14,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from mrp_lightning.models.integrity import check_saved
 from mrp_lightning.models.loading import as_dtype, cast, stored_dtype, wider_dtypes
 from mrp_lightning.models.streaming import StreamedBlocks
+from mrp_lightning.upstream.torch_names import without_compiled
 
 _INDEX = "model.safetensors.index.json"
 
@@ -44,18 +46,25 @@ def save_pretrained(
 
     Raises:
         OptionError: `dtype` names no floating dtype.
+        SaveError: The class of the model would not load what was written; see `check_saved`.
     """
     stored, asked = model.config.dtype, as_dtype(dtype)
     dtype = asked or stored_dtype(model)
+    is_whole = state is None
+    # The class of the model knows no wrappers of `torch.compile` around its parts.
+    held = model.state_dict() if state is None else state
+    state = {without_compiled(name): tensor for name, tensor in held.items()}
     if model.dtype != dtype:
         wider = wider_dtypes(model, dtype, as_published=asked is None)
-        state = cast(model.state_dict() if state is None else state, dtype, wider)
+        state = cast(state, dtype, {without_compiled(name): x for name, x in wider.items()})
     try:
         model.save_pretrained(directory, state_dict=state, max_shard_size="5GB")
         model.config.dtype = dtype  # save_pretrained had put the dtype in memory there
         model.config.save_pretrained(directory)
     finally:
         model.config.dtype = stored
+    if is_whole:
+        check_saved(model, directory)
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
     if card is not None:
@@ -118,6 +127,7 @@ def _save_blocks(
             )
             save_file({k: t.contiguous() for k, t in tensors.items()}, file, {"format": "pt"})
     _write_index(directory / _INDEX, files)
+    check_saved(model, directory)
     return {name: file.name for name, file in file_of.items()}
 
 

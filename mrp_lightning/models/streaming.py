@@ -19,11 +19,11 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 from transformers.modeling_utils import LoadStateDictConfig
-from transformers.utils import logging as transformers_logging
 
 from mrp_lightning.errors import FormatError, OptionError, TargetError
 from mrp_lightning.models.checkpoint import names_in_model
 from mrp_lightning.models.gguf import find_gguf
+from mrp_lightning.models.integrity import without_bars
 from mrp_lightning.models.loading import load_model
 from mrp_lightning.models.moved_blocks import MovedBlocks, applied_in_place
 from mrp_lightning.upstream.torch_names import APPLY
@@ -220,7 +220,7 @@ class StreamedBlocks(MovedBlocks):
     def _convert(self, name: str, stored: Mapping[str, Any]) -> None:
         """Let transformers make parameters of the tensors of a checkpoint."""
         # Inference mode would make tensors of which no gradient could be taken later.
-        with torch.inference_mode(False), torch.no_grad(), _without_bars():
+        with torch.inference_mode(False), torch.no_grad(), without_bars():
             loading, _ = convert_and_load_state_dict_in_model(
                 self._model, dict(stored), self._loading
             )
@@ -308,16 +308,6 @@ def _no_safetensors(files: str) -> OptionError:
         "Load the model without `streaming` where it fits into memory, save it with "
         "`save_pretrained`, and give that directory."
     )
-
-
-@contextmanager
-def _without_bars() -> Iterator[None]:
-    """Hide the bar that transformers shows while it loads weights."""
-    hook = transformers_logging.set_tqdm_hook(lambda _, args, __: args[0])
-    try:
-        yield
-    finally:
-        transformers_logging.set_tqdm_hook(hook)
 
 
 def _refuse_tied(model: PreTrainedModel, blocks: list[str]) -> None:

@@ -22,9 +22,9 @@ from mrp_lightning.narrowing.structure import (
     NarrowingPlan,
     Structure,
 )
-from mrp_lightning.targets.blocks import without_wrappers
 from mrp_lightning.targets.layers import Expert, ExpertStack, Layer, holds_experts
 from mrp_lightning.targets.plan import Plan
+from mrp_lightning.upstream.torch_names import without_compiled
 
 MULTIPLE = 32
 """The numbers of neurons that kernels like best are multiples of this."""
@@ -80,7 +80,7 @@ def find_structure(model: nn.Module, kind: str, sparsity: float, plan: Plan) -> 
         raise _cannot(model, kind, "no repeated blocks were found in it")
     text, dense = model.config.get_text_config(), _built(model, {}, kind)
     shapes = {name: tuple(p.shape) for name, p in dense.named_parameters()}
-    parameters = {without_wrappers(name): p for name, p in model.named_parameters()}
+    parameters = {without_compiled(name): p for name, p in model.named_parameters()}
     if shapes != {name: tuple(p.shape) for name, p in parameters.items()}:
         raise _cannot(model, kind, "its weights are not of the sizes that its configuration says")
     layers = [layer for mine in plan.layers.values() for layer in mine]
@@ -257,7 +257,7 @@ def _parts(
 
 
 def _path(model: nn.Module, block: nn.Module) -> str:
-    return next(without_wrappers(name) for name, m in model.named_modules() if m is block)
+    return next(without_compiled(name) for name, m in model.named_modules() if m is block)
 
 
 def _reads(cut: Cut, layer: Layer) -> bool:
@@ -276,7 +276,7 @@ def _stack_of(name: str, cut: Cut) -> ExpertStack | None:
 
 
 def _modules(model: nn.Module) -> dict[str, nn.Module]:
-    return {without_wrappers(name): module for name, module in model.named_modules()}
+    return {without_compiled(name): module for name, module in model.named_modules()}
 
 
 def _attributes(model: nn.Module, dense: nn.Module, narrower: nn.Module) -> Iterator[Attribute]:

@@ -10,7 +10,7 @@ from torch import nn
 
 from mrp_lightning.errors import TargetError
 from mrp_lightning.targets.layers import fused_weights, is_linear
-from mrp_lightning.upstream.torch_names import COMPILED, uncompiled
+from mrp_lightning.upstream.torch_names import COMPILED, uncompiled, without_compiled
 
 _REGULAR = "re:"
 
@@ -128,12 +128,7 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """`model.named_modules()` with modules that were compiled in place of their wrappers."""
     for name, module in model.named_modules():
         if not hasattr(module, COMPILED):
-            yield without_wrappers(name), module
-
-
-def without_wrappers(name: str) -> str:
-    """A name without the parts that `torch.compile` adds."""
-    return ".".join(part for part in name.split(".") if part != COMPILED)
+            yield without_compiled(name), module
 
 
 def _is_block_list(module: nn.Module) -> bool:

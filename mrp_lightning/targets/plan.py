@@ -15,7 +15,6 @@ from mrp_lightning.targets.blocks import (
     matches,
     named_modules,
     require_matches,
-    without_wrappers,
 )
 from mrp_lightning.targets.layers import (
     PLAIN_DTYPES,
@@ -31,6 +30,7 @@ from mrp_lightning.targets.layers import (
     why_no_layer,
     why_not_plain,
 )
+from mrp_lightning.upstream.torch_names import without_compiled
 from mrp_sparse.formats.grid import Grid
 
 _VALUES_AT_ONCE = 2**22
@@ -210,7 +210,7 @@ def make_plan(
     taken = {n: replace(layers[n], name=shown(n)) for n in names if n not in skipped}
     if not taken:
         _nothing_left(linear, in_blocks, list(skipped.values()))
-    parameters = ((shown(without_wrappers(n)), p) for n, p in model.named_parameters())
+    parameters = ((shown(without_compiled(n)), p) for n, p in model.named_parameters())
     refuse_not_finite(list(taken.values()), parameters)
     return Plan(
         blocks=[replace(b, name=shown(b.name)) for b in found],
@@ -294,7 +294,7 @@ def _tied(model: nn.Module, layers: list[Layer], shown: Callable[[str], str]) ->
     """Find layers whose weight has several owners: it is pruned with the first, or not at all."""
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        owner = without_wrappers(name.rpartition(".")[0])
+        owner = without_compiled(name.rpartition(".")[0])
         owners.setdefault(id(parameter), []).append(owner)
     targets = {(layer.owner, layer.key) for layer in layers}
     first: dict[Hashable, str] = {}

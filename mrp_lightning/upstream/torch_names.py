@@ -11,6 +11,12 @@ COMPILED = "_orig_mod"
 Hooks on the wrapper never fire, and the word is in the names of all that is inside. In its place:
 whatever unwraps an `OptimizedModule`, once torch has it."""
 
+
+def without_compiled(name: str) -> str:
+    """Return the name of a weight or module without the parts that `torch.compile` adds."""
+    return ".".join(part for part in name.split(".") if part != COMPILED)
+
+
 APPLY = "_apply"
 """The method by which `to`, `half` and their like change every tensor of a module. Seen in torch
 2.13.

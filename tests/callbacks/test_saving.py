@@ -297,6 +297,53 @@ def test_save_without_save_dir(llama, loader, quiet, tmp_path):
     assert callback.report.complete
 
 
+def test_weights_that_were_changed_are_not_saved_with_the_report(llama, loader, quiet, tmp_path):
+    module, callback = CausalLM(llama()), MRPCallback(pattern="2:4")
+    Trainer(**quiet).predict(module, loader, callbacks=[callback])
+    weight = module.model.model.layers[0].mlp.up_proj.weight
+    pruned = weight.detach().clone()
+    with torch.no_grad():
+        weight[0, 0] += 1
+    with pytest.raises(OptionError, match=r"weights were changed since.*`model\.save_pretrained"):
+        callback.save(tmp_path / "changed")
+    assert not (tmp_path / "changed").exists()
+    with torch.no_grad():
+        weight.copy_(pruned)
+    callback.save(tmp_path / "as pruned")
+    assert (tmp_path / "as pruned" / "model.safetensors").is_file()
+
+
+def test_blocks_that_are_compiled_one_by_one_load_as_they_were(llama, loader, quiet, tmp_path):
+    model, inputs = llama(tie_word_embeddings=True), torch.arange(3, 19)[None]
+    for i, block in enumerate(model.model.layers):
+        model.model.layers[i] = torch.compile(block, backend="eager")
+    callback = MRPCallback(pattern="2:4", save_dir=tmp_path / "out")
+    Trainer(**quiet).predict(CausalLM(model), loader, callbacks=[callback])
+    loaded, loading = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
+    assert not any(loading[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    with torch.no_grad():
+        assert torch.equal(loaded(inputs).logits, model(inputs).logits)
+
+
+def test_a_model_that_no_longer_fits_its_class_is_refused_before_work(
+    llama, loader, quiet, tmp_path, monkeypatch
+):
+    model = llama()
+    model.config.num_hidden_layers = 3
+    callback = MRPCallback(pattern="2:4", save_dir=tmp_path / "out")
+    with pytest.raises(SaveError, match=r"layers\.2\.self_attn\.q_proj\.weight \(32, 32\)"):
+        Trainer(**quiet).predict(model, loader, callbacks=[callback])
+    assert not bool((model.lm_head.weight == 0).any())
+    assert not list(tmp_path.iterdir())
+    # Whatever the check before the work did not see, the files are read again.
+    monkeypatch.setattr("mrp_lightning.loop.saving.check_class", lambda _: None)
+    with pytest.raises(SaveError, match=r"would not load: .* lacks weights .*layers\.2\.mlp"):
+        Trainer(**quiet).predict(model, loader, callbacks=[callback])
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_model_that_is_saved_is_not_kept_in_memory(llama, loader, quiet, tmp_path):
     module, trainer = CausalLM(llama()), Trainer(**quiet)
     alive = weakref.ref(module)
