@@ -14,6 +14,12 @@ from transformers import PreTrainedModel
 from export.backends import check_backend, why_not_here, why_not_storable
 from export.comparison import compare
 from export.conversion.checkpoint import Checkpoint, Track, bars, open_checkpoint
+from export.conversion.compressed import (
+    FORMAT,
+    check_compressed,
+    choose_compressed,
+    write_compressed,
+)
 from export.conversion.parity import check_parity
 from export.conversion.selection import LayerChoice, choose_layers
 from export.conversion.writing import (
@@ -36,6 +42,7 @@ from mrp_sparse.formats.sparse24 import SPARSE24
 
 log = logging.getLogger(__name__)
 
+_UNPACKED = ("dense", "torchao", FORMAT)
 _FORMS = {"packed": SPARSE24, "torchao": SPARSE24, "bitmask": BITMASK, "bitmask4": BITMASK4}
 
 
@@ -46,7 +53,7 @@ class PackingOptions:
     Attributes:
         checkpoint: A Hugging Face directory, the directory of a pruned LightningModule, or a .ckpt.
         out: The directory to write; `None` names it after the checkpoint and the format.
-        format: A key of `_FORMS`, or dense; `None` lets the checkpoint decide.
+        format: A key of `_FORMS`, dense or compressed-tensors; `None` lets the checkpoint decide.
         head_bits: 8 rounds the head to 8 bits, 16 leaves it.
         overwrite: Whether an earlier export in `out` is replaced.
         skip: Name patterns of layers that stay dense.
@@ -74,8 +81,7 @@ class PackingOptions:
     def output(self, form: str) -> Path:
         """Return the directory to write in a format, checked unless nothing is written."""
         source = output_path(self.checkpoint).resolve()
-        packed = None if form in ("dense", "torchao") else _FORMS[form]
-        suffix = form if packed is None else packed.suffix
+        suffix = form if form in _UNPACKED else _FORMS[form].suffix
         name = source.name.removesuffix(".ckpt")
         chosen = None if self.out is None else output_path(self.out).resolve()
         out = chosen or source.with_name(f"{name}-{suffix}")
@@ -139,6 +145,44 @@ def convert(options: PackingOptions) -> ExportReport:
     if not options.check_only:
         sys.stdout.write(f"Written to {out}\n")
     return report
+
+
+def compress(options: PackingOptions) -> Path:
+    """Write a pruning with bits as compressed-tensors, and return the directory.
+
+    Raises:
+        PatternError: Weights do not lie on its grid; see `choose_compressed`.
+        ParityError: What was written is not equal to the source; it is removed.
+        FormatError: See `open_checkpoint`.
+        OptionError: Options contradict each other.
+        FileExistsError: The output exists.
+    """
+    without = {"`--head-bits`": options.head_bits == 8, "`--benchmark`": options.benchmark}
+    if names := [name for name, is_given in without.items() if is_given]:
+        raise errors.OptionError(f"{' and '.join(names)} is not for `--format {FORMAT}`.")
+    out = options.output(FORMAT)
+    source = open_checkpoint(options.checkpoint)
+    with bars() as track:
+        chosen = choose_compressed(source, options.skip, track)
+        if options.check_only:
+            if out.is_dir():
+                check_compressed(source, out, chosen)
+            return out
+        with save_directory(out, overwrite=options.overwrite, argument="--out") as staging:
+            written = write_compressed(source, staging, chosen)
+            for _ in track(written, len(chosen.layers), "writing layers"):
+                pass
+            check_compressed(source, staging, chosen)
+            num_bytes = open_checkpoint(staging).num_bytes
+    groups = "a row" if chosen.group_size < 0 else f"{chosen.group_size} columns"
+    sys.stdout.write(
+        f"{len(chosen.layers)} layers in {chosen.bits} bits, with a scale for {groups}; each "
+        "weight is read back to the bit.\n"
+        f"{source.num_bytes / 2**20:.1f} → {num_bytes / 2**20:.1f} MiB. vLLM, SGLang and, with the "
+        "package compressed-tensors, transformers load it.\n"
+        f"Written to {out}\n"
+    )
+    return out
 
 
 def _check_options(options: PackingOptions, device: torch.device) -> None:

@@ -14,7 +14,7 @@ from mrp_lightning.cli.command import exit_on_mistake, make_parser
 from mrp_lightning.environment import extra
 from mrp_lightning.files import move_durably
 
-_TYPES = ("bf16", "f16", "q8_0", "q4_0")
+_TYPES = ("auto", "bf16", "f16", "f32", "q8_0", "q5_0", "q4_0", "iq4_nl", "mxfp4")
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -41,11 +41,15 @@ def convert(options: Namespace) -> Path:
     with extra("gguf", "Writing a GGUF file"):
         from export.conversion.gguf_file import write_gguf
     from export.conversion.checkpoint import open_checkpoint, silence_transformers
+    from export.conversion.selection import Claims
     from mrp_lightning.models.gguf import find_gguf
 
     silence_transformers()
     run = Path(options.checkpoint).expanduser().resolve()
-    out = Path(options.out or run.with_name(f"{run.name}-{options.type}.gguf"))
+    kind = options.type or ("bf16" if Claims.read(run).grid is None else "auto")
+    out = Path(
+        options.out or run.with_name(f"{run.name}{'' if kind == 'auto' else f'-{kind}'}.gguf")
+    )
     out = out.expanduser().resolve()
     if out.suffix != ".gguf" or out.is_dir():
         raise errors.OptionError(f"`--out` names a file that ends in .gguf; got {out}.")
@@ -60,13 +64,18 @@ def convert(options: Namespace) -> Path:
     out.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as staging:
         partial = Path(staging, out.name)
-        written = write_gguf(checkpoint, like, partial, options.type)
+        written = write_gguf(checkpoint, like, partial, kind, options.embedding_type)
         move_durably(partial, out)
     types = ", ".join(f"{count} {name}" for name, count in written.types.items())
-    sys.stdout.write(
-        f"Written to {out}: {written.tensors} tensors ({types}), {written.num_bytes / 2**20:.1f} "
-        "MiB\n"
-    )
+    sys.stdout.write(f"Written to {out}: {types} tensors, {written.num_bytes / 2**20:.1f} MiB\n")
+    if written.rounded:
+        worst = max(written.rounded, key=written.rounded.__getitem__)
+        sys.stdout.write(
+            f"{len(written.rounded)} of them were rounded, by up to {written.rounded[worst]:.2%} "
+            f"of their size ({worst}); --type auto holds every tensor to the bit.\n"
+        )
+    else:
+        sys.stdout.write("Each holds the weights of the checkpoint to the bit.\n")
     return out
 
 
@@ -80,9 +89,14 @@ def _parser() -> Any:
     option("checkpoint", metavar="RUN", help="the Hugging Face directory that pruning wrote")
     text = "the GGUF file that the model came from, or another of the same model"
     option("--like", required=True, metavar="SOURCE.gguf", help=text)
-    text = "of matrices; norms and biases are float32 (default: bf16)"
-    option("--type", choices=_TYPES, default="bf16", help=text)
-    option("--out", metavar="FILE.gguf", help="default: RUN-TYPE.gguf beside it")
+    text = (
+        "of matrices; norms and biases are float32. auto: the smallest type that holds a matrix to "
+        "the bit (default: auto for a pruning with bits, else bf16)"
+    )
+    option("--type", choices=_TYPES, help=text)
+    text = "of embeddings and head (default: as --type, but q8_0 where that has fewer bits)"
+    option("--embedding-type", choices=_TYPES, help=text)
+    option("--out", metavar="FILE.gguf", help="default: RUN-TYPE.gguf, next to RUN")
     option("--overwrite", action="store_true", help="replace --out")
     return parser
 

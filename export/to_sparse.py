@@ -19,7 +19,7 @@ def main(args: Sequence[str] | None = None) -> None:
         options = _parser().parse_args(args)
         # Only now: they load transformers, which help and a mistake need not wait for.
         from export.conversion.checkpoint import silence_transformers
-        from export.packing import PackingOptions, convert
+        from export.packing import PackingOptions, compress, convert
         from mrp_lightning.signals import interruptible, unclaimed_signals
 
         names = {option.name for option in fields(PackingOptions)} - {"speed"}
@@ -28,7 +28,11 @@ def main(args: Sequence[str] | None = None) -> None:
         # SIGTERM ends it by an exception, so that what is half written is removed.
         handled = [number for number in unclaimed_signals() if number == signal.SIGTERM]
         with interruptible(handled):
-            convert(PackingOptions(**chosen, speed=SpeedOptions.of(options)))
+            packing = PackingOptions(**chosen, speed=SpeedOptions.of(options))
+            if packing.format == "compressed-tensors":
+                compress(packing)
+            else:
+                convert(packing)
 
 
 def _parser() -> Any:
@@ -48,10 +52,12 @@ def _parser() -> Any:
     text = (
         "packed is for 2:4, bitmask for any pattern, bitmask4 for weights of four bits; dense "
         "keeps the zeros, for software that knows no sparsity; torchao writes its own 2:4 tensors, "
-        "on a CUDA device (default: bitmask4 where the report says 3 or 4 bits, packed where the "
-        "checkpoint is 2:4, else bitmask)"
+        "on a CUDA device; compressed-tensors is for vLLM and SGLang, of 4 or 8 bits (default: "
+        "bitmask4 where the report says 3 or 4 bits, packed where the checkpoint is 2:4, else "
+        "bitmask)"
     )
-    option("--format", choices=("packed", "bitmask", "bitmask4", "dense", "torchao"), help=text)
+    formats = ("packed", "bitmask", "bitmask4", "dense", "torchao", "compressed-tensors")
+    option("--format", choices=formats, help=text)
     text = "bits of the head; 8 is smaller, faster on a CPU and less exact, and its cost is told"
     option("--head-bits", type=int, choices=(16, 8), default=16, help=text)
     option("--overwrite", action="store_true", help="replace what is in --out")

@@ -5,78 +5,82 @@ how each tensor lies. The last is found out by comparison: a tensor of the file 
 reads from it, as it is or rearranged in one of a few ways.
 """
 
-import logging
+import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, LlamaFileType
-from gguf.quants import dequantize, quantize
+from gguf import GGUFReader, GGUFValueType, GGUFWriter
+from gguf.quants import dequantize
 from torch import Tensor
 from transformers import PreTrainedConfig
 
 from export.conversion.checkpoint import Checkpoint
-from mrp_lightning.errors import FormatError, OptionError, ParityError
+from export.conversion.gguf_types import AUTO, TYPES, encode
+from mrp_lightning.errors import FormatError, OptionError
+from mrp_lightning.files import flush
 from mrp_lightning.models.gguf import gguf_config, gguf_model, reading
 from mrp_lightning.upstream.other_names import bounded_gguf
 
-log = logging.getLogger(__name__)
-
-TYPES = {
-    "bf16": (GGMLQuantizationType.BF16, LlamaFileType.MOSTLY_BF16),
-    "f16": (GGMLQuantizationType.F16, LlamaFileType.MOSTLY_F16),
-    "q8_0": (GGMLQuantizationType.Q8_0, LlamaFileType.MOSTLY_Q8_0),
-    "q4_0": (GGMLQuantizationType.Q4_0, LlamaFileType.MOSTLY_Q4_0),
-}
-_GROUP = 32  # weights of a row that share a scale in Q8_0 and Q4_0
 _VOCABULARY = ("token_embd.weight", "output.weight")
 _OF_A_HEAD = ("attention.key_length", "attention.value_length", "rope.dimension_count")
 """Metadata whose defaults are computed from the number of heads."""
 _OWN = ("general.architecture", "general.file_type", "general.quantization_version")
 
-Array = np.ndarray[Any, Any]
 Arrangement = Callable[[Tensor, int], Tensor]
 """How a parameter (as transformers has it) lies in a GGUF file; the number is that of its heads."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """The number of tensors of a file, their bytes, and the number of each type."""
+    """What was written to a file.
 
-    tensors: int
+    Attributes:
+        num_bytes: The bytes of all tensors.
+        types: The number of tensors of each type.
+        rounded: The relative error of each tensor that its type does not hold to the bit, by name.
+    """
+
     num_bytes: int
     types: Mapping[str, int]
+    rounded: Mapping[str, float]
 
 
-def write_gguf(checkpoint: Checkpoint, like: Path, out: Path, kind: str) -> Written:
+def write_gguf(
+    checkpoint: Checkpoint, like: Path, out: Path, kind: str, vocabulary: str | None = None
+) -> Written:
     """Write the weights of a checkpoint with metadata and tokenizer of a GGUF file.
 
-    Matrices are stored in the given type, embeddings and head in Q8_0 where that is Q4_0, and norms
-    and biases in float32. What is zero in the checkpoint is zero in the file.
+    Matrices are stored in the given type, to the bit where it holds them, and norms and biases in
+    float32. What is zero in the checkpoint is zero in the file.
 
     Args:
         checkpoint: A dense Hugging Face checkpoint; it may be narrower than the file's model.
         like: The GGUF file that the model came from, or another of the same model.
         out: The file to write.
-        kind: bf16, f16, q8_0 or q4_0.
+        kind: A name in `TYPES`, or auto: for each matrix the smallest type that holds it to the
+            bit.
+        vocabulary: The same for embeddings and head; None for auto, where `kind` is, and else for
+            q8_0 where `kind` has fewer bits.
 
     Raises:
         FormatError: The checkpoint is packed or quantized; or the file is damaged, or of an
-            architecture whose tensors cannot be told.
-        OptionError: The file is of another model.
+            architecture whose tensors cannot be identified.
+        OptionError: The file is of another model, or a type cannot hold a matrix.
         ParityError: A weight that is zero would not be zero.
+        OSError: The file could not be written whole.
     """
+    reader = bounded_gguf(like)  # before the checkpoint, which takes longer to read
     if not checkpoint.config or checkpoint.config.get("quantization_config"):
         raise FormatError(
             f"{checkpoint.path} is no dense Hugging Face checkpoint. Give the directory that "
             "pruning wrote, not one that is packed."
         )
     config = checkpoint.pretrained_config().get_text_config()
-    reader = bounded_gguf(like)
     source = gguf_config(like).get_text_config()
     _refuse_other(source, config, like)
     state = checkpoint.load().state_dict()
@@ -96,25 +100,57 @@ def write_gguf(checkpoint: Checkpoint, like: Path, out: Path, kind: str) -> Writ
         location.stored: location.arranged(state[location.name], config) for location in locations
     }
     _copy_fields(reader, writer, _sizes(arranged, config, source))
-    writer.add_file_type(TYPES[kind][1])
-    if kind in ("q8_0", "q4_0"):
-        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    types: dict[str, int] = {}
-    num_bytes = 0
+    if vocabulary is None:
+        grid = None if kind == AUTO else TYPES[kind].grid
+        vocabulary = "q8_0" if grid is not None and grid.bits < 8 else kind
+    encoded = {}
     for tensor in reader.tensors:
         name = tensor.name
-        if name in arranged:
-            content, stored_as = _encoded(name, arranged[name], kind)
-        else:  # a table of frequencies, which is no weight
-            content, stored_as = np.array(tensor.data), tensor.tensor_type
-        writer.add_tensor(name, content, raw_dtype=stored_as)
-        types[stored_as.name] = types.get(stored_as.name, 0) + 1
-        num_bytes += content.nbytes
+        if name not in arranged:  # a table of frequencies, which is no weight
+            writer.add_tensor(name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
+            continue
+        of_tensor = vocabulary if name in _VOCABULARY else kind
+        stored = encode(name, arranged[name], "f32" if arranged[name].ndim == 1 else of_tensor)
+        writer.add_tensor(name, stored.content, raw_dtype=stored.kind.stored_as)
+        encoded[name] = stored
+    sizes: Counter[str] = Counter()
+    for stored in encoded.values():
+        sizes[stored.kind.name] += stored.content.nbytes
+    writer.add_file_type(TYPES[max(sizes, key=sizes.__getitem__)].file_type)
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    _write(writer, out)
+    return Written(
+        sum(tensor.n_bytes for tensor in GGUFReader(out).tensors),
+        Counter(stored.kind.name for stored in encoded.values()),
+        {name: stored.error for name, stored in encoded.items() if stored.error},
+    )
+
+
+def _write(writer: GGUFWriter, out: Path) -> None:
+    """Write the file, and read it back: a full disk may cut it short without an error.
+
+    Raises:
+        OSError: The file is not what was written.
+    """
+    checksums = {
+        name: zlib.crc32(info.tensor.tobytes())
+        for shard in writer.tensors
+        for name, info in shard.items()
+        if info.tensor is not None
+    }
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return Written(len(reader.tensors), num_bytes, types)
+    flush(out)
+    try:
+        read = {
+            tensor.name: zlib.crc32(tensor.data.tobytes()) for tensor in GGUFReader(out).tensors
+        }
+    except (ValueError, IndexError) as error:
+        raise OSError(f"{out} could not be written whole ({error}). Is the disk full?") from error
+    if read != checksums:
+        raise OSError(f"{out} does not hold what was written. Is the disk full?")
 
 
 @dataclass(frozen=True)
@@ -226,21 +262,3 @@ def _copy_fields(reader: GGUFReader, writer: GGUFWriter, sizes: Mapping[str, int
         name = f"{architecture}.{key}"
         if name in wanted and name not in reader.fields:
             writer.add_uint32(name, wanted[name])
-
-
-def _encoded(name: str, parameter: Tensor, kind: str) -> tuple[Array, GGMLQuantizationType]:
-    """Return a parameter encoded for the file, and the type of the encoding."""
-    values = parameter.detach().float().contiguous().numpy()
-    if parameter.ndim == 1:
-        return values, GGMLQuantizationType.F32
-    stored_as = TYPES[kind][0]
-    if kind == "q4_0" and name in _VOCABULARY:
-        stored_as = GGMLQuantizationType.Q8_0
-    if kind in ("q8_0", "q4_0") and values.shape[-1] % _GROUP:
-        log.warning("%s has %d columns, no multiple of 32: it is F16.", name, values.shape[-1])
-        stored_as = GGMLQuantizationType.F16
-    content = quantize(values, stored_as)
-    back = dequantize(content, stored_as)
-    if not np.isfinite(back).all() or back[values == 0].any():
-        raise ParityError(f"{name} cannot be stored as {stored_as.name}; use --type bf16.")
-    return content, stored_as

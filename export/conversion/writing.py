@@ -134,7 +134,7 @@ def write_packed(
     modules = {layer.name: layer.count for layer in layers} if form.count else names
     settings = _settings(form.quant_method, form.version, modules)
     settings |= {} if head is None else {"head": head.settings}
-    yield from _write(source, directory, layers, convert, settings, head=head)
+    yield from write_converted(source, directory, layers, convert, settings, head=head)
 
 
 def write_torchao(
@@ -148,7 +148,7 @@ def write_torchao(
 
     names = [layer.name for layer in layers]
     settings = _settings(TORCHAO_METHOD, TORCHAO_VERSION, names)
-    yield from _write(source, directory, layers, convert, settings, in_pickles=True)
+    yield from write_converted(source, directory, layers, convert, settings, in_pickles=True)
 
 
 def write_dense(
@@ -159,7 +159,7 @@ def write_dense(
     def convert(layer: LayerChoice, tensor: Tensor) -> dict[str, Tensor]:
         return {layer.tensor: positive_zeros(tensor)[0]}
 
-    yield from _write(source, directory, layers, convert, None)
+    yield from write_converted(source, directory, layers, convert, None)
 
 
 def _settings(quant_method: str, version: int, modules: Any) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def _settings(quant_method: str, version: int, modules: Any) -> dict[str, Any]:
     return {"quant_method": quant_method, "format_version": version, "modules": modules}
 
 
-def _write(
+def write_converted(
     source: Checkpoint,
     directory: Path,
     layers: Sequence[LayerChoice],
@@ -177,6 +177,20 @@ def _write(
     head: HeadChoice | None = None,
     in_pickles: bool = False,
 ) -> Iterator[str]:
+    """Write a checkpoint with the weights of some layers converted into an empty directory.
+
+    Args:
+        source: The checkpoint, whose other tensors are copied.
+        directory: Where to write.
+        layers: The layers whose weights are converted.
+        convert: Returns the tensors, by name, to write for a layer's weight.
+        settings: The `quantization_config` to write; None for none.
+        head: A head that is written in 8 bits.
+        in_pickles: Whether files are pickles, for tensors that safetensors cannot hold.
+
+    Yields:
+        The names of the layers, as they are converted.
+    """
     chosen = {layer.tensor: layer for layer in layers}
     weight_map: dict[str, str] = {}
     total = 0

@@ -101,3 +101,62 @@ def test_what_does_not_fit_is_refused(source, tiny_llama, tmp_path, capsys):
         assert message in capsys.readouterr().err
     assert there.read_text() == "mine"
     assert not list(tmp_path.glob("*bf16.gguf"))
+
+
+GRIDS_OF_RUNS = [
+    ({"grid": "iq4_nl"}, "IQ4_NL"),
+    ({"grid": "mxfp4"}, "MXFP4"),
+    ({"grid": "q4_0", "sparsity": 0.5}, "Q4_0"),
+    ({"bits": 3, "pattern": "2:4"}, "Q4_0"),
+    ({"bits": 8}, "Q8_0"),
+    ({"bits": 4, "sparsity": 0.5}, "Q5_0"),
+]
+
+
+@pytest.mark.parametrize(("options", "kind"), GRIDS_OF_RUNS, ids=str)
+def test_a_run_with_bits_is_exact_in_its_type(options, kind, source, tmp_path, capsys):
+    run = pruned(source, tmp_path / "run", **options)
+    main([str(run), "--like", str(source)])
+    assert "holds the weights of the checkpoint to the bit" in capsys.readouterr().out
+    file = tmp_path / "run.gguf"
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    assert stored["blk.0.ffn_down.weight"].tensor_type.name == kind
+    ours = AutoModelForCausalLM.from_pretrained(run)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=ours.dtype)
+    for name, weight in ours.state_dict().items():
+        assert torch.equal(weight, theirs.state_dict()[name]), name
+
+
+def test_rounding_is_reported_and_embeddings_may_have_another_type(source, tmp_path, capsys):
+    run = pruned(source, tmp_path / "run", grid="iq4_nl")
+    arguments = [str(run), "--like", str(source)]
+    main([*arguments, "--type", "q4_0", "--embedding-type", "bf16"])
+    printed = capsys.readouterr().out
+    assert "14 of them were rounded, by up to" in printed
+    stored = {
+        t.name: t.tensor_type.name for t in gguf.GGUFReader(tmp_path / "run-q4_0.gguf").tensors
+    }
+    assert stored["token_embd.weight"] == "BF16"
+    plain = pruned(source, tmp_path / "plain", pattern="2:4")
+    with pytest.raises(SystemExit):
+        main([str(plain), "--like", str(source), "--type", "iq4_nl"])
+    assert "Prune with `grid: iq4_nl`" in capsys.readouterr().err
+
+
+def test_a_file_that_is_cut_short_is_no_success(source, tmp_path, monkeypatch, capsys):
+    run = pruned(source, tmp_path / "run", pattern="2:4")
+    out = tmp_path / "out.gguf"
+    out.write_text("a good file")
+
+    def write(writer):
+        whole(writer)
+        for file in writer.fout:
+            file.truncate(file.tell() - 100)
+
+    whole = gguf.GGUFWriter.write_tensors_to_file
+    monkeypatch.setattr(gguf.GGUFWriter, "write_tensors_to_file", write)
+    with pytest.raises(SystemExit) as ended:
+        main([str(run), "--like", str(source), "--out", str(out), "--overwrite"])
+    assert ended.value.code
+    assert "could not be written whole" in capsys.readouterr().err
+    assert out.read_text() == "a good file"

@@ -1,0 +1,214 @@
+"""Write a pruning with bits as compressed-tensors' `pack-quantized`, which vLLM and SGLang run.
+
+Each weight is stored as whole numbers of 4 or 8 bits, eight or four in an int32, with a scale in
+the model's dtype for each row and group of columns. It is lossless: a checkpoint whose weights are
+no such numbers is refused, and what is written is read back and compared bit by bit.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+
+from export.conversion.checkpoint import Checkpoint, Track, open_checkpoint, silently
+from export.conversion.selection import Claims, LayerChoice
+from export.conversion.writing import write_converted
+from mrp_lightning.errors import FormatError, OptionError, ParityError, PatternError
+from mrp_lightning.models.checkpoint import build_without_weights, names_in_model
+from mrp_lightning.targets.blocks import matches, require_matches
+from mrp_sparse.formats.grid import Grid, ScaleType
+
+FORMAT = "compressed-tensors"
+_GROUPS = (128, 64, 32)
+"""The groups that engines' kernels take, the largest first; a group may also be a whole row."""
+_BITS = (4, 8)
+
+
+@dataclass(frozen=True)
+class Compressed:
+    """The choice of an export.
+
+    Attributes:
+        layers: The layers whose weights are packed.
+        bits: Bits of a weight: 4 or 8.
+        group_size: Columns that share a scale; −1 for all of a row.
+        ignored: The names of the other linear layers.
+    """
+
+    layers: Sequence[LayerChoice]
+    bits: int
+    group_size: int
+    ignored: Sequence[str]
+
+    def grid(self, shape: tuple[int, int], dtype: torch.dtype) -> Grid:
+        """Return the grid of a layer: scales are numbers of the weight's dtype."""
+        return _grid(self.bits, self.group_size, shape[1], dtype)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The `quantization_config` of the checkpoint."""
+        strategy = {"strategy": "channel"}
+        if self.group_size > 0:
+            strategy = {"strategy": "group", "group_size": self.group_size}  # type: ignore[dict-item]
+        weights = {"num_bits": self.bits, "type": "int", "symmetric": True, "dynamic": False}
+        scheme = {"targets": ["Linear"], "weights": weights | strategy, "format": "pack-quantized"}
+        return {
+            "quant_method": FORMAT,
+            "format": "pack-quantized",
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": scheme},
+            "ignore": list(self.ignored),
+        }
+
+
+def choose_compressed(
+    checkpoint: Checkpoint, skip: Sequence[str] = (), track: Track = silently
+) -> Compressed:
+    """Find codes of 4 or, if these are too few, 8 bits for the layers that a report lists.
+
+    Args:
+        checkpoint: The directory of a pruning with `bits` or `grid`.
+        skip: Name patterns of layers to leave dense.
+        track: Shows a bar.
+
+    Raises:
+        OptionError: The module is the user's own.
+        PatternError: The run had no bits, or weights are no such numbers; all layers are listed.
+        TargetError: A pattern in `skip` matches nothing.
+        FormatError: The checkpoint is quantized already or damaged.
+    """
+    path = checkpoint.path
+    if not checkpoint.config:
+        raise OptionError(f"`--format {FORMAT}` is for transformers models; got {path}.")
+    if checkpoint.config.get("quantization_config"):
+        raise FormatError(f"{path} is packed or quantized already. Give what pruning wrote.")
+    claims = Claims.read(path)
+    if claims.grid is None or claims.layers is None:
+        raise PatternError(
+            f"`--format {FORMAT}` stores weights of few bits, and {path} has no report of a "
+            "pruning with `bits` or `grid`. Prune it with `bits: 4` and `group_size: 32`."
+        )
+    model = build_without_weights(checkpoint.pretrained_config())
+    linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    require_matches("--skip", skip, list(linear))
+    wanted = {
+        name
+        for name in claims.layers
+        if name in linear and not any(matches(name, pattern) for pattern in skip)
+    }
+    group_size, misfits = _group_size(claims.grid.group_size, [linear[n] for n in wanted]), {}
+    name_in_model = names_in_model(model, get_model_conversion_mapping(model))
+    layers, bits = [], _BITS[0]
+    for stored, tensor in track(checkpoint.tensors(), checkpoint.num_tensors, "finding codes"):
+        parameter, is_converted = name_in_model(stored)
+        name, _, kind = parameter.rpartition(".")
+        if kind != "weight" or name not in wanted or is_converted or tensor.ndim != 2:
+            continue
+        shape = (tensor.shape[0], tensor.shape[1])
+        while (off := _off(tensor, bits, group_size)) and bits < _BITS[-1]:
+            bits = _BITS[-1]
+        if off:
+            misfits[name] = off
+        layers.append(LayerChoice(name, stored, shape, tensor.dtype))
+    if misfits or not layers:
+        listed = "\n".join(f"  {name}: {reason}" for name, reason in misfits.items())
+        raise PatternError(
+            f"{path} cannot be stored as {FORMAT} without loss. Prune with `grid: int4-g32`, "
+            f"int4-g64, int4-g128 or with `bits`, or leave layers dense with --skip:\n{listed}"
+        )
+    packed = {layer.name for layer in layers}
+    return Compressed(layers, bits, group_size, [name for name in linear if name not in packed])
+
+
+def write_compressed(source: Checkpoint, directory: Path, chosen: Compressed) -> Iterator[str]:
+    """Write the checkpoint into an empty directory; yields the names of layers one by one."""
+
+    def convert(layer: LayerChoice, tensor: Tensor) -> dict[str, Tensor]:
+        codes, scales = chosen.grid(layer.shape, layer.dtype).decompose(tensor)
+        start = layer.tensor.removesuffix("weight")
+        return {
+            f"{start}weight_packed": _pack(codes, chosen.bits),
+            f"{start}weight_scale": scales.to(tensor.dtype),
+            f"{start}weight_shape": torch.tensor(tensor.shape),
+        }
+
+    yield from write_converted(source, directory, chosen.layers, convert, chosen.settings)
+
+
+def check_compressed(source: Checkpoint, directory: Path, chosen: Compressed) -> None:
+    """Read what was written, and compare it bit by bit with the source.
+
+    Raises:
+        ParityError: Some tensor differs; all are named.
+    """
+    written = dict(open_checkpoint(directory).tensors())
+    packed = {layer.tensor: layer for layer in chosen.layers}
+    different = []
+    for name, tensor in source.tensors():
+        if (layer := packed.get(name)) is None:
+            other = written.get(name)
+        else:
+            start = layer.tensor.removesuffix("weight")
+            codes = _unpack(written[f"{start}weight_packed"], chosen.bits)
+            scales = written[f"{start}weight_scale"]
+            width = chosen.grid(layer.shape, layer.dtype).group_size
+            # As compressed-tensors dequantises: codes in the dtype of scales, one rounding.
+            other = codes.to(scales.dtype) * scales.repeat_interleave(width, 1)
+        if other is None or not torch.equal(other, tensor):
+            different.append(name)
+    if different:
+        raise ParityError(
+            f"{len(different)} tensors read back differ from {source.path}: "
+            f"{', '.join(different[:5])}. Please report this."
+        )
+
+
+def _group_size(size: int, layers: Sequence[nn.Linear]) -> int:
+    """Return the largest group of the engines that a run's groups are made of, −1 for rows."""
+    if layers and all(layer.in_features <= size for layer in layers):
+        return -1
+    for group in _GROUPS:
+        if size % group == 0 and all(layer.in_features % group == 0 for layer in layers):
+            return group
+    widths = ", ".join(map(str, sorted({layer.in_features for layer in layers})))
+    raise PatternError(
+        f"`--format {FORMAT}` has groups of 32, 64 or 128 columns, and this run `group_size` "
+        f"{size} with layers of {widths} columns. Prune with `group_size: 32`."
+    )
+
+
+def _grid(bits: int, group_size: int, columns: int, dtype: torch.dtype) -> Grid:
+    codebook = tuple(range(-8, 8)) if bits == 4 else tuple(range(-128, 128))
+    significant = 1 - int(math.log2(torch.finfo(dtype).eps))
+    size = columns if group_size < 0 else group_size
+    return Grid(bits, size, codebook, ScaleType(significant), f"int{bits}-g{size}")
+
+
+def _off(weight: Tensor, bits: int, group_size: int) -> str | None:
+    """Return how many groups of a weight have no codes of so many bits; None if all have."""
+    grid = _grid(bits, group_size, weight.shape[1], weight.dtype)
+    fits = grid.fit(weight)[2]
+    missing = int((~fits).sum())
+    return f"{missing} of {fits.numel()} groups are no multiples of a scale" if missing else None
+
+
+def _pack(codes: Tensor, bits: int) -> Tensor:
+    """Return codes (rows, columns) from −2^(bits − 1) as int32 (rows, columns·bits/32)."""
+    each = 32 // bits
+    columns = codes.shape[1]
+    padded = torch.zeros(len(codes), -(-columns // each) * each, dtype=torch.int64)
+    padded[:, :columns] = codes.long() + (1 << (bits - 1))
+    words = (padded.unflatten(1, (-1, each)) << (torch.arange(each) * bits)).sum(2)
+    return (words - ((words >> 31) << 32)).to(torch.int32)  # the same bits, with a sign
+
+
+def _unpack(words: Tensor, bits: int) -> Tensor:
+    """Return the codes of `_pack`, int64 (rows, columns)."""
+    shifts = torch.arange(32 // bits) * bits
+    fields = (words.long()[:, :, None] >> shifts) & ((1 << bits) - 1)
+    return fields.flatten(1) - (1 << (bits - 1))

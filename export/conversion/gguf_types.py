@@ -1,0 +1,176 @@
+"""The types of tensors in GGUF files: exact where a type holds a weight, and else rounded.
+
+A type with codes and scales holds a weight to the bit if reading the file gives the weight, after
+the cast to the checkpoint's dtype. Codes and scales are found from the weight (`Grid.fit`), as
+rounding anew would move them: gguf's own quantisers choose other scales.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType, LlamaFileType
+from gguf.quants import dequantize, quantize
+from torch import Tensor
+
+from mrp_lightning.errors import OptionError, ParityError
+from mrp_sparse.formats.grid import GRIDS, Grid
+
+AUTO = "auto"
+_FIRST = 4  # rows that decide quickly, in most cases, that a weight is not on a grid
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class GgufType:
+    """A type of tensors.
+
+    Attributes:
+        name: Its name on the command line and, where it has codes and scales, in `GRIDS`.
+        stored_as: The type in the file.
+        file_type: The type of a file whose matrices have this type.
+        pack: Returns the blocks (n, bytes), uint8, of codes (n, 32) and scales (n,); None for types
+            without codes.
+    """
+
+    name: str
+    stored_as: GGMLQuantizationType
+    file_type: LlamaFileType
+    pack: Callable[[Array, Array], Array] | None = None
+
+    @property
+    def grid(self) -> Grid | None:
+        """The codes and scales of the type; None for floating-point types."""
+        return None if self.pack is None else GRIDS[self.name]
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A tensor as it is stored.
+
+    Attributes:
+        content: Its bytes, or its numbers.
+        kind: Its type.
+        error: The root mean square of the change by rounding, relative to the tensor's; 0 if the
+            tensor is exact.
+    """
+
+    content: Array
+    kind: GgufType
+    error: float = 0.0
+
+
+def _nibbles(codes: Array) -> Array:
+    """Return the lower four bits of codes (n, 32): code j and code j + 16 share a byte."""
+    low = codes.astype(np.uint8) & 15
+    return low[:, :16] | (low[:, 16:] << 4)
+
+
+def _float16(scales: Array) -> Array:
+    return scales.astype("<f2").view(np.uint8).reshape(-1, 2)
+
+
+def _q4_0(codes: Array, scales: Array) -> Array:
+    return np.hstack([_float16(scales), _nibbles(codes + 8)])
+
+
+def _q5_0(codes: Array, scales: Array) -> Array:
+    fifth = np.packbits(codes + 16 >= 16, axis=1, bitorder="little")
+    return np.hstack([_float16(scales), fifth, _nibbles(codes + 16)])
+
+
+def _q8_0(codes: Array, scales: Array) -> Array:
+    return np.hstack([_float16(scales), codes.astype(np.int8).view(np.uint8)])
+
+
+def _iq4_nl(codes: Array, scales: Array) -> Array:
+    places = np.searchsorted(GRIDS["iq4_nl"].codebook, codes)
+    return np.hstack([_float16(scales), _nibbles(places)])
+
+
+def _mxfp4(codes: Array, scales: Array) -> Array:
+    sizes = np.searchsorted([0, 1, 2, 3, 4, 6, 8, 12], np.abs(codes))
+    exponents = np.frexp(scales)[1] + 127  # the scale is 2^(exponent − 128)
+    return np.hstack([exponents.astype(np.uint8)[:, None], _nibbles(sizes + 8 * (codes < 0))])
+
+
+_T, _F = GGMLQuantizationType, LlamaFileType
+TYPES = {
+    kind.name: kind
+    for kind in (
+        GgufType("iq4_nl", _T.IQ4_NL, _F.MOSTLY_IQ4_NL, _iq4_nl),
+        GgufType("q4_0", _T.Q4_0, _F.MOSTLY_Q4_0, _q4_0),
+        GgufType("mxfp4", _T.MXFP4, _F.MOSTLY_MXFP4_MOE, _mxfp4),
+        GgufType("q5_0", _T.Q5_0, _F.MOSTLY_Q5_0, _q5_0),
+        GgufType("q8_0", _T.Q8_0, _F.MOSTLY_Q8_0, _q8_0),
+        GgufType("bf16", _T.BF16, _F.MOSTLY_BF16),
+        GgufType("f16", _T.F16, _F.MOSTLY_F16),
+        GgufType("f32", _T.F32, _F.ALL_F32),
+    )
+}
+"""The types by name, the smallest first."""
+
+
+def encode(name: str, parameter: Tensor, kind: str) -> Encoded:
+    """Store a parameter in a type, to the bit if the type holds it, and else rounded.
+
+    Args:
+        name: Its name in the file, for messages.
+        parameter: (..., columns), floating point.
+        kind: A type's name, or auto: the smallest that holds the parameter to the bit.
+
+    Raises:
+        OptionError: The type has no rounding, and does not hold the parameter.
+        ParityError: A weight that is zero, or finite, would not be so.
+    """
+    if kind != AUTO:
+        chosen = TYPES[kind]
+        return _exact(parameter, chosen) or _rounded(name, parameter, chosen)
+    for each in TYPES.values():
+        if (encoded := _exact(parameter, each)) is not None:
+            return encoded
+    raise OptionError(
+        f"{name} holds {parameter.dtype} values that no type of a GGUF file holds to the bit. Name "
+        "a type with --type."
+    )
+
+
+def _exact(parameter: Tensor, kind: GgufType) -> Encoded | None:
+    """Return the parameter in a type that holds it to the bit; None if this one does not."""
+    matrix = parameter.detach().reshape(-1, parameter.shape[-1])
+    if kind.pack is None or kind.grid is None:
+        content = quantize(matrix.float().numpy(), kind.stored_as)
+        back = torch.from_numpy(np.array(dequantize(content, kind.stored_as)))
+        held = bool(torch.equal(back.to(matrix.dtype), matrix))
+    elif kind.grid.divides(matrix.shape[1]) and kind.grid.fit(matrix[:_FIRST])[2].all():
+        codes, scales, fits = kind.grid.fit(matrix)
+        held = bool(fits.all())
+        if held:
+            groups = codes.numpy().astype(np.int64).reshape(-1, kind.grid.group_size)
+            content = kind.pack(groups, scales.numpy().reshape(-1)).reshape(len(matrix), -1)
+    else:
+        held = False
+    if not held:
+        return None
+    return Encoded(content.reshape(*parameter.shape[:-1], -1), kind)
+
+
+def _rounded(name: str, parameter: Tensor, kind: GgufType) -> Encoded:
+    """Return the parameter rounded by gguf; in F16 if its columns are no whole groups."""
+    values = parameter.detach().float().contiguous().numpy()
+    if kind.grid is not None and not kind.grid.divides(values.shape[-1]):
+        kind = TYPES["f16"]
+    try:
+        content = quantize(values, kind.stored_as)
+    except NotImplementedError:
+        raise OptionError(
+            f"--type {kind.name}: {name} is not on the grid of this type, and package gguf cannot "
+            f"round to it. Prune with `grid: {kind.name}`, or take --type auto."
+        ) from None
+    back = dequantize(content, kind.stored_as)
+    if not np.isfinite(back).all() or back[values == 0].any():
+        raise ParityError(f"{name} cannot be stored as {kind.name}; use --type bf16 or auto.")
+    change = np.linalg.norm(back - values) / (np.linalg.norm(values) or 1.0)
+    return Encoded(content, kind, float(change))
