@@ -3,10 +3,12 @@
 All weights are checked to be there.
 """
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.sparse import SparseSemiStructuredTensorCUTLASS
 from transformers import PreTrainedModel
@@ -31,6 +33,10 @@ from mrp_lightning.models.integrity import (
 )
 from mrp_lightning.models.loading import load_config
 from mrp_sparse.arguments import checked
+from mrp_sparse.eight_bit_head import EightBitLinear
+from mrp_sparse.packed_linear import Bitmask4Linear, BitmaskLinear
+
+log = logging.getLogger(__name__)
 
 
 def read(file: str | os.PathLike[str]) -> dict[str, Tensor]:
@@ -51,9 +57,33 @@ def read(file: str | os.PathLike[str]) -> dict[str, Tensor]:
         ) from error
 
 
+@torch.no_grad()
+def expand_bitmasks(model: PreTrainedModel) -> PreTrainedModel:
+    """Make a model's layers dense if they are bitmasks on a device without a kernel for them.
+
+    Such a device unpacks the whole weight for every product. 2:4 layers and those on a CPU, which
+    have kernels, stay packed, and so do all where some are offloaded to a disk.
+    """
+    kinds = (BitmaskLinear, Bitmask4Linear, EightBitLinear)
+    layers = [layer for layer in model.modules() if isinstance(layer, kinds)]
+    slow = [layer for layer in layers if layer.weight.device.type != "cpu"]
+    if not slow or any(layer.weight.is_meta for layer in layers):
+        return model
+    log.warning(
+        "%d layers are made dense: %s has no kernels for bitmasks and heads of 8 bits, and would "
+        "unpack each for every product.",
+        len(slow),
+        slow[0].weight.device,
+    )
+    model.dequantize()
+    return model
+
+
 @checked
 def load(directory: str | os.PathLike[str], **options: Any) -> PreTrainedModel:
     """Load a packed or dense model, and check that the directory has all of its weights.
+
+    Bitmask layers that `device_map` puts on a GPU are made dense; see `expand_bitmasks`.
 
     Args:
         directory: A directory that `python -m export.to_sparse` wrote. With `--format torchao` the
@@ -125,4 +155,4 @@ def _load_pretrained(directory: str | os.PathLike[str], **options: Any) -> PreTr
     ]
     if problems:
         raise FormatError(f"{directory} does not fit {type(model).__name__}: {'; '.join(problems)}")
-    return model
+    return expand_bitmasks(model)

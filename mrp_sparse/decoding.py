@@ -1,7 +1,8 @@
 """Greedy generation at batch 1, and its speed.
 
 On a CPU a step of decoding is compiled ahead of time, once for each shape and format (minutes), and
-kept for the next start. Where that fails, a warning gives the reason, and steps run eagerly.
+kept for the next start. On a GPU transformers compiles it around a static cache and replays CUDA
+graphs. Where that fails, a warning gives the reason, and steps run eagerly.
 """
 
 import logging
@@ -24,6 +25,10 @@ _FREE |= {"top_p", "max_length", "max_new_tokens", "transformers_version", "use_
 _FREE |= {"_from_model_config", "cache_implementation", "return_dict_in_generate"}
 _FREE |= {f"output_{output}" for output in ("attentions", "hidden_states", "scores", "logits")}
 """Settings of `generation_config` that do not change which token is the likeliest."""
+
+_EAGER = "Python takes each step of decoding, which is slower: the step could not be compiled (%s)."
+_WARM_UP_TOKENS = 6
+"""A compiled step runs once to warm up and once to be captured; the prompt is another graph."""
 
 
 @dataclass(frozen=True)
@@ -76,19 +81,24 @@ def write(
         tokens: `input_ids` and `attention_mask` of the beginning of the text, each (1, tokens).
         streamer: Prints the tokens as they come.
         max_new_tokens: Number of new tokens at most; an end token ends the text earlier.
-        compiled: Whether steps run without Python, if this model can be compiled so. If it cannot,
-            a warning says why.
+        compiled: Whether steps run without Python, if this model can be compiled. If it cannot, a
+            warning says why.
 
     Returns:
         The speed, after a warm-up.
     """
+    options: dict[str, Any] = {**tokens, "max_new_tokens": max_new_tokens, "do_sample": False}
+    on_cpu, written = _is_on_cpu(model), False
+    if compiled and not on_cpu and _is_static(model, options):
+        options["cache_implementation"] = "static"
+        model.generate(**options, streamer=streamer)
+        written = True
     with torch.inference_mode():
-        written = compiled and _write_compiled(model, tokens["input_ids"], max_new_tokens, streamer)
+        if compiled and on_cpu:
+            written = _write_compiled(model, tokens["input_ids"], max_new_tokens, streamer)
         if not written:
-            model.generate(**tokens, max_new_tokens=2, do_sample=False)  # warms up
-            model.generate(
-                **tokens, max_new_tokens=max_new_tokens, do_sample=False, streamer=streamer
-            )
+            _warm_up(model, options)
+            model.generate(**options, streamer=streamer)
     begin, *times = streamer.times
     spent = times[-1] - times[0]
     return Speed(
@@ -97,6 +107,31 @@ def write(
         rate=(len(times) - 1) / spent if spent else 0.0,
         num_bytes=storage_bytes(model),
     )
+
+
+def _is_on_cpu(model: Any) -> bool:
+    return bool(model.device.type == "cpu")
+
+
+def _warm_up(model: Any, options: Mapping[str, Any]) -> None:
+    """Generate a few tokens, in a cache as long as for all of them."""
+    most = options["input_ids"].shape[1] + _WARM_UP_TOKENS
+    stop = [lambda ids, _: torch.full((len(ids),), ids.shape[1] >= most, device=ids.device)]
+    model.generate(**options, stopping_criteria=stop)
+
+
+def _is_static(model: Any, options: Mapping[str, Any]) -> bool:
+    """Return whether a model generates with a static cache, and compile its step by doing so.
+
+    transformers compiles the step where the cache and the quantizer allow it. A failure is logged.
+    """
+    try:
+        _warm_up(model, {**options, "cache_implementation": "static"})
+    except Exception as error:  # transformers', dynamo's, and the compilers' are of many kinds
+        log.debug("The step was not compiled.", exc_info=True)
+        log.warning(_EAGER, first_line(error))
+        return False
+    return True
 
 
 def _write_compiled(
@@ -109,11 +144,7 @@ def _write_compiled(
         step = CompiledStep(model, prompt.shape[1] + max_new_tokens)
     except Exception as error:  # each part of torch.export and the compilers has its own
         log.debug("The step was not compiled.", exc_info=True)
-        log.warning(
-            "Python takes each step of decoding, which is slower: the step could not be compiled "
-            "(%s).",
-            first_line(error),
-        )
+        log.warning(_EAGER, first_line(error))
         return False
     step.read(prompt[:, :1])
     step(prompt[:, :1])  # warms up

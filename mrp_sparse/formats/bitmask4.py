@@ -14,8 +14,8 @@ from mrp_sparse.formats.packed_format import PackedFormat, why_no_matrix
 GROUP = 64
 """Consecutive columns of a row that share a scale, and whose nibbles begin at a byte."""
 GRID = grid_of_bits(4, GROUP)
-_CODES = [code for code in range(-8, 9) if code]
-"""The codes by nibble. Zero is none of them: zeros are not stored."""
+_LARGEST = 8
+"""Codes are −8 to 8 without zero, which is not stored: nibble n is n − 8, or n − 7 from 8 on."""
 _WEIGHTS_AT_A_TIME = 2**20
 
 
@@ -78,17 +78,25 @@ def _pack_rows(codes: Tensor) -> Tensor:
 
 
 def unpack(nibbles: Tensor, bits: Tensor, scales: Tensor, columns: int) -> Tensor:
-    """Return the weight (rows, columns) that was packed, equal to the bit, in the scales' dtype."""
+    """Return the weight (rows, columns) that was packed, equal to the bit, in the scales' dtype.
+
+    No value is looked at by the host, and nothing is copied to the device, so that a CUDA graph can
+    capture it.
+    """
     kept = _kept_by_group(bits)
     rows, groups, _ = kept.shape
-    counts = kept.sum(2)
-    first = _first(_bytes_of_groups(counts), GROUP // 2)
-    pairs = nibbles.new_zeros(first.shape).masked_scatter_(first, nibbles)
-    codes = torch.tensor(_CODES, dtype=scales.dtype, device=nibbles.device)
-    values = codes[torch.stack((pairs & 15, pairs >> 4), dim=3).flatten(2).int()]
-    values = values * scales[:, :, None]
-    weight = values.new_zeros(kept.shape)
-    weight.masked_scatter_(kept, values[_first(counts, GROUP)])
+    if not nibbles.numel():
+        return scales.new_zeros(rows, columns)
+    # The n-th stored code of a group is nibble n % 2 of its byte n // 2.
+    number = kept.cumsum(2, dtype=torch.int32) - 1
+    lengths = _bytes_of_groups(number[:, :, -1] + 1).flatten()
+    starts = lengths.cumsum(0, dtype=torch.int32) - lengths
+    byte = (starts.view(rows, groups, 1) + (number >> 1)).clamp(0, nibbles.numel() - 1)
+    pairs = nibbles.index_select(0, byte.flatten()).view(kept.shape)
+    nibble = pairs >> (number & 1).to(torch.uint8) * 4 & 15
+    codes = nibble.to(torch.int8) - 8 + (nibble > 7).to(torch.int8)
+    values = codes.to(scales.dtype) * scales[:, :, None]
+    weight = torch.where(kept, values, torch.zeros_like(values))
     return weight.view(rows, groups * GROUP)[:, :columns].contiguous()
 
 
@@ -109,7 +117,7 @@ def damage(nibbles: Tensor, bits: Tensor, scales: Tensor, columns: int) -> str |
         return f"the weights marked as kept take {needed} bytes, and there are {nibbles.numel()}"
     if unused_bits(bits, columns):
         return f"bits are set beyond its {columns} columns"
-    if count := int((~(scales * _CODES[0]).isfinite()).sum()):
+    if count := int((~(scales * -_LARGEST).isfinite()).sum()):
         return f"{count} scales are not finite, or make weights that are not"
     return None
 

@@ -4,7 +4,8 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from export import timing
 from export.comparison import Decoder, dense_copy, packed_copy, prefill
@@ -12,9 +13,12 @@ from export.conversion.checkpoint import open_checkpoint
 from export.conversion.parity import check_parity
 from export.conversion.selection import choose_layers
 from export.conversion.writing import write_packed
+from export.loading import expand_bitmasks, load
+from export.packing import PackingOptions, convert
 from export.timing import prunable, random_model
 from mrp_lightning.embedded import STDLIB_LLAMA
-from mrp_sparse.packed_linear import Sparse24Linear
+from mrp_sparse.eight_bit_head import EightBitLinear
+from mrp_sparse.packed_linear import BitmaskLinear, Sparse24Linear
 
 KINDS = {
     "llama": {"intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2},
@@ -91,3 +95,35 @@ def test_dense_weights_are_where_the_packed_ones_are(second, kind):
 def prunable_model(kind):
     model = random_model(kind, torch.float32, torch.device("cpu"))
     return model, prunable(model)
+
+
+@pytest.mark.parametrize("head_bits", [8, 16])
+def test_bitmasks_are_dense_on_a_device_without_kernels(second, head_bits, tmp_path, caplog):
+    """They would be unpacked for every product. On a CPU they stay packed."""
+    source = tmp_path / "pruned"
+    model = AutoModelForCausalLM.from_pretrained(STDLIB_LLAMA, dtype=torch.bfloat16)
+    for module in model.model.modules():
+        if isinstance(module, nn.Linear):
+            module.weight.data *= torch.rand(module.weight.shape) < 0.5
+    model.save_pretrained(source)
+    AutoTokenizer.from_pretrained(STDLIB_LLAMA).save_pretrained(source)
+    out = tmp_path / "packed"
+    where = {"checkpoint": str(source), "out": str(out), "device": "cpu"}
+    convert(PackingOptions(**where, format="bitmask", head_bits=head_bits))
+    caplog.clear()
+    here = load(out)
+    kinds = BitmaskLinear, EightBitLinear
+    packed = [module for module in here.modules() if isinstance(module, kinds)]
+    assert len(packed) == 28 + (head_bits == 8)
+    assert expand_bitmasks(here) is here
+    assert caplog.records == []
+    ids = torch.arange(3, 12)[None]
+    with torch.no_grad():
+        expected = copy.deepcopy(here)(ids).logits
+        there = expand_bitmasks(copy.deepcopy(here).to(second))
+        assert not [module for module in there.modules() if isinstance(module, kinds)]
+        assert {tensor.device for tensor in there.state_dict().values()} == {second}
+        logits = there(ids.to(second)).logits.cpu()
+    assert (logits - expected).norm() < 0.01 * expected.norm()  # attention rounds otherwise there
+    (record,) = caplog.records
+    assert f"{len(packed)} layers are made dense: {second} has no kernels" in record.message

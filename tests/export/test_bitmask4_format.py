@@ -8,6 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from mrp_lightning.errors import FormatError, PatternError
 from mrp_sparse.formats import bitmask4
@@ -143,3 +144,16 @@ def test_the_documented_example_holds():
         assert any(line.startswith(name) and written in line for line in shown), (name, written)
     word = int(scales.view(torch.int16)[0, 0])
     assert any(line.startswith("scales") and f"{word:04x}" in line for line in shown)
+
+
+@pytest.mark.parametrize("columns", [64, 200, 512])
+def test_the_host_waits_for_no_value_while_unpacking(columns):
+    """A CUDA graph cannot capture an operator whose result's size depends on values."""
+    device = "cpu" if torch.version.cuda is None else "cuda"  # fake: no GPU is needed
+    stored = pack(torch.randint(-8, 9, (24, columns)).bfloat16())
+    with FakeTensorMode():
+        stored = [torch.empty(t.shape, dtype=t.dtype, device=device) for t in stored]
+        unpacked = unpack(*stored, columns)
+    assert unpacked.shape == (24, columns)
+    assert unpacked.dtype == torch.bfloat16
+    assert unpacked.device.type == device

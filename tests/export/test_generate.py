@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, CompileConfig
 
 from export.generate import main
 from export.to_sparse import main as to_sparse
@@ -89,3 +89,81 @@ def test_what_else_generation_would_return_keeps_no_step_from_being_compiled(mon
     monkeypatch.setattr(decoding, "CompiledStep", asked)
     main([str(STDLIB_LLAMA), "--prompt", "import", "--max-new-tokens", "3", "--device", "cpu"])
     assert "(OptionError: a step of LlamaForCausalLM for 4 tokens)" in caplog.text
+
+
+def text_of(model, tokenizer, count):
+    tokens = model.generate(
+        **tokenizer(PROMPT, return_tensors="pt"), max_new_tokens=count, do_sample=False
+    )
+    return tokens[0, -count:].tolist()
+
+
+class Recorded(decoding.TimedStreamer):
+    """Records tokens, too."""
+
+    def put(self, value):
+        self.__dict__.setdefault("tokens", []).extend(value.flatten().tolist())
+        super().put(value)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Lets `write` take the way of a GPU; dynamo compiles the step there without a compiler."""
+    compiled = []
+
+    def backend(graph, inputs, **_):
+        compiled.append(graph)
+        return graph.forward
+
+    kind = type(AutoModelForCausalLM.from_pretrained(STDLIB_LLAMA))
+    config = CompileConfig(fullgraph=True, backend=backend)
+    config._compile_all_devices = True
+    valid = kind._valid_auto_compile_criteria
+
+    def criteria(self, inputs, generation_config):
+        generation_config.compile_config = config
+        return valid(self, inputs, generation_config)
+
+    monkeypatch.setattr(kind, "_valid_auto_compile_criteria", criteria)
+    monkeypatch.setattr(decoding, "_is_on_cpu", lambda model: False)
+    yield compiled
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("form", ["packed", "bitmask"])
+def test_a_gpu_compiles_the_step_around_a_static_cache(form, as_on_a_gpu, llama, caplog):
+    """The whole step is one graph, with our operators in it, and writes what plain steps write."""
+    to_sparse([str(llama), "--format", form])
+    directory = llama.with_name({"packed": "llama-sparse24", "bitmask": "llama-bitmask"}[form])
+    model = AutoModelForCausalLM.from_pretrained(directory).eval()
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    streamer = Recorded(tokenizer)
+    tokens = dict(tokenizer(PROMPT, return_tensors="pt"))
+    speed = decoding.write(model, tokens, streamer, 12, compiled=True)
+    assert "could not be compiled" not in caplog.text
+    assert speed.tokens == 12
+    assert streamer.tokens[-12:] == text_of(model, tokenizer, 12)
+    assert as_on_a_gpu
+    operators = {str(node.target) for graph in as_on_a_gpu for node in graph.graph.nodes}
+    names = {"packed": "mrp_lightning.linear24", "bitmask": "mrp_lightning.linear_bitmask"}
+    assert any(names[form] in operator for operator in operators)
+
+
+def test_where_the_step_cannot_be_compiled_a_warning_says_so(monkeypatch, llama, caplog):
+    monkeypatch.setattr(decoding, "_is_on_cpu", lambda model: False)
+    model = AutoModelForCausalLM.from_pretrained(llama).eval()
+    generate = model.generate
+
+    def failing(*args, **options):
+        if options.get("cache_implementation") == "static":
+            raise RuntimeError("Failed to find C compiler.\nPlease specify via CC")
+        return generate(*args, **options)
+
+    monkeypatch.setattr(model, "generate", failing)
+    tokenizer = AutoTokenizer.from_pretrained(llama)
+    streamer = Recorded(tokenizer)
+    decoding.write(model, dict(tokenizer(PROMPT, return_tensors="pt")), streamer, 3, compiled=True)
+    assert "could not be compiled (RuntimeError: Failed to find C compiler.)" in caplog.text
+    assert streamer.tokens[-3:] == text_of(
+        AutoModelForCausalLM.from_pretrained(llama), tokenizer, 3
+    )
