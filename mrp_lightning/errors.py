@@ -1,5 +1,6 @@
 """Errors by kind, and the exit statuses of commands."""
 
+from mrp_sparse.errors import ArgumentError as ArgumentError
 from mrp_sparse.errors import FormatError as FormatError
 from mrp_sparse.errors import OptionError as OptionError
 from mrp_sparse.errors import PatternError as PatternError
@@ -15,7 +16,7 @@ def ended_by(signal: int) -> int:
     return 128 + signal
 
 
-class MethodError(ValueError):
+class MethodError(ArgumentError):
     """`method` is not one that exists, or cannot be used with the given pattern."""
 
 
@@ -23,11 +24,11 @@ class HessianError(ValueError):
     """The Hessian is not usable: no tokens, NaN or Inf, all zero, or not positive definite."""
 
 
-class StrategyError(ValueError):
+class StrategyError(ArgumentError):
     """The trainer spreads the model or the data over processes in a way that is not supported."""
 
 
-class DataError(ValueError):
+class DataError(ArgumentError):
     """Text or batches cannot be used: none, too short, of an unknown form, without a tokenizer."""
 
 

@@ -1,19 +1,36 @@
-"""The errors of packed weights, by kind."""
+"""Errors by kind. Most of them name the argument that they are about."""
 
 
-class PatternError(ValueError):
+class ArgumentError(ValueError):
+    """An argument cannot be used as it is.
+
+    Attributes:
+        argument: The name of the argument, which precedes the message. A command line sets it to
+            the option as it is typed. `None` if the message is about several, or names it itself.
+    """
+
+    def __init__(self, message: str = "", argument: str | None = None) -> None:
+        super().__init__(message)
+        self.argument = argument
+
+    def __str__(self) -> str:
+        message = super().__str__()
+        return message if self.argument is None else f"`{self.argument}`: {message}"
+
+
+class PatternError(ArgumentError):
     """`sparsity` or `pattern` is missing, malformed, or does not fit a layer."""
 
 
-class TargetError(ValueError):
+class TargetError(ArgumentError):
     """Layers or blocks that were asked for do not exist, or cannot be pruned as they are."""
 
 
-class FormatError(ValueError):
+class FormatError(ArgumentError):
     """A checkpoint cannot be read as what it says it is: missing, damaged or unknown content."""
 
 
-class OptionError(ValueError):
+class OptionError(ArgumentError):
     """An option has a value that it cannot have."""
 
 

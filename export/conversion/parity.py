@@ -93,8 +93,8 @@ def text_windows(
         ) from error
     paths = [Path(file).expanduser() for file in files]
     text = TextFiles(evaluation=paths) if paths else StandardLibrary()
-    windows = text.windows(Cutter(tokenizer, length, text.bos), "test", "test").ids[:count]
-    if len(windows) < count:
+    windows = text.windows(Cutter(tokenizer, length, text.bos), "test").ids[:count]
+    if windows.shape != (count, length):
         raise DataError(
             f"`--text`: the parity gate needs {count} windows of {length} tokens, but the text "
             f"gives {len(windows)}. Give more text, or none to take the embedded text."

@@ -36,7 +36,7 @@ def explained_out_of_memory(device: torch.device, *, offload: bool) -> Iterator[
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, OutOfMemoryError) or not is_out_of_memory(error):
             raise
-        lower = "Lower `data.batch_size` or `data.sequence_length` (those of your own dataloader)"
+        lower = "Lower `batch_size` or `sequence_length` (those of your own dataloader)"
         if device.type == "cpu":
             step = (
                 f"{lower}, calibrate on fewer samples, or load the model with `dtype: bfloat16` or "

@@ -36,6 +36,7 @@ from mrp_lightning.text.sources import (
     StandardLibrary,
     TextFiles,
     TextSource,
+    expanded,
     find_files,
 )
 from mrp_lightning.text.windows import Cutter
@@ -73,8 +74,11 @@ class TextDataModule(LightningDataModule):
     with −100 for these tokens.
 
     Args:
-        train_files: UTF-8 text files (a document each) or .jsonl files (a document a line, under
-            `text_column`), for `predict` and `fit`.
+        train_files: Text for `predict` and `fit`: UTF-8 text files, a document each; .jsonl files,
+            a document a line; tables (.json, .csv, .tsv, .parquet, .arrow), a document a row.
+            Directories stand for all of these beneath them, and wildcards are allowed. A document
+            of .jsonl and of tables is the text under `text_column` or, there or under `messages`,
+            a conversation, which the tokenizer's chat template makes a text of.
         eval_files: Files of the same kinds, for `validate` and `test`.
         dataset: A Hugging Face dataset with the splits train, validation and test: its name or
             directory, the arguments of `datasets.load_dataset` (such as `path` and `data_files`),
@@ -99,7 +103,7 @@ class TextDataModule(LightningDataModule):
             texts, as in SparseGPT), or before every window (`window`, the default otherwise).
         batch_size: Windows a batch.
         seed: Seed of the draws of calibration windows, and of the order in which `fit` reads.
-        text_column: Key of the text in .jsonl files, and its column in datasets.
+        text_column: Key of the text in .jsonl files, and its column in tables and datasets.
         tokenizer: A tokenizer, or the directory or hub id of one; by default that of the model.
 
     Raises:
@@ -107,9 +111,8 @@ class TextDataModule(LightningDataModule):
             `setup`; then it gives the commands that download them.
         OptionError: A value is of another type, a number is too small, text comes from two
             places, or a published text is unknown.
-        DataError: Files are tables, such as JSON or CSV, and no text; or, raised in `setup` or when
-            windows are made, no tokenizer is known, windows are longer than the model can read, or
-            the text is too short for a window, or for that many.
+        DataError: In `setup` or when windows are made: no tokenizer is known, windows are longer
+            than the model can read, or files hold no text, or hardly any.
     """
 
     @checked
@@ -133,12 +136,12 @@ class TextDataModule(LightningDataModule):
     ) -> None:
         super().__init__()
         if bos not in (None, "text", "window"):
-            raise OptionError(f"`data.bos` must be text or window. Got {bos!r}.")
+            raise OptionError(f"expected text or window. Got {bos!r}.", "bos")
         least = {"num_samples": (num_samples, 1), "batch_size": (batch_size, 1)}
         if sequence_length is not None:
             least["sequence_length"] = sequence_length, 2  # one is to be predicted
         if wrong := [
-            f"`data.{name}` must be at least {few}; got {count}."
+            f"`{name}` must be at least {few}; got {count}."
             for name, (count, few) in least.items()
             if count < few
         ]:
@@ -151,14 +154,16 @@ class TextDataModule(LightningDataModule):
         keys = ("train_files", "eval_files", "dataset", "calibration", "evaluation")
         check_keys(calibration, {key for key in keys if getattr(self, key)})
         if corpora_dir is not None and calibration is None and not self.evaluation:
-            raise OptionError("`data.corpora_dir` needs `data.calibration` or `data.evaluation`.")
+            raise OptionError("it needs `calibration` or `evaluation`.", "corpora_dir")
         if hold_out and (self.eval_files or not self.train_files):
-            raise OptionError("`data.hold_out` needs `data.train_files`, and no `data.eval_files`.")
+            raise OptionError("it needs `train_files`, and no `eval_files`.", "hold_out")
+        files = expanded({"train_files": self.train_files, "eval_files": self.eval_files})
         self._files = TextFiles(
-            train=self.train_files,
-            evaluation=self.eval_files,
+            train=files["train_files"],
+            evaluation=files["eval_files"],
             column=text_column,
             hold_out=hold_out,
+            conversation=self._conversation,
         )
         published = [text for text in self.evaluation.values() if text in EVALUATION]
         # A published text alone is the paper's protocol, which says what is evaluated, too.
@@ -185,6 +190,34 @@ class TextDataModule(LightningDataModule):
     def tokenizer(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
+    def _conversation(self, messages: list[dict[str, Any]]) -> str:
+        """Return a conversation as the tokenizer's chat template writes it, without BOS."""
+        tokenizer = self.tokenizer
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise DataError(
+                "the text holds conversations, and the model's tokenizer has no chat template. "
+                "Name one that has, or give the conversations as text.",
+                "tokenizer",
+            )
+        text: str = tokenizer.apply_chat_template(messages, tokenize=False)
+        return text.removeprefix(tokenizer.bos_token or "")  # `bos` says where it stands
+
+    def fit_to(self, config: PreTrainedConfig) -> None:
+        """Fit the length of the windows to the positions of a model.
+
+        Raises:
+            DataError: Windows are longer than the model can read.
+        """
+        limit = longest_sequence(config)
+        if self._fits_model:
+            self.sequence_length = min(_USUAL_LENGTH, limit or _USUAL_LENGTH)
+        elif limit is not None and self.sequence_length > limit:
+            raise DataError(
+                f"the windows have {self.sequence_length} tokens, but the model's configuration "
+                f"has only {limit} positions. Give {limit} or less.",
+                "sequence_length",
+            )
+
     def setup(self, stage: str) -> None:
         """Find the published texts, and fit the windows to the model.
 
@@ -198,14 +231,8 @@ class TextDataModule(LightningDataModule):
         """
         module = self.trainer.lightning_module if self.trainer else None
         config = getattr(getattr(module, "model", None), "config", None)
-        limit = longest_sequence(config) if isinstance(config, PreTrainedConfig) else None
-        if self._fits_model:
-            self.sequence_length = min(_USUAL_LENGTH, limit or _USUAL_LENGTH)
-        elif limit is not None and self.sequence_length > limit:
-            raise DataError(
-                f"`data.sequence_length` is {self.sequence_length}, but the model's configuration "
-                f"has only {limit} positions. Write `sequence_length: {limit}` or less."
-            )
+        if isinstance(config, PreTrainedConfig):
+            self.fit_to(config)
         sources = self._sources(stage)
         for source in sources:
             if isinstance(source, OwnText):
@@ -215,9 +242,9 @@ class TextDataModule(LightningDataModule):
         if StandardLibrary() in sources:
             rank_zero_info(
                 f"No text was given: `{getattr(stage, 'value', stage)}` reads the source code of "
-                "Python's standard library. Other text is named by `data.train_files` and "
-                "`data.eval_files`, `data.dataset`, or `data.calibration` and `data.evaluation`. "
-                "With `data.calibration: self` the model writes the text to calibrate on itself."
+                "Python's standard library. Other text is named by `train_files` and "
+                "`eval_files`, `dataset`, or `calibration` and `evaluation`. "
+                "With `calibration: self` the model writes the text to calibrate on itself."
             )
 
     def _sources(self, stage: str) -> list[WindowSource]:
@@ -232,7 +259,7 @@ class TextDataModule(LightningDataModule):
         """The sources of the calibration windows."""
         if self._shares is None:
             if self.evaluation:
-                raise DataError("`data.calibration` is needed here. Name published texts.")
+                raise DataError("`calibration` is needed here. Name published texts.")
             return Mixture({"": 1.0}, {"": self._text("train")})
         sources: dict[str, WindowSource] = {
             SELF: OwnText(self.trainer),
@@ -243,16 +270,16 @@ class TextDataModule(LightningDataModule):
         return Mixture(self._shares, sources)
 
     def _named(self, name: str) -> TextSource:
-        return source_named(name, column=self._text_column, directory=self.corpora_dir)
+        return source_named(name, self._files, self.corpora_dir)
 
     def _text(self, split: Split) -> TextSource:
         """The text of a split that has no name: the files, the dataset or the standard library."""
         if self._is_alone or self.evaluation:
             raise DataError(
-                "`fit` trains on `data.train_files`, `data.dataset` or the embedded text, not on "
-                "the published texts of `data.calibration` and `data.evaluation`."
+                "`fit` trains on `train_files`, `dataset` or the embedded text, not on "
+                "the published texts of `calibration` and `evaluation`."
                 if split == "train"
-                else "`data.evaluation` is needed here. Name published texts."
+                else "`evaluation` is needed here. Name published texts."
             )
         if self.dataset is not None and not self._files.of(split):
             return DatasetText(self.dataset, self._text_column)
@@ -292,20 +319,22 @@ class TextDataModule(LightningDataModule):
         texts = self._evaluated(split)
         split = "test" if self.evaluation else split  # named texts have no other
         loaders = {
-            name: self._loader(text.windows(self._cutter(text.bos), split, name))
+            name: self._loader(text.windows(self._cutter(text.bos), split))
             for name, text in texts.items()
         }
         return loaders if self.evaluation else loaders[split]
 
     def calibration_windows(self) -> Tensor:
-        """The windows to calibrate on (num_samples, sequence_length), int64.
+        """The windows to calibrate on, at most (num_samples, sequence_length), int64.
 
         They are drawn at random; those of several sources are evenly spread. All of several
-        processes call it where the model writes some of them.
+        processes call it where the model writes some of them. With a warning, windows of a text
+        that is too short are fewer, and shorter.
 
         Raises:
-            DataError: A text is too short for a window, or for so many; or the model would have to
-                write its own, and there is no trainer that runs it, or it writes nothing of use.
+            DataError: A text has hardly a token, or its windows are shorter than those of other
+                texts; or the model would have to write its own, and there is no trainer that runs
+                it, or it writes nothing of use.
         """
         return self._mixture().draw(self._cutter(self.bos), self.num_samples, self.seed)
 
@@ -316,10 +345,10 @@ class TextDataModule(LightningDataModule):
             split: Name of the split: train, validation or test.
 
         Raises:
-            DataError: There is no such split, or it is too short for a window.
+            DataError: There is no such split, or it has hardly a token.
         """
         text = self._text(split)
-        return text.windows(self._cutter(text.bos), split, split).ids
+        return text.windows(self._cutter(text.bos), split).ids
 
     def documents(self, split: Split) -> Sequence[str]:
         """The texts of one split of the dataset, the files or the embedded text.

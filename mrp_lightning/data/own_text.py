@@ -92,7 +92,7 @@ class OwnText:
             raise OptionError(
                 "`calibration: self` with `streaming`: every block would be read from its file for "
                 "every token. Write the text with the model in memory, on another machine if need "
-                "be, or name a text in `data.calibration` or `data.train_files`."
+                "be, or name a text in `calibration` or `train_files`."
             )
         models = list(language_models(module).values())
         return require_writer(models[0] if len(models) == 1 else None)

@@ -189,7 +189,7 @@ def write(
         raise DataError(
             f"`calibration: self`: the model writes little but the token {int(tokens[most])}: "
             f"{part:.0%} of its text. That is nothing to calibrate on. Name a text in "
-            "`data.calibration` or `data.train_files`."
+            "`calibration` or `train_files`."
         )
     return written.cpu()
 
@@ -260,7 +260,7 @@ def require_writer(model: Any) -> PreTrainedModel:
         return model
     raise TargetError(
         "`calibration: self` needs one causal language model, which writes its own text; "
-        f"{problem}. Name a text in `data.calibration` or `data.train_files`."
+        f"{problem}. Name a text in `calibration` or `train_files`."
     )
 
 

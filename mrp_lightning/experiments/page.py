@@ -456,7 +456,7 @@ def next_steps(frame: ScoreFrame) -> Iterator[NextStep]:
     if tokens and 0 < (least := min(tokens.values())) < _FEW_TOKENS:
         layer = min(tokens, key=lambda layer: tokens[layer])
         yield NextStep(
-            f"Calibrate on more text, by `data.num_samples`: {layer.name} saw {least:.1f} tokens "
+            f"Calibrate on more text, by `num_samples`: {layer.name} saw {least:.1f} tokens "
             "for each of its input features."
         )
     if run.config.get("target") != "dense" and not run.config.get("tuning"):

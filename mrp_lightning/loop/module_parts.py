@@ -105,7 +105,7 @@ def check_batch(module: LightningModule, batch: Any) -> None:
         raise DataError(
             f"The calibration batches hold the token id {wrong}, but the model's vocabulary has "
             f"{len(table)} tokens, 0 to {len(table) - 1}: they come from another tokenizer. Make "
-            "them with the model's own (`data.tokenizer`)."
+            "them with the model's own (`tokenizer`)."
         )
 
 

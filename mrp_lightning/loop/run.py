@@ -93,8 +93,8 @@ def warn_of_data(steps: Sequence[Step], plan: Plan, processes: Processes) -> Non
         log.warning(
             "The calibration data hold %s tokens in %d different windows, and %s, the widest of "
             "the layers to prune, has %s columns: with fewer tokens than columns, the text says "
-            "nothing of some of its inputs. Give more or longer windows (`data.num_samples`, "
-            "`data.sequence_length`), several times as many tokens as columns.",
+            "nothing of some of its inputs. Give more or longer windows (`num_samples`, "
+            "`sequence_length`), several times as many tokens as columns.",
             f"{tokens:,}",
             len(windows),
             widest.name,
@@ -104,7 +104,7 @@ def warn_of_data(steps: Sequence[Step], plan: Plan, processes: Processes) -> Non
         log.warning(
             "All %s tokens of the calibration data are repetitions of %d different ones, which is "
             "no text that a model reads. Give text of the kind that it is to be used on "
-            "(`data.train_files`, `data.dataset` or `data.calibration`).",
+            "(`train_files`, `dataset` or `calibration`).",
             f"{tokens:,}",
             len(known_words),
         )

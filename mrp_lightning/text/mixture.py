@@ -44,8 +44,9 @@ def shares_of(calibration: str | Mapping[str, float]) -> dict[str, float]:
     """
     if not isinstance(calibration, str | Mapping):
         raise OptionError(
-            "`data.calibration`: expected one source, or a share of each, as in "
-            f"{{self: 0.5, c4: 0.5}}; got {calibration!r}."
+            "expected one source, or a share of each, as in {self: 0.5, c4: 0.5}. Got "
+            f"{calibration!r}.",
+            "calibration",
         )
     shares: Mapping[str, Any]
     shares = {calibration: 1.0} if isinstance(calibration, str) else calibration
@@ -63,11 +64,11 @@ def shares_of(calibration: str | Mapping[str, float]) -> dict[str, float]:
         wrong += [
             f"{', '.join(map(repr, unknown))} unknown. Expected {SELF} (the model writes its "
             f"own text), {_STDLIB} (Python's standard library), {', '.join(CALIBRATION)} "
-            f"(published texts), {' or '.join(_ARGUMENTS)} (what `data.train_files` or "
-            "`data.dataset` gives), or a file that exists"
+            f"(published texts), {' or '.join(_ARGUMENTS)} (what `train_files` or "
+            "`dataset` gives), or a file that exists"
         ]
     if wrong:
-        raise OptionError(f"`data.calibration`: {'; '.join(wrong)}.")
+        raise OptionError(f"{'; '.join(wrong)}.", "calibration")
     return {name: float(share) for name, share in shares.items() if share}
 
 
@@ -87,8 +88,9 @@ def texts_by_name(evaluation: Mapping[str, str] | Sequence[str] | str | None) ->
     wrong += [f"`{n}` is no name of a text" for n in by_name if is_named and not _NAME.fullmatch(n)]
     if wrong:
         raise OptionError(
-            f"`data.evaluation`: {', '.join(wrong)}. Expected {', '.join(known)} or, with a name "
-            "for its results, a file that exists, as in `evaluation: {mine: test.txt}`."
+            f"{', '.join(wrong)}. Expected {', '.join(known)} or, with a name for its results, a "
+            "file that exists, as in `evaluation: {mine: test.txt}`.",
+            "evaluation",
         )
     return by_name
 
@@ -123,26 +125,26 @@ def check_keys(calibration: object, present: Collection[str]) -> None:
 
     `present` are the keys of `data` that have a value.
     """
-    if missing := [f"`data.{key}`" for key in _named_keys(calibration) if key not in present]:
+    if missing := [f"`{key}`" for key in _named_keys(calibration) if key not in present]:
         raise OptionError(
-            f"`data.calibration` names {', '.join(missing)}, and there is no such text. Give it."
+            f"it names {', '.join(missing)}, and there is no such text. Give it.", "calibration"
         )
     for rule in exclusive_keys(calibration):
         if sum(any(key in present for key in keys) for keys in rule) > 1:
-            raise OptionError(f"TextDataModule: {ONE_TEXT}.")
+            raise OptionError(f"{ONE_TEXT}.")
 
 
-def source_named(name: str, *, column: str, directory: Path | None) -> TextSource:
+def source_named(name: str, files: TextFiles, directory: Path | None) -> TextSource:
     """Return the standard library, a published text or a file by its name in `data`.
 
-    `column` is the key of the text in .jsonl files, `directory` that of copies of published texts.
+    The file is read as those of `files`; `directory` holds copies of published texts.
     """
     if name == _STDLIB:
         return StandardLibrary(_STDLIB)
     if name in PUBLISHED:
         return replace(PUBLISHED[name], directory=directory)
     path = Path(name).expanduser()
-    return TextFiles(train=[path], evaluation=[path], column=column)
+    return replace(files, train=[path], evaluation=[path], hold_out=False)
 
 
 class WindowSource(Protocol):
@@ -187,15 +189,24 @@ class Mixture:
             counts[name] += 1
         if none := [name for name, count in counts.items() if not count]:
             raise DataError(
-                f"`data.num_samples`: of {windows} windows, the share of {', '.join(none)} is less "
-                "than one. Give more, or leave the source out."
+                f"of {windows} windows, the share of {', '.join(none)} is less than one. Give "
+                "more, or leave the source out.",
+                "num_samples",
             )
         return counts
 
     def draw(self, cutter: Cutter, count: int, seed: int) -> Tensor:
         """Draw windows (count, length), int64, of all sources, evenly spread."""
-        counts = self.counts(count).items()
-        return interleaved([self.sources[name].draw(cutter, n, seed) for name, n in counts])
+        counts = self.counts(count)
+        parts = {name: self.sources[name].draw(cutter, n, seed) for name, n in counts.items()}
+        short = [name for name, part in parts.items() if part.shape[1] != cutter.length]
+        if short and len(parts) > 1:
+            raise DataError(
+                f"{', '.join(short)} has less text than one window of {cutter.length} tokens, and "
+                "windows of several texts are of one length. Give shorter windows.",
+                "sequence_length",
+            )
+        return interleaved([*parts.values()])
 
 
 def interleaved(parts: list[Tensor]) -> Tensor:

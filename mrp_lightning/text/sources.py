@@ -8,12 +8,14 @@ import json
 import shlex
 import sysconfig
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from codecs import getincrementaldecoder
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from textwrap import shorten
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from torch import Tensor
 
@@ -48,20 +50,26 @@ class TextSource(ABC):
         """Return the documents of one split; raise a `DataError` if it is empty or no text."""
         documents = self._documents(split)
         if not any(document.strip() for document in documents):
-            raise DataError(f"TextDataModule: the {split} split is empty, or white space alone.")
+            raise DataError(f"the {self.label(split)} text is empty, or white space alone.")
         return documents
+
+    def label(self, split: Split) -> str:
+        """Return what messages call the text of a split."""
+        return split
 
     @abstractmethod
     def _documents(self, split: Split) -> Sequence[str]:
         """Read the documents of one split."""
 
     def draw(self, cutter: Cutter, count: int, seed: int) -> Tensor:
-        """Draw random windows (count, length), int64, of the split train."""
-        return cutter.random(self.documents("train"), count, seed)
+        """Draw at most `count` random windows (windows, length), int64, of the split train."""
+        documents, label = self.documents("train"), self.label("train")
+        return cutter.within(documents, label).random(documents, count, seed, label)
 
-    def windows(self, cutter: Cutter, split: Split, label: str) -> Windows:
-        """Cut the joined text of a split into consecutive windows; `label` is for messages."""
-        return cutter.consecutive(label, SEPARATOR.join(self.documents(split)))
+    def windows(self, cutter: Cutter, split: Split) -> Windows:
+        """Cut the joined text of a split into consecutive windows."""
+        documents, label = self.documents(split), self.label(split)
+        return cutter.within(documents, label).consecutive(label, SEPARATOR.join(documents))
 
 
 @dataclass(frozen=True)
@@ -96,74 +104,111 @@ def standard_library(split: Split) -> Iterator[str]:
 
 
 _TABLES = {".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
-"""Files that are no text as they are, and the builder of `datasets` that reads them."""
+"""The builder of `datasets` that reads each kind of table."""
+_MESSAGES = "messages"
+"""The key of a conversation, a list of messages with `role` and `content`."""
 _DOCUMENTS = 20
 """From so many on, whole documents are held out."""
+
+Conversation = Callable[[list[dict[str, Any]]], str]
+"""Returns a conversation as the text that a model reads, by its chat template."""
+
+
+def expanded(paths: Mapping[str, Iterable[Path]]) -> dict[str, list[Path]]:
+    """Return the files that the paths of each argument stand for, sorted within each path.
+
+    A directory stands for the text files and tables beneath it that are not hidden, and a path with
+    wildcards (`*`, `**`, `?`, `[…]`) that does not exist for all files that match it.
+
+    Raises:
+        FileNotFoundError: Paths stand for no file; all are listed.
+    """
+    files = {name: [(path, _files_of(path)) for path in paths[name]] for name in paths}
+    missing = [
+        f"`{name}`: {path}{' holds no text' * path.is_dir()}"
+        for name, matches in files.items()
+        for path, each in matches
+        if not each
+    ]
+    if missing:
+        raise FileNotFoundError(f"no such file: {', '.join(missing)}")
+    return {name: [file for _, each in files[name] for file in each] for name in files}
+
+
+def _files_of(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        return sorted(file for file in path.rglob("*") if _is_text(file, path))
+    pattern = str(path.relative_to(path.anchor))
+    return sorted(file for file in Path(path.anchor).glob(pattern) if file.is_file())
+
+
+def _is_text(file: Path, directory: Path) -> bool:
+    """Return whether a file beneath a directory is a table or UTF-8 text, and is not hidden."""
+    if any(part.startswith(".") for part in file.relative_to(directory).parts):
+        return False
+    if not file.is_file() or file.suffix.lower() in _TABLES:
+        return file.is_file()
+    with file.open("rb") as content:
+        start = content.read(_SNIFFED)
+    with suppress(UnicodeDecodeError):
+        getincrementaldecoder("utf-8")().decode(start)  # whose end may cut a character
+        return 0 not in start
+    return False
+
+
+_SNIFFED = 8192  # bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextFiles(TextSource):
-    """Text files, a document each, and .jsonl files, a document a line.
+    """Text files, a document each; .jsonl files, a document a line; and tables, one a row.
 
     Attributes:
         train: The files of the split train.
         evaluation: The files of the splits validation and test.
-        column: The key of the text in .jsonl files.
+        column: The key of the text in .jsonl files, and its column in tables.
         hold_out: Whether every tenth document of `train` or, of few documents, the last tenth of
             each is held out, and is the text of validation and test.
-
-    Raises:
-        FileNotFoundError: Files do not exist; all are listed.
-        DataError: A file is a table, such as JSON or CSV.
+        conversation: Makes the text of a conversation.
     """
 
     train: Sequence[Path] = ()
     evaluation: Sequence[Path] = ()
     column: str = "text"
     hold_out: bool = False
-
-    def __post_init__(self) -> None:
-        files = [("train_files", path) for path in self.train]
-        files += [("eval_files", path) for path in self.evaluation]
-        if missing := [
-            f"`{key}`: {path}" + " is a directory; name files" * path.is_dir()
-            for key, path in files
-            if not path.is_file()
-        ]:
-            raise FileNotFoundError("TextDataModule: no such file: " + ", ".join(missing))
-        for key, path in files:
-            kind = path.suffix.lower()
-            if kind in _TABLES:
-                split = "train" if key == "train_files" else "test"
-                arguments = {"path": _TABLES[kind], "data_files": {split: str(path)}}
-                arguments |= {"sep": "\t"} if kind == ".tsv" else {}
-                raise DataError(
-                    f"`data.{key}`: {path}: this is no text, but holds text between commas, quotes "
-                    f"or brackets. Give {_forms(self.column)}, or a dataset, such as "
-                    f"`data.dataset: {json.dumps(arguments)}` with `data.text_column`."
-                )
+    conversation: Conversation | None = None
 
     @property
     def name(self) -> str:  # type: ignore[override]
         """The names of the files to train on, without their directories."""
-        return ", ".join(path.name for path in self.train)
+        names = [path.name for path in self.train]
+        return ", ".join(names if len(names) <= _LISTED else [*names[:_LISTED], "…"])
 
     def of(self, split: Split) -> Sequence[Path]:
         """The files that are read of a split."""
         return self.train if split == "train" or self.hold_out else self.evaluation
 
+    def label(self, split: Split) -> str:
+        """Return what messages call the text of a split."""
+        return "held-out" if self.hold_out and split != "train" else split
+
     def _documents(self, split: Split) -> Sequence[str]:
         is_training = split == "train"
+        argument = "train_files" if is_training or self.hold_out else "eval_files"
         if not self.of(split):
-            key = "train_files" if is_training else "eval_files"
-            raise DataError(f"TextDataModule: `data.{key}` is needed here, but was not given.")
-        texts = documents_of_files(self.of(split), self.column)
+            raise DataError("this stage reads text, and was given none. Name files.", argument)
+        texts = documents_of_files(self.of(split), self.column, argument, self.conversation)
         if not self.hold_out:
             return texts
         if len(texts) >= _DOCUMENTS:
             return [text for i, text in enumerate(texts) if (i % 10 != 9) == is_training]
         cuts = [_last_tenth(text) for text in texts]
         return [t[:cut] if is_training else t[cut:] for t, cut in zip(texts, cuts, strict=True)]
+
+
+_LISTED = 8  # files by name
 
 
 def _last_tenth(text: str) -> int:
@@ -173,34 +218,61 @@ def _last_tenth(text: str) -> int:
     return line if 0 < line < len(text) - len(text) // 20 else start
 
 
-def _forms(column: str) -> str:
-    return (
-        "text files (such as .txt) or .jsonl files, in which each line is an object with a text "
-        f"under the key {column!r} (`data.text_column`)"
-    )
+def documents_of_files(
+    paths: Sequence[Path],
+    column: str,
+    argument: str = "train_files",
+    conversation: Conversation | None = None,
+) -> list[str]:
+    """Return each UTF-8 text file, and the text of each line of a .jsonl file or row of a table.
 
+    Args:
+        paths: The files.
+        column: The key of the text. Its value, or the one of `messages`, may be a conversation.
+        argument: The argument that names the files, for errors.
+        conversation: Makes the text of a conversation; without it there may be none.
 
-def documents_of_files(paths: Sequence[Path], column: str) -> list[str]:
-    """Return each UTF-8 text file, and the text under a key of each line of a .jsonl file."""
+    Raises:
+        DataError: A file is no text, or has none under the key.
+    """
+    read = partial(_text_of_row, column, argument, conversation)
     documents = []
     for path in paths:
-        text = _text_of(path)
-        if path.suffix == ".jsonl":
-            # str.splitlines would also cut at U+2028 and others, which JSON allows in a string.
-            for number, line in enumerate(text.split("\n"), start=1):
-                if line.strip():
-                    documents.append(_text_of_line(line, column, f"{path}, line {number}"))
+        kind = path.suffix.lower()
+        if kind in _TABLES:
+            rows = enumerate(_table(path, kind, argument), start=1)
+            documents += [read(row, f"{path}, row {number}") for number, row in rows]
             continue
-        if _is_json(text):
+        text = _text_of(path, argument)
+        if kind == ".jsonl":
+            # str.splitlines would also cut at U+2028 and others, which JSON allows in a string.
+            lines = enumerate(text.split("\n"), start=1)
+            documents += [read(line, f"{path}, line {n}") for n, line in lines if line.strip()]
+        elif _is_json(text):
             raise DataError(
-                f"`data.{{train,eval}}_files`: {path} is JSON, and would be read with its brackets "
-                f"and quotes. Give {_forms(column)}."
+                f"{path} is JSON, and would be read with its brackets and quotes. Name it .json, "
+                f"or .jsonl with an object a line, with a text under the key {column!r} "
+                "(`text_column`).",
+                argument,
             )
-        documents.append(text)
+        else:
+            documents.append(text)
     return documents
 
 
-def _text_of(path: Path) -> str:
+def _table(path: Path, kind: str, argument: str) -> Iterable[dict[str, Any]]:
+    """Return the rows of a table."""
+    with extra("data", f"Reading {path.name}"):
+        from datasets import load_dataset
+    options = {"sep": "\t"} if kind == ".tsv" else {}
+    try:
+        return load_dataset(_TABLES[kind], data_files=str(path), split="train", **options)
+    except Exception as error:  # of each builder
+        reason = first_line(error.__cause__ if isinstance(error.__cause__, Exception) else error)
+        raise DataError(f"{path} cannot be read as {kind[1:]} ({reason}).", argument) from error
+
+
+def _text_of(path: Path, argument: str) -> str:
     content = path.read_bytes()
     try:
         text = content.decode("utf-8")
@@ -208,10 +280,14 @@ def _text_of(path: Path) -> str:
     except UnicodeDecodeError as error:
         offset, reason = error.start, error.reason
     if offset >= 0:  # UTF-8 allows a zero byte, but no text has one
+        is_utf16 = content[:2] in (b"\xff\xfe", b"\xfe\xff")
+        encoding = "utf-16" if is_utf16 else "latin1"
+        only_if = "" if is_utf16 else ", if it is Latin-1"
         raise DataError(
-            f"`data.{{train,eval}}_files`: {path} must be UTF-8 text. The byte at offset "
-            f"{offset:,} is 0x{content[offset]:02x} ({reason}). Convert the file (iconv -f latin1 "
-            "-t utf-8, if it is Latin-1), or leave it out."
+            f"{path} must be UTF-8 text. The byte at offset {offset:,} is 0x{content[offset]:02x} "
+            f"({reason}). Convert the file (iconv -f {encoding} -t utf-8{only_if}), or leave it "
+            "out.",
+            argument,
         )
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
@@ -226,20 +302,36 @@ def _is_json(text: str) -> bool:
     return False
 
 
-def _text_of_line(line: str, column: str, where: str) -> str:
-    try:
-        row = json.loads(line)
-        problem = shorten(line, 60)
-    except ValueError as error:
-        row, problem = None, f"{shorten(line, 60)} ({error})"
+def _text_of_row(
+    column: str, argument: str, conversation: Conversation | None, row: Any, position: str
+) -> str:
+    """Return the text of a row, or of a line of JSON that holds one."""
+    problem = shorten(str(row), 60)
+    if isinstance(row, str):
+        try:
+            row = json.loads(row)
+        except ValueError as error:
+            row, problem = None, f"{problem} ({error})"
     if isinstance(row, dict):
-        if isinstance(row.get(column), str):
-            return row[column]
-        value = f"{type(row[column]).__name__} there" if column in row else None
-        problem = value or f"the keys {sorted(row)}"
+        value = row.get(column, row.get(_MESSAGES))
+        if isinstance(value, str):
+            return value
+        if conversation is not None and _is_conversation(value):
+            return conversation(value)
+        is_there = column in row or value is not None
+        problem = f"{type(value).__name__} there" if is_there else f"the keys {sorted(row)}"
     raise DataError(
-        f"`data.{{train,eval}}_files`: {where} is not a JSON object with a text under the key "
-        f"{column!r} (`data.text_column`). Got {problem}."
+        f"{position} is no object with a text under the key {column!r} (`text_column`), or with a "
+        f"conversation under {_MESSAGES!r}. Got {problem}.",
+        argument,
+    )
+
+
+def _is_conversation(value: Any) -> TypeGuard[list[dict[str, Any]]]:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(message, dict) and "role" in message for message in value)
     )
 
 
@@ -268,24 +360,26 @@ class DatasetText(TextSource):
             splits = _loaded(splits)
         if not isinstance(splits, dict):
             raise DataError(
-                "`data.dataset` must have its splits by name, as a `DatasetDict`; got a "
+                "expected splits by name, as in a `DatasetDict`. Got a "
                 f"{type(splits).__name__}. Leave out `split`, or give {{'train': …, 'test': …}} as "
-                "a `datasets.DatasetDict`."
+                "a `datasets.DatasetDict`.",
+                "dataset",
             )
         name = "validation" if split == "test" and "test" not in splits else split
         if name not in splits:
-            raise DataError(f"`data.dataset` has no split {name!r}; it has {sorted(splits)}.")
+            raise DataError(f"there is no split {name!r}, but {sorted(splits)}.", "dataset")
         if self.column not in splits[name].column_names:
             raise DataError(
-                f"`data.dataset` has no column {self.column!r}; name one of "
-                f"{splits[name].column_names} with `data.text_column`."
+                f"the dataset has no column {self.column!r}. Name one of "
+                f"{splits[name].column_names}.",
+                "text_column",
             )
         return splits[name][self.column]
 
 
 def _loaded(arguments: dict[str, Any]) -> Any:
     """Call `datasets.load_dataset`, which reads its cache alone where the hub is away."""
-    with extra("data", "`data.dataset`"):
+    with extra("data", "`dataset`"):
         from datasets import load_dataset
     source = arguments.get("path")
     is_here = Path(str(source)).expanduser().exists() or "data_files" in arguments
@@ -295,9 +389,10 @@ def _loaded(arguments: dict[str, Any]) -> Any:
             return load_dataset(**arguments)
     except Exception as error:  # of each builder, and of whichever library fetches its files
         raise DataError(
-            f"`data.dataset`: {source} cannot be loaded ({away or first_line(error)}). Check the "
-            "name, or fetch it where there is a network; or give files in `data.train_files` and "
-            "`data.eval_files`, or let the model write the text (`data.calibration: self`)."
+            f"{source} cannot be loaded ({away or first_line(error)}). Check the name, or fetch it "
+            "where there is a network; or give files in `train_files` and `eval_files`, or let the "
+            "model write the text (`calibration: self`).",
+            "dataset",
         ) from error
 
 
@@ -357,10 +452,10 @@ class PublishedText(TextSource):
         """Draw random windows (count, length), int64, as SparseGPT does."""
         return cutter.random(self.documents("train"), count, seed, self.name, self.segments)
 
-    def windows(self, cutter: Cutter, split: Split, label: str) -> Windows:
+    def windows(self, cutter: Cutter, split: Split) -> Windows:
         """Cut the joined text into consecutive windows, of which the first are evaluated."""
         text = self.separator.join(self.documents(split))
-        return cutter.consecutive(label, text, self.num_windows)
+        return cutter.consecutive(self.name, text, self.num_windows)
 
     def files(self, split: Split) -> tuple[str, ...]:
         """The files in the repository that are read of a split."""
@@ -405,13 +500,13 @@ def find_files(texts: Iterable[PublishedText], split: Split) -> list[Path]:
     names = ", ".join(text.name for text in commands)
     download = " && ".join(map(shlex.join, commands.values()))
     if text.directory is not None:
-        problem = f"`data.corpora_dir`: {text.directory} lacks files of {names}. Download them: "
+        problem = f"`corpora_dir`: {text.directory} lacks files of {names}. Download them: "
         problem += download
     else:
         problem = (
             f"The hub did not give the files of {names}. Download them where there is a network: "
             f"{download}. Copies elsewhere (`--local-dir DIR/OWNER/NAME`) are found with "
-            f"`data.corpora_dir: DIR`. ({why_no_hub() or reasons[0]})"
+            f"`corpora_dir: DIR`. ({why_no_hub() or reasons[0]})"
         )
     raise FileNotFoundError(problem) from reasons[0]
 

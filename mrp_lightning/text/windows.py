@@ -2,9 +2,9 @@
 
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import chain
 from typing import Any, Literal
@@ -92,12 +92,19 @@ def _encode(tokenizer: Any, text: str | list[str], *, special_tokens: bool) -> A
 
 _MOST_READINGS = 16
 """The most times that random windows may read a text on average."""
+_FEWEST_TOKENS = 8
+"""The fewest tokens of a text that make a window."""
 _SAMPLED_DOCUMENTS = 64
 _SAMPLED_CHARACTERS = 10_000  # of a document
+_MOST_CHARACTERS = 100
+"""More characters than tokens have on average, so that so many a token suffice to count them."""
 
 
-def check_amount(documents: Sequence[str], tokenizer: Any, draws: Draws, name: str) -> None:
-    """Warn if a text has fewer tokens than the windows hold, by a sample; refuse far fewer."""
+def usable_count(documents: Sequence[str], tokenizer: Any, draws: Draws, name: str) -> int:
+    """Return how many of the windows to draw, at most 16 for each that fits into the text.
+
+    A sample of the text is tokenized. A warning reports windows that repeat each other.
+    """
     step = -(-len(documents) // _SAMPLED_DOCUMENTS)
     sample = [documents[index] for index in range(0, len(documents), step)]
     parts = [document[:_SAMPLED_CHARACTERS] for document in sample]
@@ -108,18 +115,22 @@ def check_amount(documents: Sequence[str], tokenizer: Any, draws: Draws, name: s
         characters = sum(map(len, documents))
     available, wanted = round(characters * tokens_per_character), draws.count * draws.length
     fits = available // draws.length
-    if not fits or available >= wanted:  # drawing refuses what is too short for a window
-        return
-    problem = (
-        f"TextDataModule: {draws.count:,} windows of {draws.length} tokens are {wanted:,} tokens, "
-        f"and the {name} text has about {available:,}, enough for {fits:,} windows"
+    if available >= wanted:
+        return draws.count
+    count = min(draws.count, max(1, _MOST_READINGS * available // draws.length))
+    fewer = "" if count == draws.count else f" {count:,} are drawn."
+    _warn(
+        f"{draws.count:,} windows of {draws.length} tokens are {wanted:,} tokens, and the {name} "
+        f"text has about {available:,}, enough for {fits:,} windows that do not overlap; these "
+        f"repeat each other.{fewer} Give more text, or `num_samples: {max(1, fits)}`."
     )
-    advice = f"Give more text, or `data.num_samples: {fits}`."
-    if wanted > _MOST_READINGS * available:
-        raise DataError(f"{problem}. {advice}")
+    return count
+
+
+def _warn(message: str) -> None:
     from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-    rank_zero_warn(f"{problem} that do not overlap; these repeat each other. {advice}")
+    rank_zero_warn(message)
 
 
 def consecutive_windows(tokens: Tensor, length: int, name: str) -> Tensor:
@@ -138,8 +149,9 @@ def segments_of_text(tokens: Tensor, draws: Draws, name: str) -> Tensor:
     """Draw pieces of one text (tokens,), as SparseGPT's `get_wikitext2` and `get_ptb`."""
     if len(tokens) <= draws.length:
         raise DataError(
-            f"TextDataModule: the {name} text has only {len(tokens)} tokens, and random windows "
-            f"need more than {draws.length}. Give shorter windows (`data.sequence_length`)."
+            f"the {name} text has only {len(tokens)} tokens, and random windows need more than "
+            f"{draws.length}. Give shorter windows.",
+            "sequence_length",
         )
     draw = random.Random(draws.seed)
     starts = [draw.randint(0, len(tokens) - draws.length - 1) for _ in range(draws.count)]
@@ -175,9 +187,9 @@ def segments_of_documents(
             too_short.add(index)
             if len(too_short) == len(documents):
                 raise DataError(
-                    f"TextDataModule: none of the {len(documents)} documents of the {name} text has"
-                    f" more than {draws.length} tokens. Give shorter windows "
-                    "(`data.sequence_length`)."
+                    f"none of the {len(documents)} documents of the {name} text has more than "
+                    f"{draws.length} tokens. Give shorter windows.",
+                    "sequence_length",
                 )
             continue
         start = draw.randint(0, len(tokens) - draws.length - 1)
@@ -220,8 +232,8 @@ def segments_across_documents(
 
 def _too_short(name: str, num_tokens: int, length: int) -> DataError:
     return DataError(
-        f"TextDataModule: the {name} text has only {num_tokens} tokens, less than one window "
-        f"of {length}. Give more text, or shorter windows (`data.sequence_length`)."
+        f"the {name} text has only {num_tokens} token{'s' * (num_tokens != 1)}, less than one "
+        f"window of {length}. Give more text."
     )
 
 
@@ -248,8 +260,9 @@ class Cutter:
         """
         if self.tokenizer is None:
             raise DataError(
-                "TextDataModule has no tokenizer: the model comes without one. "
-                "Name a directory or hub id with `data.tokenizer`."
+                "the model comes without a tokenizer, and text needs one. Name its directory or "
+                "hub id.",
+                "tokenizer",
             )
         if self.bos == "text":
             return torch.tensor([]).long()
@@ -259,16 +272,38 @@ class Cutter:
         size = next((n for n in starts if whole[n : n + len(bare)] == bare), None)
         if size is None:
             raise DataError(
-                "`data.bos: window` needs to know what the tokenizer puts before a text, but it "
-                f"makes {whole} of 'a', and {bare} without special tokens. Use `data.bos: text`."
+                "window needs to know what the tokenizer puts before a text, but it makes "
+                f"{whole} of 'a', and {bare} without special tokens. Use `bos: text`.",
+                "bos",
             )
         if size and size + 2 > self.length:  # the first token of the text is not predicted
             raise DataError(
-                f"`data.sequence_length` is {self.length}, and {size} of these are what the "
-                "tokenizer puts before a text, of which two tokens or more are needed. Give longer "
-                "windows, or `bos: text`."
+                f"of {self.length} tokens {size} are what the tokenizer puts before a text, of "
+                "which two or more are needed. Give longer windows, or `bos: text`.",
+                "sequence_length",
             )
         return torch.tensor(whole[:size]).long()
+
+    def within(self, documents: Iterable[str], name: str) -> "Cutter":
+        """Return this cutter or, with a warning, one of the single window that a short text fills.
+
+        Raises:
+            DataError: The text has hardly a token.
+        """
+        wanted, tokens = self.length - len(self.prefix), 0
+        for document in documents:
+            part = document[: _MOST_CHARACTERS * wanted]
+            tokens += len(tokenize(self._bare, part, special_tokens=False))
+            if tokens >= wanted:
+                return self
+        if tokens < _FEWEST_TOKENS:
+            raise _too_short(name, tokens, wanted)
+        length = tokens + len(self.prefix)
+        _warn(
+            f"The {name} text has only {tokens} tokens: its windows have {length} tokens, not "
+            f"{self.length}. Results are those of short contexts; give more text."
+        )
+        return replace(self, length=length)
 
     def random(
         self,
@@ -278,9 +313,12 @@ class Cutter:
         name: str = "train",
         segments: Segments = segments_across_documents,
     ) -> Tensor:
-        """Draw windows (count, length), int64, in the way of `segments`."""
+        """Draw at most `count` windows (windows, length), int64, in the way of `segments`.
+
+        They are fewer, with a warning, where they would repeat a text more than 16 times.
+        """
         draws = Draws(count=count, length=self.length - len(self.prefix), seed=seed)
-        check_amount(documents, self._bare, draws, name)
+        draws = replace(draws, count=usable_count(documents, self._bare, draws, name))
         return self._after_prefix(segments(documents, self._bare, draws, name))
 
     def consecutive(self, name: str, text: str | Sequence[str], most: int | None = None) -> Windows:

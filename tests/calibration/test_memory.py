@@ -13,9 +13,9 @@ from mrp_lightning.errors import OutOfMemoryError
 @pytest.mark.parametrize(
     ("device", "offload", "message"),
     [
-        ("cuda", False, r"on cuda. Set `offload: true`.* Lower `data\.batch_size` or"),
-        ("cuda", True, r"on cuda. Lower `data\.batch_size` or .*`offload` is on already"),
-        ("cpu", False, r"on cpu. Lower `data\.batch_size` or .*`dtype: bfloat16`"),
+        ("cuda", False, r"on cuda. Set `offload: true`.* Lower `batch_size` or"),
+        ("cuda", True, r"on cuda. Lower `batch_size` or .*`offload` is on already"),
+        ("cpu", False, r"on cpu. Lower `batch_size` or .*`dtype: bfloat16`"),
     ],
 )
 def test_the_next_step_is_one_that_helps(device, offload, message):

@@ -182,7 +182,7 @@ def test_tokens_that_the_model_does_not_know(wrong, llama, quiet):
     calls = []
     model.register_forward_pre_hook(lambda *_: calls.append(1))
     ids = torch.tensor([[1, 63, wrong, 0]])
-    message = rf"token id {wrong}, .*vocabulary has 64 tokens, 0 to 63: .*`data\.tokenizer`"
+    message = rf"token id {wrong}, .*vocabulary has 64 tokens, 0 to 63: .*`tokenizer`"
     for batch in (ids, {"input_ids": ids}):
         with pytest.raises(DataError, match=message):
             Trainer(**quiet).predict(
@@ -330,7 +330,7 @@ def test_out_of_memory_says_what_to_lower(fail, calls, llama, loader, quiet, own
             fail()
 
     module.net.model.layers[0].mlp.register_forward_hook(count)
-    message = r"on cpu\. Lower `data\.batch_size` or `data\.sequence_length`"
+    message = r"on cpu\. Lower `batch_size` or `sequence_length`"
     with pytest.raises(OutOfMemoryError, match=message) as caught:
         Trainer(**quiet).predict(module, loader, callbacks=[MRPCallback(pattern="2:4")])
     assert isinstance(caught.value.__cause__, RuntimeError | MemoryError)

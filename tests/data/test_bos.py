@@ -152,13 +152,13 @@ def test_the_default_is_the_papers_protocol_for_the_papers_texts(text):
     assert TextDataModule(calibration="c4", bos="window").bos == "window"
     assert TextDataModule(evaluation=["ptb"]).bos == "text"
     assert TextDataModule(text).bos == TextDataModule().bos == "window"
-    with pytest.raises(OptionError, match=r"`data\.bos` must be text or window. Got 'none'"):
+    with pytest.raises(OptionError, match=r"`bos`: expected text or window. Got 'none'"):
         TextDataModule(bos="none")
 
 
 def test_windows_that_hold_nothing_else_are_refused(data):
     for windows in (data("[E] [E] $A", sequence_length=3), data("[E] $A", sequence_length=2)):
-        with pytest.raises(DataError, match=r"`data\.sequence_length` is \d, and \d of these"):
+        with pytest.raises(DataError, match=r"`sequence_length`: of \d tokens \d are what"):
             windows.calibration_windows()
 
 

@@ -143,7 +143,7 @@ def test_no_data_at_all_is_answered_with_the_models_own_text(tiny_llama, monkeyp
     said: list[str] = []
     monkeypatch.setattr(data_module, "rank_zero_info", said.append)
     TextDataModule(tokenizer=str(tiny_llama)).setup("predict")
-    assert "`data.calibration: self`" in " ".join(said)
+    assert "`calibration: self`" in " ".join(said)
 
 
 @pytest.mark.parametrize(

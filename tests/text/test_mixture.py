@@ -16,13 +16,13 @@ from mrp_lightning.text.mixture import Mixture, interleaved, shares_of
         ({"self": "half", "c4": 0.5}, "share of self .* got 'half'"),
         ({"self": True}, "got True"),
         ({"self": float("nan")}, "got nan"),
-        (["self", "stdlib"], r"one source, or a share of each.* got \['self', 'stdlib'\]"),
+        (["self", "stdlib"], r"one source, or a share of each.* Got \['self', 'stdlib'\]"),
         ("", "'' unknown"),
         ({"self": 0.5, "c4": 0.4}, r"expected shares that are 1 in all.* got 0\.9"),
         ({}, "got 0"),
         ({"self": 0.5, "c5": 0.5}, "'c5' unknown. Expected self .*stdlib.*c4, lambada"),
         ("slef", "'slef' unknown. Expected self"),
-        ({"self": 0.5, "train_files": 0.5}, "names `data.train_files`, and there is no such text"),
+        ({"self": 0.5, "train_files": 0.5}, "it names `train_files`, and there is no such text"),
     ],
 )
 def test_wrong_shares_are_refused_before_work(calibration, message):

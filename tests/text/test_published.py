@@ -155,7 +155,7 @@ def test_what_is_missing_is_said_with_the_commands_that_download_it(tokenizer, t
     with pytest.raises(FileNotFoundError) as caught:
         data(tokenizer, tmp_path, evaluation=["ptb", "wikitext2"])
     message = str(caught.value)
-    assert f"`data.corpora_dir`: {tmp_path} lacks files of ptb, wikitext2" in message
+    assert f"`corpora_dir`: {tmp_path} lacks files of ptb, wikitext2" in message
     first, second = message.split("Download them: ")[1].split(" && ")
     assert shlex.split(first) == [
         *("hf", "download", "ptb-text-only/ptb_text_only", "penn_treebank/test/0000.parquet"),
@@ -179,7 +179,7 @@ def test_without_the_hub_the_message_says_what_to_do(tokenizer, tmp_path, monkey
         "hf download allenai/c4 en/c4-train.00000-of-01024.json.gz --repo-type dataset "
         f"--revision {revision}." in message
     )
-    assert "`data.corpora_dir: DIR`" in message
+    assert "`corpora_dir: DIR`" in message
 
 
 def test_the_cache_of_the_hub_is_enough(published, tokenizer, tmp_path, monkeypatch, write_corpora):
@@ -212,7 +212,7 @@ def test_the_cache_of_the_hub_is_enough(published, tokenizer, tmp_path, monkeypa
     [
         (
             {"calibration": "C4"},
-            r"`data.calibration`: 'C4' unknown. .* c4, lambada, ptb, wikitext2",
+            r"`calibration`: 'C4' unknown. .* c4, lambada, ptb, wikitext2",
         ),
         (
             {"evaluation": ["c4", "lambada", "x"]},
@@ -220,7 +220,7 @@ def test_the_cache_of_the_hub_is_enough(published, tokenizer, tmp_path, monkeypa
         ),
         ({"calibration": "c4", "dataset": "a"}, "not several of them"),
         ({"evaluation": "c4", "eval_files": "a"}, "not several of them"),
-        ({"corpora_dir": "a"}, r"needs `data.calibration` or `data.evaluation`"),
+        ({"corpora_dir": "a"}, r"needs `calibration` or `evaluation`"),
     ],
 )
 def test_wrong_arguments_are_refused_when_made(arguments, message):
@@ -231,11 +231,11 @@ def test_wrong_arguments_are_refused_when_made(arguments, message):
 def test_a_stage_without_its_text_is_refused(tokenizer, corpora_dir):
     options = {"tokenizer": tokenizer[1], "corpora_dir": str(corpora_dir)}
     for stage in ("test", "validate"):
-        with pytest.raises(DataError, match=r"`data.evaluation` is needed here"):
+        with pytest.raises(DataError, match=r"`evaluation` is needed here"):
             TextDataModule(calibration="c4", **options).setup(stage)
-    with pytest.raises(DataError, match=r"`data.calibration` is needed here"):
+    with pytest.raises(DataError, match=r"`calibration` is needed here"):
         TextDataModule(evaluation="c4", **options).setup("predict")
-    with pytest.raises(DataError, match=r"`fit` trains on `data.train_files`"):
+    with pytest.raises(DataError, match=r"`fit` trains on `train_files`"):
         TextDataModule(calibration="c4", **options).setup("fit")
     with pytest.raises(DataError, match="the wikitext2 text has only .* less than one window"):
         data(

@@ -9,7 +9,7 @@ import pytest
 
 from mrp_lightning.errors import DataError
 from mrp_lightning.text import sources
-from mrp_lightning.text.sources import DatasetText, TextFiles, documents_of_files
+from mrp_lightning.text.sources import DatasetText, TextFiles, documents_of_files, expanded
 
 
 def test_a_line_of_json_ends_where_json_says(tmp_path):
@@ -39,7 +39,7 @@ def test_a_line_of_json_ends_where_json_says(tmp_path):
 def test_a_line_without_a_text_is_named(tmp_path, line, got):
     path = tmp_path / "bad.jsonl"
     path.write_text(f'{{"text": "fine"}}\n\n{line}\n')
-    message = f"{path}, line 3 is not a JSON object with a text under the key 'text' (`data.text"
+    message = f"{path}, line 3 is no object with a text under the key 'text' (`text"
     with pytest.raises(DataError, match=f"{re.escape(message)}.*Got {re.escape(got)}"):
         documents_of_files([path], "text")
 
@@ -63,12 +63,12 @@ def test_a_binary_file_is_named(tmp_path):
 
 def test_one_split_in_place_of_all_is_named(tmp_path):
     datasets = pytest.importorskip("datasets", reason="needs the extra data")
-    with pytest.raises(DataError, match=r"splits by name.*got a Dataset\. Leave out `split`"):
+    with pytest.raises(DataError, match=r"splits by name.*Got a Dataset\. Leave out `split`"):
         DatasetText(datasets.Dataset.from_dict({"text": ["a", "b"]}), "text").documents("train")
     (tmp_path / "a.txt").write_text("one\ntwo\n")
     asked = {"path": "text", "data_files": str(tmp_path / "a.txt"), "cache_dir": str(tmp_path)}
     assert list(DatasetText(dict(asked), "text").documents("train")) == ["one", "two"]
-    with pytest.raises(DataError, match="got a Dataset"):
+    with pytest.raises(DataError, match="Got a Dataset"):
         DatasetText({**asked, "split": "train"}, "text").documents("train")
 
 
@@ -79,9 +79,7 @@ def test_a_dataset_that_is_not_there_is_told_at_once(monkeypatch):
     for place in (huggingface_hub.constants, datasets.config):
         monkeypatch.setattr(place, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(time, "sleep", asked.append)  # between tries, which would take 24 s
-    message = (
-        r"^`data.dataset`: nobody/nothing cannot be loaded \(the hub is away\)\. .*: self`\)\.$"
-    )
+    message = r"^`dataset`: nobody/nothing cannot be loaded \(the hub is away\)\. .*: self`\)\.$"
     with pytest.raises(DataError, match=message):
         DatasetText("nobody/nothing", "text").documents("train")
     assert asked == []
@@ -89,23 +87,58 @@ def test_a_dataset_that_is_not_there_is_told_at_once(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "read_as"),
+    ("name", "content"),
     [
-        ("a.json", '[{"text": "one"}, {"text": "two"}]', "json"),
-        ("a.JSON", '{"text": "one"}\n{"text": "two"}', "json"),
-        ("a.csv", "text,id\none,1\ntwo,2\n", "csv"),
-        ("a.tsv", "text\tid\none\t1\ntwo\t2\n", "csv"),
+        ("a.json", '[{"body": "one"}, {"body": "two"}]'),
+        ("a.JSON", '{"body": "one"}\n{"body": "two"}'),
+        ("a.csv", "body,id\none,1\ntwo,2\n"),
+        ("a.tsv", "body\tid\none\t1\ntwo\t2\n"),
     ],
 )
-def test_a_table_is_no_text_and_what_is_told_reads_it(tmp_path, name, content, read_as):
-    (tmp_path / name).write_text(content)
-    with pytest.raises(DataError, match=rf"`data\.eval_files`: .*{name}: this is no text") as told:
-        TextFiles(evaluation=[tmp_path / name])
+def test_a_table_is_read_by_its_column(tmp_path, name, content):
     pytest.importorskip("datasets", reason="needs the extra data")
-    asked = json.loads(re.search(r"`data\.dataset: (\{.*\})`", str(told.value))[1])
-    assert asked["path"] == read_as
-    asked["cache_dir"] = str(tmp_path / "cache")
-    assert list(DatasetText(asked, "text").documents("test")) == ["one", "two"]
+    (tmp_path / name).write_text(content)
+    files = TextFiles(evaluation=[tmp_path / name], column="body")
+    assert list(files.documents("test")) == ["one", "two"]
+    with pytest.raises(DataError, match=rf"^`eval_files`: .*{name}, row 1 is no .*Got the keys"):
+        TextFiles(evaluation=[tmp_path / name]).documents("test")
+
+
+def test_a_damaged_table_is_named(tmp_path):
+    pytest.importorskip("datasets", reason="needs the extra data")
+    (tmp_path / "a.parquet").write_text("this is no table")
+    with pytest.raises(DataError, match=r"^`eval_files`: .*a\.parquet cannot be read as parquet"):
+        TextFiles(evaluation=[tmp_path / "a.parquet"]).documents("test")
+
+
+def test_directories_and_wildcards_stand_for_files(tmp_path):
+    folder = tmp_path / "text"
+    contents = {
+        "b.txt": b"one",
+        "a.md": "é".encode() * 5000,  # the first 8192 bytes end within a character
+        "deep/c.jsonl": b'{"text": "two"}',
+        "deep/table.csv": b"text\nthree\n",
+        ".git/config": b"hidden",
+        "deep/.hidden.txt": b"hidden",
+        "picture.png": b"\x89PNG\r\n",
+        "zeros.bin": b"a\0b",
+    }
+    for name, content in contents.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    names = ["a.md", "b.txt", "deep/c.jsonl", "deep/table.csv"]
+    paths = [folder, folder / "*.txt", folder / "**" / "*.jsonl"]
+    matches = [folder / name for name in [*names, "b.txt", "deep/c.jsonl"]]
+    assert expanded({"train_files": paths, "eval_files": []}) == {
+        "train_files": matches,
+        "eval_files": [],
+    }
+    (folder / "[1].txt").write_text("a name with brackets is a name")
+    assert expanded({"x": [folder / "[1].txt"]}) == {"x": [folder / "[1].txt"]}
+    (tmp_path / "empty").mkdir()
+    message = r"^no such file: `x`: .*\*\.rst, `x`: .*empty holds no text, `y`: .*gone$"
+    with pytest.raises(FileNotFoundError, match=message):
+        expanded({"x": [folder / "*.rst", tmp_path / "empty"], "y": [tmp_path / "gone"]})
 
 
 @pytest.mark.parametrize(
@@ -124,7 +157,7 @@ def test_json_in_a_text_file_is_named(tmp_path, content, is_json):
     path = tmp_path / "text.txt"
     path.write_text(content)
     if is_json:
-        with pytest.raises(DataError, match=r"text\.txt is JSON, .* \.jsonl files, .* key 'body'"):
+        with pytest.raises(DataError, match=r"text\.txt is JSON, .* \.jsonl with .* key 'body'"):
             documents_of_files([path], "body")
     else:
         assert documents_of_files([path], "body") == [content]
