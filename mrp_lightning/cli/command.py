@@ -3,11 +3,9 @@
 import argparse
 import errno
 import inspect
-import re
 import signal
 import sys
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -76,16 +74,14 @@ def make_parser(prog: str, description: str) -> Any:
     return Parser(prog=prog, description=description, formatter_class=formatter)
 
 
-def add_model_options(parser: Any, *, first: bool = False) -> None:
-    """Add `--model`, and the options of how it is read.
-
-    With `first` the model is the first word of the command in place of `--model`.
-    """
-    name, options = ("model", {"metavar": "MODEL"}) if first else ("--model", {"required": True})
-    parser.add_argument(name, help="a model directory, hub id or GGUF file", **options)
-    parser.add_argument("--gguf-file", metavar="NAME", help="the GGUF file in that directory")
-    parser.add_argument("--revision", help="branch, tag or commit on the hub")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run the model's own code")
+def add_model_options(parser: Any) -> None:
+    """Add MODEL, or `--model`, and the options of how it is read; see `Parser.model_first`."""
+    parser.model_first = True
+    option = parser.add_argument
+    option("model", metavar="MODEL", help="a model directory, hub id or GGUF file")
+    option("--gguf-file", metavar="NAME", help="the GGUF file in that directory")
+    option("--revision", help="branch, tag or commit on the hub")
+    option("--trust-remote-code", action="store_true", help="run the model's own code")
 
 
 def number_from(least: int) -> Callable[[str | int], int]:
@@ -97,33 +93,3 @@ def number_from(least: int) -> Callable[[str | int], int]:
         return int(text)
 
     return number
-
-
-@contextmanager
-def as_typed(options: Mapping[str, str]) -> Iterator[None]:
-    """Rename quoted arguments in errors and warnings to the options of a command line.
-
-    Args:
-        options: The options, such as `--num-samples`, by the name that messages quote, such as
-            `data.num_samples`.
-    """
-    quoted = re.compile(rf"`({'|'.join(map(re.escape, options))})(?:(?:: |=)([^`]*))?`")
-
-    def typed(quotation: re.Match[str]) -> str:
-        name, value = options[quotation[1]], quotation[2]
-        is_flag = value in (None, "true", "True")
-        return f"`{name}`" if is_flag else f"`{name} {value}`"
-
-    with warnings.catch_warnings():
-        show = warnings.showwarning
-
-        def show_as_typed(message: Any, *more: Any, **options: Any) -> None:
-            show(type(message)(quoted.sub(typed, str(message))), *more, **options)
-
-        warnings.showwarning = show_as_typed
-        try:
-            yield
-        except Exception as error:
-            if error.args and isinstance(error.args[0], str):
-                error.args = (quoted.sub(typed, error.args[0]), *error.args[1:])
-            raise

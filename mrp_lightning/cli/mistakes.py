@@ -57,7 +57,7 @@ def unknown_key(options: Iterable[str], arguments: Sequence[Argument]) -> str | 
     for argument in arguments:
         key = argument.path.partition(".")[0]
         if argument.origin and key not in known:
-            return f"{argument.origin}there is no option `{key}`. {_nearest(key, known)}"
+            return f"{argument.origin}there is no option `{key}`. {nearest(key, known)}"
     return None
 
 
@@ -77,14 +77,14 @@ def _mistakes(
             classes[taker], reason, known = _class(argument.value)
             if classes[taker] is None:
                 problem = f"`{taker}`: no class `{argument.value}`{reason}. "
-                yield argument, argument.value, problem + _nearest(argument.value, known)
+                yield argument, argument.value, problem + nearest(argument.value, known)
         elif owner is not None and inspect.isclass(classes[owner]):
             name = path.removeprefix(f"{owner}.").partition(".")[0]
             parser = ArgumentParser()
             known = parser.add_class_arguments(classes[owner], fail_untyped=False)
             if name not in known:
                 problem = f"`{owner}`: {classes[owner].__name__} has no argument `{name}`. "
-                hint = _nearest(name, known) if known else "It takes none: leave this out."
+                hint = nearest(name, known) if known else "It takes none: leave this out."
                 yield argument, name, problem + hint
             elif name == argument.leaf and (
                 problem := _wrong_value(argument, options_of(parser).get(f"--{name}"))
@@ -96,7 +96,7 @@ def _mistakes(
         elif path not in groups and not {*above} & {*options} - groups:
             parent = path.rpartition(".")[0]
             siblings = [name for name in options if name.rpartition(".")[0] == parent]
-            hint = _nearest(path, siblings or options)
+            hint = nearest(path, siblings or options)
             yield argument, path, f"there is no option `{path}`. {hint}"
 
 
@@ -163,7 +163,7 @@ def _class(path: str) -> tuple[Any, str, list[str]]:
     return match, "", list(classes)
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, known: Iterable[str]) -> str:
     """Return a hint: the known name that is nearest by its last part, or all of them."""
     leaves = {key.rpartition(".")[2]: key for key in known}
     if not leaves:

@@ -1,15 +1,16 @@
 """The parser of every command line: jsonargparse's, which reports a mistake in one line."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser, set_parsing_settings
 
 from mrp_lightning.cli.arguments_given import Argument, arguments_given
-from mrp_lightning.cli.mistakes import explain, unknown_key
-from mrp_lightning.errors import OptionError
-from mrp_lightning.upstream.other_names import options_of
+from mrp_lightning.cli.mistakes import explain, nearest, unknown_key
+from mrp_lightning.errors import ArgumentError, OptionError
+from mrp_lightning.upstream.other_names import option_named, options_of
 
 # The documentation of attributes, which `Settings` has, takes half a second: for help only.
 _WANTS_HELP = any(arg == "-h" or "help" in arg for arg in sys.argv)
@@ -19,13 +20,16 @@ set_parsing_settings(docstring_parse_attribute_docstrings=_WANTS_HELP)
 class Parser(ArgumentParser):
     """jsonargparse's parser, which raises a mistake instead of printing the usage.
 
-    Options are not abbreviated: a short form of one option today may fit two tomorrow.
+    Options are not abbreviated: a short form of one option today may fit two tomorrow. They may be
+    written with underscores, as in Python and YAML, in place of dashes.
 
     Attributes:
         defaults_given: Arguments of an object that is parsed without a command line; for messages.
+        model_first: Whether the first word is a model, which `--model` may name, too.
     """
 
     defaults_given: Sequence[Argument] = ()
+    model_first: bool = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, allow_abbrev=False, **kwargs)
@@ -37,9 +41,27 @@ class Parser(ArgumentParser):
         Raises:
             OptionError: There is a mistake in it, or in one of its YAML files.
         """
-        takes_files = "--config" in options_of(self)
-        self._given = arguments_given(sys.argv[1:] if args is None else args, files=takes_files)
+        options = options_of(self)
+        args = [_dashed(arg, options) for arg in (sys.argv[1:] if args is None else args)]
+        if self.model_first and "--model" in (names := [arg.partition("=")[0] for arg in args]):
+            named = args.pop(names.index("--model"))
+            value = named.partition("=")[2] or args.pop(names.index("--model"))
+            args = [value, *args]
+        takes_files = "--config" in options
+        if not takes_files:
+            _refuse_others(args, options)
+        self._given = arguments_given(args, files=takes_files)
         return super().parse_args(args, *more, **kwargs)
+
+    @contextmanager
+    def options_in_errors(self) -> Iterator[None]:
+        """Name the argument of an error that the block raises by its option, such as `--out`."""
+        try:
+            yield
+        except ArgumentError as error:
+            if error.argument is not None:
+                error.argument = option_named(self, error.argument) or error.argument
+            raise
 
     def refuse_unknown(self) -> None:
         """Refuse keys of YAML files that are no option.
@@ -61,3 +83,19 @@ class Parser(ArgumentParser):
         options = {name.lstrip("-").removesuffix("+"): kind for name, kind in types}
         arguments = [*self._given, *self.defaults_given]
         raise OptionError(explain(message, options, arguments)) from ex
+
+
+def _refuse_others(args: Sequence[str], options: Mapping[str, Any]) -> None:
+    """Refuse an option that there is not, and name the nearest one."""
+    names = [arg.partition("=")[0] for arg in args if arg.startswith("--")]
+    known = [option for option in options if option.startswith("--")]
+    for name in names:
+        if name not in known:
+            raise OptionError(f"there is no option `{name}`. {nearest(name, known)}")
+
+
+def _dashed(arg: str, options: Mapping[str, Any]) -> str:
+    """Return a word of a command line, with dashes in an option that is not known otherwise."""
+    name, equals, value = arg.partition("=")
+    dashed = name.replace("_", "-")
+    return f"{dashed}{equals}{value}" if name not in options and dashed in options else arg

@@ -1,42 +1,58 @@
 """One pruning and its comparison with the dense model, on the same windows of held-out text."""
 
 import math
+import statistics
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback
 from rich.console import Console
 from rich.table import Table
+from torch.utils.data import DataLoader
+from transformers.generation.streamers import BaseStreamer
 
 from mrp_lightning.callbacks import PruningCallback
+from mrp_lightning.commands.main import command_named
 from mrp_lightning.data.data_module import TextDataModule
 from mrp_lightning.data.own_text import estimate_writing
 from mrp_lightning.environment import quiet_lightning
-from mrp_lightning.experiments.numbers import memory, number, percent, perplexity
+from mrp_lightning.experiments.numbers import MISSING, memory, number, percent, perplexity
 from mrp_lightning.loop.causal_lm import CausalLM
+from mrp_lightning.loop.module_parts import check_batch
 from mrp_lightning.loop.progress import roughly
+from mrp_lightning.loop.run import plan_for
 from mrp_lightning.loop.saving import check_save_dir
 from mrp_lightning.loop.trainer import Trainer, require_accelerator
 from mrp_lightning.pruning.estimate import Estimate, estimate, products_per_second
+from mrp_lightning.pruning.job import Settings
 from mrp_lightning.records.evaluation import Scores, record
 from mrp_lightning.records.report import PruningReport
-from mrp_lightning.targets.plan import make_plan
+from mrp_lightning.solver.patterns import Dense
+from mrp_lightning.targets.plan import Plan
 from mrp_lightning.text.mixture import SELF
-from mrp_lightning.text.windows import Cutter
+from mrp_lightning.text.sources import StandardLibrary
+from mrp_lightning.text.windows import Cutter, Windows
 
 
 def prune_and_compare(
     source: Mapping[str, Any],
     text: Mapping[str, Any],
     pruning: Mapping[str, Any],
+    conversions: "Sequence[Conversion]",
     *,
     windows: int,
     accelerator: str,
     console: Console,
-) -> None:
-    """Evaluate a model, prune it, save it, evaluate it again, and print both results.
+) -> str | None:
+    """Evaluate a model, prune it, save it, evaluate it again, convert it, and print the results.
+
+    All that can be wrong with the arguments and the text is checked before the first evaluation.
 
     Args:
         source: The arguments of the `CausalLM`.
@@ -44,9 +60,13 @@ def prune_and_compare(
             model calibrates on text that it writes itself, and is evaluated on the source of
             Python's standard library.
         pruning: The arguments of the `PruningCallback`, with `save_dir`.
+        conversions: What else is made of the pruned model.
         windows: The largest number of windows to evaluate on.
         accelerator: The accelerator, as Lightning names it.
         console: The console for progress and results.
+
+    Returns:
+        Why the result is of no use, `None` if it may be of some.
     """
     require_accelerator(accelerator)
     prune = PruningCallback(**pruning)
@@ -54,46 +74,36 @@ def prune_and_compare(
     data = TextDataModule(**text, hold_out=has_files, calibration=None if has_files else SELF)
     assert prune.save_dir is not None
     with quiet_lightning():
+        console.print(f"Loading {source['model']} …")
         model = CausalLM(**source)
-        check_save_dir(prune.save_dir, model, overwrite=prune.overwrite)
-        plan = make_plan(model.model, prune.settings.recipe.pattern)
-        clock = _Clock()
+        check_save_dir(prune.save_dir, model, overwrite=prune.overwrite, argument="--out")
+        for conversion in conversions:
+            conversion.check()
+        plan = plan_for(model, prune.settings)
         trainer = Trainer(
             accelerator=accelerator,
             logger=False,
             enable_model_summary=False,
             enable_progress_bar=sys.stdout.isatty(),
-            limit_test_batches=math.ceil(windows / data.batch_size),
-            callbacks=[clock],
         )
-
-        def evaluate(name: str) -> dict[str, Scores]:
-            text_name = (
-                "text that is held out" if has_files else "the source of Python's standard library"
-            )
-            console.print(f"Evaluating the {name} model on {text_name} …")
-            trainer.test(model, datamodule=data, verbose=False)
-            return dict(model.evaluation)
-
-        console.print(
-            f"{plan.num_layers} layers are to be pruned to {prune.settings.recipe.pattern} by "
-            f"{prune.settings.recipe.method}, calibrated on {data.num_samples} windows "
-            + (
-                f"of {data.calibration_source}."
-                if has_files
-                else "that the model writes itself. Text that is like yours is given by `--text "
-                "FILE`: it is then evaluated on, too."
-            )
-        )
-        dense_scores = evaluate("dense")
-        (dense,) = dense_scores.values()
+        data.tokenizer = data.tokenizer or model.tokenizer
+        data.fit_to(model.model.config)
+        held_out = _HeldOut.of(data, windows)
+        check_batch(model, held_out.windows.ids)
+        num_samples = data.num_samples
+        if has_files:
+            calibration = data.calibration_windows()
+            check_batch(model, calibration)
+            num_samples = len(calibration)
+        console.print(_plan(prune.settings, plan, data, num_samples, has_files=has_files))
+        dense = held_out.evaluate("dense", model, trainer, console)
         expected = estimate(
             model.model,
             plan,
             prune.settings,
-            windows=data.num_samples,
+            windows=num_samples,
             length=data.sequence_length,
-            tokens_per_second=clock.tokens_per_second(dense),
+            tokens_per_second=held_out.tokens_per_second,
             products_per_second=products_per_second(trainer.strategy.root_device),
         )
         writing = Estimate(0.0, 0)
@@ -102,16 +112,160 @@ def prune_and_compare(
             cutter = Cutter(model.tokenizer, data.sequence_length)
             writing = estimate_writing(model.model, cutter, data.seed, data.num_samples)
         console.print(_announcement(expected.after(writing), writing))
+        model.to(trainer.strategy.root_device)
+        sizes = [Size.of(model)]
         trainer.predict(model, datamodule=data, callbacks=[prune])
-        pruned_scores = evaluate("pruned")
-        (pruned,) = pruned_scores.values()
+        pruned = held_out.evaluate("pruned", model, trainer, console)
+        model.to(trainer.strategy.root_device)
+        sizes.append(Size.of(model))
     assert prune.report is not None
-    record(prune.save_dir, perplexity=pruned_scores, dense=dense_scores, model=str(prune.save_dir))
-    console.print(_table(dense, pruned, prune.report))
+    record(
+        prune.save_dir,
+        perplexity={held_out.name: pruned},
+        dense={held_out.name: dense},
+        model=str(prune.save_dir),
+    )
+    converted = [conversion.convert(prune.save_dir) for conversion in conversions]
+    table = _table(dense, pruned, prune, sizes)
+    for conversion, size in zip(conversions, converted, strict=True):
+        table.add_row(str(conversion.out), "", "", "", *size.cells(), "")
+    console.print(table)
+    console.print(f"Evaluated on {held_out.described(dense)}.")
+    return _why_useless(_ratio(dense, pruned), prune.report)
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A command that makes something else of a pruned model.
+
+    Attributes:
+        command: The name of the command.
+        out: The directory or file that it writes.
+        options: Its options after the directory of the model.
+    """
+
+    command: str
+    out: Path
+    options: Sequence[str]
+
+    def check(self) -> None:
+        """Refuse, before any work, an output that the command will refuse after it."""
+        is_file = self.out.suffix == ".gguf"
+        is_there = self.out.exists() and (is_file or any(self.out.iterdir()))
+        if is_there and "--overwrite" not in self.options:
+            raise FileExistsError(
+                f"{self.out} exists, and `{self.command}` would write it. Move it away, name "
+                "another, or add `--overwrite`."
+            )
+
+    def convert(self, directory: Path) -> "Size":
+        """Run the command, and return the size and the speed of what it wrote."""
+        command_named(self.command)([str(directory), "--out", str(self.out), *self.options])
+        if self.out.is_file():
+            return Size(self.out.stat().st_size)
+        files = [file for kind in ("safetensors", "bin") for file in self.out.glob(f"*.{kind}")]
+        return replace(
+            Size.of(CausalLM(str(self.out))), num_bytes=sum(x.stat().st_size for x in files)
+        )
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a model costs to keep and to run.
+
+    Attributes:
+        num_bytes: The bytes of its weights.
+        ms_a_token: Milliseconds for each token that it generates, one text at a time, each step by
+            Python; `None` where that cannot be measured here.
+    """
+
+    num_bytes: int
+    ms_a_token: float | None = None
+
+    @classmethod
+    def of(cls, module: CausalLM) -> "Size":
+        """Measure a model on its device, by a few tokens."""
+        model: Any = module.model
+        num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+        times = _Times()
+        ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+        if not model.can_generate():
+            return cls(num_bytes)
+        options = {"max_new_tokens": _TIMED_TOKENS, "min_new_tokens": _TIMED_TOKENS}
+        options |= {"do_sample": False, "pad_token_id": 0}
+        with torch.inference_mode():
+            for _ in range(2):  # the first one warms up
+                times.seen.clear()
+                mask = torch.ones_like(ids)
+                model.eval().generate(ids, attention_mask=mask, streamer=times, **options)
+        steps = [later - earlier for earlier, later in pairwise(times.seen[2:])]
+        return cls(num_bytes, 1000 * statistics.median(steps))
+
+    def cells(self) -> tuple[str, str]:
+        """Return the cells of a table: bytes, and milliseconds a token."""
+        speed = MISSING if self.ms_a_token is None else f"{self.ms_a_token:.3g}"
+        return memory(self.num_bytes), speed
+
+
+class _Times(BaseStreamer):
+    """Records the time of each token that is generated, the prompt first."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def put(self, value: Any) -> None:  # noqa: ARG002
+        self.seen.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+_TIMED_TOKENS = 10
+
+
+@dataclass
+class _HeldOut:
+    """The windows that a model is evaluated on, the same before and after it is pruned."""
+
+    name: str
+    windows: Windows
+    batch_size: int
+    tokens_per_second: float = 0.0  # of the last evaluation
+
+    @classmethod
+    def of(cls, data: TextDataModule, most: int) -> "_HeldOut":
+        """Read the held-out text or the standard library, and take at most so many windows."""
+        loader = data.test_dataloader()
+        assert isinstance(loader, DataLoader)
+        assert isinstance(loader.dataset, Windows)
+        files = f"held-out part of {data.calibration_source}"
+        name = files if data.train_files else f"source of {StandardLibrary().name}"
+        ids = loader.dataset.ids[:most]
+        return cls(name, Windows(ids, loader.dataset.prefix), data.batch_size)
+
+    def evaluate(self, name: str, model: CausalLM, trainer: Trainer, console: Console) -> Scores:
+        """Measure the perplexity of a model."""
+        console.print(f"Evaluating the {name} model on the {self.name} …")
+        clock = _Clock()
+        trainer.callbacks.append(clock)
+        loader = DataLoader(self.windows, batch_size=self.batch_size)
+        try:
+            trainer.test(model, dataloaders={self.name: loader}, verbose=False)
+        finally:
+            trainer.callbacks.remove(clock)
+        self.tokens_per_second = self.windows.ids.numel() / clock.seconds
+        (scores,) = model.evaluation.values()
+        return scores
+
+    def described(self, scores: Scores) -> str:
+        """Return the text and its size in words."""
+        count = len(self.windows)
+        windows = f"{count} window{'s' * (count != 1)}"
+        return f"{windows} of {scores['context']} tokens of the {self.name}"
 
 
 class _Clock(Callback):
-    """Measures how long the batches of the last `test` took."""
+    """Measures how long the batches of a `test` take."""
 
     def on_test_start(self, *_: Any) -> None:
         """Start after the text was read."""
@@ -119,11 +273,30 @@ class _Clock(Callback):
 
     def on_test_end(self, *_: Any) -> None:
         """Stop when the model has run on all batches."""
-        self._seconds = time.perf_counter() - self._start
+        self.seconds = time.perf_counter() - self._start
 
-    def tokens_per_second(self, scores: Scores) -> float:
-        """The speed of the model in an evaluation with these scores."""
-        return (scores["windows"] or 0) * (scores["context"] or 0) / self._seconds
+
+def _plan(
+    settings: Settings, plan: Plan, data: TextDataModule, num_samples: int, *, has_files: bool
+) -> str:
+    verb = "quantised" if isinstance(settings.recipe.pattern, Dense) else "pruned"
+    text = (
+        f"{data.calibration_source}."
+        if has_files
+        else "text that the model writes itself. Text that is like yours is given by `--text "
+        "FILE`: it is then evaluated on, too."
+    )
+    windows = f"{num_samples} window{'s' * (num_samples != 1)}"
+    return (
+        f"{plan.num_layers} layers are to be {verb} to {_amount(settings)} by "
+        f"{settings.recipe.method}, calibrated on {windows} of {text}"
+    )
+
+
+def _amount(settings: Settings) -> str:
+    if settings.structure is None:
+        return settings.recipe.amount
+    return f"{percent(1 - (settings.sparsity or 0))} of their {settings.structure}"
 
 
 def _announcement(expected: Estimate, writing: Estimate) -> str:
@@ -138,16 +311,53 @@ def _announcement(expected: Estimate, writing: Estimate) -> str:
     )
 
 
-def _table(dense: Scores, pruned: Scores, report: PruningReport) -> Table:
-    totals, config = report.totals, report.config
-    how = f"{config.get('pattern') or percent(config['sparsity'])} by {config['method']}"
-    share = percent(totals["removed"] / totals["model_weights"])
+def _table(dense: Scores, pruned: Scores, prune: PruningCallback, sizes: Sequence[Size]) -> Table:
+    report = prune.report
+    assert report is not None
+    totals = report.totals
     table = Table()
     table.add_column("model")
-    for column in (f"perplexity @{dense['context']}", "× dense", "weights removed", "time"):
+    columns = (f"perplexity @{dense['context']}", "× dense", "weights removed", "weights")
+    for column in (*columns, "ms a token", "time"):
         table.add_column(column, justify="right")
-    table.add_row("dense", perplexity(dense["perplexity"]), "", "", "")
-    ratio = (pruned["perplexity"] or math.inf) / (dense["perplexity"] or math.inf)
-    time_taken = roughly(totals["seconds"])
-    table.add_row(how, perplexity(pruned["perplexity"]), number(ratio), share, time_taken)
+    table.add_row("dense", perplexity(dense["perplexity"]), "", "", *sizes[0].cells(), "")
+    share = percent(totals["removed"] / totals["model_weights"])
+    if report.narrowed:
+        share = percent(1 - report.narrowed["model_weights"] / totals["model_weights"])
+    table.add_row(
+        f"{_amount(prune.settings)} by {prune.settings.method}",
+        perplexity(pruned["perplexity"]),
+        number(_ratio(dense, pruned)),
+        share,
+        *sizes[1].cells(),
+        roughly(totals["seconds"]),
+    )
     return table
+
+
+def _ratio(dense: Scores, pruned: Scores) -> float:
+    return (pruned["perplexity"] or math.inf) / (dense["perplexity"] or math.inf)
+
+
+_DESTROYED = 3.0
+"""A ratio of perplexities from which on a model is of little use."""
+_SEEN = 0.001
+"""The fraction of a model's weights whose removal nobody notices."""
+
+
+def _why_useless(ratio: float, report: PruningReport) -> str | None:
+    """Return why a pruned model is of no use, `None` if it may be of some."""
+    totals = report.totals
+    if not ratio < _DESTROYED:
+        return (
+            f"The perplexity is {number(ratio)} times that of the dense model, which is of little "
+            "use. Remove less (a lower `--sparsity`, or more bits), or lose less: `--recipe best` "
+            "and calibration `--text` that is like yours."
+        )
+    is_changed = report.narrowed or report.config.get("bits") or report.config.get("grid")
+    if not is_changed and totals["removed"] < _SEEN * totals["model_weights"]:
+        return (
+            f"Of {totals['model_weights']:,} weights {totals['removed']:,} are removed, which "
+            "makes the model neither smaller nor faster. `--sparsity 0.5` removes half of them."
+        )
+    return None

@@ -1,4 +1,4 @@
-"""`python -m mrp_lightning layers`: what would be pruned, before any work.
+"""`mrp-lightning layers MODEL`: what would be pruned, before any work.
 
 The model is built from its configuration on the meta device: no weights are read or allocated, so
 that a model of any size is listed in seconds. Blocks and layers are those of the callback's plan.
@@ -179,7 +179,7 @@ def print_listing(listing: Listing) -> None:
 
 def _parser() -> Any:
     parser = make_parser(
-        "python -m mrp_lightning layers",
+        "mrp-lightning layers",
         "List what would be pruned and what would stay dense, and why. No weights are "
         "needed: of the model only the configuration is read.",
     )

@@ -31,10 +31,16 @@ _COMMANDS = {
     "sweep": "make many runs and tables of them",
 }
 
+_OF_EXPORT = {
+    "export": ("to_sparse", "pack a pruned checkpoint, and prove it equal"),
+    "gguf": ("to_gguf", "write a pruned checkpoint as a GGUF file, for llama.cpp"),
+    "generate": ("generate", "let a packed or dense model write, and report its speed"),
+    "benchmark": ("benchmark", "time a packed model and its dense form on a CUDA device"),
+}
+"""Modules of the package `export`, each with what its `main` does."""
+
 GROUP = "mrp_lightning.commands"
 """Group of entry points by which other packages add a command: its `main(args)`."""
-
-_OF_OTHERS = {"export": "pack a pruned checkpoint, and prove it equal"}
 
 
 def main(args: list[str] | None = None) -> None:
@@ -69,18 +75,18 @@ def _run(given: list[str], args: list[str] | None) -> None:
         name = next((word for word in given if word in {*_OF_LIGHTNING, *_COMMANDS}), "COMMAND")
         options = shlex.join(word for word in given if word != name)
         raise OptionError(f"the command comes first: `mrp-lightning {name} {options}`.")
-    command = _command(first)
     check_arguments(first, given[1:])
-    if command is None:
+    if first in _OF_LIGHTNING or first.startswith("-"):
         _run_lightning(args)
     else:
-        command()(given[1:])
+        command_named(first)(given[1:])
 
 
 def _help() -> str:
     """The commands, each with what it does; made without what any of them needs."""
     plugins = {point.name: point.value for point in entry_points(group=GROUP)}
-    commands = {**_OF_LIGHTNING, **_COMMANDS, **plugins, **_OF_OTHERS}
+    of_export = {name: does for name, (_, does) in _OF_EXPORT.items()}
+    commands = {**_COMMANDS, **of_export, **_OF_LIGHTNING, **plugins}
     lines = [f"  {name:10}{does}" for name, does in commands.items()]
     return "\n".join(
         [
@@ -99,21 +105,27 @@ def _help() -> str:
     )
 
 
-def _command(name: str) -> Callable[[], Callable[[list[str]], None]] | None:
-    """Return the function that loads a command; it is `None` for those of LightningCLI.
+def command_named(name: str) -> Callable[[list[str]], None]:
+    """Return the function that runs a command that is not LightningCLI's.
 
     Raises:
         DependencyError: A folder of the user's hides the package of the command.
         OptionError: There is none.
     """
+    main: Callable[[list[str]], None]
     if name in _COMMANDS:
-        return lambda: import_module(f"mrp_lightning.commands.{name}").main
-    for plugin in entry_points(group=GROUP, name=name):
+        main = import_module(f"mrp_lightning.commands.{name}").main
+        return main
+    if name in _OF_EXPORT:
+        _require_not_hidden("export")
+        main = import_module(f"export.{_OF_EXPORT[name][0]}").main
+        return main
+    plugins = entry_points(group=GROUP)
+    for plugin in plugins.select(name=name):
         _require_not_hidden(plugin.module)
-        return plugin.load
-    if name.startswith("-") or name in _OF_LIGHTNING:
-        return None
-    known = [*_OF_LIGHTNING, *_COMMANDS, *(plugin.name for plugin in entry_points(group=GROUP))]
+        main = plugin.load()
+        return main
+    known = [*_COMMANDS, *_OF_EXPORT, *_OF_LIGHTNING, *plugins.names]
     near = get_close_matches(name, known, n=1)
     meant = f"Did you mean `{near[0]}`?" if near else f"There are {', '.join(known)}."
     raise OptionError(f"there is no command `{name}`. {meant}")

@@ -1,13 +1,18 @@
-"""`mrp-lightning prune MODEL`: prune, compare with the dense model, save, and say what is next."""
+"""`mrp-lightning prune MODEL`: prune, compare with the dense model, save, convert."""
 
 import shlex
 import sys
 from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, get_args, get_origin, get_type_hints
 
-from mrp_lightning.cli.command import add_model_options, as_typed, make_parser, number_from
+from mrp_lightning.cli.command import add_model_options, make_parser, number_from
 from mrp_lightning.errors import OptionError
+from mrp_lightning.pruning.job import Settings
 from mrp_lightning.solver.patterns import SemiStructured, make_pattern
 
 _RECIPES: dict[str, dict[str, Any]] = {
@@ -22,24 +27,15 @@ _COLUMNS = 128
 """The columns that are chosen together, or as many fewer as the groups of a pattern divide."""
 
 _OF_MODEL = ("model", "dtype", "gguf_file", "revision", "trust_remote_code")
-_OF_TEXT = ("num_samples", "sequence_length", "batch_size", "seed")
-
-_TYPED = {
-    **{key: f"--{key.replace('_', '-')}" for key in ("pattern", "sparsity", "method", "overwrite")},
-    **{f"data.{key}": f"--{key.replace('_', '-')}" for key in _OF_TEXT},
-    "sequence_length": "--sequence-length",
-    **dict.fromkeys(("train_files", "data.train_files", "data.eval_files"), "--text"),
-    **dict.fromkeys(("data.{train,eval}_files", "data.calibration"), "--text"),
-    "trainer.accelerator": "--accelerator",
-    "model": "MODEL",
-    "model.model": "MODEL",
-    "save_dir": "--out",
-}
-"""What is typed here, by what the classes behind it call it."""
+_OF_TEXT = (
+    *("train_files", "num_samples", "sequence_length", "batch_size", "seed", "text_column"),
+    "tokenizer",
+)
+_SETTINGS = [field.name for field in fields(Settings) if field.init]
 
 _DESCRIPTION = (
-    "Prune a language model, measure its perplexity before and after on text that it was not "
-    "calibrated on, and save it. `predict` has more options, and YAML files."
+    "Prune or quantise a language model, measure its perplexity before and after on text that it "
+    "was not calibrated on, save it, and convert it. `predict` does the same by YAML files."
 )
 
 
@@ -49,95 +45,193 @@ def main(args: list[str]) -> None:
     Raises:
         OptionError: Options contradict each other or are missing; before anything is loaded.
     """
-    options = _parser().parse_args(args)
-    with as_typed(_TYPED):
-        recipe = _recipe(options)
-    out = options.out or _default_out(options)
+    parser = _parser()
+    options = parser.parse_args(args)
+    with parser.options_in_errors():
+        settings = _settings(options)
+    out = options.save_dir or _default_out(options, settings)
     # Only now: they load Lightning and transformers, which help and a mistake need not wait for.
     from rich.console import Console
 
-    from mrp_lightning.commands.comparison import prune_and_compare
+    from mrp_lightning.commands.comparison import Conversion, prune_and_compare
     from mrp_lightning.signals import interruptible, unclaimed_signals
 
     console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)
+    output = {"save_dir": out, "overwrite": options.overwrite, "resume": not options.restart}
     given = vars(options)
-    with interruptible(unclaimed_signals(), at_once=True), as_typed(_TYPED):
-        prune_and_compare(
+    with (
+        interruptible(unclaimed_signals(), at_once=True),
+        parser.options_in_errors(),
+        _from_standard_input(options.train_files) as files,
+    ):
+        conversions = [Conversion(*each) for each in _conversions(options, out)]
+        text = {key: given[key] for key in _OF_TEXT if given[key] is not None}
+        problem = prune_and_compare(
             {key: given[key] for key in _OF_MODEL},
-            {"train_files": options.text, **{key: given[key] for key in _OF_TEXT}},
-            {**recipe, "save_dir": out, "overwrite": options.overwrite},
+            text | {"train_files": files},
+            {**settings, **output},
+            conversions,
             windows=options.eval_samples,
             accelerator=options.accelerator,
             console=console,
         )
-    print(_next_steps(out))
+    packed = next((each.out for each in conversions if each.command == "export"), None)
+    console.print(problem or _next_steps(out, packed), soft_wrap=True)
 
 
-def _recipe(options: Namespace) -> dict[str, Any]:
-    """The arguments of the pruning callback that the options stand for."""
-    if (options.pattern is None) == (options.sparsity is None):
-        both = " Got both." if options.pattern else ""
+def _settings(options: Namespace) -> dict[str, Any]:
+    """Return the arguments of the pruning callback that the options stand for."""
+    if options.method is not None and options.recipe is not None:
+        raise OptionError("a recipe has a method. Give either `--recipe` or `--method`.", "recipe")
+    given = {name: getattr(options, name) for name in _SETTINGS}
+    given = {name: value for name, value in given.items() if value is not None}
+    if not given.keys() & {"pattern", "sparsity", "bits", "grid"}:
         raise OptionError(
             "`prune` needs one of `--pattern` (such as 2:4: two of every four weights are kept) "
-            f"and `--sparsity` (such as 0.5: half of all weights are removed).{both}"
+            "and `--sparsity` (such as 0.5: half of all weights are removed), or `--bits` or "
+            "`--grid`, with either of them or alone."
         )
-    if options.method is not None and options.recipe is not None:
-        raise OptionError("`--recipe` names a method, too: give either `--recipe` or `--method`.")
-    chosen = dict(_RECIPES[options.recipe or "paper"])
-    chosen["method"] = options.method or chosen["method"]
-    pattern = make_pattern(options.sparsity, options.pattern)
-    if isinstance(pattern, SemiStructured) and _COLUMNS % pattern.group:
-        chosen["block_size"] = max(1, _COLUMNS // pattern.group) * pattern.group
-    return {**chosen, "pattern": options.pattern, "sparsity": options.sparsity}
+    chosen = {**_RECIPES[options.recipe or "paper"], **given}
+    if {"pattern", "sparsity"} <= given.keys():
+        raise OptionError("give either `--pattern` or `--sparsity`. Got both.")
+    if "pattern" in given and "block_size" not in given:
+        pattern = make_pattern(None, options.pattern)
+        if isinstance(pattern, SemiStructured) and _COLUMNS % pattern.group:
+            chosen["block_size"] = max(1, _COLUMNS // pattern.group) * pattern.group
+    Settings(**chosen)  # what is wrong with them comes before anything is loaded
+    return chosen
 
 
-def _default_out(options: Namespace) -> Path:
-    """A directory beside which nobody has to think: `opt-125m-2of4`, in the working directory."""
+def _conversions(options: Namespace, out: Path) -> list[tuple[str, Path, list[str]]]:
+    """Return the commands that convert the result, each with its output and other options."""
+    again = ["--overwrite"] * options.overwrite
+    conversions = []
+    if options.pack or options.format:
+        form = ["--format", options.format] if options.format else []
+        packed = out.with_name(f"{out.name}-{options.format or 'packed'}")
+        conversions.append(("export", packed, [*form, *again]))
+    if options.gguf:
+        if options.gguf.suffix != ".gguf":
+            raise OptionError(f"expected a file that ends in .gguf. Got {options.gguf}.", "gguf")
+        like = ["--like", options.model] if options.model.endswith(".gguf") else []
+        conversions.append(("gguf", options.gguf, [*like, *again]))
+    return conversions
+
+
+@contextmanager
+def _from_standard_input(files: Sequence[str] | None) -> Iterator[list[str] | None]:
+    """Yield the files, with one of what standard input gives in place of `-`."""
+    if not files or "-" not in files:
+        yield list(files) if files else None
+        return
+    with TemporaryDirectory(prefix="mrp-lightning-") as directory:
+        file = Path(directory, "stdin.txt")
+        file.write_bytes(sys.stdin.buffer.read())
+        yield [str(file) if name == "-" else name for name in files]
+
+
+def _default_out(options: Namespace, settings: dict[str, Any]) -> Path:
+    """Return a directory in the working directory such as `opt-125m-2of4`."""
     name = Path(options.model).expanduser().resolve().name.removesuffix(".gguf")
-    setting = options.pattern or f"{100 * options.sparsity:g}"
-    return Path("-".join([name, setting.replace(":", "of"), *filter(None, [options.recipe])]))
+    amount = options.pattern or (f"{100 * options.sparsity:g}" if options.sparsity else None)
+    bits = f"{settings['bits']}bit" if options.bits else None
+    parts = [name, amount, options.structure, options.grid or bits, options.recipe]
+    return Path("-".join(part.replace(":", "of").replace(" ", "") for part in parts if part))
 
 
-def _next_steps(out: Path) -> str:
-    pruned = shlex.quote(str(out))
+def _next_steps(out: Path, packed: Path | None) -> str:
+    """Return what a user may do with a pruned model, as commands."""
+    quoted = shlex.quote(str(out))
+    lines = [f"The pruned model is in {out}; AutoModelForCausalLM.from_pretrained loads it. Next:"]
+    if packed is None:
+        lines += [
+            f"  mrp-lightning export {quoted}",
+            "      packs it without its zeros: smaller, and faster where a kernel supports it",
+        ]
+    generate = shlex.quote(str(packed or out))
     return "\n".join(
         [
-            f"The pruned model is in {out}; AutoModelForCausalLM.from_pretrained loads it. Next:",
-            f"  mrp-lightning export {pruned}",
-            "      packs it without its zeros: smaller, and faster where a kernel supports it;",
-            "      `python -m export.generate` generates text with the packed model",
-            f"  mrp-lightning zeroshot --model {pruned} --tasks hellaswag,piqa",
-            f"  mrp-lightning report {pruned}",
+            *lines,
+            f'  mrp-lightning generate {generate} --prompt "Once upon a time"',
+            f"  mrp-lightning zeroshot {quoted} --tasks hellaswag,piqa",
+            f"  mrp-lightning report {quoted}",
         ]
     )
 
 
+_HELP = {
+    "method": "SM (default), JM, SS (SparseGPT), wanda, magnitude, …",
+    "sparsity": "the fraction of the weights to remove, such as 0.5",
+    "pattern": "N:M keeps N of every M consecutive weights of a row, such as 2:4",
+    "bits": "3, 4 or 8: the kept weights are put on a grid; alone, it is quantisation",
+    "group_size": "the number of columns that share a scale, for --bits",
+    "grid": "the type of an engine, such as q4_0, iq4_nl or int4-g128, which an export holds",
+    "target": "own (default), or dense: make up for the losses of earlier blocks",
+    "tuning": "tune the kept weights of each block towards its dense outputs",
+    "ignore": "layers to leave dense, such as down_proj or layers.0",
+    "targets": "layers to prune (default: all in the blocks but routers)",
+    "skip_indivisible": "leave layers dense whose columns the pattern does not divide",
+    "structure": "neurons, heads or experts: remove these whole, --sparsity of them",
+}
+"""Help on the settings that most users need; that of the others is their own documentation."""
+
+
+def _add_settings(parser: Any) -> None:
+    """Add an option for each of the `Settings`; none has a value if it is not given."""
+    hints = get_type_hints(Settings)
+    shown = parser.add_argument_group("what is done, as `Settings` documents it")
+    for name in sorted(_SETTINGS, key=lambda name: name not in _HELP):
+        kinds = {*(get_args(hints[name]) or [hints[name]])}
+        option, text = f"--{name.replace('_', '-')}", _HELP.get(name, "see the documentation")
+        if bool in kinds:
+            shown.add_argument(option, action="store_true", default=None, help=text)
+        elif any(get_origin(kind) is not None for kind in kinds):
+            shown.add_argument(option, nargs="+", metavar="NAME", help=text)
+        else:
+            kind = next(kind for kind in (str, float, int) if kind in kinds)
+            shown.add_argument(option, type=kind, help=text)
+
+
 def _parser() -> Any:
     parser = make_parser("mrp-lightning prune", _DESCRIPTION)
-    add_model_options(parser, first=True)
+    add_model_options(parser)
     option = parser.add_argument
-    option("--pattern", help="N:M keeps N of every M consecutive weights of a row, such as 2:4")
-    option("--sparsity", type=float, help="the fraction of the weights to remove, such as 0.5")
-    option("--method", help="SM (default), JM, SS (SparseGPT), wanda, magnitude, …")
-    what = "paper (SM), joint (JM), best (JM, dense target, tuned blocks), or best_4bit, which "
-    what += "also puts the weights on a grid of 4 bits; in place of a method"
-    option("--recipe", choices=list(_RECIPES), help=what)
-    what = "text or .jsonl files to calibrate on, of which a tenth is held out to evaluate on "
-    what += "(default: the model writes its own, and is evaluated on Python's standard library)"
-    option("--text", nargs="+", metavar="FILE", help=what)
-    what = "the directory of the pruned model (default: MODEL-PATTERN in this directory)"
-    option("--out", type=Path, metavar="DIR", help=what)
-    option("--overwrite", action="store_true", help="replace what this package wrote there before")
-    what = "windows of text to calibrate on (default: 128)"
-    option("--num-samples", type=number_from(1), default=128, metavar="N", help=what)
-    what = "tokens a window (default: 2048, or as many as the model reads)"
-    option("--sequence-length", type=number_from(2), metavar="N", help=what)
-    option("--batch-size", type=number_from(1), default=1, metavar="N", help="windows a batch")
-    what = "the most windows to evaluate on (default: 64)"
-    option("--eval-samples", type=number_from(1), default=64, metavar="N", help=what)
-    option(
-        "--seed", type=number_from(0), default=0, metavar="N", help="seed of the windows' places"
-    )
+    text = "paper (SM), joint (JM), best (JM, dense target, tuned blocks), or best_4bit, which "
+    text += "also puts the weights on a grid of 4 bits; in place of a method"
+    option("--recipe", choices=list(_RECIPES), help=text)
+    _add_settings(parser)
+    group = parser.add_argument_group("text")
+    text = "files, directories or wildcards to calibrate on, or - for standard input, of which a "
+    text += "tenth is held out to evaluate on: text, .jsonl, tables (default: the model writes its "
+    text += "own, and is evaluated on Python's standard library)"
+    group.add_argument("--text", dest="train_files", nargs="+", metavar="FILE", help=text)
+    text = "the key of the text in .jsonl files, and its column in tables (default: text)"
+    group.add_argument("--text-column", metavar="NAME", help=text)
+    text = "the directory or hub id of a tokenizer (default: the model's own)"
+    group.add_argument("--tokenizer", metavar="NAME", help=text)
+    text = "windows of text to calibrate on (default: 128)"
+    number = number_from(1)
+    group.add_argument("--num-samples", type=number, default=128, metavar="N", help=text)
+    text = "tokens a window (default: 2048, or as many as the model reads)"
+    group.add_argument("--sequence-length", type=number_from(2), metavar="N", help=text)
+    group.add_argument("--batch-size", type=number, default=1, metavar="N", help="windows a batch")
+    text = "the most windows to evaluate on (default: 64)"
+    group.add_argument("--eval-samples", type=number, default=64, metavar="N", help=text)
+    text = "seed of the windows' positions"
+    group.add_argument("--seed", type=number_from(0), default=0, metavar="N", help=text)
+    group = parser.add_argument_group("result")
+    text = "the directory of the pruned model (default: MODEL-PATTERN in this directory)"
+    group.add_argument("--out", dest="save_dir", type=Path, metavar="DIR", help=text)
+    text = "replace what this package wrote there before"
+    group.add_argument("--overwrite", action="store_true", help=text)
+    text = "start afresh where an interrupted run of other settings could be resumed"
+    group.add_argument("--restart", action="store_true", help=text)
+    text = "also write a copy without zeros, as `export` does: smaller, and faster with a kernel"
+    group.add_argument("--pack", action="store_true", help=text)
+    text = "the format of that copy, as of `export`: packed, bitmask, compressed-tensors, …"
+    group.add_argument("--format", metavar="FORMAT", help=text)
+    text = "also write a file for llama.cpp, as `gguf` does"
+    group.add_argument("--gguf", type=Path, metavar="OUT.gguf", help=text)
     option("--dtype", help="the type in which the model is loaded (default: as it is stored)")
     option("--accelerator", default="auto", help="cpu, gpu, mps or auto (default)")
     return parser

@@ -1,4 +1,4 @@
-"""`python -m mrp_lightning report`: one HTML page about a run, or about all runs in a directory."""
+"""`mrp-lightning report RUN_DIR …`: one HTML page about runs, or all runs in directories."""
 
 import shlex
 import sys
@@ -8,20 +8,21 @@ from typing import Any
 
 from mrp_lightning.cli.command import make_parser
 from mrp_lightning.environment import extra
-from mrp_lightning.experiments.runs import find_runs
+from mrp_lightning.experiments.runs import common_parent, find_runs
 
 
 def main(args: Sequence[str]) -> None:
     """Write the page, and print its path."""
     options = _parser().parse_args(args)
-    runs = find_runs(options.run_dir)
-    directory = runs[0].directory if runs[0].unfinished else options.run_dir
+    runs = find_runs(*options.run_dir)
+    root = common_parent(options.run_dir)
+    directory = runs[0].directory if runs[0].unfinished else root
     out = options.out or directory / "report.html"
     with extra("report", "`report`"):
         from mrp_lightning.experiments import page as pages
     pages.check_page(out, overwrite=options.overwrite)
-    command = shlex.join(["python", "-m", "mrp_lightning", "report", *args])
-    page = pages.make_page(runs, options.run_dir.resolve().name, options.title, command=command)
+    command = shlex.join(["mrp-lightning", "report", *args])
+    page = pages.make_page(runs, root.resolve().name, options.title, command=command)
     pages.write_page(page, out, overwrite=options.overwrite)
     where = f", pictures in {pages.pictures_directory(out)}" if page.pictures else ""
     num = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
@@ -30,7 +31,7 @@ def main(args: Sequence[str]) -> None:
 
 def _parser() -> Any:
     parser = make_parser(
-        "python -m mrp_lightning report",
+        "mrp-lightning report",
         "Write one HTML page, which needs no other file, about the runs in a directory "
         "and beneath it: pruning_report.json, evaluation.json. The pictures are written as PNG "
         "files beside it.",
@@ -39,9 +40,11 @@ def _parser() -> Any:
         "run_dir",
         metavar="RUN_DIR",
         type=Path,
-        help="a run, or many; an unfinished one by where it will be",
+        nargs="+",
+        help="a run, or a directory of many; an unfinished one by where it will be",
     )
-    parser.add_argument("--out", type=Path, help="the page (default: RUN_DIR/report.html)")
+    text = "the page (default: report.html in RUN_DIR, or in the directory that holds all of them)"
+    parser.add_argument("--out", type=Path, help=text)
     parser.add_argument("--title", help="its heading")
     parser.add_argument(
         "--overwrite", action="store_true", help="replace --out even if it is no report"

@@ -1,4 +1,4 @@
-"""`python -m mrp_lightning sweep`: many runs, resumed after an interruption, and their tables."""
+"""`mrp-lightning sweep`: many runs, resumed after an interruption, and their tables."""
 
 import sys
 from pathlib import Path
@@ -54,7 +54,7 @@ def read_sweep(args: list[str]) -> Sweep:
     Raises:
         OptionError: A setting, a method or `only` is wrong.
     """
-    parser = Parser(prog="python -m mrp_lightning sweep", description=_DESCRIPTION)
+    parser = Parser(prog="mrp-lightning sweep", description=_DESCRIPTION)
     parser.add_argument("--config", action="config", help="YAML of a sweep; may be repeated.")
     parser.add_class_arguments(Sweep)
     options = parser.parse_args(args)

@@ -1,4 +1,4 @@
-"""`python -m mrp_lightning zeroshot`: run lm-eval's tasks on a checkpoint and keep the results."""
+"""`mrp-lightning zeroshot MODEL`: run lm-eval's tasks on a checkpoint and keep the results."""
 
 import json
 import os
@@ -125,7 +125,7 @@ def _check_writable(path: Path) -> None:
 
 def _parser() -> Any:
     parser = make_parser(
-        "python -m mrp_lightning zeroshot",
+        "mrp-lightning zeroshot",
         "Run tasks of lm-eval on a dense, pruned or packed checkpoint. The results are "
         "added to evaluation.json in its directory.",
     )

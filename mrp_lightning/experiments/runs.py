@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mrp_lightning.errors import FormatError
+from mrp_lightning.errors import FormatError, OptionError
 from mrp_lightning.experiments.trials import Trial, has_blocks, method_rank
 from mrp_lightning.files import save_ours
 from mrp_lightning.journal.journal import find_journal, unfinished_report
@@ -133,34 +133,59 @@ class RunDirectory:
         return self.report is None or self.report.complete
 
 
-def find_runs(root: Path) -> list[RunDirectory]:
-    """The runs in a directory and beneath it, dense ones first, then by setting, method and name.
+def common_parent(directories: Sequence[Path]) -> Path:
+    """Return the directory, or the nearest one that holds all of several."""
+    if len(directories) == 1:
+        return directories[0]
+    return Path(os.path.commonpath([directory.resolve() for directory in directories]))
+
+
+def find_runs(*roots: Path) -> list[RunDirectory]:
+    """The runs in directories and beneath them, dense ones first, then by setting, method and name.
 
     Hidden directories are passed over. A journal, or the directory that an unfinished run will
-    write, is that run alone. If all runs are pruned, dense ones next to `root` are added.
+    write, is that run, and is reported alone. If all runs are pruned, dense ones next to a single
+    root are added.
 
     Raises:
         FileNotFoundError: There are none.
         FormatError: A file of a run is damaged, or of a newer version of mrp-lightning.
+        OptionError: One of several directories is that of an unfinished run.
     """
-    if (journal := find_journal(root)) is not None:
-        return [_unfinished(journal)]
-    if not root.is_dir():
-        raise FileNotFoundError(f"`RUN_DIR`: {root} is no directory.")
-    run_directories = []
+    unfinished = [journal for root in roots if (journal := find_journal(root)) is not None]
+    if unfinished:
+        if len(roots) > 1:
+            raise OptionError(
+                f"{unfinished[0]} is the journal of an unfinished run, which is reported alone.",
+                "RUN_DIR",
+            )
+        return [_unfinished(unfinished[0])]
+    parent = common_parent(roots)
+    paths: set[Path] = set()
+    for root in roots:
+        if not root.is_dir():
+            raise FileNotFoundError(f"`RUN_DIR`: {root} is no directory.")
+        runs_beneath = _directories_of_runs(root)
+        if not runs_beneath:
+            raise FileNotFoundError(
+                f"`RUN_DIR`: no {report.NAME} and no {records.NAME} in {root} or beneath it. A run "
+                "with `save_dir` writes the first, `zeroshot` and `test` the second."
+            )
+        paths |= {path if len(roots) == 1 else path.resolve() for path in runs_beneath}
+    runs = [read_run(directory, _name(directory, parent)) for directory in sorted(paths)]
+    if all(run.report for run in runs) and len(roots) == 1:
+        runs += _dense_next_to(roots[0])
+    return sorted(runs, key=_rank)
+
+
+def _directories_of_runs(root: Path) -> list[Path]:
+    """Return the directories at a root and beneath it that hold a run, but for hidden ones."""
+    directories_of_runs = []
     for path, directories, files in os.walk(root):
         directories[:] = [name for name in directories if not name.startswith(".")]
         if report.NAME in files or records.NAME in files:
-            run_directories.append(Path(path))
-    runs = [read_run(directory, _name(directory, root)) for directory in sorted(run_directories)]
-    if not runs:
-        raise FileNotFoundError(
-            f"`RUN_DIR`: no {report.NAME} and no {records.NAME} in {root} or beneath it. A run "
-            "with `save_dir` writes the first, `zeroshot` and `test` the second."
-        )
-    if all(run.report for run in runs):
-        runs += _dense_next_to(root)
-    return sorted(runs, key=_rank)
+            directories_of_runs.append(Path(path))
+    return directories_of_runs
 
 
 def read_run(directory: Path, name: str) -> RunDirectory:

@@ -222,7 +222,8 @@ class Journal(AbstractContextManager["Journal"]):
         try:
             refuse_others(path)
             journal = cls(path, Manifest.new(fingerprint, about or {}), lock, processes, streamed)
-            if resume and (path / NAME).exists():
+            # A journal without a finished block holds nothing that a run of other settings loses.
+            if resume and (path / NAME).exists() and Manifest.load(path).shards:
                 journal._go_on(defaults or {})
             else:
                 journal._start_afresh()
@@ -346,9 +347,9 @@ class Journal(AbstractContextManager["Journal"]):
             listed = "\n".join(f"  {difference}" for difference in differing)
             raise JournalError(
                 f"{self.path} is the journal of an unfinished run, {len(earlier.shards)} blocks "
-                "far, with other settings than this one. Set `resume: false` to give it up and "
-                "start afresh, name another `save_dir`, or go on with the settings it was started "
-                "with. "
+                "far, with other settings than this one. Set `resume: false` (`prune --restart`) "
+                "to give it up and start afresh, name another directory, or go on with the "
+                "settings it was started with. "
                 f"What differs:\n{listed}"
             )
         earlier.about = self.manifest.about

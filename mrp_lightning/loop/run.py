@@ -215,6 +215,26 @@ def _fingerprint(job: Job, module: LightningModule, trainer: Trainer) -> Fingerp
     )
 
 
+def plan_for(module: LightningModule, settings: Settings) -> Plan:
+    """Choose the layers of a LightningModule that settings prune; see `make_plan`."""
+    plan = make_plan(
+        module,
+        settings.recipe.pattern,
+        targets=settings.targets,
+        ignore=settings.ignore,
+        blocks=settings.blocks,
+        skip_indivisible=settings.skip_indivisible,
+        prefix=checkpoint_root(module)[0],
+        allow_meta=streamed_blocks(module) is not None,
+        grid=settings.recipe.grid,
+    )
+    check_streamed_plan(module, plan)
+    if settings.structure is None:
+        return plan
+    model = checkpoint_root(module)[1]
+    return narrowing_plan(model, settings.structure, settings.recipe.pattern.sparsity, plan)
+
+
 @dataclass(frozen=True)
 class Output:
     """The destination of a pruning's result.
@@ -282,7 +302,7 @@ class Run:
                 )
             require_free(self._beside)
         if not is_built_later(module):
-            self._make_plan()
+            plan_for(self.module, self.settings)
 
     def start(self) -> None:
         """With `offload`, keep the blocks on the CPU when Lightning moves the module."""
@@ -302,7 +322,7 @@ class Run:
         self._changes.close()
         if self.trainer.received_sigterm and signal.SIGTERM in self._signals:
             raise Interrupted(signal.SIGTERM)
-        self._plan = plan = self._make_plan()
+        self._plan = plan = plan_for(self.module, self.settings)
         stop_at = [block.module for block in plan.blocks] or [x.module for x in plan.outside]
         self._capture = StepCapture(
             self.module, stop_at, lambda batch: check_batch(self.module, batch)
@@ -444,25 +464,6 @@ class Run:
         on_device = step.to(strategy.root_device)
         # The strategy's, for its precision.
         return strategy.predict_step(*on_device.args, **on_device.kwargs)
-
-    def _make_plan(self) -> Plan:
-        settings, module = self.settings, self.module
-        plan = make_plan(
-            module,
-            settings.recipe.pattern,
-            targets=settings.targets,
-            ignore=settings.ignore,
-            blocks=settings.blocks,
-            skip_indivisible=settings.skip_indivisible,
-            prefix=checkpoint_root(module)[0],
-            allow_meta=streamed_blocks(module) is not None,
-            grid=settings.recipe.grid,
-        )
-        check_streamed_plan(module, plan)
-        if settings.structure is None:
-            return plan
-        model = checkpoint_root(module)[1]
-        return narrowing_plan(model, settings.structure, settings.recipe.pattern.sparsity, plan)
 
     def _describe(self, steps: list[Step], processes: Processes, batches: int) -> None:
         """Enter the settings of the run and the origin of its data into the report."""

@@ -45,6 +45,7 @@ def check_save_dir(
     overwrite: bool,
     dtype: torch.dtype | None = None,
     journal_bytes: int = 0,
+    argument: str = "save_dir",
 ) -> None:
     """Raise before any work if `save_pruned` or `save_trained` could not write.
 
@@ -56,6 +57,7 @@ def check_save_dir(
     check_output_dir(
         directory,
         overwrite=overwrite,
+        argument=argument,
         sources=sources_of(module),
         num_bytes=num_bytes(model, dtype) + journal_bytes + other_bytes,
     )

@@ -159,8 +159,9 @@ def require_accelerator(wanted: Any) -> None:
         known.add("gpu")
     if isinstance(wanted, str) and wanted not in known:
         raise OptionError(
-            f"`trainer.accelerator`: expected auto or one that this machine has "
-            f"({', '.join(sorted(available))}). Got {wanted}. Name another, or leave it out."
+            f"expected auto or one that this machine has ({', '.join(sorted(available))}). Got "
+            f"{wanted}. Name another, or leave it out.",
+            "accelerator",
         )
 
 

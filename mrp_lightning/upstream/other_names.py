@@ -79,3 +79,15 @@ def options_of(parser: Any) -> dict[str, Any]:
         for action in parser._actions
         for name in action.option_strings
     }
+
+
+def option_named(parser: Any, argument: str) -> str | None:
+    """Return the option, or the word, by which a parser takes an argument; `None` if it does not.
+
+    Seen in Python 3.11. A message names the option of a command for what its code calls by another
+    name. In its place: a public list of a parser's actions.
+    """
+    for action in parser._actions:
+        if action.dest == argument:
+            return str((*action.option_strings, action.metavar)[0])
+    return None

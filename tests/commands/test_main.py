@@ -98,7 +98,7 @@ def test_the_papers_data_from_local_copies(tiny_llama, corpora_dir, tmp_path, ca
         main(["test", *options, missing, f"--model.model={out}"])
     assert stop.value.code == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith(f"error: `data.corpora_dir`: {tmp_path} lacks files of wikitext2, ptb")
+    assert error.startswith(f"error: `corpora_dir`: {tmp_path} lacks files of wikitext2, ptb")
     assert "hf download Salesforce/wikitext wikitext-2-raw-v1/test-00000-of-00001.parquet" in error
 
 

@@ -4,9 +4,9 @@ import os
 import re
 import subprocess
 import sys
-import tomllib
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
@@ -275,19 +275,32 @@ def test_a_folder_without_python_in_it_hides_nothing(tmp_path, monkeypatch):
     assert stop.value.code == 0
 
 
-def test_export_is_a_command(capsys, monkeypatch):
-    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
-    points = [
-        EntryPoint(name, value, group)
-        for group, named in declared.items()
-        for name, value in named.items()
-    ]
-    found = EntryPoints(points)
-    monkeypatch.setattr(command_line, "entry_points", lambda **wanted: found.select(**wanted))
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        ("export", "--allow-partial"),
+        ("gguf", "--like"),
+        ("generate", "--prompt"),
+        ("benchmark", "--backend"),
+    ],
+)
+def test_the_commands_of_export_are_commands(command, option, capsys):
     with pytest.raises(SystemExit) as stop:
-        main(["export", "--help"])
+        main([command, "--help"])
     assert stop.value.code == 0
-    assert "--allow-partial" in capsys.readouterr().out
+    assert option in capsys.readouterr().out
+
+
+def test_other_packages_add_commands(monkeypatch):
+    seen = []
+    module = ModuleType("theirs")
+    module.main = seen.append
+    monkeypatch.setitem(sys.modules, "theirs", module)
+    points = EntryPoints([EntryPoint("mine", "theirs:main", command_line.GROUP)])
+    monkeypatch.setattr(command_line, "entry_points", lambda **wanted: points.select(**wanted))
+    monkeypatch.setattr(command_line, "_require_not_hidden", lambda module: None)
+    main(["mine", "--option"])
+    assert seen == [["--option"]]
 
 
 CALLBACK = ["--trainer.callbacks=callbacks.MRPCallback", "--trainer.callbacks.pattern=2:4"]
@@ -425,7 +438,8 @@ def test_help_names_every_command_in_a_line(capsys):
     lines = capsys.readouterr().out.splitlines()
     named = {line.split()[0]: line for line in lines if line.startswith("  ") and len(line) < 80}
     commands = {"fit", "validate", "test", "predict"}
-    assert named.keys() >= commands | {"layers", "zeroshot", "report", "sweep", "export"}
+    commands |= {"layers", "zeroshot", "report", "sweep", "export", "gguf", "generate"}
+    assert named.keys() >= commands
 
 
 def test_a_name_that_was_given_is_not_taken_for_another(arguments, capsys):

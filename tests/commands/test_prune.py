@@ -1,11 +1,13 @@
 """`mrp-lightning prune`: one command from a model to a pruned one and what it cost."""
 
+import io
 import json
 import re
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,10 +16,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytest.importorskip("jsonargparse", reason="the command line needs the extra `cli`")
 
-from mrp_lightning import TextDataModule
+from mrp_lightning import CausalLM, TextDataModule
 from mrp_lightning.callbacks import PruningCallback
+from mrp_lightning.commands.comparison import _why_useless
 from mrp_lightning.commands.main import main
-from mrp_lightning.commands.prune import _RECIPES, _parser, _recipe
+from mrp_lightning.commands.prune import _RECIPES, _parser, _settings
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SMALL = ["--num-samples=4", "--sequence-length=32", "--batch-size=2", "--accelerator=cpu"]
@@ -62,10 +65,10 @@ def test_one_command_prunes_compares_and_says_what_is_next(tiny_llama, text, cap
         (told,) = re.findall(rf"│ {name} +│ +([\d.,]+) │", shown)
         assert float(told.replace(",", "")) == pytest.approx(expected, rel=2e-3)
     evaluation = json.loads((out / "evaluation.json").read_text())
-    recorded = evaluation["perplexity"]["text"]
+    (recorded,) = evaluation["perplexity"].values()
     assert recorded["perplexity"] == pytest.approx(perplexity(out, held_out, 6), rel=2e-3)
     assert recorded["windows"] == 6
-    before = evaluation["dense"]["text"]["perplexity"]
+    before = evaluation["dense"]["held-out part of text.txt"]["perplexity"]
     assert before == pytest.approx(perplexity(tiny_llama, held_out, 6), rel=2e-3)
     assert "Pruning may take" in shown
     assert f"mrp-lightning export {out}" in shown
@@ -84,8 +87,12 @@ def test_one_command_prunes_compares_and_says_what_is_next(tiny_llama, text, cap
         (["--pattern=2:4", "--sparsity=0.5"], "Got both"),
         (["--pattern=2:4", "--recipe=best", "--method=SM"], "either `--recipe` or `--method`"),
         (["--pattern=2:4", "--recipe=bets"], "best"),
-        (["--pattern=2:4", "--text=absent.txt"], "`--text`: absent.txt"),
-        (["--pattern=2:4", "--text=."], "`--text`: . is a directory; name files"),
+        (["--pattern=2:4", "--text=absent.txt"], "no such file: `train_files`: absent.txt"),
+        (["--bits=4", "--structure=heads"], "Leave out `bits`"),
+        (["--bits=5"], "`bits`"),
+        (["--grid=q9"], "q9"),
+        (["--pattern=2:4", "--gguf=out"], "`--gguf`: expected a file that ends in .gguf"),
+        (["--pattern=2:4", "--tunin"], "`--tuning`"),
         (["--pattern=4"], "4"),
         (["--sparsity=1.5"], "1.5"),
         (["--pattern=2:4", "--method=SN"], "SN"),
@@ -108,7 +115,7 @@ def test_a_mistake_is_told_in_a_line_before_the_model_is_loaded(options, said, c
     ("pattern", "columns"), [("2:4", 128), ("2:3", 126), ("5:7", 126), ("100:200", 200)]
 )
 def test_columns_are_chosen_together_as_a_pattern_divides_them(pattern, columns):
-    recipe = _recipe(_parser().parse_args(["model", f"--pattern={pattern}"]))
+    recipe = _settings(_parser().parse_args(["model", f"--pattern={pattern}"]))
     assert PruningCallback(**recipe).settings.recipe.block_size == columns
 
 
@@ -136,7 +143,7 @@ def test_without_text_the_model_writes_what_it_is_calibrated_on(
     options = ["--num-samples=4", "--sequence-length=32", "--eval-samples=4", "--accelerator=cpu"]
     main(["prune", str(tiny_llama), "--sparsity=0.5", *options])
     shown = " ".join(capsys.readouterr().out.split())
-    assert "calibrated on 4 windows that the model writes itself" in shown
+    assert "calibrated on 4 windows of text that the model writes itself" in shown
     assert re.search(r"Pruning may take .* \(.* of it to write that text\) and", shown)
     assert "Evaluating the dense model on the source of Python's standard library" in shown
     out = Path(f"{tiny_llama.name}-50")
@@ -146,23 +153,94 @@ def test_without_text_the_model_writes_what_it_is_calibrated_on(
 
 def test_messages_name_what_was_typed(tiny_llama, text, capsys):
     asked = [f"--text={text}", "--sequence-length=32", "--accelerator=cpu", "--eval-samples=2"]
-    few = text.with_name("few.txt")
-    few.write_text(text.read_text()[:300])
+    Path("few.txt").write_text("x = 1")
+    Path("few.jsonl").write_text('{"text": "a"}\n')
     for options, said in (
-        (["--num-samples=100000", *asked], "or `--num-samples "),
-        (["--sequence-length=100000", *asked[:1]], "`--sequence-length` is 100000"),
-        ([*asked, "--num-samples=2", "--method=SN"], "`--method`"),
+        (["--sequence-length=100000", *asked[:1]], "`--sequence-length`: the windows have 100000"),
+        (["--text=few.txt"], "the held-out text has only"),
+        (["--text-column=body", "--text=few.jsonl"], "`--text`: few.jsonl, line 1 is no object"),
         (["--num-samples=2", "--out=/", *asked], "`--out`"),
+        (["--restrt"], "Did you mean `--restart`?"),
+        (["--tokenizer=nowhere/at-all", *asked], "nowhere/at-all"),
     ):
         with pytest.raises(SystemExit) as stop:
             main(["prune", str(tiny_llama), "--pattern=2:4", *options])
         assert stop.value.code == 2
-        error = capsys.readouterr().err
-        assert said in error
-        assert "data." not in error
-    many = ["--num-samples=20", f"--text={few}", "--sequence-length=16", "--accelerator=cpu"]
-    with pytest.warns(UserWarning, match="or `--num-samples [0-9]+`"):
-        main(["prune", str(tiny_llama), "--pattern=2:4", *many, "--out=few"])
+        shown = capsys.readouterr()
+        assert said in shown.err
+        assert "data." not in shown.err
+        assert "Evaluating" not in shown.out
+
+
+def test_a_short_text_is_used_and_said_to_be_short(tiny_llama, text, capsys):
+    text.write_text(text.read_text()[:1500])
+    with pytest.warns(UserWarning, match="windows of") as warned:
+        main(["prune", str(tiny_llama), "--pattern=2:4", f"--text={text}", "--method=magnitude"])
+    messages = " ".join(str(warning.message) for warning in warned)
+    assert re.search(r"128 windows of \d+ tokens .* `num_samples: \d+`", messages)
+    assert "The held-out text has only" in messages
+    (scores,) = json.loads(Path("tiny-llama-2of4/evaluation.json").read_text())["dense"].values()
+    held_out = TextDataModule([text], hold_out=True).documents("test")[0]
+    ids = AutoTokenizer.from_pretrained(tiny_llama)(held_out, add_special_tokens=False).input_ids
+    assert scores["context"] - scores["prefix"] == len(ids)
+    assert "Evaluated on 1 window of" in capsys.readouterr().out
+
+
+def test_windows_do_not_depend_on_the_size_of_batches(tiny_llama, text):
+    asked = ["--pattern=2:4", "--method=magnitude", f"--text={text}", "--num-samples=2"]
+    asked += ["--sequence-length=16", "--eval-samples=5", "--accelerator=cpu"]
+    scores = []
+    for size in ("1", "3", "1000"):
+        main(["prune", str(tiny_llama), *asked, f"--batch-size={size}", f"--out={size}"])
+        content = json.loads(Path(size, "evaluation.json").read_text())
+        scores += [*content["dense"].values(), *content["perplexity"].values()]
+    assert {score["windows"] for score in scores} == {5}
+    dense = [score["perplexity"] for score in scores[::2]]
+    assert dense == pytest.approx([dense[0]] * 3, rel=1e-5)
+
+
+def test_what_people_ask_for_in_one_command(tiny_llama, text, capsys, monkeypatch):
+    """Bits and a pattern, some layers ignored, text of a directory; packed, and run as it is."""
+    Path("corpus").mkdir()
+    text.rename("corpus/text.txt")
+    asked = ["--text=corpus", "--bits=4", "--group_size=32", "--pattern=2:4"]
+    asked += [*SMALL, "--ignore", "k_proj", "layers.1"]
+    main(["prune", "--model", str(tiny_llama), *asked, "--out=out", "--pack"])
+    shown = capsys.readouterr().out
+    report = json.loads(Path("out/pruning_report.json").read_text())
+    assert report["config"]["ignore"] == ["k_proj", "layers.1"]
+    assert {row["name"] for row in report["layers"]} == {
+        f"model.layers.0.{name}_proj"
+        for name in ("self_attn.q", "self_attn.v", "self_attn.o", "mlp.gate", "mlp.up", "mlp.down")
+    }
+    assert {(row["bits"], row["sparsity"]) for row in report["layers"]} == {(4, 0.5)}
+    size = Path("out-packed/model.safetensors").stat().st_size
+    assert size < Path("out/model.safetensors").stat().st_size
+    assert f"{size / 2**10:,.2f} KiB" in shown
+    (row,) = [line for line in shown.splitlines() if line.startswith("│ out-packed")]
+    assert float(row.split("│")[-3]) > 0
+    ids = torch.arange(8)[None]
+    models = [CausalLM(name).model.eval() for name in ("out", "out-packed")]
+    with torch.no_grad():
+        assert torch.equal(models[0](ids).logits, models[1](ids).logits)
+    assert "mrp-lightning generate out-packed" in shown
+    with pytest.raises(SystemExit):  # an output that is in the way, before any work
+        main(["prune", str(tiny_llama), *asked, "--out=out", "--overwrite", "--format=packed"])
+        main(["prune", str(tiny_llama), *asked, "--out=out", "--pack"])
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"x = compute(3)\n" * 400)))
+    main(["prune", str(tiny_llama), "--sparsity=0.999", "--method=wanda", "--text=-", *SMALL])
+    report = json.loads(Path("tiny-llama-99.9/pruning_report.json").read_text())
+    assert report["provenance"]["data"]["source"] == "stdin.txt"
+
+
+def test_a_ruined_model_and_one_as_before_end_with_a_sentence():
+    totals = {"removed": 20, "model_weights": 10**6}
+    report = SimpleNamespace(totals=totals, narrowed={}, config={})
+    assert "is 1.42e+04 times that of the dense model" in _why_useless(14200.0, report)
+    assert "neither smaller nor faster" in _why_useless(1.001, report)
+    assert _why_useless(1.001, SimpleNamespace(**vars(report) | {"config": {"bits": 4}})) is None
+    totals["removed"] = 10**5
+    assert _why_useless(1.2, report) is None
 
 
 def test_sigterm_ends_the_tokenizing_of_a_long_text_at_once(tiny_llama, tmp_path):
