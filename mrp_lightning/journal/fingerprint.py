@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mrp_lightning.environment import versions
-from mrp_lightning.journal.manifest import Fingerprint, digest, with_a_say
+from mrp_lightning.journal.manifest import WEIGHTS, Fingerprint, digest, with_a_say
 from mrp_lightning.processes import Processes
 from mrp_sparse.upstream import attention_of
 
@@ -48,7 +48,7 @@ def fingerprint(
     return {
         **with_a_say(settings),
         "configuration of the model": digest(computed) if computed else None,
-        "weights of the model": digest(weights),
+        WEIGHTS: digest(weights),
         "calibration data": together(processes.all(digest_of(batches))),
         **{f"version of {name}": here[name] for name in _LIBRARIES if name in here},
     }

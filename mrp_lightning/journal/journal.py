@@ -28,6 +28,7 @@ from mrp_lightning.files import (
 from mrp_lightning.journal.block_record import BlockRecord
 from mrp_lightning.journal.manifest import (
     NAME,
+    WEIGHTS,
     Entry,
     Fingerprint,
     Manifest,
@@ -222,8 +223,7 @@ class Journal(AbstractContextManager["Journal"]):
         try:
             refuse_others(path)
             journal = cls(path, Manifest.new(fingerprint, about or {}), lock, processes, streamed)
-            # A journal without a finished block holds nothing that a run of other settings loses.
-            if resume and (path / NAME).exists() and Manifest.load(path).shards:
+            if resume and (path / NAME).exists():
                 journal._go_on(defaults or {})
             else:
                 journal._start_afresh()
@@ -343,6 +343,11 @@ class Journal(AbstractContextManager["Journal"]):
     def _go_on(self, defaults: Mapping[str, Any]) -> None:
         earlier = Manifest.load(self.path)
         differing = differences(earlier.fingerprint, self.manifest.fingerprint, lambda _: defaults)
+        same_weights = earlier.fingerprint.get(WEIGHTS) == self.manifest.fingerprint.get(WEIGHTS)
+        if differing and not earlier.shards and same_weights:
+            # Nothing is lost: no block is finished, and none of this model's is half pruned.
+            self._start_afresh()
+            return
         if differing:
             listed = "\n".join(f"  {difference}" for difference in differing)
             raise JournalError(

@@ -70,6 +70,8 @@ def _shown(value: Any) -> str:
 
 
 NAME = "manifest.json"
+WEIGHTS = "weights of the model"
+"""The fact of a fingerprint that two models with other weights differ in."""
 FORMAT_VERSION = 1
 
 Fingerprint = dict[str, Any]
