@@ -86,7 +86,12 @@ class Padding:
         self._tokens.clear()
         self._inputs.clear()
         mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-        self._of_batch = self._tokens_of(mask) if _is_mask(mask) else None
+        if _is_mask(mask):
+            self._of_batch = self._tokens_of(mask)
+        elif isinstance(mask, Tensor) and mask.ndim >= 2:
+            self._of_batch = self._tokens_of(mask, _attended)
+        else:
+            self._of_batch = None
 
     def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = dict(zip(self._arguments[id(module)], args, strict=False)) | kwargs
@@ -251,6 +256,20 @@ def _not_padding(mask: Tensor) -> Tensor:
     return mask == 0
 
 
+_LEAST_SCORE = -1000.0
+"""Masks that exclude positions add less than this to their scores; biases by distance add more."""
+
+
+def _attended(mask: Tensor) -> Tensor:
+    """Return which positions some query attends to, bool (batch, length).
+
+    A mask (batch, ..., queries, length) is True or 1 for an attended pair, or is added to its
+    score; a mask (batch, length) is added to the scores of all queries.
+    """
+    attends = mask > _LEAST_SCORE if mask.is_floating_point() else mask != 0
+    return attends.flatten(1, -2).any(1) if mask.ndim > 2 else attends
+
+
 def _is_length_first(module: nn.Module) -> bool:
     """Whether the attention in a module takes hidden states as (length, batch, columns)."""
     inside = (m for m in module.modules() if isinstance(m, nn.MultiheadAttention))
@@ -261,7 +280,10 @@ def _is_mask(value: Any) -> TypeGuard[Tensor]:
     """Whether this is a mask (batch, length) of zeros and ones, and not one to add to scores."""
     if not isinstance(value, Tensor) or value.ndim != 2:
         return False
-    return not value.is_floating_point() or bool(((value == 0) | (value == 1)).all())
+    if not value.is_floating_point():
+        return True
+    # Nothing but zeros is a mask to add, without padding.
+    return bool(((value == 0) | (value == 1)).all()) and bool((value == 1).any())
 
 
 def _parents(model: nn.Module) -> dict[int, nn.Module]:

@@ -206,8 +206,8 @@ class Journal(AbstractContextManager["Journal"]):
                 of the checkpoint, and are read from here once they are written.
 
         Raises:
-            JournalError: A live process holds it, it is damaged, or it is of another run: all
-                differences are named.
+            JournalError: A live process holds it; or it holds blocks, and is damaged or of another
+                run: all differences are named.
             SaveError: It cannot be written, or files of others stand where its own are to be.
         """
         path = journal_path(beside)
@@ -341,7 +341,13 @@ class Journal(AbstractContextManager["Journal"]):
         self.close()
 
     def _go_on(self, defaults: Mapping[str, Any]) -> None:
-        earlier = Manifest.load(self.path)
+        try:
+            earlier = Manifest.load(self.path)
+        except JournalError:
+            if _blocks(self.path):
+                raise
+            self._start_afresh()
+            return
         differing = differences(earlier.fingerprint, self.manifest.fingerprint, lambda _: defaults)
         same_weights = earlier.fingerprint.get(WEIGHTS) == self.manifest.fingerprint.get(WEIGHTS)
         if differing and not earlier.shards and same_weights:

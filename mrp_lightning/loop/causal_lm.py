@@ -22,7 +22,7 @@ from transformers import (
 from mrp_lightning.calibration.offload import Offload, held_on_cpu
 from mrp_lightning.errors import OptionError, TargetError
 from mrp_lightning.evaluation.perplexity import Perplexities, token_losses
-from mrp_lightning.models.batch import split_batch, to_predict
+from mrp_lightning.models.batch import check_vocabulary, split_batch, to_predict
 from mrp_lightning.models.gguf import located
 from mrp_lightning.models.integrity import explained_checkpoint
 from mrp_lightning.models.loading import (
@@ -37,6 +37,7 @@ from mrp_lightning.models.loading import (
 from mrp_lightning.models.streaming import StreamedBlocks, load_streamed
 from mrp_lightning.targets.blocks import find_blocks
 from mrp_lightning.targets.plan import pruned_layers, refuse_not_finite
+from mrp_lightning.upstream.torch_names import uncompiled
 from mrp_sparse.arguments import checked
 
 
@@ -84,8 +85,14 @@ class ModelSource:
         if not isinstance(self.model, PreTrainedModel):
             raise TypeError(
                 "`model` must be a path, a hub id, a transformers configuration or a transformers "
-                f"model. Got {type(source).__name__}; another module needs its own "
-                "LightningModule, with a `predict_step` that calls it."
+                f"model. Got {type(source).__name__}; {_next_step(source)}"
+            )
+        if self.model.config.is_encoder_decoder:
+            raise TargetError(
+                f"`model`: a {type(self.model).__name__} reads two texts, by its encoder and its "
+                "decoder, and a CausalLM gives it one. Prune the model itself, with batches of "
+                "`input_ids` and `decoder_input_ids`: `Trainer.predict(model, loader, "
+                "callbacks=[…])`."
             )
         empty = [name for name, p in self.model.named_parameters() if p.is_meta]
         if empty and len(empty) == len(list(self.model.parameters())):  # else its layers are listed
@@ -130,9 +137,21 @@ class ModelSource:
         return {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
 
 
+def _next_step(module: Any) -> str:
+    """Return what to do with a module that is no model of transformers."""
+    if isinstance(uncompiled(module), PreTrainedModel):
+        return "give the model before `torch.compile`, which is `model._orig_mod`."
+    if callable(getattr(module, "merge_and_unload", None)):
+        return "give `model.merge_and_unload()`, which has the adapters in its weights."
+    return "another module needs its own LightningModule, with a `predict_step` that calls it."
+
+
 def _blocks_by_name(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     return {block.name: block.module for block in find_blocks(model)}
 
+
+_CAUSAL_TOKENS = 16
+"""The number of tokens of which the last one is changed to see whether a model is causal."""
 
 _TOKENIZER = "tokenizer_files"
 """The key of a checkpoint under which the files of the tokenizer are, by name, as bytes."""
@@ -226,6 +245,7 @@ class CausalLM(LightningModule):
         self._offloaded = ExitStack()
         self.evaluation: dict[str, dict[str, float | int]] = {}
         self._texts = Perplexities()
+        self._is_causal = False  # as far as known
         self.save_hyperparameters(
             {
                 **source.hyperparameters(self.model),
@@ -261,9 +281,15 @@ class CausalLM(LightningModule):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Compute the logits (batch, length, vocabulary)."""
-        return self.model(
-            input_ids=input_ids, attention_mask=attention_mask, use_cache=False
-        ).logits
+        output = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+        if not isinstance(getattr(output, "logits", None), Tensor):
+            raise TargetError(
+                f"A {type(self.model).__name__} gives no logits, so it has no loss and no "
+                "perplexity. Load the class with a language-modelling head, such as by "
+                "`AutoModelForCausalLM`; pruning takes the model as it is: `Trainer.predict(model, "
+                "…)`."
+            )
+        return output.logits
 
     def loss(self, batch: Any) -> tuple[Tensor, int]:
         """Return the mean negative log-likelihood in nats, and the number of predicted tokens."""
@@ -273,7 +299,33 @@ class CausalLM(LightningModule):
 
     def _token_losses(self, batch: Any) -> tuple[Tensor, Tensor]:
         ids, mask = split_batch(batch)
-        return token_losses(self(ids, mask), ids, mask, to_predict(batch))
+        wanted = to_predict(batch, ids)
+        check_vocabulary(self.model, ids, "training" if self.training else "evaluation")
+        return token_losses(self(ids, mask), ids, mask, wanted)
+
+    def _require_causal(self, batch: Any) -> None:
+        """Raise, once for a model, if a later token changes the logits of an earlier one.
+
+        The likelihood of a token given those before it, and so perplexity, is defined only for
+        models in which none does.
+        """
+        ids, mask = split_batch(batch)
+        window = (ids[0] if mask is None else ids[0][mask[0] != 0])[:_CAUSAL_TOKENS]
+        if self._is_causal or len(window) < 2:
+            return
+        check_vocabulary(self.model, window[None], "evaluation")
+        other = window.clone()
+        other[-1] = 1 if window[-1] == 0 else window[-1] - 1
+        with torch.no_grad():
+            logits = self(torch.stack([window, other]), None)[:, :-1].float()
+        rounding = max(1e-4, 8 * torch.finfo(self.model.dtype).eps) * float(logits.abs().max())
+        if float((logits[0] - logits[1]).abs().max()) > rounding:
+            raise TargetError(
+                f"The logits of a {type(self.model).__name__} depend on later tokens, so that it "
+                "gives no likelihood of a token from those before it, and no perplexity. Evaluate "
+                "it by the measure of its own task; `predict` prunes it as it is."
+            )
+        self._is_causal = True
 
     def setup(self, stage: str) -> None:
         """Train all of the model, which transformers loads in evaluation mode; or offload it.
@@ -317,6 +369,7 @@ class CausalLM(LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Log the loss and the perplexity of the text, over all batches."""
+        self._require_causal(batch)
         losses, predicted = self._token_losses(batch)
         for key, metric in self._texts.logged(dataloader_idx).items():
             metric.update(losses, predicted)

@@ -22,7 +22,7 @@ from mrp_lightning.calibration.walks import StopForward, replaced
 from mrp_lightning.errors import DataError, OptionError, StrategyError, TargetError
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.trainer import ModuleRunner
-from mrp_lightning.models.batch import token_ids
+from mrp_lightning.models.batch import check_vocabulary, token_ids
 from mrp_lightning.models.checkpoint import longest_sequence
 from mrp_lightning.models.streaming import StreamedBlocks
 from mrp_lightning.targets.plan import Plan
@@ -90,37 +90,20 @@ def check_batch(module: LightningModule, batch: Any) -> None:
     if len(models) != 1 or ids is None or not ids.numel():
         return
     (model,) = models.values()
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    if isinstance(mask, Tensor) and mask.ndim == 2 and bool((mask < 0).any()):
+        raise DataError(
+            f"A {type(model).__name__} takes an `attention_mask` (batch, length) of 1 for tokens "
+            "and 0 for padding; got one that is added to attention scores, with values down to "
+            f"{mask.min().item():g}. Give it as `(mask == 0).long()`."
+        )
     limit, length = longest_sequence(model.config), ids.shape[1]
     if limit is not None and length > limit:
         raise DataError(
             f"The calibration sequences have {length} tokens, more than the {limit} positions of "
             f"the model's configuration. Cut them to `sequence_length: {limit}` or less."
         )
-    table = _embedding(model)
-    if table is None:
-        return
-    lowest, highest = (int(end) for end in ids.aminmax())
-    if lowest < 0 or highest >= len(table):
-        wrong = lowest if lowest < 0 else highest
-        raise DataError(
-            f"The calibration batches hold the token id {wrong}, but the model's vocabulary has "
-            f"{len(table)} tokens, 0 to {len(table) - 1}: they come from another tokenizer. Make "
-            "them with the model's own (`tokenizer`)."
-        )
-
-
-def _embedding(model: PreTrainedModel) -> Tensor | None:
-    """Return the embedding (vocabulary, features), `None` for a model that reads no text.
-
-    Multimodal models may mark the places of images by ids that are in no vocabulary: also `None`.
-    """
-    if model.config.get_text_config() is not model.config:
-        return None
-    try:
-        weight = getattr(model.get_input_embeddings(), "weight", None)
-    except NotImplementedError:
-        return None
-    return weight if isinstance(weight, Tensor) and weight.ndim == 2 else None
+    check_vocabulary(model, ids, "calibration")
 
 
 def streamed_blocks(module: LightningModule) -> StreamedBlocks | None:

@@ -44,7 +44,7 @@ from mrp_lightning.loop.saving import PrunedModule, check_save_dir, journal_byte
 from mrp_lightning.models.batch import token_ids
 from mrp_lightning.narrowing.find import narrowing_plan
 from mrp_lightning.narrowing.narrow import StreamedNarrowing, narrow
-from mrp_lightning.narrowing.structure import Structure
+from mrp_lightning.narrowing.structure import NarrowingPlan, Structure
 from mrp_lightning.processes import Processes
 from mrp_lightning.pruning.job import Job, Settings
 from mrp_lightning.pruning.sequential import prune_model
@@ -54,6 +54,9 @@ from mrp_lightning.targets.blocks import find_blocks
 from mrp_lightning.targets.layers import ExpertStack
 from mrp_lightning.targets.plan import Plan, make_plan
 from mrp_lightning.upstream.lightning_names import predict_data
+
+_FAR = 0.05
+"""The difference between the asked and the removed fraction of units that deserves a warning."""
 
 _FEW_WORDS = 8
 """Different tokens up to which a text is no language."""
@@ -144,6 +147,20 @@ def about_data(trainer: Trainer, steps: list[Step], processes: Processes) -> dic
     }
 
 
+def _warn_of_rounding(structure: Structure, sparsity: float) -> None:
+    """Warn if a whole number of units is far from the fraction that is to be removed."""
+    removed = structure.count / structure.units
+    if abs(removed - sparsity) > _FAR:
+        log.warning(
+            "`sparsity` %g of %d %s a block removes %d of them, which is %.0f%%.",
+            sparsity,
+            structure.units,
+            structure.kind,
+            structure.count,
+            100 * removed,
+        )
+
+
 def _windows(batch: Any) -> list[Tensor]:
     """Return the token ids of each window of a batch, without padding; none if it has no ids."""
     ids = token_ids(batch)
@@ -189,7 +206,10 @@ def open_journal(
         try:
             yield journal
         except BaseException:
-            if job.processes.rank == 0:
+            if not journal.manifest.shards and not journal.manifest.allocation:
+                if not report.pruned:  # else it refuses the changed weights to another run
+                    journal.remove()
+            elif job.processes.rank == 0:
                 log.warning(
                     "%d of %d blocks are pruned, and kept in %s. Start the same run again: it goes "
                     "on there.",
@@ -323,6 +343,8 @@ class Run:
         if self.trainer.received_sigterm and signal.SIGTERM in self._signals:
             raise Interrupted(signal.SIGTERM)
         self._plan = plan = plan_for(self.module, self.settings)
+        if isinstance(plan, NarrowingPlan):
+            _warn_of_rounding(plan.structure, self.settings.recipe.pattern.sparsity)
         stop_at = [block.module for block in plan.blocks] or [x.module for x in plan.outside]
         self._capture = StepCapture(
             self.module, stop_at, lambda batch: check_batch(self.module, batch)

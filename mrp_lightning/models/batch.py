@@ -5,6 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
+
+from mrp_lightning.errors import DataError
 
 
 def split_batch(batch: Any) -> tuple[Tensor, Tensor | None]:
@@ -15,6 +18,7 @@ def split_batch(batch: Any) -> tuple[Tensor, Tensor | None]:
 
     Raises:
         TypeError: The batch has none of the forms.
+        DataError: The mask has another shape, or other values.
     """
     ids = _first_tensor(batch)
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32) or ids.ndim != 2:
@@ -22,18 +26,87 @@ def split_batch(batch: Any) -> tuple[Tensor, Tensor | None]:
         raise TypeError(
             "A batch must be an int64 tensor (batch, length), a tuple or list whose first item is "
             "one, or a mapping with `input_ids` and optionally `attention_mask`. "
-            f"Got {type(batch).__name__} with token ids {got}."
+            f"Got {type(batch).__name__} with token ids {got}. Windows in a tensor (windows, "
+            "length) are given as `DataLoader(windows, batch_size=4)`: Lightning takes the rows of "
+            "a tensor for batches, and a list for several dataloaders."
         )
-    return ids, batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    if mask is not None:
+        _check_shape("attention_mask", mask, ids, "1 for tokens and 0 for padding")
+        if not bool(((mask == 0) | (mask == 1)).all()):
+            raise DataError(
+                "`attention_mask` must have 1 for tokens and 0 for padding; got values from "
+                f"{mask.min().item():g} to {mask.max().item():g}. A mask that is added to "
+                "attention scores (0 and −inf) is given as `(mask == 0).long()`."
+            )
+    return ids, mask
 
 
-def to_predict(batch: Any) -> Tensor | None:
+def to_predict(batch: Any, ids: Tensor) -> Tensor | None:
     """Return which tokens are to be predicted, bool (batch, length): all whose label is not −100.
 
     The result is `None` if the batch is no mapping with `labels`.
+
+    Raises:
+        DataError: The labels are not those of the token ids (batch, length).
     """
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
-    return None if labels is None else labels != -100
+    if labels is None:
+        return None
+    _check_shape("labels", labels, ids, "the token ids, or −100 where nothing is to be predicted")
+    wanted = labels != -100
+    if others := int((wanted & (labels != ids)).sum()):
+        raise DataError(
+            f"`labels` must be the `input_ids`, or −100 where nothing is to be predicted; {others} "
+            "are other tokens. Each token is predicted from those before it, so labels are not "
+            "shifted. Leave them out to predict all tokens."
+        )
+    return wanted
+
+
+def _check_shape(name: str, value: Any, ids: Tensor, content: str) -> None:
+    """Raise a DataError unless an entry of a batch is a tensor of the shape of its token ids."""
+    if not isinstance(value, Tensor) or value.shape != ids.shape:
+        got = str(tuple(value.shape)) if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise DataError(
+            f"`{name}` must be a tensor of the shape of `input_ids`, {tuple(ids.shape)}, with "
+            f"{content}; got {got}. Give it in that form, or leave it out."
+        )
+
+
+def check_vocabulary(model: PreTrainedModel, ids: Tensor, purpose: str) -> None:
+    """Raise a DataError for token ids outside a model's vocabulary.
+
+    Args:
+        model: The model.
+        ids: Token ids (batch, length).
+        purpose: The purpose of the batch, such as "calibration", for the message.
+    """
+    table = _embedding(model)
+    if table is None or not ids.numel():
+        return
+    lowest, highest = (int(end) for end in ids.aminmax())
+    if lowest < 0 or highest >= len(table):
+        wrong = lowest if lowest < 0 else highest
+        raise DataError(
+            f"The {purpose} batches hold the token id {wrong}, but the model's vocabulary has "
+            f"{len(table)} tokens, 0 to {len(table) - 1}: they come from another tokenizer. Make "
+            "them with the model's own (`tokenizer`)."
+        )
+
+
+def _embedding(model: PreTrainedModel) -> Tensor | None:
+    """Return the embedding (vocabulary, features), `None` for a model that reads no text.
+
+    Multimodal models may mark the places of images by ids that are in no vocabulary: also `None`.
+    """
+    if model.config.get_text_config() is not model.config:
+        return None
+    try:
+        weight = getattr(model.get_input_embeddings(), "weight", None)
+    except NotImplementedError:
+        return None
+    return weight if isinstance(weight, Tensor) and weight.ndim == 2 else None
 
 
 def token_ids(batch: Any) -> Tensor | None:

@@ -8,8 +8,9 @@ say fewer units is found out, since then nothing gets smaller, or too much.
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -89,17 +90,24 @@ def find_structure(model: nn.Module, kind: str, sparsity: float, plan: Plan) -> 
     reasons: list[str] = []
     for units, entries in _candidates(text, kind, plan):
         kept = _kept(kind, units, sparsity, _least(text, kind))
-        try:
+
+        def fitted(kept: int, units: int = units, entries: Sizes = entries) -> Structure:
+            """Return the structure in which `kept` units remain, or raise `_Unfit`."""
             config = {name: kept * each for name, each in entries.items()} | _fixed(model, kind)
             narrower = _built(model, config, kind)
             attributes = list(_attributes(model, dense, narrower))
             blocks = dict(_parts(kind, model, dense, narrower, plan, units, kept, attributes))
-        except _Unfit as reason:
-            reasons.append(f"{' and '.join(entries)}: {reason}")
-            continue
-        inside = {id(entry) for parts in blocks.values() for entry in parts.attributes}
-        outside = [entry for entry in attributes if id(entry) not in inside]
-        return Structure(kind, units, kept, blocks, config, outside)
+            inside = {id(entry) for parts in blocks.values() for entry in parts.attributes}
+            outside = [entry for entry in attributes if id(entry) not in inside]
+            return Structure(kind, units, kept, blocks, config, outside)
+
+        try:
+            return fitted(kept)
+        except _Refused as refusal:
+            reason: _Unfit | None = _offer_nearest(fitted, kept, units, sparsity, refusal)
+        except _Unfit as unfit:
+            reason = unfit
+        reasons.append(f"{' and '.join(entries)}: {reason}")
     names = ", ".join({"neurons": _NEURONS, "heads": (_GROUPS, _HEADS), "experts": _EXPERTS}[kind])
     told = "; ".join(reasons) or f"it has none of the entries {names}"
     raise _cannot(model, kind, f"its configuration cannot say fewer of them ({told})")
@@ -107,6 +115,33 @@ def find_structure(model: nn.Module, kind: str, sparsity: float, plan: Plan) -> 
 
 class _Unfit(Exception):  # noqa: N818 (a message to the search)
     """An entry of the configuration does not change what belongs to units alone."""
+
+
+class _Refused(_Unfit):
+    """transformers refuses the configuration with that many units."""
+
+
+def _offer_nearest(
+    fitted: Callable[[int], Structure], kept: int, units: int, sparsity: float, refusal: _Refused
+) -> _Unfit:
+    """Raise an OptionError that names the nearest number of units with which the model is built.
+
+    Returns:
+        The reason why there is no such number.
+    """
+    for count in sorted(range(1, units), key=lambda count: (abs(count - kept), -count)):
+        try:
+            kind = fitted(count).kind
+        except _Refused:
+            continue
+        except _Unfit as unfit:
+            return unfit
+        raise OptionError(
+            f"`structure: {kind}`: `sparsity` {sparsity:g} would leave {kept} of {units} {kind} a "
+            f"block, which transformers refuses for this model ({refusal}). The nearest number "
+            f"that it takes is {count}: give `sparsity` {(units - count) / units:.3g}."
+        )
+    return refusal
 
 
 def _candidates(
@@ -154,7 +189,11 @@ def _kept(kind: str, units: int, sparsity: float, least: int = 1) -> int:
     """How many units stay: of neurons the nearest multiple of 32, of two the smaller."""
     multiple = MULTIPLE if kind == "neurons" else 1
     least = max(least, multiple)
+    # Of two equally near numbers it is the smaller for neurons. A head is a large part of a block:
+    # half of one is not removed.
     kept = multiple * math.ceil((1 - sparsity) * units / multiple - 0.5)
+    if kind != "neurons":
+        kept = units - math.ceil(sparsity * units - 0.5)
     if least <= kept < units:
         return kept
     if units == 1:
@@ -171,7 +210,8 @@ def _kept(kind: str, units: int, sparsity: float, least: int = 1) -> int:
         )
     step = f", in multiples of {multiple}," if multiple > 1 else ""
     if kept >= units:
-        told, bound = "remove none", f"at least {math.ceil(500 * multiple / units) / 1000:g}"
+        smallest = math.ceil(500 * multiple / units) / 1000 if multiple > 1 else 1 / units
+        told, bound = "remove none", f"at least {smallest:.3g}"
     else:
         told, bound = "leave none", f"at most {(units - least) / units:.3g}"
         if kept:
@@ -189,7 +229,11 @@ def _built(model: PreTrainedModel, entries: Mapping[str, int], kind: str) -> Pre
             setattr(config.get_text_config(), name, value)
     except AttributeError as error:  # FALCON computes its `head_dim`
         raise _Unfit(f"{name} follows from other entries") from error
-    config = type(config).from_dict(config.to_dict())
+    try:
+        config = type(config).from_dict(config.to_dict())
+    except StrictDataclassError as error:  # a validator of transformers
+        reason = str(error).splitlines()[-1].strip(" .").removeprefix("ValueError: ")
+        raise _Refused(reason) from error
     try:
         return build_without_weights(config, kind=type(model))
     except FormatError as error:

@@ -147,6 +147,37 @@ def test_padding_is_cut_from_inputs_of_any_shape(shape):
         assert torch.equal(seen[0].reshape(-1, 4), expected)
 
 
+def _pairs(is_token: Tensor) -> Tensor:
+    """Which pairs (batch, 1, queries, keys) a causal attention uses among tokens."""
+    length = is_token.shape[1]
+    return (
+        torch.ones(length, length).tril().bool()
+        & is_token[:, None, None]
+        & is_token[:, None, :, None]
+    )
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda t: torch.where(t, 0.0, -torch.inf),
+        _pairs,
+        lambda t: _pairs(t).long(),
+        lambda t: torch.where(_pairs(t), 0.0, torch.finfo(torch.float32).min),
+        lambda t: torch.where(_pairs(t), -3.0, -1e4)[:, 0],
+    ],
+)
+@pytest.mark.parametrize("rows", [[[0, 1, 1], [1, 1, 0]], [[1, 1, 1], [1, 1, 1]]])
+@torch.no_grad()
+def test_masks_of_scores_and_of_pairs_show_the_same_padding(rows, form):
+    is_token = torch.tensor(rows).bool()
+    x, model = torch.randn(2, 3, 4), nn.Sequential(nn.Linear(4, 4))
+    padding = Padding(model)
+    padding.start_batch({"attention_mask": form(is_token)})
+    kept = padding.rows(x, model[0], "0")
+    assert torch.equal(taken(x, kept).reshape(-1, 4), x[is_token])
+
+
 @torch.no_grad()
 def test_rows_that_cannot_be_matched_with_the_mask_are_said():
     model = Masked()

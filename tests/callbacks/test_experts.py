@@ -210,7 +210,7 @@ def test_methods_that_rank(method, monkeypatch):
     [
         ("mixtral", {"sparsity": 0.75}, OptionError, "leave 1, fewer than the 2 that each token"),
         ("mixtral", {"sparsity": 0.75}, OptionError, "Give at most 0.5"),
-        ("mixtral", {"sparsity": 0.1}, OptionError, "remove none. Give at least 0.125"),
+        ("mixtral", {"sparsity": 0.1}, OptionError, "remove none. Give at least 0.25"),
         ("llama", {}, TargetError, "it has no experts that transformers stacks"),
         ("llama4_text", {}, TargetError, "it has no experts that transformers stacks"),
         ("jamba", {"sparsity": 0.5}, TargetError, "it changes which weights there are"),

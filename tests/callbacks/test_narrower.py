@@ -10,7 +10,7 @@ from thread_processes import together
 from tiny_configs import FAMILIES
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import mrp_lightning
 from callbacks import MRPCallback
@@ -153,13 +153,41 @@ def test_what_does_not_go_with_it_is_refused_at_once(options, error, message):
     [
         (0.05, "neurons", "would remove none. Give at least"),
         (0.95, "neurons", "would leave none. Give at most"),
-        (0.1, "heads", "would remove none. Give at least 0.25"),
+        (0.1, "heads", "would remove none. Give at least 0.5"),
+        (0.25, "heads", "of 2 heads a block would remove none. Give at least 0.5"),
     ],
 )
 def test_too_little_and_too_much(sparsity, structure, message, llama, loader, tmp_path):
     model = llama(intermediate_size=128)
     with pytest.raises(OptionError, match=message):
         narrower(model, loader, tmp_path, structure=structure, sparsity=sparsity)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3_text", "arcee", "gpt_neox"])
+def test_a_number_of_heads_that_transformers_refuses_is_refused_with_the_nearest(
+    family, loader, tmp_path
+):
+    """A validator wants the hidden size to be a multiple of the number of heads."""
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 8, "head_dim": 8, "max_position_embeddings": 64}
+    if family != "gpt_neox":
+        heads |= {"num_key_value_heads": 4}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes, **heads)).eval()
+    options = {"structure": "heads", "sparsity": 0.25}
+    if family == "gpt_neox":  # no number passes, since its queries, keys and values are one weight
+        with pytest.raises(TargetError, match="a GPTNeoXForCausalLM cannot be made narrower"):
+            narrower(model, loader, tmp_path, **options)
+        return
+    with pytest.raises(OptionError, match=r"leave 3 of 4 heads.*takes is 2: give `sparsity` 0\.5"):
+        narrower(model, loader, tmp_path, **options)
+    callback, saved = narrower(model, loader, tmp_path, structure="heads", sparsity=0.5)
+    assert callback.report.narrowed["kept"] == 2
+    assert AutoModelForCausalLM.from_pretrained(saved).config.num_attention_heads == 4
+
+
+def test_a_fraction_far_from_the_asked_one_is_said(llama, loader, tmp_path, caplog):
+    narrower(llama(), loader, tmp_path, structure="heads", sparsity=0.4)
+    assert "`sparsity` 0.4 of 2 heads a block removes 1 of them, which is 50%." in caplog.text
 
 
 def test_the_least_that_a_message_names_is_enough(llama, loader, tmp_path):

@@ -117,6 +117,27 @@ def test_what_differs_is_named(prune, llama, loader, quiet, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def test_a_journal_without_a_block_refuses_no_other_command(prune, monkeypatch, tmp_path, quiet):
+    def stop(*_):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr("mrp_lightning.pruning.block.LayerSolver.prune", stop)
+        with pytest.raises(Killed):
+            prune(method="SS")
+        assert not list(tmp_path.iterdir())
+        # A process that is killed removes nothing.
+        patch.setattr(Journal, "remove", lambda _: None)
+        with pytest.raises(Killed):
+            prune(method="SS")
+    journal = journal_path(tmp_path / "out")
+    assert Manifest.load(journal).shards == {}
+    (journal / "manifest.json").write_text("cut off")
+    _, callback = prune(method="SM")
+    assert callback.report.complete
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def test_where_and_how_long_does_not_matter(prune, tmp_path):
     prune(2, offload=False)
     manifest = Manifest.load(journal_path(tmp_path / "out"))

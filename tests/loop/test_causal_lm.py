@@ -8,11 +8,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+)
 
+from callbacks import PruningCallback
 from mrp_lightning import CausalLM, TextDataModule, Trainer
 from mrp_lightning.embedded import STDLIB_LLAMA
-from mrp_lightning.errors import OptionError, TargetError
+from mrp_lightning.errors import DataError, OptionError, TargetError
 from mrp_lightning.evaluation.perplexity import token_losses
 from mrp_lightning.text.sources import standard_library
 
@@ -48,6 +56,65 @@ def reference_perplexity(model, loader) -> float:
                 total -= logits[position].log_softmax(-1)[ids[position + 1]].item()
                 count += 1
     return math.exp(total / count)
+
+
+IDS = torch.arange(1, 17).view(2, 8)
+ONES = torch.ones_like(IDS)
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"attention_mask": ONES[:, :5]}, r"`attention_mask` .* \(2, 8\), .*; got \(2, 5\)"),
+        ({"attention_mask": ONES[0]}, r"`attention_mask` must be .*; got \(8,\)"),
+        ({"attention_mask": ONES.tolist()}, r"`attention_mask` must be .*; got a list"),
+        ({"attention_mask": torch.ones(2, 1, 8, 8)}, r"`attention_mask` .*got \(2, 1, 8, 8\)"),
+        ({"attention_mask": (IDS % 8 > 5) * -1e9}, r"values from -1e\+09 to .*\(mask == 0\)\.long"),
+        ({"labels": IDS[:1]}, r"`labels` must be a tensor of the shape .*; got \(1, 8\)"),
+        ({"labels": IDS.roll(-1, 1)}, r"`labels` must be the `input_ids`.*; 16 are other tokens"),
+        ({"labels": IDS.flip(0).where(IDS > 9, -100)}, "; 7 are other tokens"),
+        ({"input_ids": IDS + 2040}, "evaluation batches hold the token id 2048.*has 2048 tokens"),
+    ],
+)
+def test_masks_labels_and_tokens_that_do_not_fit_are_named(entries, message, tiny_llama):
+    batches = DataLoader([{"input_ids": IDS} | entries], batch_size=None)
+    with pytest.raises(DataError, match=message):
+        Trainer(**QUIET).test(CausalLM(tiny_llama), batches, verbose=False)
+    if "attention_mask" in entries:
+        callback = PruningCallback(method="magnitude", pattern="2:4")
+        with pytest.raises(DataError, match="`attention_mask`"):
+            Trainer(**QUIET).predict(CausalLM(tiny_llama), batches, callbacks=[callback])
+
+
+def test_a_tensor_or_a_list_is_no_dataloader(tiny_llama):
+    for given_loader in (IDS, [IDS, IDS]):
+        with pytest.raises(TypeError, match=r"int64 \(8,\).*`DataLoader\(windows, batch_size=4\)`"):
+            Trainer(**QUIET).predict(CausalLM(tiny_llama), given_loader)
+
+
+def test_models_without_a_likelihood_have_no_perplexity():
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = AutoConfig.for_model("bert", vocab_size=64, intermediate_size=48, **sizes)
+    loader = DataLoader(IDS, batch_size=2)
+    masked = CausalLM(AutoModelForMaskedLM.from_config(config))
+    with pytest.raises(TargetError, match="logits of a BertForMaskedLM depend on later tokens"):
+        Trainer(**QUIET).test(masked, loader, verbose=False)
+    headless = CausalLM(AutoModel.from_config(config))
+    with pytest.raises(TargetError, match=r"BertModel gives no logits.*Trainer\.predict\(model"):
+        Trainer(**QUIET).test(headless, loader, verbose=False)
+    config.is_decoder = True
+    decoder = CausalLM(AutoModelForCausalLM.from_config(config))
+    (scores,) = Trainer(**QUIET).test(decoder, loader, verbose=False)
+    assert math.isfinite(scores["perplexity"])
+
+
+def test_models_that_a_causal_lm_does_not_take_get_their_next_step(tiny_llama):
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama)
+    with pytest.raises(TypeError, match=r"Got OptimizedModule; give .* `model\._orig_mod`"):
+        CausalLM(torch.compile(model))
+    config = AutoConfig.for_model("t5", vocab_size=64, d_model=32, d_ff=48, num_layers=1, d_kv=8)
+    with pytest.raises(TargetError, match="T5ForConditionalGeneration reads two texts.*`decoder_i"):
+        CausalLM(AutoModelForSeq2SeqLM.from_config(config))
 
 
 def test_nan_is_no_perplexity(tiny_llama):
@@ -302,7 +369,7 @@ def test_offload_brings_each_block_to_the_device_and_changes_no_figure(
 def test_offload_is_undone_after_an_error(tiny_llama):
     lm = CausalLM(tiny_llama, offload=True)
     bad = DataLoader([torch.tensor([1, 5000])])  # beyond the vocabulary
-    with pytest.raises(IndexError):
+    with pytest.raises(DataError, match="token id 5000"):
         Trainer(**QUIET).test(lm, bad, verbose=False)
     Trainer(**QUIET).test(lm, padded_batches(4), verbose=False)
     assert not any(block._forward_pre_hooks for block in lm.model.model.layers)
