@@ -77,6 +77,7 @@ def prune_layer(
     energies = processes.numbers(output_energy(share, inputs.hessian))
     energy = math.fsum(number for (number,) in energies)
     layer.write_(solution.weight)
+    zeros_before = _fraction(zeros)
     return LayerReport(
         name=layer.name,
         shape=tuple(weight.shape),
@@ -90,7 +91,10 @@ def prune_layer(
         tokens=calibrated.tokens,
         dead_inputs=solution.dead_inputs,
         already_pruned=already,
-        zeros_before=int(zeros.sum()) / max(1, zeros.numel()) or None,
+        zeros_before=zeros_before or None,
+        zeros=_fraction((solution.weight == 0) & (solution.pruned | zeros))
+        if zeros_before
+        else None,
         shared_hessian=calibrated.shared,
         raised_damping=(
             solution.damping_ratio if solution.damping_ratio > recipe.damping else None
@@ -136,6 +140,11 @@ def put_layer_on_grid(
         zeros_loss=row.loss,
         grid_loss=lost,
     )
+
+
+def _fraction(chosen: Tensor) -> float:
+    """Return the fraction of a bool tensor that is True."""
+    return int(chosen.sum()) / max(1, chosen.numel())
 
 
 @contextmanager

@@ -54,6 +54,8 @@ class LayerReport(_Row):
         zeros_before: The fraction of the weights that were zero before, above 0 and at most 1. The
             losses are against these weights, zeros and all. It is `None` where none were, and in
             reports of older versions.
+        zeros: The fraction of the weights that are zero now, counted in the result: those removed
+            now, and those zero before that stayed zero. It is `None` where none were zero before.
         shared_hessian: The share of all experts' Hessian, between 0 and 1, in the Hessian by which
             an expert was pruned. It is above 0 where the expert saw too few tokens, and `loss` is
             then measured by that mixture. It is `None` for layers that are not experts.
@@ -96,6 +98,7 @@ class LayerReport(_Row):
     skipped: str | None = None
     already_pruned: bool = False
     zeros_before: float | None = None
+    zeros: float | None = None
     shared_hessian: float | None = None
     raised_damping: float | None = None
     peak_memory: int | None = None
@@ -112,6 +115,11 @@ class LayerReport(_Row):
         *("name", "shape", "method", "sparsity", "loss", "relative_loss", "damping", "iterations"),
         *("gap", "seconds", "tokens", "dead_inputs", "skipped"),
     )
+
+    @property
+    def zero_fraction(self) -> float:
+        """The fraction of the weights that are zero by this pruning or an earlier one."""
+        return (self.sparsity or 0.0) if self.zeros is None else self.zeros
 
     def __post_init__(self) -> None:
         is_matrix = len(self.shape) == 2 and self.shape[0] >= 0 and self.shape[1] > 0
@@ -266,7 +274,7 @@ class PruningReport:
         if self.stored_totals is not None:
             return self.stored_totals
         weights = sum(row.shape[0] * row.shape[1] for row in self.pruned)
-        zeros = sum((row.sparsity or 0) * row.shape[0] * row.shape[1] for row in self.pruned)
+        zeros = sum(row.zero_fraction * row.shape[0] * row.shape[1] for row in self.pruned)
         zeros_before = sum(
             (row.zeros_before or 0) * row.shape[0] * row.shape[1] for row in self.pruned
         )
@@ -465,7 +473,7 @@ def listing(layers: Iterable[LayerReport], totals: dict[str, object]) -> str:
             table.add_row(row.name, shape, "dense", row.skipped, "")
         else:
             numbers = (_number(row.relative_loss, ".3g"), _number(row.seconds, ".1f"))
-            table.add_row(row.name, shape, _number(row.sparsity, ".1%"), *numbers)
+            table.add_row(row.name, shape, _number(row.zero_fraction, ".1%"), *numbers)
     table.add_section()
     loss, seconds = _number(totals["relative_loss"], ".3g"), _number(totals["seconds"], ".1f")
     weights, sparsity = f"{totals['weights']:,}", _number(totals["sparsity"], ".1%")

@@ -15,6 +15,7 @@ import torch
 import yaml
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import BatchEncoding
@@ -400,6 +401,10 @@ def test_a_model_that_was_pruned_before_is_told_as_one(llama, loader, quiet, tmp
         assert "(against these weights as they were, 50% of which were zero before)" in line
         assert report.totals["zeros_before"] == pytest.approx(0.5, abs=0.01)
         assert "- zero before: 50.00% of them, pruned to 50% unstructured sparsity by " in card
+        stored = load_file(tmp_path / name / "model.safetensors")
+        zeros = sum(int((stored[f"{row.name}.weight"] == 0).sum()) for row in report.pruned)
+        assert report.totals["removed"] == zeros  # 30% removed none of those that were left
+        assert f"- weights removed in them: {zeros:,} of" in card
         already = "14 of 14 layers already had the pattern 30%: little or nothing was removed there"
         assert (already in caplog.text) == (name == "b")
     assert PruningReport.load(tmp_path / "c" / "pruning_report.json").provenance[
