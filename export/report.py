@@ -223,6 +223,7 @@ def write_card(source: Checkpoint, report: ExportReport, directory: Path) -> Non
         f"{totals['packed_layers']} layers take {totals['packed_fraction']:.4f} of their bytes. "
         f"{form}",
         *("", "```python", *_loading_code(source, report.format), "```"),
+        *_card_of_bytes(report),
         *_card_of_parity(report),
         *made_by(command()),
     ]
@@ -230,7 +231,8 @@ def write_card(source: Checkpoint, report: ExportReport, directory: Path) -> Non
     if (source.path / CARD).is_file():
         text = (source.path / CARD).read_text("utf-8", "replace")
     if (source.path / evaluation.NAME).is_file():
-        text = with_perplexities(text, evaluation.read(source.path).perplexity)
+        scores = evaluation.read(source.path)
+        text = with_perplexities(text, scores.perplexity, scores.dense)
     (directory / CARD).write_text(with_section(text, title, lines), encoding="utf-8")
 
 
@@ -247,6 +249,17 @@ def _loading_code(source: Checkpoint, form: str) -> list[str]:
         f"from transformers import {architecture}",
         "",
         f'model = {architecture}.from_pretrained("DIRECTORY")',
+    ]
+
+
+def _card_of_bytes(report: ExportReport) -> list[str]:
+    """Return the line on the bytes of the files."""
+    if report.exported_bytes is None:
+        return []
+    return [
+        "",
+        f"Its weight files have {report.exported_bytes:,} bytes, those of the pruned model with "
+        f"zeros {report.source_bytes:,}.",
     ]
 
 

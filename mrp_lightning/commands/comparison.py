@@ -125,12 +125,14 @@ def prune_and_compare(
         dense={held_out.name: dense},
         model=str(prune.save_dir),
     )
-    converted = [conversion.convert(prune.save_dir) for conversion in conversions]
     table = _table(dense, pruned, prune, sizes)
-    for conversion, size in zip(conversions, converted, strict=True):
-        table.add_row(str(conversion.out), "", "", "", *size.cells(), "")
-    console.print(table)
-    console.print(f"Evaluated on {held_out.described(dense)}.")
+    try:
+        for conversion in conversions:
+            size = conversion.convert(prune.save_dir)
+            table.add_row(str(conversion.out), "", "", "", *size.cells(), "")
+    finally:  # the model is pruned and saved, even if it cannot be converted
+        console.print(table)
+        console.print(f"Evaluated on {held_out.described(dense)}.")
     return _why_useless(_ratio(dense, pruned), prune.report)
 
 

@@ -222,6 +222,7 @@ def _reported(
                 report(f"Writing {text} takes about {roughly(spent + left)}.")
             if reporter.is_due():
                 reporter.show(done, f"own text · about {roughly(left)} left")
+            reporter.log_seldom(f"own text · {done / total:.0%} · about {roughly(left)} left")
 
         yield move
     report(f"Wrote {text} in {roughly(reporter.elapsed())}.")

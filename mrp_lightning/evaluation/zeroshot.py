@@ -8,15 +8,16 @@ import difflib
 import logging
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mrp_lightning.environment import extra
+from mrp_lightning.environment import extra, progress_log, why_no_hub
 from mrp_lightning.errors import DataError, OptionError
 from mrp_lightning.records.evaluation import Scores
+from mrp_lightning.upstream.other_names import hub_away
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -67,6 +68,9 @@ def load_tasks(
         DataError: Data sets cannot be read, all listed.
     """
     _require_lm_eval()
+    away = why_no_hub()
+    if away:
+        progress_log.warning("Data sets are read from the cache alone: %s.", away)
     manager = _manager(names, include_path)
     matching = {name: manager.match_tasks([name]) for name in names}
     if unknown := [name for name, matches in matching.items() if not matches]:
@@ -81,7 +85,8 @@ def load_tasks(
     missing = []
     for name in dict.fromkeys(name for matches in matching.values() for name in matches):
         try:
-            content = manager.load([name])
+            with hub_away() if away else nullcontext():
+                content = manager.load([name])
         except (OSError, ValueError) as error:  # ConnectionError and FileNotFoundError are OSErrors
             config = manager.task_index[name].cfg or {}
             parts = [config.get("dataset_path"), config.get("dataset_name")]

@@ -215,7 +215,8 @@ def save_pruned(
     streamed, files = streamed_blocks(module), dict[str, str]()
     with save_directory(directory, overwrite=overwrite, sources=sources_of(module)) as staging:
         if isinstance(model, PreTrainedModel):
-            card = model_card(report, model.name_or_path or None)
+            name = model.name_or_path or None
+            card = model_card(report, name, num_bytes=num_bytes(model, None))
             tokenizer = getattr(module, "tokenizer", None)
             if streamed is None:
                 save_pretrained(model, staging, tokenizer=tokenizer, card=card)

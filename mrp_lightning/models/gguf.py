@@ -24,7 +24,7 @@ from transformers import (
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
-from mrp_lightning.environment import extra, why_no_hub
+from mrp_lightning.environment import extra, progress_log, why_no_hub
 from mrp_lightning.errors import DependencyError, FormatError, OptionError, TargetError
 from mrp_lightning.models.checkpoint import build_without_weights
 from mrp_lightning.models.integrity import check_size, check_values, misfits
@@ -208,6 +208,7 @@ def _dequantize(file: Path, dtype: torch.dtype | None, attention: str | None) ->
     """Return the model of a file, without a trace of its quantization."""
     options = {"attn_implementation": attention} if attention else {}
     published = torch.bfloat16
+    progress_log.info("Dequantizing %s …", file)  # half a minute for 135M parameters
     # Its weights are quantized, to some bits each.
     check_size(build_without_weights(gguf_config(file)), 8 * file.stat().st_size, file)
     with reading(file) as place:

@@ -101,7 +101,7 @@ def record(
     )
     text = as_json({"format_version": FORMAT_VERSION, **asdict(content)})
     save_ours(path, text, adds=True)
-    add_perplexities(path.parent, content.perplexity)
+    add_perplexities(path.parent, content.perplexity, content.dense)
     return path
 
 

@@ -22,11 +22,17 @@ _RECIPE = (
     *("method", "sparsity", "pattern", "bits", "block_size", "damping", "targets", "ignore"),
     *("blocks", "true_sequential", "skip_indivisible", "structure"),
 )
+_DIRECTORIES = re.compile(r"(?<![\w.:/])(?:/|~/|(?:\.\./)+)[^\s'\"=,]*/(?=[^\s'\"=,/])")
+"""The directories of a path in a command that is not relative to a directory here."""
 _ESCAPED = str.maketrans({mark: f"\\{mark}" for mark in "\\`*[]|!"})
 
 
 def model_card(
-    report: PruningReport, base_model: str | None, *, library: str | None = "transformers"
+    report: PruningReport,
+    base_model: str | None,
+    *,
+    library: str | None = "transformers",
+    num_bytes: int | None = None,
 ) -> str:
     """Return a short README for a pruned checkpoint, which the Hugging Face hub can show.
 
@@ -36,6 +42,7 @@ def model_card(
         report: The report of a run that is complete.
         base_model: The directory or hub id of the dense model, or its class, if it is known.
         library: The library that loads the checkpoint, if one does.
+        num_bytes: The bytes of the weights, if they are known.
     """
     totals, config = report.totals, report.config
     narrowed, bits = report.narrowed, config.get("bits")
@@ -48,6 +55,7 @@ def model_card(
         "",
         *([f"- base model: `{name}`"] if name else []),
         *(_narrowed(narrowed, totals) if narrowed else _removed(totals)),
+        *([f"- bytes of the weights: {num_bytes:,}"] if num_bytes is not None else []),
         *([f"- the others in {bits} bits and a scale for {config['group_size']}"] if bits else []),
         *_before(totals.get("zeros_before"), report.provenance.get("pruned_before", [])),
         f"- mean output error of a layer, relative to its output: {totals['relative_loss']:.4f}",
@@ -77,8 +85,11 @@ def with_section(card: str, title: str, lines: Sequence[str]) -> str:
 
 
 def made_by(*commands: str | None) -> list[str]:
-    """Return the lines of a section that name the commands that made a model, if any is known."""
-    known = [command for command in commands if command]
+    """Return the lines of a section that name the commands that made a model, if any is known.
+
+    Files are called by their names, without the directories of this machine.
+    """
+    known = [_DIRECTORIES.sub("", command) for command in commands if command]
     return ["", "Made by:", "", "```", *known, "```"] if known else []
 
 
@@ -87,8 +98,15 @@ def in_markdown(text: str) -> str:
     return escape(" ".join(text.split()), quote=False).translate(_ESCAPED)
 
 
-def with_perplexities(card: str, perplexity: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return a card with perplexities, as in `Evaluation`, in a section and in the metadata."""
+def with_perplexities(
+    card: str,
+    perplexity: Mapping[str, Mapping[str, Any]],
+    dense: Mapping[str, Mapping[str, Any]] | None = None,
+) -> str:
+    """Return a card with perplexities, as in `Evaluation`, in a section and in the metadata.
+
+    Those of the dense model, where they are known, are next to them in the section.
+    """
     complete = {
         text: scores
         for text, scores in perplexity.items()
@@ -97,12 +115,13 @@ def with_perplexities(card: str, perplexity: Mapping[str, Mapping[str, Any]]) ->
     if not complete:
         return card
     rows = [
-        f"| {in_markdown(text)} | {scores['perplexity']:.3f} | {scores['context']} "
-        f"| {scores['tokens']:,} |"
+        f"| {in_markdown(text)} | {_next_to_dense(scores, (dense or {}).get(text))} "
+        f"| {scores['context']} | {scores['tokens']:,} |"
         for text, scores in complete.items()
     ]
-    header = ["| text | perplexity | context | tokens |", "| --- | --- | --- | --- |"]
-    card = with_section(card, "Perplexity", [*header, *rows])
+    header = ["text", "dense model", "this model", "ratio", "context", "tokens"]
+    lines = [f"| {' | '.join(header)} |", f"|{' --- |' * len(header)}"]
+    card = with_section(card, "Perplexity", [*lines, *rows])
     try:
         return _with_results(card, complete)
     except Exception as error:  # the parser's, and whatever values of the wrong kind lead to
@@ -115,14 +134,25 @@ def with_perplexities(card: str, perplexity: Mapping[str, Mapping[str, Any]]) ->
         return card
 
 
-def add_perplexities(directory: Path, perplexity: Mapping[str, Mapping[str, Any]]) -> None:
+def _next_to_dense(scores: Mapping[str, Any], dense: Mapping[str, Any] | None) -> str:
+    """Return the cells of a model's perplexity, with the dense model's on the same windows."""
+    before, after = (dense or {}).get("perplexity"), scores["perplexity"]
+    first, ratio = ("–", "–") if not before else (f"{before:.3f}", f"{after / before:.4g}")
+    return f"{first} | {after:.3f} | {ratio}"
+
+
+def add_perplexities(
+    directory: Path,
+    perplexity: Mapping[str, Mapping[str, Any]],
+    dense: Mapping[str, Mapping[str, Any]],
+) -> None:
     """Write perplexities into the card in a directory, if it is one of a model pruned here."""
     file = directory / NAME
     if not file.is_file():
         return
     card = file.read_text("utf-8", "replace")
     if "mrp-lightning" in card:
-        save_ours(file, with_perplexities(card, perplexity), adds=True)
+        save_ours(file, with_perplexities(card, perplexity, dense), adds=True)
 
 
 def _with_results(text: str, perplexity: Mapping[str, Mapping[str, Any]]) -> str:

@@ -14,15 +14,18 @@ SCORES = {"perplexity": 28.0, "loss": 1.0, "context": 128, "windows": 2, "tokens
 
 def test_it_is_the_pruned_models_with_how_to_load_it(llama, tmp_path, monkeypatch):
     (llama / "README.md").write_text(CARD)
-    records.record(llama, perplexity={"c4": SCORES})
+    records.record(llama, perplexity={"c4": SCORES}, dense={"c4": SCORES})
     main([str(llama), "--out", str(tmp_path / "out")])
     text = (tmp_path / "out" / "README.md").read_text()
     data = huggingface_hub.ModelCard(text).data
     assert data.to_dict().keys() == {"license", "tags", "model-index"}
     assert [(x.dataset_name, x.metric_value) for x in data.eval_results] == [("c4", 28.0)]
     assert text.split("---\n")[2].startswith(CARD.split("---\n")[2])
-    assert "| c4 | 28.000 | 128 | 254 |" in text
+    assert "| c4 | 28.000 | 28.000 | 1 | 128 | 254 |" in text
     assert "14 layers take 0.5625 of their bytes" in text
+    size = (tmp_path / "out" / "model.safetensors").stat().st_size
+    assert f"Its weight files have {size:,} bytes, those of the pruned" in text
+    assert str(tmp_path) not in text
     assert "Its logits are equal to those of the pruned model" in text
     assert "README.md" in json.loads((tmp_path / "out" / "export_report.json").read_text())["files"]
     code = text.split("```python\n")[1].split("```")[0]

@@ -58,6 +58,32 @@ def test_a_directory_is_named_without_its_place(report, tmp_path):
     assert str(tmp_path) not in card
 
 
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        (
+            "mrp-lightning prune /data/me/opt --text ~/x/a.txt --out=../../b/c",
+            "opt --text a.txt --out=c",
+        ),
+        (
+            "mrp-lightning prune facebook/opt --config=runs/a.yaml",
+            "facebook/opt --config=runs/a.yaml",
+        ),
+        ("mrp-lightning predict '--data.train_files=[/a/b.txt,/c d/e.txt]'", "[b.txt,/c d/e.txt]'"),
+        ("mrp-lightning prune https://hub/x", "https://hub/x"),
+    ],
+)
+def test_commands_name_files_without_their_directories(command, shown, report):
+    report.provenance = {"command": command}
+    (line,) = [x for x in model_card(report, None).splitlines() if x.startswith("mrp-lightning ")]
+    assert line.endswith(shown)
+
+
+def test_bytes_are_named_where_they_are_known(report):
+    assert "- bytes of the weights: 1,234,567" in model_card(report, None, num_bytes=1234567)
+    assert "bytes" not in model_card(report, None)
+
+
 def test_what_is_not_known_is_left_out(report):
     report.provenance = {"command": None, "data": DATA | {"source": None, "seed": None}}
     card = model_card(report, None)
@@ -79,15 +105,15 @@ def scores(perplexity):
 def test_perplexities_are_recorded_in_the_card_too(tmp_path):
     card = tmp_path / "README.md"
     card.write_text(CARD)
-    records.record(tmp_path, perplexity={"c4": scores(28.0)})
+    records.record(tmp_path, perplexity={"c4": scores(28.0)}, dense={"c4": scores(20.0)})
     records.record(tmp_path, perplexity={"wikitext2": scores(31.5), "broken": scores(None)})
     first, second = card.read_text().split("\n## Perplexity\n")
     assert first + "\n" == CARD or first == CARD
     assert second.splitlines()[1:] == [
-        "| text | perplexity | context | tokens |",
-        "| --- | --- | --- | --- |",
-        "| c4 | 28.000 | 2048 | 4,094 |",
-        "| wikitext2 | 31.500 | 2048 | 4,094 |",
+        "| text | dense model | this model | ratio | context | tokens |",
+        "| --- | --- | --- | --- | --- | --- |",
+        "| c4 | 20.000 | 28.000 | 1.4 | 2048 | 4,094 |",
+        "| wikitext2 | – | 31.500 | – | 2048 | 4,094 |",
     ]
     once = card.read_text()
     records.record(tmp_path, perplexity={"c4": scores(28.0)})
@@ -137,5 +163,5 @@ def test_the_hub_finds_perplexities_in_the_metadata(report):
 def test_metadata_that_cannot_be_read_stay_as_they_are(metadata, caplog):
     card = with_perplexities(f"---\n{metadata}\n---\n{CARD}", {"c4": scores(28.0)})
     assert card.startswith(f"---\n{metadata}\n---\n{CARD}")
-    assert "| c4 | 28.000 | 2048 | 4,094 |" in card
+    assert "| c4 | – | 28.000 | – | 2048 | 4,094 |" in card
     assert "metadata of the model card cannot be read, and stays as it is" in caplog.text
