@@ -1,0 +1,116 @@
+"""`torch.compile(model, fullgraph=True)` of packed and torchao models on CUDA tensors without data.
+
+A CUDA build of torch traces them without a GPU; a CPU build traces the same on the CPU.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.fx import GraphModule
+from torch.sparse import (
+    SparseSemiStructuredTensor,
+    SparseSemiStructuredTensorCUSPARSELT,
+    SparseSemiStructuredTensorCUTLASS,
+)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from mrp_sparse.packed_linear import Bitmask4Linear, BitmaskLinear, Sparse24Linear
+
+DEVICE = "cpu" if torch.version.cuda is None else "cuda"
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of SparseSemiStructuredTensor")
+
+
+def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device=DEVICE)
+
+
+def put_cusparselt(linear: nn.Linear) -> None:
+    packed = empty(linear.weight.numel() * 9 // 16, dtype=linear.weight.dtype)
+    put(linear, SparseSemiStructuredTensorCUSPARSELT, packed, None)
+
+
+def put_cutlass(linear: nn.Linear) -> None:
+    rows, columns = linear.weight.shape
+    packed = empty(rows, columns // 2, dtype=linear.weight.dtype)
+    put(
+        linear,
+        SparseSemiStructuredTensorCUTLASS,
+        packed,
+        empty(rows, columns // 16, dtype=torch.int16),
+    )
+
+
+def put(linear: nn.Linear, kind: Any, packed: torch.Tensor, meta: torch.Tensor | None) -> None:
+    """Give a layer the tensor that `torchao.sparsity.sparsify_` leaves in it."""
+    kind._load_dispatch_table()
+    unused = dict.fromkeys(("packed_t", "meta_t", "compressed_swizzled_bitmask"))
+    tensor: SparseSemiStructuredTensor = kind(
+        linear.weight.shape, packed=packed, meta=meta, **unused
+    )
+    linear.weight = nn.Parameter(tensor, requires_grad=False)
+
+
+PACKED = {
+    "packed": lambda linear: Sparse24Linear.like(linear, DEVICE),
+    "bitmask": lambda linear: BitmaskLinear.like(
+        linear, DEVICE, num_kept=linear.weight.numel() // 2
+    ),
+    "bitmask4": lambda linear: Bitmask4Linear.like(
+        linear, DEVICE, num_bytes=linear.weight.numel() // 4
+    ),
+}
+FORMS = [*PACKED, "torchao by cuSPARSELt", "torchao by CUTLASS"]
+
+
+def model(form: str) -> PreTrainedModel:
+    config = AutoConfig.for_model("llama", vocab_size=256, **SIZES, **HEADS)
+    with torch.device(DEVICE):
+        made: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    for name, module in list(made.model.named_modules()):
+        if not isinstance(module, nn.Linear):
+            continue
+        if form in PACKED:
+            made.model.set_submodule(name, PACKED[form](module))
+        else:
+            (put_cutlass if "CUTLASS" in form else put_cusparselt)(module)
+    return made.eval()
+
+
+@pytest.fixture
+def graphs() -> Iterator[list[GraphModule]]:
+    """The graphs that dynamo traces: they run as they are, and nothing is compiled."""
+    yield []
+    torch.compiler.reset()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("form", "dynamic"), [*((form, True) for form in FORMS), ("packed", False)]
+)
+def test_the_whole_model_is_one_graph(form, dynamic, graphs):
+    def backend(graph: GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    batches = (2, 3, 5)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        compiled = torch.compile(model(form), backend=backend, fullgraph=True, dynamic=dynamic)
+        for batch in batches:
+            ids = torch.zeros(batch, 9, dtype=torch.int64, device=DEVICE)
+            logits = compiled(ids, use_cache=False).logits
+            assert logits.shape == (batch, 9, 256)
+            assert logits.device.type == DEVICE
+    # With a dynamic batch one graph serves all sizes; else each size has its own.
+    assert len(graphs) == (1 if dynamic else len(batches))
+    if form in PACKED:
+        operators = [
+            str(n.target) for n in graphs[0].graph.nodes if "mrp_lightning" in str(n.target)
+        ]
+        assert len(operators) == 7
