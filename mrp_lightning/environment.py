@@ -1,6 +1,7 @@
 """The environment of a command: device, hub, libraries; and the part of it that a report names."""
 
 import logging
+import os
 import platform
 import shlex
 import sys
@@ -8,12 +9,12 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import torch
 
-from mrp_lightning.errors import DependencyError, OptionError, OutOfMemoryError
+from mrp_lightning.errors import DependencyError, OptionError, OutOfMemoryError, first_line
 
 __version__ = "0.1.0"
 
@@ -28,6 +29,7 @@ def device_named(name: str | None) -> torch.device:
         OptionError: It is none of these, or is not there.
     """
     if name is None:
+        warn_of_unused_gpu()
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
@@ -41,6 +43,32 @@ def device_named(name: str | None) -> torch.device:
             "device; try `cpu`."
         )
     return device
+
+
+@cache
+def warn_of_unused_gpu() -> None:
+    """Warn once if torch is a CUDA build and can use no GPU, so that the CPU does all the work.
+
+    torch falls back without an error if the driver is older than its CUDA, or if a container was
+    started without its GPUs. A GPU that `CUDA_VISIBLE_DEVICES` hides is left out on purpose.
+    """
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if torch.version.cuda is None or hidden or torch.cuda.is_available():
+        return
+    try:
+        torch.cuda.init()
+        reason = "it sees no device"
+    except (AssertionError, RuntimeError) as error:
+        reason = first_line(error)
+    progress_log.warning(
+        "THE CPU DOES ALL THE WORK: torch %s is a build for CUDA %s and can use no GPU (%s). If "
+        "this machine has one, check `nvidia-smi`: CUDA 13 needs a driver 580 or newer, a "
+        "container its `--gpus all`, and torch for an older driver comes from "
+        "https://download.pytorch.org/whl/cu126. If it has none, set CUDA_VISIBLE_DEVICES=-1.",
+        torch.__version__,
+        torch.version.cuda,
+        reason,
+    )
 
 
 _HUB_SECONDS = 3

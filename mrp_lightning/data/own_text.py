@@ -184,12 +184,24 @@ def key_of(sampling: Sampling, configuration: str, weights: Iterator[tuple[str, 
 
 @contextmanager
 def _on_device(trainer: Trainer) -> Iterator[None]:
-    """Bring the blocks that a callback keeps on the CPU to the device, each while it runs."""
+    """Bring the blocks that a callback keeps on the CPU to the device: all, if they fit there.
+
+    Else each is brought while it runs, which it does once for every token of a batch.
+    """
     if not any(callback.settings.offload for callback in callbacks_that_prune(trainer)):
         yield
         return
     blocks = [block.module for block in find_blocks(trainer.lightning_module)]
-    with Offload(blocks, trainer.strategy.root_device).active():
+    offload = Offload(blocks, trainer.strategy.root_device)
+    with offload.active(), offload.resident() as fits:
+        if not fits:
+            log.warning(
+                "`calibration: self` with `offload`: %s does not hold all blocks, so that every "
+                "token of a batch brings %.1f GB to it. If that takes too long, write the text "
+                "where they fit, or name a text in `data.calibration`.",
+                offload.device,
+                offload.num_bytes / 1e9,
+            )
         yield
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from mrp_lightning.calibration.offload import explained_out_of_memory
-from mrp_lightning.environment import silence_lightning
+from mrp_lightning.environment import silence_lightning, warn_of_unused_gpu
 from mrp_lightning.errors import DataError, FormatError, OptionError
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.progress import BatchLog
@@ -56,6 +56,8 @@ class Trainer(pl.Trainer):
         logger: Logger | Iterable[Logger] | bool | None = None,
         **kwargs: Any,
     ) -> None:
+        if kwargs.get("accelerator", "auto") == "auto":
+            warn_of_unused_gpu()
         logger = False if logger is None else logger
         # At the front: Lightning keeps those that write checkpoints last.
         callbacks = [BatchLog(), Unwrap(), *_checked(callbacks)]

@@ -16,7 +16,7 @@ class Recorder(nn.Module):
         super().__init__()
         self.name, self.log, self.place = name, log, "cpu"
 
-    def to(self, device: torch.device) -> "Recorder":
+    def to(self, device: torch.device, non_blocking: bool = False) -> "Recorder":
         if device.type != self.place:
             self.place = device.type
             self.log.append(f"{self.name} to {self.place}")
@@ -97,3 +97,66 @@ def test_held_blocks_change_dtype_and_can_be_let_go():
     model.to("meta")
     assert model[0].weight.device.type == "meta"
     assert not any("_apply" in module.__dict__ for module in model.modules())
+
+
+class Counting(nn.Module):
+    """Two layers that share a weight, and a buffer that a forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.second(self.first(x))
+
+
+@torch.no_grad()
+def test_a_forward_copies_no_weight_back_and_a_pinned_block_does(second):
+    block = Counting()
+    weight, x = block.first.weight, torch.randn(2, 4)
+    expected, address = block(x), weight.data_ptr()
+    offload = Offload([block], second)
+    with offload.active():
+        for _ in range(2):
+            torch.testing.assert_close(block(x.to(second)).cpu(), expected)
+            assert block.first.weight is block.second.weight is weight
+            assert weight.device == CPU
+        # On a GPU the weight was moved once, to page-locked memory.
+        assert second.type == "cuda" or weight.data_ptr() == address
+        assert block.calls.tolist() == [3]
+        doubled = 2 * weight
+        with offload.pinned(block):
+            block.first.weight.mul_(2)
+        assert block.first.weight.device == CPU
+        torch.testing.assert_close(block.first.weight.detach(), doubled.detach())
+    assert block(x).shape == (2, 4)
+
+
+@torch.inference_mode()
+def test_weights_of_an_evaluated_model_are_put_back():
+    """Lightning evaluates in inference mode, in which `to` leaves tensors of another kind."""
+    with torch.inference_mode(False):
+        block = nn.Linear(4, 4)
+    with Offload([block], torch.device("meta")).active():
+        assert block(torch.zeros(2, 4, device="meta")).is_meta
+    with torch.inference_mode(False), torch.enable_grad():
+        block(torch.randn(2, 4)).sum().backward()
+    assert block.weight.grad is not None
+
+
+def test_all_blocks_stay_on_a_device_that_holds_them(monkeypatch):
+    log: list[str] = []
+    blocks = [Recorder("a", log), Recorder("b", log)]
+    offload = Offload(blocks, CUDA)
+    for free, fits in ((100, True), (-2, False)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (free, 100))
+        with offload.active(), offload.resident() as resident:
+            assert resident is fits
+            for _ in range(3):
+                blocks[0](torch.zeros(1))
+        moves = [line for line in log if line.startswith("a to")]
+        assert len(moves) == (2 if fits else 6)
+        log.clear()
