@@ -53,10 +53,10 @@ def convert(options: Namespace) -> Path:
     out = out.expanduser().resolve()
     if out.suffix != ".gguf" or out.is_dir():
         raise errors.OptionError(f"`--out` names a file that ends in .gguf; got {out}.")
-    like = find_gguf(options.like)
-    if like is None:
+    like = None if options.like is None else find_gguf(options.like)
+    if like is None and options.like is not None:
         raise errors.OptionError(f"`--like` names a GGUF file; got {options.like}.")
-    if out == like.resolve():
+    if like is not None and out == like.resolve():
         raise errors.OptionError(f"`--out` {out} must not be the file of `--like`.")
     if os.path.lexists(out) and not options.overwrite:
         raise FileExistsError(f"`--out`: {out} exists. Name another file, or add --overwrite.")
@@ -82,13 +82,15 @@ def convert(options: Namespace) -> Path:
 def _parser() -> Any:
     parser = make_parser(
         "python -m export.to_gguf",
-        "Write a pruned checkpoint as a GGUF file, with metadata and tokenizer of the GGUF file of "
-        "the model that was pruned.",
+        "Write a pruned checkpoint as a GGUF file for llama.cpp.",
     )
     option = parser.add_argument
     option("checkpoint", metavar="RUN", help="the Hugging Face directory that pruning wrote")
-    text = "the GGUF file that the model came from, or another of the same model"
-    option("--like", required=True, metavar="SOURCE.gguf", help=text)
+    text = (
+        "the GGUF file that the model came from, or another of the same model; llama, mistral, "
+        "qwen2, qwen3, gemma, gemma2 and gemma3 do without"
+    )
+    option("--like", metavar="SOURCE.gguf", help=text)
     text = (
         "of matrices; norms and biases are float32. auto: the smallest type that holds a matrix to "
         "the bit (default: auto for a pruning with bits, else bf16)"

@@ -1,0 +1,204 @@
+"""The layout of a checkpoint in a GGUF file: architecture, metadata, tokenizer, tensors.
+
+Another GGUF file of the same model gives what a checkpoint does not say in llama.cpp's way. How
+each tensor lies is found out by comparison: a tensor of the file is what transformers reads from
+it, as it is or rearranged in one of a few ways. Without such a file, `gguf_families` describes the
+layout of the architectures that it knows.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
+from gguf.quants import dequantize
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from export.conversion.checkpoint import Checkpoint
+from mrp_lightning.errors import FormatError, OptionError
+from mrp_lightning.models.gguf import gguf_config, gguf_model, reading
+from mrp_lightning.upstream.other_names import bounded_gguf
+
+_OF_A_HEAD = ("attention.key_length", "attention.value_length", "rope.dimension_count")
+"""Metadata whose defaults are computed from the number of heads."""
+_OWN = ("general.architecture", "general.file_type", "general.quantization_version")
+
+Arrangement = Callable[[Tensor, int], Tensor]
+"""How a parameter (as transformers has it) lies in a GGUF file; the number is that of its heads."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A checkpoint as a GGUF file holds it.
+
+    Attributes:
+        architecture: llama.cpp's name of it.
+        tensors: The weights by their names in the file, arranged as they lie there.
+        write_fields: Adds the metadata and the tokenizer to a writer.
+        tables: Tensors that are no weights, such as frequencies, and their types.
+    """
+
+    architecture: str
+    tensors: Mapping[str, Tensor]
+    write_fields: Callable[[GGUFWriter], None]
+    tables: Mapping[str, tuple[np.ndarray[Any, Any], GGMLQuantizationType]] = field(
+        default_factory=dict
+    )
+
+
+def layout_like(checkpoint: Checkpoint, like: Path) -> Layout:
+    """Return the layout of a checkpoint by a GGUF file of the same model.
+
+    Args:
+        checkpoint: A dense Hugging Face checkpoint; it may be narrower than the file's model.
+        like: The GGUF file that the model came from, or another of the same model.
+
+    Raises:
+        FormatError: The file is damaged, or of an architecture whose tensors cannot be identified.
+        OptionError: The file is of another model.
+    """
+    reader = bounded_gguf(like)
+    config = checkpoint.pretrained_config().get_text_config()
+    source = gguf_config(like).get_text_config()
+    _refuse_other(source, config, like)
+    state = checkpoint.load().state_dict()
+    with reading(like):
+        locations = list(
+            _locations(reader, gguf_model(like, torch.float32, None).state_dict(), source)
+        )
+    used = {location.name for location in locations}
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    if others := sorted((used ^ state.keys()) - tied):
+        raise OptionError(
+            f"`--like`: {like} and {checkpoint.path} do not hold the same weights. In one of them "
+            f"only: {', '.join(others[:5])}."
+        )
+    arranged = {each.stored: each.arranged(state[each.name], config) for each in locations}
+    sizes = _sizes(arranged, config, source)
+    return Layout(
+        str(reader.fields["general.architecture"].contents()),
+        # In the order of the file.
+        {t.name: arranged[t.name] for t in reader.tensors if t.name in arranged},
+        lambda writer: _copy_fields(reader, writer, sizes),
+        {
+            t.name: (np.array(t.data), t.tensor_type)
+            for t in reader.tensors
+            if t.name not in arranged
+        },
+    )
+
+
+@dataclass(frozen=True)
+class _Location:
+    """The tensor of a GGUF file that holds a parameter, and its arrangement there."""
+
+    stored: str
+    name: str
+    arrangement: Arrangement
+
+    def arranged(self, parameter: Tensor, config: PreTrainedConfig) -> Tensor:
+        return self.arrangement(parameter, _heads(self.stored, config))
+
+
+def _locations(
+    reader: GGUFReader, state: Mapping[str, Tensor], config: PreTrainedConfig
+) -> Iterator[_Location]:
+    """Match the tensors of a file to parameters by name, and verify each by its values."""
+    architecture = reader.fields["general.architecture"].contents()
+    known = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(known[architecture], config.num_hidden_layers)
+    by_stored = {names.get_name(name, try_suffixes=(".weight", ".bias")): name for name in state}
+    for tensor in reader.tensors:
+        name = by_stored.get(tensor.name)
+        if name is None:
+            if tensor.name.startswith("rope_"):
+                continue
+            raise FormatError(f"`--like`: transformers has no name for the tensor {tensor.name}.")
+        # A copy: the reader's memory may not be written.
+        values = torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type)))
+        for arrangement in _ARRANGEMENTS:
+            location = _Location(tensor.name, name, arrangement)
+            ours = location.arranged(state[name], config)
+            if ours.shape == values.shape and torch.allclose(ours, values, rtol=1e-5, atol=1e-7):
+                yield location
+                break
+        else:
+            raise FormatError(
+                f"`--like`: {tensor.name} of the architecture {architecture!r} lies in the file in "
+                "a way that is not known here. Convert the checkpoint with llama.cpp's "
+                "convert_hf_to_gguf.py."
+            )
+
+
+def rotated(parameter: Tensor, heads: int) -> Tensor:
+    """Interleave the halves of each head: llama.cpp rotates neighbouring rows."""
+    if len(parameter) % (2 * heads):
+        return parameter
+    return parameter.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+
+
+_ARRANGEMENTS: tuple[Arrangement, ...] = (
+    lambda parameter, _: parameter,
+    rotated,
+    lambda parameter, _: parameter.T if parameter.ndim == 2 else parameter,  # Conv1D
+    lambda parameter, _: parameter + 1,  # Gemma's norms
+)
+
+
+def _heads(stored: str, config: PreTrainedConfig) -> int:
+    heads: int = config.num_attention_heads
+    return getattr(config, "num_key_value_heads", None) or heads if "attn_k" in stored else heads
+
+
+def _refuse_other(source: PreTrainedConfig, config: PreTrainedConfig, like: Path) -> None:
+    for key in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size"):
+        theirs, ours = getattr(source, key, None), getattr(config, key, None)
+        if theirs != ours:
+            raise OptionError(
+                f"`--like`: {like} is of another model: its `{key}` is {theirs!r}, the "
+                f"checkpoint's {ours!r}. Give the file that the checkpoint was pruned from."
+            )
+
+
+def _sizes(
+    arranged: Mapping[str, Tensor], config: PreTrainedConfig, source: PreTrainedConfig
+) -> dict[str, int]:
+    """Return the metadata that depend on the width, without the architecture's prefix."""
+    sizes = {}
+    if (up := arranged.get("blk.0.ffn_up.weight")) is not None:
+        sizes["feed_forward_length"] = len(up)
+    heads = config.num_attention_heads
+    sizes["attention.head_count"] = heads
+    sizes["attention.head_count_kv"] = getattr(config, "num_key_value_heads", None) or heads
+    if heads != source.num_attention_heads:
+        sizes |= dict.fromkeys(_OF_A_HEAD, config.head_dim)
+    return sizes
+
+
+def _copy_fields(reader: GGUFReader, writer: GGUFWriter, sizes: Mapping[str, int]) -> None:
+    """Copy the metadata, with the sizes of the checkpoint in place of those of the file."""
+    architecture = reader.fields["general.architecture"].contents()
+    wanted = {f"{architecture}.{name}": value for name, value in sizes.items()}
+    for key, entry in reader.fields.items():
+        if key.startswith("GGUF.") or key in _OWN:
+            continue
+        value, kind = entry.contents(), entry.types[0]
+        is_set = key in wanted and key.removeprefix(f"{architecture}.") not in _OF_A_HEAD
+        if is_set and value != wanted[key]:
+            if kind == GGUFValueType.ARRAY:
+                raise FormatError(
+                    f"`--like`: {key} has a value for each block, {value}, and the checkpoint has "
+                    f"{wanted[key]} in all of them."
+                )
+            value = wanted[key]
+        item = entry.types[-1] if kind == GGUFValueType.ARRAY else None
+        writer.add_key_value(key, value, kind, sub_type=item)
+    for key in _OF_A_HEAD:
+        name = f"{architecture}.{key}"
+        if name in wanted and name not in reader.fields:
+            writer.add_uint32(name, wanted[name])
