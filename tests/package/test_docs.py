@@ -74,6 +74,8 @@ NOT_RUN = {
     ("gguf.md", "python lab/benchmarks/llamacpp.py"): LLAMACPP,
     ("streaming.md", "python lab/benchmarks/streaming.py"): MEMORY,
     ("benchmarks/solver.md", "make gpu"): ON_GPU,
+    ("gpu.md", "make gpu"): ON_GPU,
+    ("gpu.md", "pip install torch"): "it downloads a build of torch for a GPU",
     ("benchmarks/whole-run.md", "python lab/benchmarks/whole_run.py"): WHOLE,
     ("benchmarks/whole-run.md", "python -m mrp_lightning predict"): ALONE,
 }
@@ -103,6 +105,8 @@ RUN = {
     ("models.md", "python lab/benchmarks/models.py"): "tests/families/test_models_page.py",
     ("narrower.md", "from callbacks import"): "tests/package/test_docs.py",
     ("gguf.md", "python -m export.to_gguf"): "tests/package/test_docs.py",
+    ("gpu.md", "mrp-lightning prune DIR --pattern"): "tests/device/test_gpu_page.py",
+    ("gpu.md", "mrp-lightning prune DIR --grid"): "tests/device/test_gpu_page.py",
     ("four-bits.md", "mrp-lightning prune"): "tests/package/test_docs.py",
     ("four-bits.md", "from callbacks import"): "tests/package/test_docs.py",
     ("real-model.md", "python -m mrp_lightning predict"): "tests/package/test_docs.py",
