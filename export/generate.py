@@ -15,7 +15,7 @@ import torch
 
 from mrp_lightning.cli.command import exit_on_mistake, make_parser, number_from
 from mrp_lightning.environment import device_named
-from mrp_lightning.errors import DataError, first_line
+from mrp_lightning.errors import DataError, OptionError, first_line
 from mrp_sparse.environment import machine
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ def main(args: Sequence[str] | None = None) -> None:
 
         transformers_logging.disable_progress_bar()
         device = device_named(options.device)
+        if options.compare:
+            _require_same_model(options.compare, options.directory)
         print(f"On {machine(device)}\n")
         speeds = []
         for directory in filter(None, (options.compare, options.directory)):
@@ -55,6 +57,31 @@ def main(args: Sequence[str] | None = None) -> None:
         print(
             f"{packed.rate / dense.rate:.2f} times the tokens a second, "
             f"{packed.num_bytes / dense.num_bytes:.2f} of the memory"
+        )
+
+
+_OF_A_MODEL = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")
+"""The entries of a configuration that neither a pruning nor packing changes."""
+
+
+def _require_same_model(dense: str, directory: str) -> None:
+    """Raise, before any is loaded, if two directories hold other models than one and its pruning.
+
+    Raises:
+        OptionError: Their configurations differ in more than a pruning changes.
+    """
+    from mrp_lightning.models.loading import load_config
+
+    configs = [load_config(path).get_text_config() for path in (dense, directory)]
+    differing = [
+        f"`{key}` is {values[0]} and {values[1]}"
+        for key in _OF_A_MODEL
+        if (values := [getattr(config, key, None) for config in configs])[0] != values[1]
+    ]
+    if differing:
+        raise OptionError(
+            f"`--compare`: {dense} and {directory} are not one model: {'; '.join(differing)}. Give "
+            "the dense model that was pruned, or leave it out."
         )
 
 

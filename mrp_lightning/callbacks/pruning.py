@@ -103,7 +103,12 @@ class PruningCallback(Callback):
         if unsaved is not None and unsaved.is_of(pl_module) and self.save_dir is not None:
             self._save_and_release(self.save_dir, unsaved)
         if self._is_done:
-            log.warning("This %s has pruned already; predict only predicts.", type(self).__name__)
+            is_other = self._pruned is not None and not self._pruned.is_of(pl_module)
+            log.warning(
+                "This %s has pruned already; predict only predicts%s.",
+                type(self).__name__,
+                ", and this other model stays dense: make a new callback for it" * is_other,
+            )
             return
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         pending = [c for c in callbacks if isinstance(c, PruningCallback) and not c._is_done]

@@ -344,7 +344,7 @@ def test_a_model_that_no_longer_fits_its_class_is_refused_before_work(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_model_that_is_saved_is_not_kept_in_memory(llama, loader, quiet, tmp_path):
+def test_a_model_that_is_saved_is_not_kept_in_memory(llama, loader, quiet, tmp_path, caplog):
     module, trainer = CausalLM(llama()), Trainer(**quiet)
     alive = weakref.ref(module)
     callback = MRPCallback(pattern="2:4", save_dir=tmp_path / "out")
@@ -359,6 +359,7 @@ def test_a_model_that_is_saved_is_not_kept_in_memory(llama, loader, quiet, tmp_p
         callback.save(tmp_path / "late")
     pickle.loads(pickle.dumps(callback))
     Trainer(**quiet).predict(CausalLM(llama()), loader, callbacks=[callback])  # prunes once
+    assert "and this other model stays dense: make a new callback for it" in caplog.text
 
     model, callback = llama(), MRPCallback(pattern="2:4", save_dir=tmp_path / "held")
     Trainer(**quiet).predict(model, loader, callbacks=[callback])

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, CompileConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, CompileConfig
 
 from export.generate import main
 from export.to_sparse import main as to_sparse
@@ -61,6 +61,11 @@ def test_mistakes_are_one_line(llama, tmp_path, capsys):
         shown = refused(str(llama), "--prompt", "a", "--max-new-tokens", number)
         assert f"--max-new-tokens: expected a number from 1, got '{number}'" in shown
     assert "holds no config.json" in refused(str(tmp_path), "--prompt", "a")
+    other = tmp_path / "other"
+    config = AutoConfig.for_model("gpt2", vocab_size=64, n_embd=32, n_layer=1, n_head=2)
+    AutoModelForCausalLM.from_config(config).save_pretrained(other)
+    shown = refused(str(llama), "--prompt", "a", "--compare", str(other))
+    assert "are not one model: `model_type` is gpt2 and llama; `vocab_size` is 64 and" in shown
     for file in llama.glob("tokenizer*"):
         file.unlink()
     assert "no tokenizer" in refused(str(llama), "--prompt", "a")
