@@ -1,1 +1,1 @@
-"""A journal keeps each pruned block of an unfinished run; a fingerprint tells runs apart."""
+"""The journal of an unfinished run: a record of each finished block, and a fingerprint."""

@@ -1,4 +1,4 @@
-"""The journal of a run: what is done to each block, kept until all is done and saved."""
+"""The journal of a run: the result of each finished block, until the model is saved."""
 
 import logging
 import re
@@ -49,35 +49,35 @@ _BLANK_BYTES = 4096
 _BLOCK = re.compile(r"block-\d{5,}\.safetensors(?P<part>\.partial)?")
 
 
-def journal_path(beside: str | PathLike[str]) -> Path:
-    """Where the journal lies of a run that writes a directory."""
-    return hidden_beside(output_path(beside).resolve(), ".partial")
+def journal_path(save_dir: str | PathLike[str]) -> Path:
+    """Return the path of the journal of a run that writes a directory."""
+    return hidden_beside(output_path(save_dir).resolve(), ".partial")
 
 
-def require_free(beside: str | PathLike[str]) -> None:
-    """Refuse a run while another process makes it.
+def require_free(save_dir: str | PathLike[str]) -> None:
+    """Raise if another process holds the journal of a run.
 
     Raises:
-        JournalError: One does.
-        SaveError: Something else stands where its lock is to be.
+        JournalError: Another process holds it.
+        SaveError: The path of its lock is taken by something else.
     """
-    path = journal_path(beside)
+    path = journal_path(save_dir)
     if (path / _LOCK).exists():
         hold(path).release()
 
 
-def remove_journal(beside: str | PathLike[str]) -> None:
-    """Delete the journal of a run that is done, but not while another process holds it."""
-    path = journal_path(beside)
+def remove_journal(save_dir: str | PathLike[str]) -> None:
+    """Delete the journal of a finished run, unless another process holds it."""
+    path = journal_path(save_dir)
     if path.is_dir():
         remove(path, FileLock(path / _LOCK))
 
 
 def hold(path: Path) -> FileLock:
-    """Let no other process take the journal in a directory until its lock is released.
+    """Take the lock of the journal in a directory, and return it.
 
     Raises:
-        JournalError: Another one holds it.
+        JournalError: Another process holds it.
         SaveError: The directory cannot be written.
     """
     try:
@@ -94,7 +94,7 @@ def hold(path: Path) -> FileLock:
 
 
 def remove(path: Path, lock: FileLock) -> None:
-    """Delete a journal, unless another process has its lock; what is not ours stays."""
+    """Delete a journal, unless another process has its lock; files of others stay."""
     with suppress(Timeout, OSError):
         lock.acquire(timeout=0)
         empty(path)
@@ -107,16 +107,16 @@ def remove(path: Path, lock: FileLock) -> None:
 
 
 def empty(path: Path) -> None:
-    """Delete what a journal wrote."""
+    """Delete the files of a journal."""
     blocks = _blocks(path)
-    (path / NAME).unlink(missing_ok=True)  # first: what it does not name is nothing
+    (path / NAME).unlink(missing_ok=True)  # first: blocks count only if the manifest names them
     flush(path)
     for file in blocks:
         file.unlink()
 
 
 def refuse_others(path: Path) -> None:
-    """Refuse a directory in which files of others stand where a journal would write its blocks."""
+    """Raise a SaveError if files of others have the names of a journal's blocks."""
     ours = _blocks(path)
     names = [f.name for f in path.iterdir() if _BLOCK.fullmatch(f.name) and f not in ours]
     if names:
@@ -127,10 +127,10 @@ def refuse_others(path: Path) -> None:
 
 
 def _blocks(path: Path) -> list[Path]:
-    """The files that a journal wrote for its blocks: all others in its directory are not ours.
+    """Return the files that a journal wrote for its blocks.
 
-    They are listed in its manifest, or are records by their content, whole or torn; or they are to
-    be one, and hold nothing yet: a power cut may leave zeros where a file was being written.
+    These are the files in its manifest, files whose content is a record, whole or torn, and partial
+    files of zeros, which a power cut may leave in place of a file that was being written.
     """
     try:
         listed = {entry.file for entry in Manifest.load(path).shards.values()}
@@ -147,15 +147,15 @@ def _blocks(path: Path) -> list[Path]:
 
 
 def _is_blank(file: Path) -> bool:
-    """Whether a file begins with nothing but zeros, or is empty."""
+    """Return whether a file begins with zeros alone, or is empty."""
     with file.open("rb") as content:
         return not any(content.read(_BLANK_BYTES))
 
 
 class Journal(AbstractContextManager["Journal"]):
-    """The journal of one run, which this process holds until `close`. Made by `Journal.open`.
+    """The journal of one run, which this process holds from `Journal.open` until `close`.
 
-    It lies on the disk of process 0. All processes call `in`, `read`, `restore` and `write` in the
+    It is on the disk of process 0. All processes call `in`, `read`, `restore` and `write` in the
     same order.
 
     Attributes:
@@ -180,7 +180,7 @@ class Journal(AbstractContextManager["Journal"]):
     @classmethod
     def open(
         cls,
-        beside: str | PathLike[str],
+        save_dir: str | PathLike[str],
         fingerprint: Fingerprint,
         *,
         resume: bool = True,
@@ -189,16 +189,16 @@ class Journal(AbstractContextManager["Journal"]):
         processes: Processes = ALONE,
         streamed: "StreamedBlocks | None" = None,
     ) -> Self:
-        """Start the journal of a run, or go on with one of the same fingerprint.
+        """Start the journal of a run, or resume one of the same fingerprint.
 
-        Only a run with as many processes can go on with it, since sums over other shares of the
-        data are rounded otherwise.
+        The number of processes must be the same, since sums over other shares of the data are
+        rounded in another way.
 
         Args:
-            beside: The directory that the run will write.
-            fingerprint: What decides the result.
-            resume: Whether to go on with a journal that is there. Otherwise it is removed.
-            about: What to keep about the run; see `Manifest`.
+            save_dir: The directory that the run will write.
+            fingerprint: The facts that decide the result.
+            resume: Whether an existing journal is resumed. Otherwise it is removed.
+            about: Facts about the run for its report; see `Manifest`.
             defaults: The defaults of settings, by name: a journal that was begun before a setting
                 existed was begun with its default.
             processes: The processes that make the run together; all of them call this.
@@ -210,7 +210,7 @@ class Journal(AbstractContextManager["Journal"]):
                 run: all differences are named.
             SaveError: It cannot be written, or files of others stand where its own are to be.
         """
-        path = journal_path(beside)
+        path = journal_path(save_dir)
         if processes.rank:
             return cls(path, processes.all(None)[0], None, processes)
         if path.is_symlink():
@@ -279,7 +279,7 @@ class Journal(AbstractContextManager["Journal"]):
         return record
 
     def file(self, step: int) -> Path:
-        """The file of a step that is done."""
+        """Return the file of a finished step."""
         return self.path / self.manifest.shards[step].file
 
     def write(self, step: int, record: BlockRecord) -> None:
@@ -327,12 +327,12 @@ class Journal(AbstractContextManager["Journal"]):
             self._save_manifest()
 
     def close(self) -> None:
-        """Let another process go on with it."""
+        """Release the lock, so that another process can resume the run."""
         if self._lock is not None:
             self._lock.release()
 
     def remove(self) -> None:
-        """Delete it, when all is done and saved, unless another process goes on with it."""
+        """Delete the journal, unless another process has resumed it."""
         if self._lock is not None:
             remove(self.path, self._lock)
 
@@ -397,16 +397,16 @@ class Journal(AbstractContextManager["Journal"]):
 
 
 def find_journal(path: str | PathLike[str]) -> Path | None:
-    """The journal that a path is, or that lies beside where it will be; `None` if there is none."""
+    """Return the journal at a path, or that of the directory there; `None` if there is none."""
     path = Path(path)
     if path.name.startswith(".") and path.name.endswith(".partial") and (path / NAME).is_file():
         return path
-    beside = journal_path(path)
-    return beside if not path.exists() and (beside / NAME).is_file() else None
+    journal = journal_path(path)
+    return journal if not path.exists() and (journal / NAME).is_file() else None
 
 
 def unfinished_report(journal: Path) -> tuple[PruningReport, str]:
-    """Read the report of a run that is not complete, and in words how far it is.
+    """Return the report of an unfinished run, and its progress in words.
 
     Raises:
         JournalError: The journal is damaged, or of another version of mrp-lightning.

@@ -15,7 +15,7 @@ from mrp_lightning.files import move_durably
 from mrp_lightning.json_files import as_dataclass, read_json
 
 SHA256 = "sha256:"
-"""How a digest begins, in place of values that are too long to show."""
+"""The prefix of digests, which stand for values that are too long to show."""
 
 WITHOUT_A_SAY = frozenset(
     {

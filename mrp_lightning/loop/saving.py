@@ -120,7 +120,7 @@ class PrunedModule:
         return {**vars(self), "_seen": (_gone, _gone)}
 
     def is_of(self, module: LightningModule) -> bool:
-        """Whether a LightningModule holds this very model."""
+        """Return whether a LightningModule holds this very model."""
         own = self._module()
         return own is not None and checkpoint_root(module)[1] is checkpoint_root(own)[1]
 
@@ -173,7 +173,7 @@ class PrunedModule:
             self._journal = None
 
     def _module(self) -> LightningModule | None:
-        """The module, or one around its model if only that is still in memory."""
+        """Return the module, or one around its model if only that is still in memory."""
         module, model = (seen() for seen in self._seen)
         if module is None and model is not None:
             module = as_lightning_module(model)

@@ -1,1 +1,1 @@
-"""Whole neurons, heads or experts are found in a model and cut out, which makes it narrower."""
+"""Find whole neurons, heads or experts in a model, and cut them out of it."""

@@ -40,7 +40,7 @@ def greedy_set(inverse: Tensor, covariance: Tensor, count: int, width: int) -> l
     own, energy = diagonal_blocks(inverse, width), diagonal_blocks(covariance, width)
     lost = torch.zeros(len(own), dtype=inverse.dtype, device=inverse.device)
     order: list[int] = []
-    # A − Σ aᵀl and C − Σ (hᵀl + lᵀh) are what holds; a, l and h are (width, columns) each.
+    # The present matrices are A − Σ aᵀl and C − Σ (hᵀl + lᵀh); a, l and h are (width, columns).
     pending: list[tuple[Tensor, Tensor, Tensor]] = []
     for _ in range(count):
         j = int((costs(own, energy) + lost).argmin())
@@ -49,9 +49,9 @@ def greedy_set(inverse: Tensor, covariance: Tensor, count: int, width: int) -> l
         here = slice(j * width, (j + 1) * width)
         a, c = inverse[here].clone(), covariance[here].clone()
         if pending:
-            before_a, before_l, before_h = (torch.cat(x) for x in zip(*pending, strict=True))
-            a -= before_a[:, here].T @ before_l
-            c -= before_h[:, here].T @ before_l + before_l[:, here].T @ before_h
+            pending_a, pending_l, pending_h = (torch.cat(x) for x in zip(*pending, strict=True))
+            a -= pending_a[:, here].T @ pending_l
+            c -= pending_h[:, here].T @ pending_l + pending_l[:, here].T @ pending_h
         step = torch.linalg.solve(a[:, here], a)
         half = c - c[:, here] @ step / 2
         pending.append((a, step, half))
@@ -59,7 +59,7 @@ def greedy_set(inverse: Tensor, covariance: Tensor, count: int, width: int) -> l
         own = own - blocks_of(a, width).mT @ steps
         change = halves.mT @ steps
         energy = energy - change - change.mT
-        # What is removed has no cost any more, and must not divide by its zeros.
+        # A removed group has no cost any more, and its zeros must not be divided by.
         own[j], energy[j] = torch.eye(width, dtype=own.dtype, device=own.device), 0
         if len(pending) * width >= _PANEL:
             a, step, half = (torch.cat(x) for x in zip(*pending, strict=True))
@@ -107,29 +107,32 @@ class ColumnSet:
 
     @property
     def _columns(self) -> tuple[Tensor, Tensor]:
-        """The removed columns, and those that are kept."""
+        """The removed and the kept columns."""
         gone = self.removed.repeat_interleave(self._width)
         return gone.nonzero()[:, 0], (~gone).nonzero()[:, 0]
 
     def optimum(self, weight: Tensor, live: Tensor) -> Tensor:
-        """The weight (rows, columns) with P removed; `live` is it without dead inputs' columns."""
-        p, k = self._columns
-        found = torch.zeros_like(weight)
-        found[:, k] = torch.addmm(weight[:, k], live[:, p], self._swept[p][:, k])
-        return found
+        """Return the optimal weight (rows, columns) with P removed.
 
-    def gap(self, weight: Tensor, found: Tensor, matrix: Tensor) -> float:
-        """How far the loss of what was found is from the optimum's, relative to it.
+        `live` is the weight with zeros in the columns of dead inputs.
+        """
+        p, k = self._columns
+        optimum = torch.zeros_like(weight)
+        optimum[:, k] = torch.addmm(weight[:, k], live[:, p], self._swept[p][:, k])
+        return optimum
+
+    def gap(self, weight: Tensor, solution: Tensor, matrix: Tensor) -> float:
+        """Return the distance of a solution's loss from the optimal loss, relative to the latter.
 
         It is ½·tr(r (H_KK)⁻¹ rᵀ) for the residual r = (W − Ŵ)H on K, with `matrix` the damped H.
         """
         k = self._columns[1]
-        residual = (weight - found) @ matrix[:, k]
+        residual = (weight - solution) @ matrix[:, k]
         distance = float(((residual @ self._swept[k][:, k]) * residual).sum()) / 2
         return max(distance, 0.0) / self.loss if self.loss > 0 else 0.0
 
     def swap(self) -> int:
-        """Exchange groups while that lowers the loss, each time the best pair: how often."""
+        """Exchange the best pair of groups while that lowers the loss, and return how often."""
         done = 0
         while done < len(self.removed):
             gain, back, out = self._best_exchange()
@@ -142,7 +145,7 @@ class ColumnSet:
         return done
 
     def _best_exchange(self) -> tuple[float, int, int]:
-        """The pair that lowers the loss most: by how much, what comes back, and what goes."""
+        """Return the largest gain of an exchange, the group put back, and the one removed."""
         width = self._width
         back, out = self.removed.nonzero()[:, 0], (~self.removed).nonzero()[:, 0]
         own, energy = diagonal_blocks(self._swept, width), diagonal_blocks(self._energy, width)
@@ -158,9 +161,9 @@ class ColumnSet:
             c = energy[out] - through - through.mT
             c += times(times(step, energy[some][:, None]), step.mT)
             change = costs(schur, energy[some][:, None]) - costs(a, c)
-            value, place = change.flatten().max(0)
+            value, index = change.flatten().max(0)
             if float(value) > best[0]:
-                i, j = divmod(int(place), len(out))
+                i, j = divmod(int(index), len(out))
                 best = float(value), int(some[i]), int(out[j])
         return best
 
@@ -192,9 +195,9 @@ class ColumnSet:
 
 
 def costs(inverse: Tensor, energy: Tensor) -> Tensor:
-    """½·tr(A⁻¹C) of blocks (..., width, width).
+    """Return ½·tr(A⁻¹C) of blocks (..., width, width).
 
-    It is what removing a group costs, and with B and Y_pᵀY_p what putting one back gains.
+    It is the cost of removing a group, and with B and Y_pᵀY_p the gain of putting one back.
     """
     if inverse.shape[-1] == 1:
         return (energy / inverse)[..., 0, 0] / 2
@@ -202,38 +205,39 @@ def costs(inverse: Tensor, energy: Tensor) -> Tensor:
 
 
 def blocks_of(rows: Tensor, width: int) -> Tensor:
-    """A matrix (width, columns) as (groups, width, width)."""
+    """Return a matrix (width, columns) as (groups, width, width)."""
     return rows.unflatten(1, (-1, width)).transpose(0, 1)
 
 
 def diagonal_blocks(matrix: Tensor, width: int) -> Tensor:
-    """The blocks (groups, width, width) on the diagonal of a matrix (columns, columns)."""
+    """Return the blocks (groups, width, width) on the diagonal of a matrix (columns, columns)."""
     groups = len(matrix) // width
     tiles = matrix.view(groups, width, groups, width)
     return tiles.diagonal(dim1=0, dim2=2).permute(2, 0, 1).contiguous()
 
 
 def _tiles(matrix: Tensor, rows: Tensor, columns: Tensor, width: int) -> Tensor:
-    """The blocks of a matrix (columns, columns) in some groups: (rows, columns, width, width)."""
+    """Return blocks of a matrix by groups of rows and columns, (rows, columns, width, width)."""
     groups = len(matrix) // width
     return matrix.view(groups, width, groups, width)[rows][:, :, columns].transpose(1, 2)
 
 
 Measure = Callable[[Sequence[tuple[int, ...]]], Sequence[float]]
-"""Gives the losses of some sets of units."""
+"""A function that returns the losses of sets of units."""
 
 _LEAST_MEASURED_GAIN = 1e-6
 """Exchanges that lower the loss by a smaller fraction are rounding."""
 
 
 def measured_set(measure: Measure, units: int, count: int) -> tuple[list[int], float, int]:
-    """Remove one unit after another, each time the one with which the least is lost; then exchange.
+    """Choose units to remove by measured losses, greedily, and then by exchanges.
 
-    A removed unit and a kept one are exchanged, each time the pair that lowers the loss most, until
-    none does. It measures units·count sets, and count·(units − count) a round of exchanges.
+    One unit after another is removed, each with the lowest loss. Then the removed and the kept unit
+    whose exchange lowers the loss most are exchanged, until none lowers it. The first part measures
+    units·count sets, and each round of exchanges count·(units − count).
 
     Args:
-        measure: Gives the losses of sets, each in the order of the units.
+        measure: Returns the losses of sets; the units of each are in order.
         units: Number of units.
         count: Number of units to remove.
 
@@ -256,7 +260,7 @@ def measured_set(measure: Measure, units: int, count: int) -> tuple[list[int], f
 
 
 def _best(measure: Measure, sets: list[list[int]]) -> tuple[list[int], float]:
-    """The set of the lowest loss, the first of those that are equal, and its loss."""
+    """Return the set with the lowest loss, the first of equal ones, and its loss."""
     ordered = [tuple(sorted(each)) for each in sets]
     losses = measure(ordered)
     best = min(range(len(ordered)), key=lambda i: losses[i])
@@ -380,10 +384,10 @@ def remove_columns(
     swaps: bool = True,
     target: Tensor | None = None,
 ) -> ColumnSolution:
-    """Do what `prune_columns` says, where the Hessian is checked already.
+    """Remove whole columns as `prune_columns` does, with a Hessian that is checked already.
 
-    Set and compensation work on the `target` (see `dense_target`), where one is given, in place of
-    the dense weight.
+    The set and the compensation are those of the `target` (see `dense_target`), if there is one, in
+    place of the dense weight.
     """
     check_weight(weight, inputs)
     groups = _checked_groups(inputs, count, group)
@@ -391,7 +395,7 @@ def remove_columns(
     chosen = parse_method(method)
     swapped, greedy_loss = 0, None
     if chosen.needs_inverse:
-        # What dead inputs carry is nothing: their columns go first, and never come back.
+        # Columns of dead inputs add nothing to an output: they are removed first, and stay removed.
         live = aim.masked_fill(inputs.dead, 0)
         damped = inputs.damped(damping).double
         covariance = live.T @ live
@@ -400,11 +404,11 @@ def remove_columns(
             removed[greedy_set(damped.inverse, covariance, count, group)] = True
         else:
             removed[_lowest(aim, inputs, chosen.mask.name, count, group)] = True
-        found = ColumnSet(damped.inverse, covariance, removed, group)
+        column_set = ColumnSet(damped.inverse, covariance, removed, group)
         if chosen.mask.needs_inverse:
-            greedy_loss = found.loss
-            swapped = found.swap() if swaps else 0
-        best, ratio = found.optimum(aim, live), damped.ratio
+            greedy_loss = column_set.loss
+            swapped = column_set.swap() if swaps else 0
+        best, ratio = column_set.optimum(aim, live), damped.ratio
     else:
         removed = torch.zeros(groups, dtype=torch.bool, device=aim.device)
         removed[_lowest(aim, inputs, chosen.mask.name, count, group)] = True
@@ -415,7 +419,7 @@ def remove_columns(
     if chosen.needs_inverse:
         wide = torch.float64 if torch.float64 in (weight.dtype, inputs.dtype) else torch.float32
         rounded = best.to(wide).double().masked_fill(inputs.dead, 0)
-        optimal_loss, gap = found.loss, found.gap(live, rounded, damped.matrix)
+        optimal_loss, gap = column_set.loss, column_set.gap(live, rounded, damped.matrix)
     exact = torch.float64 if weight.dtype == torch.float64 else torch.float32
     lost = output_energy(result.to(exact) - weight.to(exact), inputs.hessian)
     missed = output_energy(result.to(exact) - aim.to(exact), inputs.hessian)
@@ -435,7 +439,7 @@ def remove_columns(
 
 
 def _lowest(weight: Tensor, inputs: InputHessian, mask: str, count: int, group: int) -> Tensor:
-    """The groups of the lowest score, ties by position: those of dead inputs come first."""
+    """Return the groups with the lowest scores, ties by position, groups of dead inputs first."""
     energies = weight.square().sum(0)
     if mask == "wanda":
         energies = energies * inputs.diagonal.double()
@@ -445,7 +449,7 @@ def _lowest(weight: Tensor, inputs: InputHessian, mask: str, count: int, group: 
 
 
 def _checked_groups(inputs: InputHessian, count: int, group: int) -> int:
-    """The number of groups of columns."""
+    """Return the number of groups of columns, or raise an OptionError for wrong arguments."""
     columns = inputs.columns
     if not is_count(group) or columns % group:
         raise OptionError(

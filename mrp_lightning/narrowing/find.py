@@ -1,9 +1,9 @@
-"""Find what belongs to the units of a model, by what its configuration changes.
+"""Find the parts of a model that belong to its units, by two models of different configurations.
 
-The model is built twice without weights: as its configuration says, and with fewer units in it.
-Whatever is smaller in the second one belongs to the units: which parameters, along which dimension,
-and which attributes of modules. No family is known by its name, and a configuration that can not
-say fewer units is found out, since then nothing gets smaller, or too much.
+The model is built twice without weights: by its configuration, and by one with fewer units. The
+parameters that are smaller in the second model, along some dimension, and the attributes of modules
+that differ, belong to the units. No family is known by its name. A configuration that cannot give
+fewer units is recognised: nothing gets smaller, or more than the units does.
 """
 
 import copy
@@ -28,17 +28,17 @@ from mrp_lightning.targets.plan import Plan
 from mrp_lightning.upstream.torch_names import without_compiled
 
 MULTIPLE = 32
-"""The numbers of neurons that kernels like best are multiples of this."""
+"""Matrix kernels are fastest for numbers of neurons that are multiples of this."""
 
 _NEURONS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "hidden_dim", "d_ff")
 _HEADS, _GROUPS = "num_attention_heads", "num_key_value_heads"
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_top_k", "moe_k")
-"""Where configurations say how many experts each token is sent to."""
+"""The entries of configurations that give the number of experts of each token."""
 _PLAIN = (int, float, bool, str, type(None), tuple, list)
 
 Sizes = dict[str, int]
-"""Entries of a configuration: the number of units, and what else says it."""
+"""Entries of a configuration that depend on the number of units, by name."""
 
 
 def narrowing_plan(model: nn.Module, kind: str, sparsity: float, plan: Plan) -> NarrowingPlan:
@@ -60,17 +60,17 @@ def narrowing_plan(model: nn.Module, kind: str, sparsity: float, plan: Plan) -> 
 
 
 def find_structure(model: nn.Module, kind: str, sparsity: float, plan: Plan) -> Structure:
-    """Find the units of each block, and what goes with them.
+    """Find the units of each block, and the parts of the model that belong to them.
 
     Args:
-        model: The model that is to be narrower.
+        model: The model.
         kind: "neurons", "heads" or "experts".
         sparsity: The fraction of the units to remove.
         plan: All layers of the model that could be pruned, in their blocks.
 
     Raises:
-        TargetError: The model cannot be made narrower so that its configuration says it.
-        OptionError: The sparsity removes none, or all.
+        TargetError: No configuration of the model's class describes the narrower model.
+        OptionError: The sparsity removes no unit, or all, or transformers refuses their number.
     """
     if not isinstance(model, PreTrainedModel):
         raise TargetError(
@@ -84,7 +84,7 @@ def find_structure(model: nn.Module, kind: str, sparsity: float, plan: Plan) -> 
     parameters = {without_compiled(name): p for name, p in model.named_parameters()}
     if shapes != {name: tuple(p.shape) for name, p in parameters.items()}:
         raise _cannot(model, kind, "its weights are not of the sizes that its configuration says")
-    layers = [layer for mine in plan.layers.values() for layer in mine]
+    layers = [layer for of_block in plan.layers.values() for layer in of_block]
     if kind == "experts" and not any(isinstance(layer, Expert) for layer in layers):
         raise _cannot(model, kind, "it has no experts that transformers stacks")
     reasons: list[str] = []
@@ -109,12 +109,12 @@ def find_structure(model: nn.Module, kind: str, sparsity: float, plan: Plan) -> 
             reason = unfit
         reasons.append(f"{' and '.join(entries)}: {reason}")
     names = ", ".join({"neurons": _NEURONS, "heads": (_GROUPS, _HEADS), "experts": _EXPERTS}[kind])
-    told = "; ".join(reasons) or f"it has none of the entries {names}"
-    raise _cannot(model, kind, f"its configuration cannot say fewer of them ({told})")
+    listed = "; ".join(reasons) or f"it has none of the entries {names}"
+    raise _cannot(model, kind, f"its configuration cannot say fewer of them ({listed})")
 
 
 class _Unfit(Exception):  # noqa: N818 (a message to the search)
-    """An entry of the configuration does not change what belongs to units alone."""
+    """An entry of the configuration changes more than the parts of units, or nothing."""
 
 
 class _Refused(_Unfit):
@@ -147,7 +147,7 @@ def _offer_nearest(
 def _candidates(
     config: PreTrainedConfig, kind: str, plan: Plan
 ) -> Iterator[tuple[int, dict[str, int]]]:
-    """The number of units, and by entry how many of what it counts a unit has."""
+    """Yield numbers of units, each with the entries that give it and their values for one unit."""
     if kind == "heads":
         heads = getattr(config, _HEADS, None)
         groups = getattr(config, _GROUPS, None) or heads
@@ -171,7 +171,7 @@ def _candidates(
 
 
 def _fixed(model: PreTrainedModel, kind: str) -> Sizes:
-    """What a configuration must say beside the number of units, so that nothing else follows it."""
+    """Return the entries that must be set for sizes not to follow from the number of units."""
     config = model.config.get_text_config()
     if kind != "heads":
         return {}
@@ -180,17 +180,16 @@ def _fixed(model: PreTrainedModel, kind: str) -> Sizes:
 
 
 def _least(config: PreTrainedConfig, kind: str) -> int:
-    """How many units have to stay: as many experts as each token is sent to."""
-    told = (getattr(config, name, None) for name in _CHOSEN if kind == "experts")
-    return max([1, *(value for value in told if isinstance(value, int))])
+    """Return the least number of units: one, or as many experts as each token is sent to."""
+    counts = (getattr(config, name, None) for name in _CHOSEN if kind == "experts")
+    return max([1, *(count for count in counts if isinstance(count, int))])
 
 
 def _kept(kind: str, units: int, sparsity: float, least: int = 1) -> int:
-    """How many units stay: of neurons the nearest multiple of 32, of two the smaller."""
+    """Return the number of units that remain; of neurons, the nearest multiple of 32."""
     multiple = MULTIPLE if kind == "neurons" else 1
     least = max(least, multiple)
-    # Of two equally near numbers it is the smaller for neurons. A head is a large part of a block:
-    # half of one is not removed.
+    # Half a multiple of neurons is removed. Half a head is not: it is a large part of a block.
     kept = multiple * math.ceil((1 - sparsity) * units / multiple - 0.5)
     if kind != "neurons":
         kept = units - math.ceil(sparsity * units - 0.5)
@@ -211,18 +210,18 @@ def _kept(kind: str, units: int, sparsity: float, least: int = 1) -> int:
     step = f", in multiples of {multiple}," if multiple > 1 else ""
     if kept >= units:
         smallest = math.ceil(500 * multiple / units) / 1000 if multiple > 1 else 1 / units
-        told, bound = "remove none", f"at least {smallest:.3g}"
+        effect, bound = "remove none", f"at least {smallest:.3g}"
     else:
-        told, bound = "leave none", f"at most {(units - least) / units:.3g}"
+        effect, bound = "leave none", f"at most {(units - least) / units:.3g}"
         if kept:
-            told = f"leave {kept}, fewer than the {least} that each token is sent to"
+            effect = f"leave {kept}, fewer than the {least} that each token is sent to"
     raise OptionError(
-        f"`sparsity` {sparsity:g} of {units} {kind} a block{step} would {told}. Give {bound}."
+        f"`sparsity` {sparsity:g} of {units} {kind} a block{step} would {effect}. Give {bound}."
     )
 
 
 def _built(model: PreTrainedModel, entries: Mapping[str, int], kind: str) -> PreTrainedModel:
-    """The model without weights, as `from_pretrained` would build it from its changed `config`."""
+    """Build the model without weights from its configuration with changed entries."""
     config = copy.deepcopy(model.config)
     try:
         for name, value in entries.items():
@@ -252,30 +251,31 @@ def _parts(
     kept: int,
     attributes: Sequence[Attribute],
 ) -> Iterator[tuple[str, BlockParts]]:
-    """By block, what is smaller in the narrower model."""
+    """Yield the name of each block with its parts that are smaller in the narrower model."""
     modules = _modules(model)
-    layers = {id(layer.parameter): layer for mine in plan.layers.values() for layer in mine}
-    before = dict(dense.named_parameters())
-    after: dict[str, Tensor] = dict(narrower.named_parameters())
-    if list(before) != list(after):
+    layers = {id(layer.parameter): layer for of_block in plan.layers.values() for layer in of_block}
+    shapes = {name: parameter.shape for name, parameter in narrower.named_parameters()}
+    if [name for name, _ in dense.named_parameters()] != list(shapes):
         raise _Unfit("it changes which weights there are")
-    changed: dict[str, Tensor] = {n: p for n, p in before.items() if p.shape != after[n].shape}
+    changed: dict[str, Tensor] = {
+        name: x for name, x in dense.named_parameters() if x.shape != shapes[name]
+    }
     buffers, stored = dict(narrower.named_buffers()), dense.state_dict()
     for name, buffer in dense.named_buffers():
         if name in buffers and buffer.shape != buffers[name].shape:
             if kind != "experts" or name not in stored:
                 raise _Unfit("it changes buffers")
-            changed[name], after[name] = buffer, buffers[name]
-    found: dict[str, list[tuple[Cut, Layer | None]]] = {block.name: [] for block in plan.blocks}
+            changed[name], shapes[name] = buffer, buffers[name].shape
+    cuts_of: dict[str, list[tuple[Cut, Layer | None]]] = {block.name: [] for block in plan.blocks}
     paths = {block.name: _path(model, block.module) for block in plan.blocks}
     for name, parameter in changed.items():
         block = next((b for b, path in paths.items() if name.startswith(f"{path}.")), None)
         owner, _, own = name.rpartition(".")
         if block is None:
             raise _Unfit(f"it changes {name} too, which is in no block")
-        dims = [d for d, size in enumerate(parameter.shape) if size != after[name].shape[d]]
+        dims = [d for d, size in enumerate(parameter.shape) if size != shapes[name][d]]
         size = parameter.shape[dims[0]]
-        if len(dims) > 1 or size % units or after[name].shape[dims[0]] * units != size * kept:
+        if len(dims) > 1 or size % units or shapes[name][dims[0]] * units != size * kept:
             raise _Unfit(f"it changes {name} otherwise than unit by unit")
         if kind != "heads" and size != units:
             raise _Unfit(f"{name} holds several projections in one")
@@ -285,10 +285,10 @@ def _parts(
             layer = _stack_of(name, cut)
         elif layer is None and parameter.ndim > 1:
             raise _Unfit(f"{name} cannot be pruned: it is tied, or no linear layer")
-        found[block].append((cut, layer))
-    for block, cuts in found.items():
+        cuts_of[block].append((cut, layer))
+    for block, cuts in cuts_of.items():
         inside = {id(module) for module in modules[paths[block]].modules()}
-        mine = [entry for entry in attributes if id(entry[0]) in inside]
+        own_attributes = [entry for entry in attributes if id(entry[0]) in inside]
         consumers = [layer for cut, layer in cuts if layer is not None and _reads(cut, layer)]
         if kind == "experts" and not cuts:
             continue  # a block of another kind, as the first ones of DeepSeek are
@@ -297,7 +297,7 @@ def _parts(
             raise _Unfit("one weight holds queries, keys and values")
         if len(groups) != 1:
             raise _Unfit(f"{block} has no layer that reads them" if cuts else f"{block} has none")
-        yield block, BlockParts(consumers, [cut for cut, _ in cuts], mine, groups.pop())
+        yield block, BlockParts(consumers, [cut for cut, _ in cuts], own_attributes, groups.pop())
 
 
 def _path(model: nn.Module, block: nn.Module) -> str:
@@ -305,7 +305,7 @@ def _path(model: nn.Module, block: nn.Module) -> str:
 
 
 def _reads(cut: Cut, layer: Layer) -> bool:
-    """Whether a cut takes columns of a layer, not rows."""
+    """Return whether a cut removes columns of a layer, not rows."""
     if isinstance(layer, ExpertStack):
         return True
     stored = layer.parameter.detach()
@@ -314,7 +314,7 @@ def _reads(cut: Cut, layer: Layer) -> bool:
 
 
 def _stack_of(name: str, cut: Cut) -> ExpertStack | None:
-    """The layer that is cut, if it is what reads the experts' inner features."""
+    """Return the stack of the matrices that read the experts' inner features, if it is cut."""
     is_last = holds_experts(cut.module) and cut.name == "down_proj"
     return ExpertStack(name, cut.module) if is_last else None
 
@@ -324,7 +324,7 @@ def _modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _attributes(model: nn.Module, dense: nn.Module, narrower: nn.Module) -> Iterator[Attribute]:
-    """The attributes of modules that are others in the narrower model."""
+    """Yield the attributes of modules whose values differ in the narrower model."""
     others, modules = dict(narrower.named_modules()), _modules(model)
     for name, module in dense.named_modules():
         other = vars(others[name]) if name in others else {}

@@ -1,4 +1,4 @@
-"""Make a block, or a model, narrower: cut units out, route around experts, and try it."""
+"""Make a model narrower: cut units out of its blocks, route around experts, check one block."""
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,33 +21,33 @@ from mrp_lightning.targets.plan import Plan
 
 
 def narrow(structure: Structure, config: Any) -> None:
-    """Cut the removed units out of all blocks: those whose columns are zero in all consumers.
+    """Cut out of every block the units whose columns are zero in all consumers.
 
     Args:
         structure: The units.
-        config: The configuration, which says their number from then on.
+        config: The configuration of the model, which gets their new number.
 
     Raises:
-        TargetError: A block has fewer such units than are to go; then nothing is changed.
+        TargetError: A block has too few such units; then nothing is changed.
     """
-    gone = {name: zero_units(parts, structure.units) for name, parts in structure.blocks.items()}
-    if short := [name for name, units in gone.items() if len(units) < structure.count]:
+    zero = {name: zero_units(parts, structure.units) for name, parts in structure.blocks.items()}
+    if short := [name for name, units in zero.items() if len(units) < structure.count]:
         raise TargetError(
             f"{structure.count} {structure.kind} of each block are to be cut out, and fewer than "
             f"these have only zero columns in: {', '.join(short)}. The weights were changed since "
             "they were pruned."
         )
     for name, parts in structure.blocks.items():
-        set_attributes(parts.without(gone[name][: structure.count], structure.units))
+        set_attributes(parts.without(zero[name][: structure.count], structure.units))
     set_attributes([*structure.attributes, *structure.config_entries(config)])
 
 
 class StreamedNarrowing:
-    """Cuts the removed units out of blocks that stay in files: of each as it is saved.
+    """Cuts the removed units out of streamed blocks, of each as it is saved.
 
     Args:
-        structure: The units, which are zero in the files until then.
-        config: The configuration that says their number.
+        structure: The units, which are zero in the files of the blocks until then.
+        config: The configuration that gives their number.
     """
 
     def __init__(self, structure: Structure, config: Any) -> None:
@@ -55,24 +55,24 @@ class StreamedNarrowing:
 
     @contextmanager
     def configured(self) -> Iterator[None]:
-        """Let the configuration say the new sizes from now on, unless what is in here fails."""
+        """Write the new sizes into the configuration; restore the old ones if the context fails."""
         with set_attributes(self._entries) as former:
             yield
             former.pop_all()
 
     @contextmanager
     def saved(self, name: str) -> Iterator[None]:
-        """Let a block that is in memory be narrower in this context."""
+        """Make a block that is in memory narrower for the duration of the context."""
         parts, units = self._structure.blocks.get(name), self._structure.units
         if parts is None:
             yield
             return
-        gone = zero_units(parts, units)[: self._structure.count]
-        with set_attributes(parts.without(gone, units)):
+        removed = zero_units(parts, units)[: self._structure.count]
+        with set_attributes(parts.without(removed, units)):
             yield
 
     def settle(self) -> None:
-        """Let all blocks be narrower for good; their weights are in files."""
+        """Make all blocks narrower for good; their weights are in files."""
         for parts in self._structure.blocks.values():
             removed = torch.arange(self._structure.count)
             set_attributes(parts.without(removed, self._structure.units))
@@ -80,7 +80,7 @@ class StreamedNarrowing:
 
 
 def zero_units(parts: BlockParts, units: int) -> Tensor:
-    """The units whose columns are zero in every consumer: their numbers, in order."""
+    """Return the numbers of the units whose columns are zero in every consumer, in order."""
     zero = torch.ones(units, dtype=torch.bool)
     for layer in parts.consumers:
         zero &= (layer.view == 0).all(0).reshape(units, -1).all(1).cpu()
@@ -89,13 +89,12 @@ def zero_units(parts: BlockParts, units: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """What the experts of a block were called with, and gave.
+    """A call of the experts of a block.
 
     Attributes:
-        tokens: Their input, (tokens, features).
-        weights: What the router gives each expert, (tokens, experts): zero where it does not choose
-            one.
-        output: What they gave, (tokens, features); `None` where they did not run.
+        tokens: The input of the experts, (tokens, features).
+        weights: The router's weights, (tokens, experts), zero for experts that are not chosen.
+        output: The output of the experts, (tokens, features); `None` if they did not run.
     """
 
     tokens: Tensor
@@ -104,16 +103,16 @@ class Call:
 
 
 class _Called(BaseException):
-    """Ends a forward once the experts are called. Not an Exception: models catch these."""
+    """Ends a forward once the experts are called. Not an `Exception`, since models catch these."""
 
 
 class Routing:
-    """The experts of one block, and what sends tokens to them.
+    """The experts of one block, and the router that sends tokens to them.
 
     Args:
         block: The block.
-        parts: What belongs to its experts.
-        structure: All experts of the model, and how many of them go.
+        parts: The parts of the block that belong to its experts.
+        structure: All experts of the model, and the number of them that is removed.
 
     Attributes:
         module: The innermost module around router and experts.
@@ -133,7 +132,7 @@ class Routing:
 
     @property
     def removed(self) -> Tensor:
-        """The experts that are removed: whose second matrices are zero. None until enough are."""
+        """The removed experts, whose second matrices are zero; none until `structure.count` are."""
         none = torch.tensor([], dtype=torch.long)
         if self.parts.consumers[0].view.shape[1] < self.structure.units:
             return none  # they are cut out
@@ -141,11 +140,7 @@ class Routing:
         return zero if len(zero) >= self.structure.count else none
 
     def require_all(self) -> None:
-        """Refuse a block in which experts are zero that nobody has removed.
-
-        Raises:
-            TargetError: There are such.
-        """
+        """Raise a TargetError if experts of the block are zero before any is removed."""
         if len(zero := zero_units(self.parts, self.structure.units)):
             raise TargetError(
                 f"`structure: experts`: in {self.parts.consumers[0].name} these experts are zero "
@@ -155,28 +150,28 @@ class Routing:
 
     @contextmanager
     def without(self, removed: Tensor) -> Iterator[None]:
-        """Let the router choose among the other experts only."""
+        """Restrict the router to the experts that are not removed."""
         if not len(removed):
             yield
             return
-        stays = torch.ones(self.structure.units, dtype=torch.bool)
-        stays[removed] = False
-        kept, forward = stays.nonzero()[:, 0], self.experts.forward
+        is_kept = torch.ones(self.structure.units, dtype=torch.bool)
+        is_kept[removed] = False
+        numbers, forward = is_kept.nonzero()[:, 0], self.experts.forward
 
         def renumbered(*args: Any, **kwargs: Any) -> Any:
-            given = _arguments(args, kwargs)
-            given[1] = kept.to(given[1].device)[given[1]]
-            return forward(*given)
+            # The router counts the remaining experts; the experts' own weights keep their size.
+            tokens, chosen, weights = _arguments(args, kwargs)
+            return forward(tokens, numbers.to(chosen.device)[chosen], weights)
 
         with (
-            set_attributes(self._router(len(kept)).without(removed, self.structure.units)),
+            set_attributes(self._router(len(numbers)).without(removed, self.structure.units)),
             replaced(self.experts, "forward", renumbered),
         ):
             yield
 
     @contextmanager
     def followed(self) -> Iterator[None]:
-        """Let each forward be without the experts that are removed by then."""
+        """Run each forward without the experts that are removed at its start."""
         forward = self.module.forward
 
         def rerouted(*args: Any, **kwargs: Any) -> Any:
@@ -187,38 +182,38 @@ class Routing:
             yield
 
     @contextmanager
-    def recorded(self, note: Callable[[Call], None]) -> Iterator[None]:
-        """Let `note` be called with each call of the experts."""
+    def recorded(self, record: Callable[[Call], None]) -> Iterator[None]:
+        """Pass each call of the experts to `record`."""
         forward = self.experts.forward
 
-        def noted(*args: Any, **kwargs: Any) -> Any:
+        def recording(*args: Any, **kwargs: Any) -> Any:
             output = forward(*args, **kwargs)
-            note(self._call(args, kwargs, output))
+            record(self._call(args, kwargs, output))
             return output
 
-        with replaced(self.experts, "forward", noted):
+        with replaced(self.experts, "forward", recording):
             yield
 
     def weights(self, inputs: Tensor, removed: Tensor) -> Tensor:
-        """What the router gives each expert, (tokens, experts), for inputs of `module`."""
-        found: list[Call] = []
+        """Return the router's weights (tokens, experts) for inputs of `module`."""
+        calls: list[Call] = []
 
         def stop(*args: Any, **kwargs: Any) -> Any:
-            found.append(self._call(args, kwargs, None))
+            calls.append(self._call(args, kwargs, None))
             raise _Called
 
-        # Inside `without`, whose numbers are those of all experts.
+        # `without` is entered last, and so gives `stop` the numbers that experts have in all.
         with replaced(self.experts, "forward", stop), self.without(removed):
             try:
                 self.module.forward(inputs)
             except _Called:
-                return found[0].weights
+                return calls[0].weights
         raise TargetError(
             f"`structure: experts`: {self.parts.consumers[0].name} was not called for some tokens."
         )
 
     def outputs(self, tokens: Tensor) -> Tensor:
-        """What each expert gives for tokens, (tokens, experts, features), in float32 at least."""
+        """Return the outputs of all experts, (tokens, experts, features), in float32 at least."""
         one = tokens.new_ones(len(tokens), 1)
         all_outputs = [
             self.experts(tokens, torch.full_like(one, e, dtype=torch.long), one)
@@ -227,17 +222,17 @@ class Routing:
         wide = torch.promote_types(tokens.dtype, torch.float32)
         return torch.stack(all_outputs, 1).to(wide)
 
-    def _router(self, stays: int) -> BlockParts:
-        """What is narrower where so many experts stay, but the experts, which are only renumbered.
+    def _router(self, remaining: int) -> BlockParts:
+        """Return the router's parameters and attributes for some number of `remaining` experts.
 
-        Attributes count experts, or parts of them.
+        The attributes in `parts` are those for `structure.kept` experts, and multiples of it.
         """
         kept = self.structure.kept
         return replace(
             self.parts,
             cuts=[cut for cut in self.parts.cuts if cut.module is not self.experts],
             attributes=[
-                (owner, name, value * stays // kept if isinstance(value, int) else value)
+                (owner, name, value * remaining // kept if isinstance(value, int) else value)
                 for owner, name, value in self.parts.attributes
                 if owner is not self.experts
             ],
@@ -252,7 +247,7 @@ class Routing:
 
 @contextmanager
 def rerouted(plan: Plan) -> Iterator[None]:
-    """Let the blocks of a plan that removes experts run without those that are removed by then."""
+    """Run blocks without their removed experts in this context, if the plan removes experts."""
     with ExitStack() as stack:
         if isinstance(plan, NarrowingPlan) and plan.structure.kind == "experts":
             structure = plan.structure
@@ -264,11 +259,11 @@ def rerouted(plan: Plan) -> Iterator[None]:
 
 
 def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The tokens, the numbers of the experts and their weights, in this order."""
-    found = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-    numbers = [x for x in found if not x.is_floating_point()]
-    floats = [x for x in found if x.is_floating_point()]
-    if len(numbers) != 1 or len(floats) != 2 or len(found[0]) != len(numbers[0]):
+    """Return the tokens, the numbers of the chosen experts and their weights, in this order."""
+    tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+    numbers = [x for x in tensors if not x.is_floating_point()]
+    floats = [x for x in tensors if x.is_floating_point()]
+    if len(numbers) != 1 or len(floats) != 2 or len(tensors[0]) != len(numbers[0]):
         raise TargetError(
             "`structure: experts`: the experts of this model are not called with tokens, the "
             "numbers of experts and their weights."
@@ -277,17 +272,17 @@ def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
 
 
 _OF_EFFECT = 0.02
-"""How much of the units' own effect the outputs may be apart by: rounding."""
+"""The distance of two outputs, relative to the effect of the units, that may be rounding."""
 
 
 class BlockTrial:
-    """Tries one block of each make, the first that is walked."""
+    """Checks the first block of each structure of parameters; see `check_block`."""
 
     def __init__(self, structure: Structure) -> None:
         self._structure, self._seen = structure, set[Hashable]()
 
     def check(self, block: Block, run: Callable[[], Tensor | None]) -> None:
-        """Try a block, unless one like it was tried; see `check_block`."""
+        """Check a block, unless a block with the same parameters was checked."""
         parts = self._structure.blocks.get(block.name)
         if parts is None:
             return
@@ -300,16 +295,17 @@ class BlockTrial:
 def check_block(
     structure: Structure, parts: BlockParts, run: Callable[[], Tensor | None], block: Block
 ) -> None:
-    """Refuse a block in which the units are not where the shapes of its parameters suggest.
+    """Raise if the units of a block are not where the shapes of its parameters suggest.
 
-    Some units are removed at random. With their columns in the consumers zero, what makes these
-    units must have no part in the output, and the narrower block must give the same output. Of
-    experts it must give what all of them do where the router, without some rows, leaves these out.
+    Units are drawn at random and removed for a moment. If their columns in the consumers are zero,
+    the output must not depend on the parameters that make these units, and the narrower block must
+    give that output. For experts, the narrower block must give the output of all experts with a
+    router that does not choose the removed ones.
 
     Args:
         structure: The units.
-        parts: What belongs to them in the block.
-        run: Runs the block on one batch, and gives its hidden state; `None` where the batch does
+        parts: The parts of the block that belong to them.
+        run: Runs the block on one batch, and returns its hidden state; `None` if the batch does
             not reach it.
         block: The block.
 
@@ -351,14 +347,14 @@ def check_block(
 
 
 def _output(run: Callable[[], Tensor | None]) -> Tensor:
-    found = run()
-    assert found is not None
-    return found.detach().float().clone()
+    hidden = run()
+    assert hidden is not None
+    return hidden.detach().float().clone()
 
 
-def _refused(structure: Structure, name: str, what: str) -> TargetError:
+def _refused(structure: Structure, name: str, problem: str) -> TargetError:
     return TargetError(
-        f"`structure: {structure.kind}`: {name} without some of its {structure.kind} {what}. They "
-        "do not lie in its weights as `structure` can remove them; use `sparsity` or `pattern` "
-        "without it."
+        f"`structure: {structure.kind}`: {name} without some of its {structure.kind} {problem}. "
+        "They do not lie in its weights as `structure` can remove them; use `sparsity` or "
+        "`pattern` without it."
     )

@@ -88,7 +88,7 @@ class ExpertRemover(Remover):
 
 @dataclass(frozen=True, eq=False)
 class _Batch:
-    """What is stored of some tokens, in the notation of this module, by token."""
+    """The stored statistics of some tokens, in the notation of this module."""
 
     inputs: Tensor  # of the module around router and experts, (…, tokens, features)
     weights: Tensor  # w, (tokens, experts)
