@@ -40,11 +40,11 @@ def die_in_block_1() -> None:
     """Let process 0 be killed when it comes to the second block, after the dry run."""
     prune = LayerSolver.prune
 
-    def killed(self, block, layers):
+    def killed(self, block):
         is_dry_run = block.job.settings.target == "own"
         if block.k == 1 and not is_dry_run and block.job.processes.rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
-        return prune(self, block, layers)
+        return prune(self, block)
 
     LayerSolver.prune = killed
 

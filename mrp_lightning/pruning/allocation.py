@@ -136,8 +136,9 @@ def _dry_run(job: Job, walk: Walk, padding: Padding, pinned: Pinned) -> dict[str
     for k, block in enumerate(walk.blocks[: last + 1]):
         with pinned(block.module):
             with _put_back(layers[block.name]):
-                walked = WalkedBlock(alone, walk, k, padding, progress)
-                rows = LayerSolver().prune(walked, layers[block.name])
+                walked = WalkedBlock(alone, walk, k, padding, progress, layers[block.name])
+                LayerSolver().prune(walked)
+                rows = walked.pruned_rows
                 progress(f"{block.name}, the model's output")
                 change = output.of(k) if rows else 0.0
             if not math.isfinite(change):

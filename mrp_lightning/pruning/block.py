@@ -3,7 +3,7 @@
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -48,7 +48,10 @@ class WalkedBlock:
         k: The number of the block in the walk.
         padding: Separates tokens from padding in the inputs of layers.
         report_progress: Called with the present task, in words.
+        layers: The layers to prune.
+        tuned: Other layers of the block, which only its tuning changes.
         dense: The hidden states of the dense model, where the target or the tuning needs them.
+        first_row: The number of rows that the report had before those of this block.
     """
 
     job: Job
@@ -56,7 +59,18 @@ class WalkedBlock:
     k: int
     padding: Padding
     report_progress: Callable[[str], None]
+    layers: list[Layer]
+    tuned: Sequence[Layer] = ()
     dense: DenseStream | None = None
+    first_row: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "first_row", len(self.job.report.layers))
+
+    @property
+    def pruned_rows(self) -> list[LayerReport]:
+        """The rows of the layers that are pruned so far."""
+        return self.job.report.pruned_since(self.first_row)
 
     @property
     def name(self) -> str | None:
@@ -73,11 +87,9 @@ class WalkedBlock:
         """The dense stream if layers aim at its outputs, `None` if it serves the tuning alone."""
         return self.dense if self.job.settings.target_weight else None
 
-    def add(self, row: LayerReport) -> LayerReport:
-        """Enter the row of a pruned layer into the report, and return it with the block's name."""
-        row = replace(row, block=self.name)
-        self.job.report.add(row)
-        return row
+    def add(self, row: LayerReport) -> None:
+        """Enter the row of a pruned layer, with the name of the block, into the report."""
+        self.job.report.add(replace(row, block=self.name))
 
     def skip(self, layer: Layer, reason: str) -> None:
         """Enter a layer that stays dense into the report."""
@@ -89,11 +101,12 @@ class WalkedBlock:
             for layer in layers:
                 self.dense.remember(layer)
 
-    def stages(self, layers: list[Layer]) -> list[list[Layer]]:
-        """Return layers in groups that are pruned one after another, in the order of their calls.
+    def stages(self) -> list[list[Layer]]:
+        """Return the layers in groups that are pruned one after another, by the order of calls.
 
         It is one group unless the settings ask for `true_sequential`.
         """
+        layers = self.layers
         if not layers or not self.job.settings.true_sequential:
             return [layers] if layers else []
         order = Calibration(layers, self.padding)
@@ -155,24 +168,23 @@ class Remover(ABC):
     """Removes weights, or whole units, of one block after another, in place."""
 
     @abstractmethod
-    def prune(self, block: WalkedBlock, layers: list[Layer]) -> list[LayerReport]:
-        """Prune layers of a block, enter them into the report, and return their rows.
+    def prune(self, block: WalkedBlock) -> None:
+        """Prune the layers of a block, and enter them into the report.
 
-        Layers that cannot be pruned are entered as skipped, and not returned.
+        Layers that cannot be pruned are entered as skipped.
         """
 
-    def put_on_grid(self, block: WalkedBlock, layers: list[Layer]) -> None:
+    def put_on_grid(self, block: WalkedBlock) -> None:
         """Put those of the layers on their grid that waited until the block was tuned."""
-        del block, layers  # a structure takes no `bits`
+        del block  # a structure takes no `bits`
 
 
 class HessianRemover(Remover):
     """Prunes layers by the Hessians of their inputs, those of one input together."""
 
-    def prune(self, block: WalkedBlock, layers: list[Layer]) -> list[LayerReport]:
-        """Calibrate and prune layers of a block, all from one pass or stage by stage."""
-        rows: list[LayerReport] = []
-        for stage in block.stages(layers):
+    def prune(self, block: WalkedBlock) -> None:
+        """Calibrate and prune the layers of a block, all from one pass or stage by stage."""
+        for stage in block.stages():
             for part in portions(stage):
                 pooled = [x for x in stage if isinstance(x, Expert) and x not in part]
                 calibration = block.calibrate(part, pooled)
@@ -182,14 +194,11 @@ class HessianRemover(Remover):
                     calibrated = _calibrated(block, group, pool)
                     if calibrated is not None:
                         block.remember(group.layers)
-                        rows += self.prune_group(block, group.layers, calibrated)
-        _warn_of_shared([row for row in rows if row.shared_hessian])
-        return rows
+                        self.prune_group(block, group.layers, calibrated)
+        _warn_of_shared([row for row in block.pruned_rows if row.shared_hessian])
 
     @abstractmethod
-    def prune_group(
-        self, block: WalkedBlock, layers: list[Layer], calibrated: Calibrated
-    ) -> list[LayerReport]:
+    def prune_group(self, block: WalkedBlock, layers: list[Layer], calibrated: Calibrated) -> None:
         """Prune the layers of a block that share an input."""
 
 
@@ -204,11 +213,9 @@ class LayerSolver(HessianRemover):
         self._patterns = patterns or {}
         self._waiting: dict[str, InputHessian] = {}  # of layers that get on their grid later
 
-    def prune_group(
-        self, block: WalkedBlock, layers: list[Layer], calibrated: Calibrated
-    ) -> list[LayerReport]:
+    def prune_group(self, block: WalkedBlock, layers: list[Layer], calibrated: Calibrated) -> None:
         """Prune each of the layers."""
-        settings, rows = block.job.settings, []
+        settings = block.job.settings
         recipe = settings.recipe
         if block.dense is not None and settings.grid_waits:
             recipe = replace(recipe, grid=None)
@@ -224,15 +231,14 @@ class LayerSolver(HessianRemover):
                 progress=partial(_report_of_layer, block, layer),
                 processes=block.job.processes,
             )
-            rows.append(block.add(row))
+            block.add(row)
             block.report_progress(layer.name)
-        return rows
 
-    def put_on_grid(self, block: WalkedBlock, layers: list[Layer]) -> None:
+    def put_on_grid(self, block: WalkedBlock) -> None:
         """Put those of the layers on their grid that waited until the block was tuned."""
         report = block.job.report
         rows = {row.name: row for row in report.pruned}
-        for layer in layers:
+        for layer in block.layers:
             inputs = self._waiting.pop(layer.name, None)
             if inputs is not None:
                 row = put_layer_on_grid(
@@ -259,9 +265,7 @@ class UnitRemover(HessianRemover):
     def __init__(self, structure: Structure) -> None:
         self._structure = structure
 
-    def prune_group(
-        self, block: WalkedBlock, layers: list[Layer], calibrated: Calibrated
-    ) -> list[LayerReport]:
+    def prune_group(self, block: WalkedBlock, layers: list[Layer], calibrated: Calibrated) -> None:
         """Remove the columns of some units from the layers, which are all that read them.
 
         Raises:
@@ -321,7 +325,8 @@ class UnitRemover(HessianRemover):
             rows.append(row)
         for layer, new in zip(layers, new_weights, strict=True):
             layer.write_(new)
-        return [block.add(row) for row in rows]
+        for row in rows:
+            block.add(row)
 
 
 def _calibrated(

@@ -21,7 +21,6 @@ from mrp_lightning.narrowing.narrow import Call, Routing
 from mrp_lightning.narrowing.structure import Structure
 from mrp_lightning.pruning.block import Remover, WalkedBlock
 from mrp_lightning.records.report import LayerReport
-from mrp_lightning.targets.layers import Layer
 
 MOST_BYTES = 2**30
 """The bytes that are stored of the tokens of a block. Of more tokens, every n-th is taken."""
@@ -43,7 +42,7 @@ class ExpertRemover(Remover):
     def __init__(self, structure: Structure) -> None:
         self._structure = structure
 
-    def prune(self, block: WalkedBlock, layers: list[Layer]) -> list[LayerReport]:
+    def prune(self, block: WalkedBlock) -> None:
         """Remove experts of the block: SM measures sets, wanda and magnitude rank the experts.
 
         wanda ranks by Σ ‖w_e O_e‖² over the tokens, magnitude by the weights.
@@ -51,11 +50,11 @@ class ExpertRemover(Remover):
         Raises:
             TargetError: Experts are zero already, or tokens are not routed one by one.
         """
-        if not layers:
-            return []
-        block.remember(layers)
+        if not block.layers:
+            return
+        block.remember(block.layers)
         start, job = time.perf_counter(), block.job
-        (layer,) = layers
+        (layer,) = block.layers
         units, count = self._structure.units, self._structure.count
         routing = Routing(block.module, self._structure.blocks[block.name or ""], self._structure)
         routing.require_all()
@@ -83,7 +82,7 @@ class ExpertRemover(Remover):
             swaps=swaps,
             seconds=time.perf_counter() - start,
         )
-        return [block.add(row)]
+        block.add(row)
 
 
 @dataclass(frozen=True, eq=False)

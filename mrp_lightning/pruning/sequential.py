@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -28,9 +28,8 @@ from mrp_lightning.pruning.block import LayerSolver, Remover, UnitRemover, Walke
 from mrp_lightning.pruning.block_tuner import BlockTuner
 from mrp_lightning.pruning.experts import ExpertRemover
 from mrp_lightning.pruning.job import Job
-from mrp_lightning.records.report import BlockReport, LayerReport
+from mrp_lightning.records.report import BlockReport
 from mrp_lightning.targets.blocks import Block
-from mrp_lightning.targets.layers import Layer
 from mrp_lightning.targets.plan import refuse_not_finite
 
 log = logging.getLogger(__name__)
@@ -113,11 +112,8 @@ class _Walker:
         sparsities = find_sparsities(job, walk.twin(), self.padding, self.pinned)
         steps = _BlockSteps(self, walk, dense, tuner, sparsities)
         for k, block in enumerate(walk.blocks[: steps.last + 1]):
-            first_row = len(self.report.layers)
             with self.pinned(block.module):
-                resumed = steps.run(k)
-            rows = self.report.pruned_since(first_row)
-            job.listener.finished(k, rows, resumed=resumed)
+                steps.run(k)
 
     def prune_outside(self) -> None:
         """Prune the layers outside the blocks, in one pass over the whole model."""
@@ -126,47 +122,39 @@ class _Walker:
             return
         walk = WholeModel(self._forward, job.batches, [Block("", job.model, "")])
         self.report.config.setdefault("walk", walk.name)
-        step, first_row = len(job.plan.blocks), len(self.report.layers)
-        resumed = self.restore(step, layers, None)
+        step = len(job.plan.blocks)
+        block = WalkedBlock(job, walk, 0, self.padding, partial(job.progress, step), layers)
+        resumed = self.restore(step, block)
         if not resumed:
-            block = WalkedBlock(job, walk, 0, self.padding, partial(job.progress, step))
-            LayerSolver().prune(block, layers)
-            self.record(step, "", layers, first_row, None)
-        job.listener.finished(step, self.report.pruned_since(first_row), resumed=resumed)
+            LayerSolver().prune(block)
+            self.record(step, block, None)
+        job.listener.finished(step, block.pruned_rows, resumed=resumed)
 
     def _forward(self, item: Any) -> Any:
         """Run the model on a batch, whose mask the padding reads first."""
         self.padding.start_batch(self.job.batch_of(item))
         return self.job.forward(item)
 
-    def restore(
-        self, step: int, layers: list[Layer], dense: DenseStream | None, tuned: Sequence[Layer] = ()
-    ) -> bool:
+    def restore(self, step: int, block: WalkedBlock) -> bool:
         """Write the results of a step from the journal, and return whether it has them."""
         if self.job.journal is None:
             return False
-        remember = (lambda _: None) if dense is None else dense.remember
-        record = self.job.journal.restore(step, layers, remember, tuned)
+        record = self.job.journal.restore(
+            step, block.layers, lambda layer: block.remember([layer]), block.tuned
+        )
         if record is None:
             return False
         self.report.extend(record.rows, record.block)
         self.report.resumed_blocks += 1
         return True
 
-    def record(
-        self,
-        step: int,
-        name: str,
-        layers: list[Layer],
-        first_row: int,
-        block: BlockReport | None,
-        tuned: Sequence[Layer] = (),
-    ) -> None:
+    def record(self, step: int, block: WalkedBlock, row: BlockReport | None) -> None:
         """Enter the results of a step into the report and the journal."""
-        self.report.add_block(block)
-        if self.job.journal is not None and layers:
-            rows = self.report.rows_since(first_row)
-            self.job.journal.write(step, BlockRecord.of(name, layers, rows, block, tuned))
+        self.report.add_block(row)
+        if self.job.journal is not None and block.layers:
+            rows = self.report.rows_since(block.first_row)
+            record = BlockRecord.of(block.name or "", block.layers, rows, row, block.tuned)
+            self.job.journal.write(step, record)
 
     def _dense_stream(self, walk: Walk) -> DenseStream | None:
         settings = self.job.settings
@@ -219,37 +207,42 @@ class _BlockSteps:
         self.trial = None if structure is None else BlockTrial(structure)
         self.remover = _remover(structure, sparsities)
 
-    def run(self, k: int) -> bool:
-        """Finish block k, compute the inputs of the next one, and return whether k was restored."""
+    def run(self, k: int) -> None:
+        """Finish block k, and compute the inputs of the next one."""
         job, walker, name = self.job, self.walker, self.walk.blocks[k].name
-        progress = partial(job.progress, k)
-        block = WalkedBlock(job, self.walk, k, walker.padding, progress, self.dense)
-        layers, first_row = job.plan.layers[name], len(job.report.layers)
-        tuned = job.tuned_with(name)
-        block.remember(tuned)
-        resumed = walker.restore(k, layers, self.dense, tuned)
+        block = WalkedBlock(
+            job,
+            self.walk,
+            k,
+            walker.padding,
+            partial(job.progress, k),
+            job.plan.layers[name],
+            job.tuned_with(name),
+            self.dense,
+        )
+        block.remember(block.tuned)
+        resumed = walker.restore(k, block)
         if not resumed:
-            self._check(block, layers)
-            self.remover.prune(block, layers)
-            _require_all(job, name, job.report.pruned_since(first_row))
+            self._check(block)
+            self.remover.prune(block)
+            _require_all(block)
         is_followed = self._is_followed(k, resumed=resumed)
         # The dense outputs are the inputs of the next block, and the target of this one's tuning.
         if self.dense is not None and (is_followed or (self.tuner and not resumed)):
             for i in self.dense.advance(k):
-                progress(f"{name}, dense outputs {i + 1}/{len(job.batches)}")
+                block.report_progress(f"{name}, dense outputs {i + 1}/{len(job.batches)}")
         if not resumed:
-            row = self._tune(block, layers, tuned, first_row)
-            walker.record(k, name, layers, first_row, row, tuned)
+            walker.record(k, block, self._tune(block))
         if is_followed:
             for i in self.walk.advance(k):
-                progress(f"{name}, outputs {i + 1}/{len(job.batches)}")
-        return resumed
+                block.report_progress(f"{name}, outputs {i + 1}/{len(job.batches)}")
+        job.listener.finished(k, block.pruned_rows, resumed=resumed)
 
-    def _check(self, block: WalkedBlock, layers: list[Layer]) -> None:
+    def _check(self, block: WalkedBlock) -> None:
         """Raise, before a block is changed, if its weights or its units cannot be pruned."""
         job, in_walk = self.job, self.walk.blocks[block.k]
         if job.streamed is not None:  # its weights were not in memory when the plan was made
-            refuse_not_finite(layers, block.module.named_parameters(prefix=in_walk.name))
+            refuse_not_finite(block.layers, block.module.named_parameters(prefix=in_walk.name))
         if self.trial is not None and job.batches:
             self.trial.check(in_walk, partial(_hidden, self.walk, block.k))
 
@@ -263,18 +256,16 @@ class _BlockSteps:
         later = [j for j in self.with_layers if j > k]
         return any(j not in journal for j in later) if resumed else bool(later)
 
-    def _tune(
-        self, block: WalkedBlock, layers: list[Layer], tuned: Sequence[Layer], first_row: int
-    ) -> BlockReport | None:
+    def _tune(self, block: WalkedBlock) -> BlockReport | None:
         """Tune a block, put its weights on their grid, and return the row of the block, if any."""
         name = self.walk.blocks[block.k].name
         row = BlockReport(name=name, sparsity=self.sparsities.blocks.get(name))
         if self.tuner is None:
             return row if self.sparsities.blocks else None
-        names = {row.name for row in self.job.report.pruned_since(first_row)}
-        weights = [*(layer for layer in layers if layer.name in names), *tuned]
+        names = {row.name for row in block.pruned_rows}
+        weights = [*(layer for layer in block.layers if layer.name in names), *block.tuned]
         row = self.tuner.tune(block.k, weights, row, block.report_progress)
-        self.remover.put_on_grid(block, layers)
+        self.remover.put_on_grid(block)
         return row
 
 
@@ -291,16 +282,17 @@ def _hidden(walk: Walk, k: int) -> Tensor | None:
     return None if output is None else hidden_of(output)
 
 
-def _require_all(job: Job, block: str, rows: list[LayerReport]) -> None:
+def _require_all(block: WalkedBlock) -> None:
     """Raise if a block, which is to be as narrow as the others, could not be pruned."""
-    missing = {layer.name for layer in job.plan.layers[block]} - {row.name for row in rows}
+    job = block.job
+    missing = {layer.name for layer in block.layers} - {row.name for row in block.pruned_rows}
     if job.structure is not None and missing:
         reasons = [
             f"{row.name} ({row.skipped})" for row in job.report.layers if row.name in missing
         ]
         raise TargetError(
             f"`structure` needs the same number of {job.structure.kind} in every block, and "
-            f"in {block} none could be removed: {', '.join(reasons)}."
+            f"in {block.name} none could be removed: {', '.join(reasons)}."
         )
 
 

@@ -271,10 +271,10 @@ def test_it_aims_at_the_dense_model_is_tuned_and_goes_on(tmp_path, monkeypatch):
 
     real = ExpertRemover.prune
 
-    def prune(remover, block, layers):
+    def prune(remover, block):
         if block.k == 2:
             raise RuntimeError("stopped here")
-        return real(remover, block, layers)
+        return real(remover, block)
 
     with monkeypatch.context() as patched:
         patched.setattr(ExpertRemover, "prune", prune)

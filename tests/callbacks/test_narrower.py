@@ -232,10 +232,10 @@ def test_it_aims_at_the_dense_model_is_tuned_and_goes_on(structure, llama, tmp_p
 
     real = UnitRemover.prune
 
-    def prune(remover, block, layers):
+    def prune(remover, block):
         if block.k == 1:
             raise RuntimeError("stopped here")
-        return real(remover, block, layers)
+        return real(remover, block)
 
     other = llama(intermediate_size=96)
     with monkeypatch.context() as patched:
