@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: quickstart test real gpu lint results docs embedded-model sanitize notebooks dist clean
+.PHONY: quickstart test real gpu lint results pictures docs embedded-model sanitize notebooks dist clean
 
 quickstart: .venv/installed
 	rm -rf runs/quickstart runs/quickstart-sparse24
@@ -42,19 +42,19 @@ gpu: PYTHON = $(firstword $(wildcard $(BIN)/python) python3)
 gpu:
 	$(PYTHON) lab/benchmarks/gpu.py $(if $(LIMIT),--limit $(LIMIT)) $(PART)
 
-# Writes docs/results.md and docs/ablations.md anew; resumes after an interruption.
+# Writes lab/results/results.md and lab/results/ablations.md anew; resumes after an interruption.
 results: $(patsubst %,runs/models/%/config.json,opt bloom mamba)
 	$(BIN)/python -m mrp_lightning sweep --config configs/sweeps/results.yaml
 	$(BIN)/python -m mrp_lightning sweep --config configs/sweeps/ablations.yaml
-	$(MAKE) docs/results.md docs/ablations.md
+	$(MAKE) lab/results/results.md lab/results/ablations.md
 
-# A page of docs/ with its pictures, made of the runs of its sweep: `make docs/frontier.md` after
-# frontier.yaml, `make docs/real-model.md` after real_page.yaml.
-docs/%.md: lab/pages/%.yaml FORCE
+# A page of lab/results/ with its pictures, made of the runs of its sweep: `make lab/results/frontier.md` after
+# frontier.yaml, `make lab/results/real-model.md` after real_page.yaml.
+lab/results/%.md: lab/pages/%.yaml FORCE
 	$(BIN)/python lab/page.py --config $<
-	rm -rf docs/$*
-	mkdir docs/$*
-	cp runs/pages/$*/*.* docs/$*
+	rm -rf lab/results/$*
+	mkdir lab/results/$*
+	cp runs/pages/$*/*.* lab/results/$*
 	cp runs/pages/$*.md $@
 
 FORCE:
@@ -65,6 +65,11 @@ runs/models/%/config.json: configs/train/text.yaml configs/train/%.yaml | .venv/
 	$(BIN)/pip install --quiet --no-deps --upgrade --target runs/mambapy mambapy==1.2.0
 	PYTHONPATH=runs/mambapy $(BIN)/python -m mrp_lightning fit --config configs/train/text.yaml \
 		--config configs/train/$*.yaml --trainer.callbacks.init_args.save_dir $(@D)
+
+# The pictures of README.md and of the site, from the tables in lab/results/.
+pictures: .venv/installed
+	$(BIN)/python lab/pictures/formats.py
+	$(BIN)/python lab/pictures/quality.py
 
 # The site, in build/site; a broken link is an error.
 docs: .venv/installed

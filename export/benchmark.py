@@ -1,7 +1,6 @@
 """How fast a pruned model is: the same weights packed and stored dense, on a CUDA device.
 
-    mrp-lightning benchmark MODEL-sparse24
-    mrp-lightning benchmark --shape llama3-8b llama2-7b opt-6.7b --out docs/benchmarks/export
+    python -m export.benchmark --shape llama3-8b llama2-7b opt-6.7b --out lab/results/export
 
 A shape is filled with random 2:4 weights: speed does not depend on what the weights mean. What is
 measured is written as it comes; what fails is listed with its reason.
@@ -12,30 +11,22 @@ from typing import Any
 
 from export.timing import LAYER_TOKENS, SHAPES, SpeedOptions, add_arguments
 from mrp_lightning.cli.command import exit_on_mistake, make_parser, number_from
-from mrp_lightning.errors import OptionError
 
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line. Status 1: a shape could not be measured to its end."""
     with exit_on_mistake():
         parsed = _parser().parse_args(args)
-        if bool(parsed.models) == bool(parsed.shape):
-            raise OptionError("expected directories of packed models, or a `--shape`.", "MODEL")
         # Only now: it loads transformers, which help and a mistake need not wait for.
-        from export.comparison import measure_models, measure_shapes
+        from export.comparison import measure_shapes
 
-        options = SpeedOptions.of(parsed)
-        measure_models(parsed.models, options)
-        if parsed.shape:
-            measure_shapes(parsed.shape, options, parsed.dtype, parsed.out)
+        measure_shapes(parsed.shape, SpeedOptions.of(parsed), parsed.dtype, parsed.out)
 
 
 def _parser() -> Any:
-    parser = make_parser("mrp-lightning benchmark", str(__doc__))
+    parser = make_parser("python -m export.benchmark", str(__doc__))
     option = parser.add_argument
-    option("models", metavar="MODEL", nargs="*", help="directories of 2:4 packed models")
-    text = "a model's shape, in place of a model: its layers are filled with random weights"
-    option("--shape", choices=SHAPES, nargs="+", help=text)
+    option("--shape", choices=SHAPES, nargs="+", required=True)
     add_arguments(parser, batch_sizes=[1])
     text = "time every kernel on each layer shape at so many tokens; no number: only the models"
     tokens = {"type": number_from(1), "nargs": "*", "default": [*LAYER_TOKENS]}

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import transformers
@@ -20,7 +20,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from export.backends import apply, check_backend
 from export.conversion.selection import alike
-from export.loading import load
 from export.timing import (
     REPEATS,
     SpeedOptions,
@@ -470,27 +469,6 @@ def _versions() -> dict[str, str]:
     return known | {"driver": driver, "highest clock": clock}
 
 
-_NO_DEVICE = "speed is measured on a CUDA device, and this machine has none"
-
-
-def measure_models(directories: Sequence[str], options: SpeedOptions) -> None:
-    """Time packed models against their dense twins, and print their tables.
-
-    Raises:
-        OptionError: There is no CUDA device, or the back-end cannot run on it.
-        FormatError, FileNotFoundError: See `export.load`.
-    """
-    if directories and not torch.cuda.is_available():
-        raise OptionError(
-            f"{_NO_DEVICE}. `mrp-lightning generate MODEL --compare DENSE --prompt TEXT` measures "
-            "the tokens a second of two models on a CPU."
-        )
-    for directory in directories:
-        model = cast(PreTrainedModel, load(directory, dtype="auto").eval().cuda())
-        sys.stdout.write(f"## {directory}, {options.backend}\n\n")
-        sys.stdout.write(f"{tables(compare(model, options))}\n")
-
-
 def measure_shapes(
     shapes: Sequence[str],
     options: SpeedOptions,
@@ -510,7 +488,7 @@ def measure_shapes(
         SystemExit: With status 1 and their names if shapes could not be measured to their end.
     """
     if not torch.cuda.is_available():
-        raise OptionError(f"{_NO_DEVICE}.")
+        raise OptionError("speed is measured on a CUDA device, and this machine has none.")
     device = torch.device("cuda", torch.cuda.current_device())
     check_backend(options.backend, device)
     failed = []

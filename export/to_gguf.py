@@ -81,7 +81,7 @@ def convert(options: Namespace) -> Path:
 
 def _parser() -> Any:
     parser = make_parser(
-        "mrp-lightning gguf",
+        "python -m export.to_gguf",
         "Write a pruned checkpoint as a GGUF file for llama.cpp.",
     )
     option = parser.add_argument

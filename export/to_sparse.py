@@ -37,7 +37,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 def _parser() -> Any:
     parser = make_parser(
-        "mrp-lightning export",
+        "python -m export.to_sparse",
         "Pack a checkpoint that was pruned, prove that it computes the same, "
         "and measure its speed.",
     )

@@ -1,4 +1,4 @@
-"""The pages of docs/ about sweeps, made from the runs that a sweep has made.
+"""The pages of lab/results/ about sweeps, made from the runs that a sweep has made.
 
     python lab/page.py --config lab/pages/results.yaml
     python lab/page.py --sweep '[configs/paper/mamba.yaml]' --out runs/mamba.md

@@ -1,5 +1,6 @@
 """The environment of a command: device, hub, libraries; and the part of it that a report names."""
 
+import json
 import logging
 import os
 import platform
@@ -10,7 +11,10 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 import torch
 
@@ -178,8 +182,26 @@ def extra(name: str, what: str) -> Iterator[None]:
     except ImportError as error:
         raise DependencyError(
             f"{what} needs a package that is not installed ({error}): "
-            f"pip install 'mrp-lightning[{name}]'"
+            f"pip install {_requirement(name)}"
         ) from error
+
+
+def _requirement(extra_name: str) -> str:
+    """Return the argument of `pip install` that adds an extra to this installation.
+
+    The name alone would be looked up in an index, which may not have what was installed from a
+    directory. PEP 610 records that directory; a checkout that is imported as it is has none.
+    """
+    checkout = Path(__file__).parents[1]
+    if (checkout / "pyproject.toml").is_file():
+        return f"-e '{checkout}[{extra_name}]'"
+    try:
+        record = distribution("mrp-lightning").read_text("direct_url.json")
+    except PackageNotFoundError:
+        record = None
+    url = json.loads(record or "{}").get("url", "")
+    source = url2pathname(urlsplit(url).path) if url.startswith("file:") else "mrp-lightning"
+    return f"'{source}[{extra_name}]'"
 
 
 def command() -> str | None:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class PackedConfig(QuantizationConfigMixin):
-    """`quantization_config` in the `config.json` of a packed directory; `docs/format.md` tells it.
+    """`quantization_config` in the `config.json` of a packed directory; see `FORMAT.md`.
 
     Raises:
         FormatError: The directory was written in another version of the format, or this is damaged.

@@ -1,8 +1,8 @@
 """Linear layers that store their weight packed: 2:4, bitmask, and bitmask of four bits.
 
 The layers hold plain tensors, so that state dicts, safetensors, `deepcopy`, `torch.compile` and
-`torch.export` treat them like any other module. The weight is frozen. `docs/format.md` describes
-the stored tensors byte by byte.
+`torch.export` treat them like any other module. The weight is frozen. `mrp_sparse/FORMAT.md`
+describes the stored tensors byte by byte.
 """
 
 from collections.abc import Callable, Sequence

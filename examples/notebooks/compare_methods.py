@@ -80,15 +80,13 @@ def perplexity(method: str | None) -> float:
     return trainer.test(model, datamodule=data, verbose=False)[0]["perplexity"]
 
 
-found = {method: perplexity(method) for method in (None, "sparsegpt", "SM")}
+perplexities = {method: perplexity(method) for method in (None, "sparsegpt", "SM", "JM")}
 
-figure, axes = plt.subplots(figsize=(6, 1.8), layout="constrained")
-for method, value in list(found.items())[1:]:
-    axes.plot(value - found[None], method, "o")
-    place = (value - found[None], method)
-    axes.annotate(f"{value:.2f}", place, (7, -3), textcoords="offset points")
+figure, axes = plt.subplots(figsize=(6, 2), layout="constrained")
+for method, value in perplexities.items():
+    axes.plot(value, method or "dense", "o", color="#0a6d74")
+    axes.annotate(f"{value:.2f}", (value, method or "dense"), (7, -3), textcoords="offset points")
 axes.invert_yaxis()
 axes.grid(axis="y", alpha=0.4)
-axes.margins(x=0.3, y=0.4)
-axes.set(xlabel=f"perplexity above the dense model's {found[None]:.2f}")
-axes.set_xlim(left=0)
+axes.margins(x=0.15, y=0.2)
+axes.set(xlabel="perplexity (lower is better)")

@@ -92,15 +92,18 @@ for method, value in errors.items():
 
 # %%
 line = torch.stack([torch.linspace(-2, 2, 200), torch.zeros(200)], -1)
+styles = {
+    "dense": {"color": "#1c2024", "linewidth": 3, "alpha": 0.35},
+    "magnitude": {"color": "#7b838c", "linestyle": ":"},
+    "sparsegpt": {"color": "#c04a2b", "linestyle": "--"},
+    "SM": {"color": "#0a6d74", "linewidth": 1.5},
+}
 figure, axes = plt.subplots(figsize=(7, 3), layout="constrained")
 for name, model in {"dense": dense, **models}.items():
     with torch.no_grad():
-        drawn = model(line)[:, 0]
-    (shown,) = axes.plot(line[:, 0], drawn, linewidth=3 if name == "dense" else 1.2)
-    how = {"textcoords": "offset points", "color": shown.get_color(), "annotation_clip": False}
-    above = {"dense": 8, "SM": -2, "sparsegpt": -12, "magnitude": 0}[name]
-    axes.annotate(name, (2.0, float(drawn[-1])), (6, above), **how)
+        axes.plot(line[:, 0], model(line)[:, 0], label=name, **styles[name])
 axes.set(xlabel="x₁ at x₂ = 0", ylabel="y")
+axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
 
 # %% [markdown]
 # The report lists the layers of the repeated blocks. The first and the last layer are in no block and stay dense,

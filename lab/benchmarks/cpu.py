@@ -1,6 +1,6 @@
 """Decoding on a CPU: packed weights of any sparsity against dense ones, in layers and whole models.
 
-    python lab/benchmarks/cpu.py --threads 1 2 --model SMOLLM2_DIR --out docs/benchmarks/cpu.md
+    python lab/benchmarks/cpu.py --threads 1 2 --model SMOLLM2_DIR --out lab/results/cpu.md
 
 Weights and the places of zeros are random, since speed does not depend on what weights mean. Dense
 is the fastest of eager and compiled code in bfloat16 and float32; packed is the fastest of eager

@@ -1,6 +1,6 @@
-"""The table of docs/models.md: every family of `families.py`, pruned and compared.
+"""The table of lab/results/models.md: every family of `families.py`, pruned and compared.
 
-    python lab/benchmarks/models.py --markdown docs/models.md
+    python lab/benchmarks/models.py --markdown lab/results/models.md
 
 Without `--markdown` it prints; with names of families, only their rows.
 """
@@ -30,7 +30,7 @@ This page shows what `predict` prunes in each family of models, how it runs the 
 (the *walk*), and how far the walk is from the model's own forward. It is written by
 
 ```
-python lab/benchmarks/models.py --markdown docs/models.md
+python lab/benchmarks/models.py --markdown lab/results/models.md
 ```
 
 with Python {python}, torch {torch}, transformers {transformers}, on tiny random models

@@ -1,6 +1,6 @@
 """What each part of a pruning costs in one process and in several, and what that comes to for many.
 
-    python lab/benchmarks/processes.py --out docs/benchmarks/processes.md
+    python lab/benchmarks/processes.py --out lab/results/processes.md
 
 Each process has one thread and a core of its own, as it would have a GPU of its own. There must not
 be more processes than cores. Windows are drawn from the embedded text. Times are those of process

@@ -2,7 +2,7 @@ r"""Decoding on a CPU with weights of few bits: ours, PyTorch's and llama.cpp's,
 
     mrp-lightning sweep --config configs/sweeps/bits.yaml
     python lab/benchmarks/quantised.py --llama LLAMA.CPP/build/bin \
-        --out docs/benchmarks/quantised.md \
+        --out lab/results/quantised.md \
         --sweep configs/sweeps/bits.yaml --sweep-model SmolLM2-WikiText2
 
 METHOD. Speed does not depend on what weights mean: they are random, and so are the places of the

@@ -1,4 +1,4 @@
-"""The parts of a page of docs/: results with the paper's values and other codes, and texts."""
+"""Parts of a page of lab/results/: results with the paper's values and other codes, and texts."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace

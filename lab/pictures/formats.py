@@ -20,7 +20,7 @@ from pages.peers import read_tables
 from mrp_lightning.experiments.pictures import INK, MUTED, Picture, picture
 
 ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "docs/benchmarks/quantised.md"
+RESULTS = ROOT / "lab/results/quantised.md"
 OUT = ROOT / "docs/pictures/formats.svg"
 
 FAMILIES = {

@@ -20,8 +20,8 @@ from mrp_lightning import MethodError
 from mrp_lightning.experiments.pictures import Scale, draw_lines
 from mrp_lightning.experiments.trials import canonical_method
 
-DOCS = Path(__file__).parents[2] / "docs"
-PAGES = {"results": None, "frontier": "benchmarks/originals.md"}
+RESULTS = Path(__file__).parents[1] / "results"
+PAGES = {"results": None, "frontier": "originals.md"}
 PAGES["real-model"] = PAGES["frontier"]
 """The pages, and where the values of other codes are."""
 
@@ -33,11 +33,11 @@ RECIPES = "JM"
 def main() -> None:
     """Draw all pictures."""
     for page, peers in PAGES.items():
-        found = read_peers(DOCS / peers) if peers else NO_PEERS
-        for model, table in models(DOCS / f"{page}.md").items():
+        found = read_peers(RESULTS / peers) if peers else NO_PEERS
+        for model, table in models(RESULTS / f"{page}.md").items():
             for column in [name for name in table if name.startswith("perplexity")]:
                 draw(page, model, table, column, found.get((model, "text"), {}))
-    for model, table in models(DOCS / "ablations.md").items():
+    for model, table in models(RESULTS / "ablations.md").items():
         for option in ("damping", "num_samples"):
             for setting, held in table[table[option] != ""].groupby("sparsity", sort=False):
                 draw_option(model, str(setting), option, held)
@@ -68,13 +68,13 @@ def draw(page: str, model: str, table: pd.DataFrame, column: str, peers: dict) -
     }
     panels = {setting: panel for setting, panel in panels.items() if len(panel) > 1}
     file = f"{page}/{model}-{column.partition(' @')[0].replace(' ', '-')}.svg"
-    if f"({file})" not in (DOCS / f"{page}.md").read_text("utf-8"):
+    if f"({file})" not in (RESULTS / f"{page}.md").read_text("utf-8"):
         return
     methods = {str(label): method_of(str(label)) for label in held["method"]}
     name = column.partition(" @")[0]
     is_text = " " not in name
     drawn = draw_excess(name, model, panels, methods, dense=dense, peers=peers if is_text else {})
-    (DOCS / file).write_text(on_paper(drawn), encoding="utf-8")
+    (RESULTS / file).write_text(on_paper(drawn), encoding="utf-8")
 
 
 def draw_option(model: str, setting: str, option: str, held: pd.DataFrame) -> None:
@@ -91,7 +91,7 @@ def draw_option(model: str, setting: str, option: str, held: pd.DataFrame) -> No
     band = (means - spread, means + spread)
     drawn = draw_lines(option, model, means, *how, across=option, band=band)
     file = f"ablations/{model}-{setting.replace(':', 'of').rstrip('%')}-{option}.svg"
-    (DOCS / file).write_text(on_paper(drawn), encoding="utf-8")
+    (RESULTS / file).write_text(on_paper(drawn), encoding="utf-8")
 
 
 def numbers(cell: str) -> tuple[float, float]:

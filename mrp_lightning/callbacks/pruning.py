@@ -49,7 +49,7 @@ class PruningCallback(Callback):
         overwrite: Whether `save_dir` may be replaced, if all that it holds was written by this
             package.
         resume: Whether an interrupted run resumes at its first block that is not pruned yet, from
-            the journal beside `save_dir`; `False` starts afresh. See docs/reliability.md.
+            the journal beside `save_dir`; `False` starts afresh. See docs/large.md.
         **settings: The arguments of `Settings`.
 
     Attributes:

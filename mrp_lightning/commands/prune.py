@@ -154,7 +154,7 @@ def _next_steps(out: Path, packed: Path | None) -> str:
             *lines,
             f'  mrp-lightning generate {generate} --prompt "Once upon a time"',
             f"  mrp-lightning zeroshot {quoted} --tasks hellaswag,piqa",
-            f"  mrp-lightning report {quoted}" + (f" {generate}" if packed else ""),
+            f"  mrp-lightning report {quoted}",
         ]
     )
 

@@ -62,7 +62,7 @@ class TextDataModule(LightningDataModule):
       not overlap; the last partial one is dropped. Without any text the source code of the running
       Python's standard library is read, split by a hash of each file's path.
     * Published texts, which `calibration` and `evaluation` name, are read by the protocol of
-      SparseGPT (docs/data.md). `evaluation` gives a dictionary of dataloaders.
+      SparseGPT (lab/paper.md). `evaluation` gives a dictionary of dataloaders.
     * With `calibration="self"`, the model that `predict` runs writes the windows itself before it
       is pruned. They are kept beside the pruned model (docs/self-calibration.md).
 

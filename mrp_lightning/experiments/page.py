@@ -444,13 +444,13 @@ def next_steps(frame: ScoreFrame) -> Iterator[NextStep]:
         yield NextStep("Run the same command again: it goes on at the block where this run ended.")
         return
     if not run.evaluation.perplexity:
-        test = f"mrp-lightning test --model.model {directory}"
+        test = f"python -m mrp_lightning test --model.model {directory}"
         yield NextStep("Measure its perplexity on your text, which is kept beside it.", test)
     elif model.dense is None:
         source = shlex.quote(str(run.config.get("base_model") or "MODEL"))
         beside = shlex.quote(str(run.directory.parent / "dense"))
         save = f"--trainer.callbacks=callbacks.SaveEvaluation --trainer.callbacks.save_dir={beside}"
-        test = f"mrp-lightning test --model.model {source} {save}"
+        test = f"python -m mrp_lightning test --model.model {source} {save}"
         yield NextStep("Measure the dense model, too, which this page then compares with.", test)
     tokens = {x: (x.tokens or 0) / x.shape[1] for x in run.pruned_layers if not x.shared_hessian}
     if tokens and 0 < (least := min(tokens.values())) < _FEW_TOKENS:
@@ -463,28 +463,11 @@ def next_steps(frame: ScoreFrame) -> Iterator[NextStep]:
         yield NextStep(
             "Where it lost too much: aim at the dense model's outputs and tune each block. It "
             "takes several times as long, and calibration text like yours matters the more.",
-            _best(run),
+            "python -m mrp_lightning predict --config configs/recipes/best.yaml …",
         )
     if not any(copy.exported for other in model.groups for copy in other.runs):
-        pack = f"mrp-lightning export {directory}"
+        pack = f"python -m export.to_sparse {directory}"
         yield NextStep("Pack it: its files become smaller, and its layers faster to decode.", pack)
-
-
-def _best(run: RunDirectory) -> str:
-    """Return the command that prunes the same model as much by the best recipe."""
-    config = run.config
-    options = [f"--{key.replace('_', '-')}" for key in _AMOUNTS if config.get(key) is not None]
-    values = [str(config[key]) for key in _AMOUNTS if config.get(key) is not None]
-    amount = [word for pair in zip(options, values, strict=True) for word in pair]
-    out = f"{run.directory}-best"
-    source = str(config.get("base_model") or "MODEL")
-    # The method of the recipe does not choose whole neurons, heads or experts.
-    how = ["--target", "dense", "--tuning"] if config.get("structure") else ["--recipe", "best"]
-    return shlex.join(["mrp-lightning", "prune", source, *amount, *how, "--out", out])
-
-
-_AMOUNTS = ("pattern", "sparsity", "bits", "grid", "structure")
-"""The settings that say what is removed, and to how many bits the rest is rounded."""
 
 
 def _dense_part(model: ModelRuns) -> Part | None:

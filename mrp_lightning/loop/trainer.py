@@ -35,7 +35,7 @@ class Trainer(pl.Trainer):
 
     Args:
         devices: The number of accelerators, or which ones. With `strategy="ddp"` several devices
-            share the work of pruning; see docs/processes.md.
+            share the work of pruning; see docs/large.md.
         callbacks: One callback or several, for everything that the trainer runs.
         logger: One logger or several. `True` is Lightning's default logger, which makes a directory
             of logs in the working directory at each run. By default there is no logger.

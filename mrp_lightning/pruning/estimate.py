@@ -1,7 +1,7 @@
 """Estimate the time and the memory of a pruning by a count of its products, before it starts.
 
-Two speeds are measured on the machine. The counts are those of docs/benchmarks/whole-run.md and
-docs/streaming.md.
+Two speeds are measured on the machine. The counts are those of lab/results/whole-run.md and
+docs/large.md.
 """
 
 import time

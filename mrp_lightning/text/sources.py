@@ -1,6 +1,6 @@
 """The sources of text: files, a dataset, Python's standard library, and published texts.
 
-docs/data.md gives the published texts, which are cut into windows by the protocol of SparseGPT.
+lab/paper.md gives the published texts, which are cut into windows by the protocol of SparseGPT.
 """
 
 import hashlib

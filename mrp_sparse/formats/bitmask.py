@@ -1,6 +1,6 @@
 """The bitmask format: one bit a weight, and the weights that are not zero, whatever their pattern.
 
-`docs/format.md` describes it byte by byte. Nothing here knows files, layers or devices.
+`mrp_sparse/FORMAT.md` describes it byte by byte. Nothing here knows files, layers or devices.
 """
 
 import torch

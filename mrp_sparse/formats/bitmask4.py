@@ -1,6 +1,6 @@
 """Bitmasks of four bits: one bit a weight, a nibble for each that is kept, and scales.
 
-`docs/format.md` describes it byte by byte. Nothing here knows files, layers or devices.
+`mrp_sparse/FORMAT.md` describes it byte by byte. Nothing here knows files, layers or devices.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """A head of 8 bits: each row is whole numbers from −127 to 127 times its scale.
 
-`docs/format.md` describes it byte by byte. Nothing here knows files, layers or devices.
+`mrp_sparse/FORMAT.md` describes it byte by byte. Nothing here knows files, layers or devices.
 """
 
 import torch

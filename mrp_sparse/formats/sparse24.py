@@ -1,6 +1,6 @@
 """The packed 2:4 format: two values and one nibble for every four weights of a row.
 
-`docs/format.md` describes it byte by byte. Nothing here knows files, layers or devices.
+`mrp_sparse/FORMAT.md` describes it byte by byte. Nothing here knows files, layers or devices.
 """
 
 import torch

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).with_name("cpu")
 NAME = "mrp_lightning_cpu"
-NEXT_STEP = "Install ninja (pip install 'mrp-lightning[cpu]') and a C++ compiler such as g++."
+NEXT_STEP = "Install ninja (pip install ninja) and a C++ compiler such as g++."
 _lock = threading.Lock()
 
 

@@ -64,14 +64,11 @@ QUICK = ["--text=text.txt", "--num-samples=8", "--sequence-length=32"]
 
 
 def test_the_commands_of_a_packed_model_run(here, capsys):
-    from export.generate import main as generate
-    from export.to_sparse import main as to_sparse
-
     prune, pack, write = block("mrp-lightning prune DIR --pattern")
     main([*shlex.split(prune)[1:], *QUICK])
-    to_sparse(shlex.split(pack)[3:])
+    main(shlex.split(pack)[1:])
     eager = [] if torch.cuda.is_available() else ["--eager"]  # a CPU would compile for minutes
-    generate([*shlex.split(write)[3:], "--max-new-tokens=4", *eager])
+    main([*shlex.split(write)[1:], "--max-new-tokens=4", *eager])
     assert "times the tokens a second" in capsys.readouterr().out
 
 

@@ -14,7 +14,7 @@ from mrp_lightning.commands.main import main
 from mrp_lightning.embedded import STDLIB_LLAMA
 from mrp_lightning.records.evaluation import read, record
 
-PAGE = (Path(__file__).parents[2] / "docs" / "zeroshot.md").read_text().replace("\\\n", "")
+PAGE = (Path(__file__).parents[2] / "docs" / "evaluate.md").read_text().replace("\\\n", "")
 OWN_COMMAND = {"pruned": "lm_eval --model hf .*", "packed": "python -c .*"}
 """A packed directory needs its format registered in the process."""
 TEST = ["--trainer.accelerator=cpu", "--trainer.logger=false", "--data.sequence_length=256"]
@@ -158,7 +158,8 @@ def test_all_missing_data_is_named(task_directory, tmp_path, capsys):
 def test_a_missing_lm_eval_is_named_with_its_extra(monkeypatch, own, capsys):
     monkeypatch.setitem(sys.modules, "lm_eval.models.huggingface", None)
     error = failure(capsys, f"--model={STDLIB_LLAMA}", own, "--tasks=last_word")
-    assert "pip install 'mrp-lightning[zeroshot]'" in error
+    assert "pip install " in error
+    assert "[zeroshot]'" in error
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from mrp_sparse.formats.bitmask4 import (
     unpack,
 )
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "format.md"
+DOCUMENT = Path(__file__).parents[2] / "mrp_sparse" / "FORMAT.md"
 
 
 @st.composite

@@ -141,7 +141,7 @@ def test_tensors_that_were_not_packed_together_are_found():
     assert "beyond its 10 columns" in str(damage(values, bits, 10))
 
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "format.md"
+DOCUMENT = Path(__file__).parents[2] / "mrp_sparse" / "FORMAT.md"
 
 
 def test_the_documented_numpy_reader_reads():

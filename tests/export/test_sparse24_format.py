@@ -145,7 +145,7 @@ def test_nibbles_that_name_no_pair_are_found():
     assert invalid_nibbles(meta) == 3  # 0x0 twice and 0x1, whose first column is not the smaller
 
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "format.md"
+DOCUMENT = Path(__file__).parents[2] / "mrp_sparse" / "FORMAT.md"
 
 
 def test_the_documented_example_holds():

@@ -89,7 +89,7 @@ def test_every_configuration_compiles_for_devices_that_are_not_here(capability, 
     assert not [code for code in codes if code["stack"] or code["shared"] > shared]
     gemv = [code for code in codes if code["kernel"] == "triton-gemv"]
     assert not [code for code in gemv if code["barriers"]]
-    # An H200 has time for 16 while a kept weight arrives: docs/benchmarks/export.md.
+    # An H200 has time for 16 while a kept weight arrives: lab/results/export.md.
     assert all(5 < code["instructions"] < 10 for code in gemv)
     few_tokens = [code for code in codes if "tokens" not in code["config"]]
     assert all(5 < code["instructions"] < 16 for code in few_tokens)

@@ -1,4 +1,4 @@
-"""docs/models.md against a new run of what it shows."""
+"""lab/results/models.md against a new run of what it shows."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 from models import COLUMNS, row
 from tiny_configs import FAMILIES
 
-PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+PAGE = (Path(__file__).parents[2] / "lab" / "results" / "models.md").read_text()
 TABLE = [
     [cell.strip() for cell in line.strip("|").split("|")]
     for line in PAGE.splitlines()

@@ -119,10 +119,11 @@ def test_a_page_of_no_runs_is_not_written(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("path", sorted(PAGES.glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_page_of_docs_can_be_made(path):
+def test_every_page_of_results_can_be_made(path):
     content = yaml.safe_load(path.read_text())
     docs_page = page.DocsPage(**content)
     root = PAGES.parents[1]
     assert docs_page.out == f"runs/pages/{path.stem}.md"
     assert all((root / config).is_file() for config in docs_page.sweep)
-    assert docs_page.title in (root / "docs" / f"{path.stem}.md").read_text().splitlines()[0]
+    results = root / "lab" / "results" / f"{path.stem}.md"
+    assert docs_page.title in results.read_text().splitlines()[0]

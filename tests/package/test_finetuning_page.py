@@ -1,14 +1,13 @@
-"""What docs/finetuning.md shows runs, with a tiny model and few steps."""
+"""What docs/module.md shows runs, with a tiny model and few steps."""
 
 import re
 import shlex
 from pathlib import Path
 
-from export.to_sparse import main as to_sparse
 from mrp_lightning.commands.main import main
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "finetuning.md").read_text()
+PAGE = (ROOT / "docs" / "module.md").read_text().partition("## Fine-tuning")[2]
 
 
 def test_the_page_is_a_way_through(tiny_llama, tmp_path, monkeypatch, capsys):
@@ -16,17 +15,14 @@ def test_the_page_is_a_way_through(tiny_llama, tmp_path, monkeypatch, capsys):
     Path("text.txt").write_text("import this\n" * 1500)
     blocks = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, flags=re.M | re.S)
     commands = [line for name, text in blocks if not name for line in joined(text)]
-    assert [words[2:4] for words in commands] == [
-        ["mrp_lightning", "predict"],
-        ["mrp_lightning", "fit"],
-        ["mrp_lightning", "test"],
-        ["export.to_sparse", "runs/finetune/tuned"],
+    assert [words[:2] for words in commands] == [
+        ["mrp-lightning", name] for name in ("predict", "fit", "test", "export")
     ]
     tiny = ["--data.train_files=text.txt", "--data.eval_files=text.txt"]
     tiny += ["--data.sequence_length=64", "--data.num_samples=2", "--trainer.logger=false"]
-    for _, _, module, command, *options in commands:
-        if module == "export.to_sparse":
-            to_sparse([command, *options])
+    for _, command, *options in commands:
+        if command == "export":
+            main([command, *options])
             continue
         options = [word.replace("configs/", f"{ROOT}/configs/") for word in options]
         options = [str(tiny_llama) if "embedded" in word else word for word in options]

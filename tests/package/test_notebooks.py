@@ -25,10 +25,12 @@ def run(tmp_path, monkeypatch):
     matplotlib.use("Agg")
     before = logging.root.manager.disable
 
-    def cells_of(name: str) -> dict:
+    def cells_of(name: str, exchanged: dict[str, str] | None = None) -> dict:
         names: dict = {"__name__": "notebook"}
         for number, (kind, source) in enumerate(cells(NOTEBOOKS / f"{name}.py")):
             if kind == "code":
+                for shown, tiny in (exchanged or {}).items():
+                    source = source.replace(shown, tiny)
                 exec(compile(source, f"{name}, cell {number}", "exec"), names)
         return names
 
@@ -58,12 +60,25 @@ def test_look_inside(run):
 
 def test_compare_methods(run):
     names = run("compare_methods")
-    losses, found = names["losses"], names["found"]
+    losses, perplexities = names["losses"], names["perplexities"]
     assert losses["JM"] < losses["SM"] < losses["sparsegpt"] < losses["wanda"]
     assert losses["wanda+M"] < losses["wanda"]
-    assert found[None] < found["SM"] < found["sparsegpt"]
+    assert perplexities[None] < perplexities["JM"] < perplexities["SM"] < perplexities["sparsegpt"]
 
 
 def test_own_module(run):
     errors = run("own_module")["errors"]
     assert errors["dense"] < errors["SM"] < errors["magnitude"]
+
+
+def test_real_model(run, tiny_llama):
+    """The whole way with a tiny model in place of the real one."""
+    pytest.importorskip("ninja", reason="kernels for packed weights are compiled")
+    names = run(
+        "real_model", {'"../../runs/smollm2"': repr(str(tiny_llama)), "../../": "", "=256": "=64"}
+    )
+    assert names["prune"].report.complete
+    assert names["perplexities"]["dense"] < 2 * names["perplexities"]["50%, 4 bits"]
+    assert names["texts"]["packed"] == names["texts"]["dense"]
+    assert 0 < names["sizes"]["packed"] < names["sizes"]["dense"]
+    assert set(names["milliseconds"]) == {"dense", "packed"}

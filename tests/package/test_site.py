@@ -1,5 +1,6 @@
 """The site: it builds strictly, all its links lead somewhere, and questions are near."""
 
+import inspect
 import json
 import re
 import subprocess
@@ -57,7 +58,7 @@ def site(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def pages(site) -> dict[Path, Page]:
     found = {path: Page(path) for path in site.rglob("*.html") if path.name != "404.html"}
-    assert len(found) > 30
+    assert len(found) > 15
     return found
 
 
@@ -79,6 +80,46 @@ def test_every_link_leads_somewhere(site, pages):
             ):
                 lost.append((path.relative_to(site).as_posix(), link))
     assert not lost
+
+
+ATTRIBUTES = {"align", "style", "colspan", "rowspan"}
+"""What a cell of a table may have; names in braces would become others, and be lost."""
+
+
+class Cells(HTMLParser):
+    """The number of the cells of tables, and their attributes."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.number = 0
+        self.attributes: set[str] = set()
+        self.feed(path.read_text("utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag in ("td", "th"):
+            self.number += 1
+            self.attributes |= {name for name, _ in attrs}
+
+
+def test_no_cell_loses_its_content_to_attributes(pages):
+    cells = {path.parent.name: Cells(path) for path in pages}
+    assert sum(page.number for page in cells.values()) > 500
+    lost = {name: page.attributes - ATTRIBUTES for name, page in cells.items()}
+    assert not {name: attributes for name, attributes in lost.items() if attributes}
+
+
+@pytest.mark.parametrize("word", ["quantize", "quantise", "limitations", "license", "install"])
+def test_words_of_readers_are_in_the_search(site, word):
+    index = json.loads((site / "search" / "search_index.json").read_text("utf-8"))
+    assert [entry["location"] for entry in index["docs"] if word in entry["text"].lower()]
+
+
+def test_the_page_of_the_callback_lists_all_arguments(site):
+    from mrp_lightning.pruning.job import Settings
+
+    text = unescape(re.sub("<[^>]*>", "", (site / "api" / "index.html").read_text("utf-8")))
+    for name in inspect.signature(Settings).parameters:
+        assert re.search(rf"\b{name}\b", text), name
 
 
 def test_nothing_is_fetched_from_elsewhere(site, pages):

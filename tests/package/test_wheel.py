@@ -191,7 +191,7 @@ def test_the_page_of_versions_tells_those_that_are_pinned():
     pinned = dict(
         line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if line
     )
-    page = (ROOT / "docs" / "versions.md").read_text()
+    page = (ROOT / "docs" / "questions.md").read_text()
     for package in ("torch", "transformers", "lightning", "torchao"):
         (version,) = re.findall(
             rf"^\| {package}(?: \(extra\))? \| ([\d.]+) \| \D*[\d.]+", page, flags=re.M

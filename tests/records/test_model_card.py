@@ -61,14 +61,20 @@ def test_a_directory_is_named_without_its_place(report, tmp_path):
 @pytest.mark.parametrize(
     ("command", "shown"),
     [
-        ("prune /data/me/opt --text ~/x/a.txt --out=../../b/c", "prune opt --text a.txt --out=c"),
-        ("prune facebook/opt --out=runs/a", "prune facebook/opt --out=runs/a"),
-        ("predict '--data.train_files=[/a/b.txt,/c/d.txt]'", "files=[b.txt,d.txt]'"),
-        ("prune https://hub/x", "prune https://hub/x"),
+        (
+            "mrp-lightning prune /data/me/opt --text ~/x/a.txt --out=../../b/c",
+            "opt --text a.txt --out=c",
+        ),
+        (
+            "mrp-lightning prune facebook/opt --config=runs/a.yaml",
+            "facebook/opt --config=runs/a.yaml",
+        ),
+        ("mrp-lightning predict '--data.train_files=[/a/b.txt,/c d/e.txt]'", "[b.txt,/c d/e.txt]'"),
+        ("mrp-lightning prune https://hub/x", "https://hub/x"),
     ],
 )
 def test_commands_name_files_without_their_directories(command, shown, report):
-    report.provenance = {"command": f"mrp-lightning {command}"}
+    report.provenance = {"command": command}
     (line,) = [x for x in model_card(report, None).splitlines() if x.startswith("mrp-lightning ")]
     assert line.endswith(shown)
 

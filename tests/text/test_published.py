@@ -262,7 +262,7 @@ def test_copies_of_another_form_are_refused(tokenizer, tmp_path):
 
 
 def test_the_page_on_data_names_what_is_read():
-    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+    page = (Path(__file__).parents[2] / "lab" / "paper.md").read_text()
     rows = dict(re.findall(r"^\| `(\w+)` \| (.+)$", page, flags=re.M))
     assert sorted(rows) == sorted(PUBLISHED)
     for name, corpus in PUBLISHED.items():
