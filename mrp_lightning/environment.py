@@ -152,6 +152,7 @@ def quiet_lightning() -> Iterator[None]:
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     levels = [logger.level for logger in loggers]
     argv, bars = sys.argv, transformers_logging.is_progress_bar_enabled()
+    formatwarning = warnings.formatwarning
     sys.argv = argv[:1]  # LightningCLI warns if there are arguments in `sys.argv`, too
     transformers_logging.disable_progress_bar()
     for logger in loggers:
@@ -160,8 +161,11 @@ def quiet_lightning() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+            # The line of ours that warns tells a user of a command nothing.
+            warnings.formatwarning = lambda message, *_, **__: f"{message}\n"
             yield
     finally:
+        warnings.formatwarning = formatwarning
         sys.argv = argv
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)

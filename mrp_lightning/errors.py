@@ -32,6 +32,10 @@ class DataError(ArgumentError):
     """Text or batches cannot be used: none, too short, of an unknown form, without a tokenizer."""
 
 
+class MissingFileError(ArgumentError, FileNotFoundError):
+    """An argument names a file that does not exist."""
+
+
 class ParityError(ValueError):
     """An exported checkpoint does not compute what its source computes."""
 

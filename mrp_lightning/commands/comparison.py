@@ -22,6 +22,7 @@ from mrp_lightning.commands.main import command_named
 from mrp_lightning.data.data_module import TextDataModule
 from mrp_lightning.data.own_text import estimate_writing
 from mrp_lightning.environment import quiet_lightning
+from mrp_lightning.errors import ArgumentError
 from mrp_lightning.experiments.numbers import MISSING, memory, number, percent, perplexity
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.module_parts import check_batch
@@ -103,7 +104,7 @@ def prune_and_compare(
             prune.settings,
             windows=num_samples,
             length=data.sequence_length,
-            tokens_per_second=held_out.tokens_per_second,
+            tokens_per_second=held_out.windows.ids.numel() / held_out.seconds,
             products_per_second=products_per_second(trainer.strategy.root_device),
         )
         writing = Estimate(0.0, 0)
@@ -111,10 +112,13 @@ def prune_and_compare(
             model.to(trainer.strategy.root_device)  # from where the evaluation has taken it
             cutter = Cutter(model.tokenizer, data.sequence_length)
             writing = estimate_writing(model.model, cutter, data.seed, data.num_samples)
-        console.print(_announcement(expected.after(writing), writing))
+        evaluating = Estimate(held_out.seconds, 0)  # once more, when it is pruned
+        console.print(_announcement(expected.after(writing).after(evaluating), writing))
         model.to(trainer.strategy.root_device)
         sizes = [Size.of(model)]
+        start = time.perf_counter()
         trainer.predict(model, datamodule=data, callbacks=[prune])
+        seconds = time.perf_counter() - start
         pruned = held_out.evaluate("pruned", model, trainer, console)
         model.to(trainer.strategy.root_device)
         sizes.append(Size.of(model))
@@ -125,7 +129,7 @@ def prune_and_compare(
         dense={held_out.name: dense},
         model=str(prune.save_dir),
     )
-    table = _table(dense, pruned, prune, sizes)
+    table = _table(dense, pruned, prune, sizes, seconds)
     try:
         for conversion in conversions:
             size = conversion.convert(prune.save_dir)
@@ -166,9 +170,12 @@ class Conversion:
         if self.out.is_file():
             return Size(self.out.stat().st_size)
         files = [file for kind in ("safetensors", "bin") for file in self.out.glob(f"*.{kind}")]
-        return replace(
-            Size.of(CausalLM(str(self.out))), num_bytes=sum(x.stat().st_size for x in files)
-        )
+        num_bytes = sum(file.stat().st_size for file in files)
+        try:
+            packed = CausalLM(str(self.out))
+        except ArgumentError:  # a format of other engines, which alone run it
+            return Size(num_bytes)
+        return replace(Size.of(packed), num_bytes=num_bytes)
 
 
 @dataclass(frozen=True)
@@ -232,7 +239,7 @@ class _HeldOut:
     name: str
     windows: Windows
     batch_size: int
-    tokens_per_second: float = 0.0  # of the last evaluation
+    seconds: float = 0.0  # of the last evaluation
 
     @classmethod
     def of(cls, data: TextDataModule, most: int) -> "_HeldOut":
@@ -255,7 +262,7 @@ class _HeldOut:
             trainer.test(model, dataloaders={self.name: loader}, verbose=False)
         finally:
             trainer.callbacks.remove(clock)
-        self.tokens_per_second = self.windows.ids.numel() / clock.seconds
+        self.seconds = clock.seconds
         (scores,) = model.evaluation.values()
         return scores
 
@@ -307,18 +314,21 @@ def _announcement(expected: Estimate, writing: Estimate) -> str:
     )
     return (
         f"Pruning may take {roughly(expected.seconds)}{of_writing} and, beside the model, "
-        f"{memory(expected.num_bytes)} of memory. This is a rough estimate from the speed of that "
-        "evaluation; small models, few bits and busy machines take longer. If it is interrupted, "
-        "the same command goes on where it was."
+        f"{memory(expected.num_bytes)} of memory. This is a rough estimate, with an evaluation as "
+        "before; small models, few bits and busy machines take longer. If it is interrupted, the "
+        "same command goes on where it was."
     )
 
 
-def _table(dense: Scores, pruned: Scores, prune: PruningCallback, sizes: Sequence[Size]) -> Table:
+def _table(
+    dense: Scores, pruned: Scores, prune: PruningCallback, sizes: Sequence[Size], seconds: float
+) -> Table:
+    """Return the results of both models; `seconds` are those of the pruning with all it writes."""
     report = prune.report
     assert report is not None
     totals = report.totals
     table = Table()
-    table.add_column("model")
+    table.add_column("model", overflow="fold")
     columns = (f"perplexity @{dense['context']}", "× dense", "weights removed", "weights")
     for column in (*columns, "ms a token", "time"):
         table.add_column(column, justify="right")
@@ -332,7 +342,7 @@ def _table(dense: Scores, pruned: Scores, prune: PruningCallback, sizes: Sequenc
         number(_ratio(dense, pruned)),
         share,
         *sizes[1].cells(),
-        roughly(totals["seconds"]),
+        roughly(max(seconds, totals["seconds"])),  # those of an interrupted run count, too
     )
     return table
 

@@ -8,12 +8,15 @@ from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 from mrp_lightning.cli.command import add_model_options, make_parser, number_from
 from mrp_lightning.errors import OptionError
 from mrp_lightning.pruning.job import Settings
 from mrp_lightning.solver.patterns import SemiStructured, make_pattern
+
+if TYPE_CHECKING:
+    from mrp_lightning.commands.comparison import Conversion
 
 _RECIPES: dict[str, dict[str, Any]] = {
     "paper": {"method": "SM"},
@@ -75,8 +78,7 @@ def main(args: list[str]) -> None:
             accelerator=options.accelerator,
             console=console,
         )
-    packed = next((each.out for each in conversions if each.command == "export"), None)
-    console.print(problem or _next_steps(out, packed), soft_wrap=True)
+    console.print(problem or _next_steps(out, conversions), soft_wrap=True)
 
 
 def _settings(options: Namespace) -> dict[str, Any]:
@@ -139,22 +141,30 @@ def _default_out(options: Namespace, settings: dict[str, Any]) -> Path:
     return Path("-".join(part.replace(":", "of").replace(" ", "") for part in parts if part))
 
 
-def _next_steps(out: Path, packed: Path | None) -> str:
+def _next_steps(out: Path, conversions: "Sequence[Conversion]") -> str:
     """Return what a user may do with a pruned model, as commands."""
-    quoted = shlex.quote(str(out))
+    pruned = shlex.quote(str(out))
+    runs = pruned  # what `generate` runs: a packed copy, if there is one
     lines = [f"The pruned model is in {out}; AutoModelForCausalLM.from_pretrained loads it. Next:"]
-    if packed is None:
+    for conversion in conversions:
+        result = shlex.quote(str(conversion.out))
+        if conversion.command == "gguf":
+            lines.append(f"  llama-cli -m {result}")
+        elif "compressed-tensors" in conversion.options:
+            lines.append(f"  vllm serve {result}")
+        else:
+            runs = result
+    if not conversions:
         lines += [
-            f"  mrp-lightning export {quoted}",
+            f"  mrp-lightning export {pruned}",
             "      packs it without its zeros: smaller, and faster where a kernel supports it",
         ]
-    generate = shlex.quote(str(packed or out))
     return "\n".join(
         [
             *lines,
-            f'  mrp-lightning generate {generate} --prompt "Once upon a time"',
-            f"  mrp-lightning zeroshot {quoted} --tasks hellaswag,piqa",
-            f"  mrp-lightning report {quoted}",
+            f'  mrp-lightning generate {runs} --prompt "Once upon a time"',
+            f"  mrp-lightning zeroshot {pruned} --tasks hellaswag,piqa",
+            f"  mrp-lightning report {pruned}",
         ]
     )
 

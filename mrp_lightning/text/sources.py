@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeGuard
 from torch import Tensor
 
 from mrp_lightning.environment import extra, why_no_hub
-from mrp_lightning.errors import DataError, first_line
+from mrp_lightning.errors import DataError, MissingFileError, first_line
 from mrp_lightning.text.windows import (
     SEPARATOR,
     Cutter,
@@ -121,17 +121,22 @@ def expanded(paths: Mapping[str, Iterable[Path]]) -> dict[str, list[Path]]:
     wildcards (`*`, `**`, `?`, `[…]`) that does not exist for all files that match it.
 
     Raises:
-        FileNotFoundError: Paths stand for no file; all are listed.
+        MissingFileError: Paths stand for no file; all are listed.
     """
     files = {name: [(path, _files_of(path)) for path in paths[name]] for name in paths}
-    missing = [
-        f"`{name}`: {path}{' holds no text' * path.is_dir()}"
-        for name, matches in files.items()
-        for path, each in matches
-        if not each
-    ]
-    if missing:
-        raise FileNotFoundError(f"no such file: {', '.join(missing)}")
+    missing: dict[str, list[str]] = {}
+    for name, matches in files.items():
+        for path, each in matches:
+            if not each:
+                kind = " holds no text" if path.is_dir() else ""
+                missing.setdefault(name, []).append(f"{path}{kind}")
+    listed = {name: ", ".join(names) for name, names in missing.items()}
+    if len(listed) == 1:
+        ((name, names),) = listed.items()
+        raise MissingFileError(f"no such file: {names}.", name)
+    if listed:
+        all_names = "; ".join(f"`{name}`: {names}" for name, names in listed.items())
+        raise MissingFileError(f"no such file: {all_names}.")
     return {name: [file for _, each in files[name] for file in each] for name in files}
 
 

@@ -121,8 +121,8 @@ def usable_count(documents: Sequence[str], tokenizer: Any, draws: Draws, name: s
     fewer = "" if count == draws.count else f" {count:,} are drawn."
     _warn(
         f"{draws.count:,} windows of {draws.length} tokens are {wanted:,} tokens, and the {name} "
-        f"text has about {available:,}, enough for {fits:,} windows that do not overlap; these "
-        f"repeat each other.{fewer} Give more text, or `num_samples: {max(1, fits)}`."
+        f"text has about {available:,}, enough for {fits:,} window{'s' * (fits != 1)} that do not "
+        f"overlap; these repeat each other.{fewer} Give more text, or `num_samples: {fits or 1}`."
     )
     return count
 

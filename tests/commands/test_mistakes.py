@@ -1,5 +1,6 @@
 """What the command line says of a mistake: one line with the cause and the next step, status 2."""
 
+import json
 import os
 import re
 import subprocess
@@ -318,8 +319,11 @@ def test_no_callbacks_at_all_are_refused_before_a_model_is_loaded(arguments, cap
         assert "no callback here does" in said([*arguments, *options], capsys)
 
 
-def test_to_try_a_pruning_out_needs_no_directory(arguments):
-    main([*arguments, *CALLBACK, "--trainer.fast_dev_run=true"])
+@pytest.mark.parametrize("name", ["callbacks.MRPCallback", "MRPCallback"])
+def test_to_try_a_pruning_out_needs_no_directory(name, arguments, tmp_path):
+    callback = {"class_path": name, "init_args": {"pattern": "2:4"}}
+    (tmp_path / "run.yaml").write_text(json.dumps({"trainer": {"callbacks": [callback]}}))
+    main([*arguments, f"--config={tmp_path / 'run.yaml'}", "--trainer.fast_dev_run=true"])
 
 
 def test_a_callback_without_a_pattern_is_explained_in_a_line(arguments, tmp_path, capsys):

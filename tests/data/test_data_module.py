@@ -127,7 +127,7 @@ def test_wrong_arguments_are_refused_when_made(arguments, message):
 
 
 def test_missing_files_are_all_listed(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"`train_files`: .*a\.txt, `eval_files`: .*b\.txt"):
+    with pytest.raises(FileNotFoundError, match=r"`train_files`: .*a\.txt; `eval_files`: .*b\.txt"):
         TextDataModule(str(tmp_path / "a.txt"), [str(tmp_path / "b.txt")])
 
 
