@@ -121,7 +121,7 @@ def _tool(name: str, *arguments: str) -> str:
 def _weights_a_step(name: str, config: dict[str, int]) -> float:
     """Kept weights that a program takes in one step of its loop."""
     if name == "triton-gemv":
-        return config["rows"] * config["groups"] * 2
+        return config["rows"] * config["groups"] * 2 * config.get("unroll", 1)
     return config["rows"] * config["columns"] * config.get("split", 1) / 2
 
 

@@ -93,8 +93,13 @@ def estimate(
     return Estimate(seconds, round(states + solver) + _BUFFERS)
 
 
-def products_per_second(device: torch.device, size: int = 1024) -> float:
-    """Measure the multiply-adds of float32 matrices a second, in about a tenth of a second."""
+def products_per_second(device: torch.device, size: int | None = None) -> float:
+    """Measure the multiply-adds of float32 matrices a second, in about a tenth of a second.
+
+    A GPU takes a large product, of 0.8 GB: 1024² on it would measure the launch.
+    """
+    if size is None:
+        size = 8192 if device.type == "cuda" else 1024
     a = torch.rand(size, size, device=device)
     (a @ a).sum().item()
     start, count = time.perf_counter(), 0

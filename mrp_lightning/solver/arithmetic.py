@@ -1,13 +1,16 @@
 """The precision of products, and work on ranges of rows and columns in turn."""
 
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import TypeVar
 
 import torch
 
 from mrp_lightning.environment import is_out_of_memory
+from mrp_lightning.errors import NumericalWarning
 from mrp_lightning.upstream.torch_names import (
     float32_precision,
     has_matrix_units,
@@ -53,6 +56,24 @@ def has_bfloat16_units(device: torch.device) -> bool:
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return has_matrix_units()
+
+
+_FAST_FLOAT64 = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}
+"""Compute capabilities of GPUs with half as many float64 as float32 units; others have 1/32."""
+
+
+@cache
+def warn_of_slow_float64(device: torch.device) -> None:
+    """Warn once before work in float64 on a GPU with few units for it: 64 times the time."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) in _FAST_FLOAT64:
+        return
+    warnings.warn(
+        f"float32 does not suffice for an ill-conditioned layer, and {device} "
+        f"({torch.cuda.get_device_name(device)}) computes float64 up to 64 times more slowly: "
+        "layers of 14,336 columns take minutes. More damping or more calibration text avoids it.",
+        NumericalWarning,
+        stacklevel=2,
+    )
 
 
 @contextmanager

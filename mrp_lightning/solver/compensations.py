@@ -15,7 +15,13 @@ import torch
 from torch import Tensor
 
 from mrp_lightning.errors import HessianError, NumericalWarning, OptionError
-from mrp_lightning.solver.arithmetic import ELEMENTS, by_rows, has_bfloat16_units, split_range
+from mrp_lightning.solver.arithmetic import (
+    ELEMENTS,
+    by_rows,
+    has_bfloat16_units,
+    split_range,
+    warn_of_slow_float64,
+)
 from mrp_lightning.solver.conjugate_gradients import (
     ConjugateGradients,
     InverseOnKept,
@@ -263,6 +269,7 @@ def _solve(
         steps = system.solve(tolerance, problem.progress)
         if damped.dtype != torch.float64 and not system.gap <= tolerance:
             # float32 has stalled; its result is a good start for float64.
+            warn_of_slow_float64(x.device)
             system = system.refined()
             steps += system.solve(tolerance / 2, problem.progress)
         if system.x.dtype != dtype:

@@ -11,7 +11,12 @@ from torch import Tensor
 
 from mrp_lightning.errors import HessianError, NumericalWarning, OptionError
 from mrp_lightning.processes import Processes
-from mrp_lightning.solver.arithmetic import bfloat16_factors, full_float32, split_range
+from mrp_lightning.solver.arithmetic import (
+    bfloat16_factors,
+    full_float32,
+    split_range,
+    warn_of_slow_float64,
+)
 from mrp_lightning.solver.conjugate_gradients import LowRankModel
 from mrp_sparse.arguments import checked, is_count
 
@@ -275,6 +280,8 @@ class DampedHessian:
         precision = torch.finfo(self.dtype).eps
         for dtype in dict.fromkeys((self.dtype, torch.float64)):
             matrix = self._matrix(dtype)
+            if dtype != self.dtype:
+                warn_of_slow_float64(matrix.device)
             diagonal = matrix.diagonal().clone()
             # H = RRᵀ with R upper triangular comes from the Cholesky factor of H turned around;
             # U = R⁻¹ then needs no inverse of H and no second factorisation.

@@ -190,9 +190,12 @@ KERNELS: dict[str, Kernel] = {
     "triton-gemv": Kernel(
         functools.partial(_by_triton, "gemv"),
         _refuse_gemv,
-        tuple(
-            {"rows": rows, "groups": groups}
-            for rows, groups in ((8, 128), (16, 128), (4, 128), (4, 256), (2, 512), (1, 1024))
+        (
+            *(
+                {"rows": rows, "groups": groups}
+                for rows, groups in ((8, 128), (16, 128), (4, 128), (4, 256), (2, 512), (1, 1024))
+            ),
+            *({"rows": rows, "groups": 128, "unroll": 4} for rows in (8, 4, 2)),
         ),
     ),
     "triton-gemm": Kernel(
@@ -203,7 +206,8 @@ KERNELS: dict[str, Kernel] = {
             {"rows": 16, "columns": 256, "split": 4},
             {"rows": 32, "columns": 128, "split": 4},
             *({"rows": rows, "columns": 128} for rows in (64, 128)),
-            *({"rows": rows, "columns": 256} for rows in (32, 64)),
+            {"rows": 32, "columns": 256, "stages": 2},  # with 3 Triton 3.9 spills on sm_90
+            {"rows": 64, "columns": 256},
             {"rows": 16, "columns": 128, "split": 4, "tokens": 32},
             *({"rows": rows, "columns": 128, "tokens": 64} for rows in (64, 128)),
         ),

@@ -25,6 +25,7 @@ def gemv(
     *,
     rows: int = 8,
     groups: int = 128,
+    unroll: int = 1,
 ) -> Tensor:
     """Multiply one token, y = W x + b: x is (1, in), y is (1, out).
 
@@ -38,6 +39,7 @@ def gemv(
         bias: Added to each output, (out,), or `None`.
         rows: Output rows of a program, a power of two.
         groups: Groups of four columns of a step, a power of two; rows × groups is at least 128.
+        unroll: Steps whose loads are under way together: a warp waits for memory less often.
     """
     out_features, columns = values.shape[0], 2 * values.shape[1]
     y = _result(1, out_features, x)
@@ -53,6 +55,7 @@ def gemv(
             COLUMNS=columns,
             ROWS=rows,
             GROUPS=groups,
+            UNROLL=unroll,
             BF16=x.dtype == torch.bfloat16,
             BIAS=bias is not None,
             num_warps=rows * groups // 128,

@@ -31,13 +31,14 @@ def gemv_program(  # type: ignore[no-untyped-def]
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     GROUPS: tl.constexpr,
+    UNROLL: tl.constexpr,
     BF16: tl.constexpr,
     BIAS: tl.constexpr,
 ):
-    """One token times ROWS rows, GROUPS groups a step."""
+    """One token times ROWS rows, GROUPS groups a step, with the loads of UNROLL steps at once."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     partial = tl.zeros([ROWS, GROUPS], tl.float32)
-    for start in range(0, COLUMNS // 4, GROUPS):
+    for start in tl.range(0, COLUMNS // 4, GROUPS, loop_unroll_factor=UNROLL):
         group = start + tl.arange(0, GROUPS)
         inside = (row < out_features)[:, None] & (group < COLUMNS // 4)[None, :]
         two = tl.load(

@@ -452,6 +452,24 @@ def test_running_out_of_memory_ends_one_number_of_tokens(without_a_clock, monkey
     ]
 
 
+def test_a_configuration_that_a_card_has_no_memory_for_is_skipped(
+    without_a_clock, monkeypatch, caplog
+):
+    errors = pytest.importorskip("triton.runtime.errors")
+
+    def large(x, weight, bias, *, columns):
+        if columns > 128:
+            raise errors.OutOfResources(102400, 101376, "shared memory")
+        return dense_product(x, weight, bias)
+
+    configs = ({"columns": 256}, {"columns": 128})
+    monkeypatch.setattr(timing, "KERNELS", {"large": kernel(large, configs=configs)})
+    measured, failures = contest(tokens=(8,))
+    assert failures == []
+    assert [m.config for m in measured if m.kernel == "large"] == [{"columns": 128}]
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tokens", [1, 5, 16, 100])

@@ -1,9 +1,18 @@
 """The precision of products, and what is left of the user's settings afterwards."""
 
+import warnings
+
 import pytest
 import torch
 
-from mrp_lightning.solver.arithmetic import bfloat16_factors, full_float32
+from mrp_lightning import prune_weight
+from mrp_lightning.errors import NumericalWarning
+from mrp_lightning.solver import hessian as hessian_module
+from mrp_lightning.solver.arithmetic import (
+    bfloat16_factors,
+    full_float32,
+    warn_of_slow_float64,
+)
 
 SETTINGS = [
     ("generic", "all"),
@@ -121,3 +130,32 @@ def test_no_autocast():
         assert (a @ a).dtype == torch.bfloat16
         with full_float32(CPU):
             assert (a @ a).dtype == torch.float32
+
+
+@pytest.mark.parametrize(("capability", "warned"), [((8, 0), 0), ((8, 9), 1), ((12, 0), 1)])
+def test_a_gpu_with_slow_float64_is_warned_of_once(capability, warned, monkeypatch):
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a card")
+    warn_of_slow_float64.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for place in (device, device, torch.device("cpu")):
+            warn_of_slow_float64(place)
+    warn_of_slow_float64.cache_clear()
+    messages = [str(one.message) for one in caught if one.category is NumericalWarning]
+    assert len(messages) == warned
+    assert all("cuda:0 (a card) computes float64 up to 64 times" in text for text in messages)
+
+
+def test_work_in_float64_is_announced(monkeypatch):
+    """Two inputs that are almost one: float32 has no factor of their Hessian."""
+    announced = []
+    monkeypatch.setattr(hessian_module, "warn_of_slow_float64", announced.append)
+    inputs = torch.randn(64, 4, dtype=torch.float64)
+    inputs[:, 1] = inputs[:, 0] * (1 + 1e-6)
+    matrix = (2 * inputs.T @ inputs / 64).float()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        prune_weight(torch.randn(3, 4), matrix, pattern="2:4", method="SM", damping=1e-9)
+    assert announced[:1] == [torch.device("cpu")]
