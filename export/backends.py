@@ -67,7 +67,7 @@ def _torch_missing(device: torch.device) -> str | None:
 def why_not_tiled(
     kind: type[SparseSemiStructuredTensor], shape: tuple[int, ...], dtype: torch.dtype
 ) -> str | None:
-    """The reason why one of torch's classes of 2:4 tensors has no form of a weight, or `None`."""
+    """Return why one of torch's classes of 2:4 tensors has no form of a weight, or `None`."""
     tiles = torch_names.tiles_of_sparse24(kind, dtype)
     if dtype == torch.float32 or tiles is None:
         name = str(dtype).removeprefix("torch.")
@@ -160,12 +160,12 @@ TORCHAO_VERSION = 1
 
 
 def why_not_storable(shape: tuple[int, int], dtype: torch.dtype) -> str | None:
-    """The reason why torchao has no tensor for a 2:4 weight, or `None`."""
+    """Return the reason why torchao has no tensor for a 2:4 weight, or `None`."""
     return why_not_tiled(SparseSemiStructuredTensorCUTLASS, shape, dtype)
 
 
 def store_torchao(weight: Tensor) -> Tensor:
-    """The tensor to write, on the CPU, of a 2:4 weight (rows, columns) on a CUDA device."""
+    """Return torchao's tensor, on the CPU, of a 2:4 weight (rows, columns) on a CUDA device."""
     made: Any = SparseSemiStructuredTensorCUTLASS.from_dense(weight.contiguous())
     return SparseSemiStructuredTensorCUTLASS(
         weight.shape,
@@ -178,7 +178,7 @@ def store_torchao(weight: Tensor) -> Tensor:
 
 
 def restore_torchao(tensor: Tensor) -> Tensor:
-    """The weight of a stored tensor, bit by bit; any other tensor as it is."""
+    """Return the weight of a tensor of torchao, equal to the bit; any other tensor unchanged."""
     return tensor.to_dense() if isinstance(tensor, SparseSemiStructuredTensorCUTLASS) else tensor
 
 
@@ -230,7 +230,7 @@ def apply(model: nn.Module, backend: str = "auto", target: str = "both") -> dict
 
 
 def _prepare(layer: Sparse24Linear, backend: str, target: str) -> tuple[nn.Module, str | None]:
-    """The layer as a back-end runs it, and the reason if that is dense."""
+    """Return the layer in the form that a back-end runs, and the reason if that is dense."""
     if backend in SUBCLASSES:
         linear = layer.to_linear()
         reason = SUBCLASSES[backend].refuse(linear)
@@ -252,7 +252,7 @@ def check_backend(backend: str, device: torch.device) -> None:
 
 
 def why_not_here(backend: str, device: torch.device) -> str | None:
-    """The reason why a back-end cannot run on a device at all, or `None`."""
+    """Return the reason why a back-end cannot run on a device at all, or `None`."""
     if backend in SUBCLASSES:
         return SUBCLASSES[backend].missing(device)
     if device.type != "cuda":
@@ -267,14 +267,14 @@ def _call(layer: Sparse24Linear, tokens: int = 1) -> Call:
 
 
 def _refusal(layer: Sparse24Linear, backend: str) -> str | None:
-    """The reason why no sparse kernel of ours takes the layer, or `None`."""
+    """Return the reason why no sparse kernel of ours takes the layer, or `None`."""
     names = ("triton-gemm",) if backend == "triton" else ("triton-gemm", "cusparselt")
     reasons = [KERNELS[name].refuse(_call(layer)) for name in names]
     return None if None in reasons else "; ".join(reason for reason in reasons if reason)
 
 
 def not_faster(layer: Sparse24Linear, times: KernelTimes, target: str) -> str | None:
-    """The reason to keep a layer dense, or `None` where its sparse form may pay.
+    """Return the reason to keep a layer dense, or `None` if its sparse form may be faster.
 
     There is one if, at every number of tokens of the target, no kernel that can run this layer was
     measured to be faster than a dense weight. What was not measured counts for the small form.

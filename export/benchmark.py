@@ -1,9 +1,9 @@
-"""How fast a pruned model is: the same weights packed and stored dense, on a CUDA device.
+"""Time the same pruned weights packed and stored dense, on a CUDA device.
 
     python -m export.benchmark --shape llama3-8b llama2-7b opt-6.7b --out lab/results/export
 
-A shape is filled with random 2:4 weights: speed does not depend on what the weights mean. What is
-measured is written as it comes; what fails is listed with its reason.
+A shape is filled with random 2:4 weights, on whose values speed does not depend. Measurements are
+written as they come; a failure is listed with its reason.
 """
 
 from collections.abc import Sequence

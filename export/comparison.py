@@ -241,7 +241,7 @@ def _contestant(
 
 
 def prefill(forward: Callable[..., Any], prompt: Tensor) -> Tensor:
-    """The logits (batch, 1, vocabulary) of the last token."""
+    """Return the logits (batch, 1, vocabulary) of the last token."""
     return forward(prompt, use_cache=False, logits_to_keep=1).logits
 
 
@@ -284,7 +284,7 @@ class SpeedReport:
 
 
 def tables(report: SpeedReport) -> str:
-    """The report as Markdown."""
+    """Return the report as Markdown."""
     parts = [", ".join(f"{name} {value}" for name, value in report.environment.items())]
     parts += report.notes
     if report.layers:
@@ -307,7 +307,7 @@ def tables(report: SpeedReport) -> str:
 
 
 def speed_ups(rows: Sequence[ModelTime]) -> dict[tuple[str, int], float]:
-    """Time of the faster dense way over that of the faster sparse way, by phase and batch size."""
+    """Return the faster dense way's time over the faster sparse way's, by phase and batch size."""
     best: dict[tuple[str, int, str], float] = {}
     for row in rows:
         if row.timing is not None:
@@ -321,7 +321,7 @@ def speed_ups(rows: Sequence[ModelTime]) -> dict[tuple[str, int], float]:
 
 
 def _failure_list(failures: Sequence[Failure]) -> list[str]:
-    """A line for each kernel, shape and reason, with all numbers of tokens."""
+    """Return a line for each kernel, shape and reason, with all numbers of tokens."""
     tokens: dict[tuple[str, str, str], list[int]] = {}
     for f in failures:
         key = f.kernel, f"{f.out_features}×{f.in_features}", f.reason
@@ -361,7 +361,7 @@ def _model_table(times: Sequence[ModelTime]) -> str:
 
 
 def _markdown(columns: str, rows: Sequence[Sequence[str]]) -> str:
-    """A table with the columns of these names, which commas separate."""
+    """Return a table with the columns of these names, which commas separate."""
     header = columns.split(", ")
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -449,7 +449,7 @@ def measure_layers(
 
 
 def bandwidth(device: torch.device) -> float:
-    """Bytes a second of a large copy on a device, reads and writes together."""
+    """Return the bytes a second of a large copy on a device, reads and writes together."""
     source = torch.empty(2**30, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     once = {"copy": lambda: microseconds(lambda: target.copy_(source))}

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 def read(file: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """The tensors of a file, torchao's among them, on the CPU. No code of the file is run.
+    """Return the tensors of a file, torchao's among them, on the CPU. No code of the file is run.
 
     Raises:
         FormatError: It is damaged, holds other things, or tensors that are far larger than it is.

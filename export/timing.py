@@ -73,7 +73,7 @@ class SpeedOptions:
 def add_arguments(parser: Any, batch_sizes: Sequence[int]) -> None:
     """Add the arguments of `SpeedOptions` but `layer_tokens` to a command line, or to a group."""
     option, number = parser.add_argument, number_from(1)
-    option("--backend", choices=BACKENDS, default="auto", help="what to measure")
+    option("--backend", choices=BACKENDS, default="auto", help="the back-end to measure")
     text = "mode of torch.compile, for both sides; none: eager code alone"
     option(
         "--compile",
@@ -83,7 +83,7 @@ def add_arguments(parser: Any, batch_sizes: Sequence[int]) -> None:
         metavar="MODE",
         help=text,
     )
-    text = "what to keep weights ready for; both keeps two layouts in memory (default: both)"
+    text = "the phase to keep weights ready for; both keeps two layouts in memory (default: both)"
     option("--target", choices=TARGETS, default="both", help=text)
     option("--batch-sizes", nargs="+", type=number, default=[*batch_sizes], metavar="N")
     option("--prompt-tokens", type=number, default=2048, metavar="N")
@@ -110,7 +110,7 @@ class Timing:
 
 
 def copies(weight_bytes: int) -> int:
-    """Number of weights of a size to rotate over, so that none is found in the cache."""
+    """Return the number of weights of a size to rotate over, so that none stays in the cache."""
     return max(2, -(-COLD_BYTES // weight_bytes))
 
 
@@ -165,7 +165,7 @@ def graphed(calls: Sequence[Callable[[], object]]) -> Callable[[], float]:
 
 
 def microseconds(call: Callable[[], object]) -> float:
-    """Device time of what `call` starts on the current stream."""
+    """Return the device time of the work that `call` starts on the current stream."""
     start = torch.cuda.Event(enable_timing=True)
     end = torch.cuda.Event(enable_timing=True)
     start.record()
@@ -192,7 +192,7 @@ Winners = dict[tuple[str, int], Config]
 def random_24(
     out_features: int, in_features: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Normal weights of variance 1/in, with the two smallest of every four removed."""
+    """Return normal weights of variance 1/in, with the two smallest of every four removed."""
     weight = torch.randn(out_features, in_features, dtype=dtype, device=device) / in_features**0.5
     groups = weight.unflatten(1, (-1, GROUP))
     smallest = groups.abs().topk(GROUP // 2, dim=-1, largest=False).indices
@@ -211,7 +211,7 @@ def measure(
     """Time all kernels against the same pruned weight stored dense, with CUDA graphs.
 
     A kernel's configurations are compared in a short round, and its best one enters the long one,
-    of so many repeats. For each number of tokens it gives what was measured, and what could not be.
+    of so many repeats. For each number of tokens it yields the measurements and the failures.
     """
     with torch.cuda.device(device):
         number = copies(out_features * in_features * dtype.itemsize)
@@ -310,7 +310,7 @@ class _Contest:
         return next((limit for limit in BUCKETS if tokens <= limit), tokens)
 
     def _configs(self, name: str, kernel: Kernel) -> list[Config]:
-        """The configurations to try: what won for a similar number of tokens, else all."""
+        """Return the configuration that won at a similar number of tokens, else all."""
         if name != "cusparselt":
             winner = self.winners.get((name, self._bucket))
             return [dict(config) for config in kernel.configs] if winner is None else [winner]
@@ -362,7 +362,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @torch.no_grad()
 def random_model(shape: str, dtype: torch.dtype, device: torch.device) -> "PreTrainedModel":
-    """A model of a published shape with random weights, 2:4 in all linear layers but the head."""
+    """Return a model of a published shape with random 2:4 weights, but for its dense head."""
     from transformers import AutoConfig, AutoModelForCausalLM  # the shapes alone need none
 
     options = dict(SHAPES[shape])
@@ -375,7 +375,7 @@ def random_model(shape: str, dtype: torch.dtype, device: torch.device) -> "PreTr
 
 
 def prunable(model: "PreTrainedModel") -> dict[str, nn.Linear]:
-    """The linear layers that have a packed form, without the output head."""
+    """Return the linear layers that have a packed form, without the output head, by name."""
     head = model.get_output_embeddings()
     return {
         name: module

@@ -100,7 +100,7 @@ def _check_version(key: str, version: int, expected: int) -> None:
 
 
 def _problems_of_modules(modules: Any, *, counted: bool) -> Iterator[str]:
-    """Yield what is wrong with `modules`: a list of names or, if counted, sizes by name."""
+    """Yield the problems of `modules`: a list of names or, if counted, sizes by name."""
     if isinstance(modules, list | tuple | dict) and not modules:
         return
     if counted and isinstance(modules, dict):
@@ -117,7 +117,7 @@ def _problems_of_modules(modules: Any, *, counted: bool) -> Iterator[str]:
 
 
 def _problems_of_head(head: Any) -> Iterator[str]:
-    """Yield what is wrong with `head`: the name of a module, and the version of the format."""
+    """Yield the problems of `head`: the name of a module, and the version of the format."""
     for key, kind in (("module", str), ("format_version", int)):
         value = head.get(key) if isinstance(head, Mapping) else None
         if type(value) is not kind:
@@ -224,7 +224,7 @@ class PackedQuantizer(HfQuantizer):
 
     @property
     def is_compileable(self) -> bool:
-        """The operator has a fake kernel."""
+        """Operators have fake kernels, and unpacking waits for no value, as CUDA graphs require."""
         return True
 
 

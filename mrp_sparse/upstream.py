@@ -20,7 +20,7 @@ def check(holds: Any, message: str) -> None:
 
 
 def arguments_of_cusparselt() -> set[str]:
-    """The names of the arguments of `matmul_cusparselt` that this torch knows.
+    """Return the names of the arguments of `matmul_cusparselt` that this torch knows.
 
     Seen in torch 2.13, as the three functions below. torch's public way to cuSPARSELt,
     `to_sparse_semi_structured`, gives a subclass of tensors, which neither safetensors nor an
@@ -30,14 +30,14 @@ def arguments_of_cusparselt() -> set[str]:
 
 
 def compress_cusparselt(weight: Tensor) -> Tensor:
-    """A 2:4 weight in cuSPARSELt's layout; see `arguments_of_cusparselt`."""
+    """Return a 2:4 weight in cuSPARSELt's layout; see `arguments_of_cusparselt`."""
     return torch._cslt_compress(weight)
 
 
 def matmul_cusparselt(
     compressed: Tensor, x: Tensor, bias: Tensor | None, **algorithm: Any
 ) -> Tensor:
-    """(W x)ᵀ + bias for x (in, tokens); see `arguments_of_cusparselt`."""
+    """Return (W x)ᵀ + bias for x (in, tokens); see `arguments_of_cusparselt`."""
     return torch._cslt_sparse_mm(compressed, x, bias=bias, transpose_result=True, **algorithm)
 
 
@@ -65,7 +65,7 @@ def attention_of(config: Any) -> str | None:
 
 @contextmanager
 def grouped_attention() -> Iterator[None]:
-    """Let what is traced attend with as many heads of keys and values as there are.
+    """Trace attention with the grouped heads of keys and values, instead of repeating them.
 
     Seen in transformers 5.23, which repeats them for all heads of queries in a graph with a mask;
     torch's product for CPUs does not need that. In its place: an argument of the attention.

@@ -1,4 +1,4 @@
-"""A checkpoint on disk, read file by file, with a bar for what takes long."""
+"""A checkpoint on disk, read file by file, with bars for long reads."""
 
 import logging
 import os
@@ -55,7 +55,7 @@ def bars() -> Iterator[Track]:
 
 
 def silence_transformers() -> None:
-    """Silence what transformers logs about each file; its bars are for terminals only."""
+    """Silence transformers' messages about each file; its bars are for terminals only."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
@@ -87,7 +87,7 @@ class Checkpoint:
     Attributes:
         path: The directory or file that the user named.
         config: The content of its `config.json`; empty for the weights of a user's own module, of
-            which only its `pruning_report.json` tells.
+            which only its `pruning_report.json` gives the names.
         files: The files of weights.
         companions: All other files, relative to `path`: tokenizer, chat template, reports.
     """
@@ -114,7 +114,7 @@ class Checkpoint:
             yield from file.read().items()
 
     def pretrained_config(self) -> PreTrainedConfig:
-        """The configuration as transformers' object; a FormatError where it knows none such."""
+        """Return the configuration as an object of transformers, or raise a FormatError."""
         try:
             if self.path.is_dir():
                 return AutoConfig.from_pretrained(self.path, trust_remote_code=False)
@@ -127,7 +127,7 @@ class Checkpoint:
             ) from error
 
     def load(self) -> PreTrainedModel:
-        """The model, dense, in the precision that it is stored in.
+        """Load the dense model in its stored precision.
 
         Raises:
             FormatError: Weights of the model are missing from the checkpoint, or do not fit it.
@@ -197,7 +197,7 @@ def _weight_file(file: Path) -> WeightFile:
 
 
 def _lightning_checkpoint(file: Path) -> Checkpoint:
-    """The Hugging Face model in a checkpoint of `CausalLM`, which stores its configuration."""
+    """Return the Hugging Face model in a checkpoint of `CausalLM`, which stores its config."""
     saved: Any = read(file)
     saved = saved if isinstance(saved, dict) else {}
     state, settings = saved.get("state_dict"), saved.get("hyper_parameters")
@@ -222,9 +222,9 @@ def _lightning_checkpoint(file: Path) -> Checkpoint:
 
 
 def _companions(path: Path) -> list[Path]:
-    """The files beside the model's, with the weights of a sentence encoder's further modules.
+    """List the other files of a directory, with weights of a sentence encoder's further modules.
 
-    They are copied, and the copy may be published: what a link leads to elsewhere stays there.
+    They are copied, and the copy may be published, so links that lead elsewhere are refused.
     """
     modules = (path / "modules.json").is_file()
     files = []

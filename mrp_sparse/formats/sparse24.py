@@ -89,7 +89,7 @@ def pack(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 @checked
 def unpack(values: Tensor, meta: Tensor) -> Tensor:
-    """The weight (rows, columns) that was packed, bit by bit.
+    """Return the weight (rows, columns) that was packed, equal to the bit.
 
     Args:
         values: The kept values (rows, columns / 2).

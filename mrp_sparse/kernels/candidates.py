@@ -45,7 +45,7 @@ class PackedWeight(NamedTuple):
 class Call:
     """A product that a kernel is asked for: (tokens, in) times the transpose of (out, in).
 
-    `compressed` says whether the weight is there in cuSPARSELt's layout, too.
+    `compressed` is whether the weight also has cuSPARSELt's layout.
     """
 
     tokens: int

@@ -61,7 +61,7 @@ def linear_bitmask(
 
     Args:
         x: Input (..., columns), in the dtype of `values`. One that is too narrow for the bits is
-            refused on a CPU; of one that is wider within the last byte nothing tells.
+            refused on a CPU; one that is wider within the last byte is not noticed.
         values: Kept values, row after row in the order of their columns.
         bits: Where they were, uint8 (rows, ceil(columns / 8)), lowest bit first.
         offsets: Where the values of each row begin, int64 (rows,); the end of the last may follow.
@@ -93,7 +93,7 @@ def linear_bitmask4(
 
     Args:
         x: Input (..., columns), in the dtype of `scales`. One that is too narrow for the bits is
-            refused on a CPU; of one that is wider within the last byte nothing tells.
+            refused on a CPU; one that is wider within the last byte is not noticed.
         nibbles: Codes of the kept values, uint8, two in a byte, group after group.
         bits: Where they were, uint8 (rows, ceil(columns / 8)), lowest bit first.
         scales: Scales (rows, ceil(columns / 64)).

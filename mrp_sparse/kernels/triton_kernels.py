@@ -75,7 +75,7 @@ def gemm(
     columns: int = 128,
     stages: int = 3,
 ) -> Tensor:
-    """Y = X Wᵀ + b for a few tokens, loaded sparse and multiplied dense: x is (tokens, in).
+    """Multiply a few tokens, Y = X Wᵀ + b, loaded sparse and multiplied dense: x is (tokens, in).
 
     Without a split a program has a warp for each 16 of its rows. With one it has a warp for each
     part of the columns, so that few rows still make enough work.
@@ -119,7 +119,7 @@ def gemm(
 
 
 def unpack(values: Tensor, meta: Tensor, *, rows: int = 8, groups: int = 128) -> Tensor:
-    """The dense weight (out, in) of a packed one, in one pass over memory; bit for bit."""
+    """Return the dense weight (out, in), equal to the bit, in one pass over memory."""
     out_features, width = values.shape[0], 2 * values.shape[1]
     y = torch.empty(out_features, width // 4, dtype=torch.int64, device=values.device)
     grid = (triton.cdiv(out_features, rows), triton.cdiv(width // 4, groups))
@@ -131,7 +131,7 @@ def unpack(values: Tensor, meta: Tensor, *, rows: int = 8, groups: int = 128) ->
 
 
 def _words(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The same bits in words of `dtype`, from an address that vector loads may start at."""
+    """Return the same bits in words of `dtype`, at an address that vector loads may start at."""
     tensor = tensor.contiguous()
     if tensor.data_ptr() % 16:
         tensor = tensor.clone()
@@ -150,5 +150,5 @@ def _readable(bias: Tensor | None) -> Tensor | None:
 
 
 def _on(tensor: Tensor) -> Any:
-    """Triton launches on the current device, which need not be the tensor's."""
+    """Make the tensor's device the current one, on which Triton launches."""
     return torch.cuda.device(tensor.device if tensor.is_cuda else -1)
