@@ -1,0 +1,211 @@
+r"""The 4 and 5 bits that llama.cpp runs: its own quantiser's and ours, in the same types.
+
+    python lab/benchmarks/engine_types.py MODEL PLACE --llama LLAMA.CPP/build/bin \
+        --calibration valid.txt --evaluation test.txt --out lab/results/engine-types.md [--rescale]
+
+METHOD. Ours is a pruning with `grid`, written by `export.to_gguf`; theirs is `llama-quantize` with
+an importance matrix of the same calibration windows, and without one. Windows of 512 tokens, spread
+evenly over each text. All files are read back by transformers into float32 and measured on the
+same windows, so that llama.cpp's rounding of activations is left out. Bits are those of the blocks'
+matrices, bytes those of the whole file. With `--rescale`, channels of the model are scaled first by
+random numbers without changing what it computes, since the weights of a model that was read from a
+file of four bits lie on that file's grid. What PLACE holds already is not made again.
+"""
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from few_bits import bits_of_gguf
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from callbacks import PruningCallback
+from export import to_gguf
+from mrp_lightning import CausalLM, Trainer
+from mrp_lightning.environment import quiet_lightning
+from mrp_lightning.models.loading import load_model, load_tokenizer
+from mrp_lightning.models.saving import save_pretrained
+from mrp_sparse.environment import machine
+
+LENGTH = 512
+OURS: dict[str, dict[str, Any]] = {
+    "Q4_0": {"grid": "q4_0"},
+    "IQ4_NL": {"grid": "iq4_nl"},
+    "IQ4_NL, dense target": {"grid": "iq4_nl", "target": "dense"},
+    "Q5_0": {"grid": "q5_0"},
+    "IQ4_NL, dense target, tuned": {"grid": "iq4_nl", "target": "dense", "tuning": True},
+}
+THEIRS = ("Q4_0", "Q4_0 imatrix", "IQ4_NL imatrix", "Q3_K_M imatrix", "Q4_K_M imatrix")
+THEIRS += ("Q5_0 imatrix",)
+
+
+def rescale(model: nn.Module) -> None:
+    """Scale channels of a LLaMA by random numbers that cancel: the outputs stay as they are."""
+    generator = torch.Generator().manual_seed(0)
+
+    def factors(count: int) -> Tensor:
+        return torch.exp(torch.randn(count, generator=generator) * 0.3)
+
+    for block in model.get_submodule("model.layers").children():
+        attention, mlp = block.self_attn, block.mlp
+        for norm, readers in (
+            (block.input_layernorm, (attention.q_proj, attention.k_proj, attention.v_proj)),
+            (block.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj)),
+        ):
+            scale = factors(len(norm.weight))
+            norm.weight.data.mul_(scale)
+            for reader in readers:
+                reader.weight.data.div_(scale)
+        scale = factors(len(mlp.up_proj.weight))
+        mlp.up_proj.weight.data.mul_(scale[:, None])
+        mlp.down_proj.weight.data.div_(scale)
+        width = attention.head_dim
+        scale = factors(len(attention.v_proj.weight))
+        attention.v_proj.weight.data.mul_(scale[:, None])
+        shared = scale.view(-1, 1, width).expand(-1, attention.num_key_value_groups, -1)
+        attention.o_proj.weight.data.div_(shared.reshape(-1))
+
+
+def windows(file: Path, tokenizer: Any, count: int) -> Tensor:
+    """Windows (count, 512), spread evenly over a text."""
+    ids = tokenizer(file.read_text("utf-8"), add_special_tokens=False).input_ids
+    every = torch.tensor(ids[: len(ids) // LENGTH * LENGTH]).view(-1, LENGTH)
+    return every[torch.linspace(0, len(every) - 1, count).long()]
+
+
+@torch.no_grad()
+def perplexity(model: nn.Module, evaluation: Tensor) -> float:
+    """The perplexity of a model on windows."""
+    losses = [
+        cross_entropy(model(batch).logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+        for batch in evaluation.split(1)
+    ]
+    return math.exp(float(torch.stack(losses).mean()))
+
+
+def quantise(
+    dense: Path, run: Path, settings: dict[str, Any], calibration: Tensor, method: str
+) -> float:
+    """Prune a model with a grid, save it, and return the CPU seconds."""
+    begin = time.process_time()
+    callback = PruningCallback(method=method, save_dir=run, **settings)
+    loader = torch.utils.data.DataLoader(calibration, batch_size=4)  # type: ignore[arg-type]
+    with quiet_lightning():
+        trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
+        trainer.predict(CausalLM(str(dense)), loader, callbacks=[callback])
+    return time.process_time() - begin
+
+
+def llama(options: argparse.Namespace, program: str, *arguments: Any) -> None:
+    """Run a program of llama.cpp."""
+    command = [str(part) for part in (options.llama / program, *arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-1000:]}")
+
+
+def files(options: argparse.Namespace, dense: Path) -> Iterator[tuple[str, str, Path, float]]:
+    """Yield who made a file, of which type, the file, and the CPU seconds that it took."""
+    tokenizer = AutoTokenizer.from_pretrained(dense)
+    calibration = windows(options.calibration, tokenizer, options.windows)
+    for name, settings in OURS.items():
+        run = options.place / name.replace(", ", "-").replace(" ", "-").replace("%", "")
+        file, spent = run.with_suffix(".gguf"), run.with_suffix(".json")
+        if not file.exists():
+            if not run.exists():
+                seconds = quantise(dense, run, settings, calibration, options.method)
+                spent.write_text(json.dumps(seconds))
+            to_gguf.main([str(run), "--out", str(file), "--embedding-type", "q8_0"])
+        yield "ours", name, file, json.loads(spent.read_text())
+    whole, matrix = options.place / "whole.gguf", options.place / "imatrix.gguf"
+    if not matrix.exists():
+        to_gguf.main([str(dense), "--out", str(whole), "--type", "bf16", "--overwrite"])
+        text = options.place / "calibration.txt"
+        text.write_text("".join(tokenizer.batch_decode(calibration)), "utf-8")
+        chunks = ["-c", LENGTH, "--chunks", len(calibration), "-t", 1]
+        llama(options, "llama-imatrix", "-m", whole, "-f", text, "-o", matrix, *chunks)
+    for name in THEIRS:
+        file = options.place / f"llama-{name.replace(' ', '-')}.gguf"
+        if not file.exists():
+            kind, _, guided = name.partition(" ")
+            given = ["--imatrix", matrix] if guided else []
+            vocabulary = ["--token-embedding-type", "q8_0"]
+            llama(options, "llama-quantize", *given, *vocabulary, whole, file, kind, 1)
+        yield "llama.cpp", name, file, math.nan
+
+
+def main() -> None:
+    """Print the table, and write it."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", help="a Hugging Face directory or a GGUF file of a LLaMA")
+    parser.add_argument("place", type=Path, help="directory for the files")
+    parser.add_argument("--llama", type=Path, required=True, help="where its binaries lie")
+    parser.add_argument("--calibration", type=Path, required=True)
+    parser.add_argument("--evaluation", type=Path, required=True)
+    parser.add_argument("--windows", type=int, default=32, help="of the calibration text")
+    parser.add_argument("--eval-windows", type=int, default=40)
+    parser.add_argument("--method", default="JM", help="matters with sparsity alone")
+    parser.add_argument("--rescale", action="store_true")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    options.place.mkdir(parents=True, exist_ok=True)
+    dense = options.place / "dense"
+    if not dense.exists():
+        model = load_model(options.model, torch.float32)
+        if options.rescale:
+            rescale(model)
+        tokenizer = load_tokenizer(options.model)
+        save_pretrained(model.bfloat16(), dense, tokenizer=tokenizer)
+    evaluation = windows(
+        options.evaluation, AutoTokenizer.from_pretrained(dense), options.eval_windows
+    )
+    whole = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
+    best = perplexity(whole, evaluation)
+    rows = [f"| dense | bfloat16 | 16 | | {best:.3f} | | |"]
+    known = options.place / "perplexities.json"
+    measured = json.loads(known.read_text()) if known.exists() else {}
+    for maker, name, file, seconds in files(options, dense):
+        if file.name not in measured:
+            model = AutoModelForCausalLM.from_pretrained(
+                options.place, gguf_file=file.name, dtype=torch.float32
+            )
+            measured[file.name] = perplexity(model, evaluation)
+            known.write_text(json.dumps(measured))
+        value, size = measured[file.name], file.stat().st_size / 2**20
+        spent = "" if math.isnan(seconds) else f"{seconds:.0f}"
+        rows.append(
+            f"| {maker} | {name} | {bits_of_gguf(file):.2f} | {size:.1f} | {value:.3f} | "
+            f"{value / best - 1:+.1%} | {spent} |"
+        )
+        print(rows[-1], file=sys.stderr, flush=True)
+    lines = [
+        f"`python {' '.join(sys.argv)}`",
+        "",
+        f"{machine()}, one thread. Calibrated on {options.windows} windows of 512 tokens, measured "
+        f"on {options.eval_windows}.",
+        "",
+        "| by | type | bits of the blocks | file, MiB | perplexity | over dense | CPU seconds |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
+        *rows,
+    ]
+    text = "\n".join(lines) + "\n"
+    print(text)
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(text, "utf-8")
+
+
+if __name__ == "__main__":
+    main()
