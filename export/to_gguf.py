@@ -6,13 +6,12 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from mrp_lightning import errors
 from mrp_lightning.cli.command import exit_on_mistake, make_parser
 from mrp_lightning.environment import extra
-from mrp_lightning.files import move_durably
+from mrp_lightning.outputs import save_file
 
 _TYPES = ("auto", "bf16", "f16", "f32", "q8_0", "q5_0", "q4_0", "iq4_nl", "mxfp4")
 
@@ -61,11 +60,8 @@ def convert(options: Namespace) -> Path:
     if os.path.lexists(out) and not options.overwrite:
         raise FileExistsError(f"`--out`: {out} exists. Name another file, or add --overwrite.")
     checkpoint = open_checkpoint(run)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as staging:
-        partial = Path(staging, out.name)
+    with save_file(out, argument="--out") as partial:
         written = write_gguf(checkpoint, like, partial, kind, options.embedding_type)
-        move_durably(partial, out)
     types = ", ".join(f"{count} {name}" for name, count in written.types.items())
     sys.stdout.write(f"Written to {out}: {types} tensors, {written.num_bytes / 2**20:.1f} MiB\n")
     if written.rounded:

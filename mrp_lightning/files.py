@@ -7,6 +7,7 @@ a file that is not listed, or has another checksum by now, belongs to the user.
 import hashlib
 import json
 import os
+import re
 import reprlib
 import stat
 from collections.abc import Iterator, Mapping
@@ -16,7 +17,13 @@ from secrets import token_hex
 from mrp_lightning.errors import OptionError
 
 MANIFEST = ".mrp_files.json"
-"""Name of a manifest: `{"format_version": 1, "files": {name: SHA-256}}`, names below it."""
+"""Name of a manifest: `{"format_version": 1, "files": {name: SHA-256}}`, names below it.
+
+While a file is replaced, its entry holds two checksums with a space between them.
+"""
+
+_PARTIAL = re.compile(r"\..+\.[0-9a-f]{8}\.partial")
+"""Names of files that `save_text` has not finished."""
 
 _NAME_MAX, _ADDED = 255, 25
 """The most bytes of a name in a file system, and how many are added to that of a directory."""
@@ -105,12 +112,17 @@ def save_ours(path: str | os.PathLike[str], text: str, *, adds: bool = False) ->
         OSError: One of the two cannot be written.
     """
     path = Path(path)
-    ours = not adds or not os.path.lexists(path) or not why_not_ours(path)
+    is_users = adds and os.path.lexists(path) and why_not_ours(path)
+    if is_users:
+        save_text(path, text)
+        return
+    listed = _read(path.parent / MANIFEST)
+    earlier, new = listed.get(path.name, ""), hashlib.sha256(text.encode()).hexdigest()
+    # Both are entered first: whenever the process is killed, the file is one of the two.
+    make_directories(path.parent)
+    _write(path.parent, {**listed, path.name: f"{earlier} {new}".strip()})
     save_text(path, text)
-    if ours:
-        listed = _read(path.parent / MANIFEST)
-        listed[path.name] = hashlib.sha256(text.encode()).hexdigest()
-        _write(path.parent, listed)
+    _write(path.parent, {**listed, path.name: new})
 
 
 def check_output_file(
@@ -144,12 +156,13 @@ def write_manifest(directory: Path) -> None:
 def why_not_ours(path: Path, digest: str | None = None) -> str:
     """Return why a file may not be replaced, such as "was changed since"; empty if it may.
 
-    Without a `digest`, the manifest in its directory decides.
+    Without a `digest`, the manifest in its directory decides. Of several, separated by spaces, the
+    file may have any.
     """
     digest = digest or _read(path.parent / MANIFEST).get(path.name)
     if digest is None:
         return "is not known to be written by mrp-lightning"
-    if not stat.S_ISREG(path.lstat().st_mode) or sha256_of(path) != digest:
+    if not stat.S_ISREG(path.lstat().st_mode) or sha256_of(path) not in digest.split():
         return "was changed since mrp-lightning wrote it"
     return ""
 
@@ -165,6 +178,8 @@ def not_ours(directory: Path) -> list[str]:
         name = path.relative_to(directory).as_posix()
         if path in manifests and path.is_file() and not path.is_symlink():
             continue
+        if _PARTIAL.fullmatch(path.name) and path.is_file() and not path.is_symlink():
+            continue  # of a process that was killed
         if path not in listed:
             is_tree = path.is_dir() and not path.is_symlink()
             if not (is_tree and any(path.iterdir())):
@@ -209,7 +224,7 @@ def _read(manifest: Path) -> dict[str, str]:
             return {}
         files = json.loads(manifest.read_text("utf-8"))["files"]
         return {str(name): str(digest) for name, digest in files.items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return {}
 
 

@@ -18,12 +18,14 @@ from mrp_lightning.files import (
     flush,
     hidden_beside,
     make_directories,
+    move_durably,
     not_ours,
     output_path,
     start_manifest,
     write_manifest,
 )
 
+_PROBE = ".probe"
 _REPORTS = ("pruning_report.json", "export_report.json", "evaluation.json")
 
 
@@ -77,7 +79,7 @@ def require_writable(path: str | os.PathLike[str], argument: str) -> None:
 def _probe(above: Path, path: Path, argument: str) -> None:
     """Try to make a directory, which is surer than reading permissions."""
     try:
-        Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".probe", dir=above)).rmdir()
+        Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=_PROBE, dir=above)).rmdir()
     except OSError as error:
         raise PermissionError(
             f"`{argument}`: {path} cannot be made in {above} ({error.strerror}). Name another "
@@ -225,6 +227,33 @@ def save_directory(
             shutil.rmtree(staging, ignore_errors=True)
 
 
+@contextmanager
+def save_file(path: Path, *, argument: str) -> Iterator[Path]:
+    """Yield the path of a file to write, which becomes `path` when the context ends without error.
+
+    After an error it is removed and `path` is unchanged, and so are leftovers of killed processes
+    at the next start. While another process writes `path`, this function waits.
+
+    Args:
+        path: The file, resolved; what is there is replaced.
+        argument: The name that the user knows the path by.
+
+    Raises:
+        PermissionError: Its directory cannot be made or written.
+        OSError: The file cannot be written through to the disk.
+    """
+    make_directories(path.parent)
+    with _held(path, argument):
+        _remove_abandoned(path)
+        staging = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=_STAGING, dir=path.parent))
+        try:
+            start_manifest(staging)
+            yield staging / path.name
+            move_durably(staging / path.name, path)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+
+
 def _lock_file(path: Path) -> Path:
     return hidden_beside(path, ".lock")
 
@@ -263,7 +292,11 @@ def _held(path: Path, argument: str, timeout: float = -1) -> Iterator[None]:
 
 def _remove_abandoned(path: Path) -> None:
     """Remove the incomplete directories of killed processes; the lock must be held."""
-    for staging in path.parent.glob(f".{glob.escape(path.name)}.*{_STAGING}"):
+    start = f".{glob.escape(path.name)}.*"
+    for probe in path.parent.glob(f"{start}{_PROBE}"):
+        with suppress(OSError):
+            probe.rmdir()
+    for staging in path.parent.glob(f"{start}{_STAGING}"):
         with suppress(OSError):
             staging.rmdir()  # one that was killed before it could be marked
         if not staging.is_symlink() and (staging / MANIFEST).is_file():
@@ -297,6 +330,7 @@ def _move_into_place(staging: Path, path: Path) -> None:
         return
     aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".old", dir=path.parent))
     old = aside / path.name
+    flush(path.parent)  # or else what is moved there could be lost with the name of `aside`
     try:
         path.rename(old)
         flush(aside)

@@ -15,6 +15,7 @@ from export.conversion.gguf_layout import layout_like
 from export.conversion.gguf_types import AUTO, TYPES, encode
 from mrp_lightning.errors import FormatError
 from mrp_lightning.files import flush
+from mrp_lightning.models.gguf import reading
 from mrp_lightning.upstream.other_names import bounded_gguf
 
 _VOCABULARY = ("token_embd.weight", "output.weight")
@@ -62,7 +63,8 @@ def write_gguf(
         OSError: The file could not be written whole.
     """
     if like is not None:
-        bounded_gguf(like)  # a damaged file is refused before the checkpoint is read
+        with reading(like, "--like"):  # a damaged file is refused before the checkpoint is read
+            bounded_gguf(like)
     if not checkpoint.config or checkpoint.config.get("quantization_config"):
         raise FormatError(
             f"{checkpoint.path} is no dense Hugging Face checkpoint. Give the directory that "

@@ -62,12 +62,13 @@ def layout_like(checkpoint: Checkpoint, like: Path) -> Layout:
         FormatError: The file is damaged, or of an architecture whose tensors cannot be identified.
         OptionError: The file is of another model.
     """
-    reader = bounded_gguf(like)
+    with reading(like, "--like"):
+        reader = bounded_gguf(like)
     config = checkpoint.pretrained_config().get_text_config()
     source = gguf_config(like).get_text_config()
     _refuse_other(source, config, like)
     state = checkpoint.load().state_dict()
-    with reading(like):
+    with reading(like, "--like"):
         locations = list(
             _locations(reader, gguf_model(like, torch.float32, None).state_dict(), source)
         )

@@ -103,8 +103,10 @@ def _gguf_files(directory: Path) -> list[str]:
 
 
 @contextmanager
-def reading(file: Path) -> Iterator[dict[str, Any]]:
+def reading(file: Path, argument: str = "model") -> Iterator[dict[str, Any]]:
     """Yield the arguments by which `from_pretrained` reads a file, and explain its errors.
+
+    The `argument` is the one by which the user named the file.
 
     Raises:
         DependencyError: The packages that read it are not installed.
@@ -122,7 +124,7 @@ def reading(file: Path) -> Iterator[dict[str, Any]]:
     except DependencyError:
         raise
     except Exception as error:  # whatever the readers stumble over in a file that is cut off
-        raise FormatError(f"`model`: {file} {_why_not_read(file, error)}") from error
+        raise FormatError(f"`{argument}`: {file} {_why_not_read(file, error)}") from error
 
 
 @lru_cache(maxsize=1)

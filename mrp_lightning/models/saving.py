@@ -66,7 +66,12 @@ def save_pretrained(
     if is_whole:
         check_saved(model, directory)
     if tokenizer is not None:
-        tokenizer.save_pretrained(directory)
+        try:
+            tokenizer.save_pretrained(directory)
+        except Exception as error:
+            if type(error) is Exception:  # tokenizers raises it for all errors of the disk
+                raise OSError(f"the tokenizer cannot be written: {error}") from error
+            raise
     if card is not None:
         (Path(directory) / "README.md").write_text(card, encoding="utf-8")
 

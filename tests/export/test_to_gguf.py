@@ -160,3 +160,15 @@ def test_a_file_that_is_cut_short_is_no_success(source, tmp_path, monkeypatch, c
     assert ended.value.code
     assert "could not be written whole" in capsys.readouterr().err
     assert out.read_text() == "a good file"
+
+
+@pytest.mark.parametrize("part", [0.001, 0.3, 0.999])
+def test_a_damaged_source_is_refused_by_name(part, source, tmp_path, capsys):
+    run = pruned(source, tmp_path / "run", pattern="2:4")
+    damaged = tmp_path / "damaged.gguf"
+    content = source.read_bytes()
+    damaged.write_bytes(content[: int(part * len(content))])
+    with pytest.raises(SystemExit) as ended:
+        main([str(run), "--like", str(damaged)])
+    assert ended.value.code == 2
+    assert f"`--like`: {damaged} is damaged" in capsys.readouterr().err

@@ -19,7 +19,7 @@ from mrp_lightning.errors import FormatError, OptionError
 from mrp_lightning.files import MANIFEST, check_output_file, save_ours, save_text, write_manifest
 from mrp_lightning.journal.journal import journal_path
 from mrp_lightning.json_files import as_json, read_json
-from mrp_lightning.outputs import check_output_dir, save_directory
+from mrp_lightning.outputs import check_output_dir, save_directory, save_file
 
 
 def test_a_directory_appears_only_when_it_is_whole(tmp_path):
@@ -574,3 +574,47 @@ def test_json_of_another_version_is_refused(tmp_path):
     assert read_json(tmp_path / "a.json", "make it again", 2) == {"format_version": 2}
     with pytest.raises(FormatError, match=r"`format_version` is 2, but .* reads 1\. Use the"):
         read_json(tmp_path / "a.json", "make it again", 1)
+
+
+@pytest.mark.parametrize("moves", [0, 1, 2])
+def test_a_file_stays_ours_wherever_its_replacement_is_killed(moves, tmp_path, monkeypatch):
+    """Of the manifest, the file, and the manifest again, only the first moves are done."""
+    save_ours(tmp_path / "scores.json", "old")
+    done = []
+
+    def move(partial, path):
+        if len(done) == moves:
+            raise KeyboardInterrupt
+        done.append(path)
+        whole(partial, path)
+
+    whole = files.move_durably
+    monkeypatch.setattr(files, "move_durably", move)
+    with pytest.raises(KeyboardInterrupt):
+        save_ours(tmp_path / "scores.json", "new")
+    monkeypatch.undo()
+    (tmp_path / ".scores.json.0123abcd.partial").write_text("of a killed process")
+    assert (tmp_path / "scores.json").read_text() == ("new" if moves == 2 else "old")
+    assert files.not_ours(tmp_path) == []
+    save_ours(tmp_path / "scores.json", "newer")
+    assert files.not_ours(tmp_path) == []
+    (tmp_path / "scores.json").write_text("old")
+    assert files.not_ours(tmp_path) == ["scores.json (changed)"]
+
+
+def test_leftovers_of_killed_processes_are_removed(tmp_path):
+    out = tmp_path / "model.gguf"
+    code = (
+        "import os, pathlib, signal\n"
+        "from mrp_lightning.outputs import save_file\n"
+        f"with save_file(pathlib.Path({str(out)!r}), argument='--out') as partial:\n"
+        "    partial.write_text('half')\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
+    (tmp_path / ".model.gguf.12345678.probe").mkdir()
+    assert len(list(tmp_path.glob(".model.gguf.*.staging"))) == 1
+    with save_file(out, argument="--out") as partial:
+        partial.write_text("whole")
+    assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
+    assert out.read_text() == "whole"
