@@ -105,8 +105,9 @@ def draw_two_weights() -> Figure:
         axes.plot(*at, marker, color=color, markersize=7)
         cost = float((at - dense) @ hessian @ (at - dense)) / 2
         what = "w₁ removed, w₂ as it was" if method == "magnitude" else "w₁ removed, w₂ optimal"
-        how: Any = {"textcoords": "offset points", "color": color, "va": "center"}
-        place = (-8, -14) if method == "magnitude" else (8, 12)
+        paper = {"facecolor": PAPER, "edgecolor": "none", "pad": 1}  # no contour through words
+        how: Any = {"textcoords": "offset points", "color": color, "va": "center", "bbox": paper}
+        place = (8, -14) if method == "magnitude" else (8, 12)
         align = "left"
         axes.annotate(f"{what}: loss {cost:.2f}", at, place, ha=align, **how)
     axes.annotate("w₁ = 0", (0, -0.4), (5, 0), textcoords="offset points", color=MUTED)
