@@ -249,7 +249,7 @@ def test_few_bits_for_vllm_as_the_page_says(tmp_path, tiny_llama, here):
     data = TextDataModule(train_files="text.txt", num_samples=4, sequence_length=32)
     prune = MRPCallback(grid="int4-g32", save_dir="RUN")
     Trainer(accelerator="cpu", logger=False).predict(
-        CausalLM(tiny_llama, dtype="bfloat16"), datamodule=data, callbacks=[prune]
+        CausalLM(tiny_llama), datamodule=data, callbacks=[prune]
     )
     main(words(block("engines.md", "mrp-lightning export")))
     (out,) = (path for path in Path().iterdir() if path.name.startswith("RUN-"))
