@@ -24,7 +24,7 @@ for package in ("build", "hatchling"):
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("mrp_lightning", "callbacks", "export")
-DATA = {"pyproject.toml", "README.md"}
+DATA = {"FORMAT.md", "pyproject.toml", "README.md"}
 """Files of `mrp_sparse/` that are of its distribution, and not of the package."""
 
 
