@@ -71,12 +71,11 @@ def test_own_module(run):
     assert errors["dense"] < errors["SM"] < errors["magnitude"]
 
 
-def test_real_model(run, tiny_llama):
-    """The whole way with a tiny model in place of the real one."""
+def test_end_to_end(run, tiny_llama):
+    """The whole way with a tiny model in place of the embedded one."""
     pytest.importorskip("ninja", reason="kernels for packed weights are compiled")
-    names = run(
-        "real_model", {'"../../runs/smollm2"': repr(str(tiny_llama)), "../../": "", "=256": "=64"}
-    )
+    tiny = {"= STDLIB_LLAMA": f"= {str(tiny_llama)!r}", "../../": "", "=512": "=64"}
+    names = run("end_to_end", tiny)
     assert names["prune"].report.complete
     assert names["perplexities"]["dense"] < 2 * names["perplexities"]["50%, 4 bits"]
     assert names["texts"]["packed"] == names["texts"]["dense"]

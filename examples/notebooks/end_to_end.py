@@ -6,10 +6,11 @@
 # ---
 
 # %% [markdown]
-# # A real model, end to end
+# # From a checkpoint to a packed model
 #
-# SmolLM2-135M-Instruct goes from its GGUF file to a packed model with half of its weights, in 4 bits each: evaluated,
-# pruned, packed, generating and timed. `make real` downloads the model; any directory, hub id or GGUF file will do.
+# A language model is evaluated, pruned to half of its weights in 4 bits, packed, and generates text, with the time of a
+# token before and after. `MODEL` is the LLaMA that comes with the package, so that this takes a minute. Any directory,
+# hub id or GGUF file will do: `make real` downloads SmolLM2-135M-Instruct to `runs/smollm2`, which takes some minutes.
 # The text is the source of Python's standard library, which is there without a download.
 
 # %%
@@ -25,12 +26,13 @@ import mrp_sparse  # noqa: F401  registers the packed formats
 from callbacks import MRPCallback
 from mrp_lightning import CausalLM, TextDataModule, Trainer
 from mrp_lightning.commands.main import main
+from mrp_lightning.embedded import STDLIB_LLAMA
 
-MODEL = "../../runs/smollm2"
+MODEL = STDLIB_LLAMA  # or "../../runs/smollm2"
 RUN = Path("../../runs/notebook/half-4bit")
 logging.disable(logging.WARNING)  # the progress of each block
 quiet = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
-data = TextDataModule(num_samples=16, sequence_length=256, batch_size=8)
+data = TextDataModule(num_samples=16, sequence_length=512, batch_size=8)
 
 
 def perplexity(model: CausalLM) -> float:
@@ -39,7 +41,7 @@ def perplexity(model: CausalLM) -> float:
     return trainer.test(model, datamodule=data, verbose=False)[0]["perplexity"]
 
 
-model = CausalLM(MODEL)
+model = CausalLM(str(MODEL))
 perplexities = {"dense": perplexity(model)}
 
 # %% [markdown]
