@@ -137,7 +137,8 @@ def facts(runs: Sequence[RunDirectory]) -> str:
     return (
         f"{' / '.join(dict.fromkeys(of.machine for of in finished))}. "
         f"Perplexity @ the context in tokens; {spread}"
-        "relative loss is the mean over layers of ‖δx‖² / ‖wx‖²; CPU seconds are those of the pruning."
+        "relative loss is the mean over layers of ‖δx‖² / ‖wx‖²; "
+        "CPU seconds are those of the pruning."
     )
 
 
