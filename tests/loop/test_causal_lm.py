@@ -355,7 +355,9 @@ def test_offload_brings_each_block_to_the_device_and_changes_no_figure(
         monkeypatch.setattr(
             block,
             "to",
-            lambda device, to=to, b=block: (moves.append((names[b], str(device))), to(device))[1],
+            lambda device, to=to, b=block, **_: (moves.append((names[b], str(device))), to(device))[
+                1
+            ],
         )
     loader = padded_batches(4)
     (logged,) = getattr(Trainer(**QUIET), loop)(lm, loader, verbose=False)
