@@ -256,6 +256,14 @@ CONVOLUTIONS = (
 )
 
 
+_REPARAMETRIZED = {
+    "weight_mask": ("torch.nn.utils.prune", "torch.nn.utils.prune.remove(layer, 'weight')"),
+    "weight_g": ("weight_norm", "torch.nn.utils.remove_weight_norm(layer)"),
+    "weight_u": ("spectral_norm", "torch.nn.utils.remove_spectral_norm(layer)"),
+}
+"""Functions of torch that compute a weight by a hook, by a parameter or buffer that they add."""
+
+
 def why_not_plain(layer: Layer, *, allow_meta: bool = False) -> str | None:
     """The reason why a weight cannot be read and written as a matrix, with the next step.
 
@@ -268,6 +276,9 @@ def why_not_plain(layer: Layer, *, allow_meta: bool = False) -> str | None:
     own = own_parameters(module)
     weight = own.get(layer.stack if isinstance(layer, Expert) else "weight")
     if weight is None:
+        for parameter, (owner, remedy) in _REPARAMETRIZED.items():
+            if parameter in own or parameter in module._buffers:
+                return f"{owner} computes its weight; call {remedy} first"
         return "it has no parameter `weight` (packed or re-parametrized); load the dense model"
     if not isinstance(layer, Expert) and set(own) - {"weight", "bias"}:
         extra = ", ".join(sorted(set(own) - {"weight", "bias"}))

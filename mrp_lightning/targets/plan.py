@@ -201,8 +201,8 @@ def make_plan(
         listed = "\n".join(f"  {shown(each.name)}: {each.reason}" for each in unfit)
         cause = f"`pattern` {pattern}" if pattern.group > 1 else f"`grid` {grid}"
         raise PatternError(
-            f"{cause} does not fit {len(unfit)} layers. Name them in `ignore`, or leave them dense "
-            f"with `skip_indivisible: true`:\n{listed}"
+            f"{cause} does not fit {len(unfit)} layer{'s' * (len(unfit) > 1)}. Name them in "
+            f"`ignore`, or leave them dense with `skip_indivisible: true`:\n{listed}"
         )
     tied = _tied(model, targeted, shown)
     every_skipped = (*routers, *_no_layers(modules, found, wanted), *tied, *unfit)
@@ -248,8 +248,8 @@ def _refuse_unusual(problems: dict[str, str]) -> None:
     if problems:
         listed = "\n".join(f"  {name}: {reason}" for name, reason in problems.items())
         raise TargetError(
-            f"{len(problems)} layers to prune have weights that are not plain dense tensors. "
-            f"Change them, or leave them out with `ignore`:\n{listed}"
+            f"{len(problems)} layer{'s' * (len(problems) > 1)} to prune cannot be read as plain "
+            f"dense tensors. Change that, or leave them out with `ignore`:\n{listed}"
         )
 
 
@@ -301,7 +301,12 @@ def _tied(model: nn.Module, layers: list[Layer], shown: Callable[[str], str]) ->
     for layer in layers:
         mine = first.setdefault(layer.key, layer.name)
         foreign = [o for o in owners[id(layer.parameter)] if (o, layer.key) not in targets]
-        if foreign:
+        if foreign and all(model.get_submodule(owner) is layer.module for owner in foreign):
+            reason = (
+                f"the same layer is used at {shown(foreign[0])}, too, on other inputs; make a copy "
+                "of it for each place"
+            )
+        elif foreign:
             reason = f"its weight is tied to {shown(foreign[0])}, which is not pruned"
         elif mine != layer.name:
             reason = f"its weight is tied to {shown(mine)}, with which it is pruned"

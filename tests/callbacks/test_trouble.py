@@ -7,6 +7,7 @@ import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from callbacks import MRPCallback, PruningCallback
@@ -141,8 +142,59 @@ def test_adapters_are_refused(refused, llama):
 
     model = llama()
     model.model.layers[0].self_attn.q_proj = LoRA(model.model.layers[0].self_attn.q_proj)
-    message = r"1 layers.*\n.*q_proj: it is wrapped by an adapter; call merge_and_unload"
+    message = r"1 layer to prune.*\n.*q_proj: it is wrapped by an adapter; call merge_and_unload"
     refused(TargetError, message, model=CausalLM(model), pattern="2:4")
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize(
+    ("change", "remedy"),
+    [
+        (lambda layer: prune.l1_unstructured(layer, "weight", 0.5), prune.remove),
+        (nn.utils.weight_norm, nn.utils.remove_weight_norm),
+        (nn.utils.spectral_norm, nn.utils.remove_spectral_norm),
+    ],
+)
+def test_weights_that_hooks_compute_are_refused_with_what_removes_these(
+    change, remedy, llama, loader, quiet
+):
+    model = llama()
+    layer = model.model.layers[0].mlp.up_proj
+    change(layer)
+    with pytest.raises(TargetError, match=rf"up_proj: .*; call torch\..*\.{remedy.__name__}\("):
+        Trainer(**quiet).predict(model, loader, callbacks=[MRPCallback(pattern="2:4")])
+    remedy(layer, "weight")
+    Trainer(**quiet).predict(model, loader, callbacks=[MRPCallback(pattern="2:4")])
+
+
+def test_a_layer_that_is_used_in_two_places_stays_dense(quiet):
+    shared = nn.Linear(16, 16)
+
+    class Block(nn.Module):
+        def __init__(self, layer: nn.Linear) -> None:
+            super().__init__()
+            self.layer, self.norm = layer, nn.LayerNorm(16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(self.layer(x))
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layers = (shared, nn.Linear(16, 16), shared)
+            self.blocks = nn.ModuleList(Block(layer) for layer in layers)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    callback = MRPCallback(pattern="2:4")
+    loader = DataLoader(torch.randn(8, 16), batch_size=4)
+    Trainer(**quiet).predict(Net(), loader, callbacks=[callback])
+    skipped = {row.name: row.skipped for row in callback.report.layers}
+    assert skipped["blocks.1.layer"] is None
+    assert skipped["blocks.0.layer"].startswith("the same layer is used at blocks.2.layer, too")
 
 
 def test_an_empty_loader(llama, quiet, loader):
