@@ -276,8 +276,9 @@ def why_not_plain(layer: Layer, *, allow_meta: bool = False) -> str | None:
     own = own_parameters(module)
     weight = own.get(layer.stack if isinstance(layer, Expert) else "weight")
     if weight is None:
+        buffers = dict(module.named_buffers(recurse=False))
         for parameter, (owner, remedy) in _REPARAMETRIZED.items():
-            if parameter in own or parameter in module._buffers:
+            if parameter in own or parameter in buffers:
                 return f"{owner} computes its weight; call {remedy} first"
         return "it has no parameter `weight` (packed or re-parametrized); load the dense model"
     if not isinstance(layer, Expert) and set(own) - {"weight", "bias"}:
