@@ -1,6 +1,7 @@
 """The pictures of docs/methods.md and docs/method.md, drawn of a tiny model."""
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -115,3 +116,17 @@ def test_the_losses_of_the_picture_are_those_of_the_formula(method_pictures):
     texts = [text.get_text() for text in figure.axes[0].texts]
     assert "w₁ removed, w₂ as it was: loss 0.41" in texts
     assert "w₁ removed, w₂ optimal: loss 0.18" in texts
+
+
+@pytest.mark.parametrize("name", ["formats", "quality"])
+def test_a_picture_of_the_site_shows_its_table(name):
+    """What is drawn from the table now has the words and numbers of the stored picture."""
+    spec = importlib.util.spec_from_file_location(name, SCRIPT.with_name(f"{name}.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    drawn = getattr(module, f"{name}_picture")().svg.decode()
+    words = re.findall(r">([^<>]+)</text>", drawn)
+    assert len(words) > 15
+    assert words == re.findall(r">([^<>]+)</text>", module.OUT.read_text("utf-8"))
