@@ -94,6 +94,7 @@ def test_a_name_that_does_not_exist_in_yaml(yaml, wrong, meant, arguments, tmp_p
     [
         ("--data.nm_samples=3", "`data.num_samples`"),
         ("--trainer.callbacks.patern=2:4", "`pattern`"),
+        ("--pattern=2:4", "`--trainer.callbacks.pattern`, behind"),
     ],
 )
 def test_a_name_that_does_not_exist_on_the_command_line(option, meant, arguments, capsys):
