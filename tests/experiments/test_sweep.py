@@ -78,7 +78,7 @@ def test_tables_of_others_are_refused_before_any_run(here, capsys):
         ("--out=file", "file is a file"),
         ("--out=/", "`out`: / is the root of all files"),
         ("--out=/proc/self/fdinfo", "`out`: /proc/"),
-        ('--vary={"data.eval_files": [["gone.txt"]]}', "no such file: `eval_files`: gone.txt"),
+        ('--vary={"data.eval_files": [["gone.txt"]]}', "`eval_files`: no such file: gone.txt"),
         ("--config=typo.yaml", "typo.yaml, line 1: there is no option `modles`. Did you mean `mod"),
     ],
 )
