@@ -5,7 +5,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from importlib import import_module
-from inspect import signature
 from os import PathLike
 from pathlib import Path
 from types import UnionType
@@ -14,7 +13,6 @@ from typing import Any, Literal, Union, get_args, get_origin
 from jsonargparse import ArgumentError, ArgumentParser
 
 from mrp_lightning.cli.arguments_given import Argument
-from mrp_lightning.pruning.job import Settings
 from mrp_lightning.upstream.other_names import options_of
 
 _MODULES = (
@@ -99,12 +97,18 @@ def _mistakes(
             parent = path.rpartition(".")[0]
             siblings = [name for name in options if name.rpartition(".")[0] == parent]
             hint = nearest(path, siblings or options)
-            if path in signature(Settings).parameters and "trainer.callbacks" in options:
+            if "trainer.callbacks" in options and path in _arguments_of_callback():
                 hint = (
                     f"It is one of the callback: `--trainer.callbacks.{path}`, behind "
                     "`--trainer.callbacks=MRPCallback`. `mrp-lightning prune` has it as it is."
                 )
             yield argument, path, f"there is no option `{path}`. {hint}"
+
+
+def _arguments_of_callback() -> list[str]:
+    """Return the names of the arguments of the callback that prunes."""
+    callback, _, _ = _class("MRPCallback")
+    return ArgumentParser().add_class_arguments(callback, fail_untyped=False)
 
 
 def _wrong_value(argument: Argument, kind: Any) -> str:
