@@ -175,7 +175,7 @@ def quiet_lightning() -> Iterator[None]:
 
 
 @contextmanager
-def extra(name: str, what: str) -> Iterator[None]:
+def extra(name: str, purpose: str) -> Iterator[None]:
     """Explain an import that fails in this context by the extra of `pyproject.toml` that it needs.
 
     Raises:
@@ -185,7 +185,7 @@ def extra(name: str, what: str) -> Iterator[None]:
         yield
     except ImportError as error:
         raise DependencyError(
-            f"{what} needs a package that is not installed ({error}): "
+            f"{purpose} needs a package that is not installed ({error}): "
             f"pip install {_requirement(name)}"
         ) from error
 

@@ -35,25 +35,25 @@ class Processes:
         """Return the consecutive rows of this process; shares differ by one row at most."""
         return slice(self._start(self.rank, rows), self._start(self.rank + 1, rows))
 
-    def gather_rows(self, mine: Tensor, rows: int) -> Tensor:
-        """Concatenate the shares of all processes, on the device of `mine`.
+    def gather_rows(self, own: Tensor, rows: int) -> Tensor:
+        """Concatenate the shares of all processes, on the device of `own`.
 
         Args:
-            mine: The rows of this process's share, (its rows, …), of any dtype.
+            own: The rows of this process's share, (its rows, …), of any dtype.
             rows: The number of rows of all shares.
         """
         if self.size == 1:
-            return mine
+            return own
         most = -(-rows // self.size)
-        padded = mine.new_zeros(most, *mine.shape[1:], device=self.device)
-        padded[: len(mine)] = mine
+        padded = own.new_zeros(most, *own.shape[1:], device=self.device)
+        padded[: len(own)] = own
         # As bytes: no backend exchanges all dtypes.
         shares = self._gather(padded.view(most, -1).view(torch.uint8))
         parts = [
-            share.view(mine.dtype)[: self._start(rank + 1, rows) - self._start(rank, rows)]
+            share.view(own.dtype)[: self._start(rank + 1, rows) - self._start(rank, rows)]
             for rank, share in enumerate(shares)
         ]
-        return torch.cat(parts).view(rows, *mine.shape[1:]).to(mine.device)
+        return torch.cat(parts).view(rows, *own.shape[1:]).to(own.device)
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """Add the tensors of all processes up, in place; contiguous, and on `device`."""
@@ -69,26 +69,26 @@ class Processes:
                 distributed.broadcast(tensor.detach().view(-1).view(torch.uint8), 0)
         return tensor
 
-    def numbers(self, *mine: float) -> list[list[float]]:
+    def numbers(self, *own: float) -> list[list[float]]:
         """Return the numbers of each process, by process; float64."""
         if self.size == 1:
-            return [list(mine)]
-        sent = torch.tensor(mine, dtype=torch.float64, device=self.device)
+            return [list(own)]
+        sent = torch.tensor(own, dtype=torch.float64, device=self.device)
         return [received.tolist() for received in self._gather(sent)]
 
-    def all(self, mine: Any) -> list[Any]:
+    def all(self, own: Any) -> list[Any]:
         """Return the value of each process, by process: plain containers of strings and numbers."""
         if self.size == 1:
-            return [mine]
+            return [own]
         received: list[Any] = [None] * self.size
         with self._explained():
-            distributed.all_gather_object(received, mine)
+            distributed.all_gather_object(received, own)
         return received
 
-    def _gather(self, mine: Tensor) -> list[Tensor]:
-        received = [torch.empty_like(mine) for _ in range(self.size)]
+    def _gather(self, own: Tensor) -> list[Tensor]:
+        received = [torch.empty_like(own) for _ in range(self.size)]
         with self._explained():
-            distributed.all_gather(received, mine)
+            distributed.all_gather(received, own)
         return received
 
     def _start(self, rank: int, rows: int) -> int:

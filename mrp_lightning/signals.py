@@ -58,12 +58,12 @@ def interruptible(signals: Sequence[signal.Signals], *, at_once: bool = False) -
     `signals` are those that were unclaimed before a trainer took them.
     """
     stop = _Stop()
-    before = {number: signal.signal(number, stop) for number in signals}
+    earlier = {number: signal.signal(number, stop) for number in signals}
     try:
         with _watched(at_once and signal.SIGTERM in signals):
             yield
     finally:
-        for number, handler in before.items():
+        for number, handler in earlier.items():
             signal.signal(number, handler)
 
 
@@ -91,10 +91,10 @@ def _watched(wanted: bool) -> Iterator[None]:
 
 def _is_watched() -> bool:
     """Whether the program itself has asked for a byte at each signal, as event loops do."""
-    told = signal.set_wakeup_fd(-1)
-    if told != -1:
-        signal.set_wakeup_fd(told)
-    return told != -1
+    descriptor = signal.set_wakeup_fd(-1)
+    if descriptor != -1:
+        signal.set_wakeup_fd(descriptor)
+    return descriptor != -1
 
 
 def _end_in_time(reading: int, left: threading.Event) -> None:

@@ -23,7 +23,7 @@ _VOCABULARY = ("token_embd.weight", "output.weight")
 
 @dataclass(frozen=True)
 class Written:
-    """What was written to a file.
+    """The content of a written file, in numbers.
 
     Attributes:
         num_bytes: The bytes of all tensors.

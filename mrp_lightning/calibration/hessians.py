@@ -126,13 +126,13 @@ class Watch(ABC):
             stack.enter_context(self._padding.follow([layer.module for layer in self.layers]))
             stack.enter_context(one_by_one(experts))
             # Which rows of an expert are tokens is seen at its first matrix, pruned or not.
-            given = {id(layer): layer for layer in self.layers}
+            by_identity = {id(layer): layer for layer in self.layers}
             keys = {layer.key for layer in self.layers}
             for expert in [*self._others, *(e.first for e in (*experts, *self._others))]:
                 if expert.key not in keys:
                     keys.add(expert.key)
-                    given[id(expert)] = expert
-            stack.enter_context(Products(list(given.values()), self._multiplied))
+                    by_identity[id(expert)] = expert
+            stack.enter_context(Products(list(by_identity.values()), self._multiplied))
             yield
 
     def end_batch(self) -> None:
@@ -189,9 +189,9 @@ class Products(TorchFunctionMode):
         for layer in layers:
             view = layer.view
             if view.ndim == 2:
-                self._weights[_place(view)] = layer
-                self._transposed[_place(view.T)] = layer
-        self._shapes = {place[1] for place in (*self._weights, *self._transposed)}  # type: ignore[index]
+                self._weights[_storage_key(view)] = layer
+                self._transposed[_storage_key(view.T)] = layer
+        self._shapes = {key[1] for key in (*self._weights, *self._transposed)}  # type: ignore[index]
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -207,16 +207,16 @@ class Products(TorchFunctionMode):
     def _look(self, left: Tensor, right: Tensor) -> None:
         """Look at left @ right."""
         if left.shape in self._shapes:
-            layer = self._weights.get(_place(left))
+            layer = self._weights.get(_storage_key(left))
             if layer is not None:
                 self._note(layer, right.mT if right.ndim > 1 else right)
         if right.shape in self._shapes:
-            layer = self._transposed.get(_place(right))
+            layer = self._transposed.get(_storage_key(right))
             if layer is not None:
                 self._note(layer, left)
 
 
-def _place(tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
+def _storage_key(tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
     return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
@@ -270,7 +270,7 @@ class Calibration(Watch):
         self._copies: dict[Hashable, tuple[Tensor, Tensor]] = {}
         self._group_of: dict[int, InputGroup] = {}
         self._seen: dict[Hashable, tuple[Tensor, InputGroup]] = {}
-        self._mine = {layer.key: layer for layer in self.layers if isinstance(layer, Expert)}
+        self._own_experts = {layer.key: layer for layer in self.layers if isinstance(layer, Expert)}
         self._pools = {e.siblings: HessianAccumulator(e.columns, e.name) for e in pooled}
         self._batch = 0
 
@@ -319,9 +319,9 @@ class Calibration(Watch):
             InputsDiffer: A process met one, as `differ` says, or layers that share an input in one
                 share it with others in another. All of them raise it.
         """
-        place = {id(layer): i for i, layer in enumerate(self.layers)}
+        index = {id(layer): i for i, layer in enumerate(self.layers)}
         seen = [
-            ([place[id(x)] for x in group.layers], group.accumulator.num_tokens, bool(group.shift))
+            ([index[id(x)] for x in group.layers], group.accumulator.num_tokens, bool(group.shift))
             for group in self.groups
         ]
         pooled = [pool.num_tokens for pool in self._pools.values()]
@@ -330,16 +330,17 @@ class Calibration(Watch):
             raise InputsDiffer
         agreed: dict[frozenset[int], tuple[list[int], int, bool]] = {}
         for members, tokens, paired in (group for groups, _ in everywhere for group in groups):
-            first, before, all_paired = agreed.get(frozenset(members), (members, 0, True))
-            agreed[frozenset(members)] = first, before + tokens, all_paired and paired
+            first, earlier, all_paired = agreed.get(frozenset(members), (members, 0, True))
+            agreed[frozenset(members)] = first, earlier + tokens, all_paired and paired
         if sum(map(len, agreed)) > len(frozenset().union(*agreed)):
             raise InputsDiffer
 
-        mine = dict(zip((frozenset(members) for members, _, _ in seen), self.groups, strict=True))
+        members_of = (frozenset(members) for members, _, _ in seen)
+        own_groups = dict(zip(members_of, self.groups, strict=True))
         self.groups = []
         for key, (members, tokens, paired) in agreed.items():
             layers = [self.layers[i] for i in members]
-            group = mine.get(key) or self._group(layers[0])
+            group = own_groups.get(key) or self._group(layers[0])
             group.layers = layers
             group.shift = group.shift if paired else None
             self._group_of |= {id(layer): group for layer in layers}
@@ -385,9 +386,9 @@ class Calibration(Watch):
         """Add tokens to the Hessian of an expert, or to that of all of them."""
         if self._is_dense_run:
             return  # they are other tokens
-        if expert.key in self._mine:
-            mine = self._mine[expert.key]
-            group = self._group_of.get(id(mine)) or self._join(mine, None)
+        if expert.key in self._own_experts:
+            own = self._own_experts[expert.key]
+            group = self._group_of.get(id(own)) or self._join(own, None)
             group.accumulator.update(tokens)
         elif expert.siblings in self._pools:
             self._pools[expert.siblings].update(tokens)

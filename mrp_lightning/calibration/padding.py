@@ -63,9 +63,9 @@ class Padding:
             yield
 
     def _note_input(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = args[0] if args else kwargs.get("hidden_states")
-        if isinstance(given, Tensor) and given.is_floating_point():
-            self._inputs[id(module)] = given
+        hidden = args[0] if args else kwargs.get("hidden_states")
+        if isinstance(hidden, Tensor) and hidden.is_floating_point():
+            self._inputs[id(module)] = hidden
         else:
             self._inputs.pop(id(module), None)
 
@@ -94,9 +94,9 @@ class Padding:
             self._of_batch = None
 
     def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = dict(zip(self._arguments[id(module)], args, strict=False)) | kwargs
-        mask, memory = given.get("attention_mask"), given.get("encoder_hidden_states")
-        of_memory = given.get("encoder_attention_mask")
+        arguments = dict(zip(self._arguments[id(module)], args, strict=False)) | kwargs
+        mask, memory = arguments.get("attention_mask"), arguments.get("encoder_hidden_states")
+        of_memory = arguments.get("encoder_attention_mask")
         if _is_mask(mask):
             self._masks[id(module)] = _Masks(
                 self._tokens_of(mask),
@@ -105,7 +105,7 @@ class Padding:
             )
             return
         for name in _OF_TORCH:
-            if isinstance(mask := given.get(name), Tensor) and mask.ndim == 2:
+            if isinstance(mask := arguments.get(name), Tensor) and mask.ndim == 2:
                 is_token = self._tokens_of(mask, _not_padding)
                 # The mask is (batch, length) also where hidden states are (length, batch, columns).
                 if is_token is not None and _is_length_first(module):
@@ -114,9 +114,9 @@ class Padding:
 
     def _warn(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Say, once, that padding is told to an attention, and to no module around it."""
-        given = dict(zip(_OF_ATTENTION, args, strict=False)) | kwargs
-        mask = given.get("key_padding_mask")
-        if self._warned or mask is None or given.get("query") is not given.get("key"):
+        arguments = dict(zip(_OF_ATTENTION, args, strict=False)) | kwargs
+        mask = arguments.get("key_padding_mask")
+        if self._warned or mask is None or arguments.get("query") is not arguments.get("key"):
             return
         if self._masks_of(module).own is None and self._tokens_of(mask, _not_padding) is not None:
             self._warned = True
@@ -162,8 +162,8 @@ class Padding:
 
         x is (batch, length, ..., columns); of any other shape all rows count.
         """
-        found = [self._of_batch, *(masks.own for masks in self._masks.values())]
-        fitting = (own for own in found if own is not None and own.shape == x.shape[:-1])
+        masks = [self._of_batch, *(masks.own for masks in self._masks.values())]
+        fitting = (own for own in masks if own is not None and own.shape == x.shape[:-1])
         return next((own.flatten().to(x.device) for own in fitting), None)
 
     def in_order(self, x: Tensor, module: nn.Module) -> bool:
@@ -172,9 +172,9 @@ class Padding:
         Rows without a batch dimension are if they are as many as those of the outermost module
         around the layer that is given a hidden state; see `follow`.
         """
-        given = [self._inputs[id(m)] for m in self.around(module) if id(m) in self._inputs]
+        inputs = [self._inputs[id(m)] for m in self.around(module) if id(m) in self._inputs]
         return x.ndim > 2 or (
-            len(given) > 0 and given[-1].shape[:-1].numel() == x.shape[:-1].numel()
+            len(inputs) > 0 and inputs[-1].shape[:-1].numel() == x.shape[:-1].numel()
         )
 
     def _token_rows(self, x: Tensor, module: nn.Module, is_token: Tensor) -> Tensor | None:
@@ -187,15 +187,15 @@ class Padding:
         if aligned and x.ndim > 2:
             return is_token.flatten().to(x.device)
         for around in self.around(module):
-            given = self._inputs.get(id(around))
-            if given is None:
+            hidden = self._inputs.get(id(around))
+            if hidden is None:
                 continue
-            if given.ndim > 2 and _is_aligned(given, is_token):
-                rows = rows_taken_from(x, given, is_token)
+            if hidden.ndim > 2 and _is_aligned(hidden, is_token):
+                rows = rows_taken_from(x, hidden, is_token)
                 if rows is not None:
                     return rows
-            if given.shape[:-1].numel() == x.shape[:-1].numel():
-                return self._token_rows(given, around, is_token)
+            if hidden.shape[:-1].numel() == x.shape[:-1].numel():
+                return self._token_rows(hidden, around, is_token)
         return is_token.flatten().to(x.device) if aligned else None
 
     def _masks_of(self, module: nn.Module) -> _Masks:
@@ -233,10 +233,10 @@ def rows_taken_from(x: Tensor, source: Tensor, is_token: Tensor) -> Tensor | Non
         bits = rows.reshape(-1, columns).contiguous().view(as_integer)
         return (bits.to(torch.int64) * factors).sum(1)  # exact, modulo 2^64
 
-    mine, theirs = hashes(x), hashes(source)
-    if not bool(torch.isin(mine, theirs).all()):
+    taken, available = hashes(x), hashes(source)
+    if not bool(torch.isin(taken, available).all()):
         return None
-    return torch.isin(mine, theirs[is_token.flatten().to(x.device)])
+    return torch.isin(taken, available[is_token.flatten().to(x.device)])
 
 
 def _takes_mask(module: nn.Module) -> bool:

@@ -61,7 +61,7 @@ def sketch(tensor: Tensor) -> Sketch:
     return Sketch(tensor.shape, projection.cpu().double() / DIRECTIONS**0.5)
 
 
-def relative_error(output: Sketch, expected: Sketch, given: Sketch) -> float:
+def relative_error(output: Sketch, expected: Sketch, received: Sketch) -> float:
     """‖output − expected‖ relative to ‖expected − given‖, the block's own update.
 
     Relative to the output itself, a walk that leaves a block's work out would look right: most of
@@ -69,8 +69,8 @@ def relative_error(output: Sketch, expected: Sketch, given: Sketch) -> float:
     """
     if output.shape != expected.shape:
         return float("inf")
-    same = given.shape == expected.shape
-    update = expected.projection - given.projection if same else expected.projection
+    same = received.shape == expected.shape
+    update = expected.projection - received.projection if same else expected.projection
     scale = float(update.norm()) or float(expected.projection.norm()) or 1.0
     return float((output.projection - expected.projection).norm()) / scale
 
@@ -119,9 +119,9 @@ def trace(forward: Callable[[Any], Any], batch: Any, blocks: Sequence[Block]) ->
 
     with ExitStack() as stack:
         for k, block in enumerate(blocks):
-            before, after = partial(note_input, k), partial(note_output, k)
-            stack.enter_context(block.module.register_forward_pre_hook(before, with_kwargs=True))
-            stack.enter_context(block.module.register_forward_hook(after))
+            module, note = block.module, partial(note_input, k)
+            stack.enter_context(module.register_forward_pre_hook(note, with_kwargs=True))
+            stack.enter_context(module.register_forward_hook(partial(note_output, k)))
         stack.enter_context(every_layer_called())
         forward(batch)
     return seen
@@ -151,8 +151,8 @@ def choose_walk(
             than the first one, or in another order. The forwards of the walk raise that, too.
     """
     real, problem = _tried(forward, batches, blocks, store) if batches else (Trace(), None)
-    found = processes.all((real.order, problem) if batches else None)
-    orders = [order for order, _ in filter(None, found)]
+    gathered = processes.all((real.order, problem) if batches else None)
+    orders = [order for order, _ in filter(None, gathered)]
     if any(order != orders[0] for order in orders):
         raise TargetError(
             "The first batches of the processes run other blocks, or in another order: there is no "
@@ -162,7 +162,7 @@ def choose_walk(
     order = orders[0] + [k for k in range(len(blocks)) if k not in orders[0]]
     ordered = [blocks[k] for k in order]
     forward = in_order(forward, ordered, len(orders[0]))
-    problems = [problem for _, problem in filter(None, found) if problem is not None]
+    problems = [problem for _, problem in filter(None, gathered) if problem is not None]
     if not problems:
         containers = [real.containers.get(k) for k in order]
         return Inject(forward, batches, ordered, containers, store)
@@ -282,10 +282,10 @@ def _self_test(
 
 def one_of_each_kind(batches: Sequence[Any]) -> list[Any]:
     """The first batch of each kind, of eight at most, in the order of the batches."""
-    found: dict[Hashable, Any] = {}
+    by_kind: dict[Hashable, Any] = {}
     for batch in batches:
-        found.setdefault(kind(batch), batch)
-    return list(found.values())[:_MOST_KINDS]
+        by_kind.setdefault(kind(batch), batch)
+    return list(by_kind.values())[:_MOST_KINDS]
 
 
 def kind(data: Any) -> Hashable:

@@ -21,13 +21,13 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     its hooks and all else.
     """
     own = vars(owner)
-    before = {name: own[name]} if name in own else {}
+    replaced = {name: own[name]} if name in own else {}
     own[name] = value
     try:
         yield
     finally:
         own.pop(name, None)
-        own.update(before)
+        own.update(replaced)
 
 
 @contextmanager
@@ -36,12 +36,12 @@ def every_layer_called() -> Iterator[None]:
 
     Fused, an encoder with padding passes nested tensors, which have no shape, between its blocks.
     """
-    before = torch.backends.mha.get_fastpath_enabled()
+    was_enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(before)
+        torch.backends.mha.set_fastpath_enabled(was_enabled)
 
 
 class StopForward(BaseException):
@@ -296,6 +296,6 @@ class DenseStream:
         """Let the model's weights and those that are kept change places. No weight moves."""
         with torch.no_grad():
             for layer, dense in self._dense.values():
-                before = layer.parameter.detach().clone()
+                weights = layer.parameter.detach().clone()
                 layer.parameter.copy_(dense)
-                dense.copy_(before)
+                dense.copy_(weights)

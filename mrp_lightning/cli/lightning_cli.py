@@ -90,11 +90,11 @@ class PruningCLI(LightningCLI):
 
     def _parse_ckpt_path(self) -> None:
         """Read the checkpoint's hyperparameters, or raise the reason why they cannot be read."""
-        path = self._given("ckpt_path")
+        path = self._value("ckpt_path")
         with explained_checkpoint(path):
             super()._parse_ckpt_path()
 
-    def _given(self, key: str) -> Any:
+    def _value(self, key: str) -> Any:
         """Return the value of a key of the running subcommand, or `None`."""
         return self.config.get(self.config.get("subcommand") or "", self.config).get(key)
 
@@ -105,15 +105,15 @@ class PruningCLI(LightningCLI):
             OptionError: This machine has no such accelerator; `predict` would prune nothing or save
                 nothing; text is given in two ways at one place.
         """
-        require_accelerator(self._given("trainer.accelerator"))
+        require_accelerator(self._value("trainer.accelerator"))
         if self.config.get("subcommand") == "predict":
             self._require_result()
-        if type(self._given("data")) is Namespace and "class_path" not in self._given("data"):
-            self._choose_text(self._given("data"))
+        if type(self._value("data")) is Namespace and "class_path" not in self._value("data"):
+            self._choose_text(self._value("data"))
 
     def _require_result(self) -> None:
         """Refuse a `predict` that prunes nothing, or discards the pruned model."""
-        trainer = self._given("trainer")
+        trainer = self._value("trainer")
         if not trainer.callbacks:
             raise OptionError(_NO_PRUNING)
         if not isinstance(trainer.callbacks, list):  # whose errors jsonargparse hides behind others

@@ -33,7 +33,7 @@ class Parser(ArgumentParser):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, allow_abbrev=False, **kwargs)
-        self._given: Sequence[Argument] = ()
+        self._arguments: Sequence[Argument] = ()
 
     def parse_args(self, args: Sequence[str] | None = None, *more: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """Parse a command line, and keep its arguments for messages.
@@ -50,7 +50,7 @@ class Parser(ArgumentParser):
         takes_files = "--config" in options
         if not takes_files:
             _refuse_others(args, options)
-        self._given = arguments_given(args, files=takes_files)
+        self._arguments = arguments_given(args, files=takes_files)
         return super().parse_args(args, *more, **kwargs)
 
     @contextmanager
@@ -71,7 +71,7 @@ class Parser(ArgumentParser):
         Raises:
             OptionError: There is one.
         """
-        if problem := unknown_key(options_of(self), self._given):
+        if problem := unknown_key(options_of(self), self._arguments):
             raise OptionError(problem)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
@@ -81,7 +81,7 @@ class Parser(ArgumentParser):
         parser = getattr(ex, "subcommand_parser", None) or self
         types = options_of(parser).items()
         options = {name.lstrip("-").removesuffix("+"): kind for name, kind in types}
-        arguments = [*self._given, *self.defaults_given]
+        arguments = [*self._arguments, *self.defaults_given]
         raise OptionError(explain(message, options, arguments)) from ex
 
 

@@ -180,7 +180,7 @@ class Conversion:
 
 @dataclass(frozen=True)
 class Size:
-    """What a model costs to keep and to run.
+    """The cost of keeping and running a model.
 
     Attributes:
         num_bytes: The bytes of its weights.

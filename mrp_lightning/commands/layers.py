@@ -157,10 +157,10 @@ def print_listing(listing: Listing) -> None:
     console = Console(width=None if sys.stdout.isatty() else 160)
     classes = sorted({block["class"] for block in listing.blocks})
     where = f"{len(listing.blocks)} blocks ({', '.join(classes)})" if classes else "no blocks"
-    what = "pruned" if listing.pattern is None else f"pruned to {listing.pattern}"
+    amount = "pruned" if listing.pattern is None else f"pruned to {listing.pattern}"
     console.print(f"{listing.model}: {listing.model_class}, {where}", highlight=False)
     columns = ("name", "kind", "rows × columns", "layers")
-    console.print(_table(f"Would be {what}", columns, listing.layers))
+    console.print(_table(f"Would be {amount}", columns, listing.layers))
     if listing.skipped:
         columns = ("name", "reason", "shape", "weights")
         console.print(_table("Would stay dense", columns, listing.skipped))

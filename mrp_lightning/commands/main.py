@@ -48,10 +48,10 @@ def main(args: list[str] | None = None) -> None:
 
     SIGTERM ends it with status 143, also where Lightning would say 0.
     """
-    given = sys.argv[1:] if args is None else args
+    words = sys.argv[1:] if args is None else args
     try:
         with exit_on_mistake():
-            _run(given, args)
+            _run(words, args)
     except SystemExit as end:
         if type(end).__name__ == "SIGTERMException":  # of Lightning's loops
             end.code = ended_by(signal.SIGTERM)
@@ -60,9 +60,9 @@ def main(args: list[str] | None = None) -> None:
         raise
 
 
-def _run(given: list[str], args: list[str] | None) -> None:
+def _run(words: list[str], args: list[str] | None) -> None:
     """Run the command that the first word names, or say which there are."""
-    first = given[0] if given else ""
+    first = words[0] if words else ""
     if first in ("", "-h", "--help"):
         (sys.stdout if first else sys.stderr).write(_help())
         raise SystemExit(0 if first else MISTAKE)
@@ -71,15 +71,15 @@ def _run(given: list[str], args: list[str] | None) -> None:
         return
     with extra("cli", "The command line"):
         from mrp_lightning.cli.preflight import check_arguments, has_sections
-    if first.startswith("-") and not has_sections(given, list(_OF_LIGHTNING)):
-        name = next((word for word in given if word in {*_OF_LIGHTNING, *_COMMANDS}), "COMMAND")
-        options = shlex.join(word for word in given if word != name)
+    if first.startswith("-") and not has_sections(words, list(_OF_LIGHTNING)):
+        name = next((word for word in words if word in {*_OF_LIGHTNING, *_COMMANDS}), "COMMAND")
+        options = shlex.join(word for word in words if word != name)
         raise OptionError(f"the command comes first: `mrp-lightning {name} {options}`.")
-    check_arguments(first, given[1:])
+    check_arguments(first, words[1:])
     if first in _OF_LIGHTNING or first.startswith("-"):
         _run_lightning(args)
     else:
-        command_named(first)(given[1:])
+        command_named(first)(words[1:])
 
 
 def _help() -> str:
@@ -157,15 +157,15 @@ def _require_not_hidden(module: str) -> None:
         DependencyError: There is such a folder or file.
     """
     package = module.partition(".")[0]
-    mine = Path(__file__).parents[2] / package
+    own = Path(__file__).parents[2] / package
     spec = find_spec(package)
     if spec is None or spec.origin is None:
         return
-    found = Path(spec.origin)
-    found = found.parent if found.name == "__init__.py" else found
-    if found.resolve() != mine.resolve() and mine.is_dir():
+    other = Path(spec.origin)
+    other = other.parent if other.name == "__init__.py" else other
+    if other.resolve() != own.resolve() and own.is_dir():
         raise DependencyError(
-            f"{found} hides the package `{package}` of mrp-lightning, because `python -m` looks in "
+            f"{other} hides the package `{package}` of mrp-lightning, because `python -m` looks in "
             "the working directory first. Start `mrp-lightning …` or `python -P -m mrp_lightning "
             "…` in its place, or rename yours."
         )

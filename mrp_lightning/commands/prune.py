@@ -61,16 +61,16 @@ def main(args: list[str]) -> None:
 
     console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)
     output = {"save_dir": out, "overwrite": options.overwrite, "resume": not options.restart}
-    given = vars(options)
+    values = vars(options)
     with (
         interruptible(unclaimed_signals(), at_once=True),
         parser.options_in_errors(),
         _from_standard_input(options.train_files) as files,
     ):
         conversions = [Conversion(*each) for each in _conversions(options, out)]
-        text = {key: given[key] for key in _OF_TEXT if given[key] is not None}
+        text = {key: values[key] for key in _OF_TEXT if values[key] is not None}
         problem = prune_and_compare(
-            {key: given[key] for key in _OF_MODEL},
+            {key: values[key] for key in _OF_MODEL},
             text | {"train_files": files},
             {**settings, **output},
             conversions,
@@ -85,18 +85,18 @@ def _settings(options: Namespace) -> dict[str, Any]:
     """Return the arguments of the pruning callback that the options stand for."""
     if options.method is not None and options.recipe is not None:
         raise OptionError("a recipe has a method. Give either `--recipe` or `--method`.", "recipe")
-    given = {name: getattr(options, name) for name in _SETTINGS}
-    given = {name: value for name, value in given.items() if value is not None}
-    if not given.keys() & {"pattern", "sparsity", "bits", "grid"}:
+    settings = {name: getattr(options, name) for name in _SETTINGS}
+    settings = {name: value for name, value in settings.items() if value is not None}
+    if not settings.keys() & {"pattern", "sparsity", "bits", "grid"}:
         raise OptionError(
             "`prune` needs one of `--pattern` (such as 2:4: two of every four weights are kept) "
             "and `--sparsity` (such as 0.5: half of all weights are removed), or `--bits` or "
             "`--grid`, with either of them or alone."
         )
-    chosen = {**_RECIPES[options.recipe or "paper"], **given}
-    if {"pattern", "sparsity"} <= given.keys():
+    chosen = {**_RECIPES[options.recipe or "paper"], **settings}
+    if {"pattern", "sparsity"} <= settings.keys():
         raise OptionError("give either `--pattern` or `--sparsity`. Got both.")
-    if "pattern" in given and "block_size" not in given:
+    if "pattern" in settings and "block_size" not in settings:
         pattern = make_pattern(None, options.pattern)
         if isinstance(pattern, SemiStructured) and _COLUMNS % pattern.group:
             chosen["block_size"] = max(1, _COLUMNS // pattern.group) * pattern.group

@@ -131,15 +131,15 @@ def _parser() -> Any:
     )
     add_model_options(parser)
     option, tasks = parser.add_argument, ",".join(PAPER_TASKS)
-    what = f"tasks or groups of lm-eval, * is a wildcard (default: {tasks})"
-    option("--tasks", default=tasks, metavar="NAME,NAME", help=what)
+    text = f"tasks or groups of lm-eval, * is a wildcard (default: {tasks})"
+    option("--tasks", default=tasks, metavar="NAME,NAME", help=text)
     option("--include-path", metavar="DIR", help="YAML files of more tasks")
-    what = "solved examples in each prompt (default: 0)"
-    option("--num-fewshot", type=number_from(0), default=0, metavar="N", help=what)
-    what = "requests at once, or auto: as many as fit (default: 8)"
-    option("--batch-size", type=_batch_size, default=8, metavar="N", help=what)
-    what = "only N samples a task, for a quick look"
-    option("--limit", type=number_from(1), metavar="N", help=what)
+    text = "solved examples in each prompt (default: 0)"
+    option("--num-fewshot", type=number_from(0), default=0, metavar="N", help=text)
+    text = "requests at once, or auto: as many as fit (default: 8)"
+    option("--batch-size", type=_batch_size, default=8, metavar="N", help=text)
+    text = "only N samples a task, for a quick look"
+    option("--limit", type=number_from(1), metavar="N", help=text)
     option("--device", help="where to run (default: cuda if present)")
     option("--dtype", help="of the weights (default: as stored)")
     option("--out", type=Path, metavar="FILE", help="all that lm-eval returns, as JSON")

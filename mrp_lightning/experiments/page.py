@@ -448,8 +448,8 @@ def next_steps(frame: ScoreFrame) -> Iterator[NextStep]:
         yield NextStep("Measure its perplexity on your text, which is kept beside it.", test)
     elif model.dense is None:
         source = shlex.quote(str(run.config.get("base_model") or "MODEL"))
-        beside = shlex.quote(str(run.directory.parent / "dense"))
-        save = f"--trainer.callbacks=callbacks.SaveEvaluation --trainer.callbacks.save_dir={beside}"
+        dense = shlex.quote(str(run.directory.parent / "dense"))
+        save = f"--trainer.callbacks=callbacks.SaveEvaluation --trainer.callbacks.save_dir={dense}"
         test = f"python -m mrp_lightning test --model.model {source} {save}"
         yield NextStep("Measure the dense model, too, which this page then compares with.", test)
     tokens = {x: (x.tokens or 0) / x.shape[1] for x in run.pruned_layers if not x.shared_hessian}

@@ -289,7 +289,9 @@ def _check_same_configurations(sweep: Sweep, finished: Mapping[Trial, RunDirecto
         if difference := _difference(sweep, trial, run):
             differing.setdefault(difference, []).append(run.name)
     if differing:
-        listed = "; and ".join(f"{what} ({', '.join(names)})" for what, names in differing.items())
+        listed = "; and ".join(
+            f"{difference} ({', '.join(names)})" for difference, names in differing.items()
+        )
         raise OptionError(
             f"`out`: {sweep.out} holds runs with another configuration: {listed}. "
             "Name another directory, or delete these runs to repeat them."

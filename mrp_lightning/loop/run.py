@@ -298,7 +298,7 @@ class Run:
         self._capture: StepCapture | None = None
         rehearsal = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
         self.save_dir = None if rehearsal else output.save_dir
-        self._beside = None if rehearsal else output.journal_beside or output.save_dir
+        self._journal_path = None if rehearsal else output.journal_beside or output.save_dir
 
     def check(self, caller: str) -> None:
         """Raise, before the data is read, if the module cannot be pruned or the result not written.
@@ -309,18 +309,18 @@ class Run:
         trainer, module = self.trainer, self.module
         require_whole_models(trainer, caller)
         require_batches(module)
-        start_streamed(module, processes=trainer.world_size, is_kept=self._beside is not None)
-        if trainer.is_global_zero and self._beside is not None:
+        start_streamed(module, processes=trainer.world_size, is_kept=self._journal_path is not None)
+        if trainer.is_global_zero and self._journal_path is not None:
             if self.save_dir is not None:
                 check_save_dir(
                     self.save_dir,
                     module,
                     overwrite=self.output.overwrite,
                     journal_bytes=journal_bytes(
-                        self._beside, module, whole=self.settings.structure is None
+                        self._journal_path, module, whole=self.settings.structure is None
                     ),
                 )
-            require_free(self._beside)
+            require_free(self._journal_path)
         if not is_built_later(module):
             plan_for(self.module, self.settings)
 
@@ -388,9 +388,13 @@ class Run:
                 warn_of_data(self._capture.steps, self._plan, processes)
                 self._describe(self._capture.steps, processes, batches)
                 job = self._job(self._capture.steps, processes)
-                if self._beside is not None:
+                if self._journal_path is not None:
                     opened = open_journal(
-                        job, self.module, self.trainer, self._beside, resume=self.output.resume
+                        job,
+                        self.module,
+                        self.trainer,
+                        self._journal_path,
+                        resume=self.output.resume,
                     )
                     job = replace(job, journal=held.enter_context(opened))
                 for logger in self.trainer.loggers:

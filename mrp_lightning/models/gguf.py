@@ -168,11 +168,11 @@ def has_tokenizer(file: Path) -> bool:
 
 def gguf_config(file: Path) -> PreTrainedConfig:
     """Return the configuration in a file."""
-    with reading(file) as place:
-        values = PreTrainedConfig.get_config_dict(**place)[0]
+    with reading(file) as location:
+        values = PreTrainedConfig.get_config_dict(**location)[0]
     check_values(values, file)
-    with reading(file) as place:
-        return AutoConfig.from_pretrained(**place)
+    with reading(file) as location:
+        return AutoConfig.from_pretrained(**location)
 
 
 _DEQUANTIZED: ContextVar[dict[Hashable, PreTrainedModel] | None] = ContextVar(
@@ -213,9 +213,9 @@ def _dequantize(file: Path, dtype: torch.dtype | None, attention: str | None) ->
     progress_log.info("Dequantizing %s …", file)  # half a minute for 135M parameters
     # Its weights are quantized, to some bits each.
     check_size(build_without_weights(gguf_config(file)), 8 * file.stat().st_size, file)
-    with reading(file) as place:
+    with reading(file) as location:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            **place,
+            **location,
             dtype=dtype or published,
             quantization_config=GgufConfig(dequantize=True),
             output_loading_info=True,

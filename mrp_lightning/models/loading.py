@@ -177,12 +177,12 @@ def as_dtype(name: torch.dtype | str | None) -> torch.dtype | None:
     """
     if name is None or isinstance(name, torch.dtype):
         return name
-    found = getattr(torch, name.removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+    dtype = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise OptionError(
             f"`dtype` must be a floating type such as float32 or bfloat16. Got {name!r}."
         )
-    return found
+    return dtype
 
 
 _WIDE = {"F32": torch.float32, "F64": torch.float64}
@@ -202,15 +202,15 @@ def wider_dtypes(
     and, `as_published`, those that are wider in the files from which the model was loaded, as far
     as these are safetensors and still there.
     """
-    found: dict[str, torch.dtype] = {}
+    dtypes: dict[str, torch.dtype] = {}
     if kept := dtypes_kept(model, dtype):
         pattern, groups, _ = build_glob_alternation(list(kept))
         for name in model.state_dict():
             if (match := pattern.search(name)) and match.lastgroup:
-                found[name] = kept[groups[match.lastgroup]]
+                dtypes[name] = kept[groups[match.lastgroup]]
     if as_published:
-        found |= {n: d for n, d in _published_wide(model) if d.itemsize > dtype.itemsize}
-    return found
+        dtypes |= {n: d for n, d in _published_wide(model) if d.itemsize > dtype.itemsize}
+    return dtypes
 
 
 def cast(

@@ -57,7 +57,7 @@ def model_card(
         *(_narrowed(narrowed, totals) if narrowed else _removed(totals)),
         *([f"- bytes of the weights: {num_bytes:,}"] if num_bytes is not None else []),
         *([f"- the others in {bits} bits and a scale for {config['group_size']}"] if bits else []),
-        *_before(totals.get("zeros_before"), report.provenance.get("pruned_before", [])),
+        *_zeros_before(totals.get("zeros_before"), report.provenance.get("pruned_before", [])),
         f"- mean output error of a layer, relative to its output: {totals['relative_loss']:.4f}",
         *_calibration(report.provenance.get("data", {})),
         "- every layer: `pruning_report.json`",
@@ -136,9 +136,11 @@ def with_perplexities(
 
 def _next_to_dense(scores: Mapping[str, Any], dense: Mapping[str, Any] | None) -> str:
     """Return the cells of a model's perplexity, with the dense model's on the same windows."""
-    before, after = (dense or {}).get("perplexity"), scores["perplexity"]
-    first, ratio = ("–", "–") if not before else (f"{before:.3f}", f"{after / before:.4g}")
-    return f"{first} | {after:.3f} | {ratio}"
+    dense_value, value = (dense or {}).get("perplexity"), scores["perplexity"]
+    first, ratio = (
+        ("–", "–") if not dense_value else (f"{dense_value:.3f}", f"{value / dense_value:.4g}")
+    )
+    return f"{first} | {value:.3f} | {ratio}"
 
 
 def add_perplexities(
@@ -228,7 +230,7 @@ def _kept(narrowed: Mapping[str, Any]) -> str:
     return f"{narrowed['kept']} of {narrowed['units']} {narrowed['structure']} a block"
 
 
-def _before(zeros: float | None, prunings: Sequence[Mapping[str, Any]]) -> list[str]:
+def _zeros_before(zeros: float | None, prunings: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the line on the zeros of a model that was pruned before, if it was."""
     if not zeros and not prunings:
         return []

@@ -232,8 +232,10 @@ def layers_of(name: str, module: nn.Module) -> list[Layer]:
 
 def holds_experts(module: nn.Module) -> bool:
     """Whether these are stacked experts of transformers 5, which say how they are stored."""
-    told = all(hasattr(module, name) for name in ("is_transposed", "has_gate", "num_experts"))
-    if not told or not hasattr(getattr(module, "config", None), EXPERTS):
+    is_decorated = all(
+        hasattr(module, name) for name in ("is_transposed", "has_gate", "num_experts")
+    )
+    if not is_decorated or not hasattr(getattr(module, "config", None), EXPERTS):
         return False
     stacks = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
     own = own_parameters(module)

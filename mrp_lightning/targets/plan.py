@@ -72,12 +72,12 @@ def _count(tensor: Tensor) -> int:
     return sum(int((~torch.isfinite(part)).sum()) for part in rows.split(most))
 
 
-def not_finite(what: str, counts: Mapping[str, int]) -> str:
+def not_finite(subject: str, counts: Mapping[str, int]) -> str:
     """The message on values that are not finite, by name how many, with the next step."""
     listed = "\n".join(f"  {name}: {count:,}" for name, count in counts.items())
     return (
-        f"{what} hold NaN or Inf. The checkpoint is damaged, or its values were too large for its "
-        f"dtype: get it again, or in bfloat16. NaN and Inf in each:\n{listed}"
+        f"{subject} hold NaN or Inf. The checkpoint is damaged, or its values were too large for "
+        f"its dtype: get it again, or in bfloat16. NaN and Inf in each:\n{listed}"
     )
 
 
@@ -90,15 +90,15 @@ def pruned_layers(model: nn.Module) -> list[Layer]:
 
     A layer of nothing but zeros was initialised so.
     """
-    found: dict[object, Layer] = {}
+    first_layers: dict[object, Layer] = {}
     for name, module in named_modules(model):
         for layer in layers_of(name, module):
-            if layer.key in found or why_not_plain(layer) is not None:
+            if layer.key in first_layers or why_not_plain(layer) is not None:
                 continue
             zeros = int((layer.weight == 0).sum())
             if LEAST_SPARSITY * layer.weight.numel() <= zeros < layer.weight.numel():
-                found[layer.key] = layer
-    return list(found.values())
+                first_layers[layer.key] = layer
+    return list(first_layers.values())
 
 
 @dataclass(frozen=True)
@@ -164,14 +164,14 @@ def make_plan(
         PatternError: The pattern, or the groups of the grid, do not fit layers.
     """
     chosen, ignored = as_patterns(targets), as_patterns(ignore)
-    found = find_blocks(model, blocks)
+    block_list = find_blocks(model, blocks)
     modules = dict(named_modules(model))
     layers = {layer.name: layer for n, module in modules.items() for layer in layers_of(n, module)}
     linear = list(layers)
-    inside = {b.name: [n for n in linear if f"{n}.".startswith(f"{b.name}.")] for b in found}
+    inside = {b.name: [n for n in linear if f"{n}.".startswith(f"{b.name}.")] for b in block_list}
     in_blocks = [name for names in inside.values() for name in names]
 
-    every = {*layers, *(b.name for b in found)}
+    every = {*layers, *(b.name for b in block_list)}
     is_cut = len({name.removeprefix(prefix) for name in every}) == len(every)
 
     def shown(name: str) -> str:
@@ -181,7 +181,7 @@ def make_plan(
     require_matches("targets", chosen, linear or list(modules), prefix, shown)
     require_matches("ignore", ignored, [*modules, *linear], prefix, shown)
     rest = [n for n in linear if n not in set(in_blocks)]
-    outside = rest if not found and not chosen else []
+    outside = rest if not block_list and not chosen else []
     for pattern_ in chosen:
         if not any(matches(name, pattern_, prefix) for name in in_blocks):
             outside += [n for n in rest if matches(n, pattern_, prefix) and n not in outside]
@@ -194,7 +194,7 @@ def make_plan(
     routers = [] if chosen else list(_routers(modules, layers, names))
     names = [n for n in names if n not in {router.name for router in routers}]
     targeted = [layers[n] for n in names]
-    unusual = _unusual(modules, targeted, [n for n in modules if wanted(n)], found, allow_meta)
+    unusual = _unusual(modules, targeted, [n for n in modules if wanted(n)], block_list, allow_meta)
     _refuse_unusual({shown(name): reason for name, reason in unusual.items()})
     unfit = _indivisible(targeted, pattern, grid)
     if unfit and not skip_indivisible:
@@ -205,7 +205,7 @@ def make_plan(
             f"`ignore`, or leave them dense with `skip_indivisible: true`:\n{listed}"
         )
     tied = _tied(model, targeted, shown)
-    every_skipped = (*routers, *_no_layers(modules, found, wanted), *tied, *unfit)
+    every_skipped = (*routers, *_no_layers(modules, block_list, wanted), *tied, *unfit)
     skipped = {s.name: replace(s, name=shown(s.name)) for s in every_skipped}
     taken = {n: replace(layers[n], name=shown(n)) for n in names if n not in skipped}
     if not taken:
@@ -213,8 +213,10 @@ def make_plan(
     parameters = ((shown(without_compiled(n)), p) for n, p in model.named_parameters())
     refuse_not_finite(list(taken.values()), parameters)
     return Plan(
-        blocks=[replace(b, name=shown(b.name)) for b in found],
-        layers={shown(b.name): [taken[n] for n in inside[b.name] if n in taken] for b in found},
+        blocks=[replace(b, name=shown(b.name)) for b in block_list],
+        layers={
+            shown(b.name): [taken[n] for n in inside[b.name] if n in taken] for b in block_list
+        },
         outside=[taken[n] for n in outside if n in taken],
         skipped=list(skipped.values()),
     )
@@ -299,7 +301,7 @@ def _tied(model: nn.Module, layers: list[Layer], shown: Callable[[str], str]) ->
     targets = {(layer.owner, layer.key) for layer in layers}
     first: dict[Hashable, str] = {}
     for layer in layers:
-        mine = first.setdefault(layer.key, layer.name)
+        first_name = first.setdefault(layer.key, layer.name)
         foreign = [o for o in owners[id(layer.parameter)] if (o, layer.key) not in targets]
         if foreign and all(model.get_submodule(owner) is layer.module for owner in foreign):
             reason = (
@@ -308,8 +310,8 @@ def _tied(model: nn.Module, layers: list[Layer], shown: Callable[[str], str]) ->
             )
         elif foreign:
             reason = f"its weight is tied to {shown(foreign[0])}, which is not pruned"
-        elif mine != layer.name:
-            reason = f"its weight is tied to {shown(mine)}, with which it is pruned"
+        elif first_name != layer.name:
+            reason = f"its weight is tied to {shown(first_name)}, with which it is pruned"
         else:
             continue
         yield Skipped(layer.name, tuple(layer.weight.shape), reason)

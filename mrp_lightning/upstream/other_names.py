@@ -17,15 +17,15 @@ def hub_away() -> Iterator[None]:
     import datasets.config
     import huggingface_hub.constants
 
-    places: tuple[Any, ...] = (huggingface_hub.constants, datasets.config)
-    before = [place.HF_HUB_OFFLINE for place in places]
+    modules: tuple[Any, ...] = (huggingface_hub.constants, datasets.config)
+    were_offline = [module.HF_HUB_OFFLINE for module in modules]
     try:
-        for place in places:
-            place.HF_HUB_OFFLINE = True
+        for module in modules:
+            module.HF_HUB_OFFLINE = True
         yield
     finally:
-        for place, is_offline in zip(places, before, strict=True):
-            place.HF_HUB_OFFLINE = is_offline
+        for module, is_offline in zip(modules, were_offline, strict=True):
+            module.HF_HUB_OFFLINE = is_offline
 
 
 def bounded_gguf(file: Path) -> Any:
@@ -39,10 +39,10 @@ def bounded_gguf(file: Path) -> Any:
 
     class Bounded(GGUFReader):
         def _get(self, offset: int, dtype: Any, count: int = 1, *order: Any, **more: Any) -> Any:
-            found = super()._get(offset, dtype, count, *order, **more)
-            if len(found) < count:
+            values = super()._get(offset, dtype, count, *order, **more)
+            if len(values) < count:
                 raise ValueError(f"it ends before the {int(count):,} values at byte {offset:,}")
-            return found
+            return values
 
     return Bounded(file)
 

@@ -26,8 +26,8 @@ A block that stays where it is while its model moves has one of its own. There i
 
 def uncompiled(module: nn.Module) -> nn.Module:
     """The module that `torch.compile` wrapped, or the module itself; see `COMPILED`."""
-    found: nn.Module = getattr(module, COMPILED, module)
-    return found
+    original: nn.Module = getattr(module, COMPILED, module)
+    return original
 
 
 def pads(conv: nn.Conv2d) -> list[int]:

@@ -159,10 +159,10 @@ class Grid:
             row, group = (~fits).nonzero()[0].tolist()
             start = group * self.group_size
             stop = min(start + self.group_size, weight.shape[1])
-            what = "" if self.name is None else f" of the type {self.name}"
+            of_type = "" if self.name is None else f" of the type {self.name}"
             raise FormatError(
                 f"Row {row}, columns {start} to {stop - 1} (group {group}): no scale makes these "
-                f"weights codes{what} from {self.codebook[0]} to {self.codebook[-1]}, as "
+                f"weights codes{of_type} from {self.codebook[0]} to {self.codebook[-1]}, as "
                 f"{self.bits} bits with groups of {self.group_size} need. The weight was changed "
                 "after it was put on its grid, or is on another one: give its `bits` and "
                 "`group_size`, or its `grid`."
