@@ -210,6 +210,8 @@ def check_class(model: PreTrainedModel) -> None:
     Raises:
         SaveError: Weights of the class are missing in the model, or have other shapes there.
     """
+    if getattr(model.config, "quantization_config", None) is not None:
+        return  # packed weights have shapes of their own, and cannot be pruned
     built = build_without_weights(deepcopy(model.config), kind=type(model))
     shapes = {without_compiled(name): x.shape for name, x in model.state_dict().items()}
     wrong = [
