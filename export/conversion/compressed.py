@@ -113,7 +113,11 @@ def choose_compressed(
         while (off := _off(tensor, bits, group_size)) and bits < _BITS[-1]:
             bits = _BITS[-1]
         if off:
-            misfits[name] = off
+            wider = tensor.itemsize > 2 and torch.equal(tensor.bfloat16().to(tensor.dtype), tensor)
+            rounded = (
+                f"; it was pruned as bfloat16 and is stored as {tensor.dtype}: leave out `dtype`"
+            )
+            misfits[name] = off + rounded * wider
         layers.append(LayerChoice(name, stored, shape, tensor.dtype))
     if misfits or not layers:
         listed = "\n".join(f"  {name}: {reason}" for name, reason in misfits.items())

@@ -140,6 +140,8 @@ def encode(name: str, parameter: Tensor, kind: str) -> Encoded:
 def _exact(parameter: Tensor, kind: GgufType) -> Encoded | None:
     """Return the parameter in a type that holds it to the bit; None if this one does not."""
     matrix = parameter.detach().reshape(-1, parameter.shape[-1])
+    if torch.equal(matrix.bfloat16().to(matrix.dtype), matrix):
+        matrix = matrix.bfloat16()  # a model that was pruned in bfloat16 and is stored wider
     if kind.pack is None or kind.grid is None:
         content = quantize(matrix.float().numpy(), kind.stored_as)
         back = torch.from_numpy(np.array(dequantize(content, kind.stored_as)))

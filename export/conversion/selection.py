@@ -145,9 +145,11 @@ class Claims:
         }
         try:
             size = GROUP_SIZE if config.group_size is None else config.group_size
-            grid = None if config.bits is None else grid_of_bits(config.bits, size)
+            grid: Grid | None = None
             if config.grid is not None:
                 grid = grid_named(config.grid)
+            elif config.bits is not None:
+                grid = grid_of_bits(config.bits, size)
         except OptionError as error:
             raise FormatError(f"{file}: `config` holds a grid that no run has: {error}") from error
         return cls(layers, config.structure, grid)

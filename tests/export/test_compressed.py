@@ -102,3 +102,11 @@ def test_layers_can_stay_dense_and_others_are_refused(pruned, tmp_path, capsys):
         assert ended.value.code == 2
         assert message in capsys.readouterr().err
         assert not other.with_name(f"{name}-compressed-tensors").exists()
+
+
+def test_a_model_that_is_stored_wider_than_it_was_pruned_is_explained(pruned, capsys):
+    run = pruned(grid="int4-g32")
+    AutoModelForCausalLM.from_pretrained(run).float().save_pretrained(run)
+    with pytest.raises(SystemExit):
+        export(run)
+    assert "pruned as bfloat16 and is stored as torch.float32" in capsys.readouterr().err

@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from callbacks import MRPCallback
 from export.to_gguf import main
-from mrp_lightning import CausalLM, Trainer
+from mrp_lightning import CausalLM, Trainer, prune_weight
 
 pytest.importorskip("gguf", reason="needs the extra `gguf`")
 pytest.importorskip("accelerate", reason="needs the extra `gguf`")
@@ -14,6 +14,8 @@ pytest.importorskip("accelerate", reason="needs the extra `gguf`")
 import gguf
 from gguf.quants import dequantize
 from gguf_files import write
+
+from export.conversion.gguf_types import encode
 
 QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
 
@@ -109,6 +111,7 @@ GRIDS_OF_RUNS = [
     ({"grid": "q4_0", "sparsity": 0.5}, "Q4_0"),
     ({"bits": 3, "pattern": "2:4"}, "Q4_0"),
     ({"bits": 8}, "Q8_0"),
+    ({"grid": "q5_0"}, "Q5_0"),
     ({"bits": 4, "sparsity": 0.5}, "Q5_0"),
 ]
 
@@ -172,3 +175,10 @@ def test_a_damaged_source_is_refused_by_name(part, source, tmp_path, capsys):
         main([str(run), "--like", str(damaged)])
     assert ended.value.code == 2
     assert f"`--like`: {damaged} is damaged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("stored_as", [torch.bfloat16, torch.float32], ids=str)
+def test_a_matrix_that_was_pruned_in_bfloat16_is_exact(stored_as):
+    weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    quantised = prune_weight(weight, torch.eye(64), grid="iq4_nl").weight
+    assert encode("blk.0.ffn_down.weight", quantised.to(stored_as), "auto").kind.name == "iq4_nl"
