@@ -136,8 +136,9 @@ class Grid:
         lowest, highest = self.codebook[0], self.codebook[-1]
         if len(self.codebook) == highest - lowest + 1:  # all whole numbers between the ends
             return ratios.round().clamp_(lowest, highest)
-        codes, midpoints = _tables(self.codebook, ratios.dtype, ratios.device)
-        return codes[torch.bucketize(ratios, midpoints)]
+        # Codes are whole numbers, so that midpoints between them are multiples of ½.
+        halves = (ratios * 2).floor_().clamp_(2 * lowest, 2 * highest).sub_(2 * lowest)
+        return _nearest_codes(self.codebook, ratios.dtype, ratios.device)[halves.long()]
 
     def decompose(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Return the codes and scales of a weight that lies on the grid.
@@ -234,12 +235,11 @@ class Grid:
 
 
 @lru_cache
-def _tables(
-    codebook: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Return the codes as a tensor, and the midpoints between neighbours."""
+def _nearest_codes(codebook: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the codes nearest to the ranges [i/2, (i + 1)/2) from the lowest code on."""
     codes = torch.tensor(codebook, dtype=dtype, device=device)
-    return codes, (codes[1:] + codes[:-1]) / 2
+    middles = torch.arange(2 * codebook[0], 2 * codebook[-1] + 1, dtype=dtype, device=device) / 2
+    return codes[torch.bucketize(middles + 0.25, (codes[1:] + codes[:-1]) / 2)]
 
 
 def _significant_bits(dtype: torch.dtype) -> int:
