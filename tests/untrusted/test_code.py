@@ -125,7 +125,7 @@ def test_a_checkpoint_from_a_url_runs_nothing(tiny_llama, tmp_path, harmful, mon
 def test_the_name_of_a_class_becomes_no_code_in_a_card(checkpoint, tmp_path):
     directory = checkpoint(architectures=["LlamaForCausalLM\nimport os; os.mkdir('x')"])
     totals = {"packed_layers": 1, "packed_fraction": 0.5625}
-    report: Any = SimpleNamespace(format="packed", totals=totals, parity=None)
+    report: Any = SimpleNamespace(format="packed", totals=totals, parity=None, exported_bytes=None)
     write_card(open_checkpoint(directory), report, tmp_path)
     card = (tmp_path / "README.md").read_text()
     assert "os.mkdir" not in card

@@ -69,7 +69,7 @@ def test_a_card_gets_no_markup_from_the_name_of_a_text():
     card = with_perplexities("# Model\n", {name: SCORES})
     assert card.splitlines()[-1] == (
         "| a\\|b ## Heading \\!\\[x\\](http://x) &lt;script&gt;alert(1)&lt;/script&gt; "
-        "\\`code\\` | 5.000 | 10 | 30 |"
+        "\\`code\\` | – | 5.000 | – | 10 | 30 |"
     )
 
 

@@ -381,5 +381,5 @@ def test_the_command_that_makes_the_page_again_is_on_it(tmp_path, save_run):
     text = page_of(run, "--title", "It's").text
     (command,) = re.findall(r"to make it again: (.*)", text)
     assert shlex.split(command) == [
-        *("python", "-m", "mrp_lightning", "report", str(run), "--title", "It's"),
+        *("mrp-lightning", "report", str(run), "--title", "It's"),
     ]
