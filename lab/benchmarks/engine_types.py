@@ -39,9 +39,11 @@ from mrp_sparse.environment import machine
 LENGTH = 512
 OURS: dict[str, dict[str, Any]] = {
     "Q4_0": {"grid": "q4_0"},
+    "Q4_0, dense target": {"grid": "q4_0", "target": "dense"},
     "IQ4_NL": {"grid": "iq4_nl"},
     "IQ4_NL, dense target": {"grid": "iq4_nl", "target": "dense"},
     "Q5_0": {"grid": "q5_0"},
+    "Q5_0, dense target": {"grid": "q5_0", "target": "dense"},
     "IQ4_NL, dense target, tuned": {"grid": "iq4_nl", "target": "dense", "tuning": True},
 }
 THEIRS = ("Q4_0", "Q4_0 imatrix", "IQ4_NL imatrix", "Q3_K_M imatrix", "Q4_K_M imatrix")
@@ -193,8 +195,8 @@ def main() -> None:
     lines = [
         f"`python {' '.join(sys.argv)}`",
         "",
-        f"{machine()}, one thread. Calibrated on {options.windows} windows of 512 tokens, measured "
-        f"on {options.eval_windows}.",
+        f"{machine(torch.device('cpu'))}, one thread. Calibrated on {options.windows} windows of "
+        f"512 tokens, measured on {options.eval_windows}.",
         "",
         "| by | type | bits of the blocks | file, MiB | perplexity | over dense | CPU seconds |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: |",

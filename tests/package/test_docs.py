@@ -25,6 +25,7 @@ ALONE = "it measures speed, in minutes, and needs a machine that does nothing el
 INSTALLS = "it installs; tests/package/test_readme.py reads the same line"
 NOT_RUN = {
     ("engines.md", "python lab/benchmarks/llamacpp.py"): LLAMACPP,
+    ("engines.md", "python lab/benchmarks/engine_types.py"): LLAMACPP,
     ("gpu.md", "make gpu"): "it is for a GPU; tests/package/test_measuring.py runs its parts",
     ("gpu.md", "pip install torch"): "it downloads a build of torch for a GPU",
     ("index.md", "pip install"): INSTALLS,
