@@ -43,7 +43,6 @@ OURS: dict[str, dict[str, Any]] = {
     "IQ4_NL": {"grid": "iq4_nl"},
     "IQ4_NL, dense target": {"grid": "iq4_nl", "target": "dense"},
     "Q5_0": {"grid": "q5_0"},
-    "Q5_0, dense target": {"grid": "q5_0", "target": "dense"},
     "IQ4_NL, dense target, tuned": {"grid": "iq4_nl", "target": "dense", "tuning": True},
 }
 THEIRS = ("Q4_0", "Q4_0 imatrix", "IQ4_NL imatrix", "Q3_K_M imatrix", "Q4_K_M imatrix")
