@@ -200,7 +200,7 @@ class Grid:
         zero = peaks == 0
         codes, waiting = torch.zeros_like(values), ~zero  # NaN waits, too, and in vain
         # Without a code for zero, a group of zeros has the scale zero.
-        scales = torch.where(zero & torch.tensor(not self.holds_zero), 0, torch.ones_like(peaks))
+        scales = torch.ones_like(peaks) if self.holds_zero else (~zero).to(peaks.dtype)
         for code, scale in self._candidates(peaks, weight.dtype):
             possible = waiting & ((code * scale).to(weight.dtype) == peaks)
             places = possible.nonzero(as_tuple=True)
