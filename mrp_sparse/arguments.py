@@ -15,8 +15,8 @@ from typing import Any, TypeGuard, TypeVar, Union, get_args, get_origin, get_typ
 from mrp_sparse.errors import OptionError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-Rule = tuple[str, Callable[[Any], bool]]  # what a value must be, in words, and whether it is
-_RULES: dict[Any, Rule] = {
+_Rule = tuple[str, Callable[[Any], bool]]  # what a value must be, in words, and whether it is
+_RULES: dict[Any, _Rule] = {
     bool: ("true or false", lambda x: isinstance(x, bool)),
     int: ("a whole number", lambda x: isinstance(x, Integral) and not isinstance(x, bool)),
     float: ("a number", lambda x: isinstance(x, Real) and not isinstance(x, bool)),
@@ -74,7 +74,7 @@ def _checked(function: Function, *, errors: Mapping[str, type[ValueError]]) -> F
     return checking  # type: ignore[return-value]
 
 
-def _rule(hint: Any, *, in_list: bool = False) -> Rule | None:
+def _rule(hint: Any, *, in_list: bool = False) -> _Rule | None:
     hint = hint.__bound__ if isinstance(hint, TypeVar) else hint
     if isinstance(hint, list):  # the arguments of a callable
         return None
@@ -96,7 +96,7 @@ def _rule(hint: Any, *, in_list: bool = False) -> Rule | None:
     return f"{article} {hint.__name__}", lambda x: isinstance(x, hint)
 
 
-def _next_step(rule: Rule, value: Any) -> str:
+def _next_step(rule: _Rule, value: Any) -> str:
     """Return a hint such as " Give 0.5." if the value can be read as the wanted type, else ""."""
     words, fits = rule
     if isinstance(value, str):

@@ -29,7 +29,7 @@ HESSIAN_BYTES = 16 * 2**30
 
 
 @contextmanager
-def one_by_one(experts: Sequence[Expert]) -> Iterator[None]:
+def _one_by_one(experts: Sequence[Expert]) -> Iterator[None]:
     """Run stacked experts by their class's own loop over experts, in which products can be seen.
 
     transformers replaces that loop by grouped products, which differ from it by rounding.
@@ -86,7 +86,7 @@ def portions(layers: Sequence[Layer]) -> list[list[Layer]]:
     return [*parts, *([rest] if rest else [])]
 
 
-class Watch(ABC):
+class _Watch(ABC):
     """Calls `note` for each input of a layer, and `note_expert` for each of a stacked expert.
 
     A weight that is used without calling its module (Mamba's `dt_proj.weight @ x`) is seen by the
@@ -124,7 +124,7 @@ class Watch(ABC):
                 stack.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True))
                 stack.enter_context(module.register_forward_hook(leave, always_call=True))
             stack.enter_context(self._padding.follow([layer.module for layer in self.layers]))
-            stack.enter_context(one_by_one(experts))
+            stack.enter_context(_one_by_one(experts))
             # Which rows of an expert are tokens is seen at its first matrix, pruned or not.
             by_identity = {id(layer): layer for layer in self.layers}
             keys = {layer.key for layer in self.layers}
@@ -243,7 +243,7 @@ class InputsDiffer(Exception):  # noqa: N818 (a message between two parts of the
     """Layers that shared an input in one batch do not in another."""
 
 
-class Calibration(Watch):
+class Calibration(_Watch):
     """Accumulates 2·XᵀX over the tokens that each layer sees.
 
     Which layers share an input, if they may `share` a Hessian, is found in the first batch and

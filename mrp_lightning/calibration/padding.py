@@ -191,7 +191,7 @@ class Padding:
             if hidden is None:
                 continue
             if hidden.ndim > 2 and _is_aligned(hidden, is_token):
-                rows = rows_taken_from(x, hidden, is_token)
+                rows = _rows_taken_from(x, hidden, is_token)
                 if rows is not None:
                     return rows
             if hidden.shape[:-1].numel() == x.shape[:-1].numel():
@@ -216,7 +216,7 @@ def _is_aligned(x: Tensor, is_token: Tensor) -> bool:
     return leading[: len(positions)] == positions or leading == [is_token.numel()]
 
 
-def rows_taken_from(x: Tensor, source: Tensor, is_token: Tensor) -> Tensor | None:
+def _rows_taken_from(x: Tensor, source: Tensor, is_token: Tensor) -> Tensor | None:
     """Tell which rows of x are copies of rows of `source` (batch, length, columns) that are tokens.
 
     The rows of x (..., columns) may be in any order. Returns a bool for each, or `None` if x has

@@ -54,8 +54,8 @@ class PruningCallback(Callback):
 
     Attributes:
         settings: The checked `Settings`.
-        journal_beside: The directory beside which the journal lies, if that is not `save_dir`. Then
-            the journal outlives the run, and `remove_journal` removes it.
+        run_directory: The directory next to which the journal is written, if it is not `save_dir`.
+            Then the journal outlives the run, until `remove_journal` deletes it.
         report: The result for each layer, `None` before the first run. After an exception it lists
             the layers that are pruned, and all others are untouched. `report.complete` is true once
             all are pruned and `save_dir`, if there is one, is written.
@@ -82,7 +82,7 @@ class PruningCallback(Callback):
             raise TypeError(f"{type(self).__name__} has no argument `{name}`. {meant}")
         self.settings = Settings(**settings)
         self.save_dir = None if save_dir is None else output_path(save_dir)
-        self.journal_beside: Path | None = None
+        self.run_directory: Path | None = None
         self.overwrite, self.resume = overwrite, resume
         self.report: PruningReport | None = None
         self._run: Run | None = None
@@ -114,7 +114,7 @@ class PruningCallback(Callback):
         pending = [c for c in callbacks if isinstance(c, PruningCallback) and not c._is_done]
         if len(pending) > 1:
             raise OptionError("A predict run takes one PruningCallback; run predict once for each.")
-        output = Output(self.save_dir, self.overwrite, self.resume, self.journal_beside)
+        output = Output(self.save_dir, self.overwrite, self.resume, self.run_directory)
         run = Run(trainer, pl_module, self.settings, output)
         run.check(type(self).__name__)
         run.start()
@@ -172,9 +172,9 @@ class PruningCallback(Callback):
         self._pruned.save(directory, overwrite=overwrite)
 
     @property
-    def kept_beside(self) -> Path | None:
-        """The path next to which a run keeps its journal, `None` if it keeps none."""
-        return self.journal_beside or self.save_dir
+    def output_directory(self) -> Path | None:
+        """The directory next to which the journal is written; `None` if there is no journal."""
+        return self.run_directory or self.save_dir
 
     @property
     def state_key(self) -> str:

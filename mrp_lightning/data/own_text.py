@@ -156,7 +156,7 @@ def _pieces(model: PreTrainedModel, cutter: Cutter, seed: int) -> tuple[int, Sam
 
 def _directory(trainer: Trainer, model: PreTrainedModel, sampling: Sampling) -> Path | None:
     """The directory of the windows, `None` where the run saves nothing; all processes call this."""
-    directories = [callback.kept_beside for callback in callbacks_that_prune(trainer)]
+    directories = [callback.output_directory for callback in callbacks_that_prune(trainer)]
     run = next((directory for directory in directories if directory is not None), None)
     if run is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
         return None

@@ -180,7 +180,7 @@ def execute(trial: Trial, sweep: Sweep, tasks: Tasks | None = None) -> None:
         cli.build()
         if trial.method is not None:
             (callback,) = callbacks_that_prune(cli.trainer)
-            callback.journal_beside = output_path(directory)
+            callback.run_directory = output_path(directory)
             cli.trainer.predict(cli.model, datamodule=cli.datamodule)
             assert callback.report is not None
             directory.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,7 @@ SHA256 = "sha256:"
 WITHOUT_A_SAY = frozenset(
     {
         "enable_progress_bar",
-        "journal_beside",
+        "journal_beside",  # an argument of earlier versions, in their manifests
         "offload",
         "overwrite",
         "resume",

@@ -27,10 +27,10 @@ from mrp_lightning.models.gguf import located
 from mrp_lightning.models.integrity import explained_checkpoint
 from mrp_lightning.models.loading import (
     as_dtype,
+    find_tokenizer,
     load_model,
     load_tokenizer,
     make_config,
-    tokenizer_beside,
     tokenizer_files,
     tokenizer_from_files,
 )
@@ -42,7 +42,7 @@ from mrp_sparse.arguments import checked
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelSource:
+class _ModelSource:
     """The arguments of `CausalLM` by which its model and its tokenizer are loaded."""
 
     model: dict[str, Any] | str | os.PathLike[str] | PreTrainedConfig | torch.nn.Module
@@ -113,7 +113,7 @@ class ModelSource:
         if self.tokenizer is not None:
             return load_tokenizer(self.tokenizer, **self._hub)
         location = self.location or model.name_or_path
-        return tokenizer_beside(location, **self._hub) if location else None
+        return find_tokenizer(location, **self._hub) if location else None
 
     def hyperparameters(self, model: Any) -> dict[str, Any]:
         """Return the arguments by which the model of a checkpoint can be rebuilt.
@@ -227,7 +227,7 @@ class CausalLM(LightningModule):
         warmup_steps: int = 100,
     ) -> None:
         super().__init__()
-        source = ModelSource(
+        source = _ModelSource(
             model=model,
             dtype=dtype,
             revision=revision,

@@ -54,7 +54,7 @@ def checkpoint_root(module: LightningModule) -> tuple[str, nn.Module]:
     return "", module
 
 
-def weights_beside(module: LightningModule) -> dict[str, Tensor]:
+def extra_weights(module: LightningModule) -> dict[str, Tensor]:
     """Return the tensors of a module's `state_dict` that are not saved with the model, by name.
 
     A tensor that is tied to a weight of the model is saved with the model.
@@ -125,7 +125,7 @@ def start_streamed(module: LightningModule, *, processes: int, is_kept: bool) ->
             "`streaming` keeps each block in a file once it is pruned: the callback needs "
             "`save_dir`, and the trainer no `fast_dev_run`."
         )
-    if own := weights_beside(module):
+    if own := extra_weights(module):
         raise OptionError(
             f"`streaming` saves the Hugging Face model alone, and {type(module).__name__} has "
             f"weights beside it: {', '.join(list(own)[:5])}. Load the model without `streaming`."

@@ -126,7 +126,7 @@ class _DescribedData(Protocol):
         ...
 
 
-def about_data(trainer: Trainer, steps: list[Step], processes: Processes) -> dict[str, Any]:
+def _about_data(trainer: Trainer, steps: list[Step], processes: Processes) -> dict[str, Any]:
     """Describe the calibration data, `None` where it is not known; all processes call this.
 
     Returns:
@@ -173,7 +173,7 @@ def _windows(batch: Any) -> list[Tensor]:
 
 
 @contextmanager
-def open_journal(
+def _open_journal(
     job: Job,
     module: LightningModule,
     trainer: Trainer,
@@ -263,14 +263,14 @@ class Output:
         save_dir: The directory of the pruned model, `None` if it is not saved.
         overwrite: Whether `save_dir` may be replaced.
         resume: Whether to go on with a journal that is there.
-        journal_beside: The directory beside which the journal lies, if that is not `save_dir`.
+        run_directory: The directory next to which the journal is written, if it is not `save_dir`.
             Then the journal outlives the run.
     """
 
     save_dir: str | PathLike[str] | None
     overwrite: bool
     resume: bool
-    journal_beside: str | PathLike[str] | None
+    run_directory: str | PathLike[str] | None
 
 
 class Run:
@@ -298,7 +298,7 @@ class Run:
         self._capture: StepCapture | None = None
         rehearsal = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
         self.save_dir = None if rehearsal else output.save_dir
-        self._journal_path = None if rehearsal else output.journal_beside or output.save_dir
+        self._journal_path = None if rehearsal else output.run_directory or output.save_dir
 
     def check(self, caller: str) -> None:
         """Raise, before the data is read, if the module cannot be pruned or the result not written.
@@ -389,7 +389,7 @@ class Run:
                 self._describe(self._capture.steps, processes, batches)
                 job = self._job(self._capture.steps, processes)
                 if self._journal_path is not None:
-                    opened = open_journal(
+                    opened = _open_journal(
                         job,
                         self.module,
                         self.trainer,
@@ -407,7 +407,7 @@ class Run:
                 for name in ("sparsity", "relative_loss"):
                     total = torch.tensor(self.report.totals[name])
                     self.trainer.callback_metrics[f"prune/{name}"] = total
-            outlives = self.output.journal_beside is not None
+            outlives = self.output.run_directory is not None
             yield PrunedModule(self.module, self.report, None if outlives else job.journal)
 
     def log_result(self) -> None:
@@ -502,5 +502,5 @@ class Run:
             if earlier := pruned_before(base_model):
                 self.report.provenance["pruned_before"] = earlier
         self.report.config.update(config)
-        data = about_data(self.trainer, steps, processes)
+        data = _about_data(self.trainer, steps, processes)
         self.report.provenance.update(command=command(), data=data)

@@ -23,9 +23,9 @@ from mrp_lightning.journal.manifest import digest
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.module_parts import (
     checkpoint_root,
+    extra_weights,
     language_models,
     streamed_blocks,
-    weights_beside,
 )
 from mrp_lightning.loop.trainer import as_lightning_module
 from mrp_lightning.models.integrity import check_class
@@ -47,18 +47,18 @@ def check_save_dir(
     journal_bytes: int = 0,
     argument: str = "save_dir",
 ) -> None:
-    """Raise before any work if `save_pruned` or `save_trained` could not write.
+    """Raise before any work if `_save_pruned` or `save_trained` could not write.
 
     The directory may not be replaced, the disk has less room than the weights, in `dtype`, and the
     journal take, or transformers would not write the `generation_config`.
     """
     model = checkpoint_root(module)[1]
-    other_bytes = sum(tensor.nbytes for tensor in weights_beside(module).values())
+    other_bytes = sum(tensor.nbytes for tensor in extra_weights(module).values())
     check_output_dir(
         directory,
         overwrite=overwrite,
         argument=argument,
-        sources=sources_of(module),
+        sources=_sources_of(module),
         num_bytes=num_bytes(model, dtype) + journal_bytes + other_bytes,
     )
     if isinstance(model, PreTrainedModel):
@@ -109,7 +109,7 @@ class PrunedModule:
         journal: Journal | None,
     ) -> None:
         self.report = report
-        sources_of(module)  # as they are now, when the working directory may change until `save`
+        _sources_of(module)  # as they are now, when the working directory may change until `save`
         self._strong: LightningModule | None = module
         self._seen = ref(module), ref(checkpoint_root(module)[1])
         self._journal = journal
@@ -158,7 +158,7 @@ class PrunedModule:
         try:
             if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
                 written = replace(self.report, complete=True)
-                save_pruned(module, directory, written, overwrite=overwrite)
+                _save_pruned(module, directory, written, overwrite=overwrite)
                 self.report.files = written.files
         except (OSError, SafetensorError) as error:
             reason = str(error).removesuffix(".")
@@ -197,7 +197,7 @@ def _gone() -> None:
     """Stand in for a weak reference whose object is gone."""
 
 
-def save_pruned(
+def _save_pruned(
     module: LightningModule,
     directory: str | PathLike[str],
     report: PruningReport,
@@ -213,7 +213,7 @@ def save_pruned(
     """
     _, model = checkpoint_root(module)
     streamed, files = streamed_blocks(module), dict[str, str]()
-    with save_directory(directory, overwrite=overwrite, sources=sources_of(module)) as staging:
+    with save_directory(directory, overwrite=overwrite, sources=_sources_of(module)) as staging:
         if isinstance(model, PreTrainedModel):
             name = model.name_or_path or None
             card = model_card(report, name, num_bytes=num_bytes(model, None))
@@ -226,7 +226,7 @@ def save_pruned(
             save_model(model, str(staging / "model.safetensors"))
             card = model_card(report, type(model).__name__, library=None)
             (staging / "README.md").write_text(card, encoding="utf-8")
-        if own := weights_beside(module):
+        if own := extra_weights(module):
             # Copies, since safetensors takes no tensors that share memory.
             tensors = {name: x.detach().clone().contiguous() for name, x in own.items()}
             save_file(tensors, staging / BESIDE, metadata={"format": "pt"})
@@ -255,7 +255,7 @@ def save_trained(
     if report is not None:
         report.provenance["trained"] = {"steps": steps, "command": command()}
         card = model_card(report, report.config.get("base_model"))
-    with save_directory(directory, overwrite=overwrite, sources=sources_of(module)) as staging:
+    with save_directory(directory, overwrite=overwrite, sources=_sources_of(module)) as staging:
         save_pretrained(model, staging, tokenizer=tokenizer, dtype=dtype, card=card)
         if report is not None:
             _save_report(report, staging)
@@ -282,7 +282,7 @@ def _save_report(report: PruningReport, staging: Path) -> None:
     report.save(staging)
 
 
-def sources_of(module: LightningModule) -> list[Path]:
+def _sources_of(module: LightningModule) -> list[Path]:
     """Return the local directories or files that the language models of a module were read from.
 
     A relative name is that of the directory in which it was first asked for.

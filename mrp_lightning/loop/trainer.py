@@ -20,7 +20,7 @@ from mrp_lightning.errors import DataError, FormatError, OptionError
 from mrp_lightning.loop.causal_lm import CausalLM
 from mrp_lightning.loop.progress import BatchLog
 from mrp_lightning.models.integrity import explained_checkpoint, why_no_checkpoint
-from mrp_lightning.models.loading import tokenizer_beside
+from mrp_lightning.models.loading import find_tokenizer
 from mrp_lightning.pruning.job import Settings
 from mrp_lightning.records.report import PruningReport
 from mrp_lightning.upstream.lightning_names import in_order, unwrap_dataloaders
@@ -60,7 +60,7 @@ class Trainer(pl.Trainer):
             warn_of_unused_gpu()
         logger = False if logger is None else logger
         # At the front: Lightning keeps those that write checkpoints last.
-        callbacks = [BatchLog(), Unwrap(), *_checked(callbacks)]
+        callbacks = [BatchLog(), _Unwrap(), *_checked(callbacks)]
         super().__init__(devices=devices, callbacks=callbacks, logger=logger, **kwargs)
         if type(self.strategy.checkpoint_io) is TorchCheckpointIO:
             self.strategy.checkpoint_io = TensorsOnly()
@@ -167,7 +167,7 @@ def require_accelerator(wanted: Any) -> None:
         )
 
 
-class Unwrap(Callback):
+class _Unwrap(Callback):
     """Remove Lightning's wrappers from dataloaders when a run ends with an error."""
 
     def on_exception(self, *_: Any) -> None:
@@ -206,14 +206,15 @@ class Pruning(Protocol):
     Attributes:
         settings: How it prunes.
         report: What was done to each layer, `None` before the first run.
-        kept_beside: The path beside which a run keeps what it can go on with, `None` for nowhere.
-        journal_beside: The directory beside which the journal lies, if that is not `save_dir`.
+        output_directory: The directory next to which a run stores its journal and its own text;
+            `None` if it stores neither.
+        run_directory: The directory next to which the journal is written, if it is not `save_dir`.
     """
 
     settings: Settings
     report: PruningReport | None
-    kept_beside: Path | None
-    journal_beside: Path | None
+    output_directory: Path | None
+    run_directory: Path | None
 
 
 def callbacks_that_prune(trainer: pl.Trainer) -> list[Pruning]:
@@ -280,7 +281,7 @@ class ModuleRunner(pl.LightningModule):
             # Keys and values of tokens that are not to be generated are a waste of memory.
             self._options = {"use_cache": False}
             source = getattr(model, "name_or_path", None)
-            self.tokenizer = tokenizer_beside(source) if source else None
+            self.tokenizer = find_tokenizer(source) if source else None
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         """Run the module on one batch."""

@@ -301,7 +301,7 @@ def _nothing_at(source: str | os.PathLike[str], reason: str) -> FileNotFoundErro
     )
 
 
-def tokenizer_beside(source: str, **hub: Any) -> Any:
+def find_tokenizer(source: str, **hub: Any) -> Any:
     """Load the tokenizer that a model comes with, `None` if it comes without one.
 
     Raises:

@@ -20,7 +20,7 @@ _LEAST_GAIN = 1e-9
 """Exchanges that lower the loss by a smaller fraction are rounding."""
 
 
-def greedy_set(inverse: Tensor, covariance: Tensor, count: int, width: int) -> list[int]:
+def _greedy_set(inverse: Tensor, covariance: Tensor, count: int, width: int) -> list[int]:
     """Remove one group after another, each the one that costs least when all others adapt.
 
     Once P is removed, (H_KK)⁻¹ = A_KK − A_KP A_PP⁻¹ A_PK for what is kept, and the kept weights are
@@ -37,7 +37,7 @@ def greedy_set(inverse: Tensor, covariance: Tensor, count: int, width: int) -> l
         The groups, in the order in which they go.
     """
     inverse, covariance = inverse.clone(), covariance.clone()
-    own, energy = diagonal_blocks(inverse, width), diagonal_blocks(covariance, width)
+    own, energy = _diagonal_blocks(inverse, width), _diagonal_blocks(covariance, width)
     lost = torch.zeros(len(own), dtype=inverse.dtype, device=inverse.device)
     order: list[int] = []
     # The present matrices are A − Σ aᵀl and C − Σ (hᵀl + lᵀh); a, l and h are (width, columns).
@@ -148,7 +148,7 @@ class ColumnSet:
         """Return the largest gain of an exchange, the group put back, and the one removed."""
         width = self._width
         back, out = self.removed.nonzero()[:, 0], (~self.removed).nonzero()[:, 0]
-        own, energy = diagonal_blocks(self._swept, width), diagonal_blocks(self._energy, width)
+        own, energy = _diagonal_blocks(self._swept, width), _diagonal_blocks(self._energy, width)
         times: Callable[[Tensor, Tensor], Tensor] = torch.mul if width == 1 else torch.matmul
         best = (-torch.inf, -1, -1)
         for some in back.split(max(1, _PAIRS // (len(out) * width**2))):
@@ -209,7 +209,7 @@ def blocks_of(rows: Tensor, width: int) -> Tensor:
     return rows.unflatten(1, (-1, width)).transpose(0, 1)
 
 
-def diagonal_blocks(matrix: Tensor, width: int) -> Tensor:
+def _diagonal_blocks(matrix: Tensor, width: int) -> Tensor:
     """Return the blocks (groups, width, width) on the diagonal of a matrix (columns, columns)."""
     groups = len(matrix) // width
     tiles = matrix.view(groups, width, groups, width)
@@ -401,7 +401,7 @@ def remove_columns(
         covariance = live.T @ live
         removed = torch.zeros(groups, dtype=torch.bool, device=aim.device)
         if chosen.mask.needs_inverse:
-            removed[greedy_set(damped.inverse, covariance, count, group)] = True
+            removed[_greedy_set(damped.inverse, covariance, count, group)] = True
         else:
             removed[_lowest(aim, inputs, chosen.mask.name, count, group)] = True
         column_set = ColumnSet(damped.inverse, covariance, removed, group)

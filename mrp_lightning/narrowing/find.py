@@ -27,7 +27,7 @@ from mrp_lightning.targets.layers import Expert, ExpertStack, Layer, holds_exper
 from mrp_lightning.targets.plan import Plan
 from mrp_lightning.upstream.torch_names import without_compiled
 
-MULTIPLE = 32
+_MULTIPLE = 32
 """Matrix kernels are fastest for numbers of neurons that are multiples of this."""
 
 _NEURONS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "hidden_dim", "d_ff")
@@ -42,8 +42,8 @@ Sizes = dict[str, int]
 
 
 def narrowing_plan(model: nn.Module, kind: str, sparsity: float, plan: Plan) -> NarrowingPlan:
-    """Return the plan of removing whole units, from that of all layers; see `find_structure`."""
-    structure = find_structure(model, kind, sparsity, plan)
+    """Return the plan of removing whole units, from that of all layers; see `_find_structure`."""
+    structure = _find_structure(model, kind, sparsity, plan)
     none: dict[str, list[Layer]] = {block.name: [] for block in plan.blocks}
     consumers = none | {name: list(p.consumers) for name, p in structure.blocks.items()}
     reading = {id(layer) for layers in consumers.values() for layer in layers}
@@ -59,7 +59,7 @@ def narrowing_plan(model: nn.Module, kind: str, sparsity: float, plan: Plan) -> 
     )
 
 
-def find_structure(model: nn.Module, kind: str, sparsity: float, plan: Plan) -> Structure:
+def _find_structure(model: nn.Module, kind: str, sparsity: float, plan: Plan) -> Structure:
     """Find the units of each block, and the parts of the model that belong to them.
 
     Args:
@@ -187,7 +187,7 @@ def _least(config: PreTrainedConfig, kind: str) -> int:
 
 def _kept(kind: str, units: int, sparsity: float, least: int = 1) -> int:
     """Return the number of units that remain; of neurons, the nearest multiple of 32."""
-    multiple = MULTIPLE if kind == "neurons" else 1
+    multiple = _MULTIPLE if kind == "neurons" else 1
     least = max(least, multiple)
     # Half a multiple of neurons is removed. Half a head is not: it is a large part of a block.
     kept = multiple * math.ceil((1 - sparsity) * units / multiple - 0.5)

@@ -30,7 +30,7 @@ def narrow(structure: Structure, config: Any) -> None:
     Raises:
         TargetError: A block has too few such units; then nothing is changed.
     """
-    zero = {name: zero_units(parts, structure.units) for name, parts in structure.blocks.items()}
+    zero = {name: _zero_units(parts, structure.units) for name, parts in structure.blocks.items()}
     if short := [name for name, units in zero.items() if len(units) < structure.count]:
         raise TargetError(
             f"{structure.count} {structure.kind} of each block are to be cut out, and fewer than "
@@ -67,7 +67,7 @@ class StreamedNarrowing:
         if parts is None:
             yield
             return
-        removed = zero_units(parts, units)[: self._structure.count]
+        removed = _zero_units(parts, units)[: self._structure.count]
         with set_attributes(parts.without(removed, units)):
             yield
 
@@ -79,7 +79,7 @@ class StreamedNarrowing:
         set_attributes(self._structure.attributes)
 
 
-def zero_units(parts: BlockParts, units: int) -> Tensor:
+def _zero_units(parts: BlockParts, units: int) -> Tensor:
     """Return the numbers of the units whose columns are zero in every consumer, in order."""
     zero = torch.ones(units, dtype=torch.bool)
     for layer in parts.consumers:
@@ -136,12 +136,12 @@ class Routing:
         none = torch.tensor([], dtype=torch.long)
         if self.parts.consumers[0].view.shape[1] < self.structure.units:
             return none  # they are cut out
-        zero = zero_units(self.parts, self.structure.units)
+        zero = _zero_units(self.parts, self.structure.units)
         return zero if len(zero) >= self.structure.count else none
 
     def require_all(self) -> None:
         """Raise a TargetError if experts of the block are zero before any is removed."""
-        if len(zero := zero_units(self.parts, self.structure.units)):
+        if len(zero := _zero_units(self.parts, self.structure.units)):
             raise TargetError(
                 f"`structure: experts`: in {self.parts.consumers[0].name} these experts are zero "
                 f"already, as removed ones are: {', '.join(map(str, zero.tolist()))}. Give the "
@@ -276,7 +276,7 @@ _OF_EFFECT = 0.02
 
 
 class BlockTrial:
-    """Checks the first block of each structure of parameters; see `check_block`."""
+    """Checks the first block of each structure of parameters; see `_check_block`."""
 
     def __init__(self, structure: Structure) -> None:
         self._structure, self._seen = structure, set[Hashable]()
@@ -289,10 +289,10 @@ class BlockTrial:
         make = tuple((type(c.module), c.name, c.dim, c.width) for c in parts.cuts)
         if make not in self._seen:
             self._seen.add(make)
-            check_block(self._structure, parts, run, block)
+            _check_block(self._structure, parts, run, block)
 
 
-def check_block(
+def _check_block(
     structure: Structure, parts: BlockParts, run: Callable[[], Tensor | None], block: Block
 ) -> None:
     """Raise if the units of a block are not where the shapes of its parameters suggest.

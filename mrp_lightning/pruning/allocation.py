@@ -166,9 +166,9 @@ def _put_back(layers: Sequence[Layer]) -> Iterator[None]:
             layer.write_(weight)
 
 
-SPREAD = 0.15
+_SPREAD = 0.15
 """The largest difference of a block's sparsity from the mean."""
-STEEPNESS = 7.0
+_STEEPNESS = 7.0
 """The growth of the logarithm of a block's change with its sparsity, κ, by measurement."""
 STEP = 0.2
 """The grid to which these logarithms are rounded.
@@ -221,25 +221,25 @@ def allocate(sparsity: float, changes: Mapping[str, Change]) -> dict[str, float]
     """Return sparsities of blocks, by name, whose mean over all weights is `sparsity`, s.
 
     Model: if pruning block b alone to s changes the output by E_b, pruning it to s_b changes it by
-    E_b·exp(κ(s_b − s)), with κ = `STEEPNESS`, and changes add up. For blocks of one size, their sum
-    is least if all are equal: s_b = s + (μ − ln E_b)/κ. s_b stays within `SPREAD` of s, or less if
-    that would leave (0, 1), and μ sets the mean. ln E_b is rounded to a multiple of `STEP`, so that
-    the rounding of float sums moves no sparsity.
+    E_b·exp(κ(s_b − s)), with κ = `_STEEPNESS`, and changes add up. For blocks of one size, the sum
+    is least where all summands are equal: s_b = s + (μ − ln E_b)/κ. s_b stays within `_SPREAD` of
+    s, or less if that would leave (0, 1), and μ sets the mean. ln E_b is rounded to a multiple of
+    `STEP`, so that the rounding of float sums moves no sparsity.
     """
     logs = {
         name: STEP * round(math.log(max(change.of_output, 1e-30)) / STEP)
         for name, change in changes.items()
     }
     sizes = {name: sum(map(_size, change.layers)) for name, change in changes.items()}
-    reach = min(SPREAD, sparsity / 2, (1 - sparsity) / 2)
+    reach = min(_SPREAD, sparsity / 2, (1 - sparsity) / 2)
 
     def spread(level: float) -> dict[str, float]:
         return {
-            name: min(max((level - log) / STEEPNESS, -reach), reach) for name, log in logs.items()
+            name: min(max((level - log) / _STEEPNESS, -reach), reach) for name, log in logs.items()
         }
 
     # The total grows with μ: bisection, to the last bit.
-    low, high = min(logs.values()) - STEEPNESS, max(logs.values()) + STEEPNESS
+    low, high = min(logs.values()) - _STEEPNESS, max(logs.values()) + _STEEPNESS
     for _ in range(100):
         level = (low + high) / 2
         total = math.fsum(shift * sizes[name] for name, shift in spread(level).items())

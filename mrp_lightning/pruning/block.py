@@ -179,7 +179,7 @@ class Remover(ABC):
         del block  # a structure takes no `bits`
 
 
-class HessianRemover(Remover):
+class _HessianRemover(Remover):
     """Prunes layers by the Hessians of their inputs, those of one input together."""
 
     def prune(self, block: WalkedBlock) -> None:
@@ -202,7 +202,7 @@ class HessianRemover(Remover):
         """Prune the layers of a block that share an input."""
 
 
-class LayerSolver(HessianRemover):
+class LayerSolver(_HessianRemover):
     """Solves for each layer by itself: a mask in the pattern, and its compensation.
 
     Args:
@@ -252,7 +252,7 @@ class LayerSolver(HessianRemover):
                 report.replace([row])
 
 
-class UnitRemover(HessianRemover):
+class UnitRemover(_HessianRemover):
     """Sets the columns of whole neurons or heads to zero in the layers that read them.
 
     The layers of a block that read the units share the removed set, and so are solved as one, with

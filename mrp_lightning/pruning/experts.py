@@ -22,7 +22,7 @@ from mrp_lightning.narrowing.structure import Structure
 from mrp_lightning.pruning.block import Remover, WalkedBlock
 from mrp_lightning.records.report import LayerReport
 
-MOST_BYTES = 2**30
+_MOST_BYTES = 2**30
 """The bytes that are stored of the tokens of a block. Of more tokens, every n-th is taken."""
 
 _AT_ONCE = 2**24
@@ -134,7 +134,7 @@ class _Tokens:
         self.count = 0
 
     def read(self) -> None:
-        """Run all batches, and store as many of their tokens as `MOST_BYTES` hold."""
+        """Run all batches, and store as many of their tokens as `_MOST_BYTES` hold."""
         block, dense = self._block, self._block.dense_target
         batches = len(block.walk.batches)
         for i in range(batches):
@@ -146,7 +146,7 @@ class _Tokens:
                 assert call.output is not None
                 weight = block.job.settings.target_weight or 0.0
                 shift = weight * (dense_call.output - call.output).float()
-            step = -(-self._bytes(inputs) * len(rows) * batches // MOST_BYTES)
+            step = -(-self._bytes(inputs) * len(rows) * batches // _MOST_BYTES)
             for some in rows[:: max(1, step)].split(self._at_once(call.tokens)):
                 self._batches.append(self._stored(call, inputs, shift, some))
             block.report_progress(f"{block.name}, inputs {i + 1}/{batches}")

@@ -27,9 +27,9 @@ from mrp_sparse.formats.grid import GROUP_SIZE
 if TYPE_CHECKING:
     from mrp_lightning.models.streaming import StreamedBlocks
 
-ALLOCATIONS = ("uniform", "output")
+_ALLOCATIONS = ("uniform", "output")
 TARGETS = ("own", "dense")
-TARGET_WEIGHT = 0.5
+_TARGET_WEIGHT = 0.5
 """The default of `target_weight`, by measurement: see docs/methods.md."""
 
 _NAMES = ("targets", "ignore", "blocks")
@@ -273,9 +273,9 @@ class Settings:
 
     def _check_allocation(self) -> None:
         pattern, start = self.recipe.pattern, f"`allocation: {self.allocation}` gives blocks"
-        if self.allocation not in ALLOCATIONS:
+        if self.allocation not in _ALLOCATIONS:
             raise OptionError(
-                f"`allocation` must be one of {', '.join(ALLOCATIONS)}; got {self.allocation!r}."
+                f"`allocation` must be one of {', '.join(_ALLOCATIONS)}; got {self.allocation!r}."
             )
         if self.allocation != "uniform" and isinstance(pattern, Dense):
             raise OptionError(
@@ -307,7 +307,7 @@ class Settings:
                 "leave `target` out."
             )
         if weight is None:
-            return TARGET_WEIGHT
+            return _TARGET_WEIGHT
         if not is_number(weight) or not 0 < weight <= 1:
             raise OptionError(f"`target_weight` must be a number in (0, 1]; got {weight!r}.")
         return float(weight)

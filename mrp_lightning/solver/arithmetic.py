@@ -17,11 +17,11 @@ from mrp_lightning.upstream.torch_names import (
     set_float32_precision,
 )
 
-Setting = tuple[str, str]
+_Setting = tuple[str, str]
 """A backend and operation, whose float32 precision is none (inherited), ieee, tf32 or bf16."""
 
-_MATMULS: tuple[Setting, ...] = (("cuda", "matmul"), ("mkldnn", "matmul"))
-_PARENTS: dict[Setting, Setting] = {
+_MATMULS: tuple[_Setting, ...] = (("cuda", "matmul"), ("mkldnn", "matmul"))
+_PARENTS: dict[_Setting, _Setting] = {
     ("cuda", "matmul"): ("cuda", "all"),
     ("mkldnn", "matmul"): ("mkldnn", "all"),
     ("cuda", "all"): ("generic", "all"),
@@ -92,7 +92,7 @@ def bfloat16_factors() -> Iterator[None]:
         set_float32_precision(setting, previous)
 
 
-def _own(setting: Setting) -> str:
+def _own(setting: _Setting) -> str:
     """Return the value of a setting itself, "none" if it inherits.
 
     PyTorch only returns the value in force, so this changes the parent for a moment and checks

@@ -174,7 +174,7 @@ _FACTOR_PANEL = 256
 """Columns that are factorised at a time on a CPU."""
 
 
-class NotPositiveDefiniteError(HessianError):
+class _NotPositiveDefiniteError(HessianError):
     """H + λI is not positive definite to its own precision."""
 
 
@@ -293,7 +293,7 @@ class DampedHessian:
                 inflation = float((diagonal * factor.square().sum(0)).max())
                 if inflation <= (_FLOAT32_SUFFICES if dtype == torch.float32 else 0.1 / precision):
                     return factor.to(self.dtype), inflation
-        raise NotPositiveDefiniteError(
+        raise _NotPositiveDefiniteError(
             f"H + {self.damping_used:g}·I is not positive definite in {self.dtype}."
         )
 
@@ -387,7 +387,7 @@ class InputHessian:
         while True:
             try:
                 return DampedHessian(self.hessian, self.dead, self.mean_diagonal, ratio)
-            except NotPositiveDefiniteError:
+            except _NotPositiveDefiniteError:
                 failed = ratio
             ratio = 10 * ratio if ratio >= _FIRST_RAISE else _FIRST_RAISE
             if ratio > _LARGEST * (1 + 1e-9):

@@ -238,11 +238,11 @@ def holds_experts(module: nn.Module) -> bool:
     if not is_decorated or not hasattr(getattr(module, "config", None), EXPERTS):
         return False
     stacks = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
-    own = own_parameters(module)
+    own = _own_parameters(module)
     return all(stack in own and own[stack].ndim == 3 for stack in stacks)
 
 
-def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+def _own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that a module itself holds, by name."""
     return dict(module.named_parameters(recurse=False, remove_duplicate=False))
 
@@ -252,7 +252,7 @@ def is_linear(module: nn.Module) -> bool:
     return bool(layers_of("", module))
 
 
-CONVOLUTIONS = (
+_CONVOLUTIONS = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
 )
@@ -275,7 +275,7 @@ def why_not_plain(layer: Layer, *, allow_meta: bool = False) -> str | None:
     module = layer.module
     if parametrize.is_parametrized(module):
         return "it is parametrized; call torch.nn.utils.parametrize.remove_parametrizations first"
-    own = own_parameters(module)
+    own = _own_parameters(module)
     weight = own.get(layer.stack if isinstance(layer, Expert) else "weight")
     if weight is None:
         buffers = dict(module.named_buffers(recurse=False))
@@ -302,7 +302,7 @@ def packed_weights(module: nn.Module) -> list[str]:
     """Integer tensors that packed layers keep in place of a weight, or to read theirs by."""
     names = ("qweight", "weight_packed", "weight_quantized", "weight_meta", "weight_bits")
     buffers = dict(module.named_buffers(recurse=False))
-    return [name for name in (*own_parameters(module), *buffers) if name in names]
+    return [name for name in (*_own_parameters(module), *buffers) if name in names]
 
 
 def is_adapter(module: nn.Module) -> bool:
@@ -315,9 +315,9 @@ def is_adapter(module: nn.Module) -> bool:
 
 def fused_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Stacks that no `Layer` can show: experts of other makes, packed attention inputs."""
-    if isinstance(module, CONVOLUTIONS) or holds_experts(module):
+    if isinstance(module, _CONVOLUTIONS) or holds_experts(module):
         return
-    for name, parameter in own_parameters(module).items():
+    for name, parameter in _own_parameters(module).items():
         stacked = parameter.ndim == 3 and min(parameter.shape[1:]) > 1
         if stacked or (isinstance(module, nn.MultiheadAttention) and name == "in_proj_weight"):
             yield name, parameter
@@ -333,11 +333,11 @@ def other_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
     Embeddings, norms and biases are none, nor are vectors that are stored with more dimensions.
     """
-    no_matrices = (nn.Embedding, nn.LayerNorm, nn.RMSNorm, *CONVOLUTIONS)
+    no_matrices = (nn.Embedding, nn.LayerNorm, nn.RMSNorm, *_CONVOLUTIONS)
     if isinstance(module, no_matrices) or is_linear(module):
         return
     fused = {name for name, _ in fused_weights(module)}
-    for name, parameter in own_parameters(module).items():
+    for name, parameter in _own_parameters(module).items():
         if name in fused or "bias" in name:
             continue
         if sum(size > 1 for size in parameter.shape) > 1:
@@ -346,7 +346,7 @@ def other_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def why_no_layer(module: nn.Module) -> str | None:
     """Why a convolution stays dense, `None` for all else."""
-    if not isinstance(module, CONVOLUTIONS) or is_linear(module):
+    if not isinstance(module, _CONVOLUTIONS) or is_linear(module):
         return None
     kind = type(module).__name__
     if module.groups == module.in_channels > 1:

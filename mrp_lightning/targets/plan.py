@@ -81,7 +81,7 @@ def not_finite(subject: str, counts: Mapping[str, int]) -> str:
     )
 
 
-LEAST_SPARSITY = 0.05
+_LEAST_SPARSITY = 0.05
 """Trained weights are exactly zero by chance only; nobody prunes to less than this."""
 
 
@@ -96,7 +96,7 @@ def pruned_layers(model: nn.Module) -> list[Layer]:
             if layer.key in first_layers or why_not_plain(layer) is not None:
                 continue
             zeros = int((layer.weight == 0).sum())
-            if LEAST_SPARSITY * layer.weight.numel() <= zeros < layer.weight.numel():
+            if _LEAST_SPARSITY * layer.weight.numel() <= zeros < layer.weight.numel():
                 first_layers[layer.key] = layer
     return list(first_layers.values())
 

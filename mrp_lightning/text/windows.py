@@ -100,7 +100,7 @@ _MOST_CHARACTERS = 100
 """More characters than tokens have on average, so that so many a token suffice to count them."""
 
 
-def usable_count(documents: Sequence[str], tokenizer: Any, draws: Draws, name: str) -> int:
+def _usable_count(documents: Sequence[str], tokenizer: Any, draws: Draws, name: str) -> int:
     """Return how many of the windows to draw, at most 16 for each that fits into the text.
 
     A sample of the text is tokenized. A warning reports windows that repeat each other.
@@ -318,7 +318,7 @@ class Cutter:
         They are fewer, with a warning, where they would repeat a text more than 16 times.
         """
         draws = Draws(count=count, length=self.length - len(self.prefix), seed=seed)
-        draws = replace(draws, count=usable_count(documents, self._bare, draws, name))
+        draws = replace(draws, count=_usable_count(documents, self._bare, draws, name))
         return self._after_prefix(segments(documents, self._bare, draws, name))
 
     def consecutive(self, name: str, text: str | Sequence[str], most: int | None = None) -> Windows:

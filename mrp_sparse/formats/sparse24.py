@@ -12,7 +12,7 @@ from mrp_sparse.formats.packed_format import PackedFormat, why_no_matrix
 
 GROUP = 4
 """Consecutive input columns that share a nibble; at most half of them are not zero."""
-COLUMNS_MULTIPLE = 2 * GROUP
+_COLUMNS_MULTIPLE = 2 * GROUP
 """Rows must be whole bytes of `meta`, each of which holds two groups."""
 
 
@@ -48,8 +48,8 @@ def why_not_packable(shape: tuple[int, ...]) -> str | None:
     """Return the reason why a weight of this shape has no packed form, or `None`."""
     if reason := why_no_matrix(shape):
         return reason
-    if not shape[1] or shape[1] % COLUMNS_MULTIPLE:
-        return f"in_features {shape[1]} is not a multiple of {COLUMNS_MULTIPLE}"
+    if not shape[1] or shape[1] % _COLUMNS_MULTIPLE:
+        return f"in_features {shape[1]} is not a multiple of {_COLUMNS_MULTIPLE}"
     return None
 
 
@@ -135,13 +135,13 @@ def _damage(meta: Tensor) -> str | None:
 
 def _packed_bytes(shape: tuple[int, int], dtype: torch.dtype) -> int:
     rows, columns = shape
-    return rows * (columns // 2 * dtype.itemsize + columns // COLUMNS_MULTIPLE)
+    return rows * (columns // 2 * dtype.itemsize + columns // _COLUMNS_MULTIPLE)
 
 
 def _empty(shape: tuple[int, int], count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     del count
     rows, columns = shape
-    meta = torch.empty(rows, columns // COLUMNS_MULTIPLE, dtype=torch.uint8)
+    meta = torch.empty(rows, columns // _COLUMNS_MULTIPLE, dtype=torch.uint8)
     return torch.empty(rows, columns // 2, dtype=dtype), meta
 
 

@@ -22,7 +22,7 @@ from mrp_sparse.kernels import cusparselt
 
 log = logging.getLogger(__name__)
 
-TRITON_DTYPES = (torch.float16, torch.bfloat16)
+_TRITON_DTYPES = (torch.float16, torch.bfloat16)
 LARGEST = 2**31
 """Triton addresses elements with 32 bits."""
 SOME_TOKENS = 256
@@ -103,7 +103,7 @@ def triton_missing(device: torch.device) -> str | None:
 def _refuse_triton(call: Call) -> str | None:
     if reason := triton_missing(call.device):
         return reason
-    if call.dtype not in TRITON_DTYPES:
+    if call.dtype not in _TRITON_DTYPES:
         name = str(call.dtype).removeprefix("torch.")
         return f"the Triton kernels take float16 and bfloat16, not {name}"
     if call.in_features % 8:

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).with_name("cpu")
 NAME = "mrp_lightning_cpu"
-NEXT_STEP = "Install ninja (pip install ninja) and a C++ compiler such as g++."
+_NEXT_STEP = "Install ninja (pip install ninja) and a C++ compiler such as g++."
 _lock = threading.Lock()
 
 
@@ -44,7 +44,7 @@ def _load() -> bool:
             "Packed weights are unpacked for every product on this CPU, which is slow: the kernels "
             "for them cannot be built (%s). %s",
             reason,
-            NEXT_STEP,
+            _NEXT_STEP,
         )
     return reason is None
 

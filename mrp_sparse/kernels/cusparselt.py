@@ -13,8 +13,8 @@ from torch import Tensor
 from mrp_sparse import upstream
 
 DTYPES = (torch.float16, torch.bfloat16)
-WEIGHT_MULTIPLE = 16  # rows and columns of the sparse operand, 16-bit dtypes
-TOKEN_MULTIPLE = 8  # the dense operand, 16-bit dtypes
+_WEIGHT_MULTIPLE = 16  # rows and columns of the sparse operand, 16-bit dtypes
+_TOKEN_MULTIPLE = 8  # the dense operand, 16-bit dtypes
 # NVIDIA's release notes: 0.8.0 lost speed on Hopper, 0.8.1 has it back. torch 2.11 pins 0.8.0.
 SLOW_ON_HOPPER = 800  # counted as major·1000 + minor·100 + patch
 DEFAULT = {"alg_id": 0, "split_k": 1, "split_k_mode": -1}
@@ -41,9 +41,9 @@ def refuse(out_features: int, in_features: int, dtype: torch.dtype) -> str | Non
     if dtype not in DTYPES:
         name = str(dtype).removeprefix("torch.")
         return f"cuSPARSELt takes float16 and bfloat16 here, not {name}"
-    if out_features % WEIGHT_MULTIPLE or in_features % WEIGHT_MULTIPLE:
+    if out_features % _WEIGHT_MULTIPLE or in_features % _WEIGHT_MULTIPLE:
         return (
-            f"cuSPARSELt needs both dimensions to be multiples of {WEIGHT_MULTIPLE}, "
+            f"cuSPARSELt needs both dimensions to be multiples of {_WEIGHT_MULTIPLE}, "
             f"not {out_features}×{in_features}"
         )
     return None
@@ -71,5 +71,5 @@ def search(x: Tensor, compressed: Tensor) -> dict[str, int]:
 
 
 def _padded(x: Tensor) -> Tensor:
-    padding = -x.shape[0] % TOKEN_MULTIPLE
+    padding = -x.shape[0] % _TOKEN_MULTIPLE
     return F.pad(x, (0, 0, 0, padding)) if padding else x.contiguous()

@@ -31,7 +31,7 @@ STORED_DENSE = "stored dense"
 
 
 @dataclass(frozen=True)
-class Contestant:
+class _Contestant:
     """A kernel on one problem: (tokens, in) times the transpose of (out, in), in one dtype.
 
     The dtype is written as torch prints it, without `torch.`, and the kernel is a key of `KERNELS`,
@@ -51,7 +51,7 @@ class Contestant:
 
 
 @dataclass(frozen=True)
-class Measurement(Contestant):
+class Measurement(_Contestant):
     """The time of a kernel, in its best configuration.
 
     In microseconds: the median of the repeats, and their 20th and 80th percentiles.
@@ -64,7 +64,7 @@ class Measurement(Contestant):
 
 
 @dataclass(frozen=True)
-class Failure(Contestant):
+class Failure(_Contestant):
     """A kernel that could not be measured, and the reason."""
 
     reason: str
@@ -160,9 +160,9 @@ def cache_path(environment: Mapping[str, Any]) -> Path:
     return cache_directory() / f"sparse24-{digest}.json"
 
 
-FEW_TOKENS = 64
+_FEW_TOKENS = 64
 """Number of tokens up to which reading the weight takes the time."""
-MANY_TOKENS_ORDER = ("cusparselt", "unpack-dense")
+_MANY_TOKENS_ORDER = ("cusparselt", "unpack-dense")
 
 log = logging.getLogger(__name__)
 _times: dict[str, KernelTimes] = {}  # by device; `use_times` set them, or they were on the disk
@@ -204,7 +204,7 @@ def choose(call: Call) -> tuple[str, Mapping[str, int]]:
     if measured is not None:
         name, config = measured.kernel, measured.config
     else:
-        order = KERNELS if call.tokens <= FEW_TOKENS else MANY_TOKENS_ORDER
+        order = KERNELS if call.tokens <= _FEW_TOKENS else _MANY_TOKENS_ORDER
         name = next(name for name in order if name in kernels)
         config = KERNELS[name].configs[0]
     log.debug("%s runs by %s %s", call, name, config)

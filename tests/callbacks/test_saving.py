@@ -152,7 +152,7 @@ class Headed(pl.LightningModule):
         return self.head(hidden)
 
 
-def test_weights_beside_the_model_are_saved_with_it(llama, loader, quiet, tmp_path):
+def test_extra_weights_are_saved_with_it(llama, loader, quiet, tmp_path):
     llama().model.save_pretrained(tmp_path / "dense")
     module = Headed(str(tmp_path / "dense"))
     over_source = MRPCallback(pattern="2:4", save_dir=tmp_path / "dense", overwrite=True)

@@ -17,21 +17,21 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from mrp_lightning import CausalLM, environment
 from mrp_lightning.errors import DataError, FormatError, OptionError, TargetError
 from mrp_lightning.models.checkpoint import why_not_readable
-from mrp_lightning.models.loading import load_config, load_model, load_tokenizer, tokenizer_beside
+from mrp_lightning.models.loading import find_tokenizer, load_config, load_model, load_tokenizer
 from mrp_lightning.text.sources import PUBLISHED, find_files
 
 
-def test_the_tokenizer_beside_a_model(tiny_llama):
+def test_the_tokenizer_next_to_a_model(tiny_llama):
     assert (
-        tokenizer_beside(str(tiny_llama))("def").input_ids
+        find_tokenizer(str(tiny_llama))("def").input_ids
         == load_tokenizer(tiny_llama)("def").input_ids
     )
 
 
 def test_a_model_may_come_without_a_tokenizer(tiny_llama, tmp_path):
     shutil.copy(tiny_llama / "config.json", tmp_path)
-    assert tokenizer_beside(str(tmp_path)) is None
-    assert tokenizer_beside("someone/something") is None
+    assert find_tokenizer(str(tmp_path)) is None
+    assert find_tokenizer("someone/something") is None
     for source in (tmp_path / "absent", "someone/something"):
         with pytest.raises(FileNotFoundError, match=f"`tokenizer`: {source} gives no tokenizer"):
             load_tokenizer(source)
@@ -42,7 +42,7 @@ def test_a_model_may_come_without_a_tokenizer(tiny_llama, tmp_path):
     [{"tokenizer.json": "{"}, {"tokenizer_config.json": "{}"}],
     ids=lambda f: next(iter(f)),
 )
-@pytest.mark.parametrize("load", [load_tokenizer, tokenizer_beside])
+@pytest.mark.parametrize("load", [load_tokenizer, find_tokenizer])
 def test_a_tokenizer_that_cannot_be_loaded_is_named(tiny_llama, tmp_path, damaged, load):
     shutil.copy(tiny_llama / "config.json", tmp_path)
     for name, text in damaged.items():
@@ -75,7 +75,7 @@ def test_a_path_that_does_not_exist_is_not_asked_of_the_hub(source, asked, tmp_p
         load_config(source)
     with pytest.raises(FileNotFoundError, match=f"`tokenizer`: {source} gives no tokenizer"):
         load_tokenizer(source)
-    assert tokenizer_beside(source) is None
+    assert find_tokenizer(source) is None
     assert not asked
 
 
@@ -112,7 +112,7 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(mute_hub):
     for load in (load_config, load_tokenizer, load_config):
         with pytest.raises(FileNotFoundError, match=r"http://127\.0\.0\.1:\d+ cannot be reached"):
             load("someone/something")
-    assert tokenizer_beside("someone/something") is None
+    assert find_tokenizer("someone/something") is None
     with pytest.raises(FileNotFoundError, match="cannot be reached"):
         find_files([PUBLISHED["ptb"]], "test")
     assert [line.split()[:2] for line in mute_hub] == [["HEAD", "/"]]
@@ -125,7 +125,7 @@ def test_what_lies_in_the_cache_needs_no_hub(mute_hub, tiny_llama, tmp_path, mon
     (cached / "refs" / "main").write_text("abc")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     assert load_model("someone/something", None).config.hidden_size == 32
-    assert tokenizer_beside("someone/something") is not None
+    assert find_tokenizer("someone/something") is not None
     assert len(mute_hub) == 1
 
 
