@@ -29,7 +29,9 @@ _FACTORS = torch.logspace(-0.35, 0.2, 30).tolist()
 _PASSES = 5
 """Rounds of descent after the sweep; the first few gain most."""
 _PANEL = 128
-"""Columns whose changes are carried over to the others at once, at most."""
+"""Columns whose changes are carried over to the others at once, if groups are not larger."""
+_SCALES_AT_A_TIME = 2**20
+"""Weights of the temporaries of a search for scales."""
 
 
 def on_grid(problem: Problem, weight: Tensor, pruned: Tensor, grid: Grid) -> Tensor:
@@ -108,8 +110,15 @@ class _Descent:
     @property
     def x(self) -> Tensor:
         """Codes times scales: the weight on the grid, (columns, rows)."""
-        columns = len(self.codes)
-        return self.codes * self.scales.repeat_interleave(self.grid.group_size, 0)[:columns]
+        return self._x(slice(0, len(self.codes)))
+
+    def _x(self, columns: slice) -> Tensor:
+        """Return columns of the weight on the grid, beginning with a whole group."""
+        size = self.grid.group_size
+        scales = self.scales[columns.start // size : -(-columns.stop // size)]
+        return (
+            self.codes[columns] * scales.repeat_interleave(size, 0)[: self.codes[columns].shape[0]]
+        )
 
     def losses(self) -> Tensor:
         """Return ½ (x − ŵ)(H + λI)(x − ŵ)ᵀ of each row: (rows,)."""
@@ -120,37 +129,56 @@ class _Descent:
         """Round column after column to the grid, and let the later columns compensate."""
         swept, factor = self.target.clone(), self.damped.factor
         moves = factor / factor.diagonal()[:, None]
-        for group, start, stop in self._panels():
-            if start == group * self.grid.group_size:
-                self.scales[group] = self._choose_scales(group, swept)
-            scale = self.scales[group]
-            errors = torch.empty_like(swept[start:stop])
-            # As in the column sweep of a pruning, with w_j − q_j in place of w_j.
-            for j in range(start, stop):
-                self.codes[j] = self._nearest(swept[j], scale, j)
-                torch.sub(swept[j], self.codes[j] * scale, out=errors[j - start])
-                swept[j + 1 : stop].addr_(moves[j, j + 1 : stop], errors[j - start], alpha=-1)
-            swept[stop:].addmm_(moves[start:stop, stop:].T, errors, alpha=-1)
+        for panel in self._panels():
+            errors = torch.empty_like(swept[panel])
+            for group, piece in self._pieces(panel):
+                if piece.start == group * self.grid.group_size:
+                    self.scales[group] = self._choose_scales(group, swept)
+                codes, scale = self.codes[piece], self.scales[group]
+                steps, within = self.kept[piece] * scale, moves[piece, piece]
+                values, missed = swept[piece], errors[piece.start - panel.start :][: len(codes)]
+                # As in the column sweep of a pruning, with w_j − q_j in place of w_j.
+                for j in range(len(codes)):
+                    code = self.grid.nearest_(torch.div(values[j], scale, out=codes[j]))
+                    torch.addcmul(values[j], code, steps[j], value=-1, out=missed[j])
+                    values[j + 1 :].addr_(within[j, j + 1 :], missed[j], alpha=-1)
+                codes.mul_(self.kept[piece])
+                later = slice(piece.stop, panel.stop)
+                swept[later].addmm_(moves[piece, later].T, missed, alpha=-1)
+            swept[panel.stop :].addmm_(moves[panel, panel.stop :].T, errors, alpha=-1)
 
     def improve(self) -> None:
         """Set each scale to its optimum for its codes, and each code to its own, in turn."""
         matrix = self.damped.matrix
         gradient = matrix @ (self.x - self.target)
-        for group, start, stop in self._panels():
-            if start == group * self.grid.group_size:
-                self._improve_scales(group, gradient)
-            scale, panel = self.scales[group], matrix[start:stop, start:stop]
-            slope = gradient[start:stop].clone()
-            previous = self.codes[start:stop] * scale
-            # The loss in x_j alone is a parabola: its minimum, rounded, is the best code.
-            # The gradient is updated within the panel at once, beyond it at its end.
-            for j in range(start, stop):
-                current = self.codes[j] * scale
-                wanted = current - slope[j - start] / matrix[j, j]
-                self.codes[j] = self._nearest(wanted, scale, j)
-                slope.addr_(panel[j - start], self.codes[j] * scale - current)
-            moved = self.codes[start:stop] * scale - previous
-            gradient.addmm_(matrix[:, start:stop], moved)
+        for panel in self._panels():
+            before = self._x(panel)
+            inside = gradient[panel]
+            for group, piece in self._pieces(panel):
+                if piece.start == group * self.grid.group_size:
+                    self._improve_scales(group, inside, panel)
+                self._improve_codes(group, piece, inside, panel)
+            # What the panel changes reaches the columns outside it at once.
+            moved = self._x(panel) - before
+            gradient[: panel.start].addmm_(matrix[: panel.start, panel], moved)
+            gradient[panel.stop :].addmm_(matrix[panel.stop :, panel], moved)
+
+    def _improve_codes(self, group: int, piece: slice, gradient: Tensor, panel: slice) -> None:
+        """Set the codes of some columns to their optima in turn; the gradient is the panel's."""
+        own = slice(piece.start - panel.start, piece.stop - panel.start)
+        matrix, codes, scale = self.damped.matrix, self.codes[piece], self.scales[group]
+        within, steps = matrix[piece, piece], self.kept[piece] * scale
+        minus_previous, moved = codes * -steps, torch.empty_like(codes)
+        per_code = -1 / (within.diagonal()[:, None] * scale)
+        slope = gradient[own].clone()
+        # The loss in x_j alone is a parabola: its minimum, rounded, is the best code.
+        for j in range(len(codes)):
+            wanted = torch.addcmul(codes[j], slope[j], per_code[j], out=codes[j])
+            code = self.grid.nearest_(wanted)
+            torch.addcmul(minus_previous[j], code, steps[j], out=moved[j])
+            slope[j + 1 :].addr_(within[j, j + 1 :], moved[j])
+        codes.mul_(self.kept[piece])
+        gradient.addmm_(matrix[panel, piece], moved)
 
     def _choose_scales(self, group: int, swept: Tensor) -> Tensor:
         """Search for the scales that fit a group's present weights best, by diag(H + λI)."""
@@ -163,40 +191,43 @@ class _Descent:
         ends = [self.grid.codebook[-1], self.grid.codebook[0]]
         if not self.grid.signed:
             peaks, ends = peaks.abs(), ends[:1]
-        best = torch.full_like(peaks, torch.inf)
-        scales = torch.ones_like(peaks)
-        for factor, end in product(_FACTORS, ends):
-            tried = self.grid.round_scales(peaks * (factor / end))
-            codes = self.grid.nearest(values / tried)
-            error = weights @ codes.mul_(tried).sub_(values).square_()
-            better = error < best
-            best, scales = torch.where(better, error, best), torch.where(better, tried, scales)
-        return scales
+        factors = [factor / end for factor, end in product(_FACTORS, ends)]
+        tried = self.grid.round_scales(torch.outer(peaks.new_tensor(factors), peaks))
+        errors = []
+        for some in tried.split(max(1, _SCALES_AT_A_TIME // values.numel())):
+            codes = self.grid.nearest_(values / some[:, None])
+            errors.append(weights @ codes.mul_(some[:, None]).sub_(values).square_())
+        return tried.gather(0, torch.cat(errors).argmin(0, keepdim=True))[0]
 
-    def _improve_scales(self, group: int, gradient: Tensor) -> None:
+    def _improve_scales(self, group: int, gradient: Tensor, panel: slice) -> None:
         """Move the scales of a group to the optimum for its codes, if that lowers the loss."""
         columns, matrix = self._columns(group), self.damped.matrix
+        own = slice(columns.start - panel.start, columns.stop - panel.start)
         codes, scales = self.codes[columns], self.scales[group]
         curvature = (codes * (matrix[columns, columns] @ codes)).sum(0)
-        slope = (codes * gradient[columns]).sum(0)
+        slope = (codes * gradient[own]).sum(0)
         wanted = scales - slope / curvature
         # Scales that would change their sign, or whose codes are all zero (NaN), do not move.
         step = torch.where(wanted * scales > 0, self.grid.round_scales(wanted), scales) - scales
         # Scales are rounded, too: the loss must fall at the rounded one.
         step = torch.where(slope * step + curvature * step.square() / 2 < 0, step, 0)
         self.scales[group] = scales + step
-        gradient.addmm_(matrix[:, columns], codes * step)
-
-    def _nearest(self, values: Tensor, scale: Tensor, column: int) -> Tensor:
-        return self.grid.nearest(values / scale).mul_(self.kept[column])
+        gradient.addmm_(matrix[panel, columns], codes * step)
 
     def _columns(self, group: int) -> slice:
         start = group * self.grid.group_size
         return slice(start, min(start + self.grid.group_size, len(self.codes)))
 
-    def _panels(self) -> Iterator[tuple[int, int, int]]:
-        """Yield (group, start, stop): ranges of at most 128 columns within the groups of scales."""
-        for group in range(len(self.scales)):
+    def _panels(self) -> Iterator[slice]:
+        """Yield ranges of whole groups of columns, of about 128 columns."""
+        width = max(1, _PANEL // self.grid.group_size) * self.grid.group_size
+        for start, stop in split_range(0, len(self.codes), width):
+            yield slice(start, stop)
+
+    def _pieces(self, panel: slice) -> Iterator[tuple[int, slice]]:
+        """Yield a panel's groups, in pieces of at most 128 columns: (group, columns)."""
+        size = self.grid.group_size
+        for group in range(panel.start // size, -(-panel.stop // size)):
             columns = self._columns(group)
             for start, stop in split_range(columns.start, columns.stop, _PANEL):
-                yield group, start, stop
+                yield group, slice(start, stop)

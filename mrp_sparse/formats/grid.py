@@ -133,12 +133,17 @@ class Grid:
 
     def nearest(self, ratios: Tensor) -> Tensor:
         """Return the codes nearest to weights divided by their scales, in the dtype of these."""
+        return self.nearest_(ratios.clone())
+
+    def nearest_(self, ratios: Tensor) -> Tensor:
+        """Replace weights divided by their scales by the nearest codes, and return them."""
         lowest, highest = self.codebook[0], self.codebook[-1]
         if len(self.codebook) == highest - lowest + 1:  # all whole numbers between the ends
-            return ratios.round().clamp_(lowest, highest)
+            return ratios.round_().clamp_(lowest, highest)
         # Codes are whole numbers, so that midpoints between them are multiples of ½.
-        halves = (ratios * 2).floor_().clamp_(2 * lowest, 2 * highest).sub_(2 * lowest)
-        return _nearest_codes(self.codebook, ratios.dtype, ratios.device)[halves.long()]
+        halves = ratios.mul_(2).floor_().clamp_(2 * lowest, 2 * highest).sub_(2 * lowest)
+        codes = _nearest_codes(self.codebook, ratios.dtype, ratios.device)
+        return ratios.copy_(codes[halves.long()])
 
     def decompose(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Return the codes and scales of a weight that lies on the grid.
@@ -207,7 +212,7 @@ class Grid:
             if not len(places[0]):
                 continue
             targets, factors = values[places], scale[places][:, None]
-            chosen = self.nearest(targets / factors)
+            chosen = self.nearest_(targets / factors)
             fitting = ((chosen * factors).to(weight.dtype) == targets).all(1)
             solved = tuple(index[fitting] for index in places)
             codes[solved], scales[solved] = chosen[fitting], factors[fitting, 0]
