@@ -39,7 +39,7 @@ from torch import distributed
 from mrp_lightning.calibration.walks import DenseStream, Walk
 from mrp_lightning.embedded import STDLIB_LLAMA
 from mrp_lightning.processes import Processes
-from mrp_lightning.pruning import prune_layer
+from mrp_lightning.pruning import prune_layers
 from mrp_lightning.pruning.block import WalkedBlock
 from mrp_lightning.pruning.block_tuner import BlockTuner
 from mrp_lightning.pruning.job import BlockTuning, Job, Settings
@@ -100,7 +100,7 @@ def watch(clock: Clock) -> None:
         (DenseStream, "output", "calibration"),
         (InputHessian, "_settle", "factors"),
         (LowRankModel, "of", "factors"),
-        (prune_layer, "prune", "solve"),
+        (prune_layers, "prune_together", "solve"),
         (BlockTuner, "tune", "tuning"),
         (Processes, "sum_", "sums"),
         (Processes, "gather_rows", "gathers"),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from mrp_lightning.pruning import prune_layer, sequential
+from mrp_lightning.pruning import prune_layers, sequential
 from mrp_lightning.solver import compensations, hessian, problem
 from mrp_lightning.solver.recipe import MASKS
 
@@ -27,7 +27,7 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
     "sweep": [(compensations.ColumnSweep, "apply")],
     "between blocks": [(compensations, "_approach")],
     "final solve": [(compensations, "_solve")],
-    "losses": [(problem, "output_energy"), (prune_layer, "output_energy")],
+    "losses": [(problem, "output_energy"), (prune_layers, "output_energy")],
 }
 """What a run spends its time on: functions that are counted without the parts that they call."""
 

@@ -22,12 +22,12 @@ from mrp_lightning.errors import TargetError
 from mrp_lightning.narrowing.columns import remove_columns
 from mrp_lightning.narrowing.structure import Structure
 from mrp_lightning.pruning.job import Job
-from mrp_lightning.pruning.prune_layer import (
+from mrp_lightning.pruning.prune_layers import (
     Aim,
     Calibrated,
     measured,
-    prune_layer,
-    put_layer_on_grid,
+    prune_layers,
+    put_layers_on_grid,
 )
 from mrp_lightning.records.report import LayerReport
 from mrp_lightning.solver.hessian import HessianAccumulator, InputHessian
@@ -222,34 +222,42 @@ class LayerSolver(_HessianRemover):
             # A new object, without the factors that a method derives from the Hessian.
             hessian = InputHessian(calibrated.inputs.hessian, name=layers[0].name)
             self._waiting.update({layer.name: hessian for layer in layers})
-        for layer in layers:
-            block.report_progress(layer.name)
-            row = prune_layer(
-                layer,
+        # A grid takes all rows of an input at once; else one layer's solution is in memory.
+        for some in [[layer] for layer in layers] if recipe.grid is None else [layers]:
+            block.report_progress(some[0].name)
+            rows = prune_layers(
+                some,
                 calibrated,
-                replace(recipe, pattern=self._patterns.get(layer.name, recipe.pattern)),
-                progress=partial(_report_of_layer, block, layer),
+                [
+                    replace(recipe, pattern=self._patterns.get(layer.name, recipe.pattern))
+                    for layer in some
+                ],
+                progress=partial(_report_of_layer, block),
                 processes=block.job.processes,
             )
-            block.add(row)
-            block.report_progress(layer.name)
+            for row in rows:
+                block.add(row)
+            block.report_progress(some[-1].name)
 
     def put_on_grid(self, block: WalkedBlock) -> None:
         """Put those of the layers on their grid that waited until the block was tuned."""
-        report = block.job.report
+        report, recipe = block.job.report, block.job.settings.recipe
         rows = {row.name: row for row in report.pruned}
+        sharing: dict[int, list[Layer]] = {}
         for layer in block.layers:
-            inputs = self._waiting.pop(layer.name, None)
-            if inputs is not None:
-                row = put_layer_on_grid(
-                    layer,
-                    inputs,
-                    block.job.settings.recipe,
-                    rows[layer.name],
-                    progress=partial(_report_of_layer, block, layer),
-                    processes=block.job.processes,
-                )
-                report.replace([row])
+            if layer.name in self._waiting:
+                sharing.setdefault(id(self._waiting[layer.name]), []).append(layer)
+        for layers in sharing.values():
+            replaced = put_layers_on_grid(
+                layers,
+                self._waiting[layers[0].name],
+                recipe,
+                [rows[layer.name] for layer in layers],
+                progress=partial(_report_of_layer, block, layers[0]),
+                processes=block.job.processes,
+            )
+            report.replace(replaced)
+        self._waiting.clear()
 
 
 class UnitRemover(_HessianRemover):

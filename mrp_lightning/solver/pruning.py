@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -165,6 +165,37 @@ def prune_weight(
         return prune(weight, inputs, recipe)
 
 
+@dataclass(frozen=True, eq=False)
+class LayerTask:
+    """A weight to prune.
+
+    Attributes:
+        weight: The dense weight, (rows, columns).
+        recipe: The recipe.
+        target: The weight that mask and compensation work on in place of the dense one, the rows of
+            this process alone; see `dense_target`. None for the dense weight itself.
+        progress: Called with the state of a long solution, in words.
+    """
+
+    weight: Tensor
+    recipe: Recipe
+    target: Tensor | None = None
+    progress: Callable[[str], None] = lambda _: None
+
+
+@dataclass(frozen=True, eq=False)
+class _Solved:
+    """A layer whose weights are removed and compensated for, in the dtype of the computation."""
+
+    task: LayerTask
+    problem: Problem  # its weight is the target
+    dense: Tensor
+    result: Compensated
+    target_loss: float
+    fallback_mask: str | None
+    zeros_loss: float | None = None
+
+
 def prune(
     weight: Tensor,
     inputs: InputHessian,
@@ -174,14 +205,34 @@ def prune(
     target: Tensor | None = None,
     processes: Processes = ALONE,
 ) -> Solution:
-    """Prune a weight whose Hessian is checked already; `prune_weight` documents the errors.
+    """Prune a weight whose Hessian is checked already; see `prune_together`."""
+    task = LayerTask(weight, recipe, target, progress)
+    (solution,) = prune_together([task], inputs, processes=processes)
+    return solution
 
-    Mask and compensation work on the `target` (see `dense_target`), if there is one, in place of
-    the dense weight. The processes share the rows: all of them call this with the same weight and
-    Hessian and with the target of their own share, and get the same solution. `progress` is called
-    with the state of a long solution, in words.
+
+def prune_together(
+    tasks: Sequence[LayerTask], inputs: InputHessian, *, processes: Processes = ALONE
+) -> list[Solution]:
+    """Prune weights that share an input, whose Hessian is checked already.
+
+    `prune_weight` documents the errors. The processes share the rows of each weight: all of them
+    call this with the same weights and Hessian and with the targets of their own shares, and get
+    the same solutions. The recipes have the same grid, on which the rows of all weights are put at
+    once: its search is column by column, and a GPU takes as long for one row as for thousands.
     """
-    check_weight(weight, inputs)
+    for task in tasks:
+        _check_columns(task, inputs)
+    with torch.inference_mode(False), torch.no_grad(), full_float32(inputs.hessian.device):
+        solved = [_remove(task, inputs, processes) for task in tasks]
+        if solved[0].task.recipe.grid is not None:
+            solved = _on_grid(solved)
+        return [_solution(layer, processes) for layer in solved]
+
+
+def _check_columns(task: LayerTask, inputs: InputHessian) -> None:
+    check_weight(task.weight, inputs)
+    recipe = task.recipe
     if not recipe.pattern.divides(inputs.columns):
         raise PatternError(
             f"{inputs.label}: {inputs.columns} columns do not split into the groups of pattern "
@@ -193,50 +244,88 @@ def prune(
             f"{recipe.grid.group_size}, as `grid` {recipe.grid} needs. Take `bits`, or leave the "
             "layer out."
         )
-    method, grid, dtype, rows = recipe.method, recipe.grid, weight.dtype, len(weight)
-    with torch.inference_mode(False), torch.no_grad(), full_float32(weight.device):
-        problem = recipe.problem(weight, inputs, progress, processes)
-        dense = problem.weight
-        if target is not None:
-            problem = replace(problem, weight=target.to(dense.dtype))
-        if isinstance(recipe.pattern, Dense):
-            result = Compensated(problem.weight, torch.zeros_like(dense, dtype=torch.bool))
-        else:
-            result = method.compensation.apply(problem, method.mask)
-        # Against the target, which is the dense weight itself if there is none.
+
+
+def _remove(task: LayerTask, inputs: InputHessian, processes: Processes) -> _Solved:
+    """Choose the weights to remove, and compensate for them."""
+    recipe, method, dtype = task.recipe, task.recipe.method, task.weight.dtype
+    problem = recipe.problem(task.weight, inputs, task.progress, processes)
+    dense = problem.weight
+    if task.target is not None:
+        problem = replace(problem, weight=task.target.to(dense.dtype))
+    if isinstance(recipe.pattern, Dense):
+        result = Compensated(problem.weight, torch.zeros_like(dense, dtype=torch.bool))
+    else:
+        result = method.compensation.apply(problem, method.mask)
+    # Against the target, which is the dense weight itself if there is none.
+    target_loss = problem.loss(result.cast(dtype), problem.weight)
+    smallest = _by_smallest(problem, method, target_loss, dtype)
+    result, target_loss = smallest or (result, target_loss)
+    fallback = None if smallest is None else Magnitude.name
+    return _Solved(task, problem, dense, result, target_loss, fallback)
+
+
+def _on_grid(solved: list[_Solved]) -> list[_Solved]:
+    """Put the kept weights of layers that share an input on their grid.
+
+    Zeros and grid are two constraints of one problem, solved one after the other: from the optimum
+    for the zeros, the grid adds its own loss.
+    """
+    first, results = solved[0], [layer.result for layer in solved]
+    assert first.task.recipe.grid is not None
+    rounded = on_grid(
+        first.problem,
+        torch.cat([result.weight for result in results]),
+        torch.cat([result.pruned for result in results]),
+        first.task.recipe.grid,
+    )
+    finished = []
+    for layer, weight in zip(
+        solved, rounded.split([len(result.weight) for result in results]), strict=True
+    ):
+        problem, dtype = layer.problem, layer.task.weight.dtype
+        zeros_loss = layer.target_loss
+        if layer.task.target is not None:
+            zeros_loss = problem.loss(layer.result.cast(dtype), layer.dense)
+        result = replace(layer.result, weight=weight)
         target_loss = problem.loss(result.cast(dtype), problem.weight)
-        smallest = _by_smallest(problem, method, target_loss, dtype)
-        result, target_loss = smallest or (result, target_loss)
-        zeros_loss = None
-        if grid is not None:
-            # Zeros and grid are two constraints of one problem, solved one after the other: from
-            # the optimum for the zeros, the grid adds its own loss.
-            zeros_loss = target_loss if target is None else problem.loss(result.cast(dtype), dense)
-            rounded = on_grid(problem, result.weight, result.pruned, grid)
-            result = replace(result, weight=rounded)
-            target_loss = problem.loss(result.cast(dtype), problem.weight)
-        weight = result.cast(dtype)
-        inverts = grid is not None or method.needs_inverse
-        ratio = problem.damped.ratio if inverts else recipe.damping
-        gathered = processes.gather_rows(weight, rows)
-        if not bool(gathered.isfinite().all()):
-            raise HessianError(
-                f"{inputs.label}: the compensated weight is out of the range of {dtype}. "
-                "Raise `damping`, calibrate on more tokens, or take a wider dtype."
-            )
-        return Solution(
-            weight=gathered,
-            pruned=processes.gather_rows(result.pruned.contiguous(), rows),
-            loss=target_loss if target is None else problem.loss(weight, dense),
-            damping_used=ratio * inputs.mean_diagonal,
-            damping_ratio=ratio,
-            iterations=result.iterations,
-            gap=result.gap,
-            dead_inputs=inputs.dead_inputs,
-            target_loss=None if target is None else target_loss,
-            fallback_mask=None if smallest is None else Magnitude.name,
-            zeros_loss=zeros_loss,
+        finished.append(
+            replace(layer, result=result, target_loss=target_loss, zeros_loss=zeros_loss)
         )
+    return finished
+
+
+def _solution(layer: _Solved, processes: Processes) -> Solution:
+    """Gather the rows of all processes, and measure the loss.
+
+    Raises:
+        HessianError: A weight is out of the range of its dtype.
+    """
+    task, problem, result = layer.task, layer.problem, layer.result
+    inputs, recipe, rows = problem.inputs, task.recipe, len(task.weight)
+    weight = result.cast(task.weight.dtype)
+    inverts = recipe.grid is not None or recipe.method.needs_inverse
+    ratio = problem.damped.ratio if inverts else recipe.damping
+    gathered = processes.gather_rows(weight, rows)
+    if not bool(gathered.isfinite().all()):
+        raise HessianError(
+            f"{inputs.label}: the compensated weight is out of the range of {weight.dtype}. "
+            "Raise `damping`, calibrate on more tokens, or take a wider dtype."
+        )
+    aims = task.target is not None
+    return Solution(
+        weight=gathered,
+        pruned=processes.gather_rows(result.pruned.contiguous(), rows),
+        loss=problem.loss(weight, layer.dense) if aims else layer.target_loss,
+        damping_used=ratio * inputs.mean_diagonal,
+        damping_ratio=ratio,
+        iterations=result.iterations,
+        gap=result.gap,
+        dead_inputs=inputs.dead_inputs,
+        target_loss=layer.target_loss if aims else None,
+        fallback_mask=layer.fallback_mask,
+        zeros_loss=layer.zeros_loss,
+    )
 
 
 def _by_smallest(
@@ -264,6 +353,6 @@ def _by_smallest(
         f"{uncompensated:.4g} without and {compensated:.4g} with compensation: these were removed "
         f"instead. Inputs that are nearly copies of others are the usual cause{remedy}.",
         NumericalWarning,
-        stacklevel=3,
+        stacklevel=4,
     )
     return result, compensated

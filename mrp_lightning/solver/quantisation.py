@@ -10,7 +10,7 @@ reaches their columns and feeds the errors forward. Then coordinate descent sets
 optimum for its codes, and each code to its optimum for all others: no step increases the loss.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 
 import torch
@@ -69,30 +69,38 @@ def on_grid(problem: Problem, weight: Tensor, pruned: Tensor, grid: Grid) -> Ten
 
 
 def put_on_grid(
-    weight: Tensor,
+    weights: Sequence[Tensor],
     inputs: InputHessian,
     recipe: Recipe,
     progress: Callable[[str], None] = lambda _: None,
     *,
     processes: Processes = ALONE,
-) -> tuple[Tensor, float]:
-    """Put a pruned weight on the recipe's grid: its zeros stay.
+) -> list[tuple[Tensor, float]]:
+    """Put pruned weights that share an input on the recipe's grid: their zeros stay.
 
-    The processes share the rows as in `prune`.
+    The processes share the rows as in `prune_together`.
 
     Returns:
-        The weight on the grid, and its loss ½·tr(δ H δᵀ) against the weight before.
+        The weights on the grid, each with its loss ½·tr(δ H δᵀ) against the weight before.
     """
-    check_weight(weight, inputs)
+    for weight in weights:
+        check_weight(weight, inputs)
     assert recipe.grid is not None
-    with torch.inference_mode(False), torch.no_grad(), full_float32(weight.device):
-        problem = recipe.problem(weight, inputs, progress, processes)
-        pruned = torch.zeros_like(problem.weight, dtype=torch.bool)
+    with torch.inference_mode(False), torch.no_grad(), full_float32(inputs.hessian.device):
+        problems = [recipe.problem(weight, inputs, progress, processes) for weight in weights]
+        stacked = torch.cat([problem.weight for problem in problems])
+        pruned = torch.zeros_like(stacked, dtype=torch.bool)
         if not isinstance(recipe.pattern, Dense):
-            pruned = problem.weight == 0
-        quantised = on_grid(problem, problem.weight, pruned, recipe.grid).to(weight.dtype)
-        loss = problem.loss(quantised, problem.weight)
-        return processes.gather_rows(quantised.contiguous(), len(weight)), loss
+            pruned = stacked == 0
+        quantised = on_grid(problems[0], stacked, pruned, recipe.grid)
+        shares = quantised.split([len(problem.weight) for problem in problems])
+        return [
+            (
+                processes.gather_rows(share.to(weight.dtype).contiguous(), len(weight)),
+                problem.loss(share.to(weight.dtype), problem.weight),
+            )
+            for share, weight, problem in zip(shares, weights, problems, strict=True)
+        ]
 
 
 class _Descent:

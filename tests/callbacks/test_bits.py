@@ -81,13 +81,14 @@ def test_a_layer_gets_what_prune_weight_gives(llama, loader, quiet):
 def test_tuned_weights_are_put_on_the_grid_last(llama, loader, quiet, monkeypatch):
     """What a block had after tuning is rounded, and by less than by nearest rounding."""
     tuned, hessians = {}, {}
-    put = block.put_layer_on_grid
+    put = block.put_layers_on_grid
 
-    def spy(layer, inputs, *args, **options):
-        tuned[layer.name], hessians[layer.name] = layer.weight.clone(), inputs.hessian
-        return put(layer, inputs, *args, **options)
+    def spy(layers, inputs, *args, **options):
+        tuned.update({layer.name: layer.weight.clone() for layer in layers})
+        hessians.update({layer.name: inputs.hessian for layer in layers})
+        return put(layers, inputs, *args, **options)
 
-    monkeypatch.setattr(block, "put_layer_on_grid", spy)
+    monkeypatch.setattr(block, "put_layers_on_grid", spy)
     model = llama()
     callback = MRPCallback(sparsity=0.5, bits=4, group_size=16, tuning=TUNING)
     Trainer(**quiet).predict(model, loader, callbacks=[callback])

@@ -15,7 +15,7 @@ from torch import nn
 
 from callbacks import MRPCallback
 from mrp_lightning import CausalLM, Trainer, signals
-from mrp_lightning.pruning import prune_layer
+from mrp_lightning.pruning import prune_layers
 from mrp_lightning.signals import Interrupted, interruptible
 
 
@@ -33,7 +33,7 @@ def handlers():
 
 def send_in_a_solve(monkeypatch, number, *, layer: int) -> None:
     """Let the signal come while a layer is solved for."""
-    prune, calls = prune_layer.prune, []
+    prune, calls = prune_layers.prune_together, []
 
     def prune_and_send(*args, **kwargs):
         calls.append(1)
@@ -41,7 +41,7 @@ def send_in_a_solve(monkeypatch, number, *, layer: int) -> None:
             os.kill(os.getpid(), number)
         return prune(*args, **kwargs)
 
-    monkeypatch.setattr(prune_layer, "prune", prune_and_send)
+    monkeypatch.setattr(prune_layers, "prune_together", prune_and_send)
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

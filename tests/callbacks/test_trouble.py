@@ -317,10 +317,10 @@ def test_two_pruning_callbacks_are_refused(llama, loader, quiet):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
 def test_an_interrupted_run_leaves_whole_layers(error, llama, loader, quiet, tmp_path, monkeypatch):
-    from mrp_lightning.pruning import prune_layer
+    from mrp_lightning.pruning import prune_layers
 
     model, dense = llama(), llama()
-    original, calls = prune_layer.prune, []
+    original, calls = prune_layers.prune_together, []
 
     def prune(*args, **kwargs):
         calls.append(1)
@@ -328,7 +328,7 @@ def test_an_interrupted_run_leaves_whole_layers(error, llama, loader, quiet, tmp
             raise error("stop")
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(prune_layer, "prune", prune)
+    monkeypatch.setattr(prune_layers, "prune_together", prune)
     callback = MRPCallback(pattern="2:4", save_dir=tmp_path / "out")
     handler = signal.getsignal(signal.SIGINT)
     try:
@@ -349,7 +349,7 @@ def test_an_interrupted_run_leaves_whole_layers(error, llama, loader, quiet, tmp
     assert list(tmp_path.iterdir()) == [tmp_path / ".out.partial"]
 
     # This model is not the dense one any more.
-    monkeypatch.setattr(prune_layer, "prune", original)
+    monkeypatch.setattr(prune_layers, "prune_together", original)
     with pytest.raises(JournalError, match="`weights of the model` differ"):
         Trainer(**quiet).predict(model, loader, callbacks=[callback])
     callback.resume = False

@@ -19,7 +19,7 @@ from mrp_lightning.pruning.allocation import (
     patterns_of_layers,
 )
 from mrp_lightning.pruning.job import Settings
-from mrp_lightning.pruning.prune_layer import prune_layer
+from mrp_lightning.pruning.prune_layers import prune_layers
 
 OUTPUT = {"allocation": "output"}
 
@@ -236,13 +236,13 @@ def test_an_output_that_tells_nothing_is_refused_and_the_model_as_it_was(returne
 def test_a_dry_run_that_fails_leaves_the_model_as_it_was(build, batches, monkeypatch):
     model, seen = build("llama"), []
 
-    def prune_some(layer, *args, **options):
-        seen.append(layer.name)
+    def prune_some(layers, *args, **options):
+        seen.extend(layers)
         if len(seen) == 10:
             raise ValueError("in the middle")
-        return prune_layer(layer, *args, **options)
+        return prune_layers(layers, *args, **options)
 
-    monkeypatch.setattr("mrp_lightning.pruning.block.prune_layer", prune_some)
+    monkeypatch.setattr("mrp_lightning.pruning.block.prune_layers", prune_some)
     with pytest.raises(ValueError, match="in the middle"):
         prune_model(model, batches, pattern=None, sparsity=0.5, beyond=OUTPUT)
     for (name, now), before in zip(

@@ -191,10 +191,10 @@ def test_a_layer_outside_the_blocks_sees_the_pruned_blocks(build, batches):
 
 @torch.no_grad()
 def test_an_interrupted_run_leaves_whole_layers_and_says_which(build, batches, monkeypatch):
-    from mrp_lightning.pruning import prune_layer
+    from mrp_lightning.pruning import prune_layers
 
     model, dense = build("llama"), build("llama")
-    original, calls = prune_layer.prune, []
+    original, calls = prune_layers.prune_together, []
 
     def prune(*args, **kwargs):
         calls.append(1)
@@ -202,7 +202,7 @@ def test_an_interrupted_run_leaves_whole_layers_and_says_which(build, batches, m
             raise KeyboardInterrupt
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(prune_layer, "prune", prune)
+    monkeypatch.setattr(prune_layers, "prune_together", prune)
     recipe = Recipe.of(pattern="2:4", method="SM")
     job = Job(
         model=model,

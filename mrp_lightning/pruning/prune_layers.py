@@ -1,0 +1,199 @@
+"""Prune the layers of one input: solve, measure, write."""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mrp_lightning.processes import ALONE, Processes
+from mrp_lightning.records.report import LayerReport
+from mrp_lightning.solver.hessian import InputHessian
+from mrp_lightning.solver.problem import dense_target, output_energy
+from mrp_lightning.solver.pruning import LayerTask, Solution, prune_together
+from mrp_lightning.solver.quantisation import put_on_grid
+from mrp_lightning.solver.recipe import Recipe
+from mrp_lightning.targets.layers import Layer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Aim:
+    """The outputs that a layer aims at, in a run whose target is the dense model."""
+
+    target_weight: float  # α, above 0 and at most 1
+    shift: Tensor | None = None  # of `InputShift`; None if the layer aims at its own outputs
+    own: str | None = None  # why it does, for the report
+
+    def target(self, weight: Tensor, inputs: InputHessian, recipe: Recipe) -> Tensor | None:
+        """Return the weight to aim at, `None` for the layer's own."""
+        if self.shift is None:
+            return None
+        return dense_target(weight, self.shift, inputs.damped(recipe.damping), self.target_weight)
+
+
+@dataclass(frozen=True, eq=False)
+class Calibrated:
+    """The calibration statistics of an input that some layers share."""
+
+    inputs: InputHessian
+    tokens: int  # summed up in the Hessian
+    shared: float | None = None  # of an expert: the fraction that is all experts' Hessian
+    aim: Aim | None = None  # None without `target: dense`
+
+
+def prune_layers(
+    layers: Sequence[Layer],
+    calibrated: Calibrated,
+    recipes: Sequence[Recipe],
+    progress: Callable[[Layer, str], None] = lambda _, __: None,
+    processes: Processes = ALONE,
+) -> list[LayerReport]:
+    """Prune layers that share an input in place, and return their rows of the report.
+
+    Each weight is written in one copy at the end. All processes, which share the rows, call this.
+    `progress` is called with a layer and the state of its long solution, in words.
+
+    Raises:
+        HessianError: The Hessian is unusable.
+    """
+    inputs, aim = calibrated.inputs, calibrated.aim
+    weights = [layer.weight.contiguous() for layer in layers]  # Conv1D's rows are strided
+    zeros = [weight == 0 for weight in weights]
+    already = [
+        recipe.pattern.sparsity > 0 and recipe.pattern.holds(mask)
+        for recipe, mask in zip(recipes, zeros, strict=True)
+    ]
+    shares = [weight[processes.share(len(weight))] for weight in weights]
+    with measured(weights[0].device) as used:
+        tasks = []
+        for layer, weight, share, recipe, holds in zip(
+            layers, weights, shares, recipes, already, strict=True
+        ):
+            if holds:
+                log.info("%s already has the pattern %s", layer.name, recipe.pattern)
+            target = None if aim is None else aim.target(share, inputs, recipe)
+            tasks.append(LayerTask(weight, recipe, target, partial(progress, layer)))
+        solutions = prune_together(tasks, inputs, processes=processes)
+    rows = []
+    for layer, task, share, mask, holds, solution in zip(
+        layers, tasks, shares, zeros, already, solutions, strict=True
+    ):
+        # The loss is relative to the energy of the layer's outputs, ½·tr(W H Wᵀ), of all rows.
+        energies = processes.numbers(output_energy(share, inputs.hessian))
+        energy = math.fsum(number for (number,) in energies)
+        rows.append(
+            replace(
+                _row(layer, task.recipe, calibrated, solution, mask),
+                relative_loss=solution.loss / energy if energy else 0.0,
+                already_pruned=holds,
+                **_part(used, task.weight, weights),
+            )
+        )
+    for layer, solution in zip(layers, solutions, strict=True):
+        layer.write_(solution.weight)
+    return rows
+
+
+def _row(
+    layer: Layer, recipe: Recipe, calibrated: Calibrated, solution: Solution, zeros: Tensor
+) -> LayerReport:
+    """Return the row of a pruned layer that was zero at `zeros`."""
+    zeros_before = _fraction(zeros)
+    raised = solution.damping_ratio > recipe.damping
+    return LayerReport(
+        name=layer.name,
+        shape=tuple(zeros.shape),
+        method=recipe.method.name,
+        sparsity=float(solution.pruned.float().mean()),
+        loss=solution.loss,
+        damping=solution.damping_used,
+        iterations=solution.iterations,
+        gap=solution.gap,
+        tokens=calibrated.tokens,
+        dead_inputs=solution.dead_inputs,
+        zeros_before=zeros_before or None,
+        zeros=_fraction((solution.weight == 0) & (solution.pruned | zeros))
+        if zeros_before
+        else None,
+        shared_hessian=calibrated.shared,
+        raised_damping=solution.damping_ratio if raised else None,
+        target_loss=solution.target_loss,
+        own_target=None if calibrated.aim is None else calibrated.aim.own,
+        fallback_mask=solution.fallback_mask,
+        bits=None if recipe.grid is None else recipe.grid.bits,
+        zeros_loss=solution.zeros_loss,
+        grid_loss=solution.grid_loss,
+    )
+
+
+def _part(used: dict[str, Any], weight: Tensor, weights: Sequence[Tensor]) -> dict[str, Any]:
+    """Return a weight's part of the seconds that several took, and their peak of memory."""
+    part = weight.numel() / max(1, sum(each.numel() for each in weights))
+    return {**used, "seconds": used["seconds"] * part}
+
+
+def put_layers_on_grid(
+    layers: Sequence[Layer],
+    inputs: InputHessian,
+    recipe: Recipe,
+    rows: Sequence[LayerReport],
+    progress: Callable[[str], None] = lambda _: None,
+    processes: Processes = ALONE,
+) -> list[LayerReport]:
+    """Put the weights of pruned and tuned layers that share an input on their grid in place.
+
+    Takes the Hessian with which the layers were pruned, and their rows of the report; returns the
+    rows with the loss of the grid added.
+    """
+    assert recipe.grid is not None
+    weights = [layer.weight.contiguous() for layer in layers]
+    with measured(weights[0].device) as used:
+        quantised = put_on_grid(weights, inputs, recipe, progress, processes=processes)
+    replaced = []
+    for layer, row, dense, (weight, lost) in zip(layers, rows, weights, quantised, strict=True):
+        layer.write_(weight)
+        assert row.loss is not None
+        whole = row.loss + lost
+        relative = (row.relative_loss or 0.0) * (whole / row.loss if row.loss else 1.0)
+        seconds = (row.seconds or 0.0) + _part(used, dense, weights)["seconds"]
+        replaced.append(
+            replace(
+                row,
+                loss=whole,
+                relative_loss=relative,
+                seconds=seconds,
+                bits=recipe.grid.bits,
+                target_loss=None if row.target_loss is None else row.target_loss + lost,
+                zeros_loss=row.loss,
+                grid_loss=lost,
+            )
+        )
+    return replaced
+
+
+def _fraction(chosen: Tensor) -> float:
+    """Return the fraction of a bool tensor that is True."""
+    return int(chosen.sum()) / max(1, chosen.numel())
+
+
+@contextmanager
+def measured(device: torch.device) -> Iterator[dict[str, Any]]:
+    """Measure the seconds, and the peak of GPU memory, of the block of code."""
+    used: dict[str, Any] = {}
+    cuda = device.type == "cuda"
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(device)
+    start = time.perf_counter()
+    yield used
+    if cuda:
+        torch.cuda.synchronize(device)
+        used["peak_memory"] = torch.cuda.max_memory_allocated(device)
+    used["seconds"] = time.perf_counter() - start
