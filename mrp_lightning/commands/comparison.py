@@ -305,7 +305,9 @@ def _plan(
 def _amount(settings: Settings) -> str:
     if settings.structure is None:
         return settings.recipe.amount
-    return f"{percent(1 - (settings.sparsity or 0))} of their {settings.structure}"
+    grid = settings.recipe.grid
+    rest = f"{percent(1 - (settings.sparsity or 0))} of their {settings.structure}"
+    return rest if grid is None else f"{rest} and {grid}"
 
 
 def _announcement(expected: Estimate, writing: Estimate) -> str:

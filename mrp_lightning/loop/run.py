@@ -252,7 +252,8 @@ def plan_for(module: LightningModule, settings: Settings) -> Plan:
     if settings.structure is None:
         return plan
     model = checkpoint_root(module)[1]
-    return narrowing_plan(model, settings.structure, settings.recipe.pattern.sparsity, plan)
+    recipe = settings.recipe
+    return narrowing_plan(model, settings.structure, recipe.pattern.sparsity, plan, recipe.grid)
 
 
 @dataclass(frozen=True)
@@ -437,12 +438,13 @@ class Run:
         )
 
     def _log_narrowed(self) -> None:
-        narrowed, totals = self.report.narrowed, self.report.totals
+        narrowed, totals, grid = self.report.narrowed, self.report.totals, self.settings.recipe.grid
+        layers = "layer that reads them" if grid is None else f"layer, on the grid {grid}"
         rank_zero_info(
             f"Kept {narrowed['kept']} of {narrowed['units']} {narrowed['structure']} in each of "
             f"{narrowed['blocks']} blocks with {self.settings.recipe.method} in "
             f"{totals['seconds']:.1f} s: the model has {narrowed['model_weights']:,} of "
-            f"{totals['model_weights']:,} weights. Mean output error of a layer that reads them, "
+            f"{totals['model_weights']:,} weights. Mean output error of a {layers}, "
             f"relative to its output: {totals['relative_loss']:.4f}. {self._where}"
         )
 

@@ -26,6 +26,7 @@ from mrp_lightning.narrowing.structure import (
 from mrp_lightning.targets.layers import Expert, ExpertStack, Layer, holds_experts
 from mrp_lightning.targets.plan import Plan
 from mrp_lightning.upstream.torch_names import without_compiled
+from mrp_sparse.formats.grid import Grid
 
 _MULTIPLE = 32
 """Matrix kernels are fastest for numbers of neurons that are multiples of this."""
@@ -41,9 +42,22 @@ Sizes = dict[str, int]
 """Entries of a configuration that depend on the number of units, by name."""
 
 
-def narrowing_plan(model: nn.Module, kind: str, sparsity: float, plan: Plan) -> NarrowingPlan:
-    """Return the plan of removing whole units, from that of all layers; see `_find_structure`."""
-    structure = _find_structure(model, kind, sparsity, plan)
+def narrowing_plan(
+    model: nn.Module, kind: str, sparsity: float, plan: Plan, grid: Grid | None = None
+) -> NarrowingPlan:
+    """Return the plan of removing whole units, from that of all layers; see `_find_structure`.
+
+    With a grid, all layers of the plan are put on it.
+    """
+    structure = _find_structure(model, kind, sparsity, plan, grid)
+    if grid is not None:
+        return NarrowingPlan(
+            blocks=plan.blocks,
+            layers=plan.layers,
+            outside=[],
+            skipped=plan.skipped,
+            structure=structure,
+        )
     none: dict[str, list[Layer]] = {block.name: [] for block in plan.blocks}
     consumers = none | {name: list(p.consumers) for name, p in structure.blocks.items()}
     reading = {id(layer) for layers in consumers.values() for layer in layers}
@@ -59,7 +73,9 @@ def narrowing_plan(model: nn.Module, kind: str, sparsity: float, plan: Plan) -> 
     )
 
 
-def _find_structure(model: nn.Module, kind: str, sparsity: float, plan: Plan) -> Structure:
+def _find_structure(
+    model: nn.Module, kind: str, sparsity: float, plan: Plan, grid: Grid | None = None
+) -> Structure:
     """Find the units of each block, and the parts of the model that belong to them.
 
     Args:
@@ -67,6 +83,7 @@ def _find_structure(model: nn.Module, kind: str, sparsity: float, plan: Plan) ->
         kind: "neurons", "heads" or "experts".
         sparsity: The fraction of the units to remove.
         plan: All layers of the model that could be pruned, in their blocks.
+        grid: The grid that the layers are put on; the columns that remain are whole groups of it.
 
     Raises:
         TargetError: No configuration of the model's class describes the narrower model.
@@ -89,7 +106,8 @@ def _find_structure(model: nn.Module, kind: str, sparsity: float, plan: Plan) ->
         raise _cannot(model, kind, "it has no experts that transformers stacks")
     reasons: list[str] = []
     for units, entries in _candidates(text, kind, plan):
-        kept = _kept(kind, units, sparsity, _least(text, kind))
+        columns = entries[_HEADS] * _head_size(text) if kind == "heads" else 1
+        kept = _kept(kind, units, sparsity, _multiple(kind, columns, grid), _least(text, kind))
 
         def fitted(kept: int, units: int = units, entries: Sizes = entries) -> Structure:
             """Return the structure in which `kept` units remain, or raise `_Unfit`."""
@@ -175,8 +193,14 @@ def _fixed(model: PreTrainedModel, kind: str) -> Sizes:
     config = model.config.get_text_config()
     if kind != "heads":
         return {}
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return {"head_dim": size}
+    return {"head_dim": _head_size(config)}
+
+
+def _head_size(config: PreTrainedConfig) -> int:
+    size: int = getattr(config, "head_dim", None) or (
+        config.hidden_size // config.num_attention_heads
+    )
+    return size
 
 
 def _least(config: PreTrainedConfig, kind: str) -> int:
@@ -185,14 +209,24 @@ def _least(config: PreTrainedConfig, kind: str) -> int:
     return max([1, *(count for count in counts if isinstance(count, int))])
 
 
-def _kept(kind: str, units: int, sparsity: float, least: int = 1) -> int:
-    """Return the number of units that remain; of neurons, the nearest multiple of 32."""
-    multiple = _MULTIPLE if kind == "neurons" else 1
+def _multiple(kind: str, columns: int, grid: Grid | None) -> int:
+    """Return the number of which a multiple of units, with some `columns` each, remains.
+
+    It is 32 for neurons. Where there is a grid, the columns of a multiple are whole groups of it.
+    """
+    least = _MULTIPLE if kind == "neurons" else 1
+    if grid is None or not grid.whole_groups:
+        return least
+    return math.lcm(least, grid.group_size // math.gcd(grid.group_size, columns))
+
+
+def _kept(kind: str, units: int, sparsity: float, multiple: int, least: int = 1) -> int:
+    """Return the number of units that remain, the nearest `multiple`."""
     least = max(least, multiple)
     # Half a multiple of neurons is removed. Half a head is not: it is a large part of a block.
     kept = multiple * math.ceil((1 - sparsity) * units / multiple - 0.5)
     if kind != "neurons":
-        kept = units - math.ceil(sparsity * units - 0.5)
+        kept = units - multiple * math.ceil(sparsity * units / multiple - 0.5)
     if least <= kept < units:
         return kept
     if units == 1:
@@ -201,7 +235,7 @@ def _kept(kind: str, units: int, sparsity: float, least: int = 1) -> int:
         why = (
             f"each token is sent to {least} of them"
             if kind == "experts"
-            else f"some multiple of {multiple} below that, so that kernels like it, is to stay"
+            else f"some multiple of {multiple} below that, as kernels and grids want, is to stay"
         )
         raise OptionError(
             f"`structure: {kind}`: a block has {units} {kind}, and {why}. This model cannot lose "
@@ -209,7 +243,9 @@ def _kept(kind: str, units: int, sparsity: float, least: int = 1) -> int:
         )
     step = f", in multiples of {multiple}," if multiple > 1 else ""
     if kept >= units:
-        smallest = math.ceil(500 * multiple / units) / 1000 if multiple > 1 else 1 / units
+        smallest = math.ceil(500 * multiple / units) / 1000
+        if kind != "neurons":
+            smallest = multiple / units
         effect, bound = "remove none", f"at least {smallest:.3g}"
     else:
         effect, bound = "leave none", f"at most {(units - least) / units:.3g}"

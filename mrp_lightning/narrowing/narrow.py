@@ -37,8 +37,8 @@ def narrow(structure: Structure, config: Any) -> None:
             f"these have only zero columns in: {', '.join(short)}. The weights were changed since "
             "they were pruned."
         )
-    for name, parts in structure.blocks.items():
-        set_attributes(parts.without(zero[name][: structure.count], structure.units))
+    for parts in structure.blocks.values():
+        set_attributes(parts.without(_removed_units(parts, structure), structure.units))
     set_attributes([*structure.attributes, *structure.config_entries(config)])
 
 
@@ -63,12 +63,12 @@ class StreamedNarrowing:
     @contextmanager
     def saved(self, name: str) -> Iterator[None]:
         """Make a block that is in memory narrower for the duration of the context."""
-        parts, units = self._structure.blocks.get(name), self._structure.units
+        parts = self._structure.blocks.get(name)
         if parts is None:
             yield
             return
-        removed = _zero_units(parts, units)[: self._structure.count]
-        with set_attributes(parts.without(removed, units)):
+        removed = _removed_units(parts, self._structure)
+        with set_attributes(parts.without(removed, self._structure.units)):
             yield
 
     def settle(self) -> None:
@@ -85,6 +85,23 @@ def _zero_units(parts: BlockParts, units: int) -> Tensor:
     for layer in parts.consumers:
         zero &= (layer.view == 0).all(0).reshape(units, -1).all(1).cpu()
     return zero.nonzero()[:, 0]
+
+
+def _removed_units(parts: BlockParts, structure: Structure) -> Tensor:
+    """Return the numbers of `structure.count` units whose columns are zero in every consumer.
+
+    On a grid of few bits, columns of remaining units may be zero, too. The removed ones are those
+    whose rows are zero in all layers that make them.
+    """
+    zero = _zero_units(parts, structure.units)
+    if len(zero) > structure.count:
+        is_made = torch.zeros(structure.units, dtype=torch.bool)
+        for cut in parts.producers:
+            if cut.tensor.ndim > 1:
+                rows = cut.tensor.detach().movedim(cut.dim, 0)
+                is_made |= (rows != 0).reshape(structure.units, -1).any(1).cpu()
+        zero = zero[is_made[zero].long().sort(stable=True).indices[: structure.count]]
+    return zero.sort().values
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,6 +1,6 @@
 """Units of a model that can be removed whole (neurons, heads, experts), and a plan to do so."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,6 +74,55 @@ class Cut:
 
 
 @dataclass(frozen=True, eq=False)
+class Remainder(Layer):
+    """The part of a layer that remains once units are cut out; the rest of its parameter is zero.
+
+    Attributes:
+        whole: The layer.
+        rows_of_whole: The numbers of its remaining rows, int64.
+        columns_of_whole: The numbers of its remaining columns, int64.
+    """
+
+    whole: Layer
+    rows_of_whole: Tensor
+    columns_of_whole: Tensor
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The parameter of the whole layer."""
+        return self.whole.parameter
+
+    def arranged(self, stored: Tensor) -> Tensor:
+        """The whole, as the layer itself arranges it."""
+        return self.whole.arranged(stored)
+
+    @property
+    def weight(self) -> Tensor:
+        """A copy of the remaining weight, (rows, columns)."""
+        return self.whole.weight[self.rows_of_whole[:, None], self.columns_of_whole]
+
+    @property
+    def columns(self) -> int:
+        """The number of remaining input features."""
+        return len(self.columns_of_whole)
+
+    @property
+    def reading(self) -> Hashable:
+        """The way in which the whole layer reads its input."""
+        return self.whole.reading
+
+    def inputs(self, x: Tensor) -> Tensor:
+        """The remaining features of the vectors that the weight is multiplied with."""
+        return self.whole.inputs(x)[..., self.columns_of_whole]
+
+    def write_(self, weight: Tensor) -> None:
+        """Overwrite the remaining weight, and set the rest to zero, in one copy."""
+        whole = torch.zeros_like(self.whole.weight)
+        whole[self.rows_of_whole[:, None], self.columns_of_whole] = weight.to(whole)
+        self.whole.write_(whole)
+
+
+@dataclass(frozen=True, eq=False)
 class BlockParts:
     """The parts of one block that belong to its units.
 
@@ -104,6 +153,15 @@ class BlockParts:
     @property
     def _consumed(self) -> set[int]:
         return {id(layer.parameter) for layer in self.consumers}
+
+    def remainder(self, layer: Layer, kept: Tensor) -> Layer:
+        """Return the part of a layer that remains with the `kept` units alone."""
+        cut = next((cut for cut in self.cuts if cut.tensor is layer.parameter), None)
+        if cut is None:
+            return layer
+        numbers = [torch.arange(size, device=layer.view.device) for size in layer.weight.shape]
+        numbers[layer in self.consumers] = cut.entries(kept)
+        return Remainder(layer.name, layer.module, layer, *numbers)
 
     def without(self, removed: Tensor, units: int) -> list[Attribute]:
         """Return the attributes of a block of `units` units without the `removed` ones."""
@@ -155,7 +213,9 @@ class Structure:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class NarrowingPlan(Plan):
-    """The plan of removing whole units; the layers to prune are their consumers.
+    """The plan of removing whole units.
+
+    The layers to prune are their consumers, and with few bits all layers, which get on a grid.
 
     Attributes:
         structure: The units.

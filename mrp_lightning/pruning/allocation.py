@@ -137,7 +137,7 @@ def _dry_run(job: Job, walk: Walk, padding: Padding, pinned: Pinned) -> dict[str
         with pinned(block.module):
             with _put_back(layers[block.name]):
                 walked = WalkedBlock(alone, walk, k, padding, progress, layers[block.name])
-                LayerSolver().prune(walked)
+                LayerSolver(settings.recipe).prune(walked)
                 rows = walked.pruned_rows
                 progress(f"{block.name}, the model's output")
                 change = output.of(k) if rows else 0.0

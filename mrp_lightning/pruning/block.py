@@ -33,6 +33,7 @@ from mrp_lightning.records.report import LayerReport
 from mrp_lightning.solver.hessian import HessianAccumulator, InputHessian
 from mrp_lightning.solver.patterns import Pattern
 from mrp_lightning.solver.problem import output_energy
+from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.layers import Expert, Layer
 
 log = logging.getLogger(__name__)
@@ -176,7 +177,7 @@ class Remover(ABC):
 
     def put_on_grid(self, block: WalkedBlock) -> None:
         """Put those of the layers on their grid that waited until the block was tuned."""
-        del block  # a structure takes no `bits`
+        del block  # most removers have none that wait
 
 
 class _HessianRemover(Remover):
@@ -205,27 +206,34 @@ class _HessianRemover(Remover):
 class LayerSolver(_HessianRemover):
     """Solves for each layer by itself: a mask in the pattern, and its compensation.
 
+    Layers that have a row in the report already lost columns, and are only put on their grid.
+
     Args:
+        recipe: How layers are pruned.
         patterns: The patterns of layers, by name, that differ from the recipe's.
     """
 
-    def __init__(self, patterns: Mapping[str, Pattern] | None = None) -> None:
-        self._patterns = patterns or {}
-        self._waiting: dict[str, InputHessian] = {}  # of layers that get on their grid later
+    def __init__(self, recipe: Recipe, patterns: Mapping[str, Pattern] | None = None) -> None:
+        self._recipe, self._patterns = recipe, patterns or {}
+        self._waiting: list[tuple[list[Layer], InputHessian]] = []  # to put on their grid later
 
     def prune_group(self, block: WalkedBlock, layers: list[Layer], calibrated: Calibrated) -> None:
         """Prune each of the layers."""
-        settings = block.job.settings
-        recipe = settings.recipe
-        if block.dense is not None and settings.grid_waits:
+        recipe, rows = self._recipe, {row.name for row in block.job.report.pruned}
+        waits = block.dense is not None and block.job.settings.grid_waits
+        if waits:
             recipe = replace(recipe, grid=None)
             # A new object, without the factors that a method derives from the Hessian.
             hessian = InputHessian(calibrated.inputs.hessian, name=layers[0].name)
-            self._waiting.update({layer.name: hessian for layer in layers})
+            self._waiting.append((layers, hessian))
+        narrowed = [layer for layer in layers if layer.name in rows]
+        others = [layer for layer in layers if layer.name not in rows]
         # A grid takes all rows of an input at once; else one layer's solution is in memory.
-        for some in [[layer] for layer in layers] if recipe.grid is None else [layers]:
+        for some in [[layer] for layer in others] if recipe.grid is None else [others]:
+            if not some:
+                continue
             block.report_progress(some[0].name)
-            rows = prune_layers(
+            new_rows = prune_layers(
                 some,
                 calibrated,
                 [
@@ -235,29 +243,32 @@ class LayerSolver(_HessianRemover):
                 progress=partial(_report_of_layer, block),
                 processes=block.job.processes,
             )
-            for row in rows:
+            for row in new_rows:
                 block.add(row)
             block.report_progress(some[-1].name)
+        if narrowed and not waits:
+            self._put_on_grid(block, narrowed, calibrated.inputs)
 
     def put_on_grid(self, block: WalkedBlock) -> None:
         """Put those of the layers on their grid that waited until the block was tuned."""
-        report, recipe = block.job.report, block.job.settings.recipe
-        rows = {row.name: row for row in report.pruned}
-        sharing: dict[int, list[Layer]] = {}
-        for layer in block.layers:
-            if layer.name in self._waiting:
-                sharing.setdefault(id(self._waiting[layer.name]), []).append(layer)
-        for layers in sharing.values():
-            replaced = put_layers_on_grid(
-                layers,
-                self._waiting[layers[0].name],
-                recipe,
-                [rows[layer.name] for layer in layers],
-                progress=partial(_report_of_layer, block, layers[0]),
-                processes=block.job.processes,
-            )
-            report.replace(replaced)
+        for layers, inputs in self._waiting:
+            self._put_on_grid(block, layers, inputs)
         self._waiting.clear()
+
+    def _put_on_grid(
+        self, block: WalkedBlock, layers: Sequence[Layer], inputs: InputHessian
+    ) -> None:
+        """Put layers that have a row in the report and share an input on their grid."""
+        rows = {row.name: row for row in block.job.report.pruned}
+        replaced = put_layers_on_grid(
+            layers,
+            inputs,
+            self._recipe,
+            [rows[layer.name] for layer in layers],
+            progress=partial(_report_of_layer, block, layers[0]),
+            processes=block.job.processes,
+        )
+        block.job.report.replace(replaced)
 
 
 class UnitRemover(_HessianRemover):
@@ -268,10 +279,41 @@ class UnitRemover(_HessianRemover):
 
     Args:
         structure: The units, and the number of them that is removed.
+        recipe: How the remaining weights of all layers are put on a grid, if they are.
     """
 
-    def __init__(self, structure: Structure) -> None:
+    def __init__(self, structure: Structure, recipe: Recipe) -> None:
         self._structure = structure
+        self._solver = None if recipe.grid is None else LayerSolver(recipe.grid_alone)
+        self._kept = torch.empty(0, dtype=torch.long)  # the units that remain in the present block
+
+    def prune(self, block: WalkedBlock) -> None:
+        """Remove units, and with a grid put what remains of all layers of the block on it.
+
+        The grid has a pass over the data of its own, in which the layers read what remains.
+        """
+        parts = self._structure.blocks.get(block.name or "")
+        consumers = [] if parts is None else list(parts.consumers)
+        if consumers:
+            super().prune(replace(block, layers=consumers))
+        if self._solver is None:
+            return
+        layers = block.layers
+        if parts is not None:
+            layers = [parts.remainder(layer, self._kept) for layer in layers]
+        self._solver.prune(replace(block, layers=layers))
+        rows = {row.name: row for row in block.pruned_rows}
+        producers = [rows[x.name] for x in layers if x.name in rows and len(x.weight) < len(x.view)]
+        shapes = {layer.name: tuple(layer.weight.shape) for layer in block.layers}
+        removed = self._structure.count / self._structure.units
+        block.job.report.replace(
+            replace(row, shape=shapes[row.name], sparsity=removed) for row in producers
+        )
+
+    def put_on_grid(self, block: WalkedBlock) -> None:
+        """Put those of the layers on their grid that waited until the block was tuned."""
+        if self._solver is not None:
+            self._solver.put_on_grid(block)
 
     def prune_group(self, block: WalkedBlock, layers: list[Layer], calibrated: Calibrated) -> None:
         """Remove the columns of some units from the layers, which are all that read them.
@@ -304,6 +346,7 @@ class UnitRemover(_HessianRemover):
             )
             # All processes have the same sums, and yet another machine might round otherwise.
             narrower = block.job.processes.like_first_(solution.weight.contiguous())
+        self._kept = (~solution.removed).nonzero()[:, 0].cpu()
         raised = solution.damping_ratio > recipe.damping
         new_weights, rows = narrower.split([len(w) for w in weights]), []
         for layer, dense, new, zeros_before in zip(

@@ -34,8 +34,8 @@ _TARGET_WEIGHT = 0.5
 
 _NAMES = ("targets", "ignore", "blocks")
 _NOT_WHOLE = (
-    *("pattern", "bits", "grid", "allocation", "targets", "ignore", "blocks", "true_sequential"),
-    "skip_indivisible",
+    *("pattern", "zero_has_a_code", "allocation", "targets", "ignore", "blocks"),
+    *("true_sequential", "skip_indivisible"),
 )
 """Settings that do not go with `structure`: they choose weights of a layer, or layers."""
 _OF_STATE = (
@@ -194,9 +194,10 @@ class Settings:
     """"neurons", "heads" or "experts": remove whole neurons of the MLPs, whole key-value groups
     with their query heads, or whole experts with their rows of the router, `sparsity` of them in
     each block, and leave a narrower dense model that its configuration describes. Of neurons a
-    multiple of 32 stays, of experts at least as many as each token is sent to. For `sparsity` and
-    the methods SM, magnitude, wanda, magnitude+M and wanda+M only (experts: the first three); see
-    docs/narrower.md."""
+    multiple of 32 stays, of experts at least as many as each token is sent to. With `bits` or
+    `grid`, all layers of the narrower model are put on the grid (not with experts). For `sparsity`
+    and the methods SM, magnitude, wanda, magnitude+M and wanda+M only (experts: the first three);
+    see docs/narrower.md."""
 
     recipe: Recipe = field(init=False, repr=False, compare=False)
     """How each layer is pruned, which follows from the first eight arguments."""
@@ -222,6 +223,7 @@ class Settings:
             group_size=self.group_size,
             grid=self.grid,
             zero_has_a_code=self.zero_has_a_code,
+            leaves_zeros=self.structure is None,
         )
         object.__setattr__(self, "recipe", recipe)
         if recipe.grid is not None:  # a named grid has its own
@@ -264,6 +266,11 @@ class Settings:
                 f"configuration describes it. Leave out {', '.join(f'`{x}`' for x in others)}."
             )
         check_column_method(self.method)
+        if self.structure == "experts" and (self.bits is not None or self.grid is not None):
+            raise OptionError(
+                "`structure: experts` goes with no `bits` or `grid` in one run. Remove experts "
+                "first, and put the model that is saved on a grid in a second run."
+            )
         if self.structure == "experts" and self.method.endswith("+M"):
             raise MethodError(
                 "`structure: experts` leaves the experts that stay as they are: the method "

@@ -29,6 +29,7 @@ from mrp_lightning.pruning.block_tuner import BlockTuner
 from mrp_lightning.pruning.experts import ExpertRemover
 from mrp_lightning.pruning.job import Job
 from mrp_lightning.records.report import BlockReport
+from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.blocks import Block
 from mrp_lightning.targets.plan import refuse_not_finite
 
@@ -126,7 +127,7 @@ class _Walker:
         block = WalkedBlock(job, walk, 0, self.padding, partial(job.progress, step), layers)
         resumed = self.restore(step, block)
         if not resumed:
-            LayerSolver().prune(block)
+            LayerSolver(job.settings.recipe).prune(block)
             self.record(step, block, None)
         job.listener.finished(step, block.pruned_rows, resumed=resumed)
 
@@ -205,7 +206,7 @@ class _BlockSteps:
         self.with_layers = [k for k, block in enumerate(walk.blocks) if layers[block.name]]
         self.last = max(self.with_layers, default=-1)
         self.trial = None if structure is None else BlockTrial(structure)
-        self.remover = _remover(structure, sparsities)
+        self.remover = _remover(structure, self.job.settings.recipe, sparsities)
 
     def run(self, k: int) -> None:
         """Finish block k, and compute the inputs of the next one."""
@@ -269,11 +270,13 @@ class _BlockSteps:
         return row
 
 
-def _remover(structure: Structure | None, sparsities: Sparsities) -> Remover:
+def _remover(structure: Structure | None, recipe: Recipe, sparsities: Sparsities) -> Remover:
     """Return what prunes the layers of blocks: single weights, columns of units, or experts."""
     if structure is None:
-        return LayerSolver(sparsities.layers)
-    return ExpertRemover(structure) if structure.kind == "experts" else UnitRemover(structure)
+        return LayerSolver(recipe, sparsities.layers)
+    if structure.kind == "experts":
+        return ExpertRemover(structure)
+    return UnitRemover(structure, recipe)
 
 
 def _hidden(walk: Walk, k: int) -> Tensor | None:

@@ -190,10 +190,10 @@ def _with_results(text: str, perplexity: Mapping[str, Mapping[str, Any]]) -> str
 def _kind(config: Mapping[str, Any]) -> str:
     """Return the sparsity and the bits of a model, for the title."""
     sparsity, pattern, bits = (config.get(key) for key in ("sparsity", "pattern", "bits"))
-    if structure := config.get("structure"):
-        return f"without {100 * (sparsity or 0):.3g}% of the {structure}"
     amount = pattern or (f"{100 * sparsity:.3g}% unstructured" if sparsity else None)
     pruned = f"pruned to {amount} sparsity" if amount else None
+    if structure := config.get("structure"):
+        pruned = f"without {100 * (sparsity or 0):.3g}% of the {structure}"
     return " and ".join(filter(None, [pruned, f"quantised to {bits} bits" if bits else None]))
 
 

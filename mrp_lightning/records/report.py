@@ -418,6 +418,7 @@ class _Config:
     bits: int | None = None
     group_size: int = 64
     grid: str | None = None
+    structure: str | None = None
 
     def __post_init__(self) -> None:
         Recipe.of(
@@ -427,6 +428,7 @@ class _Config:
             bits=self.bits,
             group_size=self.group_size,
             grid=self.grid,
+            leaves_zeros=self.structure is None,
         )
 
 

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -144,10 +144,15 @@ class Recipe:
         group_size: int = GROUP_SIZE,
         grid: str | None = None,
         zero_has_a_code: bool = False,
+        leaves_zeros: bool = True,
     ) -> "Recipe":
-        """Parse the arguments of `prune_weight`, which documents them and what is raised."""
+        """Parse the arguments of `prune_weight`, which documents them and what is raised.
+
+        `leaves_zeros` says whether the removed weights are zeros of the result: without whole
+        columns the result is a smaller matrix, and its grid that of a dense one.
+        """
         sparse = sparsity is not None or pattern is not None
-        chosen = _grid(bits, group_size, grid, zero_has_a_code, sparse=sparse)
+        chosen = _grid(bits, group_size, grid, zero_has_a_code, sparse=sparse and leaves_zeros)
         alone = chosen is not None and not sparse
         return cls(
             pattern=Dense() if alone else make_pattern(sparsity, pattern),
@@ -156,6 +161,11 @@ class Recipe:
             damping=damping,
             grid=chosen,
         )
+
+    @property
+    def grid_alone(self) -> "Recipe":
+        """The recipe of putting weights on the grid without removing any."""
+        return replace(self, pattern=Dense())
 
     @property
     def amount(self) -> str:
