@@ -37,7 +37,7 @@ class _Stop:
 
 
 def unclaimed_signals() -> list[signal.Signals]:
-    """The signals of SIGTERM and SIGINT for which the program has no handler of its own.
+    """Return the signals of SIGTERM and SIGINT for which the program has no handler of its own.
 
     Outside the main thread, where Python runs no handlers, there are none.
     """
@@ -90,7 +90,7 @@ def _watched(wanted: bool) -> Iterator[None]:
 
 
 def _is_watched() -> bool:
-    """Whether the program itself has asked for a byte at each signal, as event loops do."""
+    """Return whether the program itself has asked for a byte at each signal, as event loops do."""
     descriptor = signal.set_wakeup_fd(-1)
     if descriptor != -1:
         signal.set_wakeup_fd(descriptor)

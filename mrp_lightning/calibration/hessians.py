@@ -455,7 +455,7 @@ class Calibration(_Watch):
         return group
 
     def _group(self, layer: Layer) -> InputGroup:
-        """A group without layers yet, for the input of a layer."""
+        """Return a group without layers yet, for the input of a layer."""
         group = InputGroup([], HessianAccumulator(layer.columns, layer.name), self._batch)
         if self._paired and not isinstance(layer, Expert):
             group.shift = InputShift(layer.columns, layer.name)

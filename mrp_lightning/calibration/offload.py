@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 def peak_rss() -> int | None:
-    """The most memory, in bytes, that this process has held so far; `None` on Windows."""
+    """Return the most memory, in bytes, that this process has held so far; `None` on Windows."""
     if sys.platform == "win32":
         return None
     import resource

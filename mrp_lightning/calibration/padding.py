@@ -199,7 +199,7 @@ class Padding:
         return is_token.flatten().to(x.device) if aligned else None
 
     def _masks_of(self, module: nn.Module) -> _Masks:
-        """The masks of the innermost module that was given one, else those of the batch."""
+        """Return the masks of the innermost module that was given one, else those of the batch."""
         within = (id(m) for m in (module, *self.around(module)) if id(m) in self._masks)
         return next((self._masks[key] for key in within), _Masks(self._of_batch))
 
@@ -210,7 +210,7 @@ def taken(x: Tensor, rows: Tensor | None) -> Tensor:
 
 
 def _is_aligned(x: Tensor, is_token: Tensor) -> bool:
-    """Whether the rows of x are the positions of the mask, one by one."""
+    """Return whether the rows of x are the positions of the mask, one by one."""
     leading = [size for size in x.shape[:-1] if size != 1]
     positions = [size for size in is_token.shape if size != 1]
     return leading[: len(positions)] == positions or leading == [is_token.numel()]
@@ -240,7 +240,7 @@ def _rows_taken_from(x: Tensor, source: Tensor, is_token: Tensor) -> Tensor | No
 
 
 def _takes_mask(module: nn.Module) -> bool:
-    """Whether a module can be called with the mask of its own hidden state."""
+    """Return whether a module can be called with the mask of its own hidden state."""
     try:
         names = inspect.signature(module.forward).parameters
     except (TypeError, ValueError):  # compiled to something without a signature
@@ -271,7 +271,7 @@ def _attended(mask: Tensor) -> Tensor:
 
 
 def _is_length_first(module: nn.Module) -> bool:
-    """Whether the attention in a module takes hidden states as (length, batch, columns)."""
+    """Return whether the attention in a module takes hidden states as (length, batch, columns)."""
     inside = (m for m in module.modules() if isinstance(m, nn.MultiheadAttention))
     return any(not attention.batch_first for attention in inside)
 

@@ -194,7 +194,7 @@ def _tried(
 
 
 def _traced(forward: Callable[[Any], Any], batch: Any, blocks: Sequence[Block]) -> Trace:
-    """The trace of a batch that runs some of the blocks, each once."""
+    """Return the trace of a batch that runs some of the blocks, each once."""
     real = trace(forward, batch, blocks)
     repeated = [f"{blocks[k].name} ({n} times)" for k, n in sorted(real.calls.items()) if n > 1]
     if repeated:
@@ -281,7 +281,7 @@ def _self_test(
 
 
 def one_of_each_kind(batches: Sequence[Any]) -> list[Any]:
-    """The first batch of each kind, of eight at most, in the order of the batches."""
+    """Return the first batch of each kind, of eight at most, in the order of the batches."""
     by_kind: dict[Hashable, Any] = {}
     for batch in batches:
         by_kind.setdefault(kind(batch), batch)

@@ -72,7 +72,7 @@ class Walk(ABC):
         return type(self)(self.forward, self.batches, self.blocks, self.store)
 
     def runs_after(self, k: int) -> Sequence[Block]:
-        """The blocks that are still run once block k is done."""
+        """Return the blocks that are still run once block k is done."""
         return self.blocks[k + 1 :]
 
     def advance(self, k: int) -> Iterator[int]:  # noqa: ARG002
@@ -84,7 +84,7 @@ class Walk(ABC):
         del k, i, hidden  # most walks store none
 
     def stored(self, output: Any) -> Tensor | None:
-        """The hidden state in what a block returned, where such are stored."""
+        """Return the hidden state in what a block returned, where such are stored."""
         if output is None:
             return None
         hidden = hidden_of(output).detach()

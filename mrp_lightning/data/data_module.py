@@ -64,31 +64,31 @@ class TextDataModule(LightningDataModule):
     * Published texts, which `calibration` and `evaluation` name, are read by the protocol of
       SparseGPT (lab/paper.md). `evaluation` gives a dictionary of dataloaders.
     * With `calibration="self"`, the model that `predict` runs writes the windows itself before it
-      is pruned. They are kept beside the pruned model (docs/self-calibration.md).
+      is pruned. They are stored next to the pruned model (docs/self-calibration.md).
 
     Most windows start in the middle of a text and so lack the BOS of its start, which some families
-    need. So the tokens that the tokenizer puts before a text are put before each window
-    (`bos="window"`), except where a published protocol is followed. They count towards the
-    `sequence_length` that the model reads, but neither they nor the first token after them are
-    predicted: a batch for training or evaluation is then a mapping of `input_ids` and `labels`,
-    with −100 for these tokens.
+    need. Therefore the tokens that the tokenizer adds at the start of a text are added to each
+    window (`bos="window"`), except where a published protocol is followed. They count towards
+    `sequence_length`, but neither they nor the first token after them are predicted: a batch for
+    training or evaluation is then a mapping of `input_ids` and `labels`, with −100 for these
+    tokens.
 
     Args:
         train_files: Text for `predict` and `fit`: UTF-8 text files, a document each; .jsonl files,
             a document a line; tables (.json, .csv, .tsv, .parquet, .arrow), a document a row.
-            Directories stand for all of these beneath them, and wildcards are allowed. A document
-            of .jsonl and of tables is the text under `text_column` or, there or under `messages`,
-            a conversation, which the tokenizer's chat template makes a text of.
+            A directory stands for all such files beneath it; wildcards are allowed. In .jsonl files
+            and tables, a document is the text under `text_column`, or a conversation there or under
+            `messages`, which the tokenizer's chat template formats.
         eval_files: Files of the same kinds, for `validate` and `test`.
         dataset: A Hugging Face dataset with the splits train, validation and test: its name or
             directory, the arguments of `datasets.load_dataset` (such as `path` and `data_files`),
-            or a loaded `DatasetDict`. Where it has no test split, `test` reads validation.
+            or a loaded `DatasetDict`. Without a test split, `test` reads validation.
         calibration: The text for `predict`: a published one (c4, lambada, ptb, wikitext2); `self`,
-            the model's own text; `stdlib`, Python's standard library; or a file. A mapping gives
-            several of these their shares of the windows, such as `{self: 0.5, c4: 0.5}`, where
-            `train_files` and `dataset` stand for what those arguments give.
+            the model's own text; `stdlib`, Python's standard library; or a file. A mapping mixes
+            several of these in given proportions, such as `{self: 0.5, c4: 0.5}`; its keys may also
+            be `train_files` and `dataset`, for the text of those arguments.
         evaluation: Texts for `validate` and `test`: published ones (c4, ptb, wikitext2) and
-            `stdlib`; or, by the name that results give to each, one of these or a file, such as
+            `stdlib`; or a mapping from names, which results use, to such texts or files, such as
             `{code: stdlib, mine: test.txt}`.
         hold_out: Whether `validate` and `test` read a tenth of `train_files`, which `predict` and
             `fit` then leave out: every tenth document or, of fewer than 20, the end of each.
@@ -96,23 +96,23 @@ class TextDataModule(LightningDataModule):
             repositories (`allenai/c4/en/…`); nothing is fetched then. By default they come from
             the hub or, with `HF_HUB_OFFLINE=1`, from its cache.
         num_samples: Number of calibration windows.
-        sequence_length: Tokens of a window, which is the context that perplexity is measured at. By
-            default 2048, or the most that the model can read, if that is less.
-        bos: Whether the tokens that the tokenizer puts before a text, usually BOS, are put once at
-            the start of each text that is cut into windows (`text`, the default for the published
-            texts, as in SparseGPT), or before every window (`window`, the default otherwise).
+        sequence_length: Tokens a window, the context at which perplexity is measured; at least 2.
+            By default 2048, or the model's number of positions if that is less.
+        bos: The place of the tokens that the tokenizer adds at the start of a text, usually BOS:
+            once before each text that is cut into windows (`text`, the default for published texts,
+            as in SparseGPT), or before every window (`window`, the default otherwise).
         batch_size: Windows a batch.
         seed: Seed of the draws of calibration windows, and of the order in which `fit` reads.
         text_column: Key of the text in .jsonl files, and its column in tables and datasets.
         tokenizer: A tokenizer, or the directory or hub id of one; by default that of the model.
 
     Raises:
-        FileNotFoundError: Files do not exist; it lists all. Published texts are looked for in
-            `setup`; then it gives the commands that download them.
-        OptionError: A value is of another type, a number is too small, text comes from two
-            places, or a published text is unknown.
-        DataError: In `setup` or when windows are made: no tokenizer is known, windows are longer
-            than the model can read, or files hold no text, or hardly any.
+        FileNotFoundError: Files do not exist; the message lists all. Published texts are looked for
+            in `setup`; the message then gives the commands that download them.
+        OptionError: A value has the wrong type, a number is too small, two arguments give the same
+            text, or a published text is unknown.
+        DataError: In `setup` or when windows are made: there is no tokenizer, windows are longer
+            than the model can read, or files hold too little text.
     """
 
     @checked
@@ -139,7 +139,7 @@ class TextDataModule(LightningDataModule):
             raise OptionError(f"expected text or window. Got {bos!r}.", "bos")
         least = {"num_samples": (num_samples, 1), "batch_size": (batch_size, 1)}
         if sequence_length is not None:
-            least["sequence_length"] = sequence_length, 2  # one is to be predicted
+            least["sequence_length"] = sequence_length, 2  # a window of one token predicts nothing
         if wrong := [
             f"`{name}` must be at least {few}; got {count}."
             for name, (count, few) in least.items()
@@ -166,7 +166,7 @@ class TextDataModule(LightningDataModule):
             conversation=self._conversation,
         )
         published = [text for text in self.evaluation.values() if text in EVALUATION]
-        # A published text alone is the paper's protocol, which says what is evaluated, too.
+        # A published text alone means the paper's protocol, which evaluates on the same texts.
         self._is_alone = calibration in CALIBRATION
         of_paper = self._is_alone or (calibration is None and published)
         self.bos: Bos = bos or ("text" if of_paper else "window")
@@ -178,7 +178,7 @@ class TextDataModule(LightningDataModule):
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer that was given, or else that of the model that the trainer now runs."""
+        """The tokenizer of the argument, else that of the model that the trainer runs."""
         if isinstance(self._tokenizer, str | os.PathLike):
             self._tokenizer = load_tokenizer(self._tokenizer)
         if self._tokenizer is not None:
@@ -200,10 +200,13 @@ class TextDataModule(LightningDataModule):
                 "tokenizer",
             )
         text: str = tokenizer.apply_chat_template(messages, tokenize=False)
-        return text.removeprefix(tokenizer.bos_token or "")  # `bos` says where it stands
+        return text.removeprefix(tokenizer.bos_token or "")  # `Cutter` adds it
 
     def fit_to(self, config: PreTrainedConfig) -> None:
-        """Fit the length of the windows to the positions of a model.
+        """Limit the length of the windows to the number of positions of a model.
+
+        Args:
+            config: The configuration of the model.
 
         Raises:
             DataError: Windows are longer than the model can read.
@@ -219,15 +222,15 @@ class TextDataModule(LightningDataModule):
             )
 
     def setup(self, stage: str) -> None:
-        """Find the published texts, and fit the windows to the model.
+        """Download the published texts of a stage, and limit the windows to the model's positions.
 
         Args:
             stage: What the trainer is going to do: `fit`, `validate`, `test` or `predict`.
 
         Raises:
             DataError: Windows are longer than the model can read, or the stage has no text.
-            FileNotFoundError: Files of published texts are missing; it gives the commands that
-                download them.
+            FileNotFoundError: Files of published texts are missing. The message gives the commands
+                that download them.
         """
         module = self.trainer.lightning_module if self.trainer else None
         config = getattr(getattr(module, "model", None), "config", None)
@@ -248,7 +251,7 @@ class TextDataModule(LightningDataModule):
             )
 
     def _sources(self, stage: str) -> list[WindowSource]:
-        """The sources of the text that a stage reads."""
+        """Return the sources of the text that a stage reads."""
         if stage == "predict":
             return list(self._mixture().sources.values())
         if stage == "fit":
@@ -256,7 +259,7 @@ class TextDataModule(LightningDataModule):
         return list(self._evaluated(_SPLITS[stage]).values())
 
     def _mixture(self) -> Mixture:
-        """The sources of the calibration windows."""
+        """Return the sources of the calibration windows."""
         if self._shares is None:
             if self.evaluation:
                 raise DataError("`calibration` is needed here. Name published texts.")
@@ -273,7 +276,7 @@ class TextDataModule(LightningDataModule):
         return source_named(name, self._files, self.corpora_dir)
 
     def _text(self, split: Split) -> TextSource:
-        """The text of a split that has no name: the files, the dataset or the standard library."""
+        """Return the unnamed text of a split: the files, the dataset or the standard library."""
         if self._is_alone or self.evaluation:
             raise DataError(
                 "`fit` trains on `train_files`, `dataset` or the embedded text, not on "
@@ -286,18 +289,18 @@ class TextDataModule(LightningDataModule):
         return self._files if self.train_files or self.eval_files else StandardLibrary()
 
     def _evaluated(self, split: Split) -> dict[str, TextSource]:
-        """The texts to evaluate on, by name; a text without one is named by its split."""
+        """Return the texts to evaluate on, by name; an unnamed text has the name of its split."""
         if self.evaluation:
             return {name: self._named(text) for name, text in self.evaluation.items()}
         return {split: self._text(split)}
 
     @property
     def calibration_source(self) -> str:
-        """The name of the text to calibrate on; of files their names without their directories."""
+        """The name of the calibration text; for files, their names without directories."""
         return self._mixture().name
 
     def predict_dataloader(self) -> DataLoader[Any]:
-        """The calibration windows, in the order in which they were drawn."""
+        """Return the calibration windows, in the order in which they were drawn."""
         return self._loader(self.calibration_windows())
 
     def train_dataloader(self) -> DataLoader[Any]:
@@ -308,16 +311,16 @@ class TextDataModule(LightningDataModule):
         return DataLoader(windows, batch_size=self.batch_size, shuffle=True, generator=order)
 
     def val_dataloader(self) -> DataLoader[Any] | dict[str, DataLoader[Any]]:
-        """The windows of the validation split, or of each named text."""
+        """Return the windows of the validation split, or of each named text."""
         return self._evaluation_loaders("validation")
 
     def test_dataloader(self) -> DataLoader[Any] | dict[str, DataLoader[Any]]:
-        """The windows of the test split, or of each named text."""
+        """Return the windows of the test split, or of each named text."""
         return self._evaluation_loaders("test")
 
     def _evaluation_loaders(self, split: Split) -> DataLoader[Any] | dict[str, DataLoader[Any]]:
         texts = self._evaluated(split)
-        split = "test" if self.evaluation else split  # named texts have no other
+        split = "test" if self.evaluation else split  # published texts have no validation
         loaders = {
             name: self._loader(text.windows(self._cutter(text.bos), split))
             for name, text in texts.items()
@@ -325,33 +328,33 @@ class TextDataModule(LightningDataModule):
         return loaders if self.evaluation else loaders[split]
 
     def calibration_windows(self) -> Tensor:
-        """The windows to calibrate on, at most (num_samples, sequence_length), int64.
+        """Return the calibration windows, at most (num_samples, sequence_length), int64.
 
-        They are drawn at random; those of several sources are evenly spread. All of several
-        processes call it where the model writes some of them. With a warning, windows of a text
-        that is too short are fewer, and shorter.
+        Windows are drawn at random; those of several sources are interleaved. If the model writes
+        some of them, all processes must call this method. A text that is too short gives fewer or
+        shorter windows, with a warning.
 
         Raises:
-            DataError: A text has hardly a token, or its windows are shorter than those of other
-                texts; or the model would have to write its own, and there is no trainer that runs
-                it, or it writes nothing of use.
+            DataError: A text is too short for a window, or its windows are shorter than those of
+                other texts; or with `calibration="self"` no trainer runs the model, or the model's
+                text is degenerate.
         """
         return self._mixture().draw(self._cutter(self.bos), self.num_samples, self.seed)
 
     def evaluation_windows(self, split: Split) -> Tensor:
-        """Consecutive windows of a split's joined text (windows, sequence_length), int64.
+        """Return consecutive windows of a split's joined text, (windows, sequence_length), int64.
 
         Args:
             split: Name of the split: train, validation or test.
 
         Raises:
-            DataError: There is no such split, or it has hardly a token.
+            DataError: There is no such split, or its text is too short for a window.
         """
         text = self._text(split)
         return text.windows(self._cutter(text.bos), split).ids
 
     def documents(self, split: Split) -> Sequence[str]:
-        """The texts of one split of the dataset, the files or the embedded text.
+        """Return the documents of one split of the dataset, the files or the standard library.
 
         Args:
             split: Name of the split: train, validation or test.
@@ -362,7 +365,7 @@ class TextDataModule(LightningDataModule):
         return self._text(split).documents(split)
 
     def _cutter(self, bos: Bos) -> Cutter:
-        # Made anew: a checkpoint that Lightning restores after `setup` may hold the tokenizer.
+        # Not cached: a checkpoint that Lightning restores after `setup` may replace the tokenizer.
         return Cutter(self.tokenizer, self.sequence_length, self._bos or bos)
 
     def _loader(self, windows: Any) -> DataLoader[Any]:

@@ -1,4 +1,4 @@
-"""Calibration text that the model writes itself: by all processes together, and kept in files."""
+"""Calibration text that the model writes itself, in all processes, and stores in files."""
 
 import hashlib
 import json
@@ -48,28 +48,29 @@ from mrp_lightning.text.windows import Cutter
 log = logging.getLogger(__name__)
 
 DIRECTORY = ".own-text"
-"""The directory of stored windows, next to the runs calibrated on them. It may be deleted."""
+"""The name of the directory of stored windows, next to the runs that used them; a cache."""
 _FILE = re.compile(r"windows-([0-9]{1,9})-([0-9]{1,9})\.safetensors")
 _RULE = 1
-"""The version of the draws: raised when the same sampling gives other windows."""
+"""The version of the sampling code, raised when the same `Sampling` gives other windows."""
 _LONGEST = 256
 """Tokens of a piece: the longer a model writes, the farther it drifts from its training text."""
 _TIMED_TOKENS = 16
-"""Tokens of a batch after which the time of all batches is estimated."""
+"""Number of tokens of a batch after which the time of all batches is estimated."""
 _MEASURED_TOKENS = 3
-"""Tokens that are written to measure the time of one; the first includes what is made once."""
+"""Number of tokens written to measure the time of one; the first includes set-up."""
 
 _Report = Callable[[int, int], None]
-"""Takes the number of finished windows, and of tokens in the batch that is being written."""
+"""Called with the number of finished windows, and that of tokens in the current batch."""
 _Reporting = Callable[[list[range], int], AbstractContextManager[_Report]]
-"""Begins to report on the batches of this process, of so many windows in all processes."""
+"""Called with the batches of this process and the number of all windows: a context that reports."""
 
 
 class OwnText:
     """Calibration windows that the model of a trainer writes.
 
-    Each window is made of equally long pieces of at most 256 tokens, each from the start of a text.
-    Pieces are stored next to the run, for all runs in that directory.
+    Each window consists of pieces of equal length, at most 256 tokens, and each piece is the
+    start of a text. Pieces are stored next to the run's directory and used again by other runs
+    there.
 
     Args:
         trainer: The trainer, which has set up its strategy; `None` if there is none yet.
@@ -81,7 +82,13 @@ class OwnText:
         self._trainer = trainer
 
     def writer(self) -> PreTrainedModel:
-        """Return the trainer's model; raise if there is none, or it cannot write text."""
+        """Return the trainer's language model.
+
+        Raises:
+            DataError: There is no trainer.
+            TargetError: The model is no causal language model.
+            OptionError: The model is streamed from files, block by block.
+        """
         module = None if self._trainer is None else self._trainer.lightning_module
         if module is None:
             raise DataError(
@@ -98,10 +105,10 @@ class OwnText:
         return require_writer(models[0] if len(models) == 1 else None)
 
     def draw(self, cutter: Cutter, count: int, seed: int) -> Tensor:
-        """Return windows (count, length), int64, the same in all processes, which all call this.
+        """Return windows (count, length), int64; all processes must call this, and get the same.
 
         Raises:
-            DataError: The model writes nothing that is worth calibrating on.
+            DataError: The model's text is degenerate.
             Interrupted: SIGTERM came.
         """
         model, trainer = self.writer(), self._trainer
@@ -119,8 +126,8 @@ class OwnText:
 def estimate_writing(model: PreTrainedModel, cutter: Cutter, seed: int, count: int) -> Estimate:
     """Estimate the cost of `OwnText.draw` in one process, by writing a few tokens of a batch.
 
-    The model is on the device where it is going to write. Later tokens take a little longer: they
-    attend to more.
+    The model must be on the device where it will write. The estimate is a little low, since later
+    tokens attend to more tokens.
     """
     pieces, sampling = _pieces(require_writer(model), cutter, seed)
     at_once = min(windows_at_once(model, sampling.length), count * pieces)
@@ -138,9 +145,10 @@ def estimate_writing(model: PreTrainedModel, cutter: Cutter, seed: int, count: i
 
 
 def _pieces(model: PreTrainedModel, cutter: Cutter, seed: int) -> tuple[int, Sampling]:
-    """The number of pieces of a window, and how each is drawn.
+    """Return the number of pieces of a window, and the sampling of each piece.
 
-    A piece begins as the tokenizer begins a text, or with any token that is not a special one.
+    A piece begins with the tokens that the tokenizer adds at the start of a text, or, if there
+    are none, with a random token that is not special.
     """
     pieces = -(-cutter.length // _LONGEST)
     length = -(-cutter.length // pieces)
@@ -155,7 +163,7 @@ def _pieces(model: PreTrainedModel, cutter: Cutter, seed: int) -> tuple[int, Sam
 
 
 def _directory(trainer: Trainer, model: PreTrainedModel, sampling: Sampling) -> Path | None:
-    """The directory of the windows, `None` where the run saves nothing; all processes call this."""
+    """Return the directory of stored windows, `None` if the run saves none (collective)."""
     directories = [callback.output_directory for callback in callbacks_that_prune(trainer)]
     run = next((directory for directory in directories if directory is not None), None)
     if run is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
@@ -168,7 +176,7 @@ def _directory(trainer: Trainer, model: PreTrainedModel, sampling: Sampling) -> 
 
 
 def key_of(sampling: Sampling, configuration: str, weights: Iterator[tuple[str, Tensor]]) -> str:
-    """Return a name for the windows of a sampling of one model: its configuration and tensors."""
+    """Return the hash of a sampling and a model (configuration and tensors), a directory's name."""
     about = {
         "rule": _RULE,
         "length": sampling.length,
@@ -184,9 +192,9 @@ def key_of(sampling: Sampling, configuration: str, weights: Iterator[tuple[str, 
 
 @contextmanager
 def _on_device(trainer: Trainer) -> Iterator[None]:
-    """Bring the blocks that a callback keeps on the CPU to the device: all, if they fit there.
+    """Move all offloaded blocks to the device, if they fit.
 
-    Else each is brought while it runs, which it does once for every token of a batch.
+    Otherwise each block is moved for each of its forwards, one for every token of a batch.
     """
     if not any(callback.settings.offload for callback in callbacks_that_prune(trainer)):
         yield
@@ -248,22 +256,22 @@ def write_together(
     processes: Processes,
     reporting: _Reporting = lambda *_: nullcontext(_unreported),
 ) -> Tensor:
-    """Return windows of the model's own text, stored or new; all processes call this.
+    """Return windows of the model's own text, stored or new; a collective call of all processes.
 
     Args:
         model: The model, the same in all processes.
         sampling: The draws of the tokens.
         count: The number of windows.
-        directory: The directory of a file for each batch, `None` to keep none; machines need not
-            share it.
-        processes: The processes, each of which writes some of the batches.
-        reporting: Begins a report of the progress of this process.
+        directory: The directory for one file a batch; `None` to store none. Machines need not share
+            it.
+        processes: The processes, which share the batches.
+        reporting: Opens the progress report of this process.
 
     Returns:
         The token ids (count, length), int64, the same in all processes.
 
     Raises:
-        DataError: The model writes nothing that is worth calibrating on.
+        DataError: The model's text is degenerate.
         OSError: A batch cannot be stored.
     """
     length = sampling.length
@@ -284,7 +292,7 @@ def write_together(
 
 
 def _read_kept(directory: Path | None, length: int, count: int) -> dict[int, Tensor]:
-    """The stored windows (length,) among the first `count`, by number."""
+    """Return the stored windows (length,) among the first `count`, by number."""
     windows: dict[int, Tensor] = {}
     for file in sorted(directory.glob("windows-*")) if directory else ():
         name = _FILE.fullmatch(file.name)
@@ -302,7 +310,7 @@ def _read_kept(directory: Path | None, length: int, count: int) -> dict[int, Ten
 
 
 def _keep(directory: Path, windows: range, written: Tensor) -> None:
-    """Write a batch to its file, in one step."""
+    """Write a batch to its file atomically."""
     make_directories(directory)
     file = directory / f"windows-{windows.start}-{windows.stop}.safetensors"
     partial_file = file.with_name(f".{file.name}.{token_hex(4)}.partial")
@@ -314,7 +322,7 @@ def _keep(directory: Path, windows: range, written: Tensor) -> None:
 
 
 def _batches(windows: list[int], most: int, processes: int) -> list[range]:
-    """Windows that follow each other, in batches about as large, so that none waits for another."""
+    """Split consecutive windows into batches of about equal size, as many for each process."""
     rounds = -(-len(windows) // (most * processes))
     size = -(-len(windows) // max(1, rounds * processes))
     batches: list[range] = []
@@ -329,7 +337,7 @@ def _batches(windows: list[int], most: int, processes: int) -> list[range]:
 def _write(
     model: PreTrainedModel, sampling: Sampling, windows: range, report: Callable[[int], None]
 ) -> Tensor:
-    """Write a batch, in halves where memory is too small for it, and report its tokens so far."""
+    """Generate a batch, in halves if memory does not suffice, and report the tokens so far."""
     try:
         return write(model, sampling, windows, lambda length: report(len(windows) * length))
     except (MemoryError, RuntimeError) as error:
@@ -341,7 +349,7 @@ def _write(
 
 
 def _of_all(processes: Processes, windows: dict[int, Tensor]) -> dict[int, Tensor]:
-    """The windows that any process has, by number."""
+    """Gather the windows of all processes, by number."""
     lists = {n: window.tolist() for n, window in windows.items()}
     gathered = {n: ids for each in processes.all(lists) for n, ids in each.items()}
     return {n: torch.tensor(ids).long() for n, ids in gathered.items()}

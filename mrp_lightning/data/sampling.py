@@ -29,14 +29,14 @@ log = logging.getLogger(__name__)
 
 _MOST_AT_ONCE = 64
 _MOST_OF_ONE_TOKEN = 0.9
-"""The part of all tokens that may be one and the same, in a text that is worth calibrating on."""
-_FEW_TOKENS = 16  # may be the same by chance
-_CHECKED = 64  # tokens of a window that is read again, all at once
+"""The largest share of one token among all tokens of a text that is not degenerate."""
+_FEW_TOKENS = 16  # so few may all be the same by chance
+_CHECKED = 64  # tokens of a window that one forward without a cache draws again
 _AGREEING = 0.75
-"""The part of the checked tokens that must agree but for rounding; by chance a tenth does."""
+"""The least share of checked tokens that must agree up to rounding; by chance a tenth does."""
 _ROUNDING = 0.05
-"""The distance, in probability, by which rounded logits may move the edges of a token."""
-_COPIES_OF_LOGITS = 6  # in float32, while a token is drawn
+"""The error of cumulative probabilities that rounded logits may cause."""
+_COPIES_OF_LOGITS = 6  # float32 temporaries (windows, vocabulary) while a token is drawn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +44,11 @@ class Sampling:
     """The draws of a model's text: the same sampling gives the same windows.
 
     Attributes:
-        length: Tokens a window, with those that it begins with.
+        length: Tokens a window, the first ones included.
         seed: The seed of all random numbers.
-        prefix: The tokens (tokens,) that each window begins with, int64. Where there are none, the
-            first token is drawn from `first`, each of them as likely.
-        first: The tokens (tokens,) that a window without a prefix may begin with, int64.
+        prefix: The tokens (tokens,) that each window begins with, int64. If it is empty, the first
+            token is drawn uniformly from `first`.
+        first: The first tokens (tokens,) of windows without a prefix, int64.
     """
 
     length: int
@@ -99,9 +99,9 @@ class FilledLayer(DynamicLayer):
 
 
 def _cache(model: PreTrainedModel, length: int) -> dict[str, Cache]:
-    """A cache that is not copied to grow; models that take none make their own, or keep a state.
+    """Return a preallocated cache, as keyword arguments; none for a model that makes its own.
 
-    Layers with a sliding window keep that alone, and recurrent ones their state.
+    Layers with a sliding window hold that window alone, and recurrent layers their state.
     """
     if not takes_any_cache(model) or "past_key_values" not in signature(model.forward).parameters:
         return {}
@@ -113,14 +113,13 @@ def _cache(model: PreTrainedModel, length: int) -> dict[str, Cache]:
 
 
 class _InverseTransform(LogitsProcessor):
-    """Draws tokens by random numbers, at temperature 1 from the whole vocabulary.
+    """A logits processor that samples by the inverse transform, at temperature 1.
 
-    The token for a number u is the first one up to which the probabilities of the vocabulary, in
-    its order, add up to more than u. It gets the score 0, all others −∞, so that the most likely
-    token, which a search without sampling takes, is the one that was drawn.
+    The token of a number u is the first whose cumulative probability, in the order of the whole
+    vocabulary, exceeds u. It gets the score 0 and all others −∞, so that greedy search takes it.
 
     Args:
-        uniforms: The random number in [0, 1) for each token of each window (windows, length).
+        uniforms: Random numbers in [0, 1), one for each token of each window, (windows, length).
         report: Called with the number of tokens that each window has so far.
     """
 
@@ -128,7 +127,7 @@ class _InverseTransform(LogitsProcessor):
         self.uniforms, self.report = uniforms, report
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return scores (windows, vocabulary) of the next token by its logits."""
+        """Return the scores (windows, vocabulary) that select the drawn token, from its logits."""
         length = input_ids.shape[1]
         self.report(length)
         cumulative = _cumulative(scores)
@@ -146,20 +145,20 @@ class _InverseTransform(LogitsProcessor):
 
 
 def _cumulative(logits: Tensor) -> Tensor:
-    """The probability of each token or one before it in the vocabulary (…, vocabulary), float32."""
+    """Return the cumulative probabilities (…, vocabulary), float32."""
     return logits.float().softmax(-1).cumsum(-1)
 
 
 def write(
     model: PreTrainedModel, sampling: Sampling, windows: range, report: Callable[[int], None]
 ) -> Tensor:
-    """Let a model write some windows, all at once.
+    """Generate a batch of windows.
 
     The model's own generation configuration (penalties, end tokens, ranges of tokens) has no
-    effect. An end token does not end a window: a new text follows it.
+    effect. An end token does not end a window: another text follows, as in training.
 
     Args:
-        model: A model for which `require_writer` raises nothing.
+        model: A model that `require_writer` accepts.
         sampling: The draws of the tokens.
         windows: The numbers of the windows.
         report: Called with the number of tokens that each window has so far.
@@ -168,7 +167,7 @@ def write(
         The token ids (windows, length), int64, on the CPU.
 
     Raises:
-        DataError: The model's predictions are not finite, or it writes one token all the time.
+        DataError: The model's logits are not finite, or nearly all of its tokens are the same.
     """
     with _able_to_write(model):
         uniforms = sampling.uniforms(windows)
@@ -215,13 +214,13 @@ def _generate(
 
 
 def _agrees(model: PreTrainedModel, written: Tensor, uniforms: Tensor, start: int) -> bool:
-    """Whether a window is also drawn, but for rounding, where the model reads it all at once."""
+    """Return whether one forward over a whole window, without a cache, draws the same tokens."""
     read = written[:, : start + _CHECKED]
     logits = model(read, use_cache=False).logits[0, start - 1 : -1]
     upper, tokens = _cumulative(logits), read[0, start:, None]
     wanted = uniforms[0, start : read.shape[1], None].to(upper) * upper[:, -1:]
-    # Where many tokens are likely, rounding draws another one. A token t is drawn by the numbers
-    # from the cumulative probability of t − 1 to that of t.
+    # Token t is drawn by numbers between the cumulative probabilities of t − 1 and t. A number near
+    # such a limit may draw its neighbour by rounding, so that t counts as equal within a margin.
     lower = torch.where(tokens > 0, upper.gather(1, (tokens - 1).clamp_min(0)), 0.0)
     apart = torch.maximum(lower - wanted, wanted - upper.gather(1, tokens))
     return float((apart < _ROUNDING).float().mean()) > _AGREEING
@@ -229,9 +228,9 @@ def _agrees(model: PreTrainedModel, written: Tensor, uniforms: Tensor, start: in
 
 @contextmanager
 def _able_to_write(model: PreTrainedModel) -> Iterator[None]:
-    """Let a model draw from its own distribution, whatever it is configured to do in chats.
+    """Replace a model's generation configuration by plain decoding for the time of a context.
 
-    Dropout is off, which a model that was made from a configuration has on.
+    Dropout is off, too: a model that was built from a configuration is in training mode.
     """
     in_training = [part for part in model.modules() if part.training]
     options = replaced(model, "generation_config", GenerationConfig())
@@ -245,10 +244,10 @@ def _able_to_write(model: PreTrainedModel) -> Iterator[None]:
 
 
 def require_writer(model: Any) -> PreTrainedModel:
-    """Return the model if it is one that can write text.
+    """Return the model if it is a causal language model.
 
     Raises:
-        TargetError: It is no language model that goes on with a text token by token.
+        TargetError: The model cannot continue a text token by token.
     """
     if not isinstance(model, PreTrainedModel):
         problem = "there is no Hugging Face model, or several"
@@ -265,9 +264,9 @@ def require_writer(model: Any) -> PreTrainedModel:
 
 
 def windows_at_once(model: PreTrainedModel, length: int) -> int:
-    """Return how many windows of a length there is memory for on the model's device, at most 64.
+    """Return the number of windows of a length that the device's memory holds, at most 64.
 
-    They take at most half of what is free on a GPU, and a quarter of a machine's memory.
+    They take at most half of a GPU's free memory, or a quarter of a machine's memory.
     """
     if model.device.type == "cuda":
         room = torch.cuda.mem_get_info(model.device)[0] // 2
@@ -277,7 +276,7 @@ def windows_at_once(model: PreTrainedModel, length: int) -> int:
 
 
 def bytes_a_window(model: PreTrainedModel, length: int) -> int:
-    """Return the memory that a window takes while it is written: keys, values and logits."""
+    """Return the bytes of a window while it is generated: keys, values and logits."""
     text = model.config.get_text_config()
     heads = getattr(text, "num_attention_heads", 0) or 0
     size = getattr(text, "head_dim", None) or text.hidden_size // (heads or 1)

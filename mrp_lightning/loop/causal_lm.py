@@ -43,7 +43,7 @@ from mrp_sparse.arguments import checked
 
 @dataclass(frozen=True, kw_only=True)
 class _ModelSource:
-    """The arguments of `CausalLM` by which its model and its tokenizer are loaded."""
+    """The arguments of `CausalLM` that determine its model and tokenizer, and their loading."""
 
     model: dict[str, Any] | str | os.PathLike[str] | PreTrainedConfig | torch.nn.Module
     dtype: str | torch.dtype | None
@@ -56,7 +56,7 @@ class _ModelSource:
 
     @cached_property
     def location(self) -> str | None:
-        """The directory, hub id or GGUF file of the model, `None` if it is not read from files."""
+        """The directory, hub id or GGUF file of the model; `None` if it has no files."""
         if isinstance(self.model, str | os.PathLike):
             return located(os.fspath(self.model), self.gguf_file, self.revision)
         if self.gguf_file is not None:
@@ -64,7 +64,7 @@ class _ModelSource:
         return None
 
     def load_model(self) -> tuple[Any, StreamedBlocks | None]:
-        """Return the Hugging Face model, and its blocks that stay in files with `streaming`."""
+        """Return the Hugging Face model and, with `streaming`, its blocks, which stay in files."""
         dtype, options = as_dtype(self.dtype), dict[str, Any]()
         if self.attn_implementation:
             options["attn_implementation"] = self.attn_implementation
@@ -95,7 +95,7 @@ class _ModelSource:
                 "callbacks=[…])`."
             )
         empty = [name for name, p in self.model.named_parameters() if p.is_meta]
-        if empty and len(empty) == len(list(self.model.parameters())):  # else its layers are listed
+        if empty and len(empty) == len(list(self.model.parameters())):  # `make_plan` lists some
             more = f" and {len(empty) - 3} more" if len(empty) > 3 else ""
             raise TargetError(
                 f"`model` is on the meta device, without values: {', '.join(empty[:3])}{more}. "
@@ -138,7 +138,7 @@ class _ModelSource:
 
 
 def _next_step(module: Any) -> str:
-    """Return what to do with a module that is no model of transformers."""
+    """Return the next step for a module that is no model of transformers, for the message."""
     if isinstance(uncompiled(module), PreTrainedModel):
         return "give the model before `torch.compile`, which is `model._orig_mod`."
     if callable(getattr(module, "merge_and_unload", None)):
@@ -151,10 +151,10 @@ def _blocks_by_name(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 
 _CAUSAL_TOKENS = 16
-"""The number of tokens of which the last one is changed to see whether a model is causal."""
+"""The length of the sequence whose last token is changed to test whether a model is causal."""
 
 _TOKENIZER = "tokenizer_files"
-"""The key of a checkpoint under which the files of the tokenizer are, by name, as bytes."""
+"""The key of a Lightning checkpoint for the tokenizer's files: bytes, by file name."""
 
 
 class CausalLM(LightningModule):
@@ -179,7 +179,7 @@ class CausalLM(LightningModule):
         revision: The branch, tag or commit on the hub.
         trust_remote_code: Whether code that comes with the checkpoint may run here.
         gguf_file: The name of a GGUF file in the directory or hub repository `model`.
-        tokenizer: A tokenizer, or the directory or hub id of one that is not beside the model.
+        tokenizer: A tokenizer, or the directory or hub id of one; by default the model's own.
         attn_implementation: The attention kernel of transformers, such as `sdpa` or `eager`.
         offload: Whether the blocks stay in CPU memory in `validate` and `test`, with one at a time
             on the accelerator, for models that it cannot hold. Use large batches then.
@@ -268,11 +268,12 @@ class CausalLM(LightningModule):
     ) -> Self:
         """Load a Lightning checkpoint; see `lightning.pytorch.LightningModule`.
 
-        Only tensors and plain containers are taken from it, unless `weights_only` is false: what
-        else it holds can run code.
+        Only tensors and plain containers are unpickled, unless `weights_only` is false, since other
+        objects can run code.
 
         Raises:
-            FormatError: It is no such checkpoint, damaged, or holds what may not be unpickled.
+            FormatError: The file is no Lightning checkpoint, damaged, or holds objects that
+                `weights_only` forbids.
         """
         with explained_checkpoint(checkpoint_path):
             return super().load_from_checkpoint(
@@ -304,10 +305,10 @@ class CausalLM(LightningModule):
         return token_losses(self(ids, mask), ids, mask, wanted)
 
     def _require_causal(self, batch: Any) -> None:
-        """Raise, once for a model, if a later token changes the logits of an earlier one.
+        """Raise if a later token changes the logits of an earlier one; tested once for a model.
 
-        The likelihood of a token given those before it, and so perplexity, is defined only for
-        models in which none does.
+        Perplexity is defined by the likelihood of each token given the tokens before it, which only
+        a causal model gives.
         """
         ids, mask = split_batch(batch)
         window = (ids[0] if mask is None else ids[0][mask[0] != 0])[:_CAUSAL_TOKENS]
@@ -328,18 +329,18 @@ class CausalLM(LightningModule):
         self._is_causal = True
 
     def setup(self, stage: str) -> None:
-        """Train all of the model, which transformers loads in evaluation mode; or offload it.
+        """Set the model to training mode for `fit`, or offload it for evaluation.
 
         Raises:
-            OptionError: A model of which blocks stay in files is to be trained.
-            TargetError: A model with NaN or Inf among its weights is to be evaluated.
+            OptionError: A streamed model is to be trained. TargetError: A model to be evaluated has
+                NaN or Inf among its weights.
         """
         if stage == "fit":
             self._refuse_streamed("`fit` changes all weights at once")
             self.model.train()
         if stage in ("validate", "test"):
             refuse_not_finite([], self.model.named_parameters())
-        self.teardown(stage)  # an exception may have left out the last one
+        self.teardown(stage)  # an exception may have skipped the last one
         if self.offload and stage in ("validate", "test"):
             blocks = [block.module for block in find_blocks(self)]
             offload = Offload(blocks, self.trainer.strategy.root_device)
@@ -351,7 +352,7 @@ class CausalLM(LightningModule):
         self._offloaded.close()
 
     def on_train_start(self) -> None:
-        """Warn of training that would fill the zeros of a pruned model."""
+        """Warn if training would fill the zeros of a pruned model."""
         callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
         if any(getattr(callback, "keeps_sparsity", False) for callback in callbacks):
             return
@@ -373,7 +374,7 @@ class CausalLM(LightningModule):
         losses, predicted = self._token_losses(batch)
         for key, metric in self._texts.logged(dataloader_idx).items():
             metric.update(losses, predicted)
-            # Lightning looks for the metric among the submodules, if it is not told its name.
+            # The name spares Lightning the search of all submodules for the metric.
             self.log(
                 key,
                 metric,
@@ -391,7 +392,7 @@ class CausalLM(LightningModule):
         return self(*split_batch(batch))
 
     def on_validation_epoch_start(self) -> None:
-        """Count each text from zero."""
+        """Reset the sums of each text."""
         trainer = self.trainer
         loaders = trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders
         self._texts = Perplexities(loaders, self.device)
@@ -406,7 +407,7 @@ class CausalLM(LightningModule):
         """Fill `evaluation`, and log the perplexity of each text with its context.
 
         Raises:
-            TargetError: The loss is NaN: there are such values among the logits.
+            TargetError: The loss is NaN, since there are NaN values among the logits.
         """
         self.evaluation = self._texts.figures()
         lost = [n for n, x in self.evaluation.items() if x["tokens"] and math.isnan(x["loss"])]
@@ -442,7 +443,7 @@ class CausalLM(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Store configuration and tokenizer, to rebuild the model without its source."""
+        """Store the configuration and the tokenizer, to rebuild the model without its source."""
         self._refuse_streamed("a Lightning checkpoint holds all weights at once")
         saved = dict(checkpoint.get("hyper_parameters", {}))
         saved["model"] = self.model.config.to_dict()

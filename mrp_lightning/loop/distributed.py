@@ -24,11 +24,11 @@ log = logging.getLogger(__name__)
 
 _SHARDING = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
 _SECONDS = 2.0
-"""Between two beats of a process, and between two looks at those of the others."""
+"""Seconds between two heartbeats of a process, and between two reads of the others' beats."""
 _GRACE = 6.0
-"""Seconds in which a process may end by itself before it is ended."""
+"""Seconds that a process has to end by itself before it is ended."""
 _MISSED = 25
-"""Beats in turn after which a process is taken for dead."""
+"""Number of missed heartbeats after which a process counts as dead."""
 _FAILED = "failed: "
 
 
@@ -39,11 +39,15 @@ def processes_of(trainer: Trainer) -> Processes:
 
 
 def require_whole_models(trainer: Trainer, caller: str) -> None:
-    """Raise if a process does not hold the whole model until its end, for the error of `caller`.
+    """Raise if a process does not hold the whole model during the whole run.
+
+    Args:
+        trainer: The trainer, which has set up its strategy.
+        caller: The name of the feature that needs whole models, for the message.
 
     Raises:
-        StrategyError: The strategy shards the model, runs in workers that are spawned or forked,
-            or is not known. The message names it.
+        StrategyError: The strategy shards the model, spawns or forks workers, or is unknown. The
+            message names it.
     """
     strategy: Any = trainer.strategy
     if lightning_names.works_in_children(trainer):
@@ -62,7 +66,7 @@ def require_whole_models(trainer: Trainer, caller: str) -> None:
 
 
 def require_whole_parameters(trainer: Trainer, caller: str) -> None:
-    """Raise if a process holds only parts of the weights."""
+    """Raise a `StrategyError` if a process holds only parts of the weights."""
     if _shards(trainer.strategy):
         raise StrategyError(
             f"{caller} needs whole weights in each process. Got strategy "
@@ -81,10 +85,11 @@ def _name_of(trainer: Trainer) -> str:
 
 
 def one_share_each(windows: Sized, trainer: Trainer | None) -> Any:
-    """Return a sampler of the windows of this process; `None` leaves it to Lightning.
+    """Return a sampler of the windows of this process; `None` for Lightning's own.
 
-    Lightning's own sampler for `test` and `validate` repeats windows, so that all processes get as
-    many; they would count twice. Only within `fit` must all of them get as many.
+    Lightning's own sampler for `test` and `validate` repeats windows to give each process the same
+    number; repeated windows would count twice. Equal numbers are needed only within `fit`, where
+    processes synchronise gradients.
     """
     if trainer is None or trainer.world_size == 1 or trainer.state.fn == TrainerFn.FITTING:
         return None
@@ -100,7 +105,7 @@ def one_share_each(windows: Sized, trainer: Trainer | None) -> Any:
 
 @contextmanager
 def rank_zero_logging(processes: Processes) -> Iterator[None]:
-    """Silence all processes but process 0: their messages would be the same."""
+    """Silence the messages of all processes but process 0, which would only repeat its own."""
     if processes.rank == 0:
         yield
         return
@@ -121,14 +126,14 @@ def rank_zero_logging(processes: Processes) -> Iterator[None]:
 def fail_together(processes: Processes) -> Iterator[None]:
     """End this process if another fails or dies while all of them are in this context.
 
-    A launcher ends only processes of its own machine when one dies; the others would wait in a
-    collective, on a GPU for many minutes. So each process writes a beat to the group's store, and
-    reads the beats of the others.
+    When a process dies, a launcher ends only the processes of its own machine; those of other
+    machines would wait in a collective, on a GPU for many minutes. Therefore each process writes a
+    heartbeat to the group's store, and reads the heartbeats of the others.
     """
     if processes.size == 1:
         yield
         return
-    started = processes.all(time.time_ns())[0]  # tells this run from others of the same group
+    started = processes.all(time.time_ns())[0]  # distinguishes this run from others of the group
     store = PrefixStore(f"mrp_lightning/{started}", torch_names.group_store())
     left = threading.Event()
     watch = threading.Thread(target=_watch, args=(processes, store, left), daemon=True)
@@ -141,16 +146,16 @@ def fail_together(processes: Processes) -> Iterator[None]:
         with suppress(RuntimeError):  # the others may be gone
             store.set(str(processes.rank), f"{_FAILED}{type(error).__name__}: {error}")
             if processes.rank == 0:
-                time.sleep(1.5 * _SECONDS)  # the store ends with this process
+                time.sleep(1.5 * _SECONDS)  # the others still read this store
         raise
     else:
-        processes.numbers(0.0)  # all are through
+        processes.numbers(0.0)  # a barrier: all have left the context
         left.set()
         watch.join()
 
 
 def _watch(processes: Processes, store: Any, left: threading.Event) -> None:
-    """Write beats, and end this process when the beats of another stop."""
+    """Write heartbeats, and end this process when another's heartbeats stop."""
     others = [rank for rank in range(processes.size) if rank != processes.rank]
     seen, missed = dict.fromkeys(others, ""), dict.fromkeys(others, 0)
     beat = 0
@@ -174,7 +179,7 @@ def _watch(processes: Processes, store: Any, left: threading.Event) -> None:
 
 
 def _end(left: threading.Event, processes: Processes, reason: str) -> None:
-    """End this process, unless its main thread, whose error says more, ends it in time."""
+    """End this process, unless its main thread, whose error explains more, ends it in time."""
     if left.wait(_GRACE):
         return
     log.error(

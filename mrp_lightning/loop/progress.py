@@ -247,7 +247,7 @@ class PruningProgress(Listener):
             self._reporter.log_metrics(known, step)
 
     def _left(self) -> str:
-        """The time that is left; empty until a block is pruned, and at the end."""
+        """Return the time that is left; empty until a block is pruned, and at the end."""
         pruned = self._done - self._resumed
         if not pruned or self._done >= self._job.steps:
             return ""

@@ -1,4 +1,4 @@
-"""Saving a pruned or trained LightningModule, and holding a pruned one until it is saved."""
+"""Save a pruned or trained LightningModule, and keep a pruned one in memory until it is saved."""
 
 from dataclasses import replace
 from os import PathLike
@@ -49,8 +49,8 @@ def check_save_dir(
 ) -> None:
     """Raise before any work if `_save_pruned` or `save_trained` could not write.
 
-    The directory may not be replaced, the disk has less room than the weights, in `dtype`, and the
-    journal take, or transformers would not write the `generation_config`.
+    The causes are a directory that may not be replaced, a disk with less room than the weights in
+    `dtype` and the journal take, and a `generation_config` that transformers refuses to write.
     """
     model = checkpoint_root(module)[1]
     other_bytes = sum(tensor.nbytes for tensor in extra_weights(module).values())
@@ -68,10 +68,10 @@ def check_save_dir(
 
 
 def journal_bytes(save_dir: str | PathLike[str], module: LightningModule, *, whole: bool) -> int:
-    """Return the bytes that a journal may add to the disk: the weights, less its present shards.
+    """Return the bytes that a journal may add to the disk: the weights minus its present shards.
 
-    The journal of a streamed model adds nothing if its files become files of the checkpoint, as
-    they do if blocks stay `whole`.
+    The journal of a streamed model adds nothing if blocks stay `whole`, since its shards then
+    become files of the checkpoint.
     """
     model: Any = checkpoint_root(module)[1]
     if whole and streamed_blocks(module) is not None and model.dtype == stored_dtype(model):
@@ -82,7 +82,7 @@ def journal_bytes(save_dir: str | PathLike[str], module: LightningModule, *, who
 
 
 def _check_generation(model: PreTrainedModel) -> None:
-    """Let transformers write the generation config, which it refuses if it was made invalid."""
+    """Raise if transformers would refuse to write the generation config."""
     with TemporaryDirectory() as directory:
         try:
             model.generation_config.save_pretrained(directory)
@@ -99,7 +99,7 @@ class PrunedModule:
     Args:
         module: The LightningModule.
         report: The report of the run, which this completes.
-        journal: Is removed once the model is saved, `None` if there is none.
+        journal: The journal, which is removed once the model is saved; `None` if there is none.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class PrunedModule:
         journal: Journal | None,
     ) -> None:
         self.report = report
-        _sources_of(module)  # as they are now, when the working directory may change until `save`
+        _sources_of(module)  # before the working directory changes
         self._strong: LightningModule | None = module
         self._seen = ref(module), ref(checkpoint_root(module)[1])
         self._journal = journal
@@ -120,7 +120,7 @@ class PrunedModule:
         return {**vars(self), "_seen": (_gone, _gone)}
 
     def is_of(self, module: LightningModule) -> bool:
-        """Return whether a LightningModule holds this very model."""
+        """Return whether a LightningModule holds this model object."""
         own = self._module()
         return own is not None and checkpoint_root(module)[1] is checkpoint_root(own)[1]
 
@@ -173,7 +173,7 @@ class PrunedModule:
             self._journal = None
 
     def _module(self) -> LightningModule | None:
-        """Return the module, or one around its model if only that is still in memory."""
+        """Return the module, or a new wrapper if only its model is still in memory."""
         module, model = (seen() for seen in self._seen)
         if module is None and model is not None:
             module = as_lightning_module(model)
@@ -182,7 +182,7 @@ class PrunedModule:
 
 
 def _digest(module: LightningModule) -> str | None:
-    """Return the digest of the weights that would be saved; `None` where files hold them.
+    """Return the digest of the weights to save; `None` for a streamed model, whose files hold them.
 
     Only the process that saves computes it.
     """
@@ -207,9 +207,9 @@ def _save_pruned(
     """Write the model and its report into a directory that appears when it is whole.
 
     A `PreTrainedModel` becomes a Hugging Face directory, any other module `model.safetensors` with
-    the names of its `state_dict`. Weights that a LightningModule has beside its one
-    `PreTrainedModel` go into a file of their own, with the names of its `state_dict`. The report
-    notes the names of all files that are written.
+    the names of its `state_dict`. Weights of a LightningModule outside of its one `PreTrainedModel`
+    go into a file of their own, `module.safetensors`. The report lists the names of all written
+    files.
     """
     _, model = checkpoint_root(module)
     streamed, files = streamed_blocks(module), dict[str, str]()
@@ -227,7 +227,7 @@ def _save_pruned(
             card = model_card(report, type(model).__name__, library=None)
             (staging / "README.md").write_text(card, encoding="utf-8")
         if own := extra_weights(module):
-            # Copies, since safetensors takes no tensors that share memory.
+            # Copies, since safetensors refuses tensors that share memory.
             tensors = {name: x.detach().clone().contiguous() for name, x in own.items()}
             save_file(tensors, staging / BESIDE, metadata={"format": "pt"})
         _save_report(report, staging)
@@ -244,11 +244,17 @@ def save_trained(
     overwrite: bool,
     steps: int,
 ) -> None:
-    """Write a model that was trained, as a Hugging Face directory that appears when it is whole.
+    """Write a trained model as a Hugging Face directory, which appears when it is complete.
 
-    If the model was loaded from a directory of a pruned one, and is still as sparse, the report
-    comes along: it says which layers are pruned. `steps` is how many optimizer steps the model was
-    trained for, and `dtype` the type in which its floating weights are stored.
+    If the model was loaded from a pruned checkpoint and is still as sparse, the report of its
+    pruning is written, too.
+
+    Args:
+        module: The module.
+        directory: The directory to write.
+        dtype: The dtype of the stored floating weights.
+        overwrite: Whether a directory that this package wrote may be replaced.
+        steps: Number of optimizer steps of the training.
     """
     model, tokenizer = module.model, module.tokenizer
     report, card = _report_of_source(model, model.name_or_path), None
@@ -262,13 +268,13 @@ def save_trained(
 
 
 def _report_of_source(model: nn.Module, directory: str) -> PruningReport | None:
-    """Return the report of the pruned checkpoint a model was loaded from, if its zeros remain."""
+    """Return the report of a model's pruned source checkpoint, if the model still has its zeros."""
     file = Path(directory) / NAME
     if not file.is_file():
         return None
     report = PruningReport.load(file)
     if report.narrowed:
-        return report  # what was removed whole does not come back
+        return report  # a narrower model cannot regain its removed units
     zeros = {layer.name: int((layer.weight == 0).sum()) for layer in pruned_layers(model)}
     removed = {r.name: round((r.sparsity or 0) * r.shape[0] * r.shape[1]) for r in report.pruned}
     is_sparse = all(zeros.get(name, 0) >= count for name, count in removed.items())
@@ -283,9 +289,9 @@ def _save_report(report: PruningReport, staging: Path) -> None:
 
 
 def _sources_of(module: LightningModule) -> list[Path]:
-    """Return the local directories or files that the language models of a module were read from.
+    """Return the local directories or files from which a module's language models were loaded.
 
-    A relative name is that of the directory in which it was first asked for.
+    A relative path is resolved once, in the working directory of the first call.
     """
     for model in language_models(module).values():
         if model not in _SOURCES and (name := model.name_or_path) and Path(name).exists():
@@ -301,7 +307,7 @@ def num_bytes(model: nn.Module, dtype: torch.dtype | None = None) -> int:
 
     `dtype` is the type of floating weights; `None` is the type in the checkpoint.
     """
-    held = (*model.named_parameters(), *model.named_buffers())  # what is tied only once
+    held = (*model.named_parameters(), *model.named_buffers())  # each tied tensor once
     if not isinstance(model, PreTrainedModel):
         return sum(tensor.nbytes for _, tensor in held)
     stored = dtype or stored_dtype(model)

@@ -34,15 +34,16 @@ class Trainer(pl.Trainer):
     """A `lightning.pytorch.Trainer` whose `predict` takes callbacks and plain models.
 
     Args:
-        devices: The number of accelerators, or which ones. With `strategy="ddp"` several devices
-            share the work of pruning; see docs/large.md.
-        callbacks: One callback or several, for everything that the trainer runs.
+        devices: The number of accelerators, or their indices. With `strategy="ddp"`, several
+            devices share the work of pruning; see docs/large.md.
+        callbacks: One callback or several, for all calls of the trainer.
         logger: One logger or several. `True` is Lightning's default logger, which makes a directory
             of logs in the working directory at each run. By default there is no logger.
         **kwargs: The other arguments of `lightning.pytorch.Trainer`.
 
     Raises:
-        TypeError: `callbacks` holds something else, such as a callback of `pytorch_lightning`.
+        TypeError: `callbacks` holds an object that is no `lightning` callback, such as one of
+            `pytorch_lightning`.
     """
 
     callbacks: list[Callback]  # Lightning sets it without declaring it
@@ -59,7 +60,7 @@ class Trainer(pl.Trainer):
         if kwargs.get("accelerator", "auto") == "auto":
             warn_of_unused_gpu()
         logger = False if logger is None else logger
-        # At the front: Lightning keeps those that write checkpoints last.
+        # At the front, since Lightning requires checkpoint callbacks to come last.
         callbacks = [BatchLog(), _Unwrap(), *_checked(callbacks)]
         super().__init__(devices=devices, callbacks=callbacks, logger=logger, **kwargs)
         if type(self.strategy.checkpoint_io) is TorchCheckpointIO:
@@ -85,13 +86,13 @@ class Trainer(pl.Trainer):
             datamodule: A datamodule that gives the dataloaders in their place.
             return_predictions: Whether what `predict_step` returns is kept.
             ckpt_path: A Lightning checkpoint of the model.
-            weights_only: Whether only tensors and plain containers are taken from the checkpoint:
-                what else it holds can run code. `None` is true.
+            weights_only: Whether to unpickle only tensors and plain containers from the checkpoint,
+                since other objects can run code. `None` means true.
             callbacks: Callbacks for this call only, together with the trainer's own.
 
         Raises:
-            TypeError: `callbacks` holds something else, or `model` or `datamodule` is of the
-                package `pytorch_lightning`.
+            TypeError: `callbacks` holds an object that is no `lightning` callback, or `model` or
+                `datamodule` is of the package `pytorch_lightning`.
             DataError: A callback prunes, and there is no data to calibrate on.
             ValueError: `callbacks` holds a progress bar, and the trainer has one already.
             OutOfMemoryError: There is not enough memory to prune.
@@ -115,7 +116,7 @@ class Trainer(pl.Trainer):
             )
 
     def _require_data(self, model: nn.Module | None) -> None:
-        """Raise if a callback prunes and there is no data, before the model is moved anywhere."""
+        """Raise, before the model is moved, if a callback prunes and there is no data."""
         module = None if model is None else uncompiled(model)
         if not isinstance(module, pl.LightningModule):
             return
@@ -135,7 +136,7 @@ class Trainer(pl.Trainer):
 
     @contextmanager
     def _borrow(self, callbacks: Callback | Sequence[Callback] | None) -> Iterator[None]:
-        """Add those callbacks that the trainer lacks, for the duration of a call."""
+        """Add the callbacks that the trainer lacks for the duration of a call."""
         extra = _checked(callbacks)
         extra = [c for c in extra if not any(c is own for own in self.callbacks)]
         if any(isinstance(c, ProgressBar) for c in extra) and self.progress_bar_callback:
@@ -147,7 +148,7 @@ class Trainer(pl.Trainer):
             # By identity: the model's configure_callbacks may have changed the list.
             borrowed = {id(callback) for callback in extra}
             self.callbacks = [c for c in self.callbacks if id(c) not in borrowed]
-            for callback in extra:  # a bound method of the model, which would keep it alive
+            for callback in extra:  # drops a bound method, which would keep the model alive
                 callback.__dict__.pop("log", None)
                 callback.__dict__.pop("log_dict", None)
 
@@ -178,7 +179,7 @@ class _Unwrap(Callback):
 class TensorsOnly(TorchCheckpointIO):
     """Load only tensors and plain containers from checkpoints, unless `weights_only` is false.
 
-    Lightning unpickles a checkpoint from a URL with all of its content, code included.
+    Lightning itself would unpickle a checkpoint from a URL completely, code included.
     """
 
     def load_checkpoint(
@@ -190,7 +191,8 @@ class TensorsOnly(TorchCheckpointIO):
         """Load a checkpoint; `weights_only` is true if it is `None`.
 
         Raises:
-            FormatError: It is damaged, no such checkpoint, or holds what may not be unpickled.
+            FormatError: The file is damaged, no Lightning checkpoint, or holds objects that
+                `weights_only` forbids.
         """
         with explained_checkpoint(path):
             content = super().load_checkpoint(path, map_location, weights_only is not False)
@@ -201,11 +203,11 @@ class TensorsOnly(TorchCheckpointIO):
 
 @runtime_checkable
 class Pruning(Protocol):
-    """A callback that prunes, as it is known here: `PruningCallback` is of a later folder.
+    """The interface of `PruningCallback`, which this package may not import.
 
     Attributes:
-        settings: How it prunes.
-        report: What was done to each layer, `None` before the first run.
+        settings: The settings of the pruning.
+        report: The report on each layer, `None` before the first run.
         output_directory: The directory next to which a run stores its journal and its own text;
             `None` if it stores neither.
         run_directory: The directory next to which the journal is written, if it is not `save_dir`.
@@ -235,7 +237,7 @@ def _checked(callbacks: Callback | Sequence[Callback] | None) -> list[Callback]:
 
 
 def _is_of_the_other_package(value: object) -> bool:
-    """Whether a value is of `pytorch_lightning`, whose classes are others with the same names."""
+    """Return whether a value is of `pytorch_lightning`, whose classes have the same names."""
     names = (kind.__module__ for kind in type(value).__mro__)
     return any(name.partition(".")[0] == "pytorch_lightning" for name in names)
 
@@ -260,7 +262,7 @@ def as_lightning_module(model: nn.Module) -> nn.Module:
 
 
 def _reads_text_alone(model: PreTrainedModel) -> bool:
-    """Whether token ids are all that a language model is called with: no images, no encoder."""
+    """Return whether token ids are a language model's only inputs: no images, no encoder."""
     is_decoder = model.can_generate() and not model.config.is_encoder_decoder
     return is_decoder and model.config.get_text_config() is model.config
 
@@ -278,7 +280,7 @@ class ModuleRunner(pl.LightningModule):
         self.tokenizer: Any = None
         self._options: dict[str, Any] = {}
         if getattr(model, "can_generate", bool)():
-            # Keys and values of tokens that are not to be generated are a waste of memory.
+            # Nothing is generated: cached keys and values would only take memory.
             self._options = {"use_cache": False}
             source = getattr(model, "name_or_path", None)
             self.tokenizer = find_tokenizer(source) if source else None

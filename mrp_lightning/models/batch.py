@@ -13,12 +13,11 @@ from mrp_lightning.errors import DataError
 def split_batch(batch: Any) -> tuple[Tensor, Tensor | None]:
     """Return the token ids (batch, length) and the attention mask of a batch.
 
-    The mask, of the same shape, has 1 for tokens and 0 for padding; it is `None` where every
-    position is a token.
+    The mask (batch, length) has 1 for tokens and 0 for padding; `None` means that all are tokens.
 
     Raises:
-        TypeError: The batch has none of the forms.
-        DataError: The mask has another shape, or other values.
+        TypeError: The batch has none of the accepted forms.
+        DataError: The mask has another shape, or values other than 0 and 1.
     """
     ids = _first_tensor(batch)
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32) or ids.ndim != 2:
@@ -43,7 +42,7 @@ def split_batch(batch: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def to_predict(batch: Any, ids: Tensor) -> Tensor | None:
-    """Return which tokens are to be predicted, bool (batch, length): all whose label is not −100.
+    """Return the tokens to predict, bool (batch, length): those whose label is not −100.
 
     The result is `None` if the batch is no mapping with `labels`.
 
@@ -98,7 +97,7 @@ def check_vocabulary(model: PreTrainedModel, ids: Tensor, purpose: str) -> None:
 def _embedding(model: PreTrainedModel) -> Tensor | None:
     """Return the embedding (vocabulary, features), `None` for a model that reads no text.
 
-    Multimodal models may mark the places of images by ids that are in no vocabulary: also `None`.
+    Multimodal models, which may mark images by ids outside of the vocabulary, also give `None`.
     """
     if model.config.get_text_config() is not model.config:
         return None
@@ -117,6 +116,6 @@ def token_ids(batch: Any) -> Tensor | None:
 
 
 def _first_tensor(batch: Any) -> Any:
-    """Return the item of a batch at the position of the token ids, whatever it is."""
+    """Return the item of a batch at the position of the token ids, of whatever type."""
     ids: Any = batch.get("input_ids") if isinstance(batch, Mapping) else batch
     return ids[0] if isinstance(ids, Sequence) and ids else ids

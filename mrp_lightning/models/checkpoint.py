@@ -31,10 +31,10 @@ GROUP = "mrp_lightning.checkpoint_formats"
 
 
 def found_at(source: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the arguments by which `from_pretrained` looks in a directory, or on the hub.
+    """Return the arguments with which `from_pretrained` reads a directory or a hub repository.
 
-    Without a connection, only the hub's cache is read. The directory is absolute, since it becomes
-    the model's `name_or_path`, which is read later, too.
+    Without a connection, only the hub's cache is read. A directory is made absolute, since it
+    becomes the model's `name_or_path`, which is read again when the model is saved.
     """
     path = Path(source).expanduser()
     if path.exists():
@@ -46,13 +46,13 @@ def found_at(source: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def why_not_found(source: str | os.PathLike[str], error: OSError) -> str:
-    """Return why a source gives nothing: transformers' reason, or that the hub is away."""
+    """Return why a source cannot be read: transformers' reason, or that the hub is unreachable."""
     is_here = Path(source).expanduser().exists()
     return str(error) if is_here else why_no_hub() or str(error)
 
 
 def directory_of(source: str, revision: str | None = None) -> Path | None:
-    """Return the directory of a source, or that in the hub's cache; `None` if neither exists."""
+    """Return a source's directory, its own or that in the hub's cache; `None` if neither exists."""
     if source and (directory := Path(source).expanduser()).is_dir():
         return directory
     cached = try_to_load_from_cache(source, "config.json", revision=revision)
@@ -60,10 +60,14 @@ def directory_of(source: str, revision: str | None = None) -> Path | None:
 
 
 def refuse_adapter(directory: str | os.PathLike[str], argument: str = "") -> None:
-    """Refuse a PEFT adapter without its model; `argument` names the directory in the message.
+    """Raise if a directory holds a PEFT adapter, which has no model of its own.
+
+    Args:
+        directory: The directory.
+        argument: The argument that gave the directory, for the message.
 
     Raises:
-        FormatError: The directory holds one.
+        FormatError: The directory holds an adapter.
     """
     path = Path(directory).expanduser()
     if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
@@ -75,10 +79,10 @@ def refuse_adapter(directory: str | os.PathLike[str], argument: str = "") -> Non
 
 
 def is_path(source: str) -> bool:
-    """Return whether a name that does not exist here can only have been meant as a path.
+    """Return whether a name that does not exist locally can only be a path, not a hub id.
 
-    The hub is then not asked, which takes long where it cannot be reached. `runs/x` has the form of
-    a hub id; where there is a directory `runs`, it is taken for a path in it.
+    This saves a request to the hub, which is slow if the hub cannot be reached. `runs/x` has the
+    form of a hub id, but counts as a path if there is a directory `runs`.
     """
     path = Path(source).expanduser()
     starts_like_one = path.is_absolute() or source.startswith((".", "~"))
@@ -88,12 +92,12 @@ def is_path(source: str) -> bool:
 def weight_files(directory: Path) -> list[Path]:
     """Return the files of a Hugging Face directory from which transformers would read weights.
 
-    Links are followed: in the hub's cache all files are links. The files that an index names
-    have to lie in the directory, so that no checkpoint can make this machine
-    read other files.
+    Links are followed: in the hub's cache all files are links. The files that an index names must
+    lie in the directory, so that a malicious checkpoint cannot make this machine read other files.
 
     Raises:
-        FormatError: An index is damaged, or names files that are not there or not in the directory.
+        FormatError: An index is damaged, or names files that are missing or outside of the
+            directory.
     """
     for name in ("model.safetensors", "pytorch_model.bin"):
         if (directory / name).is_file():
@@ -130,7 +134,8 @@ def _in_index(index: Path) -> list[Path]:
 def stored_names(directory: Path) -> Iterator[str]:
     """Yield the names of the tensors in a directory, from an index or safetensors headers.
 
-    The files need not exist. Names that only reading a whole file would give are left out.
+    The weight files themselves need not exist. Names in pickled files are left out, since they
+    would have to be loaded whole.
     """
     for name in ("model.safetensors", "pytorch_model.bin"):
         index = directory / f"{name}.index.json"
@@ -148,10 +153,10 @@ def stored_names(directory: Path) -> Iterator[str]:
 def names_in_model(
     model: PreTrainedModel, conversions: Sequence[Any]
 ) -> Callable[[str], tuple[str, bool]]:
-    """Return the rule that maps the name of a tensor in a file to its name in a model.
+    """Return a function that maps the name of a tensor in a file to its name in a model.
 
-    The rule also returns whether the model's tensor is computed from that of the file, alone or
-    with others. `conversions` make the model's weights of the tensors in files.
+    The function also returns whether the model's tensor is computed from the stored one, alone or
+    with others. `conversions` are transformers' conversions of stored tensors to a model's weights.
     """
     renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
     converters = [c for c in conversions if isinstance(c, WeightConverter)]
@@ -167,17 +172,17 @@ def names_in_model(
 
 
 def register_format(config: Any) -> None:
-    """Import the package that reads a quantized checkpoint, where one is installed for it.
+    """Import the installed package that registers a checkpoint's quantized format, if there is one.
 
-    transformers finds no plug-ins by itself: `from_pretrained` says that a format is unknown if
-    nobody has registered it.
+    transformers discovers no plug-ins: to `from_pretrained`, a format is unknown until the package
+    that registers it has been imported.
     """
     for plugin in entry_points(group=GROUP, name=_method(_quantization(config))):
         plugin.load()
 
 
 def why_not_readable(config: Any) -> str | None:
-    """Return why the weights of a checkpoint cannot be read as matrices, and the next step.
+    """Return why the weights of a checkpoint cannot be read as matrices, with the next step.
 
     The result is `None` if the checkpoint is not quantized, if a registered format reads
     it, or if its configuration asks transformers to dequantize it.
@@ -205,7 +210,7 @@ def _method(settings: dict[str, Any]) -> str:
 
 
 def model_class(config: PreTrainedConfig) -> Any:
-    """Return the class of a model: the one that `architectures` names, or else an auto class."""
+    """Return the class of a model: the one named in `architectures`, else an auto class."""
     architectures = config.architectures if isinstance(config.architectures, list) else []
     named = getattr(transformers, str(next(iter(architectures), "")), None)
     if inspect.isclass(named) and issubclass(named, PreTrainedModel):
@@ -234,7 +239,7 @@ def build_without_weights(
             if kind in (AutoModel, AutoModelForCausalLM):
                 return kind.from_config(config, trust_remote_code=trust_remote_code)
             return from_config(kind, config)
-    except Exception as error:  # whatever the code of a model stumbles over in a configuration
+    except Exception as error:  # of any type, from the model's own code
         raise FormatError(
             f"No model can be built from the configuration {type(config).__name__} (architectures "
             f"{config.architectures}): {first_line(error)}"
@@ -242,16 +247,16 @@ def build_without_weights(
 
 
 def longest_sequence(config: PreTrainedConfig) -> int | None:
-    """Return the most tokens that a model reads at once, by its configuration.
+    """Return the longest sequence, in tokens, that a model can read, by its configuration.
 
-    For learned positions this is the size of their table; for rotary ones, which go on beyond it,
-    the length that the model was made for. Of a multimodal model the part for text counts. It is
-    `None` where nothing limits it: attention is biased by distance (BLOOM, Falcon with `alibi`,
-    T5), or the model keeps a state instead of positions (Mamba).
+    For learned positions, this is the size of their table; for rotary positions, which have no
+    limit, the length for which the model was made. For a multimodal model, the text part counts.
+    The result is `None` if nothing limits the length: attention is biased by distance (BLOOM,
+    Falcon with `alibi`, T5), or the model has a state instead of positions (Mamba).
     """
     text = config.get_text_config()
     if getattr(text, "alibi", False):
         return None
-    # MPT has biases by distance, too, but transformers computes them for `max_seq_len` positions.
+    # MPT biases attention by distance, too, but transformers computes `max_seq_len` biases.
     limit: Any = getattr(text, "max_position_embeddings", getattr(text, "max_seq_len", None))
     return limit if isinstance(limit, int) and limit > 0 else None

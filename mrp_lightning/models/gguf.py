@@ -1,7 +1,7 @@
 """GGUF, llama.cpp's file format: configuration, tokenizer and quantized weights in one file.
 
-transformers reads such a file and dequantizes it. This module finds the file, reads its
-configuration and its model, and explains why a file cannot be read.
+transformers reads such a file and dequantizes it. This module locates the file, reads its
+configuration and its model, and explains errors.
 """
 
 from collections.abc import Hashable, Iterator
@@ -64,13 +64,14 @@ def located(source: str, gguf_file: str | None, revision: str | None = None) -> 
 
 
 def find_gguf(source: str) -> Path | None:
-    """Return the GGUF file that a model comes from; `None` if it comes from something else.
+    """Return the GGUF file of a model source; `None` if the source is of another kind.
 
-    The source is the path of the file, or a directory without a `config.json` that holds just one.
+    The source may be the path of the file, or a directory that holds one GGUF file and no
+    `config.json`.
 
     Raises:
-        FileNotFoundError: `source` is a name of such a file, but there is none.
-        OptionError: The directory holds several, or the source is empty.
+        FileNotFoundError: `source` ends in .gguf, and there is no such file.
+        OptionError: The directory holds several GGUF files, or the source is empty.
     """
     _refuse_empty(source)
     path = Path(source).expanduser()
@@ -90,7 +91,7 @@ def find_gguf(source: str) -> Path | None:
 
 
 def _refuse_empty(source: str) -> None:
-    """Refuse an empty name, which as a path would be the working directory."""
+    """Raise for an empty name, which as a path would be the working directory."""
     if not source.strip():
         raise OptionError(
             f"`model` or `tokenizer` is empty ({source!r}). Name a directory, a hub id or a .gguf "
@@ -104,18 +105,20 @@ def _gguf_files(directory: Path) -> list[str]:
 
 @contextmanager
 def reading(file: Path, argument: str = "model") -> Iterator[dict[str, Any]]:
-    """Yield the arguments by which `from_pretrained` reads a file, and explain its errors.
+    """Yield the arguments with which `from_pretrained` reads a GGUF file, and explain its errors.
 
-    The `argument` is the one by which the user named the file.
+    Args:
+        file: The file.
+        argument: The argument with which the user named the file, for messages.
 
     Raises:
-        DependencyError: The packages that read it are not installed.
+        DependencyError: The packages that read GGUF files are not installed.
         FormatError: The file is damaged, or transformers cannot read its architecture.
     """
     with extra("gguf", f"Reading {file.name}"):
         import accelerate  # noqa: F401
         import gguf  # noqa: F401
-    # A path that is not absolute is looked for in the working directory, too.
+    # Absolute, since transformers would also look for a relative path in the working directory.
     path = file.absolute()
     try:
         _check_lengths(path, path.stat().st_mtime_ns)
@@ -123,7 +126,7 @@ def reading(file: Path, argument: str = "model") -> Iterator[dict[str, Any]]:
             yield {"pretrained_model_name_or_path": str(path.parent), "gguf_file": str(path)}
     except DependencyError:
         raise
-    except Exception as error:  # whatever the readers stumble over in a file that is cut off
+    except Exception as error:  # of any type: readers do not check a file that is cut off
         raise FormatError(f"`{argument}`: {file} {_why_not_read(file, error)}") from error
 
 
@@ -178,14 +181,14 @@ def gguf_config(file: Path) -> PreTrainedConfig:
 _DEQUANTIZED: ContextVar[dict[Hashable, PreTrainedModel] | None] = ContextVar(
     "dequantized", default=None
 )
-"""The last model that was dequantized, by its file, dtype and attention."""
+"""A cache of the last dequantized model, by file, dtype and attention."""
 
 
 @contextmanager
 def dequantized_once() -> Iterator[None]:
-    """Keep the last model that is dequantized in this context, and copy it when it is needed again.
+    """Cache the last model that is dequantized in this context; later loads copy it.
 
-    This takes the memory of one more model.
+    The cache takes the memory of one more model.
     """
     token = _DEQUANTIZED.set({})
     try:
@@ -195,23 +198,23 @@ def dequantized_once() -> Iterator[None]:
 
 
 def gguf_model(file: Path, dtype: torch.dtype | None, attention: str | None) -> PreTrainedModel:
-    """Return the dequantized model of a file, for the caller alone; see `dequantized_once`."""
+    """Return the dequantized model of a file, not shared with any other caller."""
     models = _DEQUANTIZED.get()
     if models is None:
         return _dequantize(file, dtype, attention)
     state = file.absolute(), file.stat().st_mtime_ns, file.stat().st_size, dtype, attention
     if state not in models:
-        models.clear()  # before the next one takes its memory
+        models.clear()  # releases its memory before the next model is loaded
         models[state] = _dequantize(file, dtype, attention)
     return deepcopy(models[state])
 
 
 def _dequantize(file: Path, dtype: torch.dtype | None, attention: str | None) -> PreTrainedModel:
-    """Return the model of a file, without a trace of its quantization."""
+    """Return the dequantized model of a file, as if it had never been quantized."""
     options = {"attn_implementation": attention} if attention else {}
     published = torch.bfloat16
-    progress_log.info("Dequantizing %s …", file)  # half a minute for 135M parameters
-    # Its weights are quantized, to some bits each.
+    progress_log.info("Dequantizing %s …", file)  # takes half a minute for 135M parameters
+    # Quantized types take a few bits a weight, so the file counts as one of eight times its bytes.
     check_size(build_without_weights(gguf_config(file)), 8 * file.stat().st_size, file)
     with reading(file) as location:
         loaded: Any = AutoModelForCausalLM.from_pretrained(

@@ -170,7 +170,7 @@ def _check_files(source: str, config: PreTrainedConfig) -> None:
 
 
 def as_dtype(name: torch.dtype | str | None) -> torch.dtype | None:
-    """The floating dtype of a name such as `bfloat16`; a dtype and `None` are given back.
+    """Return the floating dtype of a name such as `bfloat16`; a dtype and `None` are given back.
 
     Raises:
         OptionError: torch has no floating dtype of that name.
@@ -189,7 +189,7 @@ _WIDE = {"F32": torch.float32, "F64": torch.float64}
 
 
 def stored_dtype(model: PreTrainedModel) -> torch.dtype:
-    """The precision in which a model was published, and in which it is stored."""
+    """Return the precision in which a model was published, and in which it is stored."""
     return as_dtype(model.config.dtype) or model.dtype
 
 

@@ -13,12 +13,13 @@ from mrp_lightning.upstream.torch_names import APPLY
 
 
 class MovedBlocks(ABC):
-    """Base of classes that bring each block for its own `forward`, or for as long as it is pinned.
+    """Base class of stores that bring each block to its device for its `forward`.
 
-    A block moves with its `forward`: one that is replaced by a stub stays where it is.
+    A block moves when its `forward` is called, so a block whose `forward` is a stub stays where it
+    is.
 
     Args:
-        blocks: The blocks. If there are none, nothing is ever moved.
+        blocks: The blocks; with none, nothing is moved.
     """
 
     def __init__(self, blocks: Iterable[nn.Module]) -> None:
@@ -26,15 +27,15 @@ class MovedBlocks(ABC):
 
     @abstractmethod
     def bring(self, block: nn.Module) -> None:
-        """Give a block its weights, on the device on which it runs."""
+        """Move the weights of a block to the device on which it runs."""
 
     @abstractmethod
     def take_away(self, block: nn.Module) -> None:
-        """Return the weights of a block to their storage."""
+        """Move the weights of a block back to their storage, or drop them."""
 
     @contextmanager
     def pinned(self, block: nn.Module) -> Iterator[None]:
-        """Keep a block where it runs over many forwards; other modules are left alone."""
+        """Keep a block on its device in a context; modules that are no blocks stay as they are."""
         if block in self._pinned or block not in self._moved:
             yield
             return
@@ -47,10 +48,10 @@ class MovedBlocks(ABC):
             self.take_away(block)
 
     def brought(self, block: nn.Module) -> Callable[..., Any]:
-        """Return the `forward` of a block, with the block pinned meanwhile."""
+        """Wrap the `forward` of a block, so that the block is pinned while it runs."""
         forward = block.forward
 
-        @functools.wraps(forward)  # so that the signature is that of the model
+        @functools.wraps(forward)  # for the signature, which transformers inspects
         def bring_and_run(*args: Any, **kwargs: Any) -> Any:
             with self.pinned(block):
                 return forward(*args, **kwargs)
@@ -59,9 +60,9 @@ class MovedBlocks(ABC):
 
 
 def applied_in_place(block: nn.Module, stays: Callable[[Tensor], bool]) -> Callable[..., nn.Module]:
-    """Return an `APPLY` for a block that stays where it is when its model moves.
+    """Return an `APPLY` method for a block that stays where it is when its model moves.
 
-    Tensors for which `stays` is true change their dtype alone.
+    Tensors for which `stays` is true change only their dtype.
     """
     apply = getattr(block, APPLY)
 

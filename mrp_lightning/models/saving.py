@@ -1,4 +1,4 @@
-"""Saving of a model as a Hugging Face directory: whole, or block by block."""
+"""Save a model as a Hugging Face directory: whole, or block by block."""
 
 import json
 import os
@@ -37,21 +37,22 @@ def save_pretrained(
         model: The model; it is not changed.
         directory: An existing directory, as `save_directory` gives it.
         tokenizer: Tokenizer to write next to the model, with its chat template.
-        dtype: Precision to store floating weights in. `None` is that of the checkpoint which the
-            model came from (`model.config.dtype`, and float32 where its files have that), so that
-            a model that was calibrated in another precision is stored as it was published. What
-            transformers keeps in float32, such as the biases of some routers, stays so.
+        dtype: Precision of the stored floating weights. `None` means that of the source checkpoint
+            (`model.config.dtype`, and float32 for weights that are float32 in its files), so that a
+            model that was calibrated in another precision is stored as it was published. Weights
+            that transformers always keeps in float32, such as the biases of some routers, stay in
+            float32.
         card: Text of the model card, `README.md`.
         state: The weights to write, by their names in the model; `None` means all.
 
     Raises:
-        OptionError: `dtype` names no floating dtype.
-        SaveError: The class of the model would not load what was written; see `check_saved`.
+        OptionError: `dtype` is no floating dtype. SaveError: The class of the model would not load
+            the written files; see `check_saved`.
     """
     stored, asked = model.config.dtype, as_dtype(dtype)
     dtype = asked or stored_dtype(model)
     is_whole = state is None
-    # The class of the model knows no wrappers of `torch.compile` around its parts.
+    # The saved names must be those of the model's class, without `torch.compile`'s wrappers.
     held = model.state_dict() if state is None else state
     state = {without_compiled(name): tensor for name, tensor in held.items()}
     if model.dtype != dtype:
@@ -59,7 +60,7 @@ def save_pretrained(
         state = cast(state, dtype, {without_compiled(name): x for name, x in wider.items()})
     try:
         model.save_pretrained(directory, state_dict=state, max_shard_size="5GB")
-        model.config.dtype = dtype  # save_pretrained had put the dtype in memory there
+        model.config.dtype = dtype  # save_pretrained writes the dtype in memory
         model.config.save_pretrained(directory)
     finally:
         model.config.dtype = stored
@@ -69,7 +70,7 @@ def save_pretrained(
         try:
             tokenizer.save_pretrained(directory)
         except Exception as error:
-            if type(error) is Exception:  # tokenizers raises it for all errors of the disk
+            if type(error) is Exception:  # the type that tokenizers raises for all disk errors
                 raise OSError(f"the tokenizer cannot be written: {error}") from error
             raise
     if card is not None:
@@ -86,11 +87,11 @@ def save_streamed(
 ) -> dict[str, str]:
     """Write a Hugging Face directory as `save_pretrained` does, with a file for each block.
 
-    A shard in which a block lies as it is to be stored becomes its file without a copy, where the
-    file system has hard links. A block that becomes narrower is written anew.
+    A journal shard that holds a block in its final form is hard-linked, not copied, if the file
+    system allows it. A block that becomes narrower is written anew.
 
     Returns:
-        The names of the files, by the names of the blocks in them.
+        The name of the file of each block.
     """
     narrowing = streamed.narrowing
     with nullcontext() if narrowing is None else narrowing.configured():
@@ -144,7 +145,7 @@ def _link(shard: Path, file: Path) -> None:
 
 
 def _write_index(path: Path, files: list[Path]) -> None:
-    """Write the index: the file of each weight, and the bytes of all together."""
+    """Write the index: the file of each weight, and the total number of bytes."""
     weight_map: dict[str, str] = {}
     total = 0
     for file in files:

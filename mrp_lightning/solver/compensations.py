@@ -463,7 +463,7 @@ class MaskedRows:
         return descent.iterations
 
     def _rounding_hides(self, tolerance: float) -> bool:
-        """Whether this precision cannot certify any gap within the tolerance."""
+        """Return whether this precision cannot certify any gap within the tolerance."""
         return self.hidden > tolerance * self.loss
 
     def _factorise_rows(self) -> None:

@@ -26,7 +26,7 @@ class _Grouped:
     group: int = 1
 
     def divides(self, columns: int) -> bool:
-        """Whether so many input columns split into whole groups."""
+        """Return whether so many input columns split into whole groups."""
         return columns > 0 and columns % self.group == 0
 
 
@@ -69,7 +69,7 @@ class Unstructured(_Grouped):
         return torch.zeros_like(scores, dtype=torch.bool).scatter_(1, ranked, True)
 
     def holds(self, pruned: Tensor) -> bool:
-        """Whether at least the fraction is removed in bool `pruned` (rows, columns)."""
+        """Return whether at least the fraction is removed in bool `pruned` (rows, columns)."""
         rows, columns = pruned.shape
         return int(pruned.sum()) >= self.budget(rows, columns)
 
@@ -123,7 +123,7 @@ class SemiStructured(_Grouped):
         return self.select(scores, 0)
 
     def holds(self, pruned: Tensor) -> bool:
-        """Whether each group of bool `pruned` (rows, columns) has enough removed weights."""
+        """Return whether each group of bool `pruned` (rows, columns) has enough removed weights."""
         if not self.divides(pruned.shape[1]):
             return False
         groups = (pruned.shape[1] // self.group, self.group)
@@ -150,7 +150,7 @@ class Dense(_Grouped):
         return self.select(scores, 0)
 
     def holds(self, pruned: Tensor) -> bool:
-        """Whether enough is removed: nothing need be."""
+        """Return whether enough is removed: nothing need be."""
         del pruned
         return True
 

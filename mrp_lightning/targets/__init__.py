@@ -1,1 +1,1 @@
-"""Finds the blocks and layers of a model that can be pruned, and plans. It needs only torch."""
+"""Find and plan the blocks and layers of a model to prune. It needs only torch."""

@@ -16,12 +16,13 @@ _REGULAR = "re:"
 
 
 def matches(name: str, pattern: str, prefix: str = "") -> bool:
-    """Whether a pattern means this module, or one that holds it.
+    """Return whether a pattern matches this module or one of its parents.
 
-    A pattern is a run of whole name parts, with shell wildcards: `q_proj`, `layers.3`, `mlp` and
-    `layers.*.mlp` all match `model.layers.3.mlp.q_proj` or a module in it; `proj` matches neither.
-    Behind `re:` it is a regular expression, as llm-compressor takes it: it is matched from the
-    start of the name without the prefix, as in the checkpoint, and means this module alone.
+    A pattern is a sequence of whole parts of a dotted name, with shell wildcards: `q_proj`,
+    `layers.3`, `mlp` and `layers.*.mlp` all match `model.layers.3.mlp.q_proj`, and `proj` does not.
+    After `re:` a pattern is a regular expression, as in llm-compressor: it is matched from the
+    start of the name without the prefix (the name in the checkpoint), and matches this module
+    alone.
     """
     if pattern.startswith(_REGULAR):
         expression = pattern.removeprefix(_REGULAR)
@@ -33,7 +34,7 @@ def matches(name: str, pattern: str, prefix: str = "") -> bool:
 
 
 def as_patterns(value: Sequence[str] | str | None) -> tuple[str, ...]:
-    """The patterns of an argument, of which a single one may come without a list."""
+    """Return the patterns of an argument, which may be a single string."""
     if value is None:
         return ()
     return (value,) if isinstance(value, str) else tuple(value)
@@ -46,10 +47,17 @@ def require_matches(
     prefix: str = "",
     shown: Callable[[str], str] = str,
 ) -> None:
-    """Refuse patterns that match no name; `shown` is how a name is told.
+    """Raise if a pattern matches no name.
+
+    Args:
+            argument: The argument that holds the patterns, for the message.
+            patterns: The patterns.
+            names: The names of the modules.
+            prefix: The prefix that names lack in the checkpoint.
+            shown: Maps a name to its form in the message.
 
     Raises:
-        TargetError: It lists every such pattern with the nearest names, or all those that are no
+        TargetError: The message lists every such pattern with the nearest names, or all malformed
             regular expressions.
     """
     patterns = list(patterns)
@@ -73,7 +81,7 @@ def require_matches(
 
 
 def without_numbers(text: str) -> str:
-    """A name, or a reason, in which each number is `*`: what is alike is then the same."""
+    """Replace each number in a text by `*`, so that names that differ by numbers become equal."""
     return re.sub(r"\b\d+\b", "*", text)
 
 
@@ -90,16 +98,16 @@ def _why_malformed(pattern: str) -> str | None:
 class Block:
     """One repeated block."""
 
-    name: str  # the full one in the model
+    name: str  # in the model
     module: nn.Module
-    chain: str  # the list in which it stands, where one block feeds the next
+    chain: str  # the name of its `ModuleList`, whose blocks feed one another
 
 
 def find_blocks(model: nn.Module, patterns: Sequence[str] | str | None = None) -> list[Block]:
     """Find the maximal `ModuleList`s of blocks with linear layers, of encoder and decoder both.
 
-    The blocks are in the order of the module tree; there are none where nothing repeats. Patterns
-    name lists, or single blocks, that are taken instead.
+    The blocks are in the order of the module tree; there are none if nothing repeats. `patterns`
+    names other lists or single blocks, which are then the blocks.
 
     Raises:
         TargetError: A pattern matches nothing.
@@ -125,14 +133,14 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] | str | None = None) -
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """`model.named_modules()` with modules that were compiled in place of their wrappers."""
+    """Yield `model.named_modules()`, with the modules that `torch.compile` wrapped."""
     for name, module in model.named_modules():
         if not hasattr(module, COMPILED):
             yield without_compiled(name), module
 
 
 def _is_block_list(module: nn.Module) -> bool:
-    """Blocks are modules of several parts: a list of bare layers (heads, an MLP) is none."""
+    """Return whether a module is a list of blocks: modules of several parts, not bare layers."""
     return (
         isinstance(module, nn.ModuleList)
         and len(module) > 0

@@ -1,8 +1,8 @@
-"""The layers that can be pruned, seen as matrices (rows, columns), whatever their class.
+"""The layers that can be pruned, viewed as matrices (rows, columns) whatever their class.
 
-Four kinds: `Linear`, `Conv1D` (stored transposed), `Conv2d` (unfolded) and `Expert` (a slice of a
-stack), and for experts that are removed whole the `ExpertStack`. Each says how its parameter is a
-matrix; reading and writing are the same for all.
+There are four kinds: `Linear`, `Conv1D` (stored transposed), `Conv2d` (unfolded) and `Expert` (a
+slice of a stack); and `ExpertStack`, for experts that are removed whole. Each kind defines how its
+parameter is arranged as a matrix; reading and writing are the same for all.
 """
 
 import math
@@ -36,16 +36,16 @@ class Layer(ABC):
 
     @property
     def view(self) -> Tensor:
-        """The stored weight, detached, as (rows, ...): what follows flattens to the columns."""
+        """The detached weight as (rows, ...), whose last dimensions flatten to the columns."""
         return self.arranged(self.parameter.detach())
 
     @abstractmethod
     def arranged(self, stored: Tensor) -> Tensor:
-        """See a tensor of the parameter's shape as `view` sees the parameter."""
+        """Return a view (rows, ...) of a tensor that has the parameter's shape."""
 
     @property
     def weight(self) -> Tensor:
-        """The detached weight (rows, columns); a view wherever strides can express it."""
+        """The detached weight (rows, columns); a view if strides can express it."""
         return self.view.flatten(1)
 
     @property
@@ -55,7 +55,7 @@ class Layer(ABC):
 
     @property
     def grouped_columns(self) -> int:
-        """The number of neighbouring columns that the groups of a pattern N:M must divide."""
+        """The number of adjacent columns that must be a multiple of the M of an N:M pattern."""
         return self.view.shape[-1]
 
     @property
@@ -70,20 +70,20 @@ class Layer(ABC):
 
     @property
     def key(self) -> Hashable:
-        """Identifies the weight: layers that are tied have the same key."""
+        """The identity of the weight: tied layers have equal keys."""
         return id(self.parameter)
 
     @property
     def reading(self) -> Hashable:
-        """The way in which the input is read: layers share a Hessian only if they read it alike."""
+        """The way in which the input is read; layers share a Hessian only if theirs are equal."""
         return None
 
     def inputs(self, x: Tensor) -> Tensor:
-        """The vectors (..., columns) that the weight is multiplied with, of a module's input."""
+        """Return the vectors (..., columns) that the weight multiplies, from the module's input."""
         return x
 
     def write_(self, weight: Tensor) -> None:
-        """Overwrite the weight in place and in one copy: ties and optimizers keep it."""
+        """Overwrite the weight (rows, columns) in place, so that ties and optimizers stay valid."""
         view = self.view
         with torch.no_grad():
             view.copy_(weight.to(view.device, view.dtype).view(view.shape))
@@ -101,7 +101,7 @@ class Conv1D(Layer):
     """The `Conv1D` of transformers, which stores (columns, rows)."""
 
     def arranged(self, stored: Tensor) -> Tensor:
-        """The transpose of what is stored."""
+        """Return the transpose of the stored tensor."""
         return stored.T
 
 
@@ -128,7 +128,7 @@ class Conv2d(Layer):
         return conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.padding_mode
 
     def inputs(self, x: Tensor) -> Tensor:
-        """The patches (batch, positions, columns)."""
+        """Return the patches (batch, positions, columns)."""
         conv = self.module
         x = x if x.ndim == 4 else x[None]
         mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
@@ -152,7 +152,7 @@ class Expert(Layer):
         return self.module.get_parameter(self.stack)
 
     def arranged(self, stored: Tensor) -> Tensor:
-        """The slice; gpt_oss and others store (columns, rows), and say so by `is_transposed`."""
+        """The slice, transposed if `is_transposed` says that it is stored (columns, rows)."""
         return stored[self.index].T if self.module.is_transposed else stored[self.index]
 
     @property
@@ -167,27 +167,27 @@ class Expert(Layer):
 
     @property
     def key(self) -> Hashable:
-        """The identity of the stack, and the place in it."""
+        """The identity of the stack, and the index in it."""
         return id(self.parameter), self.index
 
     @property
     def siblings(self) -> Hashable:
-        """A key that is the same for this matrix of all experts of the module."""
+        """A key that this matrix shares with the same matrix of the module's other experts."""
         return id(self.module), self.stack
 
     @property
     def first(self) -> "Expert":
-        """The matrix of this expert that is given the tokens themselves."""
+        """The matrix of this expert that reads the tokens themselves."""
         stack = "gate_up_proj" if self.module.has_gate else "up_proj"
         return Expert(f"{self.owner}.{self.index}.{stack}", self.module, stack, self.index)
 
 
 @dataclass(frozen=True, eq=False)
 class ExpertStack(Layer):
-    """The second matrices of all experts beside each other, (rows, experts · inner features).
+    """The second matrices of all experts side by side, (rows, experts · inner features).
 
-    It reads what all experts hold inside, times what the router gives each of them: without an
-    expert it lacks columns.
+    Its input is the inner activations of all experts, each times its router weight, so that
+    removing an expert removes columns.
     """
 
     stack: str = "down_proj"
@@ -213,7 +213,7 @@ class ExpertStack(Layer):
 
 
 def layers_of(name: str, module: nn.Module) -> list[Layer]:
-    """The layers whose weights a module itself holds: none, one, or the matrices of experts."""
+    """Return the layers of a module's own weights: none, one, or the matrices of experts."""
     if isinstance(module, nn.Linear):
         return [Linear(name, module)]
     if is_conv1d(module):
@@ -231,7 +231,7 @@ def layers_of(name: str, module: nn.Module) -> list[Layer]:
 
 
 def holds_experts(module: nn.Module) -> bool:
-    """Whether these are stacked experts of transformers 5, which say how they are stored."""
+    """Return whether a module is a stack of experts of transformers 5, whose layout is known."""
     is_decorated = all(
         hasattr(module, name) for name in ("is_transposed", "has_gate", "num_experts")
     )
@@ -243,12 +243,12 @@ def holds_experts(module: nn.Module) -> bool:
 
 
 def _own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that a module itself holds, by name."""
+    """Return the parameters that a module itself holds, by name."""
     return dict(module.named_parameters(recurse=False, remove_duplicate=False))
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether `layers_of` knows this module."""
+    """Return whether `layers_of` knows this module."""
     return bool(layers_of("", module))
 
 
@@ -263,14 +263,14 @@ _REPARAMETRIZED = {
     "weight_g": ("weight_norm", "torch.nn.utils.remove_weight_norm(layer)"),
     "weight_u": ("spectral_norm", "torch.nn.utils.remove_spectral_norm(layer)"),
 }
-"""Functions of torch that compute a weight by a hook, by a parameter or buffer that they add."""
+"""Functions of torch that compute a weight in a hook, by a parameter or buffer that each adds."""
 
 
 def why_not_plain(layer: Layer, *, allow_meta: bool = False) -> str | None:
-    """The reason why a weight cannot be read and written as a matrix, with the next step.
+    """Return why a weight cannot be read and written as a matrix, with the next step.
 
-    It is `None` for a dense floating tensor on a real device, or where `allow_meta` says that it
-    will not be read, on the meta device.
+    The result is `None` for a dense floating tensor on a real device or, with `allow_meta`, on the
+    meta device.
     """
     module = layer.module
     if parametrize.is_parametrized(module):
@@ -299,14 +299,14 @@ PLAIN_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def packed_weights(module: nn.Module) -> list[str]:
-    """Integer tensors that packed layers keep in place of a weight, or to read theirs by."""
+    """Return the names of a packed layer's integer tensors: packed weights, or indices of them."""
     names = ("qweight", "weight_packed", "weight_quantized", "weight_meta", "weight_bits")
     buffers = dict(module.named_buffers(recurse=False))
     return [name for name in (*_own_parameters(module), *buffers) if name in names]
 
 
 def is_adapter(module: nn.Module) -> bool:
-    """Whether this wraps a layer with a low-rank adapter, as PEFT does."""
+    """Return whether a module wraps a layer with a low-rank adapter, as PEFT does."""
     parts = [name for name, _ in module.named_children()]
     return "base_layer" in parts and any(
         name.startswith(("lora_", "ia3_", "oft_", "vera_")) for name in parts
@@ -314,7 +314,7 @@ def is_adapter(module: nn.Module) -> bool:
 
 
 def fused_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Stacks that no `Layer` can show: experts of other makes, packed attention inputs."""
+    """Yield stacked weights that no `Layer` represents: other experts, packed attention."""
     if isinstance(module, _CONVOLUTIONS) or holds_experts(module):
         return
     for name, parameter in _own_parameters(module).items():
@@ -324,14 +324,14 @@ def fused_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def is_recurrent(module: nn.Module) -> bool:
-    """Whether this is an LSTM, a GRU or a plain recurrent network, or one cell of them."""
+    """Return whether a module is an LSTM, a GRU or a plain recurrent network, or a cell of one."""
     return isinstance(module, nn.RNNBase | nn.RNNCellBase)
 
 
 def other_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Matrices that a module holds, and neither a `Layer` nor `fused_weights` shows.
+    """Yield a module's matrices that neither a `Layer` nor `fused_weights` represents.
 
-    Embeddings, norms and biases are none, nor are vectors that are stored with more dimensions.
+    Embeddings, norms and biases are left out, as are vectors stored with more dimensions.
     """
     no_matrices = (nn.Embedding, nn.LayerNorm, nn.RMSNorm, *_CONVOLUTIONS)
     if isinstance(module, no_matrices) or is_linear(module):
@@ -345,7 +345,7 @@ def other_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def why_no_layer(module: nn.Module) -> str | None:
-    """Why a convolution stays dense, `None` for all else."""
+    """Return why a convolution stays dense, `None` for other modules."""
     if not isinstance(module, _CONVOLUTIONS) or is_linear(module):
         return None
     kind = type(module).__name__

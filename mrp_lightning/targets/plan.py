@@ -39,13 +39,15 @@ _VALUES_AT_ONCE = 2**22
 def refuse_not_finite(
     layers: Sequence[Layer], parameters: Iterable[tuple[str, nn.Parameter]]
 ) -> None:
-    """Refuse values that would make every result NaN, before the time of a run.
+    """Raise if weights hold NaN or Inf, which would make every result NaN.
 
-    The `parameters` are all of the model or block, by their names; those that are no plain tensors
-    are not looked at, and those of the `layers` to prune only as these.
+    Args:
+        layers: The layers to prune.
+        parameters: All parameters of the model or block, by name; parameters that are no plain
+            tensors are not checked.
 
     Raises:
-        TargetError: There are some; all are named.
+        TargetError: Values are not finite. The message names all such weights.
     """
     tensors = {layer.name: layer.weight for layer in layers}
     of_layers = {id(layer.parameter) for layer in layers}
@@ -66,14 +68,14 @@ def refuse_not_finite(
 
 
 def _count(tensor: Tensor) -> int:
-    """How many values are not finite, found in parts: to ask takes more memory than the values."""
+    """Count the values that are not finite, in chunks that bound the memory of `isfinite`."""
     rows = torch.atleast_1d(tensor)
     most = max(1, _VALUES_AT_ONCE * len(rows) // max(1, rows.numel()))
     return sum(int((~torch.isfinite(part)).sum()) for part in rows.split(most))
 
 
 def not_finite(subject: str, counts: Mapping[str, int]) -> str:
-    """The message on values that are not finite, by name how many, with the next step."""
+    """Return the message on `counts` of values that are not finite, by name, with the next step."""
     listed = "\n".join(f"  {name}: {count:,}" for name, count in counts.items())
     return (
         f"{subject} hold NaN or Inf. The checkpoint is damaged, or its values were too large for "
@@ -82,13 +84,13 @@ def not_finite(subject: str, counts: Mapping[str, int]) -> str:
 
 
 _LEAST_SPARSITY = 0.05
-"""Trained weights are exactly zero by chance only; nobody prunes to less than this."""
+"""The least fraction of zeros in a pruned layer: trained weights are zero by chance only."""
 
 
 def pruned_layers(model: nn.Module) -> list[Layer]:
-    """The layers with at least 5% zeros, in the order of the module tree, each weight once.
+    """Return the layers with at least 5% zeros, in the order of the module tree, each weight once.
 
-    A layer of nothing but zeros was initialised so.
+    Layers of zeros alone are left out: they were initialised so.
     """
     first_layers: dict[object, Layer] = {}
     for name, module in named_modules(model):
@@ -105,7 +107,7 @@ def pruned_layers(model: nn.Module) -> list[Layer]:
 class Skipped:
     """A weight that stays dense."""
 
-    name: str  # that of the layer, or of the parameter, in the checkpoint
+    name: str  # of the layer or parameter, as in the checkpoint
     shape: tuple[int, ...]
     reason: str
 
@@ -114,10 +116,10 @@ class Skipped:
 class Plan:
     """The blocks and layers that will be pruned in a model."""
 
-    blocks: list[Block]  # all repeated ones, in the order of the module tree
-    layers: dict[str, list[Layer]]  # those to prune of each block, by its name
-    outside: list[Layer]  # those in no block, calibrated in one pass after the blocks
-    skipped: list[Skipped] = field(default_factory=list)  # left out, as the report lists
+    blocks: list[Block]  # all repeated blocks, in the order of the module tree
+    layers: dict[str, list[Layer]]  # the layers to prune, by the name of their block
+    outside: list[Layer]  # layers in no block, calibrated in one pass after the blocks
+    skipped: list[Skipped] = field(default_factory=list)  # weights that stay dense, with the reason
 
     @property
     def num_layers(self) -> int:
@@ -125,7 +127,7 @@ class Plan:
         return sum(map(len, self.layers.values())) + len(self.outside)
 
     def block_of(self, name: str) -> str | None:
-        """The name of the block in which a weight is, `None` for one outside the blocks."""
+        """Return the name of the block that holds a weight, `None` outside the blocks."""
         return next((b.name for b in self.blocks if f"{name}.".startswith(f"{b.name}.")), None)
 
 
@@ -141,21 +143,21 @@ def make_plan(
     allow_meta: bool = False,
     grid: Grid | None = None,
 ) -> Plan:
-    """Choose the layers to prune in any module, and refuse those that cannot be.
+    """Choose the layers of a model to prune, and check that all of them can be pruned.
 
     Args:
         model: Any module.
         pattern: The pattern to which the layers will be pruned.
-        targets: Name patterns (see `names.matches`) of the layers to prune. `None` means all layers
-            in the blocks but routers, and all layers of a model without blocks. Layers outside the
-            blocks are taken for a pattern that matches none in them, such as `lm_head`.
+        targets: Name patterns (see `blocks.matches`) of the layers to prune. `None` means all
+            layers in the blocks but routers, or all layers of a model without blocks. A pattern
+            that matches no layer in the blocks, such as `lm_head`, selects layers outside of them.
         ignore: Name patterns of the layers to leave out.
-        blocks: The names of the block lists, where they are not to be found by themselves.
-        skip_indivisible: Whether layers are left out whose columns the pattern or the groups of the
-            grid do not divide.
-        prefix: A prefix that is cut from the names that are reported, unless two would then be the
-            same, and that regular expressions do not see.
-        allow_meta: Whether weights may be on the meta device. Such a plan can only be read.
+        blocks: Names of the block lists or blocks; `None` to find them.
+        skip_indivisible: Whether to leave out layers whose number of columns is no multiple of the
+            pattern's or the grid's group.
+        prefix: A prefix that reported names and regular expressions lack; names are reported with
+            it if two would be equal otherwise.
+        allow_meta: Whether weights may be on the meta device. Such a plan can only be shown.
         grid: The grid that weights are put on.
 
     Raises:
@@ -175,7 +177,7 @@ def make_plan(
     is_cut = len({name.removeprefix(prefix) for name in every}) == len(every)
 
     def shown(name: str) -> str:
-        """The name without the prefix, unless names would be those of what is beside."""
+        """Remove the prefix from a name, unless another module has the shorter name."""
         return name.removeprefix(prefix) if is_cut else name
 
     require_matches("targets", chosen, linear or list(modules), prefix, shown)
@@ -229,7 +231,7 @@ def _unusual(
     blocks: list[Block],
     allow_meta: bool,
 ) -> dict[str, str]:
-    """Find weights that cannot be read and written as matrices, and why not."""
+    """Return why weights cannot be read and written as matrices, by name."""
     reasons = {layer.name: why_not_plain(layer, allow_meta=allow_meta) for layer in layers}
     problems = {n: reason for n, reason in reasons.items() if reason}
     for name in wanted:
@@ -258,9 +260,9 @@ def _refuse_unusual(problems: dict[str, str]) -> None:
 def _no_layers(
     modules: dict[str, nn.Module], blocks: list[Block], wanted: Callable[[str], bool]
 ) -> Iterator[Skipped]:
-    """Find the weights of two and more dimensions that no `Layer` shows.
+    """Yield the weights of two and more dimensions that no `Layer` represents.
 
-    Where there are blocks, outside them only recurrent modules count.
+    In a model with blocks, only recurrent modules count outside of them.
     """
     for name, module in modules.items():
         inside = not blocks or any(f"{name}.".startswith(f"{b.name}.") for b in blocks)
@@ -273,7 +275,8 @@ def _no_layers(
             if wanted(f"{name}.{weight}"):
                 reason = f"fused weight of {type(module).__name__}, which is not supported yet"
                 yield Skipped(f"{name}.{weight}", tuple(tensor.shape), reason)
-        # Without blocks, bare parameters are mostly embeddings of positions, as are those outside.
+        # Bare parameters outside of blocks, or in a model without blocks, are mostly position
+        # embeddings.
         for weight, tensor in other_weights(module) if blocks or is_recurrent(module) else ():
             if wanted(f"{name}.{weight}"):
                 reason = f"{type(module).__name__} is not a linear layer"
@@ -283,7 +286,7 @@ def _no_layers(
 def _routers(
     modules: dict[str, nn.Module], layers: dict[str, Layer], names: list[str]
 ) -> Iterator[Skipped]:
-    """Find the layers beside experts that choose among them; a wrong choice there costs most."""
+    """Yield the routers of experts, which stay dense: their errors cost most."""
     for name in names:
         parent = modules[layers[name].owner.rpartition(".")[0]]
         has_experts = isinstance(getattr(parent, "experts", None), nn.Module)
@@ -293,7 +296,7 @@ def _routers(
 
 
 def _tied(model: nn.Module, layers: list[Layer], shown: Callable[[str], str]) -> Iterator[Skipped]:
-    """Find layers whose weight has several owners: it is pruned with the first, or not at all."""
+    """Yield tied layers that stay out: a weight is pruned with its first layer, or never."""
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owner = without_compiled(name.rpartition(".")[0])

@@ -22,25 +22,26 @@ from mrp_lightning.text.sources import (
 from mrp_lightning.text.windows import Cutter
 
 SELF = "self"
-"""The text that the model writes itself."""
+"""The name of the text that the model writes itself."""
 _STDLIB = "stdlib"
-"""The source code of Python's standard library."""
+"""The name of the source code of Python's standard library."""
 _ARGUMENTS = ("train_files", "dataset")
-"""The text that the argument of this name gives."""
+"""Arguments whose text a mixture can name."""
 
-_TOLERANCE = 1e-6  # of the sum of all shares, as 0.333333 three times is
+_TOLERANCE = 1e-6  # of the sum of all shares: three times 0.333333 is accepted
 _NAME = re.compile(r"[\w.+-]+")
 
 
 def shares_of(calibration: str | Mapping[str, float]) -> dict[str, float]:
-    """Return the shares above 0 of the sources to calibrate on, 1 in all; one source has it alone.
+    """Return the share of each source of calibration text: positive fractions with the sum 1.
 
     A source is `self`, `stdlib`, a published text, the name of an argument (`train_files`,
-    `dataset`), or the path of a file.
+    `dataset`), or the path of a file. A single source has the share 1; sources with the share 0 are
+    left out.
 
     Raises:
-        OptionError: A source is unknown, a share is no number or below 0, or they are not 1 in all;
-            the message lists all that is wrong.
+        OptionError: A source is unknown, a share is no number or negative, or the sum of the shares
+            is not 1. The message lists all mistakes.
     """
     if not isinstance(calibration, str | Mapping):
         raise OptionError(
@@ -73,9 +74,12 @@ def shares_of(calibration: str | Mapping[str, float]) -> dict[str, float]:
 
 
 def texts_by_name(evaluation: Mapping[str, str] | Sequence[str] | str | None) -> dict[str, str]:
-    """Return the texts to evaluate on by the names that results give them.
+    """Return the texts to evaluate on, by the names under which results report them.
 
-    Each name is to be part of the name of a metric.
+    Each name becomes a part of the name of a metric, such as `perplexity/code`.
+
+    Raises:
+        OptionError: A text is unknown, or a name has characters that metrics do not allow.
     """
     known, is_named = (_STDLIB, *EVALUATION), isinstance(evaluation, Mapping)
     texts = [evaluation] if isinstance(evaluation, str) else evaluation or []
@@ -104,11 +108,12 @@ ONE_TEXT = (
 
 
 def exclusive_keys(calibration: object) -> list[list[Keys]]:
-    """Return groups of keys of `data`; of each list of groups one alone may be given."""
+    """Return lists of groups of keys of `data`; at most one group of each list may be given."""
     files: Keys = ("train_files", "eval_files")
     if calibration is None or calibration in CALIBRATION:
         return [[files, ("dataset",), ("calibration", "evaluation", "corpora_dir")]]
-    # A mixture, or the model's own text, is calibrated on next to any text to evaluate on.
+    # A mixture, or the model's own text, concerns calibration alone: the text to evaluate on may
+    # come from any argument.
     named = _named_keys(calibration)
     rules: list[list[Keys]]
     rules = [[files, ("dataset",), ("evaluation",)], [("train_files",), ("calibration",)]]
@@ -121,9 +126,15 @@ def _named_keys(calibration: object) -> list[str]:
 
 
 def check_keys(calibration: object, present: Collection[str]) -> None:
-    """Refuse text that is given in several ways for one use, or is named and not given.
+    """Check that each use of text has one source, and that sources in `calibration` exist.
 
-    `present` are the keys of `data` that have a value.
+    Args:
+        calibration: The argument of that name.
+        present: The keys of `data` that have a value.
+
+    Raises:
+        OptionError: Several arguments give the text of one use, or `calibration` names an argument
+            that has no value.
     """
     if missing := [f"`{key}`" for key in _named_keys(calibration) if key not in present]:
         raise OptionError(
@@ -135,9 +146,12 @@ def check_keys(calibration: object, present: Collection[str]) -> None:
 
 
 def source_named(name: str, files: TextFiles, directory: Path | None) -> TextSource:
-    """Return the standard library, a published text or a file by its name in `data`.
+    """Return the text source of a name in `data`: the standard library, a published text or a file.
 
-    The file is read as those of `files`; `directory` holds copies of published texts.
+    Args:
+        name: `stdlib`, the name of a published text, or the path of a file.
+        files: The source whose `column` and `conversation` are used to read a file.
+        directory: The directory of local copies of published texts; `None` for the hub.
     """
     if name == _STDLIB:
         return StandardLibrary(_STDLIB)
@@ -162,10 +176,11 @@ class WindowSource(Protocol):
 
 @dataclass(frozen=True)
 class Mixture:
-    """Sources of calibration windows, each with its share of them.
+    """Calibration windows from several sources in fixed proportions.
 
     Attributes:
-        shares: The share of each source, above 0, in all 1, by the name of the source in `data`.
+        shares: The share of each source, in (0, 1] with the sum 1, by the name of the source in
+            `data`.
         sources: The sources, by the same names.
     """
 
@@ -181,7 +196,7 @@ class Mixture:
         return " + ".join(f"{share:.3g} {names[key]}" for key, share in self.shares.items())
 
     def counts(self, windows: int) -> dict[str, int]:
-        """Return how many of all windows each source gives: largest remainders are rounded up."""
+        """Return the number of windows of each source, apportioned by the largest remainders."""
         exact = {name: share * windows for name, share in self.shares.items()}
         counts = {name: math.floor(part + _TOLERANCE) for name, part in exact.items()}
         by_remainder = sorted(exact, key=lambda name: counts[name] - exact[name])
@@ -196,7 +211,7 @@ class Mixture:
         return counts
 
     def draw(self, cutter: Cutter, count: int, seed: int) -> Tensor:
-        """Draw windows (count, length), int64, of all sources, evenly spread."""
+        """Draw windows (count, length), int64, of all sources, interleaved by `interleaved`."""
         counts = self.counts(count)
         parts = {name: self.sources[name].draw(cutter, n, seed) for name, n in counts.items()}
         short = [name for name, part in parts.items() if part.shape[1] != cutter.length]
@@ -210,9 +225,10 @@ class Mixture:
 
 
 def interleaved(parts: list[Tensor]) -> Tensor:
-    """Spread the windows (count, length) of several sources evenly: any run of them has the shares.
+    """Interleave the windows (count, length) of several sources in their proportions.
 
-    So a limit of batches, or the windows that tuning holds out, takes its part of each source.
+    Every contiguous slice has about these proportions, so that a limit on the number of batches, or
+    the windows that tuning holds out, takes its share of each source.
     """
     positions = [(torch.arange(len(part)) + 0.5) / len(part) for part in parts]
     order = torch.cat(positions).argsort(stable=True)

@@ -47,14 +47,18 @@ class TextSource(ABC):
     bos: Bos = "window"
 
     def documents(self, split: Split) -> Sequence[str]:
-        """Return the documents of one split; raise a `DataError` if it is empty or no text."""
+        """Return the documents of one split.
+
+        Raises:
+            DataError: The split is empty, white space alone, or no text.
+        """
         documents = self._documents(split)
         if not any(document.strip() for document in documents):
             raise DataError(f"the {self.label(split)} text is empty, or white space alone.")
         return documents
 
     def label(self, split: Split) -> str:
-        """Return what messages call the text of a split."""
+        """Return the name of a split's text in messages."""
         return split
 
     @abstractmethod
@@ -108,20 +112,21 @@ _TABLES = {".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet",
 _MESSAGES = "messages"
 """The key of a conversation, a list of messages with `role` and `content`."""
 _DOCUMENTS = 20
-"""From so many on, whole documents are held out."""
+"""The number of documents from which on whole documents are held out, not the end of each."""
 
 Conversation = Callable[[list[dict[str, Any]]], str]
 """Returns a conversation as the text that a model reads, by its chat template."""
 
 
 def expanded(paths: Mapping[str, Iterable[Path]]) -> dict[str, list[Path]]:
-    """Return the files that the paths of each argument stand for, sorted within each path.
+    """Expand the directories and wildcards in the paths of each argument, sorted within each path.
 
-    A directory stands for the text files and tables beneath it that are not hidden, and a path with
-    wildcards (`*`, `**`, `?`, `[…]`) that does not exist for all files that match it.
+    A directory stands for the text files and tables beneath it that are not hidden. A path with
+    wildcards (`*`, `**`, `?`, `[…]`) stands for all files that match it, unless a file of that very
+    name exists.
 
     Raises:
-        MissingFileError: Paths stand for no file; all are listed.
+        MissingFileError: Paths match no file; the message lists all of them.
     """
     files = {name: [(path, _files_of(path)) for path in paths[name]] for name in paths}
     missing: dict[str, list[str]] = {}
@@ -158,7 +163,7 @@ def _is_text(file: Path, directory: Path) -> bool:
     with file.open("rb") as content:
         start = content.read(_SNIFFED)
     with suppress(UnicodeDecodeError):
-        getincrementaldecoder("utf-8")().decode(start)  # whose end may cut a character
+        getincrementaldecoder("utf-8")().decode(start)  # may end within a character
         return 0 not in start
     return False
 
@@ -168,15 +173,15 @@ _SNIFFED = 8192  # bytes
 
 @dataclass(frozen=True, kw_only=True)
 class TextFiles(TextSource):
-    """Text files, a document each; .jsonl files, a document a line; and tables, one a row.
+    """Text from files: a document for each text file, line of a .jsonl file, or row of a table.
 
     Attributes:
         train: The files of the split train.
         evaluation: The files of the splits validation and test.
         column: The key of the text in .jsonl files, and its column in tables.
-        hold_out: Whether every tenth document of `train` or, of few documents, the last tenth of
-            each is held out, and is the text of validation and test.
-        conversation: Makes the text of a conversation.
+        hold_out: Whether every tenth document of `train` is held out as the text of validation and
+            test; of fewer than 20 documents, the last tenth of each.
+        conversation: Formats a conversation as text.
     """
 
     train: Sequence[Path] = ()
@@ -192,11 +197,11 @@ class TextFiles(TextSource):
         return ", ".join(names if len(names) <= _LISTED else [*names[:_LISTED], "…"])
 
     def of(self, split: Split) -> Sequence[Path]:
-        """The files that are read of a split."""
+        """Return the files of a split."""
         return self.train if split == "train" or self.hold_out else self.evaluation
 
     def label(self, split: Split) -> str:
-        """Return what messages call the text of a split."""
+        """Return the name of a split's text in messages."""
         return "held-out" if self.hold_out and split != "train" else split
 
     def _documents(self, split: Split) -> Sequence[str]:
@@ -217,7 +222,7 @@ _LISTED = 8  # files by name
 
 
 def _last_tenth(text: str) -> int:
-    """The index at which the last tenth of a text begins: at a line, if one begins there."""
+    """Return the index at which the last tenth of a text begins, at a line's start if possible."""
     start = len(text) * 9 // 10
     line = text.find("\n", start) + 1
     return line if 0 < line < len(text) - len(text) // 20 else start
@@ -229,16 +234,17 @@ def documents_of_files(
     argument: str = "train_files",
     conversation: Conversation | None = None,
 ) -> list[str]:
-    """Return each UTF-8 text file, and the text of each line of a .jsonl file or row of a table.
+    """Read the documents of files: a text file, a line of a .jsonl file, or a row of a table each.
 
     Args:
         paths: The files.
-        column: The key of the text. Its value, or the one of `messages`, may be a conversation.
+        column: The key of the text in a line or row. Its value, or that of the key `messages`, may
+            be a conversation.
         argument: The argument that names the files, for errors.
-        conversation: Makes the text of a conversation; without it there may be none.
+        conversation: Formats a conversation as text; `None` if conversations are not allowed.
 
     Raises:
-        DataError: A file is no text, or has none under the key.
+        DataError: A file is not UTF-8 text, or a line or row has no text under the key.
     """
     read = partial(_text_of_row, column, argument, conversation)
     documents = []
@@ -250,7 +256,8 @@ def documents_of_files(
             continue
         text = _text_of(path, argument)
         if kind == ".jsonl":
-            # str.splitlines would also cut at U+2028 and others, which JSON allows in a string.
+            # Not str.splitlines, which also splits at U+2028 and others that JSON allows in a
+            # string.
             lines = enumerate(text.split("\n"), start=1)
             documents += [read(line, f"{path}, line {n}") for n, line in lines if line.strip()]
         elif _is_json(text):
@@ -272,7 +279,7 @@ def _table(path: Path, kind: str, argument: str) -> Iterable[dict[str, Any]]:
     options = {"sep": "\t"} if kind == ".tsv" else {}
     try:
         return load_dataset(_TABLES[kind], data_files=str(path), split="train", **options)
-    except Exception as error:  # of each builder
+    except Exception as error:  # builders of `datasets` raise errors of many types
         reason = first_line(error.__cause__ if isinstance(error.__cause__, Exception) else error)
         raise DataError(f"{path} cannot be read as {kind[1:]} ({reason}).", argument) from error
 
@@ -284,7 +291,7 @@ def _text_of(path: Path, argument: str) -> str:
         offset, reason = content.find(0), "as in binary files and UTF-16"
     except UnicodeDecodeError as error:
         offset, reason = error.start, error.reason
-    if offset >= 0:  # UTF-8 allows a zero byte, but no text has one
+    if offset >= 0:  # a zero byte is valid UTF-8, but occurs in no text
         is_utf16 = content[:2] in (b"\xff\xfe", b"\xfe\xff")
         encoding = "utf-16" if is_utf16 else "latin1"
         only_if = "" if is_utf16 else ", if it is Latin-1"
@@ -298,7 +305,7 @@ def _text_of(path: Path, argument: str) -> str:
 
 
 def _is_json(text: str) -> bool:
-    """Whether a text is a JSON array or object, or lines of objects, of which one is read."""
+    """Return whether a text is JSON: an array, an object, or lines that start with an object."""
     start = text.lstrip()
     for part, opening in ((start.partition("\n")[0], "{"), (start, ("[", "{"))):
         if part.startswith(opening):
@@ -310,7 +317,7 @@ def _is_json(text: str) -> bool:
 def _text_of_row(
     column: str, argument: str, conversation: Conversation | None, row: Any, position: str
 ) -> str:
-    """Return the text of a row, or of a line of JSON that holds one."""
+    """Return the text of a row, which is a dictionary or a line of JSON."""
     problem = shorten(str(row), 60)
     if isinstance(row, str):
         try:
@@ -342,7 +349,7 @@ def _is_conversation(value: Any) -> TypeGuard[list[dict[str, Any]]]:
 
 @dataclass(frozen=True)
 class DatasetText(TextSource):
-    """A Hugging Face dataset with its splits by name; each document is read when asked for.
+    """The splits of a Hugging Face dataset; each document is read when it is indexed.
 
     Attributes:
         dataset: A name or directory, arguments of `datasets.load_dataset`, or a `DatasetDict`.
@@ -354,7 +361,7 @@ class DatasetText(TextSource):
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        """The name or path of the dataset, where it has one."""
+        """The name or path of the dataset, or "a dataset" for a loaded one."""
         if type(self.dataset) is dict:
             return str(self.dataset.get("path", "a dataset"))
         return self.dataset if isinstance(self.dataset, str) else "a dataset"
@@ -383,7 +390,7 @@ class DatasetText(TextSource):
 
 
 def _loaded(arguments: dict[str, Any]) -> Any:
-    """Call `datasets.load_dataset`, which reads its cache alone where the hub is away."""
+    """Call `datasets.load_dataset`, which falls back to its cache if the hub cannot be reached."""
     with extra("data", "`dataset`"):
         from datasets import load_dataset
     source = arguments.get("path")
@@ -392,7 +399,7 @@ def _loaded(arguments: dict[str, Any]) -> Any:
     try:
         with hub_away() if away else nullcontext():
             return load_dataset(**arguments)
-    except Exception as error:  # of each builder, and of whichever library fetches its files
+    except Exception as error:  # of many types, also those of the libraries that download files
         raise DataError(
             f"{source} cannot be loaded ({away or first_line(error)}). Check the name, or fetch it "
             "where there is a network; or give files in `train_files` and `eval_files`, or let the "
@@ -407,14 +414,14 @@ class PublishedText(TextSource):
 
     Attributes:
         repository: Its owner and name on the hub.
-        revision: A commit; a branch where no public source names one.
-        column: The column that holds the text.
-        train: The files in the repository that calibration windows are drawn from.
-        test: The files that perplexity is measured on, if it is.
-        segments: The way in which calibration windows are drawn.
-        separator: Stands between the documents of `test`, which are tokenized as one text.
-        num_documents: How many documents of `test` are read, from the first; all if `None`.
-        num_windows: How many windows of `test` are evaluated, from the first; all if `None`.
+        revision: The commit that is read, or a branch if the papers name no commit.
+        column: The column of the text.
+        train: The files in the repository from which calibration windows are drawn.
+        test: The files on which perplexity is measured; empty if none.
+        segments: The function that draws calibration windows.
+        separator: The string that joins the documents of `test`, which are tokenized as one text.
+        num_documents: Number of documents of `test` that are read, from the first; `None` for all.
+        num_windows: Number of windows of `test` that are evaluated, from the first; `None` for all.
         directory: The directory of local copies; `None` for the hub and its cache.
     """
 
@@ -458,16 +465,16 @@ class PublishedText(TextSource):
         return cutter.random(self.documents("train"), count, seed, self.name, self.segments)
 
     def windows(self, cutter: Cutter, split: Split) -> Windows:
-        """Cut the joined text into consecutive windows, of which the first are evaluated."""
+        """Cut the joined text into consecutive windows, at most `num_windows`."""
         text = self.separator.join(self.documents(split))
         return cutter.consecutive(self.name, text, self.num_windows)
 
     def files(self, split: Split) -> tuple[str, ...]:
-        """The files in the repository that are read of a split."""
+        """Return the files of a split, by their paths in the repository."""
         return self.train if split == "train" else self.test
 
     def path_of(self, file: str) -> Path:
-        """Return the path on this machine of a file in the repository, fetched if need be."""
+        """Return the local path of a file in the repository, downloading it if need be."""
         if self.directory is not None:
             for folder in (self.repository, self.name):
                 if (copy := self.directory / folder / file).is_file():
@@ -481,10 +488,10 @@ class PublishedText(TextSource):
 
 
 def find_files(texts: Iterable[PublishedText], split: Split) -> list[Path]:
-    """Return the paths on this machine of all files of a split of published texts.
+    """Return the local paths of a split's files of published texts, downloaded if need be.
 
     Raises:
-        FileNotFoundError: Files are missing; the message has the commands that download them.
+        FileNotFoundError: Files are missing. The message gives the commands that download them.
     """
     paths: list[Path] = []
     commands: dict[PublishedText, list[str]] = {}

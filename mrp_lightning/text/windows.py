@@ -19,16 +19,16 @@ from mrp_lightning.errors import DataError
 _IGNORED = -100
 """The label of a token that is not predicted, as in torch and transformers."""
 SEPARATOR = "\n\n"
-"""Stands between the documents of a text, as SparseGPT joins those of WikiText2."""
+"""The string that joins the documents of a text, as SparseGPT joins those of WikiText2."""
 
 
 class Windows(Dataset[Any]):
-    """Windows to train and evaluate on.
+    """A map-style dataset of token windows to train and evaluate on.
 
-    An item is the token ids (length,), int64, of a row of `ids` (count, length). Where each row
-    begins with a prefix of some tokens, the item is a mapping of `input_ids` and `labels`, both
-    (length,), in which −100 marks the prefix and the first token of the text: these are not
-    predicted, so that the same tokens are as without a prefix.
+    An item is a row of `ids` (count, length): the token ids (length,), int64. If rows begin with a
+    prefix, such as BOS, the item is a mapping of `input_ids` and `labels`, both (length,). The
+    labels of the prefix and of the first token after it are −100, so that the same tokens are
+    predicted as without a prefix.
     """
 
     def __init__(self, ids: Tensor, prefix: int = 0) -> None:
@@ -48,7 +48,7 @@ class Windows(Dataset[Any]):
 
 @dataclass(frozen=True, kw_only=True)
 class Draws:
-    """The number of random windows, and the seed: the same draws give the same windows."""
+    """The number, length and seed of random windows: equal draws give equal windows."""
 
     count: int  # number of windows
     length: int  # tokens a window
@@ -56,7 +56,7 @@ class Draws:
 
 
 _MANY_CHARACTERS = 2_000_000
-"""Tokenizers take seconds for so many, and show no progress."""
+"""Characters from which on tokenizing is announced: it takes seconds, and shows no progress."""
 
 
 def tokenize(tokenizer: Any, text: str, *, special_tokens: bool = True) -> Tensor:
@@ -65,7 +65,7 @@ def tokenize(tokenizer: Any, text: str, *, special_tokens: bool = True) -> Tenso
 
 
 def _encode(tokenizer: Any, text: str | list[str], *, special_tokens: bool) -> Any:
-    """The token ids of a text, or of each; a line announces a text that takes seconds."""
+    """Tokenize a text, or each of several; log a line before a text that takes seconds."""
 
     def encode() -> Any:
         return tokenizer(text, add_special_tokens=special_tokens, verbose=False)["input_ids"]
@@ -76,8 +76,9 @@ def _encode(tokenizer: Any, text: str | list[str], *, special_tokens: bool) -> A
     from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
     rank_zero_only(log.info)("Tokenizing %.0f million characters …", characters / 1e6)
-    # Signal handlers run in the main thread, between its Python instructions: the tokenizer's long
-    # call is made in another. A process that ends waits for the threads of a pool, not for this.
+    # Signal handlers run in the main thread, between two of its Python instructions, so the
+    # tokenizer's long call runs in another thread. A daemon thread, since a process that ends would
+    # wait for the threads of a pool.
     result: Future[Any] = Future()
 
     def run() -> None:
@@ -91,19 +92,20 @@ def _encode(tokenizer: Any, text: str | list[str], *, special_tokens: bool) -> A
 
 
 _MOST_READINGS = 16
-"""The most times that random windows may read a text on average."""
+"""The largest ratio of drawn tokens to tokens of the text: more would only repeat it."""
 _FEWEST_TOKENS = 8
-"""The fewest tokens of a text that make a window."""
+"""The smallest number of tokens that make a window."""
 _SAMPLED_DOCUMENTS = 64
 _SAMPLED_CHARACTERS = 10_000  # of a document
 _MOST_CHARACTERS = 100
-"""More characters than tokens have on average, so that so many a token suffice to count them."""
+"""Characters a token, more than texts have on average, for a lower bound of the tokens."""
 
 
 def _usable_count(documents: Sequence[str], tokenizer: Any, draws: Draws, name: str) -> int:
-    """Return how many of the windows to draw, at most 16 for each that fits into the text.
+    """Return the number of windows to draw: at most 16 times as many as fit into the text.
 
-    A sample of the text is tokenized. A warning reports windows that repeat each other.
+    The length of the text is estimated from a tokenized sample. A warning reports that windows
+    repeat text, or are fewer.
     """
     step = -(-len(documents) // _SAMPLED_DOCUMENTS)
     sample = [documents[index] for index in range(0, len(documents), step)]
@@ -111,7 +113,7 @@ def _usable_count(documents: Sequence[str], tokenizer: Any, draws: Draws, name: 
     tokens = sum(len(tokenize(tokenizer, part, special_tokens=False)) for part in parts)
     tokens_per_character = tokens / max(sum(map(len, parts)), 1)
     characters = sum(map(len, sample)) * len(documents) / len(sample)
-    if isinstance(documents, list):  # others read each document from the disk
+    if isinstance(documents, list):  # other sequences would read each document from the disk
         characters = sum(map(len, documents))
     available, wanted = round(characters * tokens_per_character), draws.count * draws.length
     fits = available // draws.length
@@ -134,7 +136,7 @@ def _warn(message: str) -> None:
 
 
 def consecutive_windows(tokens: Tensor, length: int, name: str) -> Tensor:
-    """Cut tokens into windows that do not overlap; the last partial one is dropped."""
+    """Cut tokens into non-overlapping windows (count, length); the last partial one is dropped."""
     count = len(tokens) // length
     if not count:
         raise _too_short(name, len(tokens), length)
@@ -142,11 +144,11 @@ def consecutive_windows(tokens: Tensor, length: int, name: str) -> Tensor:
 
 
 Segments = Callable[[Sequence[str], Any, Draws, str], Tensor]
-"""Draws pieces (count, length), int64, of documents, by their tokenizer, draws and name."""
+"""Called with (documents, tokenizer, draws, name): the token segments (count, length), int64."""
 
 
 def segments_of_text(tokens: Tensor, draws: Draws, name: str) -> Tensor:
-    """Draw pieces of one text (tokens,), as SparseGPT's `get_wikitext2` and `get_ptb`."""
+    """Draw segments (count, length) of one text (tokens,), as SparseGPT's `get_wikitext2` does."""
     if len(tokens) <= draws.length:
         raise DataError(
             f"the {name} text has only {len(tokens)} tokens, and random windows need more than "
@@ -159,17 +161,18 @@ def segments_of_text(tokens: Tensor, draws: Draws, name: str) -> Tensor:
 
 
 def segments_of_joined(documents: Sequence[str], tokenizer: Any, draws: Draws, name: str) -> Tensor:
-    """Draw pieces of all documents, joined by spaces and tokenized as one text."""
+    """Draw segments (count, length) of all documents, joined by spaces into one text."""
     return segments_of_text(tokenize(tokenizer, " ".join(documents)), draws, name)
 
 
 def segments_of_documents(
     documents: Sequence[str], tokenizer: Any, draws: Draws, name: str
 ) -> Tensor:
-    """Draw pieces of random long documents, each from a single one.
+    """Draw segments (count, length), each within one random document that is long enough.
 
-    The draws are SparseGPT's (`get_c4`): a document until one has more tokens than a window, then
-    where its piece starts. Only documents that are drawn are read, and tokenized once.
+    The draws are those of SparseGPT's `get_c4`: a document, until one has more tokens than a
+    window, then the start of its segment. Only drawn documents are read, and each is tokenized
+    once.
     """
 
     @cache
@@ -200,11 +203,11 @@ def segments_of_documents(
 def segments_across_documents(
     documents: Sequence[str], tokenizer: Any, draws: Draws, name: str, separator: str = SEPARATOR
 ) -> Tensor:
-    """Draw pieces that start in a random document; where it ends too soon the next ones follow.
+    """Draw segments (count, length) that start in a random document and continue in the next ones.
 
-    Texts of short documents need this: `segments_of_documents` would use none. The separator ends
-    each document. Only documents that windows reach are read, and tokenized once as the first
-    of a window and once as a later one, where no BOS stands before them.
+    Texts of short documents need this, since `segments_of_documents` would use none of them. The
+    separator follows each document. Only documents that a segment reaches are read. Each is
+    tokenized once with BOS, as the first document of a segment, and once without, as a later one.
     """
 
     @cache
@@ -225,7 +228,7 @@ def segments_across_documents(
         else:
             raise _too_short(name, size, draws.length)
         start = draw.randrange(size - draws.length + 1)
-        # A view would keep all of the parts.
+        # A copy, since a view would keep all parts in memory.
         windows.append(torch.cat(parts)[start : start + draws.length].clone())
     return torch.stack(windows).long()
 
@@ -239,13 +242,13 @@ def _too_short(name: str, num_tokens: int, length: int) -> DataError:
 
 @dataclass(frozen=True)
 class Cutter:
-    """Cuts texts into windows.
+    """Cuts texts into token windows.
 
     Attributes:
-        tokenizer: The tokenizer; `None` only where the model writes the text.
+        tokenizer: The tokenizer; `None` if the model itself writes the text.
         length: Tokens a window, the prefix among them.
-        bos: Where the tokens stand that the tokenizer puts before a text, as a rule BOS: once
-            before each `text`, or as the prefix of each `window`.
+        bos: The place of the tokens that the tokenizer adds at the start of a text, usually BOS:
+            once before each "text", or as the prefix of each "window".
     """
 
     tokenizer: Any
@@ -256,7 +259,7 @@ class Cutter:
     def prefix(self) -> Tensor:
         """The tokens that every window begins with, (tokens,), int64.
 
-        They are read from a tokenized text: attributes such as `add_bos_token` may be wrong.
+        They are taken from a tokenized text, since attributes such as `add_bos_token` may be wrong.
         """
         if self.tokenizer is None:
             raise DataError(
@@ -285,10 +288,10 @@ class Cutter:
         return torch.tensor(whole[:size]).long()
 
     def within(self, documents: Iterable[str], name: str) -> "Cutter":
-        """Return this cutter or, with a warning, one of the single window that a short text fills.
+        """Return this cutter or, if the text is shorter than a window, one whose window it fills.
 
         Raises:
-            DataError: The text has hardly a token.
+            DataError: The text has too few tokens for a window.
         """
         wanted, tokens = self.length - len(self.prefix), 0
         for document in documents:
@@ -313,19 +316,19 @@ class Cutter:
         name: str = "train",
         segments: Segments = segments_across_documents,
     ) -> Tensor:
-        """Draw at most `count` windows (windows, length), int64, in the way of `segments`.
+        """Draw at most `count` windows (windows, length), int64, by the function `segments`.
 
-        They are fewer, with a warning, where they would repeat a text more than 16 times.
+        Fewer are drawn, with a warning, if they would repeat the text more than 16 times.
         """
         draws = Draws(count=count, length=self.length - len(self.prefix), seed=seed)
         draws = replace(draws, count=_usable_count(documents, self._bare, draws, name))
         return self._after_prefix(segments(documents, self._bare, draws, name))
 
     def consecutive(self, name: str, text: str | Sequence[str], most: int | None = None) -> Windows:
-        """Cut the first windows of a text, one after the other; all if `most` is `None`.
+        """Cut a text into consecutive windows, at most `most` of them; `None` for all.
 
-        Documents are tokenized one by one. Where windows have no prefix, special tokens stand once
-        around a text, and around each of several documents.
+        Documents are tokenized one by one, with the tokenizer's special tokens around each, unless
+        windows have a prefix.
         """
         if isinstance(text, str):
             tokens = tokenize(self._bare, text)
