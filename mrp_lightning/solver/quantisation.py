@@ -160,14 +160,14 @@ class _Descent:
         matrix = self.damped.matrix
         gradient = matrix @ (self.x - self.target)
         for panel in self._panels():
-            before = self._x(panel)
+            previous = self._x(panel)
             inside = gradient[panel]
             for group, piece in self._pieces(panel):
                 if piece.start == group * self.grid.group_size:
                     self._improve_scales(group, inside, panel)
                 self._improve_codes(group, piece, inside, panel)
             # What the panel changes reaches the columns outside it at once.
-            moved = self._x(panel) - before
+            moved = self._x(panel) - previous
             gradient[: panel.start].addmm_(matrix[: panel.start, panel], moved)
             gradient[panel.stop :].addmm_(matrix[panel.stop :, panel], moved)
 
