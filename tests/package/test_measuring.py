@@ -155,3 +155,21 @@ def test_every_part_names_files_that_are_there():
     scripts = {argument for argument in named if argument.endswith(".py")}
     assert {"lab/benchmarks/solver.py", "tests/solver/test_gpu.py"} <= scripts
     assert all((ROOT / script).is_file() for script in scripts)
+
+
+@pytest.mark.parametrize("part", ["solver", "walk-bits"])
+def test_the_commands_of_a_part_run_at_small_sizes_on_the_cpu(part, tiny_llama):
+    small = {"cuda": "cpu", "4096": "64", "128": "2", "2048": "16", "--shape": "--model"}
+    small |= {"llama2-7b": str(tiny_llama)}
+    command = [small.get(argument, argument) for argument in gpu.PARTS[part]()[0]]
+    made = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    header, rule, *rows = (line for line in made.stdout.splitlines() if line.startswith("|"))
+    assert len(rows) >= 1
+    assert all(row.count("|") == header.count("|") == rule.count("|") for row in rows)
