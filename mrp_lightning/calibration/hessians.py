@@ -21,18 +21,18 @@ from mrp_lightning.upstream.torch_names import times_changed
 from mrp_lightning.upstream.transformers_names import EXPERTS
 
 TOKENS_PER_COLUMN = 1.0
-"""The number of tokens for each of its input features that an expert needs to be pruned by its own
-Hessian alone. With fewer than one, that Hessian is singular but for the damping."""
+"""The number of tokens per input feature with which an expert is pruned by its own Hessian alone.
+With fewer than one, that Hessian is singular up to the damping."""
 
 HESSIAN_BYTES = 16 * 2**30
-"""The bytes of experts' Hessians that are held at a time."""
+"""The most bytes of experts' Hessians in memory at a time."""
 
 
 @contextmanager
 def _one_by_one(experts: Sequence[Expert]) -> Iterator[None]:
-    """Run stacked experts by their class's own loop over experts, in which products can be seen.
+    """Run stacked experts by their class's own loop over experts, whose products can be observed.
 
-    transformers replaces that loop by grouped products, which differ from it by rounding.
+    By default transformers replaces that loop by grouped products, which differ by rounding.
     """
     configs: dict[int, Any] = {id(e.module): e.module.config for e in experts}
     with ExitStack() as stack:
@@ -43,7 +43,7 @@ def _one_by_one(experts: Sequence[Expert]) -> Iterator[None]:
 
 
 def blend(own: HessianAccumulator, pool: HessianAccumulator) -> tuple[Tensor, float]:
-    """The Hessian of one expert (columns, columns), made up to enough tokens with that of all.
+    """Blend the Hessian of one expert (columns, columns) with that of all experts.
 
     With n tokens of its own, of the m = `TOKENS_PER_COLUMN`·columns that it needs, an expert gets
 
@@ -61,11 +61,11 @@ def blend(own: HessianAccumulator, pool: HessianAccumulator) -> tuple[Tensor, fl
 
 
 def portions(layers: Sequence[Layer]) -> list[list[Layer]]:
-    """Divide layers into what is calibrated in one pass: all, or some experts at a time.
+    """Split layers into the groups of one calibration pass each, which bound experts' Hessians.
 
-    Experts stand side by side, and before nothing else of their block that is calibrated: pruning
-    some leaves the inputs of the others as they are. Only the pool then sees the inner activations
-    of experts that are pruned already. The rest comes last, as it may stand before the experts.
+    Experts run in parallel and feed no other calibrated layer of their block, so pruning some
+    leaves the inputs of the others unchanged; only the pooled Hessian then sees inner activations
+    of experts that are already pruned. All other layers come last, since they may feed the experts.
     """
     experts: dict[tuple[int, int], list[Layer]] = {}
     for layer in layers:
@@ -87,11 +87,15 @@ def portions(layers: Sequence[Layer]) -> list[list[Layer]]:
 
 
 class _Watch(ABC):
-    """Calls `note` for each input of a layer, and `note_expert` for each of a stacked expert.
+    """A base class that passes the inputs of layers to `note`, and of experts to `note_expert`.
 
-    A weight that is used without calling its module (Mamba's `dt_proj.weight @ x`) is seen by the
-    products that it takes part in. `others` are experts that are not among the layers, and are
-    watched like them.
+    The input of a weight that is used without calling its module (Mamba's `dt_proj.weight @ x`)
+    is taken from the products with that weight.
+
+    Args:
+        layers: The layers to observe.
+        padding: Separates tokens from padding.
+        others: Further experts, which are observed like the layers.
     """
 
     def __init__(
@@ -101,19 +105,19 @@ class _Watch(ABC):
         self._padding = padding
         self._others = list(others)
         self._inside: set[int] = set()
-        self._rows: dict[Hashable, Tensor | None] = {}  # by expert, which are tokens
+        self._rows: dict[Hashable, Tensor | None] = {}  # by expert: which rows are tokens
 
     @abstractmethod
     def note(self, layer: Layer, x: Tensor, key: Hashable) -> None:
-        """A layer is given x; the key tells this tensor from others, `None` if nothing does."""
+        """Observe the input x of a layer; the key identifies the tensor, `None` if unknown."""
 
     @abstractmethod
     def note_expert(self, expert: Expert, tokens: Tensor) -> None:
-        """A matrix of an expert is given tokens, (tokens, columns)."""
+        """Observe the input of an expert's matrix, (tokens, columns)."""
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Watch the layers in this context."""
+        """Observe the layers in this context."""
         with ExitStack() as stack:
             experts = [layer for layer in self.layers if isinstance(layer, Expert)]
             for layer in self.layers:
@@ -125,7 +129,8 @@ class _Watch(ABC):
                 stack.enter_context(module.register_forward_hook(leave, always_call=True))
             stack.enter_context(self._padding.follow([layer.module for layer in self.layers]))
             stack.enter_context(_one_by_one(experts))
-            # Which rows of an expert are tokens is seen at its first matrix, pruned or not.
+            # The rows of an expert that are tokens are known only from its first matrix, so that
+            # one is observed even if it is not pruned.
             by_identity = {id(layer): layer for layer in self.layers}
             keys = {layer.key for layer in self.layers}
             for expert in [*self._others, *(e.first for e in (*experts, *self._others))]:
@@ -136,7 +141,7 @@ class _Watch(ABC):
             yield
 
     def end_batch(self) -> None:
-        """Forget the tensors of a batch."""
+        """Release the tensors of a batch."""
         self._rows.clear()
         self._inside.clear()
 
@@ -145,7 +150,7 @@ class _Watch(ABC):
     ) -> None:
         self._inside.add(id(layer))
         x = args[0] if args else kwargs[next(iter(kwargs))]
-        # The version tells a tensor that was changed in place between two layers.
+        # The version changes if a tensor is modified in place between two layers.
         self.note(layer, x, (id(x), times_changed(x), layer.reading))
 
     def _leave(self, layer: Layer, *_: Any) -> None:
@@ -158,7 +163,10 @@ class _Watch(ABC):
             self.note(layer, x, None)
 
     def _routed(self, expert: Expert, x: Tensor) -> None:
-        """An expert's matrix was given rows; its second one gets those of the first, in order."""
+        """Separate tokens from padding in the rows of an expert's matrix.
+
+        The rows of the second matrix are those of the first, in the same order.
+        """
         of = (id(expert.module), expert.index)
         if expert.stack == expert.first.stack:
             self._rows[of] = self._padding.rows(x, expert.module, expert.name)
@@ -175,10 +183,10 @@ class Products(TorchFunctionMode):
     """Calls `note(layer, x)` before every product Wx of a layer's weight, x as (..., columns).
 
     Mamba multiplies by `dt_proj.weight` itself, stacked experts by slices of a parameter: no module
-    is called that a hook could watch. Seen are `@`, `matmul`, `mm` and `functional.linear` with W
-    on either side, as it is stored or transposed. A product with Wᵀ, such as that of an embedding
-    and the head tied to it, is none. A weight is known by its place in memory: it must not move
-    within the context.
+    with a hook is called. The mode observes `@`, `matmul`, `mm` and `functional.linear` with W on
+    either side, as stored or transposed, but no product with Wᵀ, such as that of a head tied to an
+    embedding. Weights are identified by their address in memory, so they must not move within the
+    context.
     """
 
     def __init__(self, layers: Sequence[Layer], note: Callable[[Layer, Tensor], None]) -> None:
@@ -196,7 +204,7 @@ class Products(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Look at the operands of a product, then compute it."""
+        """Observe the operands of a product, then compute it."""
         kwargs = kwargs or {}
         is_linear = func is functional.linear
         if is_linear or func in _MATMULS:
@@ -205,7 +213,7 @@ class Products(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _look(self, left: Tensor, right: Tensor) -> None:
-        """Look at left @ right."""
+        """Observe left @ right."""
         if left.shape in self._shapes:
             layer = self._weights.get(_storage_key(left))
             if layer is not None:
@@ -222,34 +230,37 @@ def _storage_key(tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
 
 @dataclass(eq=False)
 class InputGroup:
-    """Layers that are fed the very same tensor (q, k, v; gate, up), and so share a Hessian."""
+    """Layers that read the same tensor (q, k, v; gate, up), and so share a Hessian."""
 
     layers: list[Layer]  # in the order of their calls; the input of the first is accumulated
     accumulator: HessianAccumulator
-    since: int  # the number of the batch in which the group was first seen, from 0
-    calls: dict[int, int] = field(default_factory=dict)  # of each layer in this batch, by its id
+    since: int  # the number of the first batch that reached the group, from 0
+    calls: dict[int, int] = field(default_factory=dict)  # by layer id, in this batch
     shift: InputShift | None = None
-    """How far the input is from that of the dense model; `None` where that is not asked for, or
-    where the rows of the two are not the same tokens."""
+    """The shift from the dense model's input; `None` if it is not needed, or rows do not pair."""
 
     def hand_over(self) -> HessianAccumulator:
-        """Give the accumulator away, so that whoever takes it can free it."""
+        """Return the accumulator and drop it, so that the caller holds the only reference."""
         accumulator = self.accumulator
         del self.accumulator
         return accumulator
 
 
 class InputsDiffer(Exception):  # noqa: N818 (a message between two parts of the walk, not an error)
-    """Layers that shared an input in one batch do not in another."""
+    """Layers shared an input in one batch, but not in another."""
 
 
 class Calibration(_Watch):
-    """Accumulates 2·XᵀX over the tokens that each layer sees.
+    """Accumulates 2·XᵀX over the tokens that each layer reads.
 
-    Which layers share an input, if they may `share` a Hessian, is found in the first batch and
-    checked in all others. `pooled` are experts that are not among the layers, whose inputs only
-    count in `pools`. Where the batches are `paired`, each is first run by the dense model, within
-    `dense_run`, so that the groups get a `shift`.
+    Args:
+        layers: The layers.
+        padding: Separates tokens from padding.
+        share: Whether layers that read the same tensor share a Hessian. The groups are determined
+            in the first batch and checked in all others.
+        pooled: Further experts, whose inputs count only in `pools`.
+        paired: Whether each batch is first run by the dense model, within `dense_run`, so that
+            groups get a `shift`.
     """
 
     def __init__(
@@ -266,7 +277,7 @@ class Calibration(_Watch):
         self._share = share
         self._paired = paired
         self._is_dense_run = False
-        self._dense: dict[int, list[Tensor]] = {}  # by layer, its inputs in the dense run
+        self._dense: dict[int, list[Tensor]] = {}  # by layer: its inputs in the dense run
         self._copies: dict[Hashable, tuple[Tensor, Tensor]] = {}
         self._group_of: dict[int, InputGroup] = {}
         self._seen: dict[Hashable, tuple[Tensor, InputGroup]] = {}
@@ -276,7 +287,7 @@ class Calibration(_Watch):
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Watch the layers in this context."""
+        """Observe the layers in this context."""
         with super().hooked():
             try:
                 yield
@@ -285,7 +296,7 @@ class Calibration(_Watch):
 
     @contextmanager
     def dense_run(self) -> Iterator[None]:
-        """Take what the model runs in this context for what the dense model does on the batch."""
+        """Record the inputs in this context as those of the dense model on the batch."""
         self._is_dense_run = True
         try:
             yield
@@ -295,7 +306,7 @@ class Calibration(_Watch):
             super().end_batch()
 
     def end_batch(self) -> None:
-        """Check the groups and forget the tensors of a batch.
+        """Check the groups, and release the tensors of a batch.
 
         Raises:
             InputsDiffer: A group's layers were not called equally often.
@@ -309,15 +320,15 @@ class Calibration(_Watch):
             if len(counts) > 1:
                 raise InputsDiffer
             if self._dense.get(id(group.layers[0])):
-                group.shift = None  # the dense model called it more often
+                group.shift = None  # the dense model made more calls, so that rows do not pair
         self._dense.clear()
 
     def sum_over(self, processes: Processes, *, differ: bool) -> None:
-        """Add what other processes have seen, in the same groups everywhere; all of them call this.
+        """Sum the Hessians of all processes, in the same groups everywhere; a collective call.
 
         Raises:
-            InputsDiffer: A process met one, as `differ` says, or layers that share an input in one
-                share it with others in another. All of them raise it.
+            InputsDiffer: A process raised it, according to its `differ`, or two processes have
+                different groups. All processes raise it.
         """
         index = {id(layer): i for i, layer in enumerate(self.layers)}
         seen = [
@@ -356,7 +367,7 @@ class Calibration(_Watch):
 
     @property
     def not_called(self) -> list[Layer]:
-        """The layers that no batch reached, but experts that the inputs of others can stand for."""
+        """The layers that no batch reached, except experts with a pooled Hessian."""
         called = (layer for group in self.groups for layer in group.layers)
         pooled = {x.siblings for x in called if isinstance(x, Expert)} | self._pools.keys()
         return [
@@ -367,10 +378,10 @@ class Calibration(_Watch):
         ]
 
     def hand_over(self) -> Iterator[tuple[InputGroup, HessianAccumulator | None]]:
-        """Give the groups away one by one, so that whoever takes them can free their Hessians.
+        """Yield the groups and drop them one by one, so that the caller can release their Hessians.
 
-        A group of an expert comes with the Hessian of all experts' inputs. Experts that no batch
-        reached come last, each with a group of its own.
+        A group of an expert comes with the pooled Hessian. Experts that no batch reached come last,
+        each in a group of its own.
         """
         pools, alone = self.pools(), set(map(id, self.not_called))
         for layer in self.layers:
@@ -383,9 +394,9 @@ class Calibration(_Watch):
             yield group, pools[first.siblings] if isinstance(first, Expert) else None
 
     def note_expert(self, expert: Expert, tokens: Tensor) -> None:
-        """Add tokens to the Hessian of an expert, or to that of all of them."""
+        """Add tokens to the Hessian of an expert, or to the pooled one."""
         if self._is_dense_run:
-            return  # they are other tokens
+            return  # the dense run routes other tokens to the expert
         if expert.key in self._own_experts:
             own = self._own_experts[expert.key]
             group = self._group_of.get(id(own)) or self._join(own, None)
@@ -394,7 +405,7 @@ class Calibration(_Watch):
             self._pools[expert.siblings].update(tokens)
 
     def pools(self) -> dict[Hashable, HessianAccumulator]:
-        """The Hessians of all experts' inputs by matrix, which help experts with few tokens."""
+        """Return the pooled Hessians of all experts, by matrix, for experts with few tokens."""
         pools = dict(self._pools)
         for group in self.groups:
             for expert in group.layers:
@@ -404,7 +415,7 @@ class Calibration(_Watch):
         return pools
 
     def note(self, layer: Layer, x: Tensor, key: Hashable) -> None:
-        """Add the tokens of an input, if it is the first layer of a group that is given it."""
+        """Add the tokens of an input, once for the layers of a group that read it."""
         group = self._group_of.get(id(layer))
         if self._is_dense_run:
             if group is None or layer is group.layers[0]:
@@ -431,7 +442,7 @@ class Calibration(_Watch):
             raise InputsDiffer
 
     def _copy(self, x: Tensor, key: Hashable) -> Tensor:
-        """A copy, as the model may change x in place; one for all layers that are given x."""
+        """Copy x, which the model may change in place, once for all layers that read it."""
         if key is None:
             return x.clone()
         if key not in self._copies:
@@ -439,7 +450,7 @@ class Calibration(_Watch):
         return self._copies[key][1]
 
     def _dense_like(self, layer: Layer, x: Tensor) -> Tensor | None:
-        """The input of the layer in the dense run of this call, `None` if its rows do not pair."""
+        """Return the layer's input in the dense run of this call, `None` if rows do not pair."""
         calls = self._dense.get(id(layer))
         dense = calls.pop(0) if calls else None
         paired = dense is not None and dense.shape == x.shape
@@ -455,7 +466,7 @@ class Calibration(_Watch):
         return group
 
     def _group(self, layer: Layer) -> InputGroup:
-        """Return a group without layers yet, for the input of a layer."""
+        """Return a new group, without layers, for the input of a layer."""
         group = InputGroup([], HessianAccumulator(layer.columns, layer.name), self._batch)
         if self._paired and not isinstance(layer, Expert):
             group.shift = InputShift(layer.columns, layer.name)

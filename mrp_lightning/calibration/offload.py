@@ -1,4 +1,4 @@
-"""Memory: blocks on the accelerator only while they run, what was in use, and what to lower."""
+"""Offload blocks to the CPU, measure memory, and explain when there is not enough."""
 
 import functools
 import logging
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 def peak_rss() -> int | None:
-    """Return the most memory, in bytes, that this process has held so far; `None` on Windows."""
+    """Return the peak resident memory of this process in bytes; `None` on Windows."""
     if sys.platform == "win32":
         return None
     import resource
@@ -32,9 +32,11 @@ def peak_rss() -> int | None:
 
 @contextmanager
 def explained_out_of_memory(device: torch.device, *, offload: bool) -> Iterator[None]:
-    """Say of an error inside that is one of memory what to lower, in an `OutOfMemoryError`.
+    """Replace out-of-memory errors in this context by an `OutOfMemoryError` with the next step.
 
-    `offload` says whether blocks and activations stay on the CPU already.
+    Args:
+    device: The device on which the model is pruned.
+    offload: Whether blocks and activations stay on the CPU already.
     """
     try:
         yield
@@ -60,9 +62,9 @@ def explained_out_of_memory(device: torch.device, *, offload: bool) -> Iterator[
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """The most bytes in use so far: those of torch on a GPU, else those of the process in memory.
+    """Return the peak memory in bytes: torch's on a GPU, else the process's resident memory.
 
-    On a GPU it is since torch's count was last reset, which pruning a layer does.
+    On a GPU it counts from the last reset of torch's peak, which each pruned layer does.
     """
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_rss()
 
@@ -70,17 +72,17 @@ def peak_memory(device: torch.device) -> int | None:
 CPU = torch.device("cpu")
 
 Pinned = Callable[[nn.Module], AbstractContextManager[None]]
-"""Keeps a block where it runs, over many forwards."""
+"""Called with a block: a context in which the block stays on its device."""
 
 
 @contextmanager
 def held_on_cpu(model: nn.Module, blocks: Callable[[], Sequence[nn.Module]]) -> Iterator[None]:
-    """Let `to(device)` of the model leave its blocks where they are; a change of dtype works.
+    """Let `to(device)` of a model move all but its blocks, and `to(dtype)` change all.
 
     Args:
         model: The module that is moved as a whole.
-        blocks: Finds the blocks. It is called when the model is moved, since they may not have
-            been made before.
+        blocks: Returns the blocks. It is called when the model is moved, since blocks may be
+            created as late as that.
     """
     apply = getattr(model, APPLY)
 
@@ -96,11 +98,11 @@ def held_on_cpu(model: nn.Module, blocks: Callable[[], Sequence[nn.Module]]) -> 
 
 
 class Offload(MovedBlocks):
-    """Brings blocks from the CPU to the device for as long as they run.
+    """Brings blocks from the CPU to the device while they run.
 
-    A forward changes no parameter, so after it the CPU's own tensors are put back and nothing is
-    copied. A block that is pinned may be changed, and is copied back. On CUDA devices the CPU's
-    tensors are page-locked, which doubles the speed of copies, if there is memory for it.
+    A forward changes no parameter, so afterwards the CPU tensors are put back without a copy. A
+    pinned block may be changed, and is copied back. For CUDA devices the CPU tensors are
+    page-locked if memory allows it, which doubles the speed of copies.
 
     Args:
         blocks: The blocks that stay on the CPU.
@@ -114,7 +116,7 @@ class Offload(MovedBlocks):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the parameters of all blocks."""
+        """The bytes of the parameters of all blocks."""
         return sum(p.nbytes for block in self.blocks for p in block.parameters())
 
     def bring(self, block: nn.Module) -> None:
@@ -127,10 +129,10 @@ class Offload(MovedBlocks):
         self._lock_pages(block)
 
     def brought(self, block: nn.Module) -> Callable[..., Any]:
-        """Return the `forward` of a block, with the block on the device meanwhile."""
+        """Wrap the `forward` of a block, so that the block is on the device while it runs."""
         forward = block.forward
 
-        @functools.wraps(forward)  # so that the signature is that of the model
+        @functools.wraps(forward)  # for the signature, which transformers inspects
         def bring_and_run(*args: Any, **kwargs: Any) -> Any:
             if block in self._pinned:
                 return forward(*args, **kwargs)
@@ -145,7 +147,7 @@ class Offload(MovedBlocks):
                 self.bring(block)
                 return forward(*args, **kwargs)
             finally:
-                # `to` changes a parameter's data, or puts another parameter in its place.
+                # `to` either changes a parameter's data or replaces the parameter: restore both.
                 for module, name, parameter, data in stored:
                     parameter.data = data
                     setattr(module, name, parameter)
@@ -155,7 +157,7 @@ class Offload(MovedBlocks):
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Move every block for its own forward only."""
+        """Move each block to the device for its own forward only."""
         with ExitStack() as stack:
             for block in self.blocks:
                 block.to(CPU)
@@ -166,7 +168,7 @@ class Offload(MovedBlocks):
 
     @contextmanager
     def resident(self) -> Iterator[bool]:
-        """Keep all blocks on the device if half of its free memory holds them; yield whether so."""
+        """Keep all blocks on the device if half of its free memory suffices; yield whether so."""
         is_cuda = self.device.type == "cuda"
         room = torch.cuda.mem_get_info(self.device)[0] // 2 if is_cuda else 0
         with ExitStack() as stack:
@@ -181,13 +183,13 @@ class Offload(MovedBlocks):
         try:
             for parameter in block.parameters():
                 parameter.data = parameter.data.pin_memory()
-        except RuntimeError as error:  # the system limits how much a process may lock
+        except RuntimeError as error:  # the system limits the memory that a process may lock
             self._locks_pages = False
             log.debug("Blocks stay in pageable memory: %s", first_line(error))
 
 
 def _free_memory() -> int:
-    """Return the bytes of memory that this machine has free; 0 if it does not report them."""
+    """Return this machine's free memory in bytes; 0 if it reports none."""
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):

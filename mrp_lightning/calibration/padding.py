@@ -1,4 +1,4 @@
-"""Telling tokens from padding in the input of a layer, by the attention masks of the forward."""
+"""Separate tokens from padding in the inputs of layers, by the attention masks of the forward."""
 
 import inspect
 import logging
@@ -13,32 +13,32 @@ from torch import Tensor, nn
 log = logging.getLogger(__name__)
 
 _OF_TORCH = ("src_key_padding_mask", "tgt_key_padding_mask")
-"""The names in torch's encoders and decoders of the mask (batch, length) of their hidden state."""
+"""Argument names of torch's encoders and decoders for the mask (batch, length) of their input."""
 
 _OF_ATTENTION = ("query", "key", "value", "key_padding_mask")
-"""The first arguments of torch's attention."""
+"""The names of the first arguments of torch's attention, in their order."""
 
 
 @dataclass(frozen=True)
 class _Masks:
     """The masks (batch, length) of a module: True for tokens, `None` where there is no padding."""
 
-    own: Tensor | None  # that of the module's hidden state
-    memory: Tensor | None = None  # the encoder's output that its cross-attention reads
+    own: Tensor | None  # of the module's hidden state
+    memory: Tensor | None = None  # the encoder's output, which cross-attention reads
     of_memory: Tensor | None = None  # the mask of that output
 
 
 class Padding:
-    """Watches the attention masks that modules are called with in a forward of the model.
+    """Separates tokens from padding by the attention masks that modules receive in a forward.
 
-    A layer's padding is told by the mask of the innermost module around it that was given one: a
-    decoder's layers by the decoder's mask. Where no module takes a mask, it is that of the batch.
-    The masks that torch's own encoders and decoders take, True for padding, count alike.
+    The mask of a layer's input is that of the innermost enclosing module that received one (for a
+    decoder's layers, the decoder's mask), else that of the batch. The masks of torch's own encoders
+    and decoders, in which True is padding, count as well.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        # Layers some of whose inputs do not match the mask around them, with both shapes: all
-        # rows of such an input count as tokens.
+        # By layer, the shapes of an input that does not match its mask, and of that mask. All rows
+        # of such an input count as tokens.
         self.unmatched: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         self._takers = [module for module in model.modules() if _takes_mask(module)]
         self._arguments = {
@@ -54,7 +54,7 @@ class Padding:
 
     @contextmanager
     def follow(self, layers: Sequence[nn.Module]) -> Iterator[None]:
-        """Note the inputs of the modules around these layers, in which routed rows are found."""
+        """Record the inputs of the modules that enclose these layers, to identify routed rows."""
         with ExitStack() as stack:
             stack.callback(self._inputs.clear)
             for module in {around: None for layer in layers for around in self.around(layer)}:
@@ -71,7 +71,7 @@ class Padding:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Note the masks of every forward that runs in this context."""
+        """Record the masks of all forwards in this context."""
         hooks = [(module, self._note) for module in self._takers]
         hooks += [(attention, self._warn) for attention in self._attentions]
         with ExitStack() as stack:
@@ -81,7 +81,7 @@ class Padding:
             yield
 
     def start_batch(self, batch: Any) -> None:
-        """Forget the masks of the last batch, and take this one's own."""
+        """Drop the masks of the last batch, and read the mask of this one."""
         self._masks.clear()
         self._tokens.clear()
         self._inputs.clear()
@@ -107,13 +107,13 @@ class Padding:
         for name in _OF_TORCH:
             if isinstance(mask := arguments.get(name), Tensor) and mask.ndim == 2:
                 is_token = self._tokens_of(mask, _not_padding)
-                # The mask is (batch, length) also where hidden states are (length, batch, columns).
+                # The mask is (batch, length) even if hidden states are (length, batch, columns).
                 if is_token is not None and _is_length_first(module):
                     is_token = is_token.T
                 self._masks[id(module)] = _Masks(is_token)
 
     def _warn(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Say, once, that padding is told to an attention, and to no module around it."""
+        """Warn, once, if an attention receives a mask of padding, and no enclosing module does."""
         arguments = dict(zip(_OF_ATTENTION, args, strict=False)) | kwargs
         mask = arguments.get("key_padding_mask")
         if self._warned or mask is None or arguments.get("query") is not arguments.get("key"):
@@ -127,7 +127,7 @@ class Padding:
             )
 
     def around(self, module: nn.Module) -> Iterator[nn.Module]:
-        """The modules around a module, from the innermost to the model."""
+        """Yield the modules that enclose a module, from the innermost up to the model."""
         while (parent := self._parents.get(id(module))) is not None:
             yield parent
             module = parent
@@ -135,7 +135,7 @@ class Padding:
     def _tokens_of(
         self, mask: Tensor, find: Callable[[Tensor], Tensor] = lambda mask: mask != 0
     ) -> Tensor | None:
-        """Make a mask True for tokens, `None` where all are; once a batch: a GPU waits for it."""
+        """Return a mask, True for tokens, `None` if all are; cached, as it synchronises a GPU."""
         key = id(mask), find
         if key not in self._tokens:
             is_token = find(mask)
@@ -143,10 +143,11 @@ class Padding:
         return self._tokens[key][1]
 
     def rows(self, x: Tensor, module: nn.Module, name: str) -> Tensor | None:
-        """Tell which rows of a layer's input are tokens, a bool for each; `None` where all are.
+        """Return which rows of a layer's input are tokens, bool (rows,); `None` if all are.
 
-        x is (batch, length, ..., columns), (batch · length, columns), or with further dimensions of
-        1 in between. What does not match the mask is noted in `unmatched`, under the name.
+        x is (batch, length, ..., columns), (batch · length, columns), or has further dimensions of
+        1 in between. If its shape does not match the mask, `unmatched` records the shapes under the
+        name.
         """
         masks = self._masks_of(module)
         is_token = masks.of_memory if x is masks.memory else masks.own
@@ -158,19 +159,19 @@ class Padding:
         return rows
 
     def rows_of_output(self, x: Tensor) -> Tensor | None:
-        """Tell which rows of the model's output are tokens, like `rows`.
+        """Return which rows of the model's output are tokens, as `rows` does.
 
-        x is (batch, length, ..., columns); of any other shape all rows count.
+        x is (batch, length, ..., columns); for other shapes, all rows are tokens.
         """
         masks = [self._of_batch, *(masks.own for masks in self._masks.values())]
         fitting = (own for own in masks if own is not None and own.shape == x.shape[:-1])
         return next((own.flatten().to(x.device) for own in fitting), None)
 
     def in_order(self, x: Tensor, module: nn.Module) -> bool:
-        """Whether the rows of a layer's input are positions in their order, not picked by a router.
+        """Return whether a layer's input rows are all positions in order, not a router's selection.
 
-        Rows without a batch dimension are if they are as many as those of the outermost module
-        around the layer that is given a hidden state; see `follow`.
+        Rows without a batch dimension are in order if there are as many as in the hidden state of
+        the outermost enclosing module that received one; see `follow`.
         """
         inputs = [self._inputs[id(m)] for m in self.around(module) if id(m) in self._inputs]
         return x.ndim > 2 or (
@@ -178,10 +179,10 @@ class Padding:
         )
 
     def _token_rows(self, x: Tensor, module: nn.Module, is_token: Tensor) -> Tensor | None:
-        """Tell which positions are tokens: by the mask, or by the inputs of modules around.
+        """Return which rows are tokens, by the mask or by the inputs of enclosing modules.
 
-        What a router sends to an expert are rows of the router's own input, in another order; the
-        second layer of an expert sees as many rows as the expert, in the same order.
+        A router sends rows of its own input to an expert, in another order; the second layer of an
+        expert reads as many rows as the expert, in the same order.
         """
         aligned = _is_aligned(x, is_token)
         if aligned and x.ndim > 2:
@@ -199,28 +200,28 @@ class Padding:
         return is_token.flatten().to(x.device) if aligned else None
 
     def _masks_of(self, module: nn.Module) -> _Masks:
-        """Return the masks of the innermost module that was given one, else those of the batch."""
+        """Return the masks of the innermost enclosing module that has some, else the batch's."""
         within = (id(m) for m in (module, *self.around(module)) if id(m) in self._masks)
         return next((self._masks[key] for key in within), _Masks(self._of_batch))
 
 
 def taken(x: Tensor, rows: Tensor | None) -> Tensor:
-    """Take the rows of an input that `Padding.rows` tells, (tokens, ..., columns)."""
+    """Select the rows of an input that are tokens by `Padding.rows`: (tokens, ..., columns)."""
     return x if rows is None else x.reshape(rows.numel(), -1, x.shape[-1])[rows]
 
 
 def _is_aligned(x: Tensor, is_token: Tensor) -> bool:
-    """Return whether the rows of x are the positions of the mask, one by one."""
+    """Return whether the rows of x correspond one to one to the positions of the mask."""
     leading = [size for size in x.shape[:-1] if size != 1]
     positions = [size for size in is_token.shape if size != 1]
     return leading[: len(positions)] == positions or leading == [is_token.numel()]
 
 
 def _rows_taken_from(x: Tensor, source: Tensor, is_token: Tensor) -> Tensor | None:
-    """Tell which rows of x are copies of rows of `source` (batch, length, columns) that are tokens.
+    """Return which rows of x are copies of token rows of `source` (batch, length, columns).
 
-    The rows of x (..., columns) may be in any order. Returns a bool for each, or `None` if x has
-    rows that `source` has not. `is_token` is (batch, length).
+    The rows of x (..., columns) may be in any order. The result is bool (rows,), or `None` if x has
+    a row that `source` lacks. `is_token` is bool (batch, length).
     """
     columns = x.shape[-1]
     if x.dtype != source.dtype or source.shape[-1] != columns:
@@ -243,28 +244,28 @@ def _takes_mask(module: nn.Module) -> bool:
     """Return whether a module can be called with the mask of its own hidden state."""
     try:
         names = inspect.signature(module.forward).parameters
-    except (TypeError, ValueError):  # compiled to something without a signature
+    except (TypeError, ValueError):  # compiled callables may have no signature
         return False
-    # nn.Transformer takes both of torch's, and gives each to its encoder or decoder.
+    # nn.Transformer takes two masks, and passes each to its encoder or decoder.
     return "attention_mask" in names or sum(name in names for name in _OF_TORCH) == 1
 
 
 def _not_padding(mask: Tensor) -> Tensor:
-    """Make a mask of torch's True for tokens: it is True, or adds −∞ to scores, for padding."""
+    """Invert a mask of torch, which is True or −∞ for padding: True for tokens."""
     if mask.is_floating_point():
         return mask > torch.finfo(mask.dtype).min
     return mask == 0
 
 
 _LEAST_SCORE = -1000.0
-"""Masks that exclude positions add less than this to their scores; biases by distance add more."""
+"""The largest addend to a score that excludes a position; biases by distance are larger."""
 
 
 def _attended(mask: Tensor) -> Tensor:
     """Return which positions some query attends to, bool (batch, length).
 
     A mask (batch, ..., queries, length) is True or 1 for an attended pair, or is added to its
-    score; a mask (batch, length) is added to the scores of all queries.
+    score. A mask (batch, length) is added to the scores of all queries.
     """
     attends = mask > _LEAST_SCORE if mask.is_floating_point() else mask != 0
     return attends.flatten(1, -2).any(1) if mask.ndim > 2 else attends
@@ -277,12 +278,12 @@ def _is_length_first(module: nn.Module) -> bool:
 
 
 def _is_mask(value: Any) -> TypeGuard[Tensor]:
-    """Whether this is a mask (batch, length) of zeros and ones, and not one to add to scores."""
+    """Return whether a value is a mask (batch, length) of zeros and ones, not of addends."""
     if not isinstance(value, Tensor) or value.ndim != 2:
         return False
     if not value.is_floating_point():
         return True
-    # Nothing but zeros is a mask to add, without padding.
+    # A mask of zeros alone is one to add, without padding.
     return bool(((value == 0) | (value == 1)).all()) and bool((value == 1).any())
 
 

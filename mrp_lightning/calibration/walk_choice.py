@@ -1,4 +1,4 @@
-"""Choose the walk that is right for a model, by trying it on one batch of each kind."""
+"""Choose a correct walk for a model, by a test on one batch of each kind."""
 
 import logging
 from collections import Counter
@@ -26,20 +26,22 @@ from mrp_lightning.processes import ALONE, Processes
 from mrp_lightning.targets.blocks import Block
 
 DIRECTIONS = 32
-"""The number of directions that rows are projected onto. A distance is then known to 12% of it
-(1/√(2·DIRECTIONS)) where two tensors differ alike in all columns, and better elsewhere."""
+"""The number of directions onto which rows are projected.
 
-_ROWS = 2048  # projected at a time
+The relative error of a distance is then 12% (1/√(2·DIRECTIONS)) if two tensors differ alike in all
+columns, and less otherwise."""
+
+_ROWS = 2048  # rows that are projected at a time
 
 
 @dataclass(frozen=True, eq=False)
 class Sketch:
     """The random projection of a tensor."""
 
-    shape: torch.Size  # that of the tensor
+    shape: torch.Size  # of the tensor
     projection: Tensor
-    """P·X of the rows X (rows, columns) of the tensor, float64 (DIRECTIONS, columns) on the CPU,
-    with entries ±1/√DIRECTIONS of P that are drawn at random, but alike for all tensors."""
+    """P·X for the rows X (rows, columns) of the tensor: float64 (DIRECTIONS, columns) on the CPU.
+    The entries ±1/√DIRECTIONS of P are random, and the same for all tensors."""
 
 
 def sketch(tensor: Tensor) -> Sketch:
@@ -49,7 +51,7 @@ def sketch(tensor: Tensor) -> Sketch:
     infinity as ±1e30, so that tensors that have them in the same places can be compared.
     """
     rows = torch.atleast_2d(tensor.detach()).flatten(0, -2)
-    # A forward may run in half precision, by autocast or by default.
+    # The context of the forward may be half precision, by autocast or by default.
     exact = {"device": rows.device, "dtype": torch.float32}
     generator = torch.Generator().manual_seed(0)
     projection = torch.zeros(DIRECTIONS, rows.shape[1], **exact)
@@ -62,10 +64,10 @@ def sketch(tensor: Tensor) -> Sketch:
 
 
 def relative_error(output: Sketch, expected: Sketch, received: Sketch) -> float:
-    """‖output − expected‖ relative to ‖expected − given‖, the block's own update.
+    """Return ‖output − expected‖ relative to ‖expected − received‖, the block's own update.
 
-    Relative to the output itself, a walk that leaves a block's work out would look right: most of
-    the output is the residual stream.
+    Relative to ‖expected‖, even a walk that skips a block would look correct, since most of the
+    output is the residual stream.
     """
     if output.shape != expected.shape:
         return float("inf")
@@ -78,23 +80,23 @@ def relative_error(output: Sketch, expected: Sketch, received: Sketch) -> float:
 log = logging.getLogger(__name__)
 
 _MOST_KINDS = 8
-"""Most kinds that are tried: keys that name samples would make every batch a kind of its own."""
+"""The most kinds of batches in the test: keys that name samples would make each batch a kind."""
 
 
 @dataclass(eq=False)
 class Trace:
-    """One forward of the untouched model; hidden states are by block, at its first call."""
+    """One forward of the unchanged model: the hidden states of each block's first call."""
 
-    order: list[int] = field(default_factory=list)  # of the first calls
-    calls: Counter[int] = field(default_factory=Counter)  # how often each was called
-    inputs: dict[int, Sketch] = field(default_factory=dict)  # of the hidden state that it was given
-    outputs: dict[int, Sketch] = field(default_factory=dict)  # of the one that it returned
-    containers: dict[int, Container | None] = field(default_factory=dict)  # how it returned that
-    error: str | None = None  # why a hidden state could not be found
+    order: list[int] = field(default_factory=list)  # the blocks by their first calls
+    calls: Counter[int] = field(default_factory=Counter)  # number of calls, by block
+    inputs: dict[int, Sketch] = field(default_factory=dict)  # received, by block
+    outputs: dict[int, Sketch] = field(default_factory=dict)  # returned, by block
+    containers: dict[int, Container | None] = field(default_factory=dict)  # of outputs
+    error: str | None = None  # why a block has no hidden state
 
 
 def trace(forward: Callable[[Any], Any], batch: Any, blocks: Sequence[Block]) -> Trace:
-    """Run one batch and note what every block is given and gives; no hidden state is kept."""
+    """Run one batch, and record sketches of the inputs and outputs of all blocks."""
     seen = Trace()
 
     def note_input(k: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -135,20 +137,25 @@ def choose_walk(
     store: torch.device | None = None,
     processes: Processes = ALONE,
 ) -> Walk:
-    """`Inject` where it reproduces the model's own forward on a batch of each kind, else `Rerun`.
+    """Return `Inject` if it reproduces the model's forward on a batch of each kind, else `Rerun`.
 
-    For each kind, it takes one whole forward, and then one per block that runs this block alone and
-    stops behind it. One forward for all of them would be less strict: what a block hands to later
-    ones beside the hidden state, as Gemma 3n hands over keys and values, would be there, and in the
-    walk not. Of the whole forward only sketches are kept, of the others one hidden state at a time.
+    The test of a kind takes one whole forward, and then one forward for each block, which runs
+    that block alone and stops after it. A single forward for all blocks would be less strict: in it, a
+    block could still pass values to later blocks beside the hidden state (Gemma 3n shares keys and
+    values), which the walk does not store. Only sketches of the whole forward are stored, and one
+    hidden state at a time of the others.
 
-    The blocks may be in any order. Each process tries its own batches (none if another has some),
-    and all of them walk in the same way.
+    Args:
+        forward: Runs the model on one batch.
+        batches: The calibration batches of this process, which may be none.
+        blocks: The blocks, in any order.
+        store: The device that stores hidden states; `None` leaves them where they are computed.
+        processes: All processes; they test their own batches, and choose the same walk.
 
     Raises:
-        TargetError: A block is called more than once in a forward, or none is called, or the first
-            batches of two processes call other blocks, or a batch of another kind runs other blocks
-            than the first one, or in another order. The forwards of the walk raise that, too.
+        TargetError: A forward calls a block more than once, or no block; the first batches of two
+            processes call different blocks; or a batch calls blocks that the first batch does not,
+            or in another order. The forwards of the walk raise the last error, too.
     """
     real, problem = _tried(forward, batches, blocks, store) if batches else (Trace(), None)
     gathered = processes.all((real.order, problem) if batches else None)
@@ -180,7 +187,7 @@ def _tried(
     blocks: Sequence[Block],
     store: torch.device | None,
 ) -> tuple[Trace, str | None]:
-    """The trace of the first batch, and the fault of `Inject` on a batch of any kind, if any."""
+    """Return the trace of the first batch, and the fault of `Inject` on some batch, if any."""
     first, *others = one_of_each_kind(batches)
     real = _traced(forward, first, blocks)
     problem = real.error or _self_test(forward, first, blocks, real, real.containers, store)
@@ -194,7 +201,7 @@ def _tried(
 
 
 def _traced(forward: Callable[[Any], Any], batch: Any, blocks: Sequence[Block]) -> Trace:
-    """Return the trace of a batch that runs some of the blocks, each once."""
+    """Return the trace of a batch; raise unless it calls some blocks, and each once."""
     real = trace(forward, batch, blocks)
     repeated = [f"{blocks[k].name} ({n} times)" for k, n in sorted(real.calls.items()) if n > 1]
     if repeated:
@@ -215,10 +222,10 @@ def _traced(forward: Callable[[Any], Any], batch: Any, blocks: Sequence[Block]) 
 def in_order(
     forward: Callable[[Any], Any], ordered: Sequence[Block], num_reached: int
 ) -> Callable[[Any], Any]:
-    """Let no batch run the blocks otherwise than the first one did; leaving some out is allowed.
+    """Wrap a forward so that it raises if a batch calls blocks in another order than the first one.
 
-    The walk stops each forward at the block that it runs, so what comes after the last is not seen.
-    The first batch ran the first `num_reached` of the ordered blocks, in this order.
+    A batch may leave blocks out. Calls after the block at which the walk stops a forward are not
+    observed. The first batch called the first `num_reached` of the `ordered` blocks, in this order.
     """
 
     def guarded(batch: Any) -> Any:
@@ -259,7 +266,7 @@ def _self_test(
     containers: Mapping[int, Container | None],
     store: torch.device | None,
 ) -> str | None:
-    """Find the fault of `Inject` on this batch, `None` if it has none."""
+    """Return the fault of `Inject` on a batch, `None` if it reproduces the forward."""
     order = [blocks[k] for k in real.order]
     walk = Inject(forward, [batch], order, [containers[k] for k in real.order], store)
     for position, k in enumerate(real.order):
@@ -270,7 +277,7 @@ def _self_test(
                 return f"{name} was not called"
             ours = sketch(hidden_of(output))
             walk.keep(position, 0, walk.stored(output))
-        except Exception as problem:  # whatever a stubbed model stumbles over
+        except Exception as problem:  # of any type: the model's own code runs on stubs
             if is_out_of_memory(problem):
                 raise
             return f"{name}: {type(problem).__name__}: {problem}"
@@ -281,7 +288,7 @@ def _self_test(
 
 
 def one_of_each_kind(batches: Sequence[Any]) -> list[Any]:
-    """Return the first batch of each kind, of eight at most, in the order of the batches."""
+    """Return the first batch of each kind, at most eight, in the order of the batches."""
     by_kind: dict[Hashable, Any] = {}
     for batch in batches:
         by_kind.setdefault(kind(batch), batch)
@@ -289,10 +296,10 @@ def one_of_each_kind(batches: Sequence[Any]) -> list[Any]:
 
 
 def kind(data: Any) -> Hashable:
-    """The kind of a batch: its keys, where it has `None`, the dtypes and ranks of its tensors.
+    """Return the kind of a batch: its keys, its `None` entries, its tensors' dtypes and ranks.
 
-    The lengths of tensors and of lists, and numbers and texts, do not tell kinds apart; whether an
-    `attention_mask` leaves anything out does.
+    Lengths of tensors and lists, numbers and strings do not count; whether an `attention_mask` has
+    zeros does.
     """
     if isinstance(data, Tensor):
         return data.dtype, data.ndim

@@ -15,10 +15,10 @@ from mrp_lightning.targets.layers import Layer
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Let an attribute of this one object, as a rule a method, stand in for that of its class.
+    """Replace an attribute of one object, usually a method of its class, in this context.
 
-    Replacements nest: the last one counts, and what it replaced comes back after it. A module keeps
-    its hooks and all else.
+    Replacements nest: the last one counts, and its predecessor is restored after it. A module keeps
+    its hooks.
     """
     own = vars(owner)
     replaced = {name: own[name]} if name in own else {}
@@ -32,9 +32,10 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def every_layer_called() -> Iterator[None]:
-    """Let torch's own encoders and attention call their layers; fused, no hook sees these.
+    """Switch off the fused path of torch's own encoders and attention, in which no hook fires.
 
-    Fused, an encoder with padding passes nested tensors, which have no shape, between its blocks.
+    With padding, a fused encoder also passes nested tensors, which have no shape, between its
+    blocks.
     """
     was_enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -45,14 +46,14 @@ def every_layer_called() -> Iterator[None]:
 
 
 class StopForward(BaseException):
-    """Ends a forward early. Not an Exception, so that models do not catch it."""
+    """Ends a forward early. It is no `Exception`, so that models do not catch it."""
 
 
 class Walk(ABC):
     """A way to run one block on all calibration batches.
 
-    The blocks are in the order in which the model calls them. Hidden states are kept on the device
-    `store`; `None` leaves them where they are made.
+    The blocks are in the order in which the model calls them. Hidden states are stored on the
+    device `store`; `None` leaves them where they are computed.
     """
 
     name: str  # in the report
@@ -68,30 +69,30 @@ class Walk(ABC):
         self.store = store
 
     def twin(self) -> "Walk":
-        """Another walk over the same model and batches, at its start."""
+        """Return another walk over the same model and batches, at its start."""
         return type(self)(self.forward, self.batches, self.blocks, self.store)
 
     def runs_after(self, k: int) -> Sequence[Block]:
-        """Return the blocks that are still run once block k is done."""
+        """Return the blocks that the walk still runs after block k."""
         return self.blocks[k + 1 :]
 
     def advance(self, k: int) -> Iterator[int]:  # noqa: ARG002
-        """Make the outputs of block k, as it is now, the inputs of the next."""
+        """Make the present outputs of block k the inputs of the next."""
         yield from ()
 
     def keep(self, k: int, i: int, hidden: Tensor | None) -> None:
-        """Take the hidden state that block k returned for batch i as the input of the next."""
-        del k, i, hidden  # most walks store none
+        """Store the hidden state that block k returned for batch i, an input of the next block."""
+        del k, i, hidden  # only `Inject` stores hidden states
 
     def stored(self, output: Any) -> Tensor | None:
-        """Return the hidden state in what a block returned, where such are stored."""
+        """Return the hidden state in a block's output, on the store; `None` for no output."""
         if output is None:
             return None
         hidden = hidden_of(output).detach()
         return hidden if self.store is None else hidden.to(self.store)
 
     def finish(self, k: int, i: int) -> Any:  # noqa: ARG002
-        """Run the model on batch i from block k, on the outputs of those before it, to its end."""
+        """Run batch i from block k, on the outputs of the blocks before it, to the model's end."""
         with every_layer_called():
             return self.forward(self.batches[i])
 
@@ -99,11 +100,11 @@ class Walk(ABC):
     def output(self, k: int, i: int) -> Any:
         """Run block k on batch i, on the outputs of the blocks before it as they are now.
 
-        Returns what the block returns; `None` if the batch does not reach it.
+        Returns the block's output; `None` if the batch does not reach the block.
         """
 
     def _run_to(self, k: int, i: int) -> Any:
-        """Run the forward on batch i up to block k, and return what that returns."""
+        """Run the forward on batch i up to block k, and return that block's output."""
         out: list[Any] = []
 
         def post(_: nn.Module, __: Any, output: Any) -> None:
@@ -120,7 +121,7 @@ class Walk(ABC):
 
 
 class WholeModel(Walk):
-    """One step: the whole forward. For models and layers without blocks."""
+    """A walk of one step, the whole forward, for models and layers without blocks."""
 
     name = "whole model"
 
@@ -130,7 +131,7 @@ class WholeModel(Walk):
 
 
 class Rerun(Walk):
-    """Run the model up to block k. Right for every model, at the price of a forward a block."""
+    """Run the model up to block k: correct for every model, but a forward for each block."""
 
     name = "rerun"
 
@@ -139,19 +140,21 @@ class Rerun(Walk):
         return self.blocks
 
     def output(self, k: int, i: int) -> Any:
-        """Run batch i from the start, and return what block k returns."""
+        """Run batch i from the start, and return the output of block k."""
         return self._run_to(k, i)
 
 
 class Inject(Walk):
     """Run the model's forward with stubs for the blocks before k, which return stored outputs.
 
-    What is stored of a batch is the output of the last block that it reached, in each chain that
-    was begun (an encoder's, when the decoder is walked). The stub of such a block returns it, and
-    all others what they are given. Between the last stub and block k the model itself goes on: it
-    may add something there, to some batches only.
+    For each batch and each chain of blocks that was begun (such as the encoder's, when the
+    decoder is walked), the output of the last block that the batch reached is stored. The stub of that
+    block returns it, and all other stubs return their input. Between the last stub and block k the
+    model's own code runs, which may add to the hidden state.
 
-    `containers` say how each block returns its hidden state: `None` for a bare tensor.
+    Args:
+        containers: The form in which each block returns its hidden state, by the number of the
+            block; `None` for a bare tensor.
     """
 
     name = "inject"
@@ -166,10 +169,10 @@ class Inject(Walk):
     ) -> None:
         super().__init__(forward, batches, blocks, store)
         self.containers = containers
-        self.hidden: list[dict[int, Tensor]] = [{} for _ in batches]  # of each, by block
+        self.hidden: list[dict[int, Tensor]] = [{} for _ in batches]  # of each batch, by block
 
     def twin(self) -> "Inject":
-        """Another walk over the same model and batches, with hidden states of its own."""
+        """Return another walk over the same model and batches, with hidden states of its own."""
         return Inject(self.forward, self.batches, self.blocks, self.containers, self.store)
 
     def advance(self, k: int) -> Iterator[int]:
@@ -179,25 +182,25 @@ class Inject(Walk):
             yield i
 
     def keep(self, k: int, i: int, hidden: Tensor | None) -> None:
-        """Store it, if the batch reached the block, in place of what its chain had before."""
+        """Store the hidden state, if there is one, in place of the chain's last one."""
         if hidden is not None:
             chain = self.blocks[k].chain
             others = {j: x for j, x in self.hidden[i].items() if self.blocks[j].chain != chain}
             self.hidden[i] = {**others, k: hidden}
 
     def output(self, k: int, i: int) -> Any:
-        """Run block k on what the model makes of the stored outputs of batch i."""
+        """Run batch i up to block k with stubs that return stored outputs."""
         with self._stubs(k, i):
             return self._run_to(k, i)
 
     def finish(self, k: int, i: int) -> Any:
-        """Run what comes after the stored outputs of batch i."""
+        """Run batch i to the model's end with stubs that return stored outputs."""
         with self._stubs(k, i):
             return super().finish(k, i)
 
     @contextmanager
     def _stubs(self, k: int, i: int) -> Iterator[None]:
-        """Let stubs of the blocks before k return what is stored of batch i."""
+        """Replace the blocks before k by stubs that return the stored outputs of batch i."""
         with ExitStack() as stack:
             for j, block in enumerate(self.blocks[:k]):
                 stub = _stub(self.containers[j], self.hidden[i].get(j))
@@ -207,7 +210,7 @@ class Inject(Walk):
 
 @dataclass(frozen=True)
 class Container:
-    """A tuple or list that a block returns, with the hidden state first."""
+    """The tuple or list in which a block returns its hidden state, as the first item."""
 
     kind: type
     length: int
@@ -217,7 +220,7 @@ def _stub(container: Container | None, stored: Tensor | None) -> Callable[..., A
     def forward(*args: Any, **kwargs: Any) -> Any:
         hidden = hidden_input(args, kwargs)
         if stored is not None:
-            # A copy: the model and its blocks may add to it in place.
+            # A copy, since the model and its blocks may modify it in place.
             hidden = stored.to(hidden.device, copy=True)
         if container is None:
             return hidden
@@ -227,7 +230,7 @@ def _stub(container: Container | None, stored: Tensor | None) -> Callable[..., A
 
 
 def hidden_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Find the hidden state that a block is given."""
+    """Return the hidden state among the arguments of a block."""
     if args and isinstance(args[0], Tensor):
         return args[0]
     if isinstance(kwargs.get("hidden_states"), Tensor):
@@ -239,7 +242,7 @@ def hidden_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def hidden_of(output: Any) -> Tensor:
-    """Find the hidden state in what a block returns."""
+    """Return the hidden state in the output of a block."""
     hidden = output[0] if isinstance(output, tuple | list) else output
     if not isinstance(hidden, Tensor):
         raise TypeError(f"the block returns a {type(output).__name__}")
@@ -247,26 +250,29 @@ def hidden_of(output: Any) -> Tensor:
 
 
 class DenseStream:
-    """A second walk, over the dense model, which needs no second copy of the model.
+    """A second walk, over the dense model, without a second copy of the model.
 
-    It begins with the walk over the model that is being pruned, and runs a block while it is still
-    dense; what is pruned in it meanwhile is put back for the time of a forward. So the weights of
-    one block are kept twice. Only where the walk runs all blocks in every forward (`Rerun`) are
-    those of all pruned layers. With `keeps_outputs` it has `outputs` also where the walk itself
-    needs none.
+    It advances with the walk over the model that is being pruned. The dense weights of the present
+    block's pruned layers are copied and swapped back in for each of its forwards, so the weights of
+    one block are in memory twice; those of all pruned layers are if the walk runs all blocks in
+    every forward (`Rerun`).
+
+    Args:
+        walk: The walk over the model that is being pruned.
+        keeps_outputs: Whether `outputs` are stored even if the walk needs none.
     """
 
     def __init__(self, walk: Walk, *, keeps_outputs: bool = False) -> None:
-        # By batch, the hidden state that the block last left behind returned: on the walk's store,
-        # `None` where the batch does not reach the block.
+        # By batch: the dense output of the last advanced block, on the walk's store; `None` if the
+        # batch does not reach that block.
         self.outputs: list[Tensor | None] = [None] * len(walk.batches)
         self._walk = walk.twin()
         self._keeps_outputs = keeps_outputs or isinstance(self._walk, Inject)
-        # By the name of the parameter: modules may get new ones where they are moved.
+        # By the name of the parameter, since a move may replace a module's parameter objects.
         self._dense: dict[str, tuple[Layer, Tensor]] = {}
 
     def remember(self, layer: Layer) -> None:
-        """Keep a copy of a layer's dense weight, before it is pruned."""
+        """Copy a layer's dense weight, before the layer is pruned."""
         if layer.parameter_name not in self._dense:
             dense = layer.parameter.detach().to(self._walk.store, copy=True)
             self._dense[layer.parameter_name] = layer, dense
@@ -293,7 +299,7 @@ class DenseStream:
         }
 
     def _exchange(self) -> None:
-        """Let the model's weights and those that are kept change places. No weight moves."""
+        """Swap the values of pruned weights and their dense copies, in place."""
         with torch.no_grad():
             for layer, dense in self._dense.values():
                 weights = layer.parameter.detach().clone()
