@@ -65,7 +65,7 @@ __all__ = [
 
 silence_torchao()
 
-# What needs more than torch is loaded when it is first asked for (PEP 562).
+# Names that need more than torch are imported on first access (PEP 562).
 _LAZY = {
     "BlockReport": "mrp_lightning.records.report",
     "BlockTuning": "mrp_lightning.pruning.job",

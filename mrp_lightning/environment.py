@@ -1,4 +1,4 @@
-"""The environment of a command: device, hub, libraries; and the part of it that a report names."""
+"""The environment of a command: device, hub, libraries, and their versions for reports."""
 
 import json
 import logging
@@ -27,10 +27,10 @@ progress_log = logging.getLogger("lightning.pytorch.progress")
 
 
 def device_named(name: str | None) -> torch.device:
-    """Return the device of `--device`: cpu, cuda or cuda:N; `None` is CUDA where there is one.
+    """Return the device of `--device`: cpu, cuda or cuda:N; `None` is CUDA if available.
 
     Raises:
-        OptionError: It is none of these, or is not there.
+        OptionError: The name is none of these, or this machine lacks the device.
     """
     if name is None:
         warn_of_unused_gpu()
@@ -51,10 +51,10 @@ def device_named(name: str | None) -> torch.device:
 
 @cache
 def warn_of_unused_gpu() -> None:
-    """Warn once if torch is a CUDA build and can use no GPU, so that the CPU does all the work.
+    """Warn once if torch is a CUDA build, but cannot use a GPU, so that the CPU does all the work.
 
-    torch falls back without an error if the driver is older than its CUDA, or if a container was
-    started without its GPUs. A GPU that `CUDA_VISIBLE_DEVICES` hides is left out on purpose.
+    torch falls back silently if the driver is older than its CUDA, or if a container was started
+    without its GPUs. `CUDA_VISIBLE_DEVICES` that hides all GPUs is a choice, and gives no warning.
     """
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if torch.version.cuda is None or hidden or torch.cuda.is_available():
@@ -76,15 +76,16 @@ def warn_of_unused_gpu() -> None:
 
 
 _HUB_SECONDS = 3
-"""How long the hub has to answer."""
+"""Seconds that the hub has to answer."""
 _ANSWER_SECONDS = 60
-"""How long its answer, or its silence, counts."""
+"""Seconds for which an answer of the hub, or its absence, is cached."""
 
 
 def why_no_hub() -> str | None:
     """Return why the hub cannot be reached, `None` if it can be.
 
-    Libraries that load from it try each file for half a minute; here one request decides.
+    Libraries that load from the hub retry each file for half a minute; a single request decides
+    here.
     """
     import huggingface_hub
 
@@ -99,7 +100,7 @@ def _ask_hub(period: int) -> str | None:  # noqa: ARG001  (an answer counts for 
 
     try:
         get_session().head(constants.ENDPOINT, timeout=_HUB_SECONDS)
-    except Exception as error:  # of whichever library asks: no name, no route, no certificate
+    except Exception as error:  # of many types: no name, no route, no certificate
         return f"{constants.ENDPOINT} cannot be reached: {error}"
     return None
 
@@ -115,11 +116,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def silence_torchao() -> None:
-    """Silence the messages of torchao while it is loaded.
+    """Silence the messages that torchao logs while it is imported.
 
-    transformers loads it wherever it is installed, whether it is used or not, and torchao then
-    warns of each of its libraries that was built for another device, CUDA or Python, and of calls
-    that torch deprecates. All other messages are shown.
+    transformers imports torchao if it is installed, even if it is not used. torchao then warns of
+    each of its libraries that was built for another device, CUDA or Python, and of calls that torch
+    deprecates. All other messages are shown.
     """
     logging.getLogger("torchao").addFilter(_is_no_loading_message)
     logging.getLogger("torch.utils._pytree").addFilter(_is_no_loading_message)
@@ -130,10 +131,10 @@ def _is_no_loading_message(record: logging.LogRecord) -> bool:
 
 
 def silence_lightning() -> None:
-    """Silence what Lightning logs about other packages and its own code.
+    """Silence Lightning's messages about other packages and its own code.
 
-    These are tips to install two packages of its makers, that TensorBoard is missing where logs are
-    asked for, and that it calls deprecated functions of torch. All other messages are shown.
+    These are tips to install two packages of its makers, the note that TensorBoard is missing, and
+    warnings of deprecated functions of torch that it calls. All other messages are shown.
     """
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_no_tip)
     for message in (".*`tensorboardX` has been removed", ".*LeafSpec.* is deprecated"):
@@ -161,7 +162,7 @@ def quiet_lightning() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-            # The line of ours that warns tells a user of a command nothing.
+            # The source line of a warning means nothing to the user of a command.
             warnings.formatwarning = lambda message, *_, **__: f"{message}\n"
             yield
     finally:
@@ -176,10 +177,10 @@ def quiet_lightning() -> Iterator[None]:
 
 @contextmanager
 def extra(name: str, purpose: str) -> Iterator[None]:
-    """Explain an import that fails in this context by the extra of `pyproject.toml` that it needs.
+    """Explain an import error in this context by the extra of `pyproject.toml` that is missing.
 
     Raises:
-        DependencyError: An import inside failed, which `what` needs.
+        DependencyError: An import that `purpose` needs failed.
     """
     try:
         yield
@@ -193,8 +194,8 @@ def extra(name: str, purpose: str) -> Iterator[None]:
 def _requirement(extra_name: str) -> str:
     """Return the argument of `pip install` that adds an extra to this installation.
 
-    The name alone would be looked up in an index, which may not have what was installed from a
-    directory. PEP 610 records that directory; a checkout that is imported as it is has none.
+    An installation from a directory needs that directory, recorded as of PEP 610, since an index
+    may lack the package. A checkout on `sys.path` has no record.
     """
     checkout = Path(__file__).parents[1]
     if (checkout / "pyproject.toml").is_file():
@@ -211,7 +212,7 @@ def _requirement(extra_name: str) -> str:
 def command() -> str | None:
     """Return the command line that started this process, `None` at a prompt and in a notebook.
 
-    The interpreter and what is installed beside it are called by their names alone.
+    The interpreter and installed scripts appear by their names, without directories.
     """
     first, *rest = sys.orig_argv[1:] or [""]
     if first in ("", "-c", "-i") or "ipykernel_launcher" in rest:
@@ -222,7 +223,7 @@ def command() -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the loaded libraries; others had no part in a result."""
+    """Return the versions of the imported libraries; others cannot have affected a result."""
     loaded = {"mrp_lightning": __version__, "python": platform.python_version()}
     for name in ("torch", "lightning", "transformers", "lm_eval"):
         if name in sys.modules:

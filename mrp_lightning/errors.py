@@ -8,16 +8,16 @@ from mrp_sparse.errors import TargetError as TargetError
 from mrp_sparse.errors import first_line as first_line
 
 FAILED, MISTAKE = 1, 2
-"""Exit statuses: the command failed; its arguments are wrong."""
+"""Exit statuses: the command failed, and its arguments are wrong."""
 
 
 def ended_by(signal: int) -> int:
-    """Return the exit status of a process that a signal ends, as shells report it."""
+    """Return the exit status of a process that a signal ended: 128 plus its number."""
     return 128 + signal
 
 
 class MethodError(ArgumentError):
-    """`method` is not one that exists, or cannot be used with the given pattern."""
+    """`method` does not exist, or cannot be combined with the pattern."""
 
 
 class HessianError(ValueError):
@@ -25,11 +25,11 @@ class HessianError(ValueError):
 
 
 class StrategyError(ArgumentError):
-    """The trainer spreads the model or the data over processes in a way that is not supported."""
+    """The trainer's strategy distributes the model or the data in an unsupported way."""
 
 
 class DataError(ArgumentError):
-    """Text or batches cannot be used: none, too short, of an unknown form, without a tokenizer."""
+    """Text or batches are missing, too short or malformed, or there is no tokenizer for them."""
 
 
 class MissingFileError(ArgumentError, FileNotFoundError):
@@ -41,15 +41,15 @@ class ParityError(ValueError):
 
 
 class SaveError(OSError):
-    """A pruned model could not be written; it is still in memory, and can be saved elsewhere."""
+    """A pruned model could not be written. It is still in memory, and can be saved elsewhere."""
 
 
 class JournalError(ValueError):
-    """The journal of an unfinished run is of another run, damaged, or in use by a live process."""
+    """The journal of an unfinished run belongs to another run, is damaged, or is in use."""
 
 
 class OutOfMemoryError(RuntimeError):
-    """There was not enough memory to calibrate or to prune; the message says what to lower."""
+    """Memory did not suffice to calibrate or to prune; the message names the next step."""
 
 
 class ProcessError(RuntimeError):
@@ -57,12 +57,12 @@ class ProcessError(RuntimeError):
 
 
 class DependencyError(ImportError):
-    """A package that a command needs is not installed, or is hidden by another of its name."""
+    """A required package is not installed, or another package of the same name hides it."""
 
 
 class NumericalWarning(UserWarning):
-    """A result is valid but less accurate than asked for, or took more damping than asked for."""
+    """A result is valid, but less accurate than requested, or needed more damping."""
 
 
 ERROR_OF_ARGUMENT = {"sparsity": PatternError, "pattern": PatternError, "method": MethodError}
-"""The error of a public argument that has a class of its own; all others are `OptionError`."""
+"""The class of the errors of each public argument; `OptionError` for all others."""

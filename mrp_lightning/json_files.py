@@ -1,4 +1,4 @@
-"""JSON files: written without NaN, and read as dataclasses, with every problem listed."""
+"""Write JSON files without NaN, and read them as dataclasses, listing all problems at once."""
 
 import json
 import math
@@ -19,10 +19,11 @@ _EXPECTED = "Input should be "
 
 
 def as_json(content: Any) -> str:
-    """Return the text of a JSON file; numbers that are not finite, which JSON lacks, become null.
+    """Return the text of a JSON file; NaN and infinities, which JSON lacks, become null.
 
     Raises:
-        TypeError: The content is more than mappings, lists, tuples, strings, numbers and `None`.
+        TypeError: The content has other types than mappings, lists, tuples, strings, numbers and
+            `None`.
     """
     return json.dumps(_finite(content), indent=2, allow_nan=False) + "\n"
 
@@ -38,35 +39,39 @@ def read_as(
 def as_dataclass(kind: type[T], content: Any, source: str, remedy: str) -> T:
     """Return a JSON object as a dataclass, whose fields may be dataclasses in turn.
 
-    `source` names the object in messages, which end with the next step, `remedy`.
+    Types are strict: a bool is no number, and a number no string, but 1 is the float 1.0. Keys that
+    the dataclass lacks are ignored; missing keys get its defaults. A `ValueError` of
+    `__post_init__` is listed with the other problems.
 
-    Types are those of JSON: a bool is no number, and a number no text, but 1 is the float 1.0. Keys
-    that the dataclass lacks are ignored; missing ones have its defaults. A
-    `ValueError` of its `__post_init__` is listed with the other problems.
+    Args:
+        kind: The dataclass.
+        content: The parsed JSON object.
+        source: The name of the object in messages.
+        remedy: The next step, which ends the message.
 
     Raises:
-        FormatError: Values are missing, or of other types; all are listed.
+        FormatError: Values are missing or have other types. The message lists all of them.
     """
-    from pydantic import TypeAdapter, ValidationError  # only where a file is read
+    from pydantic import TypeAdapter, ValidationError  # slow to import, and only needed here
 
     step = remedy[0].upper() + remedy[1:]
     refused = f"{source} is not as mrp-lightning writes it. {step}."
     try:
-        # As JSON, in which strict types still let a list be a tuple and an object a dataclass.
+        # In JSON mode, strict types accept a list for a tuple and an object for a dataclass.
         return TypeAdapter(kind).validate_json(json.dumps(content), strict=True)
-    except TypeError as error:  # what a pickle can hold, and JSON cannot
+    except TypeError as error:  # an unpickled object that JSON cannot hold
         raise FormatError(f"{refused}\n  {error}") from error
     except ValidationError as error:
         problems: dict[str, str] = {}
         for detail in error.errors(include_url=False):
             key = _key(detail, content)
-            problems.setdefault(key, _problem(key, detail))  # of a union the first kind
+            problems.setdefault(key, _problem(key, detail))  # of a union's errors the first
         listed = "\n".join(f"  {problem}" for problem in problems.values())
         raise FormatError(f"{refused}\n{listed}") from error
 
 
 def _key(detail: "ErrorDetails", content: Any) -> str:
-    """Return the path `layers[3].name` of an error, without pydantic's names of union members."""
+    """Return the path of an error, such as `layers[3].name`, without pydantic's union members."""
     key = ""
     for step in detail["loc"]:
         if isinstance(content, list) and isinstance(step, int):

@@ -1,3 +1,3 @@
-"""The packed layers under the name that they had before `mrp_sparse` was a package of its own."""
+"""The former name of `mrp_sparse.packed_linear`, for code that imports it."""
 
 from mrp_sparse import *  # noqa: F403

@@ -1,7 +1,7 @@
 """Processes that prune one model together, each with its share of the batches and of the rows.
 
-Each process holds the whole model. All processes call collectives in the same order, and get the
-same bits.
+Each process holds the whole model. All processes call the methods that communicate (collectives) in
+the same order, and get the same bits.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Processes:
-    """All processes of torch's default group, or this one alone.
+    """The processes of torch's default group, or this process alone.
 
     Attributes:
         rank: The number of this process, from 0.
@@ -32,22 +32,22 @@ class Processes:
     device: torch.device = _CPU
 
     def share(self, rows: int) -> slice:
-        """Return the consecutive rows of this process; shares differ by one row at most."""
+        """Return the slice of this process's rows; the shares differ by at most one row."""
         return slice(self._start(self.rank, rows), self._start(self.rank + 1, rows))
 
     def gather_rows(self, own: Tensor, rows: int) -> Tensor:
         """Concatenate the shares of all processes, on the device of `own`.
 
         Args:
-            own: The rows of this process's share, (its rows, …), of any dtype.
-            rows: The number of rows of all shares.
+            own: The rows of this process, (rows of its share, …), of any dtype.
+            rows: The total number of rows.
         """
         if self.size == 1:
             return own
         most = -(-rows // self.size)
         padded = own.new_zeros(most, *own.shape[1:], device=self.device)
         padded[: len(own)] = own
-        # As bytes: no backend exchanges all dtypes.
+        # As bytes, since no backend communicates all dtypes.
         shares = self._gather(padded.view(most, -1).view(torch.uint8))
         parts = [
             share.view(own.dtype)[: self._start(rank + 1, rows) - self._start(rank, rows)]
@@ -56,28 +56,28 @@ class Processes:
         return torch.cat(parts).view(rows, *own.shape[1:]).to(own.device)
 
     def sum_(self, tensor: Tensor) -> Tensor:
-        """Add the tensors of all processes up, in place; contiguous, and on `device`."""
+        """Sum a tensor over all processes in place; it must be contiguous and on `device`."""
         if self.size > 1:
             with self._explained():
                 distributed.all_reduce(tensor)
         return tensor
 
     def like_first_(self, tensor: Tensor) -> Tensor:
-        """Copy the tensor of process 0 in place; contiguous, and on `device`."""
+        """Overwrite a tensor with that of process 0; it must be contiguous and on `device`."""
         if self.size > 1:
             with self._explained():
                 distributed.broadcast(tensor.detach().view(-1).view(torch.uint8), 0)
         return tensor
 
     def numbers(self, *own: float) -> list[list[float]]:
-        """Return the numbers of each process, by process; float64."""
+        """Return the numbers of all processes, one list a process, in float64."""
         if self.size == 1:
             return [list(own)]
         sent = torch.tensor(own, dtype=torch.float64, device=self.device)
         return [received.tolist() for received in self._gather(sent)]
 
     def all(self, own: Any) -> list[Any]:
-        """Return the value of each process, by process: plain containers of strings and numbers."""
+        """Return the values of all processes: plain containers of strings and numbers."""
         if self.size == 1:
             return [own]
         received: list[Any] = [None] * self.size
@@ -107,4 +107,4 @@ class Processes:
 
 
 ALONE = Processes()
-"""The only process, which does everything."""
+"""A single process, which communicates with no other."""

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C: a command ends in seconds, and a pruning can be resumed."""
+"""Handle SIGTERM and Ctrl-C: a command ends within seconds, and a pruning can be resumed."""
 
 import os
 import signal
@@ -13,11 +13,11 @@ from mrp_lightning.errors import ended_by
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
 _PATIENCE = 8.0
-"""Seconds that one operation of torch may take before SIGTERM ends the process at once."""
+"""Seconds after SIGTERM after which the process is ended within an operation of torch."""
 
 
 class Interrupted(SystemExit):
-    """A signal ended what was done. The exit status is 128 and its number, as shells have it."""
+    """A signal ended the run. The exit status is 128 plus the signal's number, as in shells."""
 
     def __init__(self, number: int) -> None:
         super().__init__(ended_by(number))
@@ -39,7 +39,7 @@ class _Stop:
 def unclaimed_signals() -> list[signal.Signals]:
     """Return the signals of SIGTERM and SIGINT for which the program has no handler of its own.
 
-    Outside the main thread, where Python runs no handlers, there are none.
+    Outside of the main thread, where Python runs no handlers, the list is empty.
     """
     if threading.current_thread() is not threading.main_thread():
         return []
@@ -51,11 +51,14 @@ def unclaimed_signals() -> list[signal.Signals]:
 
 @contextmanager
 def interruptible(signals: Sequence[signal.Signals], *, at_once: bool = False) -> Iterator[None]:
-    """Raise `Interrupted` in this context when one of the signals comes; later ones are ignored.
+    """Raise `Interrupted` in this context when one of the signals arrives; later ones are ignored.
 
-    Python runs its handlers between two operations of torch, of which most take less than a second.
-    With `at_once`, SIGTERM ends the process, with the same status, where one takes much longer.
-    `signals` are those that were unclaimed before a trainer took them.
+    Python runs handlers between two operations of torch, most of which take less than a second.
+
+    Args:
+        signals: The signals, those of `unclaimed_signals` before a trainer installs its handlers.
+        at_once: Whether SIGTERM ends the process, with the same status, if an operation takes
+            longer than a few seconds.
     """
     stop = _Stop()
     earlier = {number: signal.signal(number, stop) for number in signals}
@@ -69,7 +72,7 @@ def interruptible(signals: Sequence[signal.Signals], *, at_once: bool = False) -
 
 @contextmanager
 def _watched(wanted: bool) -> Iterator[None]:
-    """End the process in a thread if SIGTERM came, and this context is not left in time."""
+    """End the process from a thread if SIGTERM arrives and this context is not left in time."""
     if not wanted or _is_watched():
         yield
         return
@@ -90,7 +93,7 @@ def _watched(wanted: bool) -> Iterator[None]:
 
 
 def _is_watched() -> bool:
-    """Return whether the program itself has asked for a byte at each signal, as event loops do."""
+    """Return whether the program has set a wakeup file descriptor itself, as event loops do."""
     descriptor = signal.set_wakeup_fd(-1)
     if descriptor != -1:
         signal.set_wakeup_fd(descriptor)
@@ -98,7 +101,10 @@ def _is_watched() -> bool:
 
 
 def _end_in_time(reading: int, left: threading.Event) -> None:
-    """Wait for the byte that Python writes for each signal, its number, at the moment it comes."""
+    """End the process if SIGTERM's byte arrives and the context is not left in time.
+
+    Python writes the number of each signal at once, even within an operation of torch.
+    """
     while came := os.read(reading, 1):
         if came[0] == signal.SIGTERM and not left.wait(_PATIENCE):
             log.warning(

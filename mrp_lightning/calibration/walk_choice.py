@@ -140,10 +140,10 @@ def choose_walk(
     """Return `Inject` if it reproduces the model's forward on a batch of each kind, else `Rerun`.
 
     The test of a kind takes one whole forward, and then one forward for each block, which runs
-    that block alone and stops after it. A single forward for all blocks would be less strict: in it, a
-    block could still pass values to later blocks beside the hidden state (Gemma 3n shares keys and
-    values), which the walk does not store. Only sketches of the whole forward are stored, and one
-    hidden state at a time of the others.
+    that block alone and stops after it. A single forward for all blocks would be less strict: in
+    it, a block could still pass values to later blocks beside the hidden state (Gemma 3n shares
+    keys and values), which the walk does not store. Only sketches of the whole forward are stored,
+    and one hidden state at a time of the others.
 
     Args:
         forward: Runs the model on one batch.

@@ -148,9 +148,9 @@ class Inject(Walk):
     """Run the model's forward with stubs for the blocks before k, which return stored outputs.
 
     For each batch and each chain of blocks that was begun (such as the encoder's, when the
-    decoder is walked), the output of the last block that the batch reached is stored. The stub of that
-    block returns it, and all other stubs return their input. Between the last stub and block k the
-    model's own code runs, which may add to the hidden state.
+    decoder is walked), the output of the last block that the batch reached is stored. The stub of
+    that block returns it, and all other stubs return their input. Between the last stub and block k
+    the model's own code runs, which may add to the hidden state.
 
     Args:
         containers: The form in which each block returns its hidden state, by the number of the

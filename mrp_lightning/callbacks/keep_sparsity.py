@@ -29,15 +29,15 @@ class KeepSparsity(Callback):
     weights in each step.
 
     Attributes:
-        removed: The number of weights that are kept at zero, by the name of their layer.
+        removed: The number of weights that stay zero, by the name of their layer.
 
     Raises:
-        TargetError: No layer of the model is pruned; when training starts.
+        TargetError: When training starts, no layer of the model is pruned.
         StrategyError: The strategy shards the parameters (FSDP, DeepSpeed, tensor parallel).
     """
 
     keeps_sparsity = True
-    """`CausalLM` warns of training a pruned model without a callback that has this attribute."""
+    """Marks callbacks with which `CausalLM` does not warn of training a pruned model."""
 
     def __init__(self) -> None:
         self.removed: dict[str, int] = {}
@@ -45,7 +45,7 @@ class KeepSparsity(Callback):
         self._hooks: list[Any] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Raise for strategies under which a process does not hold whole weights."""
+        """Raise for strategies in which a process holds only parts of the weights."""
         if stage == "fit":
             require_whole_parameters(trainer, type(self).__name__)
 
@@ -58,7 +58,7 @@ class KeepSparsity(Callback):
                 "KeepSparsity: no layer of the model is pruned (none has 5% zeros or more), so "
                 "there is nothing to keep. Give the pruned model, or leave the callback out."
             )
-        parameters = dict.fromkeys(layer.parameter for layer in layers)  # experts share one
+        parameters = dict.fromkeys(layer.parameter for layer in layers)  # experts share a parameter
         self._pruned = [(parameter, parameter.detach() == 0) for parameter in parameters]
         self.removed = {layer.name: int((layer.weight == 0).sum()) for layer in layers}
         for optimizer in trainer.optimizers:

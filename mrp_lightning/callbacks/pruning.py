@@ -29,7 +29,7 @@ class PruningCallback(Callback):
     For each linear layer, with H = 2·XᵀX / tokens of its inputs over the calibration data, it
     minimises ½·tr(δ H δᵀ), the mean over tokens of ‖(w + δ)x − wx‖², subject to the removed weights
     being zero. Blocks are pruned in the order in which they run, each on the outputs of the pruned
-    blocks before it. Padding (`attention_mask` 0) counts nowhere.
+    blocks before it. Padding (`attention_mask` 0) has no effect.
 
     The loop only stores the batches. At its end the model is pruned in place, and `predict` returns
     nothing. A callback prunes once: it has no effect on later calls of `predict`.
@@ -37,19 +37,19 @@ class PruningCallback(Callback):
     With `strategy="ddp"`, also under torchrun and on several machines, processes share the batches
     and the rows of each layer. All of them end with the same weights, and the first one saves.
 
-    All arguments are keywords. Those of `Settings` say how the model is pruned, such as
-    `pattern="2:4"` or `sparsity=0.5`; `method` is required here, and "SM" in `MRPCallback`.
+    All arguments are keywords. The arguments of `Settings`, such as `pattern="2:4"` or
+    `sparsity=0.5`, choose how the model is pruned; `method` is required here, and "SM" by default
+    in `MRPCallback`.
 
     Args:
         save_dir: The directory for the pruned model and `pruning_report.json`. If the
-            LightningModule holds exactly one `PreTrainedModel`, it is a Hugging Face checkpoint,
-            with any other weights in `module.safetensors`; otherwise all weights are in
-            `model.safetensors`. The directory appears when it is whole. Nothing is written with
+            LightningModule holds exactly one `PreTrainedModel`, a Hugging Face checkpoint is
+            written, with any other weights in `module.safetensors`; otherwise all weights are in
+            `model.safetensors`. The directory appears when it is complete. Nothing is written with
             `fast_dev_run`.
-        overwrite: Whether `save_dir` may be replaced, if all that it holds was written by this
-            package.
+        overwrite: Whether `save_dir` may be replaced, if this package wrote all of its content.
         resume: Whether an interrupted run resumes at its first block that is not pruned yet, from
-            the journal beside `save_dir`; `False` starts afresh. See docs/large.md.
+            the journal next to `save_dir`; `False` starts from the first block. See docs/large.md.
         **settings: The arguments of `Settings`.
 
     Attributes:
@@ -57,13 +57,14 @@ class PruningCallback(Callback):
         run_directory: The directory next to which the journal is written, if it is not `save_dir`.
             Then the journal outlives the run, until `remove_journal` deletes it.
         report: The result for each layer, `None` before the first run. After an exception it lists
-            the layers that are pruned, and all others are untouched. `report.complete` is true once
-            all are pruned and `save_dir`, if there is one, is written.
+            the pruned layers; all others are unchanged. `report.complete` is true once all layers
+            are pruned and `save_dir`, if there is one, is written.
 
     Raises:
         PatternError: `sparsity`, `pattern` or `block_size` are malformed.
-        MethodError: There is no such method, or it has no compensation and `target` is "dense".
-        OptionError: Another argument is out of range, or does not go with the others.
+        MethodError: There is no such method, or it has no compensation although `target` is
+            "dense".
+        OptionError: Another argument is out of range, or contradicts the others.
     """
 
     @checked
@@ -146,24 +147,24 @@ class PruningCallback(Callback):
 
     def _save_and_release(self, directory: str | PathLike[str], pruned: PrunedModule) -> None:
         pruned.save(directory, overwrite=self.overwrite)
-        pruned.release()  # a callback that is done would keep all weights in memory
+        pruned.release()  # else the callback would keep all weights in memory
 
     @checked
     def save(self, directory: str | PathLike[str], *, overwrite: bool = False) -> None:
-        """Write the pruned model with its report, in the form that `save_dir` gets.
+        """Write the pruned model and its report, in the same form as `save_dir`.
 
-        It is for a pruning without `save_dir`, or one whose saving failed: until then the callback
-        keeps the model in memory. Of several processes the first one writes.
+        Use it for a pruning without `save_dir`, or one whose saving failed: the callback keeps the
+        model in memory until it is saved. Of several processes, the first one writes.
 
         Args:
-            directory: The directory that is made; it appears when it is whole.
+            directory: The directory to write; it appears when it is complete.
             overwrite: Whether a directory that this package wrote may be replaced.
 
         Raises:
-            OptionError: Nothing is pruned yet, the model is saved and no longer in memory, or its
-                weights were changed since.
-            SaveError: It could not be written, or may not be replaced. The pruned model is still
-                in memory.
+            OptionError: Nothing is pruned yet, the model was saved and is no longer in memory, or
+                its weights were changed after the pruning.
+            SaveError: The directory could not be written, or may not be replaced. The pruned model
+                is still in memory.
         """
         if self._pruned is None:
             raise OptionError(
@@ -178,7 +179,7 @@ class PruningCallback(Callback):
 
     @property
     def state_key(self) -> str:
-        """The key of the state of a callback with these settings in a Lightning checkpoint."""
+        """The key of this callback's state in a Lightning checkpoint, made of its settings."""
         return self._generate_state_key(**self.settings.state())
 
     def state_dict(self) -> dict[str, Any]:
@@ -187,13 +188,13 @@ class PruningCallback(Callback):
         return {"recipe": self.settings.config(), "report": report}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the report and the settings of a checkpoint, whose model is not pruned again.
+        """Restore report and settings from a checkpoint, whose model is then not pruned again.
 
         Args:
             state_dict: The result of `state_dict`. It is ignored if its report is incomplete.
 
         Raises:
-            FormatError: The report in it is damaged, or of a newer version of mrp-lightning.
+            FormatError: The report is damaged, or of a newer version of mrp-lightning.
         """
         stored = state_dict["report"]
         report = stored and PruningReport.from_dict(stored, "the callback's state")

@@ -27,10 +27,10 @@ class SaveModel(Callback):
     """Save a `CausalLM` when `fit` has ended, as a directory that `from_pretrained` loads.
 
     If a pruned model is loaded from its directory and trained with `KeepSparsity`, its
-    `pruning_report.json` is copied, by which `export.to_sparse` knows the pruned layers.
+    `pruning_report.json`, from which `export.to_sparse` reads the pruned layers, is written, too.
 
     Args:
-        save_dir: The directory, which is written aside and moved into place when it is whole.
+        save_dir: The directory, which appears when it is complete.
         dtype: The type in which floating-point weights are stored, such as `bfloat16`. `None` keeps
             the type in which the model is trained, so that nothing is rounded: float32 for
             `CausalLM(..., dtype="float32")`, whatever the dtype of the checkpoint was.
@@ -38,8 +38,8 @@ class SaveModel(Callback):
 
     Raises:
         FileExistsError: `save_dir` is not empty and `overwrite` is false; before training starts.
-        OptionError: `dtype` is no floating type, or what would be saved is not valid; before
-            training starts.
+        OptionError: `dtype` is no floating type, or the model could not be saved; before training
+            starts.
         TypeError: The module is not a `CausalLM`.
     """
 
@@ -94,16 +94,17 @@ _NEW_TOKENS = 48
 class SaveEvaluation(Callback):
     """Record the results of `test` of a `CausalLM` in `evaluation.json`.
 
-    It records the perplexity of each text and, if the model has a tokenizer, the continuation that
-    the model writes of the first tokens of the text. Recorded results of other texts and of
-    zero-shot tasks are kept.
+    The file gets the perplexity of each text and, if the model has a tokenizer, the model's
+    continuation of the first tokens of the text. Recorded results of other texts and of zero-shot
+    tasks stay.
 
     Args:
-        save_dir: The directory, such as that of the pruned model. It is made if it does not exist.
+        save_dir: The directory of the file, usually that of the pruned model; it is created if need
+            be.
 
     Raises:
-        TypeError: The module is not a `CausalLM`; before it is tested.
-        FormatError: The `evaluation.json` that is there cannot be read; before it is tested.
+        TypeError: The module is not a `CausalLM`; before the test starts.
+        FormatError: The existing `evaluation.json` cannot be read; before the test starts.
     """
 
     @checked
@@ -158,9 +159,9 @@ def continuation(
 ) -> dict[str, str]:
     """Continue the beginning of a window by the model's most likely tokens.
 
-    Prompt and continuation together are no longer than the window, so that the model can take them.
-    Both end with a whole word, if the text has words: half a word as a prompt shows little of what
-    the model can write.
+    Prompt and continuation together are no longer than the window, so that the model can read them.
+    Both end with a whole word, if the text has words, since half a word would dominate the
+    continuation.
 
     Args:
         logits: Returns the logits (1, length, vocabulary) of token ids (1, length).
@@ -183,8 +184,8 @@ def continuation(
         ids = torch.cat([ids, token[None]])
     else:
         end = _end_of_word(ids, len(ids) - 1, decoded)
-        ids = ids[:end] if end > start else ids  # a continuation without an end of a word
-    # A prompt may end within a character, which the next token completes.
+        ids = ids[:end] if end > start else ids  # no word ends in the continuation
+    # Decoded together, since a prompt may end within a character.
     prompt = commonprefix([decoded(ids[:start]), decoded(ids)])  # noqa: RUF071
     return {"prompt": prompt, "continuation": decoded(ids).removeprefix(prompt)}
 
