@@ -3,7 +3,7 @@
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -69,14 +69,14 @@ _WEIGHTS = {".safetensors", ".bin", ".ckpt", ".pt", ".pth", ".h5", ".msgpack", "
 class WeightFile:
     """A file of weights, by the name of the safetensors file that will be written in its place.
 
-    Its metadata are those of a safetensors file. The number of its tensors is `None` where only
-    reading it would tell.
+    Its metadata are those of a safetensors file. The names of its tensors are `None` if they are
+    not known before it is read.
     """
 
     name: str
     read: Callable[[], dict[str, Tensor]]
     metadata: Mapping[str, str]
-    num_tensors: int | None
+    names: Sequence[str] | None
     num_bytes: int
 
 
@@ -100,8 +100,8 @@ class Checkpoint:
     @property
     def num_tensors(self) -> int | None:
         """Number of tensors; `None` where only reading them would tell."""
-        counts = [file.num_tensors for file in self.files]
-        return None if None in counts else sum(count or 0 for count in counts)
+        names = [file.names for file in self.files]
+        return None if None in names else sum(len(of_file or ()) for of_file in names)
 
     @property
     def num_bytes(self) -> int:
@@ -177,23 +177,28 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
             f"`CKPT`: {path} holds no weights: expected model.safetensors or pytorch_model.bin, or "
             "an index of their shards."
         )
-    opened = [_weight_file(file) for file in files]
+    opened = [weight_file(file) for file in files]
     if len(opened) == 1:  # its index, if it has one, is not written again
         opened = [replace(opened[0], name="model.safetensors")]
     return Checkpoint(path, config, opened, _companions(path))
 
 
-def _weight_file(file: Path) -> WeightFile:
+def weight_file(file: Path) -> WeightFile:
+    """Open a file of weights.
+
+    Raises:
+        FormatError: It is a safetensors file that is damaged.
+    """
     num_bytes = file.stat().st_size
     if file.suffix != ".safetensors":
         name = file.name.removeprefix("pytorch_").replace(".bin", ".safetensors")
         return WeightFile(name, lambda: read(file), {}, None, num_bytes)
     try:
         with safe_open(file, framework="pt") as opened:
-            metadata, count = opened.metadata() or {}, len(opened.keys())
+            metadata, names = opened.metadata() or {}, list(opened.keys())
     except Exception as error:  # safetensors raises its own error, which is no public class
         raise FormatError(f"{file} is no complete safetensors file: {error}") from error
-    return WeightFile(file.name, lambda: load_file(file), metadata, count, num_bytes)
+    return WeightFile(file.name, lambda: load_file(file), metadata, names, num_bytes)
 
 
 def _lightning_checkpoint(file: Path) -> Checkpoint:
@@ -217,7 +222,7 @@ def _lightning_checkpoint(file: Path) -> Checkpoint:
     }
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     name = "model.safetensors"
-    weights = WeightFile(name, lambda: dict(tensors), {}, len(tensors), num_bytes)
+    weights = WeightFile(name, lambda: dict(tensors), {}, list(tensors), num_bytes)
     return Checkpoint(file, config, [weights], [])
 
 

@@ -4,31 +4,36 @@ import functools
 import inspect
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
-from export.conversion.checkpoint import Checkpoint, Track, require_finite, silently
-from mrp_lightning.errors import FormatError, OptionError, PatternError
+from export.conversion.checkpoint import (
+    Checkpoint,
+    Track,
+    require_finite,
+    silently,
+    weight_file,
+)
+from mrp_lightning.errors import FormatError, PatternError
 from mrp_lightning.files import BESIDE
-from mrp_lightning.json_files import read_as
 from mrp_lightning.models.checkpoint import build_without_weights, names_in_model
 from mrp_lightning.models.integrity import larger
 from mrp_lightning.records.report import NAME, PruningReport
-from mrp_lightning.solver.patterns import SemiStructured, Unstructured, make_pattern
+from mrp_lightning.solver.patterns import SemiStructured, Unstructured
 from mrp_lightning.targets.blocks import matches, require_matches, without_numbers
 from mrp_lightning.targets.layers import Expert, Layer, is_conv1d, layers_of
 from mrp_lightning.targets.plan import make_plan
 from mrp_sparse.formats.bitmask import BITMASK, count_kept
 from mrp_sparse.formats.bitmask4 import BITMASK4, GRID, count_bytes
-from mrp_sparse.formats.grid import GROUP_SIZE, Grid, grid_named, grid_of_bits
+from mrp_sparse.formats.grid import Grid
 from mrp_sparse.formats.packed_format import PackedFormat, why_no_matrix
 from mrp_sparse.formats.sparse24 import GROUP, SPARSE24, broken_groups, positive_zeros
 from mrp_sparse.packed_linear import is_packable
@@ -84,30 +89,6 @@ def _broken_group(kept: Tensor, pattern: SemiStructured) -> str | None:
     )
 
 
-@dataclass(kw_only=True)
-class _Row:
-    name: str
-    skipped: str | None = None
-    sparsity: float | None = None
-
-
-@dataclass(kw_only=True)
-class _Config:
-    pattern: Any = None
-    structure: str | None = None
-    bits: int | None = None
-    group_size: int | None = None
-    grid: str | None = None
-
-
-@dataclass(kw_only=True)
-class _Report:
-    """The part of a `pruning_report.json` that an export counts on."""
-
-    layers: list[_Row]
-    config: _Config = field(default_factory=_Config)
-
-
 @dataclass(frozen=True)
 class Claims:
     """The claims of a `pruning_report.json` that an export checks.
@@ -127,59 +108,20 @@ class Claims:
         """Return the claims of the report in a directory, none if there is no report.
 
         Raises:
-            FormatError: The report is damaged.
-            PatternError: Its pattern is none.
+            FormatError: The report is damaged, or of a newer version of mrp-lightning.
         """
         file = Path(directory) / NAME
         if not file.is_file():
             return cls()
-        report = read_as(_Report, file, "prune again")
-        config = report.config
-        pattern = None if config.pattern is None else make_pattern(None, config.pattern)
-        groups = pattern if isinstance(pattern, SemiStructured) else None
-        is_narrow = config.structure is not None  # the removed columns are gone, not zero
+        report = PruningReport.load(file)
+        recipe, structure = report.recipe, report.config.get("structure")
+        groups = recipe.pattern if isinstance(recipe.pattern, SemiStructured) else None
+        is_narrow = structure is not None  # the removed columns are gone, not zero
         layers = {
             row.name: Claim(0.0 if is_narrow else row.sparsity or 0.0, groups)
-            for row in report.layers
-            if row.skipped is None
+            for row in report.pruned
         }
-        try:
-            size = GROUP_SIZE if config.group_size is None else config.group_size
-            grid: Grid | None = None
-            if config.grid is not None:
-                grid = grid_named(config.grid)
-            elif config.bits is not None:
-                grid = grid_of_bits(config.bits, size)
-        except OptionError as error:
-            raise FormatError(f"{file}: `config` holds a grid that no run has: {error}") from error
-        return cls(layers, config.structure, grid)
-
-
-def _layers_of_the_module(directory: str | os.PathLike[str]) -> set[str]:
-    """Return the layers whose weights are stored apart from the model's, as the user's module's.
-
-    Raises:
-        FormatError: Their file cannot be read.
-    """
-    file = Path(directory) / BESIDE
-    if not file.is_file():
-        return set()
-    try:
-        with safe_open(file, framework="pt") as opened:
-            return {name.rpartition(".")[0] for name in opened.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise FormatError(f"{file} is damaged: {error}. Fetch or prune it again.") from error
-
-
-def _refuse_unknown(directory: str | os.PathLike[str], unknown: Iterable[str]) -> None:
-    """Raise if a report lists pruned layers that the model does not have."""
-    if names := sorted(unknown):
-        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-        raise PatternError(
-            f"{directory}: {NAME} lists pruned layers that the model does not have: "
-            f"{', '.join(names[:5])}{more}. It is of another model: fetch or prune this one again, "
-            "or remove the report."
-        )
+        return cls(layers, structure, recipe.grid)
 
 
 def is_read_directly(model: nn.Module, name: str) -> bool:
@@ -381,17 +323,20 @@ def choose_layers(
 ) -> list[LayerChoice]:
     """Return a choice for every linear layer; refuse a checkpoint that is not pruned as it should.
 
-    It should be 2:4, or for bitmasks have enough zeros to get smaller, in the layers that its
-    `pruning_report.json` lists as pruned; without a report, in all that a run with the default
-    targets would prune. What the report claims of each of its layers, the pattern or the sparsity,
-    has to be true, also of those that have no packed form. Other layers are packed where they
-    happen to be so, but for a user's own module, of which only the report tells what its layers
-    are. Pruned layers without a packed form (experts, convolutions) are listed.
+    The layers that should be 2:4, or for bitmasks have enough zeros to get smaller, are those that
+    the `pruning_report.json` lists as pruned; without a report, all that a run with the default
+    targets would prune. What the report claims of a layer, the pattern or the sparsity, has to be
+    true, also of layers that have no packed form (experts, convolutions), which are listed. Other
+    layers of a transformers model are packed where they happen to fit the format.
 
-    Without a `form` the checkpoint decides: four bits if its report says that it was put on such a
-    grid, 2:4 if it is, or else bitmasks. `skip` holds name patterns (see `names.matches`) of layers
-    that stay dense, `allow_partial` leaves those dense, too, that should be pruned and are not, and
-    `refuse` gives the reason why what will be written has no form for a layer.
+    Args:
+        checkpoint: The pruned checkpoint.
+        form: The format to pack in. `None` lets the checkpoint decide: four bits if its report
+            says that it was put on such a grid, 2:4 if it is, else bitmasks.
+        skip: Name patterns (see `matches`) of layers that stay dense.
+        allow_partial: Whether layers that should be pruned and are not stay dense.
+        refuse: Returns the reason why a writer has no form for a layer, or `None`.
+        track: Shows a bar.
 
     Raises:
         PatternError: Layers break the pattern, or what the report claims, all listed; the report
@@ -409,90 +354,139 @@ def choose_layers(
     claims = Claims.read(checkpoint.path)
     if form is None and _fits_four_bits(claims.grid):
         form = BITMASK4
-    choose = _choose_by_model if checkpoint.config else _choose_by_report
-    choices, expected = choose(checkpoint, claims.layers, skip, track)
+    search = _Search(checkpoint, claims.layers, skip, form is BITMASK4, track)
+    choices, expected = search.in_model() if checkpoint.config else search.in_report()
     form = form or _form_of(choices, expected, allow_partial)
-    if form is BITMASK4:
-        choices = _coded(checkpoint, choices, track)
     choices = [_judged(choice, form, choice.name in expected) for choice in choices]
     choices = [replace(layer, reason=layer.reason or refuse(layer)) for layer in choices]
     _refuse_misfits(checkpoint.path, claims, choices, expected, allow_partial)
     return choices
 
 
-def _choose_by_model(
-    checkpoint: Checkpoint, claims: dict[str, Claim] | None, skip: Sequence[str], track: Track
-) -> tuple[list[LayerChoice], set[str]]:
-    """Return the layers of a transformers model, and the names of those that should be pruned."""
-    model = build_without_weights(checkpoint.pretrained_config())
-    modules = {name: module for name, module in model.named_modules() if is_packable(module)}
-    require_matches("--skip", skip, list(modules))
-    expected = _of_default_targets(model) if claims is None else set(claims)
-    claims = claims or {}
-    reasons = dict(_reasons(model, modules, skip))
-    name_in_model = names_in_model(model, get_model_conversion_mapping(model))
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    choices, converted, names = [], set(), []
-    tensors = require_finite(
-        track(checkpoint.tensors(), checkpoint.num_tensors, "counting zeros"),
-        checkpoint.path,
-        lambda stored: name_in_model(stored)[0] in parameters,
-    )
-    for stored, tensor in tensors:
-        names.append(stored)
-        parameter, is_converted = name_in_model(stored)
-        name, _, kind = parameter.rpartition(".")
-        if is_converted:
-            converted.add(parameter)
-        elif kind == "weight" and name in modules:
-            transposed = is_conv1d(modules[name])
-            choices.append(
-                _examined(name, stored, tensor, transposed, reasons.get(name), claims.get(name))
-            )
-    if problem := larger(checkpoint.path, model, names):
-        raise FormatError(problem)
-    unseen = expected - {choice.name for choice in choices}
-    others = list(_without_tensor(model, unseen, converted))
-    unknown = claims.keys() & unseen - {choice.name for choice in others}
-    _refuse_unknown(checkpoint.path, unknown - _layers_of_the_module(checkpoint.path))
-    if others and claims:
-        others = _held_against(claims, others, checkpoint.load())
-    return [*choices, *others], expected
+def _fits_four_bits(grid: Grid | None) -> bool:
+    """Return whether codes of four bits can hold the values of a grid."""
+    return grid is not None and grid.bits <= GRID.bits and grid.group_size % GRID.group_size == 0
 
 
-def _choose_by_report(
-    checkpoint: Checkpoint, claims: dict[str, Claim] | None, skip: Sequence[str], track: Track
-) -> tuple[list[LayerChoice], set[str]]:
-    """Return the layers of a user's own module, which its report lists; all should be pruned."""
-    shapes = {row.name: row.shape for row in PruningReport.load(checkpoint.path / NAME).pruned}
-    claims = claims or {}
-    require_matches("--skip", skip, list(shapes))
-    # safetensors stores tied tensors once, and notes under which other names they are known.
-    tied = {name for file in checkpoint.files for pair in file.metadata.items() for name in pair}
-    choices = {}
-    tensors = require_finite(
-        track(checkpoint.tensors(), checkpoint.num_tensors, "counting zeros"),
-        checkpoint.path,
-        lambda stored: stored.endswith(
-            (".weight", ".bias")
-        ),  # other tensors of a module have no known role
-    )
-    for stored, tensor in tensors:
-        name, _, kind = stored.rpartition(".")
-        if kind != "weight" or name not in shapes:
-            continue
-        reason = _TIED if stored in tied else None
-        if any(matches(name, pattern) for pattern in skip):
-            reason = _SKIPPED
-        rows, columns = shapes[name]
-        transposed = tensor.ndim == 2 and _is_transposed(tensor, (rows, columns))
-        choices[name] = _examined(
-            name, stored, tensor, transposed, reason, claims.get(name), (rows, columns)
+@dataclass(frozen=True)
+class _Search:
+    """The search for the linear layers of a checkpoint.
+
+    Attributes:
+        checkpoint: The pruned checkpoint.
+        claims: The claims of its report by layer; `None` without a report.
+        skip: Name patterns of layers that stay dense.
+        finds_codes: Whether codes of four bits are looked for.
+        track: Shows a bar.
+    """
+
+    checkpoint: Checkpoint
+    claims: Mapping[str, Claim] | None
+    skip: Sequence[str]
+    finds_codes: bool
+    track: Track
+
+    def in_model(self) -> tuple[list[LayerChoice], set[str]]:
+        """Return the layers of a transformers model, and the names of those to be pruned."""
+        checkpoint, claims = self.checkpoint, self.claims or {}
+        model = build_without_weights(checkpoint.pretrained_config())
+        modules = {name: module for name, module in model.named_modules() if is_packable(module)}
+        require_matches("--skip", self.skip, list(modules))
+        expected = _default_targets(model) if self.claims is None else set(claims)
+        reasons = dict(self._reasons(model, modules))
+        name_in_model = names_in_model(model, get_model_conversion_mapping(model))
+        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        choices, converted, stored_names = [], set(), []
+        for stored, tensor in self._tensors(lambda key: name_in_model(key)[0] in parameters):
+            stored_names.append(stored)
+            parameter, is_converted = name_in_model(stored)
+            name, _, kind = parameter.rpartition(".")
+            if is_converted:
+                converted.add(parameter)
+            elif kind == "weight" and name in modules:
+                transposed = is_conv1d(modules[name])
+                choice = LayerChoice(name, stored, (0, 0), tensor.dtype, transposed)
+                choices.append(self._examine(choice, tensor, reasons.get(name)))
+        if problem := larger(checkpoint.path, model, stored_names):
+            raise FormatError(problem)
+        unseen = expected - {choice.name for choice in choices}
+        others = _without_matrix(model, unseen, converted)
+        _refuse_unknown(checkpoint.path, claims.keys() & unseen - others.keys())
+        if others and claims:  # only the whole model has their weights as matrices
+            weights = {layer.name: layer.weight for layer in _all_layers(checkpoint.load())}
+            for name, other in others.items():
+                others[name] = replace(other, breach=claims[name].breach(weights[name]))
+        return [*choices, *others.values()], expected
+
+    def in_report(self) -> tuple[list[LayerChoice], set[str]]:
+        """Return the layers of a user's own module, which its report lists: all are pruned."""
+        report = PruningReport.load(self.checkpoint.path / NAME)
+        shapes = {row.name: (row.shape[0], row.shape[1]) for row in report.pruned}
+        require_matches("--skip", self.skip, list(shapes))
+        # safetensors stores tied tensors once, and notes under which other names they are known.
+        files = self.checkpoint.files
+        tied = {name for file in files for pair in file.metadata.items() for name in pair}
+        choices = {
+            name: LayerChoice(name, "", shape, torch.float32, reason=_NOWHERE)
+            for name, shape in sorted(shapes.items())
+        }
+        # The other tensors of a module have no known role.
+        for stored, tensor in self._tensors(lambda key: key.endswith((".weight", ".bias"))):
+            name, _, kind = stored.rpartition(".")
+            if kind != "weight" or name not in shapes:
+                continue
+            reason = _TIED if stored in tied else None
+            if any(matches(name, pattern) for pattern in self.skip):
+                reason = _SKIPPED
+            transposed = tensor.ndim == 2 and _is_transposed(tensor, shapes[name])
+            choice = LayerChoice(name, stored, shapes[name], tensor.dtype, transposed)
+            choices[name] = self._examine(choice, tensor, reason)
+        return list(choices.values()), set(shapes)
+
+    def _tensors(self, is_parameter: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
+        checkpoint = self.checkpoint
+        tensors = self.track(checkpoint.tensors(), checkpoint.num_tensors, "counting zeros")
+        return require_finite(tensors, checkpoint.path, is_parameter)
+
+    def _reasons(
+        self, model: nn.Module, modules: Mapping[str, nn.Module]
+    ) -> Iterator[tuple[str, str]]:
+        """Yield the layers that stay dense whatever their weights are, with the reason."""
+        owners = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+        for name, module in modules.items():
+            if any(matches(name, pattern) for pattern in self.skip):
+                yield name, _SKIPPED
+            elif owners[id(module.weight)] > 1:
+                yield name, _TIED
+            elif is_read_directly(model, name):
+                yield name, "the module around it multiplies with its weight itself"
+
+    def _examine(self, choice: LayerChoice, tensor: Tensor, reason: str | None) -> LayerChoice:
+        """Return the choice with its counts, or with the reason why the layer stays dense.
+
+        The claim of the report is checked in either case, unless the user left the layer out.
+        """
+        claim = (self.claims or {}).get(choice.name)
+        if claim is not None and reason != _SKIPPED and tensor.ndim in (2, 4):
+            # A convolution's columns are ordered as in `targets.layers.Conv2d`.
+            matrix = tensor.permute(0, 2, 3, 1).flatten(1) if tensor.ndim == 4 else tensor
+            choice = replace(choice, breach=claim.breach(choice.matrix(matrix)))
+        if no_matrix := why_no_matrix(tensor.shape):
+            return replace(choice, reason=reason or no_matrix)
+        weight = choice.matrix(tensor)
+        if reason is None and weight.dtype not in _DTYPES:
+            reason = f"its weight is {weight.dtype}"
+        choice = replace(choice, shape=(weight.shape[0], weight.shape[1]), reason=reason)
+        if reason is not None:
+            return choice
+        return replace(
+            choice,
+            kept=count_kept(weight),
+            broken_groups=broken_groups(weight),
+            negative_zeros=positive_zeros(weight)[1],
+            code_bytes=count_bytes(weight) if self.finds_codes else 0,
+            off_grid=_why_off_grid(weight) if self.finds_codes else None,
         )
-    for name in sorted(shapes.keys() - choices.keys()):
-        rows, columns = shapes[name]
-        choices[name] = LayerChoice(name, "", (rows, columns), torch.float32, reason=_NOWHERE)
-    return list(choices.values()), set(shapes)
 
 
 def _is_transposed(tensor: Tensor, shape: tuple[int, int]) -> bool:
@@ -502,60 +496,7 @@ def _is_transposed(tensor: Tensor, shape: tuple[int, int]) -> bool:
     return bool(broken_groups(tensor)) and not broken_groups(tensor.T)
 
 
-def _examined(
-    name: str,
-    stored: str,
-    tensor: Tensor,
-    transposed: bool,
-    reason: str | None,
-    claim: Claim | None,
-    shape: tuple[int, int] = (0, 0),
-) -> LayerChoice:
-    """Return the choice of a layer with its counts, unless `reason` already keeps it dense.
-
-    `shape` is the shape of the layer, for a weight that is no matrix.
-    """
-    choice = LayerChoice(name, stored, shape, tensor.dtype, transposed)
-    if claim is not None and reason != _SKIPPED and tensor.ndim in (2, 4):
-        # A convolution's columns are ordered as in `targets.layers.Conv2d`.
-        matrix = tensor.permute(0, 2, 3, 1).flatten(1) if tensor.ndim == 4 else tensor
-        choice = replace(choice, breach=claim.breach(choice.matrix(matrix)))
-    if no_matrix := why_no_matrix(tensor.shape):
-        return replace(choice, reason=reason or no_matrix)
-    weight = choice.matrix(tensor)
-    rows, columns = weight.shape
-    if reason is None and weight.dtype not in _DTYPES:
-        reason = f"its weight is {weight.dtype}"
-    choice = replace(choice, shape=(rows, columns), reason=reason)
-    if reason is not None:
-        return choice
-    return replace(
-        choice,
-        kept=count_kept(weight),
-        broken_groups=broken_groups(weight),
-        negative_zeros=positive_zeros(weight)[1],
-    )
-
-
-def _fits_four_bits(grid: Grid | None) -> bool:
-    """Return whether codes of four bits can hold the values of a grid."""
-    return grid is not None and grid.bits <= GRID.bits and grid.group_size % GRID.group_size == 0
-
-
-def _coded(
-    checkpoint: Checkpoint, choices: Sequence[LayerChoice], track: Track
-) -> list[LayerChoice]:
-    """Return the choices with the sizes of their codes of four bits, or why they have none."""
-    packable = {choice.tensor: choice for choice in choices if choice.reason is None}
-    coded = {}
-    for stored, tensor in track(checkpoint.tensors(), checkpoint.num_tensors, "finding codes"):
-        if (choice := packable.get(stored)) is not None:
-            weight = choice.matrix(tensor)
-            coded[stored] = replace(choice, code_bytes=count_bytes(weight), off_grid=_off(weight))
-    return [coded.get(choice.tensor, choice) for choice in choices]
-
-
-def _off(weight: Tensor) -> str | None:
+def _why_off_grid(weight: Tensor) -> str | None:
     """Return the reason why a weight has no codes of four bits, or `None`."""
     try:
         GRID.decompose(weight)
@@ -564,54 +505,51 @@ def _off(weight: Tensor) -> str | None:
     return None
 
 
-def _without_tensor(
+def _without_matrix(
     model: PreTrainedModel, names: set[str], converted: set[str]
-) -> Iterator[LayerChoice]:
-    """Yield the pruned layers whose weight is not a matrix of its own in the files."""
-    layers = {layer.name: layer for n, m in model.named_modules() for layer in layers_of(n, m)}
-    for name in sorted(names & layers.keys()):
-        layer = layers[name]
+) -> dict[str, LayerChoice]:
+    """Return the named layers of a model whose weight is not a matrix of its own in the files."""
+    choices = {}
+    for layer in sorted(_all_layers(model), key=lambda layer: layer.name):
+        if layer.name not in names:
+            continue
         if isinstance(layer, Expert):
             reason = "it is an expert of a stack; the format packs linear layers"
         elif not is_packable(layer.module):
             reason = f"it is a {type(layer.module).__name__}; the format packs linear layers"
-        elif f"{name}.weight" in converted:
+        elif f"{layer.name}.weight" in converted:
             reason = "transformers computes its weight from other tensors while loading"
         else:
             reason = _NOWHERE
-        rows, columns = layer.weight.shape
-        yield LayerChoice(name, "", (rows, columns), layer.weight.dtype, reason=reason)
+        shape = (layer.weight.shape[0], layer.weight.shape[1])
+        choices[layer.name] = LayerChoice(layer.name, "", shape, layer.weight.dtype, reason=reason)
+    return choices
 
 
-def _held_against(
-    claims: Mapping[str, Claim], choices: Sequence[LayerChoice], model: nn.Module
-) -> list[LayerChoice]:
-    """Check the claims of layers whose weights only the whole model has as matrices."""
-    layers = {layer.name: layer for n, m in model.named_modules() for layer in layers_of(n, m)}
-    return [
-        replace(choice, breach=claims[choice.name].breach(layers[choice.name].weight))
-        for choice in choices
-    ]
+def _all_layers(model: nn.Module) -> list[Layer]:
+    return [layer for name, module in model.named_modules() for layer in layers_of(name, module)]
 
 
-def _of_default_targets(model: nn.Module) -> set[str]:
+def _default_targets(model: nn.Module) -> set[str]:
     """Return the names of the layers that a run with the default targets prunes."""
     plan = make_plan(model, Unstructured(0.5), allow_meta=True)
     layers: list[Layer] = [layer for of_block in plan.layers.values() for layer in of_block]
     return {layer.name for layer in (*layers, *plan.outside)}
 
 
-def _reasons(
-    model: nn.Module, modules: Mapping[str, nn.Module], skip: Sequence[str]
-) -> Iterator[tuple[str, str]]:
-    """Yield the layers that stay dense whatever their weights are, with the reason."""
-    owners: dict[int, int] = {}
-    for _, parameter in model.named_parameters(remove_duplicate=False):
-        owners[id(parameter)] = owners.get(id(parameter), 0) + 1
-    for name, module in modules.items():
-        if any(matches(name, pattern) for pattern in skip):
-            yield name, _SKIPPED
-        elif owners[id(module.weight)] > 1:
-            yield name, _TIED
-        elif is_read_directly(model, name):
-            yield name, "the module around it multiplies with its weight itself"
+def _refuse_unknown(directory: Path, unknown: Iterable[str]) -> None:
+    """Raise if a report lists pruned layers that the model does not have.
+
+    Layers of the user's module around the model, whose weights are in a file of their own, are
+    known.
+    """
+    file = directory / BESIDE
+    if unknown and file.is_file():
+        unknown = set(unknown) - {name.rpartition(".")[0] for name in weight_file(file).names or []}
+    if names := sorted(unknown):
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        raise PatternError(
+            f"{directory}: {NAME} lists pruned layers that the model does not have: "
+            f"{', '.join(names[:5])}{more}. It is of another model: fetch or prune this one again, "
+            "or remove the report."
+        )

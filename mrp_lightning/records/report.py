@@ -1,7 +1,7 @@
 """`pruning_report.json`: the results of a run for each layer and block."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from io import StringIO
 from os import PathLike
@@ -269,6 +269,15 @@ class PruningReport:
         return sum(loss for loss, _ in losses), sum(loss * share for loss, share in losses)
 
     @property
+    def recipe(self) -> Recipe:
+        """Return the pattern and the grid of `config`; the method, which they allow, is magnitude.
+
+        Raises:
+            ArgumentError: No run has such a pattern or grid.
+        """
+        return _recipe(self.config)
+
+    @property
     def totals(self) -> dict[str, Any]:
         """Return sums and means over the layers; a report that was read has those of its file."""
         if self.stored_totals is not None:
@@ -421,15 +430,14 @@ class _Config:
     structure: str | None = None
 
     def __post_init__(self) -> None:
-        Recipe.of(
-            method="magnitude",
-            sparsity=self.sparsity,
-            pattern=self.pattern,
-            bits=self.bits,
-            group_size=self.group_size,
-            grid=self.grid,
-            leaves_zeros=self.structure is None,
-        )
+        _recipe(vars(self))
+
+
+def _recipe(config: Mapping[str, Any]) -> Recipe:
+    keys = ("sparsity", "pattern", "bits", "group_size", "grid")
+    amount = {key: config[key] for key in keys if config.get(key) is not None}
+    leaves_zeros = config.get("structure") is None
+    return Recipe.of(method="magnitude", leaves_zeros=leaves_zeros, **amount)
 
 
 @dataclass(kw_only=True)

@@ -1,6 +1,6 @@
 import dataclasses
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from export.backends import SUBCLASSES
 from mrp_lightning.embedded import STDLIB_LLAMA
+from mrp_lightning.records.report import LayerReport, PruningReport
 from mrp_lightning.solver.patterns import SemiStructured
 from mrp_lightning.targets.layers import is_linear, layers_of
 
@@ -32,6 +33,12 @@ SIZES = {
 def keep_two_of_four(weight: Tensor) -> Tensor:
     """Zero the two smallest of every four columns."""
     return weight.masked_fill(SemiStructured(2, 4).select(weight.abs(), 0), 0.0)
+
+
+def write_report(directory: Path, layers: Mapping[str, tuple[int, ...]], **config: Any) -> None:
+    """Write a report that says that the layers of these shapes were pruned."""
+    rows = [LayerReport(name=name, shape=shape) for name, shape in layers.items()]
+    PruningReport({"method": "magnitude"} | config, rows).save(directory)
 
 
 def onto_grid(weight: Tensor, bits: int = 4) -> Tensor:

@@ -17,8 +17,9 @@ from export.conversion.selection import choose_layers
 from export.to_sparse import main
 from mrp_lightning.errors import FormatError
 
-from .conftest import onto_grid
+from .conftest import onto_grid, write_report
 
+FOUR_BITS = {"bits": 4, "group_size": 64}
 DOWN = "model.layers.1.mlp.down_proj"
 
 
@@ -28,15 +29,15 @@ def _both(_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     llama = Path(shutil.copytree(_llama, tmp_path_factory.mktemp("coded") / "llama"))
     generator = torch.Generator().manual_seed(0)
     tensors = load_file(llama / "model.safetensors")
-    names = []
+    shapes = {}
     for name, tensor in tensors.items():
         if tensor.ndim == 2 and "embed" not in name:
             dense = torch.randn(tensor.shape, generator=generator)
             kept = torch.rand(tensor.shape, generator=generator) >= 0.6
             tensor.copy_(onto_grid(dense * kept).to(tensor.dtype))
-            names.append(name.removesuffix(".weight"))
+            shapes[name.removesuffix(".weight")] = tuple(tensor.shape)
     save_file(tensors, llama / "model.safetensors", {"format": "pt"})
-    report(llama, names)
+    write_report(llama, shapes, **FOUR_BITS)
     main([str(llama)])
     return llama.parent
 
@@ -49,14 +50,6 @@ def coded(_both: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def packed(_both: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(_both / "llama-bitmask4", tmp_path / "llama-bitmask4"))
-
-
-def report(directory: Path, names: list[str], **config: object) -> None:
-    """Say that layers were pruned, and with which settings."""
-    rows = [{"name": name, "skipped": None} for name in names]
-    settings = {"bits": 4, "group_size": 64} | config
-    content = {"format_version": 1, "layers": rows, "config": settings}
-    (directory / "pruning_report.json").write_text(json.dumps(content))
 
 
 def logits(directory: Path, ids: Tensor, **options: object) -> Tensor:
@@ -103,19 +96,19 @@ def export_names() -> tuple[str, ...]:
         ({"group_size": 128}, "bitmask4"),
         ({"group_size": 32}, "bitmask"),
         ({"bits": 8}, "bitmask"),
-        ({"bits": None}, "bitmask"),
+        ({"bits": None, "sparsity": 0.5}, "bitmask"),
     ],
     ids=str,
 )
 def test_what_the_report_says_decides(coded, config, written):
-    report(coded, [DOWN], **config)
+    write_report(coded, {DOWN: (32, 64)}, **FOUR_BITS | config)
     layers = choose_layers(open_checkpoint(coded))
     assert {layer.form.option for layer in layers} == {written}
 
 
 def test_a_report_of_bits_that_no_run_has_is_refused(coded):
-    report(coded, [DOWN], bits=5)
-    with pytest.raises(FormatError, match="`config` holds a grid that no run has: `bits` must be"):
+    write_report(coded, {DOWN: (32, 64)}, **FOUR_BITS | {"bits": 5})
+    with pytest.raises(FormatError, match="`config`: `bits` must be 3, 4 or 8; got 5"):
         choose_layers(open_checkpoint(coded))
 
 
@@ -145,7 +138,7 @@ def test_transformers_loads_saves_and_makes_them_dense(packed, coded, ids, tmp_p
 @pytest.mark.parametrize("config", [{"bits": 8}, {"group_size": 30}])
 def test_what_few_bits_cannot_be_packed_is_said(config, coded, capsys):
     tensors = load_file(coded / "model.safetensors")
-    report(coded, [DOWN], **config)
+    write_report(coded, {DOWN: (32, 64)}, **FOUR_BITS | config)
     tensors[f"{DOWN}.weight"].fill_(0.5)
     save_file(tensors, coded / "model.safetensors", {"format": "pt"})
     shown = refusal([str(coded)], capsys)

@@ -1,6 +1,5 @@
 """What a pruning report claims of a layer is held against its weights before anything is packed."""
 
-import json
 from pathlib import Path
 
 import families
@@ -13,8 +12,11 @@ from export.conversion.checkpoint import open_checkpoint
 from export.conversion.selection import Claim, choose_layers
 from export.to_sparse import main
 from mrp_lightning.errors import FormatError, PatternError
+from mrp_lightning.records.report import LayerReport, PruningReport
 from mrp_lightning.solver.patterns import SemiStructured, Unstructured
 from mrp_lightning.targets.plan import make_plan
+
+from .conftest import write_report
 
 UP = "model.layers.0.mlp.up_proj"
 CHECKS = [["--check-only"], [], ["--format", "bitmask"], ["--format", "dense"]]
@@ -55,10 +57,9 @@ def pruned(tmp_path: Path):
             scores = layer.weight.abs()
             layer.write_(layer.weight.masked_fill(shape.select(scores, 0), 0.0))
             sparsity = float((layer.weight == 0).float().mean())
-            rows.append({"name": layer.name, "skipped": None, "sparsity": sparsity})
+            rows.append(LayerReport(name=layer.name, shape=layer.weight.shape, sparsity=sparsity))
         model.save_pretrained(tmp_path / "model")
-        content = {"layers": rows, "config": {"method": "magnitude", **config}}
-        (tmp_path / "model" / "pruning_report.json").write_text(json.dumps(content))
+        PruningReport({"method": "magnitude", **config}, rows).save(tmp_path / "model")
         return tmp_path / "model"
 
     return write
@@ -126,7 +127,7 @@ def test_layers_that_are_stored_otherwise_or_have_no_packed_form(
 
 
 def test_columns_that_are_gone_are_no_zeros(pruned):
-    source = pruned("llama", SemiStructured(2, 4), structure="neurons")
+    source = pruned("llama", SemiStructured(2, 4), structure="neurons", sparsity=0.5)
     damage(source, f"{UP}.weight", (0, slice(None)))
     assert all(x.breach is None for x in choose_layers(open_checkpoint(source)))
 
@@ -143,7 +144,7 @@ def test_a_report_of_another_model_is_refused(pruned):
     report.write_text(report.read_text().replace("mlp.up_proj", "mlp.fc1"))
     with pytest.raises(PatternError, match=r"does not have: model\.layers\.0\.mlp\.fc1, .*another"):
         choose_layers(open_checkpoint(source))
-    report.write_text('{"layers": [{"name": 5}]}')
+    report.write_text('{"format_version": 1, "layers": [{"name": 5, "shape": [1, 1]}]}')
     with pytest.raises(FormatError, match=r"`layers\[0\]\.name` is 5, expected a valid string"):
         choose_layers(open_checkpoint(source))
 
@@ -152,13 +153,7 @@ def test_a_convolution_of_a_module_of_ones_own(tmp_path):
     module = nn.ModuleDict({"conv": nn.Conv2d(8, 4, 3)})
     weight = module["conv"].weight.detach()
     weight[:, ::2] = 0
-    row = {"name": "conv", "shape": [4, 72], "skipped": None, "sparsity": 0.5}
-    totals = dict.fromkeys(
-        ("layers", "skipped", "weights", "removed", "sparsity", "relative_loss", "seconds")
-    )
-    report = {"format_version": 1, "layers": [row], "totals": totals, "versions": {}}
-    report["config"] = {"method": "SM", "pattern": "2:4"}
-    (tmp_path / "pruning_report.json").write_text(json.dumps(report))
+    write_report(tmp_path, {"conv": (4, 72)}, pattern="2:4")
     for broken in (False, True):
         weight[1, 4, 2, 1] = 1.0 if broken else 0.0
         save_file({"conv.weight": weight.contiguous()}, tmp_path / "model.safetensors")

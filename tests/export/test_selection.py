@@ -22,7 +22,7 @@ from mrp_lightning.models.checkpoint import build_without_weights, names_in_mode
 from mrp_lightning.solver.patterns import SemiStructured
 from mrp_lightning.targets.plan import make_plan
 
-from .conftest import keep_two_of_four
+from .conftest import keep_two_of_four, write_report
 
 EXPERT = "it is an expert of a stack; the format packs linear layers"
 READ = "the module around it multiplies with its weight itself"
@@ -38,9 +38,8 @@ def prune(tmp_path: Path) -> Callable[[Any], Path]:
         for layer in layers:
             layer.write_(keep_two_of_four(layer.weight))
         model.save_pretrained(tmp_path / "model")
-        rows = [{"name": layer.name, "skipped": None} for layer in layers]
-        report = tmp_path / "model" / "pruning_report.json"
-        report.write_text(json.dumps({"layers": rows}))
+        shapes = {layer.name: tuple(layer.weight.shape) for layer in layers}
+        write_report(tmp_path / "model", shapes, pattern="2:4")
         return tmp_path / "model"
 
     return write

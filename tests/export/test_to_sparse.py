@@ -18,6 +18,8 @@ from export.to_sparse import main
 from mrp_lightning.errors import FormatError
 from mrp_sparse.formats.sparse24 import SPARSE24, pack
 
+from .conftest import write_report
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -187,12 +189,10 @@ def test_many_offending_layers_are_counted_by_kind(llama, capsys):
 
 def test_the_pruning_report_says_what_must_be_2_of_4(llama, capsys):
     set_group(llama, "model.layers.0.mlp.up_proj", [1.0, 2.0, 3.0, 0.0])
-    rows = [{"name": "model.layers.0.mlp.up_proj", "skipped": "ignored"}]
-    (llama / "pruning_report.json").write_text(json.dumps({"layers": rows}))
+    write_report(llama, {}, pattern="2:4")
     main([str(llama)])
     assert "it was not to be pruned" in " ".join(capsys.readouterr().out.split())
-    rows[0]["skipped"] = None
-    (llama / "pruning_report.json").write_text(json.dumps({"layers": rows}))
+    write_report(llama, {"model.layers.0.mlp.up_proj": (64, 32)}, sparsity=0.5)
     assert "not 2:4 in 1 of 1 layers" in refusal(
         [str(llama), "--format", "packed", "--overwrite"], capsys
     )
