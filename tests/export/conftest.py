@@ -1,6 +1,7 @@
 import dataclasses
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from mrp_lightning.embedded import STDLIB_LLAMA
 from mrp_lightning.records.report import LayerReport, PruningReport
 from mrp_lightning.solver.patterns import SemiStructured
 from mrp_lightning.targets.layers import is_linear, layers_of
+from mrp_lightning.text.sources import Split, standard_library
 
 SIZES = {
     "llama": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2},
@@ -52,6 +54,23 @@ def onto_grid(weight: Tensor, bits: int = 4) -> Tensor:
     signed = [code.sign() * code.abs().round().clamp(1, largest) for code in codes]
     whole = [code * scale for code, scale in zip(signed, scales, strict=True)]
     return torch.cat(whole, dim=1).to(weight.dtype)
+
+
+@pytest.fixture(autouse=True)
+def short_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare logits on the first files of the embedded text; reading all of it takes longest."""
+    monkeypatch.setattr("mrp_lightning.text.sources.standard_library", lambda split: _FILES[split])
+
+
+class _Files(dict[str, list[str]]):
+    """The first files of each split, as many as the parity gate needs."""
+
+    def __missing__(self, split: Split) -> list[str]:
+        self[split] = list(islice(standard_library(split), 5))
+        return self[split]
+
+
+_FILES = _Files()
 
 
 @pytest.fixture(scope="session")
