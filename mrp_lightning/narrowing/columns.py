@@ -13,19 +13,19 @@ from mrp_lightning.solver.recipe import parse_method
 from mrp_sparse.arguments import checked, is_count, is_number
 
 _PANEL = 64
-"""Columns whose removal is written into all others at once."""
+"""Number of columns whose removal updates all other columns at once."""
 _PAIRS = 2**22
-"""Numbers in a table of pairs that is made at a time."""
+"""Number of elements of the table of pairs that is computed at a time."""
 _LEAST_GAIN = 1e-9
 """Exchanges that lower the loss by a smaller fraction are rounding."""
 
 
 def _greedy_set(inverse: Tensor, covariance: Tensor, count: int, width: int) -> list[int]:
-    """Remove one group after another, each the one that costs least when all others adapt.
+    """Remove groups of columns greedily, each with the least loss after compensation.
 
-    Once P is removed, (H_KK)⁻¹ = A_KK − A_KP A_PP⁻¹ A_PK for what is kept, and the kept weights are
-    at their optimum; removing the group J next costs ½·tr(A_JJ⁻¹ C_JJ) with A and C as they then
-    are.
+    For a weight W with Hessian H, A = H⁻¹ and C = WᵀW. When the columns P are removed, A becomes
+    A_KK − A_KP A_PP⁻¹ A_PK = (H_KK)⁻¹ on the kept columns K, and C becomes WᵀW of their optimum.
+    Removing the group J next costs ½·tr(A_JJ⁻¹ C_JJ), with the present A and C.
 
     Args:
         inverse: A, (columns, columns).
@@ -34,7 +34,7 @@ def _greedy_set(inverse: Tensor, covariance: Tensor, count: int, width: int) -> 
         width: Columns of a group.
 
     Returns:
-        The groups, in the order in which they go.
+        The removed groups, in the order of their removal.
     """
     inverse, covariance = inverse.clone(), covariance.clone()
     own, energy = _diagonal_blocks(inverse, width), _diagonal_blocks(covariance, width)
@@ -59,7 +59,7 @@ def _greedy_set(inverse: Tensor, covariance: Tensor, count: int, width: int) -> 
         own = own - blocks_of(a, width).mT @ steps
         change = halves.mT @ steps
         energy = energy - change - change.mT
-        # A removed group has no cost any more, and its zeros must not be divided by.
+        # A removed group must not be chosen again, nor its zero block be inverted.
         own[j], energy[j] = torch.eye(width, dtype=own.dtype, device=own.device), 0
         if len(pending) * width >= _PANEL:
             a, step, half = (torch.cat(x) for x in zip(*pending, strict=True))
@@ -132,7 +132,7 @@ class ColumnSet:
         return max(distance, 0.0) / self.loss if self.loss > 0 else 0.0
 
     def swap(self) -> int:
-        """Exchange the best pair of groups while that lowers the loss, and return how often."""
+        """Exchange the best pair of groups while that lowers the loss; return how many times."""
         done = 0
         while done < len(self.removed):
             gain, back, out = self._best_exchange()
@@ -195,9 +195,10 @@ class ColumnSet:
 
 
 def costs(inverse: Tensor, energy: Tensor) -> Tensor:
-    """Return ½·tr(A⁻¹C) of blocks (..., width, width).
+    """Return ½·tr(A⁻¹C) of blocks (..., width, width): (...).
 
-    It is the cost of removing a group, and with B and Y_pᵀY_p the gain of putting one back.
+    With A and C as in `_greedy_set`, this is the loss of removing a group; with B and Y_pᵀY_p of
+    `ColumnSet`, the gain of putting one back.
     """
     if inverse.shape[-1] == 1:
         return (energy / inverse)[..., 0, 0] / 2
@@ -230,19 +231,19 @@ _LEAST_MEASURED_GAIN = 1e-6
 
 
 def measured_set(measure: Measure, units: int, count: int) -> tuple[list[int], float, int]:
-    """Choose units to remove by measured losses, greedily, and then by exchanges.
+    """Choose units to remove by measured losses, greedily, then by exchanges.
 
-    One unit after another is removed, each with the lowest loss. Then the removed and the kept unit
-    whose exchange lowers the loss most are exchanged, until none lowers it. The first part measures
-    units·count sets, and each round of exchanges count·(units − count).
+    First, units are removed one after another, each with the lowest loss, which measures
+    units·count sets. Then the pair of a removed and a kept unit whose exchange lowers the loss most
+    is exchanged, until no exchange lowers it; each round measures count·(units − count) sets.
 
     Args:
-        measure: Returns the losses of sets; the units of each are in order.
+        measure: Returns the losses of sets of units; the units of a set are sorted.
         units: Number of units.
         count: Number of units to remove.
 
     Returns:
-        The removed units in order, their loss, and the number of exchanges.
+        The sorted removed units, their loss, and the number of exchanges.
     """
     removed: list[int] = []
     loss = 0.0
@@ -273,27 +274,27 @@ METHODS = ("magnitude", "wanda", "SM", "magnitude+M", "wanda+M")
 
 @dataclass(frozen=True, eq=False)
 class ColumnSolution:
-    """A weight without some of its columns, and how good it is.
+    """A weight without some of its columns, and its losses.
 
     Attributes:
         weight: The new weight, (rows, columns), in the dtype of the input; removed columns are
             +0.0.
-        removed: bool (groups,), True = removed: one for each group of columns, or each column.
+        removed: bool (groups,), True = removed, for each group of columns.
         loss: ½·tr(δ H δᵀ), H undamped, δ = returned weight − weight: the mean over the calibration
             tokens of ‖δ x‖².
-        damping_used: λ, what was added to the diagonal of H. Methods without an inverse add
-            nothing; then it is what the given damping would have added.
-        damping_ratio: Fraction of the mean diagonal of H that λ is: the given damping, or what it
-            had to be raised to.
-        swaps: Number of times that a removed group was put back and another removed in its place.
+        damping_used: λ, which is added to the diagonal of H. Methods without an inverse do not add
+            it; for these it is `damping` times the mean diagonal.
+        damping_ratio: λ as a fraction of the mean diagonal of H: `damping`, or the value to which
+            it had to be raised.
+        swaps: Number of exchanges of a removed group for a kept one.
         greedy_loss: The damped loss of the optimum before the swaps; `None` for other methods.
-        optimal_loss: The damped loss of the optimum for `removed`; `None` for methods that do not
-            seek it.
+        optimal_loss: The damped loss of the optimum for `removed`; `None` for methods without
+            compensation.
         gap: Certified relative distance of the damped loss to `optimal_loss`, before a cast to a
-            dtype narrower than float32; `None` for methods that do not seek the optimum.
+            dtype narrower than float32; `None` for methods without compensation.
         dead_inputs: Number of columns whose input was always zero.
-        target_loss: The same as `loss`, but against the target weight; `None` where the target is
-            the weight itself.
+        target_loss: `loss` with δ measured from the target weight; `None` if the target is the
+            weight itself.
     """
 
     weight: Tensor
@@ -320,7 +321,7 @@ def prune_columns(
     damping: float = 0.01,
     swaps: bool = True,
 ) -> ColumnSolution:
-    """Remove whole columns and compensate for them, so that the layer's outputs change least.
+    """Remove whole columns of a weight, and compensate so that the layer's outputs change least.
 
     Minimises ½·tr(δ H δᵀ), the mean over tokens of ‖(w + δ)x − wx‖², with the removed columns zero
     in all rows. To remove the same columns from several layers with the same inputs, give their
@@ -342,7 +343,7 @@ def prune_columns(
         swaps: Whether SM improves its greedy set by exchanges.
 
     Returns:
-        The weight, what was removed, and its measures. The inputs are not modified.
+        The new weight, the removed groups, and the losses. The inputs are not modified.
 
     Raises:
         MethodError: The method removes no columns.
@@ -361,10 +362,10 @@ def prune_columns(
 
 
 def check_column_method(method: str) -> None:
-    """Refuse a method that does not remove whole columns.
+    """Check that a method removes whole columns.
 
     Raises:
-        MethodError: It does not, or does not exist.
+        MethodError: The method does not, or does not exist.
     """
     name = parse_method(method).name
     if name not in METHODS:
@@ -386,8 +387,8 @@ def remove_columns(
 ) -> ColumnSolution:
     """Remove whole columns as `prune_columns` does, with a Hessian that is checked already.
 
-    The set and the compensation are those of the `target` (see `dense_target`), if there is one, in
-    place of the dense weight.
+    Set and compensation are computed for the `target` (see `dense_target`), if there is one,
+    instead of the dense weight.
     """
     check_weight(weight, inputs)
     groups = _checked_groups(inputs, count, group)
@@ -395,7 +396,8 @@ def remove_columns(
     chosen = parse_method(method)
     swapped, greedy_loss = 0, None
     if chosen.needs_inverse:
-        # Columns of dead inputs add nothing to an output: they are removed first, and stay removed.
+        # Columns of dead inputs add nothing to an output: they are removed first, and never
+        # exchanged.
         live = aim.masked_fill(inputs.dead, 0)
         damped = inputs.damped(damping).double
         covariance = live.T @ live

@@ -1,9 +1,10 @@
-"""Find the parts of a model that belong to its units, by two models of different configurations.
+"""Find the parts of a model that belong to its units, by comparing two configurations.
 
 The model is built twice without weights: by its configuration, and by one with fewer units. The
-parameters that are smaller in the second model, along some dimension, and the attributes of modules
-that differ, belong to the units. No family is known by its name. A configuration that cannot give
-fewer units is recognised: nothing gets smaller, or more than the units does.
+parameters that are smaller in the second model along some dimension, and the attributes of modules
+that differ, belong to the units. So no model family needs code of its own. A configuration that
+cannot describe fewer units is detected, since either nothing becomes smaller or parts that belong
+to no unit do.
 """
 
 import copy
@@ -29,7 +30,7 @@ from mrp_lightning.upstream.torch_names import without_compiled
 from mrp_sparse.formats.grid import Grid
 
 _MULTIPLE = 32
-"""Matrix kernels are fastest for numbers of neurons that are multiples of this."""
+"""The number of neurons that remain is a multiple of this, for the speed of matrix kernels."""
 
 _NEURONS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "hidden_dim", "d_ff")
 _HEADS, _GROUPS = "num_attention_heads", "num_key_value_heads"
@@ -45,7 +46,7 @@ Sizes = dict[str, int]
 def narrowing_plan(
     model: nn.Module, kind: str, sparsity: float, plan: Plan, grid: Grid | None = None
 ) -> NarrowingPlan:
-    """Return the plan of removing whole units, from that of all layers; see `_find_structure`.
+    """Return the plan of removing whole units, made from the plan of all layers.
 
     With a grid, all layers of the plan are put on it.
     """
@@ -132,17 +133,17 @@ def _find_structure(
 
 
 class _Unfit(Exception):  # noqa: N818 (a message to the search)
-    """An entry of the configuration changes more than the parts of units, or nothing."""
+    """An entry of the configuration changes nothing, or parts that belong to no unit."""
 
 
 class _Refused(_Unfit):
-    """transformers refuses the configuration with that many units."""
+    """transformers refuses the configuration with this number of units."""
 
 
 def _offer_nearest(
     fitted: Callable[[int], Structure], kept: int, units: int, sparsity: float, refusal: _Refused
 ) -> _Unfit:
-    """Raise an OptionError that names the nearest number of units with which the model is built.
+    """Raise an OptionError with the nearest number of units that transformers accepts.
 
     Returns:
         The reason why there is no such number.
@@ -189,7 +190,7 @@ def _candidates(
 
 
 def _fixed(model: PreTrainedModel, kind: str) -> Sizes:
-    """Return the entries that must be set for sizes not to follow from the number of units."""
+    """Return entries to pin, such as `head_dim`, so that fewer units do not change other sizes."""
     config = model.config.get_text_config()
     if kind != "heads":
         return {}
@@ -204,15 +205,16 @@ def _head_size(config: PreTrainedConfig) -> int:
 
 
 def _least(config: PreTrainedConfig, kind: str) -> int:
-    """Return the least number of units: one, or as many experts as each token is sent to."""
+    """Return the smallest possible number of units: one, or as many experts as each token uses."""
     counts = (getattr(config, name, None) for name in _CHOSEN if kind == "experts")
     return max([1, *(count for count in counts if isinstance(count, int))])
 
 
 def _multiple(kind: str, columns: int, grid: Grid | None) -> int:
-    """Return the number of which a multiple of units, with some `columns` each, remains.
+    """Return the number of which the number of remaining units must be a multiple.
 
-    It is 32 for neurons. Where there is a grid, the columns of a multiple are whole groups of it.
+    It is 32 for neurons, else 1; with a grid, it is raised so that the units' columns, `columns`
+    each, are whole groups of the grid.
     """
     least = _MULTIPLE if kind == "neurons" else 1
     if grid is None or not grid.whole_groups:
@@ -221,9 +223,10 @@ def _multiple(kind: str, columns: int, grid: Grid | None) -> int:
 
 
 def _kept(kind: str, units: int, sparsity: float, multiple: int, least: int = 1) -> int:
-    """Return the number of units that remain, the nearest `multiple`."""
+    """Return the number of units that remain, the multiple of `multiple` nearest to the request."""
     least = max(least, multiple)
-    # Half a multiple of neurons is removed. Half a head is not: it is a large part of a block.
+    # Ties: half a multiple of neurons is removed, half a head is not, being a large part of a
+    # block.
     kept = multiple * math.ceil((1 - sparsity) * units / multiple - 0.5)
     if kind != "neurons":
         kept = units - multiple * math.ceil(sparsity * units / multiple - 0.5)
@@ -262,7 +265,7 @@ def _built(model: PreTrainedModel, entries: Mapping[str, int], kind: str) -> Pre
     try:
         for name, value in entries.items():
             setattr(config.get_text_config(), name, value)
-    except AttributeError as error:  # FALCON computes its `head_dim`
+    except AttributeError as error:  # read-only, as Falcon's computed `head_dim`
         raise _Unfit(f"{name} follows from other entries") from error
     try:
         config = type(config).from_dict(config.to_dict())
@@ -287,7 +290,7 @@ def _parts(
     kept: int,
     attributes: Sequence[Attribute],
 ) -> Iterator[tuple[str, BlockParts]]:
-    """Yield the name of each block with its parts that are smaller in the narrower model."""
+    """Yield the name and the parts of each block that are smaller in the narrower model."""
     modules = _modules(model)
     layers = {id(layer.parameter): layer for of_block in plan.layers.values() for layer in of_block}
     shapes = {name: parameter.shape for name, parameter in narrower.named_parameters()}
@@ -327,7 +330,7 @@ def _parts(
         own_attributes = [entry for entry in attributes if id(entry[0]) in inside]
         consumers = [layer for cut, layer in cuts if layer is not None and _reads(cut, layer)]
         if kind == "experts" and not cuts:
-            continue  # a block of another kind, as the first ones of DeepSeek are
+            continue  # a block of another kind, such as the first ones of DeepSeek
         groups = {layer.columns // units for layer in consumers}
         if kind == "heads" and groups and any(cut.width > max(groups) for cut, _ in cuts):
             raise _Unfit("one weight holds queries, keys and values")
@@ -341,7 +344,7 @@ def _path(model: nn.Module, block: nn.Module) -> str:
 
 
 def _reads(cut: Cut, layer: Layer) -> bool:
-    """Return whether a cut removes columns of a layer, not rows."""
+    """Return whether a cut removes columns, and not rows, of a layer."""
     if isinstance(layer, ExpertStack):
         return True
     stored = layer.parameter.detach()
@@ -350,7 +353,7 @@ def _reads(cut: Cut, layer: Layer) -> bool:
 
 
 def _stack_of(name: str, cut: Cut) -> ExpertStack | None:
-    """Return the stack of the matrices that read the experts' inner features, if it is cut."""
+    """Return the cut stack of the matrices that read the experts' inner features, if any."""
     is_last = holds_experts(cut.module) and cut.name == "down_proj"
     return ExpertStack(name, cut.module) if is_last else None
 

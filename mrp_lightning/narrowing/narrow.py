@@ -1,4 +1,4 @@
-"""Make a model narrower: cut units out of its blocks, route around experts, check one block."""
+"""Make a model narrower: cut units out of blocks, route around experts, check a block."""
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,10 +25,10 @@ def narrow(structure: Structure, config: Any) -> None:
 
     Args:
         structure: The units.
-        config: The configuration of the model, which gets their new number.
+        config: The configuration of the model, which gets the new number of units.
 
     Raises:
-        TargetError: A block has too few such units; then nothing is changed.
+        TargetError: A block has too few such units. Then nothing is changed.
     """
     zero = {name: _zero_units(parts, structure.units) for name, parts in structure.blocks.items()}
     if short := [name for name, units in zero.items() if len(units) < structure.count]:
@@ -43,11 +43,11 @@ def narrow(structure: Structure, config: Any) -> None:
 
 
 class StreamedNarrowing:
-    """Cuts the removed units out of streamed blocks, of each as it is saved.
+    """Cuts the removed units out of streamed blocks, each when it is saved.
 
     Args:
-        structure: The units, which are zero in the files of the blocks until then.
-        config: The configuration that gives their number.
+        structure: The units. The files of the blocks hold zeros in place of removed units.
+        config: The configuration of the model.
     """
 
     def __init__(self, structure: Structure, config: Any) -> None:
@@ -72,7 +72,7 @@ class StreamedNarrowing:
             yield
 
     def settle(self) -> None:
-        """Make all blocks narrower for good; their weights are in files."""
+        """Make all blocks, whose weights are in files, narrower permanently."""
         for parts in self._structure.blocks.values():
             removed = torch.arange(self._structure.count)
             set_attributes(parts.without(removed, self._structure.units))
@@ -80,7 +80,7 @@ class StreamedNarrowing:
 
 
 def _zero_units(parts: BlockParts, units: int) -> Tensor:
-    """Return the numbers of the units whose columns are zero in every consumer, in order."""
+    """Return the sorted indices of the units whose columns are zero in every consumer."""
     zero = torch.ones(units, dtype=torch.bool)
     for layer in parts.consumers:
         zero &= (layer.view == 0).all(0).reshape(units, -1).all(1).cpu()
@@ -88,10 +88,10 @@ def _zero_units(parts: BlockParts, units: int) -> Tensor:
 
 
 def _removed_units(parts: BlockParts, structure: Structure) -> Tensor:
-    """Return the numbers of `structure.count` units whose columns are zero in every consumer.
+    """Return the indices of `structure.count` units whose columns are zero in every consumer.
 
-    On a grid of few bits, columns of remaining units may be zero, too. The removed ones are those
-    whose rows are zero in all layers that make them.
+    On a grid of few bits, columns of remaining units may be zero, too. Then the removed units are
+    identified by zero rows in the layers that produce them.
     """
     zero = _zero_units(parts, structure.units)
     if len(zero) > structure.count:
@@ -152,12 +152,12 @@ class Routing:
         """The removed experts, whose second matrices are zero; none until `structure.count` are."""
         none = torch.tensor([], dtype=torch.long)
         if self.parts.consumers[0].view.shape[1] < self.structure.units:
-            return none  # they are cut out
+            return none  # already cut out
         zero = _zero_units(self.parts, self.structure.units)
         return zero if len(zero) >= self.structure.count else none
 
     def require_all(self) -> None:
-        """Raise a TargetError if experts of the block are zero before any is removed."""
+        """Raise a `TargetError` if experts of the block are zero before any is removed."""
         if len(zero := _zero_units(self.parts, self.structure.units)):
             raise TargetError(
                 f"`structure: experts`: in {self.parts.consumers[0].name} these experts are zero "
@@ -176,7 +176,8 @@ class Routing:
         numbers, forward = is_kept.nonzero()[:, 0], self.experts.forward
 
         def renumbered(*args: Any, **kwargs: Any) -> Any:
-            # The router counts the remaining experts; the experts' own weights keep their size.
+            # The router numbers the remaining experts from 0; the experts' weights keep their old
+            # indices.
             tokens, chosen, weights = _arguments(args, kwargs)
             return forward(tokens, numbers.to(chosen.device)[chosen], weights)
 
@@ -188,7 +189,7 @@ class Routing:
 
     @contextmanager
     def followed(self) -> Iterator[None]:
-        """Run each forward without the experts that are removed at its start."""
+        """Run each forward of this context without the experts that are removed when it starts."""
         forward = self.module.forward
 
         def rerouted(*args: Any, **kwargs: Any) -> Any:
@@ -219,7 +220,8 @@ class Routing:
             calls.append(self._call(args, kwargs, None))
             raise _Called
 
-        # `without` is entered last, and so gives `stop` the numbers that experts have in all.
+        # `without` is entered last, so that it maps the indices for `stop` back to those of all
+        # experts.
         with replaced(self.experts, "forward", stop), self.without(removed):
             try:
                 self.module.forward(inputs)
@@ -289,11 +291,11 @@ def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
 
 
 _OF_EFFECT = 0.02
-"""The distance of two outputs, relative to the effect of the units, that may be rounding."""
+"""The largest distance of two outputs, relative to the units' effect, that is rounding."""
 
 
 class BlockTrial:
-    """Checks the first block of each structure of parameters; see `_check_block`."""
+    """Checks the first block of each arrangement of parameters; see `_check_block`."""
 
     def __init__(self, structure: Structure) -> None:
         self._structure, self._seen = structure, set[Hashable]()
@@ -312,12 +314,12 @@ class BlockTrial:
 def _check_block(
     structure: Structure, parts: BlockParts, run: Callable[[], Tensor | None], block: Block
 ) -> None:
-    """Raise if the units of a block are not where the shapes of its parameters suggest.
+    """Check by a forward that the parts of a block's units are what their shapes suggest.
 
-    Units are drawn at random and removed for a moment. If their columns in the consumers are zero,
-    the output must not depend on the parameters that make these units, and the narrower block must
-    give that output. For experts, the narrower block must give the output of all experts with a
-    router that does not choose the removed ones.
+    Random units are removed temporarily. With their columns of the consumers zero, the output must
+    not depend on the parameters that produce these units, and the narrower block must return the
+    same output. For experts, the narrower block must return the output of all experts with a router
+    that does not choose the removed ones.
 
     Args:
         structure: The units.
@@ -342,7 +344,7 @@ def _check_block(
         if routing is not None:
             with routing.without(removed):
                 expected = independent = _output(run)
-            with routing.without(removed[:1]):  # the first sets of the search have one expert
+            with routing.without(removed[:1]):  # as in the search, whose first sets have one expert
                 run()
         else:
             noise = [cut.randomised(removed, generator) for cut in parts.producers]

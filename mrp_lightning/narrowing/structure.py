@@ -12,14 +12,14 @@ from mrp_lightning.targets.layers import Layer
 from mrp_lightning.targets.plan import Plan
 
 STRUCTURES = ("neurons", "heads", "experts")
-"""The kinds of units that can be removed whole."""
+"""The kinds of units that can be removed as a whole."""
 
 Attribute = tuple[Any, str, Any]
 """An object (a module or a configuration), the name of one of its attributes, and a new value."""
 
 
 def set_attributes(attributes: Sequence[Attribute]) -> ExitStack:
-    """Set attributes, and return a context at whose end they have their former values again."""
+    """Set attributes, and return a context that restores their former values at its end."""
     with ExitStack() as stack:
         for owner, name, value in attributes:
             if hasattr(owner, name):
@@ -34,8 +34,8 @@ def set_attributes(attributes: Sequence[Attribute]) -> ExitStack:
 class Cut:
     """A parameter or buffer along one dimension of which each unit has `width` adjacent entries."""
 
-    module: nn.Module  # holds the tensor
-    name: str  # in that module
+    module: nn.Module  # whose parameter or buffer it is
+    name: str  # of the parameter or buffer
     dim: int
     width: int
 
@@ -60,7 +60,7 @@ class Cut:
         return self._attribute(self.tensor.detach().index_fill(self.dim, self.entries(units), 0))
 
     def randomised(self, units: Tensor, generator: torch.Generator) -> Attribute:
-        """Return the attribute with normal noise, of their deviation, in the entries of units."""
+        """Return the attribute with normal noise of the same deviation in the units' entries."""
         tensor, entries = self.tensor.detach(), self.entries(units)
         values = tensor.index_select(self.dim, entries)
         noise = torch.randn(values.shape, generator=generator).to(values) * values.std()
@@ -75,7 +75,7 @@ class Cut:
 
 @dataclass(frozen=True, eq=False)
 class Remainder(Layer):
-    """The part of a layer that remains once units are cut out; the rest of its parameter is zero.
+    """The part of a layer that remains when units are cut out; the rest of its parameter is zero.
 
     Attributes:
         whole: The layer.
@@ -93,7 +93,7 @@ class Remainder(Layer):
         return self.whole.parameter
 
     def arranged(self, stored: Tensor) -> Tensor:
-        """The whole, as the layer itself arranges it."""
+        """The whole parameter, as the layer itself arranges it."""
         return self.whole.arranged(stored)
 
     @property
@@ -112,7 +112,7 @@ class Remainder(Layer):
         return self.whole.reading
 
     def inputs(self, x: Tensor) -> Tensor:
-        """The remaining features of the vectors that the weight is multiplied with."""
+        """Return the remaining features of the vectors that the weight multiplies."""
         return self.whole.inputs(x)[..., self.columns_of_whole]
 
     def write_(self, weight: Tensor) -> None:
@@ -178,10 +178,10 @@ class Structure:
     Attributes:
         kind: neurons, heads or experts.
         units: The number of units in each block that has any.
-        kept: The number of them that remain in each block.
-        blocks: The parts that belong to them, by the name of the block.
-        config: The entries of the configuration that give their number, with their new values.
-        attributes: The attributes of modules outside the blocks that give their number.
+        kept: The number of units that remain in each block.
+        blocks: The parts that belong to the units, by the name of the block.
+        config: The entries of the configuration for the number of units, with their new values.
+        attributes: The attributes of modules outside of the blocks for the number of units.
     """
 
     kind: str
@@ -204,7 +204,7 @@ class Structure:
         return self.count * sum(weight.numel() // self.units for weight in weights)
 
     def config_entries(self, config: Any) -> list[Attribute]:
-        """Return the entries of a model's configuration that give their number."""
+        """Return the entries of a model's configuration for the number of units, as attributes."""
         return [(config.get_text_config(), name, value) for name, value in self.config.items()]
 
     def __str__(self) -> str:
@@ -215,11 +215,11 @@ class Structure:
 class NarrowingPlan(Plan):
     """The plan of removing whole units.
 
-    The layers to prune are their consumers, and with few bits all layers, which get on a grid.
+    The layers to prune are the consumers of the units; with a grid, all layers.
 
     Attributes:
         structure: The units.
-        others: The other layers of each block, by its name, which tuning may change.
+        others: The other layers, which tuning may change, by the name of their block.
     """
 
     structure: Structure

@@ -1,4 +1,4 @@
-"""Give blocks different sparsities with the total that is asked for, by a dry run."""
+"""Allocate a sparsity to each block, with the requested total, by a dry run of the pruning."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,19 +20,19 @@ from mrp_lightning.solver.patterns import Unstructured
 from mrp_lightning.targets.layers import Layer
 
 TOKENS = 4096
-"""The most rows of the output that are compared."""
-_CHUNK = 128  # rows that are compared at once, in float32
+"""The largest number of output rows that are compared."""
+_CHUNK = 128  # rows that are compared at a time, in float32
 
 
 class _OutputChange:
-    """Compare the output of a model, row by row, with that of the dense model.
+    """Compares the output of a model, row by row, with that of the dense model.
 
-    A row of logits over the vocabulary of a language model of transformers stands for the
-    distribution p of a token, and its change is the divergence KL(p_d ‖ p) in nats. That of a row
-    y of any other output is ‖y − y_d‖² / ‖y_d‖².
+    If rows are logits over the vocabulary of a transformers language model, the change of a row is
+    the divergence KL(p_d ‖ p) of its distributions, in nats. For any other output y it is ‖y −
+    y_d‖² / ‖y_d‖².
 
-    The first `TOKENS` rows are compared, whatever the size of the batches, and padding counts
-    nowhere. Each process compares its share. The dense model's output is kept in memory.
+    The first `TOKENS` rows without padding are compared, whatever the size of the batches. Each
+    process compares its share. The dense model's output of these rows stays in memory.
     """
 
     def __init__(self, job: Job, walk: Walk, padding: Padding) -> None:
@@ -45,7 +45,7 @@ class _OutputChange:
             missing -= len(self._dense[-1])
 
     def of(self, k: int) -> float:
-        """Return the mean change of the rows when the model runs on from block k, as it is now."""
+        """Return the mean change of the rows when the present model runs on from block k."""
         total = 0.0
         for i, dense in enumerate(self._dense):
             change = _divergence if dense.shape[1] in self._vocabularies else _relative_error
@@ -73,7 +73,7 @@ class _OutputChange:
 
 
 def _first_output(returned: Any) -> Tensor | None:
-    """Return the logits, or else the first floating-point tensor, of an output."""
+    """Return the logits, else the first floating-point tensor, of an output."""
     if isinstance(returned, Tensor):
         return returned if returned.is_floating_point() else None
     if isinstance(returned, Mapping):
@@ -115,13 +115,13 @@ class Change:
     """The effect of pruning one block alone: the mean change of the model's output."""
 
     of_output: float
-    layers: list[Layer]  # those of the block that are run, and so will be pruned
+    layers: list[Layer]  # the block's layers that are called, and so will be pruned
 
 
 def _dry_run(job: Job, walk: Walk, padding: Padding, pinned: Pinned) -> dict[str, Change]:
-    """Prune each block alone, run on to the output, and put its weights back.
+    """Prune each block alone, compare the model's output, and restore the block's weights.
 
-    Blocks of which no layer is run are left out of the changes, which are by name.
+    Returns the change of each block, by name, without blocks of which no layer is called.
     """
     settings = replace(job.settings, true_sequential=False, target="own", target_weight=None)
     alone = replace(job, settings=settings, report=PruningReport({}))
@@ -157,7 +157,7 @@ def _dry_run(job: Job, walk: Walk, padding: Padding, pinned: Pinned) -> dict[str
 
 @contextmanager
 def _put_back(layers: Sequence[Layer]) -> Iterator[None]:
-    """Restore the present weights of layers at the end of this context, whatever happens in it."""
+    """Restore the weights of layers at the end of this context, also after an error."""
     weights = [layer.weight.clone() for layer in layers]
     try:
         yield
@@ -171,19 +171,18 @@ _SPREAD = 0.15
 _STEEPNESS = 7.0
 """The growth of the logarithm of a block's change with its sparsity, κ, by measurement."""
 STEP = 0.2
-"""The grid to which these logarithms are rounded.
-
-Another CPU, batch size or number of processes sums in another order, which decides between weights
-of nearly equal scores and moves a block's change by up to 3e-4 of it in float32, 6e-3 in bfloat16.
-On the grid the sparsities stay equal, unless a block is that near to the middle of two steps: then
-it moves by STEP / STEEPNESS. No grid rules that out; a coarse one makes it rare, and costs the
-embedded model at most 0.014 of perplexity.
+"""The step to which these logarithms are rounded. Another CPU, batch size or number of processes
+sums in another order, which decides between weights of nearly equal scores, and so changes a
+block's measurement by up to 3e-4 of it in float32, or 6e-3 in bfloat16. After rounding, the
+sparsities are equal, unless a logarithm is that near to the middle of two steps: then its block's
+sparsity moves by STEP / _STEEPNESS. No step excludes that; a coarse one makes it rare, and costs
+the embedded model at most 0.014 of perplexity.
 """
 
 
 @dataclass(frozen=True)
 class Sparsities:
-    """The sparsities of blocks and the patterns of layers, by name, that are not the model's."""
+    """The sparsities of blocks and the patterns of layers, by name, where they are allocated."""
 
     blocks: Mapping[str, float] = field(default_factory=dict)
     layers: Mapping[str, Unstructured] = field(default_factory=dict)
@@ -194,12 +193,12 @@ def find_sparsities(job: Job, walk: Walk, padding: Padding, pinned: Pinned) -> S
 
     Args:
         job: The job, whose model is still dense.
-        walk: A walk of its own over the model, at its start.
+        walk: A walk over the model, at its start, for the dry run alone.
         padding: Separates tokens from padding.
-        pinned: Keeps a block on the device while it runs.
+        pinned: Context that keeps a block on the device.
 
     Raises:
-        TargetError: The model returns nothing that can be compared, or no finite numbers.
+        TargetError: The model returns no floating-point tensor, or NaN or Inf.
     """
     if job.settings.allocation == "uniform":
         return Sparsities()
@@ -238,7 +237,7 @@ def allocate(sparsity: float, changes: Mapping[str, Change]) -> dict[str, float]
             name: min(max((level - log) / _STEEPNESS, -reach), reach) for name, log in logs.items()
         }
 
-    # The total grows with μ: bisection, to the last bit.
+    # The total is monotonic in μ, so that bisection finds μ to the last bit.
     low, high = min(logs.values()) - _STEEPNESS, max(logs.values()) + _STEEPNESS
     for _ in range(100):
         level = (low + high) / 2
@@ -252,7 +251,8 @@ def patterns_of_layers(
 ) -> dict[str, Unstructured]:
     """Return the pattern of each layer, by name, from the sparsities of the blocks.
 
-    Counts are rounded so that the layers up to any one remove their exact total, within one half.
+    The number of weights to remove is rounded cumulatively: the layers up to any one remove their
+    exact total, within one half.
     """
     patterns: dict[str, Unstructured] = {}
     total, removed = 0.0, 0

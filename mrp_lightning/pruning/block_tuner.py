@@ -38,10 +38,10 @@ class _Windows(NamedTuple):
 
 
 class BlockTuner:
-    """Tune one block after another, along a walk and a dense stream that keeps its outputs.
+    """Tunes one block after another towards the stored outputs of the dense stream.
 
-    Padding counts nowhere. A step takes windows of each process. Weights that are on a grid already
-    stay on it.
+    Padding has no effect. A step takes windows of each process. Weights that are on a grid stay on
+    it.
     """
 
     def __init__(self, job: Job, walk: Walk, dense: DenseStream, padding: Padding) -> None:
@@ -56,14 +56,14 @@ class BlockTuner:
         )
         self.recipe = replace(recipe, grid=None) if job.settings.grid_waits else recipe
         self.processes = job.processes
-        self._num_blocks: int | None = None  # until the time is estimated
+        self._num_blocks: int | None = None  # set until the time is estimated
 
     def check(self) -> None:
         """Check, before anything is pruned, that the layers can be tuned.
 
         Raises:
-            TargetError: Weights are in float16, the hidden state is not the first or only output of
-                a block, or gradients do not reach the weights.
+            TargetError: Weights are float16, the hidden state is not the first or only output of a
+                block, or gradients do not reach the weights.
             DataError: There is only one window.
         """
         blocks = [layers for layers in self.job.plan.layers.values() if layers]
@@ -82,7 +82,7 @@ class BlockTuner:
             with _only_these_train(self.job.model, parameters):
                 hidden = self._outputs(0, 0)
                 self._gradients(hidden.float().square().sum(), parameters, block.name)
-            # Each of the other batches has at least one window, and two are enough.
+            # Two windows suffice, and each further batch has at least one.
             windows = len(hidden) + len(self.walk.batches) - 1
         if sum(count for (count,) in self.processes.numbers(windows)) < 2:
             raise DataError(
@@ -91,7 +91,7 @@ class BlockTuner:
             )
 
     def _refuse_unknown_outputs(self) -> None:
-        """Raise a TargetError for blocks of which the hidden state is not the output."""
+        """Raise a `TargetError` if a block's output is not its hidden state."""
         seen = trace(self.walk.forward, self.walk.batches[0], self.walk.blocks)
         if unknown := [self.walk.blocks[k].name for k in seen.order if k not in seen.outputs]:
             raise TargetError(
@@ -104,8 +104,8 @@ class BlockTuner:
     ) -> BlockReport:
         """Tune the pruned layers of block k in place, and return its report with the errors.
 
-        The dense stream has just left the block, the walk has not. The errors stay `None` if there
-        is nothing to tune.
+        The dense stream has advanced past the block, the walk has not. The errors are `None` if
+        there is nothing to tune.
         """
         start, name = time.perf_counter(), self.walk.blocks[k].name
         trained, held_out = self._split()
@@ -119,8 +119,9 @@ class BlockTuner:
             untuned, energy = self._held_out(k, held_out)
             scale = energy * self.tuning.batch_size or 1.0
             best, best_epoch, done = untuned, 0, 0
-            # The loss of a step is ‖y − y_d‖² of its windows, in all processes, over the energy
-            # ‖y_d‖² of an average batch: the learning rate means the same for every block.
+            # The loss of a step is ‖y − y_d‖² of its windows, in all processes, divided by the
+            # energy ‖y_d‖² of an average batch, so that the learning rate has the same meaning for
+            # every block.
             for epoch in range(1, self.tuning.epochs + 1):
                 order = torch.randperm(len(trained), generator=generator).tolist()
                 for parts in self._steps([trained[i] for i in order]):
@@ -152,10 +153,11 @@ class BlockTuner:
         )
 
     def _split(self) -> tuple[list[_Windows], list[_Windows]]:
-        """Split into the windows to train on, and the last ones, which are held out."""
+        """Split the windows into those to train on and the last ones, which are held out."""
         sizes = [0 if hidden is None else len(hidden) for hidden in self.dense.outputs]
         counts = [int(count) for (count,) in self.processes.numbers(sum(sizes))]
-        # Processes take windows in turn, so these are the last ones of the data.
+        # Processes take windows in turn, so the last windows of all processes are the last of the
+        # data.
         windows = sorted((n, rank) for rank, count in enumerate(counts) for n in range(count))
         last = windows[-max(1, round(len(windows) * self.tuning.held_out)) :]
         rest = sum(sizes) - sum(rank == self.processes.rank for _, rank in last)
@@ -168,7 +170,7 @@ class BlockTuner:
         return trained, held_out
 
     def _steps(self, parts: Sequence[_Windows]) -> list[list[_Windows]]:
-        """Group parts into steps, as many in all processes; the last ones may be empty."""
+        """Group parts into steps, the same number in all processes; the last ones may be empty."""
         steps: list[list[_Windows]] = [[]]
         share = self.tuning.batch_size / self.processes.size
         for part in parts:
@@ -181,7 +183,7 @@ class BlockTuner:
         return steps + [[] for _ in range(int(most) - len(steps))]
 
     def _held_out(self, k: int, parts: Sequence[_Windows]) -> tuple[float, float]:
-        """Return ‖y − y_d‖² / ‖y_d‖² over the held-out windows, and the mean ‖y_d‖² of one."""
+        """Return ‖y − y_d‖² / ‖y_d‖² over the held-out windows, and the mean ‖y_d‖² of a window."""
         with torch.no_grad():
             sums = [(*map(float, self._errors(k, part)), part.size) for part in parts]
         share = map(math.fsum, zip(*sums, strict=True)) if sums else (0.0, 0.0, 0.0)
@@ -203,7 +205,7 @@ class BlockTuner:
         return (ours - theirs).square().sum(), theirs.square().sum()
 
     def _outputs(self, k: int, i: int) -> Tensor:
-        """Return the hidden state of block k for batch i, with its graph if gradients are on."""
+        """Return block k's hidden state for batch i, with its graph if gradients are enabled."""
         output = self.walk.output(k, i)
         if output is None:
             raise TargetError(
@@ -225,7 +227,7 @@ class BlockTuner:
             ) from error
 
     def _estimate(self, seconds: float) -> None:
-        """Log, once, how long the tuning takes if all blocks are like this one."""
+        """Log, once, the estimated time of the whole tuning, from that of the first block."""
         if self._num_blocks is not None:
             total = seconds * self._num_blocks
             self.job.listener.log(
@@ -253,15 +255,15 @@ class Codes:
 
 
 class _KeptWeights:
-    """The weights of some layers that are not zero, with a float32 master copy of them.
+    """The non-zero weights of some layers, with a float32 master copy.
 
-    In quantisation alone they lie on a grid: the parameters are the grid's values nearest to the
-    masters, whose gradients are taken as if there were no rounding (the straight-through estimator
-    of Bengio et al., 2013). Scales do not change.
+    In quantisation alone the weights lie on a grid: the parameters are the grid values nearest to
+    the masters, and gradients pass as if there were no rounding (the straight-through estimator of
+    Bengio et al., 2013). Scales do not change.
 
     Args:
         layers: The layers, which are pruned.
-        recipe: How they were pruned, `None` for weights that are free.
+        recipe: The recipe of quantised weights, `None` for weights without a grid.
     """
 
     def __init__(self, layers: Sequence[Layer], recipe: Recipe | None = None) -> None:
@@ -272,7 +274,7 @@ class _KeptWeights:
             is_fixed = layer.arranged(fixed[layer.parameter])
             is_fixed.copy_(layer.view == 0 if removes else torch.zeros_like(is_fixed))
         self._fixed = list(fixed.values())
-        # Adam's steps are smaller than bfloat16 resolves: they add up in float32 (or float64).
+        # Adam's steps are below the resolution of bfloat16, so masters are float32 (or float64).
         self.masters = [
             p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True).requires_grad_()
             for p in self.parameters
@@ -294,7 +296,7 @@ class _KeptWeights:
         return [master.grad for master in self.masters if master.grad is not None]
 
     def add(self, gradients: Sequence[Tensor | None]) -> None:
-        """Add gradients of the parameters to those of their masters."""
+        """Add gradients of the parameters to the gradients of their masters."""
         for master, gradient, fixed in zip(self.masters, gradients, self._fixed, strict=True):
             if gradient is not None and master.grad is not None:
                 master.grad += gradient.masked_fill(fixed, 0)
@@ -316,7 +318,7 @@ class _KeptWeights:
 
     @contextmanager
     def best_at_the_end(self) -> Iterator[None]:
-        """Restore the best values of the parameters at the end, whatever happens."""
+        """Restore the best values of the parameters at the end, also after an error."""
         try:
             yield
         finally:
@@ -327,7 +329,7 @@ class _KeptWeights:
 
 @contextmanager
 def _only_these_train(model: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Record gradients of some parameters, and of no others of the model."""
+    """Require gradients of some parameters, and of no others of the model."""
     required = {name: p.requires_grad for name, p in model.named_parameters()}
     try:
         model.requires_grad_(False)

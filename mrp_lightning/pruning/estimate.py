@@ -1,7 +1,7 @@
-"""Estimate the time and the memory of a pruning by a count of its products, before it starts.
+"""Estimate the time and the memory of a pruning before it starts, by counting matrix products.
 
-Two speeds are measured on the machine. The counts are those of lab/results/whole-run.md and
-docs/large.md.
+Two speeds are measured on the machine. lab/results/whole-run.md and docs/large.md explain the
+counts.
 """
 
 import time
@@ -14,36 +14,34 @@ from mrp_lightning.pruning.job import Settings
 from mrp_lightning.targets.layers import Layer
 from mrp_lightning.targets.plan import Plan
 
-_PASSES = 2  # through a block: for its Hessians, and once it is pruned for the next block
-_DENSE_PASSES = 2  # those of the dense stream
-_BACKWARD = 3  # passes that one step of tuning takes, forward and backward
+_PASSES = 2  # forwards of a block: for its Hessians, and for the next block
+_DENSE_PASSES = 2  # forwards of the dense stream
+_BACKWARD = 3  # forwards that a forward and backward of tuning cost
 _SOLVER = {"none": 0.5, "S": 2.0, "M": 50.0}
-"""The number of products (rows, columns)·(columns, columns) of each compensation.
-
-With these numbers, and those below, estimates were within a factor of 1.5 of the measured times on
-a CPU, for layers of 256 to 1536 columns. `none` has the product of the loss alone.
+"""The number of products (rows, columns)·(columns, columns) of each compensation; `none` has only
+that of the loss. With these numbers, and those below, estimates were within a factor of 1.5 of
+measured times on a CPU, for layers of 256 to 1536 columns.
 """
-_JOINT = 90.0  # of the joint mask
-_GRID = 20.0  # of the scales, the sweep and the descent on a grid
-_INVERSE = 3.0  # (columns, columns)·(columns, columns), of factorising and inverting a Hessian
-_PER_WEIGHT, _PER_SQUARE = 17.5, 9.1  # float32 numbers that the solver holds
+_JOINT = 90.0  # products of the joint mask
+_GRID = 20.0  # products of scales, sweep and descent on a grid
+_INVERSE = 3.0  # (columns, columns)·(columns, columns), to factorise and invert a Hessian
+_PER_WEIGHT, _PER_SQUARE = 17.5, 9.1  # float32 numbers in the solver's memory
 _BUFFERS = 2**26
-"""The bytes of buffers of products and of files, which are neither in the solver nor hidden states.
-
-With them, estimates were within a factor of 1.5 of the growth of a process on a CPU during the
-pruning, without that of tokenizing, for layers of 256 to 1536 columns, SM and the recipe `best`.
+"""The bytes of buffers of products and files, besides the solver's memory and hidden states. With
+them, estimates were within a factor of 1.5 of the growth of a process on a CPU during the pruning
+(not the tokenizing), for layers of 256 to 1536 columns, SM and the recipe `best`.
 """
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A rough cost. Of a pruning, only matrix products are counted."""
+    """A rough cost. For a pruning, only matrix products are counted."""
 
     seconds: float  # of calibration and solution, without reading and writing files
     num_bytes: int  # in addition to the model and the libraries
 
     def after(self, earlier: "Estimate") -> "Estimate":
-        """Return the cost of both, where this begins once the memory of `earlier` is free."""
+        """Return the cost of `earlier` and then this, which begins when its memory is free."""
         return Estimate(self.seconds + earlier.seconds, max(self.num_bytes, earlier.num_bytes))
 
 
@@ -60,17 +58,17 @@ def estimate(
     """Estimate a pruning on `windows` calibration windows of `length` tokens.
 
     Args:
-        model: The model, with its weights or without.
-        plan: Its blocks and layers.
-        settings: How it is pruned.
+        model: The model, with or without its weights.
+        plan: The blocks and layers to prune.
+        settings: The settings of the pruning.
         windows: The number of calibration windows.
-        length: The number of tokens of each.
+        length: The number of tokens a window.
         tokens_per_second: The speed of the model's forward.
-        products_per_second: The multiply-adds of float32 matrices a second.
+        products_per_second: The speed of float32 matrix products, in multiply-adds a second.
     """
     layers = [layer for block in plan.layers.values() for layer in block] + plan.outside
     tokens, weights = windows * length, sum(p.numel() for p in model.parameters() if p.ndim > 1)
-    forward = tokens / tokens_per_second / weights  # seconds a weight, all tokens once
+    forward = tokens / tokens_per_second / weights  # seconds per weight, for all tokens
     aims_at_dense = settings.target == "dense" or bool(settings.tuning)
     passes = float(_PASSES + _DENSE_PASSES * aims_at_dense)
     if settings.block_tuning:
@@ -94,9 +92,9 @@ def estimate(
 
 
 def products_per_second(device: torch.device, size: int | None = None) -> float:
-    """Measure the multiply-adds of float32 matrices a second, in about a tenth of a second.
+    """Measure the speed of float32 matrix products in multiply-adds a second; takes about 0.1 s.
 
-    A GPU takes a large product, of 0.8 GB: 1024² on it would measure the launch.
+    On a GPU the product is large, 0.8 GB, since a product of 1024² would measure the launch.
     """
     if size is None:
         size = 8192 if device.type == "cuda" else 1024
@@ -104,7 +102,7 @@ def products_per_second(device: torch.device, size: int | None = None) -> float:
     (a @ a).sum().item()
     start, count = time.perf_counter(), 0
     while time.perf_counter() - start < 0.1:
-        (a @ a).sum().item()  # waits for a device that works by itself
+        (a @ a).sum().item()  # synchronises with the device
         count += 1
     return count * size**3 / (time.perf_counter() - start)
 

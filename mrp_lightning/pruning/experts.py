@@ -1,9 +1,9 @@
-"""Remove whole experts of a block: measure the loss of each set on the tokens, choose, remove.
+"""Remove whole experts of a block, chosen by the measured loss of sets of experts.
 
-For a token with outputs O_e of the experts e and weights w_e of the router, the block gives
-y = Σ w_e O_e. Without some experts the router gives weights v, and ‖Σ (v_e − w_e) O_e − s‖² is
-lost, where s is the shift towards the dense model's output. With G = OOᵀ and b = Os this is
-(v − w)ᵀG(v − w) − 2(v − w)ᵀb + ‖s‖², so that a set costs no forward of the experts.
+For a token with outputs O_e of the experts e and weights w_e of the router, the output is y = Σ w_e
+O_e. Without some experts the router gives weights v, and the loss is ‖Σ (v_e − w_e) O_e − s‖²,
+where s is the shift towards the dense model's output. With G = OOᵀ and b = Os this is (v − w)ᵀG(v −
+w) − 2(v − w)ᵀb + ‖s‖², so that the loss of a set needs no forward of the experts.
 """
 
 import time
@@ -23,17 +23,17 @@ from mrp_lightning.pruning.block import Remover, WalkedBlock
 from mrp_lightning.records.report import LayerReport
 
 _MOST_BYTES = 2**30
-"""The bytes that are stored of the tokens of a block. Of more tokens, every n-th is taken."""
+"""The most bytes of a block's stored tokens; of more tokens, every n-th is stored."""
 
 _AT_ONCE = 2**24
-"""The numbers in the outputs of all experts that are computed at a time."""
+"""The number of elements of all experts' outputs that are computed at a time."""
 
 _TOLERANCE = 1e-3
-"""The relative difference between the router's weights in the model and those on stored tokens."""
+"""The largest relative difference of a router's weights in the model and on stored tokens."""
 
 
 class ExpertRemover(Remover):
-    """Sets the second matrices of whole experts to zero, by a measurement of sets of experts.
+    """Sets the second matrices of whole experts to zero, chosen by the measured loss of sets.
 
     Args:
         structure: The experts, and the number of them that is removed.
@@ -45,7 +45,7 @@ class ExpertRemover(Remover):
     def prune(self, block: WalkedBlock) -> None:
         """Remove experts of the block: SM measures sets, wanda and magnitude rank the experts.
 
-        wanda ranks by Σ ‖w_e O_e‖² over the tokens, magnitude by the weights.
+        wanda ranks experts by Σ ‖w_e O_e‖² over the tokens, magnitude by their weights.
 
         Raises:
             TargetError: Experts are zero already, or tokens are not routed one by one.
@@ -89,10 +89,10 @@ class ExpertRemover(Remover):
 class _Batch:
     """The stored statistics of some tokens, in the notation of this module."""
 
-    inputs: Tensor  # of the module around router and experts, (…, tokens, features)
+    inputs: Tensor  # of the module that holds router and experts, (…, tokens, features)
     weights: Tensor  # w, (tokens, experts)
     products: Tensor  # G, (tokens, experts, experts)
-    aims: Tensor | None  # b, (tokens, experts); None where s is zero
+    aims: Tensor | None  # b, (tokens, experts); None if s is zero
     shift: float  # Σ ‖s‖²
 
     def loss(self, weights: Tensor) -> float:
@@ -104,12 +104,12 @@ class _Batch:
         return loss + self.shift
 
     def own_loss(self, weights: Tensor) -> float:
-        """Return the same against the block's own outputs, s = 0."""
+        """Return the loss against the block's own outputs (s = 0), summed over the tokens."""
         return self._energy(weights - self.weights)
 
     @property
     def energy(self) -> float:
-        """‖y‖², summed over the tokens."""
+        """Return ‖y‖², summed over the tokens."""
         return self._energy(self.weights)
 
     def _energy(self, change: Tensor) -> float:
@@ -122,7 +122,7 @@ class _Tokens:
 
     Args:
         block: The block, which is run on all batches.
-        routing: Its router and experts.
+        routing: The block's router and experts.
 
     Attributes:
         count: The number of stored tokens of all processes.
@@ -134,7 +134,7 @@ class _Tokens:
         self.count = 0
 
     def read(self) -> None:
-        """Run all batches, and store as many of their tokens as `_MOST_BYTES` hold."""
+        """Run all batches, and store as many of their tokens as `_MOST_BYTES` allows."""
         block, dense = self._block, self._block.dense_target
         batches = len(block.walk.batches)
         for i in range(batches):
@@ -156,7 +156,7 @@ class _Tokens:
             raise TargetError(f"`structure: experts`: {block.name} saw no tokens, only padding.")
 
     def losses(self, sets: Sequence[tuple[int, ...]]) -> list[float]:
-        """Return the mean loss of a token without each of some sets of experts."""
+        """Return the mean loss of a token without the experts of each set."""
 
         def of(batch: _Batch) -> list[float]:
             return [batch.loss(self._weights(batch, removed)) for removed in sets]
@@ -185,18 +185,18 @@ class _Tokens:
         return self._routing.weights(batch.inputs, torch.tensor(removed))
 
     def _mean(self, of: Callable[[_Batch], list[float]]) -> list[float]:
-        """Return the means over the tokens of all processes of sums over each batch."""
+        """Return means over the tokens of all processes; `of` gives the sums over a batch."""
         processes = self._block.job.processes
         sums = [of(batch) for batch in self._batches]
         own_sums = [sum(column) for column in zip(*sums, strict=True)] if sums else None
-        # A process without tokens learns from the others how many numbers there are.
+        # A process without tokens does not know how many numbers there are: the others tell.
         lengths = processes.all(None if own_sums is None else len(own_sums))
         length = next(length for length in lengths if length is not None)
         gathered = processes.numbers(*(own_sums or [0.0] * length))
         return [sum(column) / self.count for column in zip(*gathered, strict=True)]
 
     def _run(self, i: int, output: Callable[[int, int], Any]) -> tuple[Call, Tensor, Tensor]:
-        """Return the experts' call in batch i, the input around them, and the rows of tokens."""
+        """Return the experts' call in batch i, the input of their `module`, and the tokens' rows."""
         calls: list[Call] = []
         inputs: list[Tensor] = []
 
@@ -220,7 +220,7 @@ class _Tokens:
         return calls[0], inputs[0], rows.to(inputs[0].device)
 
     def _stored(self, call: Call, inputs: Tensor, shift: Tensor | None, rows: Tensor) -> _Batch:
-        """Return what is stored of some rows (tokens) of a call."""
+        """Return the stored statistics of some rows (tokens) of a call."""
         outputs = self._routing.outputs(call.tokens[rows])
         shift = None if shift is None else shift[rows]
         around = inputs.reshape(len(call.tokens), -1)[rows]
@@ -240,7 +240,7 @@ class _Tokens:
         return stored
 
     def _bytes(self, inputs: Tensor) -> int:
-        """Return the bytes that are stored of a token."""
+        """Return the stored bytes of a token."""
         units = self._routing.structure.units
         return 4 * units * (units + 2) + inputs.shape[-1] * inputs.element_size()
 
@@ -249,7 +249,7 @@ class _Tokens:
 
 
 def _lowest(routing: Routing, tokens: _Tokens, mask: str) -> list[int]:
-    """Return the experts from the lowest score on, ties by number."""
+    """Return the experts sorted by their score, lowest first, ties by index."""
     if mask == "wanda":
         scores = torch.tensor(tokens.energies())
     else:

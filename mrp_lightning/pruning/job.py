@@ -1,4 +1,4 @@
-"""The settings of a pruning, and the job: the model with all that takes part in pruning it."""
+"""The settings of a pruning, and the job: model, data, processes, journal and report."""
 
 import logging
 import math
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 _ALLOCATIONS = ("uniform", "output")
 TARGETS = ("own", "dense")
 _TARGET_WEIGHT = 0.5
-"""The default of `target_weight`, by measurement: see docs/methods.md."""
+"""The default of `target_weight`, chosen by measurement: see docs/methods.md."""
 
 _NAMES = ("targets", "ignore", "blocks")
 _NOT_WHOLE = (
     *("pattern", "zero_has_a_code", "allocation", "targets", "ignore", "blocks"),
     *("true_sequential", "skip_indivisible"),
 )
-"""Settings that do not go with `structure`: they choose weights of a layer, or layers."""
+"""Settings that exclude `structure`, since they choose layers, or weights within a layer."""
 _OF_STATE = (
     *("method", "sparsity", "pattern", "block_size", "damping", "tolerance"),
     *("bits", "group_size", "grid", "zero_has_a_code", "target", "target_weight"),
@@ -47,10 +47,11 @@ _OF_STATE = (
 
 @dataclass(frozen=True, kw_only=True)
 class BlockTuning:
-    """The tuning of the kept weights of each block after it is pruned.
+    """The tuning of each block's kept weights after the block is pruned.
 
-    Adam, with a rate that falls linearly to zero, minimises ‖y − y_d‖² over the calibration data,
-    where y is the output of the block in the pruned model, and y_d its output in the dense model.
+    Adam, with a learning rate that falls linearly to zero, minimises ‖y − y_d‖² over the
+    calibration data, where y is the output of the block in the pruned model, and y_d its output in
+    the dense model.
     Only the kept weights of pruned layers change; removed weights stay zero. Some windows are held
     out: the epoch with the lowest error on them is chosen, or the untuned block if no epoch is
     better. Tuning costs about 3·epochs forwards of the calibration data, and memory for five copies
@@ -58,11 +59,11 @@ class BlockTuning:
 
     Args:
         epochs: The number of passes over the calibration windows, ≥ 1.
-        learning_rate: The rate of the first step, > 0.
+        learning_rate: The learning rate of the first step, > 0.
         batch_size: The number of windows in a step, ≥ 1. A step takes whole batches of the
             calibration data, and at least one of each process.
-        held_out: The fraction of the windows, in (0, 1), that is held out. These are the last ones,
-            at least one.
+        held_out: The fraction of the windows, in (0, 1), that is held out: the last windows, at
+            least one.
 
     Raises:
         OptionError: Values are out of range; all are listed.
@@ -93,15 +94,17 @@ class BlockTuning:
 @checked(errors=ERROR_OF_ARGUMENT)
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The arguments of a pruning. The callbacks take them by these names.
+    """The arguments of a pruning, which are also keyword arguments of the callbacks.
 
-    Exactly one of `sparsity` and `pattern` is given, or neither of them and `bits` or `grid`.
+    Give exactly one of `sparsity` and `pattern`, or, for quantisation alone, neither but `bits` or
+    `grid`.
 
     Raises:
         PatternError: `sparsity`, `pattern` or `block_size` are malformed.
-        MethodError: There is no such method, or it has no compensation and the target is dense.
-        OptionError: Another argument is out of range, or does not go with the others; or `targets`
-            names nothing.
+        MethodError: There is no such method, or it has no compensation although `target` is
+            "dense".
+        OptionError: Another argument is out of range, or contradicts the others; or `targets` is
+        empty.
     """
 
     method: str
@@ -111,58 +114,58 @@ class Settings:
     sparsity: float | None = None
     """The fraction of the weights to remove, in (0, 1)."""
 
-    pattern: str | int | None = None  # int: to explain what YAML makes of an unquoted 2:4
+    pattern: str | int | None = None  # int, to explain that YAML reads an unquoted 2:4 as a number
     """"N:M" keeps N of every M consecutive input features. Quoted in YAML, which reads an unquoted
     2:4 as a number."""
 
     block_size: int | None = 128
-    """The number of columns (input features) that are chosen together, a multiple of M. `None`
-    means all."""
+    """The number of columns (input features) whose weights are chosen together; for an N:M pattern,
+    a multiple of M. `None` means all columns."""
 
     damping: float = 0.01
-    """The fraction (≥ 0) of the mean of the Hessian's diagonal that is added to it."""
+    """The fraction (≥ 0) of the mean of the Hessian's diagonal that is added to the diagonal."""
 
     tolerance: float = 1e-6
     """The relative distance (> 0) to the optimal loss at which the exact compensation M stops."""
 
     bits: int | None = None
-    """3, 4 or 8: the kept weights are put on a grid of so many bits, with a scale for each row and
-    `group_size` columns, so that the layer's outputs change least. The checkpoint keeps its dtype,
-    and its values lie on the grid exactly. Without `sparsity` and `pattern` it is quantisation
-    alone. `None` leaves the weights as they are."""
+    """3, 4 or 8: the kept weights are quantised to a grid of this many bits, with a scale for each
+    row and `group_size` columns, so that the layer's outputs change least. The checkpoint keeps its
+    dtype, and its values lie exactly on the grid. Without `sparsity` and `pattern`, quantisation is
+    all that happens. `None` means no quantisation."""
 
     group_size: int = GROUP_SIZE
     """The number of columns (input features) of a row that share a scale, for `bits`."""
 
     grid: str | None = None
-    """The type of an engine on whose grid the kept weights are put: q4_0, q5_0, q8_0, iq4_nl or
-    mxfp4 of llama.cpp; int4-g32, int4-g64, int4-g128, int8-g32, int8-g64 or int8-g128 of
-    compressed-tensors. It has its bits and group size, which need not be given. An export to that
-    type (`export.to_gguf`, `--format compressed-tensors`) is then exact. `None` is this project's
-    own grid, for `bits`."""
+    """The type of an inference engine, to whose grid the kept weights are quantised: q4_0, q5_0,
+    q8_0, iq4_nl or mxfp4 of llama.cpp; int4-g32, int4-g64, int4-g128, int8-g32, int8-g64 or
+    int8-g128 of compressed-tensors. It implies `bits` and `group_size`. An export to that type
+    (`export.to_gguf`, `--format compressed-tensors`) is then exact. `None` means this project's own
+    grid of `bits`."""
 
     zero_has_a_code: bool = False
-    """Whether removed weights take one of the codes of `bits`, which formats need that store a code
-    for each weight; it costs one to two percent of a layer's loss."""
+    """Whether one of the codes of `bits` is zero, for removed weights, as needed by formats that
+    store a code for every weight; it costs one to two percent of a layer's loss."""
 
     target: str = "own"
-    """With "own", the target of a layer is what its dense weight gives on its inputs in the pruned
-    model. With "dense", it is the layer's output in the dense model, which makes up for losses of
-    earlier blocks and runs each block twice as often; it is refused for methods without
-    compensation. See docs/methods.md for this and the next three."""
+    """With "own", a layer's target is the output of its dense weight on its inputs in the pruned
+    model. With "dense", it is the layer's output in the dense model, which compensates for losses
+    of earlier blocks, but runs each block twice as often; it needs a method with compensation.
+    docs/methods.md describes this argument and the next three."""
 
     target_weight: float | None = None
-    """The weight α of the dense target, in (0, 1]. `None` is ½, by measurement; where each layer
-    aims at its own outputs it stays `None`."""
+    """The weight α of the dense target, in (0, 1]. `None` means ½, chosen by measurement; with
+    `target` "own" it must be `None`."""
 
     allocation: str = "uniform"
     """With "uniform", all blocks get the same sparsity. With "output", blocks whose pruning changes
-    the model's output more get less sparsity, and the model the same in all; this takes a dry run
-    of the pruning. For `sparsity` only."""
+    the model's output more get a lower sparsity, at the same total; this takes a dry run of the
+    pruning. For `sparsity` only."""
 
     tuning: bool | BlockTuning = False
-    """Whether, or how, the kept weights of each pruned block are tuned towards its outputs in the
-    dense model. The losses of layers in the report are those before tuning."""
+    """Whether the kept weights of each pruned block are tuned towards its outputs in the dense
+    model, and with which options. The report has the layers' losses before tuning."""
 
     targets: Sequence[str] | str | None = None
     """The names of the linear layers to prune; by default all layers in the blocks except routers.
@@ -172,35 +175,35 @@ class Settings:
     after the blocks."""
 
     ignore: Sequence[str] | str | None = None
-    """The names of layers to leave dense, of the same form."""
+    """The names of layers to leave dense, in the form of `targets`."""
 
     blocks: Sequence[str] | str | None = None
     """The names of the lists of blocks (`model.layers`), or of single blocks, if the outermost
     `ModuleList`s are not the right ones."""
 
     true_sequential: bool = False
-    """Whether the layers of a block are pruned one after another (q, k, v; then o; …), each on the
-    outputs of those before it. Each takes one pass over the data."""
+    """Whether the layers of a block are pruned in stages (q, k, v; then o; …), each on the outputs
+    of the stages before it. Each stage takes one pass over the data."""
 
     offload: bool = False
     """Whether blocks and stored activations stay in CPU memory, with one block at a time on the
     accelerator."""
 
     skip_indivisible: bool = False
-    """Whether layers whose input features are no multiple of M are left dense; otherwise such a
-    model is refused."""
+    """Whether layers whose number of input features is no multiple of M stay dense; otherwise they
+    are an error."""
 
     structure: str | None = None
-    """"neurons", "heads" or "experts": remove whole neurons of the MLPs, whole key-value groups
-    with their query heads, or whole experts with their rows of the router, `sparsity` of them in
-    each block, and leave a narrower dense model that its configuration describes. Of neurons a
-    multiple of 32 stays, of experts at least as many as each token is sent to. With `bits` or
-    `grid`, all layers of the narrower model are put on the grid (not with experts). For `sparsity`
-    and the methods SM, magnitude, wanda, magnitude+M and wanda+M only (experts: the first three);
-    see docs/narrower.md."""
+    """"neurons", "heads" or "experts": remove a fraction `sparsity` of each block's MLP neurons, of
+    its key-value groups with their query heads, or of its experts with their rows of the router.
+    The result is a narrower dense model, described by an ordinary configuration. The number of
+    remaining neurons is a multiple of 32; of experts, at least as many remain as each token uses.
+    With `bits` or `grid`, all layers of the narrower model are put on the grid (not with experts).
+    For `sparsity` and the methods SM, magnitude, wanda, magnitude+M and wanda+M only (experts: the
+    first three); see docs/narrower.md."""
 
     recipe: Recipe = field(init=False, repr=False, compare=False)
-    """How each layer is pruned, which follows from the first eight arguments."""
+    """The parsed recipe of each layer, from the arguments that concern a single layer."""
 
     def __post_init__(self) -> None:
         if self.targets is not None and not as_patterns(self.targets):
@@ -226,7 +229,7 @@ class Settings:
             leaves_zeros=self.structure is None,
         )
         object.__setattr__(self, "recipe", recipe)
-        if recipe.grid is not None:  # a named grid has its own
+        if recipe.grid is not None:  # a named grid implies them
             object.__setattr__(self, "bits", recipe.grid.bits)
             object.__setattr__(self, "group_size", recipe.grid.group_size)
         self._check_allocation()
@@ -234,22 +237,22 @@ class Settings:
 
     @property
     def block_tuning(self) -> BlockTuning | None:
-        """The tuning of blocks as an object, `None` if there is none."""
+        """The options of block tuning, `None` if blocks are not tuned."""
         return BlockTuning() if self.tuning is True else self.tuning or None
 
     @property
     def grid_waits(self) -> bool:
-        """Whether the weights of a block are put on their grid after the block is tuned.
+        """Whether a block is quantised only after it is tuned.
 
-        Tuning free weights and rounding them then loses less than tuning from one point of the grid
-        to another. In quantisation alone there is nothing to tune before the rounding.
+        Tuning unquantised weights first loses less than tuning on the grid. In quantisation alone,
+        the unquantised weights are the dense ones, and need no tuning.
         """
         recipe = self.recipe
         return bool(self.tuning and recipe.grid and not isinstance(recipe.pattern, Dense))
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Settings":
-        """Return the settings whose `config` this is."""
+        """Return the settings of a `config`."""
         tuning = config.get("tuning")
         return cls(**{**config, "tuning": False if tuning is None else BlockTuning(**tuning)})
 
@@ -320,7 +323,7 @@ class Settings:
         return float(weight)
 
     def require_blocks(self) -> None:
-        """Raise a TargetError for settings that work on blocks, for a model without blocks."""
+        """Raise a `TargetError` for settings that need blocks; called if the model has none."""
         needing = {"allocation": self.allocation != "uniform", "tuning": bool(self.tuning)}
         named = [f"`{name}`" for name, is_asked_for in needing.items() if is_asked_for]
         if named:
@@ -330,7 +333,7 @@ class Settings:
             )
 
     def config(self) -> dict[str, Any]:
-        """Return the settings as plain values, as reports store them; see `from_config`."""
+        """Return the settings as plain values, for reports; `from_config` is the inverse."""
         config = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
         config |= {name: config[name] and list(config[name]) for name in _NAMES}
         return config | {"tuning": asdict(self.block_tuning) if self.block_tuning else None}
@@ -354,14 +357,14 @@ log = logging.getLogger(__name__)
 class Progress:
     """The state of a pruning."""
 
-    block: int  # the number of the block that is walked, from 1
-    blocks: int  # the number of all blocks
+    block: int  # the number of the present block, from 1
+    blocks: int  # the total number of blocks
     task: str  # the present work, in words
-    layers: int  # the number of layers that are finished, pruned or skipped
+    layers: int  # the number of finished layers, pruned or skipped
 
 
 class Listener:
-    """Receives the progress of a pruning. This one only logs messages."""
+    """Receives the progress of a pruning. This base class only logs messages."""
 
     def log(self, text: str) -> None:
         """Log a message for the user; called seldom."""
@@ -373,8 +376,8 @@ class Listener:
     def finished(self, k: int, rows: list[LayerReport], *, resumed: bool) -> None:
         """Receive the rows of a block that is finished.
 
-        Blocks are numbered from 0; the layers outside the blocks have the number after them. A
-        block is `resumed` if it comes from the journal.
+        Blocks are numbered from 0; the layers outside of the blocks follow as one more block. A
+        block is `resumed` if it was restored from the journal.
         """
 
 
@@ -385,15 +388,15 @@ class Job:
     Attributes:
         model: The module whose forward `forward` runs. It is pruned in place.
         plan: The blocks and layers to prune.
-        settings: How they are pruned.
-        forward: Runs the model on one batch.
+        settings: The settings of the pruning. forward: Runs the model on one batch.
         batches: The calibration batches of this process: anything that `forward` takes.
         batch_of: Returns the part of an item of `batches` that may hold an `attention_mask`.
         device: The device on which the model runs.
-        streamed: The blocks that stay in files until they are needed.
+        streamed: The blocks that stay in files until they run, `None` for a model in memory.
         processes: The processes that prune the model together. Each has its own batches, and all
-            of them end with the same weights.
-        journal: Records each finished block. Recorded blocks are restored, with the same bits.
+            end with the same weights.
+        journal: The journal, which records finished blocks and restores them bit by bit; `None` for
+            none.
         report: The report, which is filled while layers are pruned.
         listener: Receives the progress.
     """
@@ -413,18 +416,18 @@ class Job:
 
     @property
     def structure(self) -> Structure | None:
-        """The units that are removed whole, `None` where the plan removes single weights."""
+        """The units that are removed as a whole, `None` if single weights are removed."""
         return self.plan.structure if isinstance(self.plan, NarrowingPlan) else None
 
     def tuned_with(self, block: str) -> Sequence[Layer]:
-        """Return the layers of a block that only its tuning changes."""
+        """Return the layers of a block that only tuning changes."""
         if not isinstance(self.plan, NarrowingPlan) or not self.settings.tuning:
             return ()
         return self.plan.others.get(block, ())
 
     @property
     def steps(self) -> int:
-        """The number of blocks, plus one if layers outside the blocks are pruned."""
+        """The number of blocks, plus one if layers outside of the blocks are pruned."""
         return len(self.plan.blocks) + bool(self.plan.outside)
 
     def progress(self, step: int, task: str) -> None:
