@@ -196,7 +196,7 @@ class _Tokens:
         return [sum(column) / self.count for column in zip(*gathered, strict=True)]
 
     def _run(self, i: int, output: Callable[[int, int], Any]) -> tuple[Call, Tensor, Tensor]:
-        """Return the experts' call in batch i, the input of their `module`, and the tokens' rows."""
+        """Return the experts' call in batch i, their module's input, and the tokens' rows."""
         calls: list[Call] = []
         inputs: list[Tensor] = []
 
