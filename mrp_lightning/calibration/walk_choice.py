@@ -166,6 +166,7 @@ def choose_walk(
             "block-by-block order for all. Name blocks that always run once and in one order in "
             "`blocks`."
         )
+    # Blocks that the first batch does not reach come last, in their own order.
     order = orders[0] + [k for k in range(len(blocks)) if k not in orders[0]]
     ordered = [blocks[k] for k in order]
     forward = in_order(forward, ordered, len(orders[0]))

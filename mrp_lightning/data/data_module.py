@@ -135,6 +135,7 @@ class TextDataModule(LightningDataModule):
         tokenizer: _Path | PreTrainedTokenizerBase | None = None,
     ) -> None:
         super().__init__()
+        # All arguments are checked here, before a model is loaded.
         if bos not in (None, "text", "window"):
             raise OptionError(f"expected text or window. Got {bos!r}.", "bos")
         least = {"num_samples": (num_samples, 1), "batch_size": (batch_size, 1)}
@@ -173,6 +174,7 @@ class TextDataModule(LightningDataModule):
         self._bos, self._text_column = bos, text_column
         self.num_samples, self.batch_size, self.seed = num_samples, batch_size, seed
         self.sequence_length = sequence_length or _USUAL_LENGTH
+        # A length of the user's is an error if the model cannot read it; the default is reduced.
         self._fits_model = sequence_length is None
         self._tokenizer: Any = tokenizer
 

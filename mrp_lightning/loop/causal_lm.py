@@ -332,8 +332,8 @@ class CausalLM(LightningModule):
         """Set the model to training mode for `fit`, or offload it for evaluation.
 
         Raises:
-            OptionError: A streamed model is to be trained. TargetError: A model to be evaluated has
-                NaN or Inf among its weights.
+            OptionError: A streamed model is to be trained.
+            TargetError: A model to be evaluated has NaN or Inf among its weights.
         """
         if stage == "fit":
             self._refuse_streamed("`fit` changes all weights at once")

@@ -46,8 +46,8 @@ def save_pretrained(
         state: The weights to write, by their names in the model; `None` means all.
 
     Raises:
-        OptionError: `dtype` is no floating dtype. SaveError: The class of the model would not load
-            the written files; see `check_saved`.
+        OptionError: `dtype` is no floating dtype.
+        SaveError: The class of the model would not load the written files; see `check_saved`.
     """
     stored, asked = model.config.dtype, as_dtype(dtype)
     dtype = asked or stored_dtype(model)
@@ -56,6 +56,7 @@ def save_pretrained(
     held = model.state_dict() if state is None else state
     state = {without_compiled(name): tensor for name, tensor in held.items()}
     if model.dtype != dtype:
+        # Without an argument, weights that were float32 in the source's files stay float32.
         wider = wider_dtypes(model, dtype, as_published=asked is None)
         state = cast(state, dtype, {without_compiled(name): x for name, x in wider.items()})
     try:

@@ -40,7 +40,9 @@ def _greedy_set(inverse: Tensor, covariance: Tensor, count: int, width: int) -> 
     own, energy = _diagonal_blocks(inverse, width), _diagonal_blocks(covariance, width)
     lost = torch.zeros(len(own), dtype=inverse.dtype, device=inverse.device)
     order: list[int] = []
-    # The present matrices are A − Σ aᵀl and C − Σ (hᵀl + lᵀh); a, l and h are (width, columns).
+    # Removing J downdates A by aᵀl with a = A_J: and l = A_JJ⁻¹a, and C by hᵀl + lᵀh with
+    # h = C_J: − C_JJ·l/2. Only the diagonal blocks are updated at each step; the other entries of
+    # the stored matrices lag behind by the `pending` triples (a, l, h), each (width, columns).
     pending: list[tuple[Tensor, Tensor, Tensor]] = []
     for _ in range(count):
         j = int((costs(own, energy) + lost).argmin())
@@ -48,6 +50,7 @@ def _greedy_set(inverse: Tensor, covariance: Tensor, count: int, width: int) -> 
         lost[j] = torch.inf
         here = slice(j * width, (j + 1) * width)
         a, c = inverse[here].clone(), covariance[here].clone()
+        # Rows J of the present matrices: the stored rows less all pending downdates.
         if pending:
             pending_a, pending_l, pending_h = (torch.cat(x) for x in zip(*pending, strict=True))
             a -= pending_a[:, here].T @ pending_l
@@ -61,6 +64,7 @@ def _greedy_set(inverse: Tensor, covariance: Tensor, count: int, width: int) -> 
         energy = energy - change - change.mT
         # A removed group must not be chosen again, nor its zero block be inverted.
         own[j], energy[j] = torch.eye(width, dtype=own.dtype, device=own.device), 0
+        # Applied together, the downdates are one product of matrices, not updates of low rank.
         if len(pending) * width >= _PANEL:
             a, step, half = (torch.cat(x) for x in zip(*pending, strict=True))
             inverse.addmm_(a.T, step, alpha=-1)
@@ -98,7 +102,7 @@ class ColumnSet:
         swept[p[:, None], p] = schur
         swept[k[:, None], p], swept[p[:, None], k] = reach, reach.T
         swept[k[:, None], k] = inverse[k][:, k] + reach @ inverse[p][:, k]
-        # Y = W M, with the columns of M as they follow from W.
+        # Y = W M: Y_K = W_K + W_P Tᵀ (the compensation) and Y_P = W_P B, so that Q = Mᵀ C M.
         maps = torch.zeros_like(inverse)
         maps[k, k] = 1
         maps[p[:, None], k], maps[p[:, None], p] = reach.T, schur
@@ -134,6 +138,7 @@ class ColumnSet:
     def swap(self) -> int:
         """Exchange the best pair of groups while that lowers the loss; return how many times."""
         done = 0
+        # Each exchange lowers the loss, so none repeats; the limit guards against rounding.
         while done < len(self.removed):
             gain, back, out = self._best_exchange()
             if not gain > _LEAST_GAIN * self.loss:
@@ -149,6 +154,7 @@ class ColumnSet:
         width = self._width
         back, out = self.removed.nonzero()[:, 0], (~self.removed).nonzero()[:, 0]
         own, energy = _diagonal_blocks(self._swept, width), _diagonal_blocks(self._energy, width)
+        # For blocks of one element, a batched matmul is slower than the elementwise product.
         times: Callable[[Tensor, Tensor], Tensor] = torch.mul if width == 1 else torch.matmul
         best = (-torch.inf, -1, -1)
         for some in back.split(max(1, _PAIRS // (len(out) * width**2))):
@@ -160,6 +166,7 @@ class ColumnSet:
             through = times(step, _tiles(self._energy, some, out, width))
             c = energy[out] - through - through.mT
             c += times(times(step, energy[some][:, None]), step.mT)
+            # Gain of putting p back, less the loss of then removing q.
             change = costs(schur, energy[some][:, None]) - costs(a, c)
             value, index = change.flatten().max(0)
             if float(value) > best[0]:
@@ -172,20 +179,21 @@ class ColumnSet:
         swept, energy, width = self._swept, self._energy, self._width
         here = slice(j * width, (j + 1) * width)
         gone = self.removed.repeat_interleave(width)
-        other = gone != gone[here.start]  # the columns on the other side
+        other = gone != gone[here.start]  # kept if the group is removed, else removed
         side = swept[:, here].clone()
         pivot = torch.linalg.inv(side[here])
         pivot = (pivot + pivot.T) / 2
         step = side @ pivot
         across = torch.where(other[:, None], step, 0)
         swept.addmm_(step, side.T, alpha=-1)
-        # Between two columns of the other side the change has the other sign.
+        # The sweep subtracts S_:J S_JJ⁻¹ S_J:, but adds it between two columns of the other side.
         swept.addmm_(across, side.T * other, alpha=2)
         leaves = not bool(self.removed[j])
         turned = torch.where(other[:, None] == leaves, step, -step)
         swept[:, here], swept[here] = turned, turned.T
         swept[here, here] = pivot
-        # Y − Y_j lᵀ for all others, and Y_j times the pivot for the group itself.
+        # Y becomes Y − Y_J lᵀ for the other columns, and Y_J times the pivot for the group itself:
+        # a symmetric change of rank 2·width in Q = YᵀY.
         change = torch.where(other[:, None], -step, step) if leaves else step.clone()
         change[here] = torch.eye(width, dtype=step.dtype, device=step.device) - pivot
         column = energy[:, here].clone()
@@ -392,6 +400,8 @@ def remove_columns(
     """
     check_weight(weight, inputs)
     groups = _checked_groups(inputs, count, group)
+    # In float64: the set is a sequence of choices between nearly equal losses, each of which
+    # depends on all updates before it.
     aim = (weight if target is None else target).double()
     chosen = parse_method(method)
     swapped, greedy_loss = 0, None
@@ -419,6 +429,8 @@ def remove_columns(
     result = best.to(weight.dtype)
     gap = optimal_loss = None
     if chosen.needs_inverse:
+        # The gap measures the solver, so it is taken after rounding to the dtype of the
+        # computation, not to a narrower dtype of the weight.
         wide = torch.float64 if torch.float64 in (weight.dtype, inputs.dtype) else torch.float32
         rounded = best.to(wide).double().masked_fill(inputs.dead, 0)
         optimal_loss, gap = column_set.loss, column_set.gap(live, rounded, damped.matrix)

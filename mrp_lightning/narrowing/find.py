@@ -97,6 +97,8 @@ def _find_structure(
         )
     if not plan.blocks:
         raise _cannot(model, kind, "no repeated blocks were found in it")
+    # Built from the configuration, the model must have the present shapes: otherwise shapes of a
+    # narrower configuration say nothing about this model.
     text, dense = model.config.get_text_config(), _built(model, {}, kind)
     shapes = {name: tuple(p.shape) for name, p in dense.named_parameters()}
     parameters = {without_compiled(name): p for name, p in model.named_parameters()}
@@ -105,6 +107,8 @@ def _find_structure(
     layers = [layer for of_block in plan.layers.values() for layer in of_block]
     if kind == "experts" and not any(isinstance(layer, Expert) for layer in layers):
         raise _cannot(model, kind, "it has no experts that transformers stacks")
+    # Families name their sizes differently; the first entry that changes exactly the parts of
+    # units is the right one, and the others' reasons explain a failure.
     reasons: list[str] = []
     for units, entries in _candidates(text, kind, plan):
         columns = entries[_HEADS] * _head_size(text) if kind == "heads" else 1
@@ -299,6 +303,8 @@ def _parts(
     changed: dict[str, Tensor] = {
         name: x for name, x in dense.named_parameters() if x.shape != shapes[name]
     }
+    # Buffers may change for experts alone (the bias of DeepSeek's router is one), and only if they
+    # are saved: a checkpoint would not restore others.
     buffers, stored = dict(narrower.named_buffers()), dense.state_dict()
     for name, buffer in dense.named_buffers():
         if name in buffers and buffer.shape != buffers[name].shape:
@@ -312,6 +318,7 @@ def _parts(
         owner, _, own = name.rpartition(".")
         if block is None:
             raise _Unfit(f"it changes {name} too, which is in no block")
+        # Each unit must own the same number of adjacent entries along a single dimension.
         dims = [d for d, size in enumerate(parameter.shape) if size != shapes[name][d]]
         size = parameter.shape[dims[0]]
         if len(dims) > 1 or size % units or shapes[name][dims[0]] * units != size * kept:
@@ -331,6 +338,7 @@ def _parts(
         consumers = [layer for cut, layer in cuts if layer is not None and _reads(cut, layer)]
         if kind == "experts" and not cuts:
             continue  # a block of another kind, such as the first ones of DeepSeek
+        # All consumers of a block must have as many columns for each unit: they lose the same ones.
         groups = {layer.columns // units for layer in consumers}
         if kind == "heads" and groups and any(cut.width > max(groups) for cut, _ in cuts):
             raise _Unfit("one weight holds queries, keys and values")

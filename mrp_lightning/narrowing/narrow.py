@@ -347,6 +347,8 @@ def _check_block(
             with routing.without(removed[:1]):  # as in the search, whose first sets have one expert
                 run()
         else:
+            # Noise in place of the producers' entries must not change the output once the
+            # consumers ignore these units.
             noise = [cut.randomised(removed, generator) for cut in parts.producers]
             with set_attributes([cut.zeroed(removed) for cut in parts.consumed]):
                 expected = _output(run)
@@ -356,6 +358,7 @@ def _check_block(
             narrower = _output(run)
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
         raise _refused(structure, name, f"does not run: {error}") from error
+    # Another order of sums is no fault: allow rounding, relative to the units' effect or output.
     effect = float(torch.linalg.vector_norm(expected - dense.float()))
     size = float(torch.linalg.vector_norm(expected))
     allowed = max(_OF_EFFECT * effect, 4 * torch.finfo(dense.dtype).eps * size)

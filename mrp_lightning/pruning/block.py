@@ -331,6 +331,8 @@ class UnitRemover(_HessianRemover):
                 f"`structure: {structure.kind}`: {', '.join(x.name for x in parts.consumers)} read "
                 f"the same {structure.kind}, but not the same input."
             )
+        # The consumers lose the same columns, so they are one matrix with their rows stacked: the
+        # loss of a set of columns is the sum over all rows.
         weights = [layer.weight for layer in layers]
         weight = torch.cat(weights)
         zeros = [int((weight == 0).sum()) / weight.numel() for weight in weights]
@@ -374,6 +376,7 @@ class UnitRemover(_HessianRemover):
                 **used,
             )
             rows.append(row)
+        # Written last, when nothing can fail any more: after an error all consumers are untouched.
         for layer, new in zip(layers, new_weights, strict=True):
             layer.write_(new)
         for row in rows:

@@ -114,6 +114,7 @@ class BlockTuner:
         weights = _KeptWeights(layers, self.recipe)
         optimizer = torch.optim.Adam(weights.masters, lr=self.tuning.learning_rate)
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
+        # Seeded by the block's name, so that a resumed run draws the same order.
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         with _only_these_train(self.job.model, weights.parameters), weights.best_at_the_end():
             untuned, energy = self._held_out(k, held_out)
@@ -141,6 +142,8 @@ class BlockTuner:
                 if error < best:
                     best, best_epoch = error, epoch
                     weights.keep()
+        # Different GPUs may round the same sums differently: all processes take the first one's
+        # bits.
         with torch.no_grad():
             for parameter in weights.parameters:
                 self.processes.like_first_(parameter)

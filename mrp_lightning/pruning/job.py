@@ -388,7 +388,8 @@ class Job:
     Attributes:
         model: The module whose forward `forward` runs. It is pruned in place.
         plan: The blocks and layers to prune.
-        settings: The settings of the pruning. forward: Runs the model on one batch.
+        settings: The settings of the pruning.
+        forward: Runs the model on one batch.
         batches: The calibration batches of this process: anything that `forward` takes.
         batch_of: Returns the part of an item of `batches` that may hold an `attention_mask`.
         device: The device on which the model runs.

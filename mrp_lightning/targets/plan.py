@@ -173,6 +173,7 @@ def make_plan(
     inside = {b.name: [n for n in linear if f"{n}.".startswith(f"{b.name}.")] for b in block_list}
     in_blocks = [name for names in inside.values() for name in names]
 
+    # Names without the prefix identify the layers in reports and checkpoints: they must be unique.
     every = {*layers, *(b.name for b in block_list)}
     is_cut = len({name.removeprefix(prefix) for name in every}) == len(every)
 
@@ -182,6 +183,8 @@ def make_plan(
 
     require_matches("targets", chosen, linear or list(modules), prefix, shown)
     require_matches("ignore", ignored, [*modules, *linear], prefix, shown)
+    # In a model with blocks, layers outside of them, such as `lm_head`, are pruned only for a
+    # pattern that matches no layer in the blocks, and so must mean them.
     rest = [n for n in linear if n not in set(in_blocks)]
     outside = rest if not block_list and not chosen else []
     for pattern_ in chosen:
@@ -193,6 +196,7 @@ def make_plan(
         return named and not any(matches(name, p, prefix) for p in ignored)
 
     names = [n for n in (*in_blocks, *outside) if wanted(n)]
+    # `targets` is the user's own choice, which may include routers.
     routers = [] if chosen else list(_routers(modules, layers, names))
     names = [n for n in names if n not in {router.name for router in routers}]
     targeted = [layers[n] for n in names]
@@ -212,6 +216,7 @@ def make_plan(
     taken = {n: replace(layers[n], name=shown(n)) for n in names if n not in skipped}
     if not taken:
         _nothing_left(linear, in_blocks, list(skipped.values()))
+    # All parameters are checked, not only those to prune: NaN in any of them spoils the result.
     parameters = ((shown(without_compiled(n)), p) for n, p in model.named_parameters())
     refuse_not_finite(list(taken.values()), parameters)
     return Plan(
