@@ -37,7 +37,7 @@ from mrp_lightning.solver.problem import Problem
 from mrp_sparse.arguments import is_number
 
 _PANEL = 128
-"""The most columns whose removals a column sweep carries over to the later ones at once."""
+"""Columns of a panel, whose removals a column sweep applies to all later columns at once."""
 
 
 @dataclass(frozen=True)
@@ -102,19 +102,20 @@ class ColumnSweep:
         else:
             width = problem.block_size
 
-        # Input-major, so that a column of the weight is contiguous; a copy in any case.
+        # Transposed, so that a column of the weight is contiguous; always a copy.
         swept = weight.T.clone(memory_format=torch.contiguous_format)
         pruned = torch.zeros_like(swept, dtype=torch.bool)
         moves = damped.factor / damped.factor.diagonal()[:, None]
         removed = torch.empty_like(swept[:_PANEL])
         for start, stop in _panels(columns, width):
             for j in range(start, stop):
+                # A choice sees the effect of all removals before its columns, as in SparseGPT.
                 if j % width == 0:
                     pruned[j : j + width] = choose(swept[j : j + width].T, j).T
                 torch.mul(swept[j], pruned[j], out=removed[j - start])
                 swept[j + 1 : stop].addr_(moves[j, j + 1 : stop], removed[j - start], alpha=-1)
-            # The columns beyond the panel get all of its removals at once: a product of matrices in
-            # place of a rank-one update a column.
+            # The columns beyond the panel get all of its removals at once: one product of matrices
+            # in place of a rank-one update a column.
             swept[stop:].addmm_(moves[start:stop, stop:].T, removed[: stop - start], alpha=-1)
             problem.progress(f"columns {stop}/{columns}")
         return Compensated(swept.masked_fill_(pruned, 0).T, pruned.T)
@@ -165,12 +166,14 @@ class ExactCompensation:
         Only the next block of them is ever needed.
         """
         dtype = problem.weight.dtype
+        # Float32 iterations need not come near the optimum of such an ill-conditioned matrix.
         if not problem.damped.float32_suffices:
             problem = replace(problem, weight=problem.weight.double())
         weight, damped = problem.weight, problem.damped
         choose = mask.bind(problem, problem.inverse_blocks)
         columns, iterations = weight.shape[1], 0
         if problem.block_size == columns:
+            # One block: the mask sees the dense weight, and there is nothing to eliminate.
             pruned = choose(weight, 0)
             x = weight.masked_fill(pruned, 0)
             gradient = (weight - x) @ damped.matrix
@@ -181,9 +184,12 @@ class ExactCompensation:
             schur = torch.zeros_like(damped.matrix)  # G
             for start, stop in split_range(0, columns, problem.block_size):
                 block, lead = slice(start, stop), slice(0, stop)
+                # The optimum of this block's columns for everything removed so far, see above.
                 current = weight[:, block] - gradient[:, :start] @ inverse[:start, block]
                 pruned[:, block] = choose(current, start)
                 removed = current * pruned[:, block]
+                # The start of the next solve: this block's optimum with its removals set to zero,
+                # and the gradient of that change, (removed)·G.
                 x[:, block] = current - removed
                 # With UᵀU = H⁻¹ and R = U⁻¹, G = R_bb R_bbᵀ: a block more adds its columns of R_bb.
                 root = _last_columns_of_inverse(damped.factor[lead, lead], stop - start)
@@ -218,6 +224,7 @@ def _approach(
     times = product(matrix), product(inverse)
 
     def approach(rows: slice) -> int:
+        # x and the gradient are updated in place; `start` allows to undo that.
         dense, near, slope = weight[rows], x[rows], gradient[rows]
         kept = (~pruned[rows]).to(weight.dtype)
         start = near.clone(), slope.clone()
@@ -328,8 +335,9 @@ class MaskedRows:
         self.weight, self.x, self.gradient = weight, x, gradient
         self.kept = (~pruned).to(x.dtype)
         self.damped = damped
-        # ½ Σ r (H⁻¹)_UU rᵀ for the residual r, the most by which the damped loss of x exceeds the
-        # optimal one, since (H_UU)⁻¹ ≼ (H⁻¹)_UU; and the part of it due to the rounding of r.
+        # bound: ½ Σ r (H⁻¹)_UU rᵀ for the residual r, at least the excess ½ Σ r (H_UU)⁻¹ rᵀ of the
+        # damped loss of x over the optimum, since (H_UU)⁻¹ ≼ (H⁻¹)_UU. hidden: the part of the
+        # bound that accounts for the rounding of r.
         self.bound, self.hidden = math.inf, 0.0
         self.loss = float(((weight - x) * gradient).sum()) / 2  # ½ Σ (w − x) H (w − x)ᵀ
 
@@ -381,6 +389,8 @@ class MaskedRows:
         iterations = 0
         narrow = self.x.dtype == torch.float32 and has_bfloat16_units(self.x.device)
         rounds = narrow and self.damped.bfloat16_helps
+        # Factorising a row of n kept columns costs n³ multiply-adds up to a constant, an iteration
+        # columns² a row: so many iterations are worth as much.
         patience = max(_WINDOW, float(self.kept.sum(1).max()) ** 3 / self.x.shape[1] ** 2)
         for precondition, limit in (
             (lambda: self.damped.low_rank_model.on(self.kept), min(_LONG, patience)),
@@ -391,6 +401,7 @@ class MaskedRows:
                 iterations += self._descend_rounded(preconditioner, tolerance, progress)
                 rounds = False
             iterations += self._descend(preconditioner, tolerance, limit, progress)
+            # Where rounding hides the gap, more iterations cannot certify it: float64 must.
             if self.gap <= tolerance or self._rounding_hides(tolerance):
                 return iterations
         self._factorise_rows()
@@ -408,14 +419,16 @@ class MaskedRows:
         descent = ConjugateGradients(self.x, self.gradient, times_matrix, precondition)
         energy = float(descent.energies().sum())
         while energy > (goal := tolerance * self.loss / 2):
+            # A round ends at its target, at two digits, or after a window: then rounding dominates.
             start, previous = self.x.clone(), energy
             descent.descend(max(goal, _DIGITS * previous), descent.iterations + _WINDOW)
             progress(f"iteration {descent.iterations}")
             self._renew()
             descent.restart()
             energy = float(descent.energies().sum())
+            # A round that gains less than a factor of 4 is near the limit of bfloat16.
             if not energy < previous / 4:
-                if not energy < previous:  # this round led away from the optimum
+                if not energy < previous:  # this round led away from the optimum: undo it
                     self.x.copy_(start)
                     self._renew()
                 break
@@ -453,6 +466,7 @@ class MaskedRows:
                 # present value; half of that leaves a margin.
                 target = energy * tolerance * self.loss / self.bound / 2
                 energies = descent.energies()  # of the exact gradient that `certify` has set
+            # The forecast is that of the mean rate over the last window.
             if descent.iterations % _WINDOW == 0:
                 if descent.iterations and _steps_to_come(mark, energy, target) > patience:
                     break
@@ -474,7 +488,8 @@ class MaskedRows:
         right = self.weight @ matrix
         for start, stop in split_range(0, len(counts), max(1, ELEMENTS // max(1, most) ** 2)):
             rows = slice(start, stop)
-            # The kept columns of each row, padded with removed ones, whose equations become x = 0.
+            # Batched factorisation needs systems of one size: the kept columns of each row are
+            # padded with removed ones, whose equations become x = 0.
             columns = self.kept[rows].argsort(dim=1, descending=True, stable=True)[:, :most]
             kept = self.kept[rows].gather(1, columns)
             systems = matrix[columns[:, :, None], columns[:, None, :]]

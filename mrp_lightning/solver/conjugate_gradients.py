@@ -40,17 +40,17 @@ def rounded_product(matrix: Tensor) -> Product:
 
 @dataclass(frozen=True)
 class InverseOnKept:
-    """The preconditioner (H⁻¹)_UU: one product with the inverse.
+    """The preconditioner (H⁻¹)_UU, which costs one product with the inverse.
 
-    It is good if little is removed. As (H_UU)⁻¹ ≼ (H⁻¹)_UU, ½ r z bounds the distance to the
-    optimum.
+    It is the better the less is removed. As (H_UU)⁻¹ ≼ (H⁻¹)_UU, ½ r·z bounds the distance to the
+    optimal loss.
     """
 
     times_inverse: Product  # the product with H⁻¹
     kept: Tensor  # U, (rows, columns), of zeros and ones
 
     def __call__(self, gradient: Tensor, z: Tensor, work: Tensor) -> None:
-        """Set z (rows, columns)."""
+        """Set z (rows, columns) to (H⁻¹)_UU times the gradient."""
         torch.mul(gradient, self.kept, out=work)
         self.times_inverse(work, z)
         z.mul_(self.kept)
@@ -58,7 +58,7 @@ class InverseOnKept:
 
 @dataclass(frozen=True)
 class LowRankModel:
-    """H ≈ D + FFᵀ: its leading eigenvectors and a diagonal for the rest.
+    """H ≈ D + FFᵀ, from the leading eigenvectors of H and a diagonal for the rest.
 
     The inputs of a trained network share a few strong directions, which are what makes H_UU
     ill-conditioned. The model carries over to every kept set: H_UU ≈ D_U + F_U F_Uᵀ.
@@ -76,17 +76,20 @@ class LowRankModel:
         """
         columns = matrix.shape[0]
         scale = matrix.diagonal().sqrt()
-        # A generator of its own: results do not depend on, or change, the global one.
+        # A generator of its own: results neither depend on the global one nor change it.
         generator = torch.Generator(matrix.device).manual_seed(0)
         basis = torch.randn(
             columns, rank, generator=generator, dtype=matrix.dtype, device=matrix.device
         )
+        # Each pass multiplies the share of an eigenvector by its eigenvalue; QR keeps the columns
+        # from all turning towards the first one.
         for _ in range(passes):
             basis = torch.linalg.qr(_scaled_product(matrix, basis, scale)).Q
         values, rotation = torch.linalg.eigh(basis.T @ _scaled_product(matrix, basis, scale))
         # The mean eigenvalue of the rest: the trace of the scaled H is `columns`.
         rest = (columns - values.sum()) / max(columns - rank, 1)
         factor = (basis @ rotation) * (values - rest).clamp_min(0).sqrt()
+        # D takes what F leaves of the unit diagonal; the bound keeps D positive.
         diagonal = (1 - factor.square().sum(1)).clamp_min(0.01)
         return LowRankModel(diagonal * scale.square(), factor * scale[:, None])
 
@@ -95,8 +98,9 @@ class LowRankModel:
         rank = self.factor.shape[1]
         whitened = self.factor / self.diagonal.sqrt()[:, None]
         first, second = torch.triu_indices(rank, rank, device=kept.device)
+        # F_UᵀD_U⁻¹F_U of all rows is one product of `kept` with all products of two columns of the
+        # whitened F. It is symmetric: only the upper triangle is computed, then copied to both.
         packed = kept @ (whitened[:, first] * whitened[:, second])
-        # F_UᵀD_U⁻¹F_U is symmetric: its upper triangle is computed, then copied to both halves.
         index = torch.empty(rank, rank, dtype=torch.int64, device=kept.device)
         index[first, second] = index[second, first] = torch.arange(len(first), device=kept.device)
         core = packed.index_select(1, index.flatten()).view(-1, rank, rank)
@@ -119,7 +123,7 @@ class LowRankOnKept:
     kept: Tensor  # U, (rows, columns), of zeros and ones
 
     def __call__(self, gradient: Tensor, z: Tensor, work: Tensor) -> None:
-        """Set z (rows, columns)."""
+        """Set z (rows, columns) to (D_U + F_U F_Uᵀ)⁻¹ times the gradient."""
         del work
         torch.mul(gradient, self.inverse_diagonal, out=z)
         along = torch.bmm(self.core, (z @ self.factor).unsqueeze(2)).squeeze(2)
@@ -141,7 +145,7 @@ class ConjugateGradients:
         self.iterations = 0
         self._x, self._gradient, self._times_matrix = x, gradient, times_matrix
         self._precondition = precondition
-        # All large tensors are made once: fresh memory costs a CPU more than the arithmetic.
+        # All large tensors are allocated once: on a CPU, fresh memory costs more than arithmetic.
         self._z, self._image = torch.empty_like(x), torch.empty_like(x)
         self._direction = torch.zeros_like(x)
         self._previous: Tensor | None = None
@@ -157,8 +161,12 @@ class ConjugateGradients:
         return torch.mul(self._gradient, self._z, out=self._image).sum(1)
 
     def descend(self, target: float, most: int) -> Tensor:
-        """Step until the energies sum up to the target, or up to iteration `most`; return them."""
+        """Step until the energies sum up to at most the target, or to iteration `most`.
+
+        Returns the energies of the last gradient, (rows,).
+        """
         energies = self.energies()
+        # `not … <=` also continues for NaN, up to the limit, which the caller's check reports.
         while self.iterations < most and not float(energies.sum()) <= target:
             self.step(energies)
             energies = self.energies()
@@ -166,8 +174,9 @@ class ConjugateGradients:
 
     def step(self, energies: Tensor) -> None:
         """Move x along the next direction; `energies` are those of the present gradient."""
-        # β and the step length are numbers of each row. z is free once the direction has it, so the
-        # curvatures are computed in its memory.
+        # p ← z + βp with β = energy / previous energy; α = energy / (p H pᵀ); x ← x + αp;
+        # gradient ← gradient − α·pH. α and β are numbers of each row, so that no row disturbs
+        # another. z is free once p contains it: the curvatures are computed in its memory.
         if self._previous is not None:
             self._direction.mul_(_quotient(energies, self._previous).unsqueeze(1))
         self._direction.add_(self._z)

@@ -21,13 +21,13 @@ from mrp_lightning.solver.conjugate_gradients import LowRankModel
 from mrp_sparse.arguments import checked, is_count
 
 _PANEL = 512
-"""Columns whose products are summed up together, with themselves and those before them."""
+"""Columns of a panel, whose products with themselves and all columns before are summed at once."""
 
 
 class TokenSum:
-    """A sum over the tokens of a layer's inputs: float32 (columns, columns).
+    """A float32 sum (columns, columns) over the tokens of a layer's inputs.
 
-    It is on the device of the first batch.
+    The sum is on the device of the first batch.
     """
 
     def __init__(self, columns: int, name: str | None) -> None:
@@ -42,7 +42,7 @@ class TokenSum:
         return self._sum
 
     def sum_over(self, processes: Processes, num_tokens: int) -> None:
-        """Sum over processes, all of which call this, and set the tokens that all have seen."""
+        """Sum over all processes, a collective call, and set the total number of tokens."""
         processes.sum_(self._sum_on(processes.device))
         self.num_tokens = num_tokens
 
@@ -68,7 +68,8 @@ class HessianAccumulator(TokenSum):
     def __init__(self, columns: int, name: str | None = None) -> None:
         if not is_count(columns):
             raise OptionError(f"`columns` must be a positive integer; got {columns!r}.")
-        super().__init__(columns, name)  # the sum is without the panels above the diagonal
+        # H is symmetric: only the panels up to the diagonal are summed, half of the work.
+        super().__init__(columns, name)
 
     @checked
     def update(self, x: Tensor) -> None:
@@ -100,7 +101,7 @@ class HessianAccumulator(TokenSum):
                 tokens = tokens.float()
             self._check_finite(tokens)
             total = self._sum_on(x.device)
-            # Products of 16-bit numbers are exact in float32, in which they are summed.
+            # Products of 16-bit numbers are exact in float32, so 16-bit units lose nothing.
             with bfloat16_factors() if x.dtype == torch.bfloat16 else nullcontext():
                 for start, stop in split_range(0, self.columns, _PANEL):
                     left, right = tokens[:, start:stop].T, tokens[:, :stop]
@@ -153,7 +154,7 @@ class HessianAccumulator(TokenSum):
         return f"layer `{self.name}`" if self.name else "layer"
 
     def _check_finite(self, tokens: Tensor) -> None:
-        # A sum of squares is finite if and only if all values are, and reads the batch once.
+        # A sum of squares is finite only if all values are, and takes one pass over the batch.
         if bool(torch.linalg.vector_norm(tokens, dtype=torch.float32).square().isfinite()):
             return
         energy = torch.linalg.vector_norm(tokens, dim=0, dtype=torch.float32).square()
@@ -182,17 +183,17 @@ class DampedHessian:
     """H + λI, positive definite, with the triangular factor of its inverse.
 
     λ is `ratio` times the mean diagonal of H over the inputs that are not dead. H is neither copied
-    nor changed. The sum is factorised at once; everything else is computed when it is first needed.
+    nor changed. The sum is factorised at once; all else is computed when it is first needed.
     Dead inputs, whose diagonal is zero, are decoupled from all others, so their weights never move.
 
     Attributes:
         factor: Upper triangular U with UᵀU = (H + λI)⁻¹, (columns, columns).
         float32_suffices: Whether iterations in float32 can be trusted with this matrix.
-        bfloat16_helps: Whether iterations whose products are rounded to bfloat16 lead nearer to a
-            solution, and columns are so many that products take most of the time.
+        bfloat16_helps: Whether iterations with products rounded to bfloat16 still converge towards
+            the solution, and columns are so many that products dominate the time.
 
     Raises:
-        NotPositiveDefiniteError: The matrix is not positive definite to the precision of its dtype.
+        _NotPositiveDefiniteError: The matrix is not positive definite to the precision of its dtype.
     """
 
     def __init__(self, hessian: Tensor, dead: Tensor, mean_diagonal: float, ratio: float) -> None:

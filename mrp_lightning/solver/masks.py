@@ -1,8 +1,8 @@
 """Masks choose the weights to remove.
 
-A mask is bound to a layer, which returns a function from the current weights of some columns to the
-weights to remove there. The compensation decides when to call it, and with which inverse: that of
-the whole Hessian (Algorithm 1) or that of its trailing part (a column sweep).
+Binding a mask to a layer returns a function from the current weights of some columns to the weights
+to remove there. The compensation decides when to call it, and with which inverse: that of the whole
+Hessian (Algorithm 1) or that of its trailing part (a column sweep).
 
 Dead inputs score −1: their weights contribute nothing to the output and are removed first.
 """
@@ -142,7 +142,7 @@ class MultipleRemoval(Mask):
         costs = _joint_costs(inverse_blocks(group), combinations)
         membership = torch.zeros(len(combinations), group, dtype=torch.bool, device=dead.device)
         membership.scatter_(1, combinations, True)
-        # Dead inputs go first: a combination with fewer of them than possible costs infinity.
+        # Dead inputs are removed first: a combination with fewer of them than possible costs ∞.
         dead = dead.view(-1, group)
         dead_removed = (dead[:, None] & membership).sum(2)
         penalty = torch.zeros_like(costs[:, 0]).masked_fill_(
@@ -152,6 +152,7 @@ class MultipleRemoval(Mask):
         def choose(current: Tensor, start: int) -> Tensor:
             rows, width = current.shape
             pruned = torch.empty_like(current, dtype=torch.bool)
+            # Groups at a time, which bounds the memory of the products below.
             few = max(1, ELEMENTS // max(1, rows * max(costs.shape[1:]))) * group
             for first, stop in split_range(0, width, few):
                 groups = slice((start + first) // group, (start + stop) // group)
@@ -211,21 +212,22 @@ def _joint_costs(blocks: Tensor, combinations: Tensor) -> Tensor:
     groups, group = blocks.shape[:2]
     corners = blocks.double()[:, combinations[:, :, None], combinations[:, None, :]]
     spread = corners.new_zeros(groups, len(combinations), group * group)
-    places = (combinations[:, :, None] * group + combinations[:, None, :]).flatten(1)
-    spread.scatter_(2, places.expand(groups, -1, -1), torch.linalg.inv(corners).flatten(2))
+    # Entry (i, j) of an inverse belongs to the product w_i·w_j, which is number i·M + j.
+    indices = (combinations[:, :, None] * group + combinations[:, None, :]).flatten(1)
+    spread.scatter_(2, indices.expand(groups, -1, -1), torch.linalg.inv(corners).flatten(2))
     return spread.to(blocks.dtype).transpose(1, 2).contiguous()
 
 
 _FIRST_PENALTY = 0.5
-"""The first penalty ρ, relative to the harmonic mean of 1 / [H⁻¹]_jj for a unit diagonal."""
+"""The first penalty ρ, relative to 1 / mean([H⁻¹]_jj) for H with a unit diagonal."""
 _GROWTH = 1.2
-"""Factor by which the penalty rises."""
+"""The factor by which the penalty rises."""
 _STEPS = 3
-"""Steps from one rise of the penalty to the next."""
+"""Number of steps from one rise of the penalty to the next."""
 _FEWEST, _MOST = 20, 300
-"""Fewest and most steps."""
+"""Smallest and largest number of steps."""
 _AT_REST = 1e-4
-"""Share of the removed weights that may still change from one rise to the next at the end."""
+"""The share of the removed weights that may change between the last two rises of the penalty."""
 
 
 @dataclass(frozen=True)
@@ -270,6 +272,7 @@ class Joint(Mask):
         # 2. it stops by the changes of the mask, not by residuals: d is only needed for its zeros;
         # 3. the compensation solves for the kept weights afterwards, exactly.
         for step in range(1, _MOST + 1):
+            # b = (wH + ρ(d − u))(H + ρI)⁻¹ + u: the weights that the mask is taken from.
             torch.sub(d, u, out=right).mul_(penalty).add_(pull)
             torch.mm(right, inverse, out=b).add_(u)
             pruned = _smallest(problem, b)
