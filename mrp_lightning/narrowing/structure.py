@@ -93,7 +93,7 @@ class Remainder(Layer):
         return self.whole.parameter
 
     def arranged(self, stored: Tensor) -> Tensor:
-        """The whole parameter, as the layer itself arranges it."""
+        """Return the whole parameter, as the layer itself arranges it."""
         return self.whole.arranged(stored)
 
     @property

@@ -1,4 +1,4 @@
-"""Prune the layers of one block: calibrate them, then solve for each."""
+"""Prune the layers of one block: calibrate, then solve."""
 
 import logging
 from abc import ABC, abstractmethod
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class WalkedBlock:
-    """A block at its turn in the walk: runs it, and enters its layers into the report of the job.
+    """A block at its turn in the walk, with the layers to prune and the report that they enter.
 
     Attributes:
         job: The job, which has the settings, the processes and the report.
@@ -50,9 +50,9 @@ class WalkedBlock:
         padding: Separates tokens from padding in the inputs of layers.
         report_progress: Called with the present task, in words.
         layers: The layers to prune.
-        tuned: Other layers of the block, which only its tuning changes.
-        dense: The hidden states of the dense model, where the target or the tuning needs them.
-        first_row: The number of rows that the report had before those of this block.
+        tuned: Other layers of the block, which only tuning changes.
+        dense: The dense model's hidden states; `None` if neither target nor tuning needs them.
+        first_row: The index in the report of this block's first row.
     """
 
     job: Job
@@ -75,7 +75,7 @@ class WalkedBlock:
 
     @property
     def name(self) -> str | None:
-        """The name of the block, `None` where its layers are outside the blocks."""
+        """The name of the block, `None` for layers outside of the blocks."""
         return self.walk.blocks[self.k].name or None
 
     @property
@@ -97,15 +97,15 @@ class WalkedBlock:
         self.job.report.skip(layer.name, tuple(layer.weight.shape), reason, self.name)
 
     def remember(self, layers: Sequence[Layer]) -> None:
-        """Copy the dense weights of layers, before a change, where they are still needed."""
+        """Copy the dense weights of layers, before they change, if the dense stream needs them."""
         if self.dense is not None:
             for layer in layers:
                 self.dense.remember(layer)
 
     def stages(self) -> list[list[Layer]]:
-        """Return the layers in groups that are pruned one after another, by the order of calls.
+        """Return the layers in the groups that are pruned one after another, in the order of calls.
 
-        It is one group unless the settings ask for `true_sequential`.
+        There is one group unless the settings ask for `true_sequential`.
         """
         layers = self.layers
         if not layers or not self.job.settings.true_sequential:
@@ -117,7 +117,7 @@ class WalkedBlock:
                 self.walk.output(self.k, 0)
             number_of = {id(layer): i for i, layer in enumerate(layers)}
             numbers = [[number_of[id(layer)] for layer in group.layers] for group in order.groups]
-        # The order in the first process that has a batch holds for all.
+        # All processes use the order of the first process that has a batch.
         gathered = self.job.processes.all(numbers)
         groups = next(numbers for numbers in gathered if numbers is not None)
         stages: dict[Hashable, list[Layer]] = {}
@@ -134,9 +134,9 @@ class WalkedBlock:
         return list(stages.values())
 
     def calibrate(self, layers: list[Layer], pooled: list[Expert]) -> Calibration:
-        """Collect the Hessians of layers in one pass over the batches of all processes.
+        """Accumulate the Hessians of layers in one pass over the batches of all processes.
 
-        `pooled` are experts whose inputs count in the Hessian of all experts only.
+        `pooled` are experts whose inputs count only in the Hessian of all experts.
         """
         name = self.name or "model"
         batches, dense = len(self.walk.batches), self.dense_target
@@ -176,12 +176,12 @@ class Remover(ABC):
         """
 
     def put_on_grid(self, block: WalkedBlock) -> None:
-        """Put those of the layers on their grid that waited until the block was tuned."""
-        del block  # most removers have none that wait
+        """Quantise the layers that waited for the tuning of their block."""
+        del block  # by default, no layer waits
 
 
 class _HessianRemover(Remover):
-    """Prunes layers by the Hessians of their inputs, those of one input together."""
+    """Prunes layers by the Hessians of their inputs; layers that share an input go together."""
 
     def prune(self, block: WalkedBlock) -> None:
         """Calibrate and prune the layers of a block, all from one pass or stage by stage."""
@@ -204,9 +204,9 @@ class _HessianRemover(Remover):
 
 
 class LayerSolver(_HessianRemover):
-    """Solves for each layer by itself: a mask in the pattern, and its compensation.
+    """Prunes each layer by itself: a mask in the pattern, and its compensation.
 
-    Layers that have a row in the report already lost columns, and are only put on their grid.
+    Layers with a row in the report have already lost columns, and are only quantised.
 
     Args:
         recipe: How layers are pruned.
@@ -215,7 +215,7 @@ class LayerSolver(_HessianRemover):
 
     def __init__(self, recipe: Recipe, patterns: Mapping[str, Pattern] | None = None) -> None:
         self._recipe, self._patterns = recipe, patterns or {}
-        self._waiting: list[tuple[list[Layer], InputHessian]] = []  # to put on their grid later
+        self._waiting: list[tuple[list[Layer], InputHessian]] = []  # for the tuning
 
     def prune_group(self, block: WalkedBlock, layers: list[Layer], calibrated: Calibrated) -> None:
         """Prune each of the layers."""
@@ -223,12 +223,13 @@ class LayerSolver(_HessianRemover):
         waits = block.dense is not None and block.job.settings.grid_waits
         if waits:
             recipe = replace(recipe, grid=None)
-            # A new object, without the factors that a method derives from the Hessian.
+            # A new object, which does not keep the factorised Hessian in memory.
             hessian = InputHessian(calibrated.inputs.hessian, name=layers[0].name)
             self._waiting.append((layers, hessian))
         narrowed = [layer for layer in layers if layer.name in rows]
         others = [layer for layer in layers if layer.name not in rows]
-        # A grid takes all rows of an input at once; else one layer's solution is in memory.
+        # Quantisation is faster for all rows of an input at once; without it, a single layer's
+        # solution is in memory at a time.
         for some in [[layer] for layer in others] if recipe.grid is None else [others]:
             if not some:
                 continue
@@ -250,7 +251,7 @@ class LayerSolver(_HessianRemover):
             self._put_on_grid(block, narrowed, calibrated.inputs)
 
     def put_on_grid(self, block: WalkedBlock) -> None:
-        """Put those of the layers on their grid that waited until the block was tuned."""
+        """Quantise the layers that waited for the tuning of their block."""
         for layers, inputs in self._waiting:
             self._put_on_grid(block, layers, inputs)
         self._waiting.clear()
@@ -258,7 +259,7 @@ class LayerSolver(_HessianRemover):
     def _put_on_grid(
         self, block: WalkedBlock, layers: Sequence[Layer], inputs: InputHessian
     ) -> None:
-        """Put layers that have a row in the report and share an input on their grid."""
+        """Quantise layers that have a row in the report and share an input."""
         rows = {row.name: row for row in block.job.report.pruned}
         replaced = put_layers_on_grid(
             layers,
@@ -274,12 +275,12 @@ class LayerSolver(_HessianRemover):
 class UnitRemover(_HessianRemover):
     """Sets the columns of whole neurons or heads to zero in the layers that read them.
 
-    The layers of a block that read the units share the removed set, and so are solved as one, with
-    their rows below each other.
+    The layers of a block that read the units share the removed set, and so are solved as one matrix
+    with their rows stacked.
 
     Args:
-        structure: The units, and the number of them that is removed.
-        recipe: How the remaining weights of all layers are put on a grid, if they are.
+        structure: The units, and the number of them to remove.
+        recipe: The recipe; with a grid, the remaining weights of all layers are quantised to it.
     """
 
     def __init__(self, structure: Structure, recipe: Recipe) -> None:
@@ -288,9 +289,9 @@ class UnitRemover(_HessianRemover):
         self._kept = torch.empty(0, dtype=torch.long)  # the units that remain in the present block
 
     def prune(self, block: WalkedBlock) -> None:
-        """Remove units, and with a grid put what remains of all layers of the block on it.
+        """Remove units of the block, and with a grid quantise what remains of all its layers.
 
-        The grid has a pass over the data of its own, in which the layers read what remains.
+        Quantisation takes a second calibration pass, since layers then read the remaining units.
         """
         parts = self._structure.blocks.get(block.name or "")
         consumers = [] if parts is None else list(parts.consumers)
@@ -311,12 +312,12 @@ class UnitRemover(_HessianRemover):
         )
 
     def put_on_grid(self, block: WalkedBlock) -> None:
-        """Put those of the layers on their grid that waited until the block was tuned."""
+        """Quantise the layers that waited for the tuning of their block."""
         if self._solver is not None:
             self._solver.put_on_grid(block)
 
     def prune_group(self, block: WalkedBlock, layers: list[Layer], calibrated: Calibrated) -> None:
-        """Remove the columns of some units from the layers, which are all that read them.
+        """Remove the columns of some units from `layers`, all layers that read the units.
 
         Raises:
             TargetError: Other layers that read the units have another input.
@@ -346,7 +347,8 @@ class UnitRemover(_HessianRemover):
                 damping=recipe.damping,
                 target=None if aim is None else aim.target(weight, inputs, recipe),
             )
-            # All processes have the same sums, and yet another machine might round otherwise.
+            # All processes have the same sums, but different machines may round the solution
+            # differently.
             narrower = block.job.processes.like_first_(solution.weight.contiguous())
         self._kept = (~solution.removed).nonzero()[:, 0].cpu()
         raised = solution.damping_ratio > recipe.damping
@@ -386,9 +388,9 @@ class UnitRemover(_HessianRemover):
 def _calibrated(
     block: WalkedBlock, group: InputGroup, pool: HessianAccumulator | None
 ) -> Calibrated | None:
-    """Return the statistics of an input, `None` if it says nothing; then its layers are skipped.
+    """Return the statistics of an input; skip its layers and return `None` if it has none.
 
-    `pool` has the inputs of all experts, for the group of an expert.
+    `pool` is the accumulator of all experts' inputs, for the group of an expert.
     """
     first, own = group.layers[0], group.hand_over()
     tokens = own.num_tokens

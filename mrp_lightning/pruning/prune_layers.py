@@ -26,14 +26,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Aim:
-    """The outputs that a layer aims at, in a run whose target is the dense model."""
+    """The outputs that a layer approximates in a run with `target="dense"`."""
 
     target_weight: float  # α, above 0 and at most 1
-    shift: Tensor | None = None  # of `InputShift`; None if the layer aims at its own outputs
-    own: str | None = None  # why it does, for the report
+    shift: Tensor | None = None  # of `InputShift`; None if the layer approximates its own outputs
+    own: str | None = None  # the reason for that, for the report
 
     def target(self, weight: Tensor, inputs: InputHessian, recipe: Recipe) -> Tensor | None:
-        """Return the weight to aim at, `None` for the layer's own."""
+        """Return the target weight (rows, columns), `None` for the layer's own."""
         if self.shift is None:
             return None
         return dense_target(weight, self.shift, inputs.damped(recipe.damping), self.target_weight)
@@ -44,8 +44,8 @@ class Calibrated:
     """The calibration statistics of an input that some layers share."""
 
     inputs: InputHessian
-    tokens: int  # summed up in the Hessian
-    shared: float | None = None  # of an expert: the fraction that is all experts' Hessian
+    tokens: int  # number of tokens in the Hessian
+    shared: float | None = None  # for an expert: the weight of all experts' Hessian in it
     aim: Aim | None = None  # None without `target: dense`
 
 
@@ -58,14 +58,14 @@ def prune_layers(
 ) -> list[LayerReport]:
     """Prune layers that share an input in place, and return their rows of the report.
 
-    Each weight is written in one copy at the end. All processes, which share the rows, call this.
-    `progress` is called with a layer and the state of its long solution, in words.
+    Each weight is written in one copy at the end. All processes, which share the rows, must call
+    this. `progress` is called with a layer and the progress of its long solution, in words.
 
     Raises:
         HessianError: The Hessian is unusable.
     """
     inputs, aim = calibrated.inputs, calibrated.aim
-    weights = [layer.weight.contiguous() for layer in layers]  # Conv1D's rows are strided
+    weights = [layer.weight.contiguous() for layer in layers]  # a Conv1D's view is strided
     zeros = [weight == 0 for weight in weights]
     already = [
         recipe.pattern.sparsity > 0 and recipe.pattern.holds(mask)
@@ -105,7 +105,7 @@ def prune_layers(
 def _row(
     layer: Layer, recipe: Recipe, calibrated: Calibrated, solution: Solution, zeros: Tensor
 ) -> LayerReport:
-    """Return the row of a pruned layer that was zero at `zeros`."""
+    """Return the report row of a pruned layer; `zeros` marks its zeros before the pruning."""
     zeros_before = _fraction(zeros)
     raised = solution.damping_ratio > recipe.damping
     return LayerReport(
@@ -135,7 +135,7 @@ def _row(
 
 
 def _part(used: dict[str, Any], weight: Tensor, weights: Sequence[Tensor]) -> dict[str, Any]:
-    """Return a weight's part of the seconds that several took, and their peak of memory."""
+    """Return a weight's share of the seconds of several, and their peak of memory."""
     part = weight.numel() / max(1, sum(each.numel() for each in weights))
     return {**used, "seconds": used["seconds"] * part}
 
@@ -148,10 +148,10 @@ def put_layers_on_grid(
     progress: Callable[[str], None] = lambda _: None,
     processes: Processes = ALONE,
 ) -> list[LayerReport]:
-    """Put the weights of pruned and tuned layers that share an input on their grid in place.
+    """Quantise pruned and tuned layers that share an input, in place.
 
-    Takes the Hessian with which the layers were pruned, and their rows of the report; returns the
-    rows with the loss of the grid added.
+    `inputs` is the Hessian with which the layers were pruned, and `rows` their rows of the report.
+    Returns the rows with the loss of quantisation added.
     """
     assert recipe.grid is not None
     weights = [layer.weight.contiguous() for layer in layers]

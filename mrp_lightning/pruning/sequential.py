@@ -39,12 +39,12 @@ log = logging.getLogger(__name__)
 def prune_model(job: Job) -> None:
     """Prune the layers of a model, one block after another, and fill the report of the job.
 
-    Each layer is written in one copy, then reported: after an exception the report lists the layers
-    that are pruned, and all others are as they were.
+    Each layer is written in one copy, then reported: after an exception the report lists the pruned
+    layers, and all others are unchanged.
 
     Raises:
-        TargetError: The blocks have no order, no layer could be pruned, or there are no blocks
-            where `allocation` or `tuning` need them.
+        TargetError: The blocks are not called in one order, no layer could be pruned, or
+            `allocation` or `tuning` lack the blocks that they need.
         HessianError: A layer's inputs give no usable Hessian.
         OutOfMemoryError: There is not enough memory.
         SaveError: The journal cannot be written.
@@ -83,7 +83,7 @@ def prune_model(job: Job) -> None:
 
 
 class _Walker:
-    """Walks the model of a job, and prunes its layers in the order in which they are called.
+    """Walks the model of a job and prunes its layers, in the order of their calls.
 
     Args:
         job: The job.
@@ -117,7 +117,7 @@ class _Walker:
                 steps.run(k)
 
     def prune_outside(self) -> None:
-        """Prune the layers outside the blocks, in one pass over the whole model."""
+        """Prune the layers outside of the blocks, in one pass over the whole model."""
         job, layers = self.job, self.job.plan.outside
         if not layers:
             return
@@ -132,12 +132,12 @@ class _Walker:
         job.listener.finished(step, block.pruned_rows, resumed=resumed)
 
     def _forward(self, item: Any) -> Any:
-        """Run the model on a batch, whose mask the padding reads first."""
+        """Read the mask of a batch, then run the model on it."""
         self.padding.start_batch(self.job.batch_of(item))
         return self.job.forward(item)
 
     def restore(self, step: int, block: WalkedBlock) -> bool:
-        """Write the results of a step from the journal, and return whether it has them."""
+        """Restore the results of a step from the journal; return False if it has none."""
         if self.job.journal is None:
             return False
         record = self.job.journal.restore(
@@ -184,9 +184,9 @@ class _BlockSteps:
     Args:
         walker: Holds the job, and restores and records steps.
         walk: Runs the blocks on the outputs of the pruned blocks before them.
-        dense: The hidden states of the dense model, where the target or the tuning needs them.
-        tuner: Tunes a pruned block towards the dense outputs, where this is asked for.
-        sparsities: The sparsities of the blocks, where they are allocated.
+        dense: The dense model's hidden states; `None` if neither target nor tuning needs them.
+        tuner: Tunes a pruned block towards the dense outputs; `None` without `tuning`.
+        sparsities: The allocated sparsities of blocks, empty without `allocation`.
 
     Attributes:
         last: The number of the last block that has layers to prune; −1 if none has.
@@ -228,7 +228,8 @@ class _BlockSteps:
             self.remover.prune(block)
             _require_all(block)
         is_followed = self._is_followed(k, resumed=resumed)
-        # The dense outputs are the inputs of the next block, and the target of this one's tuning.
+        # The dense outputs are the dense inputs of the next block, and the target of this block's
+        # tuning.
         if self.dense is not None and (is_followed or (self.tuner and not resumed)):
             for i in self.dense.advance(k):
                 block.report_progress(f"{name}, dense outputs {i + 1}/{len(job.batches)}")
@@ -242,7 +243,7 @@ class _BlockSteps:
     def _check(self, block: WalkedBlock) -> None:
         """Raise, before a block is changed, if its weights or its units cannot be pruned."""
         job, in_walk = self.job, self.walk.blocks[block.k]
-        if job.streamed is not None:  # its weights were not in memory when the plan was made
+        if job.streamed is not None:  # the plan could not check weights that were in files
             refuse_not_finite(block.layers, block.module.named_parameters(prefix=in_walk.name))
         if self.trial is not None and job.batches:
             self.trial.check(in_walk, partial(_hidden, self.walk, block.k))
@@ -250,15 +251,15 @@ class _BlockSteps:
     def _is_followed(self, k: int, *, resumed: bool) -> bool:
         """Return whether a later block needs the outputs of block k.
 
-        After a restored block only those need them that the journal lacks. A block that was pruned
-        anew may differ from what the journal's later blocks were calibrated on: all need them.
+        After a restored block, only blocks that the journal lacks need them. After a block that was
+        pruned again all later blocks do, since the journal's were calibrated on other outputs.
         """
         journal = self.job.journal or ()
         later = [j for j in self.with_layers if j > k]
         return any(j not in journal for j in later) if resumed else bool(later)
 
     def _tune(self, block: WalkedBlock) -> BlockReport | None:
-        """Tune a block, put its weights on their grid, and return the row of the block, if any."""
+        """Tune a block, quantise the layers that waited, and return the block's row, if any."""
         name = self.walk.blocks[block.k].name
         row = BlockReport(name=name, sparsity=self.sparsities.blocks.get(name))
         if self.tuner is None:
@@ -271,7 +272,7 @@ class _BlockSteps:
 
 
 def _remover(structure: Structure | None, recipe: Recipe, sparsities: Sparsities) -> Remover:
-    """Return what prunes the layers of blocks: single weights, columns of units, or experts."""
+    """Return the remover of single weights, of neurons or heads, or of experts."""
     if structure is None:
         return LayerSolver(recipe, sparsities.layers)
     if structure.kind == "experts":
@@ -286,7 +287,7 @@ def _hidden(walk: Walk, k: int) -> Tensor | None:
 
 
 def _require_all(block: WalkedBlock) -> None:
-    """Raise if a block, which is to be as narrow as the others, could not be pruned."""
+    """Raise if layers of a block could not be pruned, so that it would be wider than the others."""
     job = block.job
     missing = {layer.name for layer in block.layers} - {row.name for row in block.pruned_rows}
     if job.structure is not None and missing:

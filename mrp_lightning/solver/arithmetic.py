@@ -1,4 +1,4 @@
-"""The precision of products, and work on ranges of rows and columns in turn."""
+"""The precision of matrix products, and loops over ranges of rows and columns."""
 
 import logging
 import warnings
@@ -35,7 +35,7 @@ def full_float32(device: torch.device) -> Iterator[None]:
 
     `torch.set_float32_matmul_precision("high")`, which Lightning recommends for training, rounds
     the factors to 10 bits and less. A Hessian with a condition number of 1e4 does not survive that.
-    Afterwards all settings are restored; those that were inherited still are.
+    Afterwards all settings are restored; settings that were inherited are inherited again.
     """
     narrowed = [
         setting for setting in _MATMULS if float32_precision(setting) not in ("none", "ieee")
@@ -52,7 +52,7 @@ def full_float32(device: torch.device) -> Iterator[None]:
 
 
 def has_bfloat16_units(device: torch.device) -> bool:
-    """Whether a device multiplies bfloat16 numbers several times as fast as float32 numbers."""
+    """Return whether a device multiplies bfloat16 several times as fast as float32."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return has_matrix_units()
@@ -78,10 +78,10 @@ def warn_of_slow_float64(device: torch.device) -> None:
 
 @contextmanager
 def bfloat16_factors() -> Iterator[None]:
-    """Let a CPU multiply float32 numbers as bfloat16, for numbers that bfloat16 holds exactly.
+    """Let a CPU multiply float32 numbers as bfloat16, for numbers that bfloat16 represents exactly.
 
-    Their products are exact in float32, in which they are summed, so that the result is the same;
-    processors with units for it take a third of the time.
+    Their products are exact in float32, in which they are summed, so the result is unchanged;
+    processors with bfloat16 units take a third of the time.
     """
     setting = ("mkldnn", "matmul")
     previous = _own(setting)
@@ -95,8 +95,8 @@ def bfloat16_factors() -> Iterator[None]:
 def _own(setting: _Setting) -> str:
     """Return the value of a setting itself, "none" if it inherits.
 
-    PyTorch only returns the value in force, so this changes the parent for a moment and checks
-    whether the setting follows.
+    PyTorch only returns the effective value, so the parent is changed temporarily, to see whether
+    the setting follows.
     """
     in_force = float32_precision(setting)
     if setting not in _PARENTS:
@@ -113,22 +113,22 @@ def _own(setting: _Setting) -> str:
 log = logging.getLogger(__name__)
 
 ELEMENTS = 2**26
-"""The most elements of a temporary of one solve; more rows are solved in turn."""
+"""The most elements of a temporary tensor in one solve; further rows are solved in turn."""
 
 Result = TypeVar("Result")
 
 
 def split_range(start: int, stop: int, width: int) -> Iterator[tuple[int, int]]:
-    """Yield (first, end) of consecutive ranges of `width`, the last one shorter where need be."""
+    """Yield (first, end) of consecutive ranges of `width`; the last one may be shorter."""
     for first in range(start, stop, width):
         yield first, min(first + width, stop)
 
 
 def by_rows(work: Callable[[slice], Result], rows: int, columns: int) -> list[Result]:
-    """Call `work` on ranges of the rows of a matrix, and return its results.
+    """Call `work` on consecutive ranges of the rows of a matrix, and return its results.
 
-    A range that memory does not suffice for is halved, and `work` is called again on it: it must
-    leave its rows such that it can start again. If one row is too many, the error is raised.
+    If memory does not suffice for a range, `work` is called again on half of it, so `work` must be
+    repeatable after an error. If memory does not suffice for one row, the error is raised.
     """
     results = []
     start, most = 0, max(1, ELEMENTS // max(1, columns))

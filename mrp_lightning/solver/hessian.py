@@ -193,7 +193,7 @@ class DampedHessian:
             the solution, and columns are so many that products dominate the time.
 
     Raises:
-        _NotPositiveDefiniteError: The matrix is not positive definite to the precision of its dtype.
+        _NotPositiveDefiniteError: The matrix is not positive definite within its precision.
     """
 
     def __init__(self, hessian: Tensor, dead: Tensor, mean_diagonal: float, ratio: float) -> None:

@@ -1,7 +1,7 @@
-"""Sparsity patterns: how many weights go, and where they may go.
+"""Sparsity patterns: the number of weights to remove, and the positions that are allowed.
 
-Selection is by rank, never by threshold, so the counts are exact; equal scores are taken in the
-order of their position (row by row).
+Selection is by rank, never by threshold, so that counts are exact; ties are broken by position, row
+by row.
 """
 
 import itertools
@@ -21,12 +21,12 @@ _EXAMPLES = '`sparsity` is a fraction such as 0.5; `pattern` is a string such as
 
 
 class _Grouped:
-    """A pattern whose weights are chosen in groups of so many consecutive input columns."""
+    """A pattern whose weights are chosen in groups of `group` consecutive input columns."""
 
     group: int = 1
 
     def divides(self, columns: int) -> bool:
-        """Return whether so many input columns split into whole groups."""
+        """Return whether a number of input columns splits into whole groups."""
         return columns > 0 and columns % self.group == 0
 
 
@@ -55,8 +55,8 @@ class Unstructured(_Grouped):
     def select(self, scores: Tensor, start: int) -> Tensor:
         """Mark the lowest scores (rows, width) of the columns from `start` on, all rows together.
 
-        Returns bool (rows, width), True = removed. For any split into blocks, those up to column b
-        remove `budget(rows, b)` weights in all, so that the total is exact.
+        Returns bool (rows, width), True = removed. However the columns are split into blocks, the
+        blocks up to column b remove `budget(rows, b)` weights together, so that the total is exact.
         """
         rows, width = scores.shape
         count = self.budget(rows, start + width) - self.budget(rows, start)
@@ -69,7 +69,7 @@ class Unstructured(_Grouped):
         return torch.zeros_like(scores, dtype=torch.bool).scatter_(1, ranked, True)
 
     def holds(self, pruned: Tensor) -> bool:
-        """Return whether at least the fraction is removed in bool `pruned` (rows, columns)."""
+        """Return whether bool `pruned` (rows, columns) removes at least the fraction."""
         rows, columns = pruned.shape
         return int(pruned.sum()) >= self.budget(rows, columns)
 
@@ -109,7 +109,7 @@ class SemiStructured(_Grouped):
         del start
         members = scores.unflatten(1, (scores.shape[1] // self.group, self.group)).unbind(2)
         # rank(i) = #{j: s_j < s_i, or s_j = s_i and j < i}, counted pair by pair from rank(i) = i,
-        # which beats sorting for short groups.
+        # which is faster than sorting for short groups.
         dtype = torch.int8 if self.group < 128 else torch.int16
         ranks = [torch.full_like(members[0], k, dtype=dtype) for k in range(self.group)]
         for i, j in itertools.combinations(range(self.group), 2):
@@ -133,7 +133,7 @@ class SemiStructured(_Grouped):
 
 @dataclass(frozen=True)
 class Dense(_Grouped):
-    """No weight is removed: the pattern of quantisation alone."""
+    """No weight is removed: the pattern of quantisation without pruning."""
 
     sparsity: ClassVar[float] = 0.0
 
@@ -150,7 +150,7 @@ class Dense(_Grouped):
         return self.select(scores, 0)
 
     def holds(self, pruned: Tensor) -> bool:
-        """Return whether enough is removed: nothing need be."""
+        """Return True: nothing has to be removed."""
         del pruned
         return True
 
@@ -159,10 +159,10 @@ Pattern = Unstructured | SemiStructured | Dense
 
 
 def make_pattern(sparsity: float | None, pattern: str | int | None) -> Pattern:
-    """Build the pattern from the two arguments that users give, of which one must be None.
+    """Return the pattern of the user's arguments, exactly one of which must be given.
 
     Raises:
-        PatternError: Both or neither are given, or the one given is malformed.
+        PatternError: Both or neither are given, or the given one is malformed.
     """
     if (sparsity is None) == (pattern is None):
         got = "neither" if sparsity is None else f"{sparsity=!r} and {pattern=!r}"
@@ -185,14 +185,14 @@ def make_pattern(sparsity: float | None, pattern: str | int | None) -> Pattern:
 
 
 def lowest(scores: Tensor, count: int) -> Tensor:
-    """Mark the `count` lowest of the scores (n,), the earlier ones where some are equal."""
+    """Mark the `count` lowest scores (n,), ties by position: bool (n,)."""
     if count <= 0:
         return torch.zeros_like(scores, dtype=torch.bool)
     if scores.device.type != "cpu":
         ranked = scores.sort(stable=True).indices[:count]
         return torch.zeros_like(scores, dtype=torch.bool).scatter_(0, ranked, True)
-    # The same selection by a partition, which NumPy does many times as fast as torch sorts. Scores
-    # that tie with the last one may be too many: the later ones of these stay.
+    # The same selection by a partition, which NumPy does many times as fast as torch sorts. Of the
+    # scores that tie with the last selected one, the later ones may be surplus.
     last = float(np.partition(scores.numpy(), count - 1)[count - 1])
     selected = scores <= last
     surplus = int(selected.count_nonzero()) - count
@@ -202,7 +202,7 @@ def lowest(scores: Tensor, count: int) -> Tensor:
 
 
 def _unquoted_message(value: object) -> str:
-    """Return an error message: YAML 1.1 reads an unquoted 2:4 as a number in base 60."""
+    """Return the message for a number: YAML 1.1 reads an unquoted 2:4 in base 60, as 124."""
     suggestion = "2:4"
     if str(value).strip().isdecimal():
         kept, group = divmod(int(str(value)), 60)

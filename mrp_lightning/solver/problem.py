@@ -1,4 +1,4 @@
-"""One layer to prune: its weight, its Hessian, the weight that it aims at, and its loss."""
+"""The pruning problem of one layer: weight, Hessian, target weight and loss."""
 
 import math
 from collections.abc import Callable
@@ -15,10 +15,11 @@ from mrp_lightning.solver.patterns import Pattern, Unstructured
 
 
 class InputShift(TokenSum):
-    """Sum up how far a layer's inputs are from those of the dense model: 2·(X_d − X̂)ᵀX̂ / tokens.
+    """Accumulate 2·(X_d − X̂)ᵀX̂ / tokens for a layer's inputs X̂ and the dense model's X_d.
 
-    It is C − H, with C = 2·X_dᵀX̂ / tokens and the Hessian H = 2·X̂ᵀX̂ / tokens. Summed up as the
-    product of a difference, it is exactly zero where both inputs are the same.
+        This shift is C − H, with C = 2·X_dᵀX̂ / tokens and the Hessian H = 2·X̂ᵀX̂ / tokens.
+        Accumulated
+    from differences, it is exactly zero if both inputs are equal.
     """
 
     def update(self, dense: Tensor, pruned: Tensor) -> None:
@@ -33,7 +34,7 @@ class InputShift(TokenSum):
         """Return 2·(X_d − X̂)ᵀX̂ / tokens, float32 (columns, columns).
 
         Raises:
-            HessianError: No tokens were seen, or NaN or Inf.
+            HessianError: No tokens were seen, or the sum holds NaN or Inf.
         """
         if self._sum is None:
             raise HessianError(f"layer `{self.name}`: no calibration tokens were seen.")
@@ -48,12 +49,12 @@ class InputShift(TokenSum):
 def dense_target(
     weight: Tensor, shift: Tensor, damped: DampedHessian, target_weight: float
 ) -> Tensor:
-    """Return the weight whose outputs on the pruned model's inputs are most like the dense ones.
+    """Return the weight whose outputs on the pruned model's inputs are nearest to the dense ones.
 
     W̃ = W + α·W(C − H)(H + λI)⁻¹ for the dense weight W (rows, columns), α = `target_weight` from 0
     (the dense weight itself) to 1, and the shift C − H of `InputShift`. For α = 1 it minimises
-    ‖W̃X̂ᵀ − WX_dᵀ‖² / tokens + λ/2·‖W̃ − W‖². It is in float32, or float64 if the weight is; and W
-    itself, bit for bit, where the shift is zero.
+    ‖W̃X̂ᵀ − WX_dᵀ‖² / tokens + λ/2·‖W̃ − W‖². The result is float32, or float64 if the weight is;
+    if the shift is zero, it is W itself, bit for bit.
     """
     exact = damped if damped.float32_suffices else damped.double
     wide = weight.to(torch.float64 if weight.dtype == torch.float64 else torch.float32)
@@ -67,7 +68,7 @@ def dense_target(
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """One layer to prune, or the rows of it that are this process's share.
+    """The pruning problem of one layer, or of this process's share of its rows.
 
     The solution x minimises ½·tr((x − w)(H + λI)(x − w)ᵀ) with the removed weights zero.
     """
@@ -75,10 +76,10 @@ class Problem:
     weight: Tensor  # w, (rows, columns), float32 or float64: the dtype to compute in
     inputs: InputHessian  # the Hessian H of the layer's inputs
     pattern: Pattern
-    block_size: int  # number of columns that are chosen together, from 1 to all
+    block_size: int  # number of columns chosen together, from 1 to all
     damping: float  # fraction of the mean diagonal of H that is added to the diagonal, ≥ 0
-    progress: Callable[[str], None]  # called with the state of a long solution, in words
-    processes: Processes  # those that share the rows of the layer
+    progress: Callable[[str], None]  # called with the progress of a long solution, in words
+    processes: Processes  # the processes that share the rows of the layer
     rows: int  # the number of rows of the whole layer
 
     @property
@@ -102,7 +103,7 @@ class Problem:
         return self.pattern.select(scores, start)
 
     def total(self, share: float) -> float:
-        """Return the sum over the processes of a number, of which `share` is this process's."""
+        """Return the sum of a number over all processes; `share` is the number of this process."""
         return math.fsum(number for (number,) in self.processes.numbers(share))
 
     def loss(self, weight: Tensor, aim: Tensor) -> float:
@@ -124,14 +125,14 @@ def output_energy(change: Tensor, hessian: Tensor) -> float:
         energy = _sum((change @ hessian) * change) / 2
     uncorrelated = _sum(change.square() * hessian.diagonal()) / 2
     if not wide and not 1e-3 * uncorrelated <= energy < math.inf:
-        # The changes cancel in the outputs, as they do for few tokens, and the float32 result would
-        # be rounding error; or the products are beyond its range.
+        # The changes cancel in the outputs, as happens with few tokens, so that a float32 result
+        # would be rounding error; or the products overflow float32.
         return output_energy(change.double(), hessian)
     return max(energy, 0.0)
 
 
 def _sum(values: Tensor) -> float:
-    """Sum in float64, whose range any sum of float32 numbers is within."""
+    """Sum in float64, in which no sum of float32 numbers overflows."""
     return float(values.sum(dtype=torch.float64))
 
 

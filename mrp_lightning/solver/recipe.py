@@ -1,4 +1,4 @@
-"""The recipe of a pruning: pattern, method, block size, damping and grid, checked once."""
+"""The recipe of a pruning: its checked pattern, method, block size, damping and grid."""
 
 import warnings
 from collections.abc import Callable
@@ -57,7 +57,7 @@ class Method:
 def parse_method(name: str, *, tolerance: float = 1e-6) -> Method:
     """Return the method of a name, or of a pair MASK+COMPENSATION such as "wanda+M".
 
-    `tolerance` is that of the compensation M; the others ignore it.
+    `tolerance` concerns the compensation M; the others ignore it.
 
     Raises:
         MethodError: There is no such method; the message lists all.

@@ -152,7 +152,7 @@ class Expert(Layer):
         return self.module.get_parameter(self.stack)
 
     def arranged(self, stored: Tensor) -> Tensor:
-        """The slice, transposed if `is_transposed` says that it is stored (columns, rows)."""
+        """Return the slice, transposed if it is stored (columns, rows): see `is_transposed`."""
         return stored[self.index].T if self.module.is_transposed else stored[self.index]
 
     @property

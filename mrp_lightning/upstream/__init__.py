@@ -1,6 +1,6 @@
-"""Private names of other packages that are needed because there is no public way.
+"""Private names of other packages, used where no public name exists.
 
-Only this folder uses such names. Each function says in which version the name was seen, why it is
-needed, and what replaces it once upstream offers a public way. Packages are imported inside the
-functions, so that code that needs only torch loads only torch.
+No other folder uses such names. Each docstring states the version in which the name was seen, why
+it is needed, and its replacement once upstream offers a public one. Packages are imported inside
+functions, so that code that needs only torch imports only torch.
 """

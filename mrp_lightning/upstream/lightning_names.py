@@ -1,13 +1,13 @@
-"""Names that Lightning keeps to itself."""
+"""Private names of Lightning."""
 
 from typing import Any
 
 
 def movable() -> type:
-    """The class of everything that Lightning moves to a device: all that has a method `to`.
+    """Return the class of all objects that Lightning moves to a device: those with a method `to`.
 
-    Seen in Lightning 2.6. Batches may hold objects that are no tensors. In its place: a public name
-    of it in `lightning.fabric.utilities`.
+    Seen in Lightning 2.6. Batches may hold such objects besides tensors. Replacement: a public name
+    in `lightning.fabric.utilities`.
     """
     from lightning.fabric.utilities.apply_func import _TransferableDataType
 
@@ -15,11 +15,10 @@ def movable() -> type:
 
 
 def in_order(callbacks: list[Any]) -> list[Any]:
-    """Callbacks in the order in which a trainer calls them; it refuses those that it would.
+    """Return callbacks in the order in which a trainer calls them, or raise as a trainer would.
 
-    Seen in Lightning 2.6, whose trainer does this with the callbacks that it is made with, and
-    with those of a model, but has no method for more. In its place: a method that adds callbacks,
-    or `predict(callbacks=…)`.
+    Seen in Lightning 2.6, whose trainer does this for the callbacks of its constructor and of a
+    model, but has no method to add others. Replacement: such a method, or `predict(callbacks=…)`.
     """
     from lightning.pytorch.trainer.connectors import callback_connector
 
@@ -29,10 +28,10 @@ def in_order(callbacks: list[Any]) -> list[Any]:
 
 
 def works_in_children(trainer: Any) -> bool:
-    """Whether a trainer's strategy spawns or forks workers, in which the model is another one.
+    """Return whether a trainer's strategy spawns or forks workers, which have copies of the model.
 
-    Seen in Lightning 2.6, whose strategies tell it by the class of their launcher alone. In its
-    place: a property of strategies or of launchers.
+    Seen in Lightning 2.6, in which only the class of a strategy's launcher shows it. Replacement: a
+    property of strategies or launchers.
     """
     from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 
@@ -40,29 +39,29 @@ def works_in_children(trainer: Any) -> bool:
 
 
 def strategy_as_given(trainer: Any) -> Any:
-    """The word, or the object, that a trainer was given as its `strategy`.
+    """Return the `strategy` argument of a trainer, a string or an object.
 
-    Seen in Lightning 2.6. A message names the strategy as the user did. In its place: a property
-    of trainers.
+    Seen in Lightning 2.6. Messages name the strategy as the user did. Replacement: a property of
+    trainers.
     """
     return trainer._accelerator_connector._strategy_flag
 
 
 def predict_data(trainer: Any) -> Any:
-    """The datamodule or the dataloaders of the `predict` that runs.
+    """Return the datamodule or the dataloaders of the present `predict`.
 
-    Seen in Lightning 2.6, whose `trainer.datamodule` is still that of an earlier call where this
-    one was given dataloaders. In its place: `trainer.datamodule`, once each call sets it.
+    Seen in Lightning 2.6, whose `trainer.datamodule` is that of an earlier call if the present one
+    has dataloaders. Replacement: `trainer.datamodule`, once each call sets it.
     """
     return trainer.predict_loop._data_source.instance
 
 
 def unwrap_dataloaders() -> None:
-    """Take away what Lightning wraps around the methods of dataloaders while it asks for one.
+    """Remove Lightning's temporary wrappers around methods of dataloader classes.
 
-    Seen in Lightning 2.6, which leaves it there, for the whole process, where that raises: of
-    later dataloaders it then refuses all whose `batch_size` is given by its place. In its place:
-    a `finally` in `lightning.fabric.utilities.data._replace_dunder_methods`.
+    Seen in Lightning 2.6, which leaves them in place, for the whole process, after an error: it
+    then refuses later dataloaders whose `batch_size` is a positional argument. Replacement: a
+    `finally` in `lightning.fabric.utilities.data._replace_dunder_methods`.
     """
     from lightning_utilities.core.inheritance import get_all_subclasses
     from torch.utils.data import BatchSampler, DataLoader

@@ -1,4 +1,4 @@
-"""Names that huggingface_hub, gguf, jsonargparse and argparse keep to themselves."""
+"""Private names of huggingface_hub, gguf, jsonargparse and argparse."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,11 +8,11 @@ from typing import Any
 
 @contextmanager
 def hub_away() -> Iterator[None]:
-    """Let what loads from the hub look only into its cache, as with `HF_HUB_OFFLINE=1`.
+    """Restrict libraries to the hub's cache in this context, as `HF_HUB_OFFLINE=1` does.
 
     Seen in huggingface_hub 2.4 and datasets 5.2, which read the variable when they are imported,
-    and otherwise try each file for 24 s. In its place: `local_files_only` of `load_dataset`, once
-    it asks nothing.
+    and otherwise retry each file for 24 s. Replacement: `local_files_only` of `load_dataset`, once
+    it makes no request.
     """
     import datasets.config
     import huggingface_hub.constants
@@ -29,11 +29,10 @@ def hub_away() -> Iterator[None]:
 
 
 def bounded_gguf(file: Path) -> Any:
-    """A reader of a GGUF file that stops where the file ends.
+    """Return a reader of a GGUF file that raises at the end of the file.
 
-    Seen in gguf 0.19. Its own reads on behind the end, value after value, as often as the header
-    says: for ever, if it says a number that is large enough. In its place: `GGUFReader`, once it
-    raises there.
+    Seen in gguf 0.19, whose reader goes on past the end, value after value, as often as the header
+    says, which a large number makes endless. Replacement: `GGUFReader`, once it raises there.
     """
     from gguf import GGUFReader
 
@@ -48,16 +47,16 @@ def bounded_gguf(file: Path) -> Any:
 
 
 def take_alone(parser: Any, group: str, key: str, is_value: Callable[[str], bool]) -> None:
-    """Let `--group VALUE`, and `group: VALUE` in YAML, stand for the option `group.key`.
+    """Let `--group VALUE`, and `group: VALUE` in YAML, set the option `group.key`.
 
-    Seen in jsonargparse 4.53, where the option of a group names a file of what is in the group. In
-    its place: a public way to let it take anything else.
+    Seen in jsonargparse 4.53, where the option of a group only takes a file with the group's
+    content. Replacement: a public way to accept other values.
 
     Args:
         parser: The parser, to which the group was added with `sub_configs`.
         group: The name of a group of options.
-        key: The one that the value is of.
-        is_value: Whether a text is such a value, and not the name of a file or the text of one.
+        key: The option of the group that gets the value.
+        is_value: Returns whether a string is such a value, not the name or the content of a file.
     """
     (action,) = (each for each in parser._actions if each.dest == group)
     load = action._load_config
@@ -69,10 +68,10 @@ def take_alone(parser: Any, group: str, key: str, is_value: Callable[[str], bool
 
 
 def options_of(parser: Any) -> dict[str, Any]:
-    """The options that a parser knows, with their dashes, and the type of each.
+    """Return the options of a parser, with their dashes, and the type of each.
 
-    Seen in Python 3.11, and in jsonargparse 4.53, whose parser is one of argparse. A message names
-    the option that a mistyped one is nearest to. In its place: a public list of a parser's actions.
+    Seen in Python 3.11, and in jsonargparse 4.53, whose parser is a subclass. Messages name the
+    option nearest to a mistyped one. Replacement: a public list of a parser's actions.
     """
     return {
         name: getattr(action, "_typehint", action.type)
@@ -82,10 +81,10 @@ def options_of(parser: Any) -> dict[str, Any]:
 
 
 def option_named(parser: Any, argument: str) -> str | None:
-    """Return the option, or the word, by which a parser takes an argument; `None` if it does not.
+    """Return the option or positional name of an argument in a parser; `None` if there is none.
 
-    Seen in Python 3.11. A message names the option of a command for what its code calls by another
-    name. In its place: a public list of a parser's actions.
+    Seen in Python 3.11. Messages name a command's option for an argument with another name in the
+    code. Replacement: a public list of a parser's actions.
     """
     for action in parser._actions:
         if action.dest == argument:
