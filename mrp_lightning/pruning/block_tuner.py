@@ -3,9 +3,10 @@
 import math
 import time
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,12 +19,13 @@ from mrp_lightning.environment import is_out_of_memory
 from mrp_lightning.errors import DataError, TargetError
 from mrp_lightning.pruning.job import Job
 from mrp_lightning.records.report import BlockReport
-from mrp_lightning.solver.patterns import Dense
-from mrp_lightning.solver.recipe import Recipe
 from mrp_lightning.targets.layers import Layer
 from mrp_sparse.formats.grid import Grid
 
 _TIMED_STEPS = 3
+_SIZE = 0.1
+"""The size of a weight for which a learning rate is made: a relative change of scales is a tenth of
+a change of weights."""
 
 
 class _Windows(NamedTuple):
@@ -54,7 +56,7 @@ class BlockTuner:
             padding,
             tuning,
         )
-        self.recipe = replace(recipe, grid=None) if job.settings.grid_waits else recipe
+        self.grid = None if job.settings.grid_waits else recipe.grid
         self.processes = job.processes
         self._num_blocks: int | None = None  # set until the time is estimated
 
@@ -111,7 +113,7 @@ class BlockTuner:
         trained, held_out = self._split()
         if not layers or not (steps := self.tuning.epochs * len(self._steps(trained))):
             return report
-        weights = _KeptWeights(layers, self.recipe)
+        weights = _KeptWeights(layers) if self.grid is None else _Scales(layers, self.grid)
         optimizer = torch.optim.Adam(weights.masters, lr=self.tuning.learning_rate)
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
         # Seeded by the block's name, so that a resumed run draws the same order.
@@ -239,80 +241,47 @@ class BlockTuner:
         self._num_blocks = None
 
 
-@dataclass(frozen=True, eq=False)
-class Codes:
-    """The grid of a weight, and its scale for each weight: (rows, columns)."""
-
-    grid: Grid
-    scales: Tensor
-
-    @classmethod
-    def of(cls, weight: Tensor, grid: Grid) -> "Codes":
-        """Read the scales off a weight (rows, columns) that lies on the grid."""
-        _, scales = grid.decompose(weight)
-        return cls(grid, grid.spread(scales, weight.shape[1]))
-
-    def nearest(self, weight: Tensor) -> Tensor:
-        """Return the values of the grid that are nearest to a weight (rows, columns)."""
-        return self.grid.nearest(weight / self.scales).mul_(self.scales)
-
-
-class _KeptWeights:
-    """The non-zero weights of some layers, with a float32 master copy.
-
-    In quantisation alone the weights lie on a grid: the parameters are the grid values nearest to
-    the masters, and gradients pass as if there were no rounding (the straight-through estimator of
-    Bengio et al., 2013). Scales do not change.
+class _Tuned(ABC):
+    """The weights of some layers while a block is tuned, as functions of `masters`.
 
     Args:
         layers: The layers, which are pruned.
-        recipe: The recipe of quantised weights, `None` for weights without a grid.
+
+    Attributes:
+        parameters: The parameters of the layers.
+        masters: What the optimizer changes, in float32 (or float64).
     """
 
-    def __init__(self, layers: Sequence[Layer], recipe: Recipe | None = None) -> None:
+    def __init__(self, layers: Sequence[Layer]) -> None:
         self.parameters = list(dict.fromkeys(layer.parameter for layer in layers))
-        fixed = {p: torch.ones_like(p, dtype=torch.bool) for p in self.parameters}
-        removes = recipe is None or not isinstance(recipe.pattern, Dense)
-        for layer in layers:
-            is_fixed = layer.arranged(fixed[layer.parameter])
-            is_fixed.copy_(layer.view == 0 if removes else torch.zeros_like(is_fixed))
-        self._fixed = list(fixed.values())
-        # Adam's steps are below the resolution of bfloat16, so masters are float32 (or float64).
-        self.masters = [
-            p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True).requires_grad_()
-            for p in self.parameters
-        ]
+        self.masters = self._make_masters(layers)
         for master in self.masters:
             master.grad = torch.zeros_like(master)
         self._best = [p.detach().clone() for p in self.parameters]
-        self._rounded: list[tuple[Layer, Tensor, Codes]] = []
-        if recipe is not None and recipe.grid is not None:
-            assert not removes, "with zeros, weights are put on their grid after tuning"
-            masters = dict(zip(self.parameters, self.masters, strict=True))
-            for layer in layers:
-                codes = Codes.of(layer.weight, recipe.grid)
-                self._rounded.append((layer, masters[layer.parameter], codes))
+
+    @abstractmethod
+    def _make_masters(self, layers: Sequence[Layer]) -> list[Tensor]:
+        """Return the masters of the present weights."""
 
     @property
     def gradients(self) -> list[Tensor]:
         """The gradients of the masters so far."""
         return [master.grad for master in self.masters if master.grad is not None]
 
+    @abstractmethod
     def add(self, gradients: Sequence[Tensor | None]) -> None:
         """Add gradients of the parameters to the gradients of their masters."""
-        for master, gradient, fixed in zip(self.masters, gradients, self._fixed, strict=True):
-            if gradient is not None and master.grad is not None:
-                master.grad += gradient.masked_fill(fixed, 0)
 
     def write(self) -> None:
-        """Round the masters into the parameters, after a step, and reset the gradients."""
+        """Write what the masters stand for into the parameters, and reset the gradients."""
         with torch.no_grad():
-            for parameter, master in zip(self.parameters, self.masters, strict=True):
-                parameter.copy_(master)
-                assert master.grad is not None
-                master.grad.zero_()
-            for layer, master, codes in self._rounded:
-                layer.write_(codes.nearest(layer.arranged(master).flatten(1)))
+            self._write()
+            for gradient in self.gradients:
+                gradient.zero_()
+
+    @abstractmethod
+    def _write(self) -> None:
+        """Write what the masters stand for into the parameters."""
 
     def keep(self) -> None:
         """Record the present parameters as the best."""
@@ -328,6 +297,64 @@ class _KeptWeights:
             with torch.no_grad():
                 for parameter, best in zip(self.parameters, self._best, strict=True):
                     parameter.copy_(best)
+
+
+class _KeptWeights(_Tuned):
+    """The non-zero weights of some layers, with a float32 master copy."""
+
+    def _make_masters(self, layers: Sequence[Layer]) -> list[Tensor]:
+        zeros = {p: torch.ones_like(p, dtype=torch.bool) for p in self.parameters}
+        for layer in layers:
+            layer.arranged(zeros[layer.parameter]).copy_(layer.view == 0)
+        self._zeros = list(zeros.values())
+        # Adam's steps are below the resolution of bfloat16, so masters are float32 (or float64).
+        return [
+            p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True).requires_grad_()
+            for p in self.parameters
+        ]
+
+    def add(self, gradients: Sequence[Tensor | None]) -> None:
+        for master, gradient, zero in zip(self.masters, gradients, self._zeros, strict=True):
+            if gradient is not None and master.grad is not None:
+                master.grad += gradient.masked_fill(zero, 0)
+
+    def _write(self) -> None:
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            parameter.copy_(master)
+
+
+class _Scales(_Tuned):
+    """The scales of weights that are on a grid; their codes do not change.
+
+    A master is the relative change of the scales of a layer, times `_SIZE`, so that one learning
+    rate serves weights and scales. Scales are rounded to those of the grid in every step, so that
+    the epoch is chosen by weights that lie on it.
+
+    Args:
+        layers: The layers, which are on the grid.
+        grid: The grid.
+    """
+
+    def __init__(self, layers: Sequence[Layer], grid: Grid) -> None:
+        self._grid = grid
+        super().__init__(layers)
+
+    def _make_masters(self, layers: Sequence[Layer]) -> list[Tensor]:
+        self._layers = [(layer, *self._grid.decompose(layer.weight)) for layer in layers]
+        return [torch.zeros_like(scales, requires_grad=True) for _, _, scales in self._layers]
+
+    def add(self, gradients: Sequence[Tensor | None]) -> None:
+        of_parameter = dict(zip(self.parameters, gradients, strict=True))
+        for (layer, codes, scales), master in zip(self._layers, self.masters, strict=True):
+            gradient = of_parameter[layer.parameter]
+            if gradient is not None and master.grad is not None:
+                of_weights = layer.arranged(gradient).flatten(1) * codes
+                master.grad += self._grid.grouped(of_weights).sum(2) * scales / _SIZE
+
+    def _write(self) -> None:
+        for (layer, codes, scales), master in zip(self._layers, self.masters, strict=True):
+            changed = self._grid.round_scales(scales * (1 + master / _SIZE))
+            layer.write_(codes * self._grid.spread(changed, layer.columns))
 
 
 @contextmanager

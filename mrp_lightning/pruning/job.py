@@ -52,10 +52,11 @@ class BlockTuning:
     Adam, with a learning rate that falls linearly to zero, minimises ‖y − y_d‖² over the
     calibration data, where y is the output of the block in the pruned model, and y_d its output in
     the dense model.
-    Only the kept weights of pruned layers change; removed weights stay zero. Some windows are held
-    out: the epoch with the lowest error on them is chosen, or the untuned block if no epoch is
-    better. Tuning costs about 3·epochs forwards of the calibration data, and memory for five copies
-    of one block's weights in float32.
+    Only the kept weights of pruned layers change; removed weights stay zero. Where weights are put
+    on a grid and none are removed, only the scales change, by ten times the learning rate relative
+    to their size; the codes stay. Some windows are held out: the epoch with the lowest error on
+    them is chosen, or the untuned block if no epoch is better. Tuning costs about 3·epochs forwards
+    of the calibration data, and memory for five copies of one block's weights in float32.
 
     Args:
         epochs: The number of passes over the calibration windows, ≥ 1.

@@ -1,0 +1,75 @@
+"""Weights on a grid are tuned by their scales: codes stay, and the file stays exact."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from callbacks import MRPCallback
+from mrp_lightning import BlockTuning, CausalLM, Trainer
+from mrp_lightning.pruning.block_tuner import _Scales
+from mrp_lightning.targets.layers import Linear
+from mrp_sparse.formats.grid import GRIDS, grid_of_bits
+
+QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
+
+
+def layer_on(grid, codes, scales):
+    weight = codes * scales.repeat_interleave(grid.group_size, 1)[:, : codes.shape[1]]
+    module = torch.nn.Linear(codes.shape[1], len(codes), bias=False)
+    module.weight.data = weight
+    return Linear("layer", module)
+
+
+@pytest.mark.parametrize(
+    "grid", [GRIDS["q4_0"], GRIDS["iq4_nl"], grid_of_bits(4, 24, zero_has_a_code=True)], ids=str
+)
+def test_gradients_and_weights_are_those_of_scales(grid):
+    """By autograd through codes times scales, and a step that is written."""
+    generator = torch.Generator().manual_seed(0)
+    codebook = torch.tensor(grid.codebook).float()
+    codes = codebook[torch.randint(0, len(codebook), (5, 64), generator=generator)]
+    codes[:, ::8] = codebook[codebook.abs().argmax()]  # so that no larger scale would do
+    scales = grid.round_scales(torch.rand(5, grid.groups(64), generator=generator) + 0.5)
+    layer = layer_on(grid, codes, scales)
+    tuned = _Scales([layer], grid)
+    (master,) = tuned.masters
+    x = torch.randn(7, 64, generator=generator)
+
+    change = torch.zeros_like(scales, requires_grad=True)
+    changed = (scales * (1 + change / 0.1)).repeat_interleave(grid.group_size, 1)[:, :64]
+    (expected,) = torch.autograd.grad((x @ (codes * changed).T).square().sum(), change)
+    loss = (x @ layer.parameter.T).square().sum()
+    tuned.add(torch.autograd.grad(loss, tuned.parameters))
+    torch.testing.assert_close(master.grad, expected, rtol=1e-4, atol=1e-4)
+
+    with torch.no_grad():
+        master += 0.004 * torch.randn(master.shape, generator=generator)
+    tuned.write()
+    assert not master.grad.any()
+    now, _, fits = grid.fit(layer.weight)
+    assert fits.all()
+    assert torch.equal(now.float(), codes)
+    spread = (layer.weight / codes.where(codes != 0, 1)).detach()
+    wanted = scales * (1 + master.detach() / 0.1)
+    half_a_step = 2.0**-grid.scales.significant
+    for column in range(64):
+        off = spread[:, column] / wanted[:, column // grid.group_size] - 1
+        assert off[codes[:, column] != 0].abs().max() <= half_a_step * 1.001
+
+
+def test_a_tuned_run_has_the_codes_of_one_that_is_not(tiny_llama, tmp_path):
+    windows = torch.randint(3, 2000, (16, 32), generator=torch.Generator().manual_seed(0))
+    loader = torch.utils.data.DataLoader(windows, batch_size=4)
+    weights, tuning = [], BlockTuning(epochs=3, learning_rate=1e-3, batch_size=4)
+    for k, options in enumerate(({}, {"tuning": tuning})):
+        callback = MRPCallback(grid="q4_0", save_dir=tmp_path / str(k), **options)
+        trainer = Trainer(**QUIET, enable_model_summary=False)
+        trainer.predict(CausalLM(tiny_llama), loader, callbacks=[callback])
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / str(k))
+        weights.append(loaded.model.layers[0].mlp.gate_proj.weight.detach())
+    codes, scales = zip(*(GRIDS["q4_0"].decompose(weight) for weight in weights), strict=True)
+    assert torch.equal(*codes)
+    assert not torch.equal(*scales)
+    first = callback.report.blocks[0]
+    assert first.epoch
+    assert first.error_after < first.error_before
