@@ -214,12 +214,12 @@ def command() -> str | None:
 
     The interpreter and installed scripts appear by their names, without directories.
     """
-    first, *rest = sys.orig_argv[1:] or [""]
-    if first in ("", "-c", "-i") or "ipykernel_launcher" in rest:
+    first, *arguments = sys.orig_argv[1:] or [""]
+    if first in ("", "-c", "-i") or "ipykernel_launcher" in arguments:
         return None
     if Path(first).parent == Path(sys.executable).parent:
-        return shlex.join([Path(first).name, *rest])
-    return shlex.join(["python", first, *rest])
+        return shlex.join([Path(first).name, *arguments])
+    return shlex.join(["python", first, *arguments])
 
 
 def versions() -> dict[str, str]:

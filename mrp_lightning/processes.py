@@ -44,11 +44,11 @@ class Processes:
         """
         if self.size == 1:
             return own
-        most = -(-rows // self.size)
-        padded = own.new_zeros(most, *own.shape[1:], device=self.device)
+        largest_share = -(-rows // self.size)
+        padded = own.new_zeros(largest_share, *own.shape[1:], device=self.device)
         padded[: len(own)] = own
         # As bytes, since no backend communicates all dtypes.
-        shares = self._gather(padded.view(most, -1).view(torch.uint8))
+        shares = self._gather(padded.view(largest_share, -1).view(torch.uint8))
         parts = [
             share.view(own.dtype)[: self._start(rank + 1, rows) - self._start(rank, rows)]
             for rank, share in enumerate(shares)
@@ -76,19 +76,19 @@ class Processes:
         sent = torch.tensor(own, dtype=torch.float64, device=self.device)
         return [received.tolist() for received in self._gather(sent)]
 
-    def all(self, own: Any) -> list[Any]:
+    def all(self, value: Any) -> list[Any]:
         """Return the values of all processes: plain containers of strings and numbers."""
         if self.size == 1:
-            return [own]
+            return [value]
         received: list[Any] = [None] * self.size
         with self._explained():
-            distributed.all_gather_object(received, own)
+            distributed.all_gather_object(received, value)
         return received
 
-    def _gather(self, own: Tensor) -> list[Tensor]:
-        received = [torch.empty_like(own) for _ in range(self.size)]
+    def _gather(self, tensor: Tensor) -> list[Tensor]:
+        received = [torch.empty_like(tensor) for _ in range(self.size)]
         with self._explained():
-            distributed.all_gather(received, own)
+            distributed.all_gather(received, tensor)
         return received
 
     def _start(self, rank: int, rows: int) -> int:

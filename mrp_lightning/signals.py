@@ -71,21 +71,21 @@ def interruptible(signals: Sequence[signal.Signals], *, at_once: bool = False) -
 
 
 @contextmanager
-def _watched(wanted: bool) -> Iterator[None]:
+def _watched(enabled: bool) -> Iterator[None]:
     """End the process from a thread if SIGTERM arrives and this context is not left in time."""
-    if not wanted or _is_watched():
+    if not enabled or _is_watched():
         yield
         return
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    left = threading.Event()
-    watch = threading.Thread(target=_end_in_time, args=(reading, left), daemon=True)
+    has_left = threading.Event()
+    watch = threading.Thread(target=_end_in_time, args=(reading, has_left), daemon=True)
     watch.start()
     try:
         yield
     finally:
-        left.set()
+        has_left.set()
         signal.set_wakeup_fd(-1)
         os.close(writing)
         watch.join()
@@ -100,13 +100,13 @@ def _is_watched() -> bool:
     return descriptor != -1
 
 
-def _end_in_time(reading: int, left: threading.Event) -> None:
+def _end_in_time(reading: int, has_left: threading.Event) -> None:
     """End the process if SIGTERM's byte arrives and the context is not left in time.
 
     Python writes the number of each signal at once, even within an operation of torch.
     """
-    while came := os.read(reading, 1):
-        if came[0] == signal.SIGTERM and not left.wait(_PATIENCE):
+    while number := os.read(reading, 1):
+        if number[0] == signal.SIGTERM and not has_left.wait(_PATIENCE):
             log.warning(
                 "Stopped by SIGTERM in a long operation. What the journal has, it keeps: start the "
                 "same run again, and it goes on there."

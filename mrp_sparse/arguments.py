@@ -80,12 +80,12 @@ def _rule(hint: Any, *, in_list: bool = False) -> _Rule | None:
         return None
     kind = get_origin(hint) or hint
     parts = [_rule(part, in_list=kind in (list, Sequence)) for part in get_args(hint)]
-    known = [part for part in parts if part is not None]
-    if kind in (Union, UnionType) and known == parts:
-        words = " or ".join(words for words, _ in known)
-        return words, lambda x: any(fits(x) for _, fits in known)
-    if kind in (list, Sequence) and known:
-        ((words, fits),) = known
+    known_parts = [part for part in parts if part is not None]
+    if kind in (Union, UnionType) and known_parts == parts:
+        words = " or ".join(words for words, _ in known_parts)
+        return words, lambda x: any(fits(x) for _, fits in known_parts)
+    if kind in (list, Sequence) and known_parts:
+        ((words, fits),) = known_parts
         return (
             f"a list of {_MANY.get(words, words)}",
             lambda x: isinstance(x, list | tuple) and all(map(fits, x)),

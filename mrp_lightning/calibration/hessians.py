@@ -42,7 +42,7 @@ def _one_by_one(experts: Sequence[Expert]) -> Iterator[None]:
         yield
 
 
-def blend(own: HessianAccumulator, pool: HessianAccumulator) -> tuple[Tensor, float]:
+def blend(expert: HessianAccumulator, pool: HessianAccumulator) -> tuple[Tensor, float]:
     """Blend the Hessian of one expert (columns, columns) with that of all experts.
 
     With n tokens of its own, of the m = `TOKENS_PER_COLUMN`·columns that it needs, an expert gets
@@ -51,12 +51,12 @@ def blend(own: HessianAccumulator, pool: HessianAccumulator) -> tuple[Tensor, fl
 
     as if the missing m − n tokens were like those of an average expert. Returns H and s.
     """
-    s = max(0.0, 1 - own.num_tokens / (TOKENS_PER_COLUMN * own.columns))
+    s = max(0.0, 1 - expert.num_tokens / (TOKENS_PER_COLUMN * expert.columns))
     if s == 0:
-        return own.hessian(), 0.0
+        return expert.hessian(), 0.0
     hessian = pool.hessian().mul_(s)
-    if own.num_tokens:
-        hessian.add_(own.hessian(), alpha=1 - s)
+    if expert.num_tokens:
+        hessian.add_(expert.hessian(), alpha=1 - s)
     return hessian, s
 
 
@@ -71,7 +71,7 @@ def portions(layers: Sequence[Layer]) -> list[list[Layer]]:
     for layer in layers:
         if isinstance(layer, Expert):
             experts.setdefault((id(layer.module), layer.index), []).append(layer)
-    rest = [layer for layer in layers if not isinstance(layer, Expert)]
+    other_layers = [layer for layer in layers if not isinstance(layer, Expert)]
     parts: list[list[Layer]] = []
     free = 0
     for expert in experts.values():
@@ -83,7 +83,7 @@ def portions(layers: Sequence[Layer]) -> list[list[Layer]]:
         free -= size
     if len(parts) <= 1:
         return [list(layers)]
-    return [*parts, *([rest] if rest else [])]
+    return [*parts, *([other_layers] if other_layers else [])]
 
 
 class _Watch(ABC):
@@ -383,9 +383,9 @@ class Calibration(_Watch):
         A group of an expert comes with the pooled Hessian. Experts that no batch reached come last,
         each in a group of its own.
         """
-        pools, alone = self.pools(), set(map(id, self.not_called))
+        pools, uncalled_ids = self.pools(), set(map(id, self.not_called))
         for layer in self.layers:
-            if id(layer) not in self._group_of and id(layer) not in alone:
+            if id(layer) not in self._group_of and id(layer) not in uncalled_ids:
                 empty = HessianAccumulator(layer.columns, layer.name)
                 self.groups.append(InputGroup([layer], empty, 0))
         while self.groups:
@@ -398,8 +398,8 @@ class Calibration(_Watch):
         if self._is_dense_run:
             return  # the dense run routes other tokens to the expert
         if expert.key in self._own_experts:
-            own = self._own_experts[expert.key]
-            group = self._group_of.get(id(own)) or self._join(own, None)
+            own_expert = self._own_experts[expert.key]
+            group = self._group_of.get(id(own_expert)) or self._join(own_expert, None)
             group.accumulator.update(tokens)
         elif expert.siblings in self._pools:
             self._pools[expert.siblings].update(tokens)
@@ -410,8 +410,8 @@ class Calibration(_Watch):
         for group in self.groups:
             for expert in group.layers:
                 if isinstance(expert, Expert):
-                    new = HessianAccumulator(expert.columns, expert.name)
-                    pools.setdefault(expert.siblings, new).merge(group.accumulator)
+                    accumulator = HessianAccumulator(expert.columns, expert.name)
+                    pools.setdefault(expert.siblings, accumulator).merge(group.accumulator)
         return pools
 
     def note(self, layer: Layer, x: Tensor, key: Hashable) -> None:

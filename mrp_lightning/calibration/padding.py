@@ -164,8 +164,8 @@ class Padding:
         x is (batch, length, ..., columns); for other shapes, all rows are tokens.
         """
         masks = [self._of_batch, *(masks.own for masks in self._masks.values())]
-        fitting = (own for own in masks if own is not None and own.shape == x.shape[:-1])
-        return next((own.flatten().to(x.device) for own in fitting), None)
+        fitting = (mask for mask in masks if mask is not None and mask.shape == x.shape[:-1])
+        return next((mask.flatten().to(x.device) for mask in fitting), None)
 
     def in_order(self, x: Tensor, module: nn.Module) -> bool:
         """Return whether a layer's input rows are all positions in order, not a router's selection.
@@ -234,10 +234,10 @@ def _rows_taken_from(x: Tensor, source: Tensor, is_token: Tensor) -> Tensor | No
         bits = rows.reshape(-1, columns).contiguous().view(as_integer)
         return (bits.to(torch.int64) * factors).sum(1)  # exact, modulo 2^64
 
-    taken, available = hashes(x), hashes(source)
-    if not bool(torch.isin(taken, available).all()):
+    row_hashes, source_hashes = hashes(x), hashes(source)
+    if not bool(torch.isin(row_hashes, source_hashes).all()):
         return None
-    return torch.isin(taken, available[is_token.flatten().to(x.device)])
+    return torch.isin(row_hashes, source_hashes[is_token.flatten().to(x.device)])
 
 
 def _takes_mask(module: nn.Module) -> bool:

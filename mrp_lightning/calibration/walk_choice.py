@@ -157,8 +157,8 @@ def choose_walk(
             processes call different blocks; or a batch calls blocks that the first batch does not,
             or in another order. The forwards of the walk raise the last error, too.
     """
-    real, problem = _tried(forward, batches, blocks, store) if batches else (Trace(), None)
-    gathered = processes.all((real.order, problem) if batches else None)
+    whole_trace, problem = _tried(forward, batches, blocks, store) if batches else (Trace(), None)
+    gathered = processes.all((whole_trace.order, problem) if batches else None)
     orders = [order for order, _ in filter(None, gathered)]
     if any(order != orders[0] for order in orders):
         raise TargetError(
@@ -172,7 +172,7 @@ def choose_walk(
     forward = in_order(forward, ordered, len(orders[0]))
     problems = [problem for _, problem in filter(None, gathered) if problem is not None]
     if not problems:
-        containers = [real.containers.get(k) for k in order]
+        containers = [whole_trace.containers.get(k) for k in order]
         return Inject(forward, batches, ordered, containers, store)
     log.warning(
         "Running blocks on stored inputs does not reproduce this model's forward (%s). "
@@ -189,22 +189,26 @@ def _tried(
     store: torch.device | None,
 ) -> tuple[Trace, str | None]:
     """Return the trace of the first batch, and the fault of `Inject` on some batch, if any."""
-    first, *others = one_of_each_kind(batches)
-    real = _traced(forward, first, blocks)
-    problem = real.error or _self_test(forward, first, blocks, real, real.containers, store)
-    rest = [block for k, block in enumerate(blocks) if k not in real.order]
-    ordered = [*(blocks[k] for k in real.order), *rest]
-    for batch in others:
-        seen = trace(in_order(forward, ordered, len(real.order)), batch, blocks)
+    first_batch, *other_batches = one_of_each_kind(batches)
+    whole_trace = _traced(forward, first_batch, blocks)
+    problem = whole_trace.error or _self_test(
+        forward, first_batch, blocks, whole_trace, whole_trace.containers, store
+    )
+    unreached_blocks = [block for k, block in enumerate(blocks) if k not in whole_trace.order]
+    ordered = [*(blocks[k] for k in whole_trace.order), *unreached_blocks]
+    for batch in other_batches:
+        seen = trace(in_order(forward, ordered, len(whole_trace.order)), batch, blocks)
         problem = problem or seen.error
-        problem = problem or _self_test(forward, batch, blocks, seen, real.containers, store)
-    return real, problem
+        problem = problem or _self_test(forward, batch, blocks, seen, whole_trace.containers, store)
+    return whole_trace, problem
 
 
 def _traced(forward: Callable[[Any], Any], batch: Any, blocks: Sequence[Block]) -> Trace:
     """Return the trace of a batch; raise unless it calls some blocks, and each once."""
-    real = trace(forward, batch, blocks)
-    repeated = [f"{blocks[k].name} ({n} times)" for k, n in sorted(real.calls.items()) if n > 1]
+    whole_trace = trace(forward, batch, blocks)
+    repeated = [
+        f"{blocks[k].name} ({n} times)" for k, n in sorted(whole_trace.calls.items()) if n > 1
+    ]
     if repeated:
         raise TargetError(
             f"Blocks that one forward calls more than once: {', '.join(repeated)}. Their weights "
@@ -212,12 +216,12 @@ def _traced(forward: Callable[[Any], Any], batch: Any, blocks: Sequence[Block]) 
             "is no block-by-block order. Let `predict_step` run the model once, or name other "
             "blocks in `blocks`."
         )
-    if not real.order:
+    if not whole_trace.order:
         raise TargetError(
             f"`predict_step` called none of the {len(blocks)} blocks, {blocks[0].name} and so on. "
             "Let it run the model, or name the blocks that it runs in `blocks`."
         )
-    return real
+    return whole_trace
 
 
 def in_order(
@@ -263,26 +267,26 @@ def _self_test(
     forward: Callable[[Any], Any],
     batch: Any,
     blocks: Sequence[Block],
-    real: Trace,
+    whole_trace: Trace,
     containers: Mapping[int, Container | None],
     store: torch.device | None,
 ) -> str | None:
     """Return the fault of `Inject` on a batch, `None` if it reproduces the forward."""
-    order = [blocks[k] for k in real.order]
-    walk = Inject(forward, [batch], order, [containers[k] for k in real.order], store)
-    for position, k in enumerate(real.order):
+    order = [blocks[k] for k in whole_trace.order]
+    walk = Inject(forward, [batch], order, [containers[k] for k in whole_trace.order], store)
+    for position, k in enumerate(whole_trace.order):
         name = walk.blocks[position].name
         try:
             output = walk.output(position, 0)
             if output is None:
                 return f"{name} was not called"
-            ours = sketch(hidden_of(output))
+            walk_sketch = sketch(hidden_of(output))
             walk.keep(position, 0, walk.stored(output))
         except Exception as problem:  # of any type: the model's own code runs on stubs
             if is_out_of_memory(problem):
                 raise
             return f"{name}: {type(problem).__name__}: {problem}"
-        error = relative_error(ours, real.outputs[k], real.inputs[k])
+        error = relative_error(walk_sketch, whole_trace.outputs[k], whole_trace.inputs[k])
         if not error <= SELF_TEST_TOLERANCE:
             return f"{name}: relative error {error:.1e}"
     return None

@@ -20,14 +20,14 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     Replacements nest: the last one counts, and its predecessor is restored after it. A module keeps
     its hooks.
     """
-    own = vars(owner)
-    replaced = {name: own[name]} if name in own else {}
-    own[name] = value
+    attributes = vars(owner)
+    replaced = {name: attributes[name]} if name in attributes else {}
+    attributes[name] = value
     try:
         yield
     finally:
-        own.pop(name, None)
-        own.update(replaced)
+        attributes.pop(name, None)
+        attributes.update(replaced)
 
 
 @contextmanager
@@ -105,10 +105,10 @@ class Walk(ABC):
 
     def _run_to(self, k: int, i: int) -> Any:
         """Run the forward on batch i up to block k, and return that block's output."""
-        out: list[Any] = []
+        outputs: list[Any] = []
 
         def post(_: nn.Module, __: Any, output: Any) -> None:
-            out.append(output)
+            outputs.append(output)
             raise StopForward
 
         with (
@@ -117,7 +117,7 @@ class Walk(ABC):
             every_layer_called(),
         ):
             self.forward(self.batches[i])
-        return out[0] if out else None
+        return outputs[0] if outputs else None
 
 
 class WholeModel(Walk):
@@ -185,8 +185,10 @@ class Inject(Walk):
         """Store the hidden state, if there is one, in place of the chain's last one."""
         if hidden is not None:
             chain = self.blocks[k].chain
-            others = {j: x for j, x in self.hidden[i].items() if self.blocks[j].chain != chain}
-            self.hidden[i] = {**others, k: hidden}
+            other_chains = {
+                j: x for j, x in self.hidden[i].items() if self.blocks[j].chain != chain
+            }
+            self.hidden[i] = {**other_chains, k: hidden}
 
     def output(self, k: int, i: int) -> Any:
         """Run batch i up to block k with stubs that return stored outputs."""

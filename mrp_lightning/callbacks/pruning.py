@@ -76,10 +76,12 @@ class PruningCallback(Callback):
         resume: bool = True,
         **settings: Any,
     ) -> None:
-        known = [*signature(PruningCallback).parameters, *signature(Settings).parameters]
-        for name in (name for name in settings if name not in known):
-            near = get_close_matches(name, known, n=1)
-            meant = f"Did you mean `{near[0]}`?" if near else f"There are {', '.join(known)}."
+        arguments = [*signature(PruningCallback).parameters, *signature(Settings).parameters]
+        for name in (name for name in settings if name not in arguments):
+            nearest = get_close_matches(name, arguments, n=1)
+            meant = (
+                f"Did you mean `{nearest[0]}`?" if nearest else f"There are {', '.join(arguments)}."
+            )
             raise TypeError(f"{type(self).__name__} has no argument `{name}`. {meant}")
         self.settings = Settings(**settings)
         self.save_dir = None if save_dir is None else output_path(save_dir)

@@ -141,12 +141,12 @@ class TextDataModule(LightningDataModule):
         least = {"num_samples": (num_samples, 1), "batch_size": (batch_size, 1)}
         if sequence_length is not None:
             least["sequence_length"] = sequence_length, 2  # a window of one token predicts nothing
-        if wrong := [
+        if mistakes := [
             f"`{name}` must be at least {few}; got {count}."
             for name, (count, few) in least.items()
             if count < few
         ]:
-            raise OptionError(" ".join(wrong))
+            raise OptionError(" ".join(mistakes))
         self.train_files, self.eval_files = _paths(train_files), _paths(eval_files)
         self.dataset, self.calibration = dataset, calibration
         self.evaluation = texts_by_name(evaluation)

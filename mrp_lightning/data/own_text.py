@@ -236,13 +236,15 @@ def _reported(
             if trainer.received_sigterm:
                 raise Interrupted(signal.SIGTERM)
             done, spent = finished * length + tokens, reporter.elapsed()
-            left = spent * max(0, total / done - 1)
+            seconds_left = spent * max(0, total / done - 1)
             if not is_estimated and done >= _TIMED_TOKENS * len(batches[0]):
                 is_estimated = True
-                report(f"Writing {text} takes about {roughly(spent + left)}.")
+                report(f"Writing {text} takes about {roughly(spent + seconds_left)}.")
             if reporter.is_due():
-                reporter.show(done, f"own text · about {roughly(left)} left")
-            reporter.log_seldom(f"own text · {done / total:.0%} · about {roughly(left)} left")
+                reporter.show(done, f"own text · about {roughly(seconds_left)} left")
+            reporter.log_seldom(
+                f"own text · {done / total:.0%} · about {roughly(seconds_left)} left"
+            )
 
         yield move
     report(f"Wrote {text} in {roughly(reporter.elapsed())}.")
@@ -278,7 +280,7 @@ def write_together(
     windows = _of_all(processes, _read_kept(directory, length, count))
     missing = [n for n in range(count) if n not in windows]
     room = processes.numbers(windows_at_once(model, length))
-    batches = _batches(missing, int(min(most for (most,) in room)), processes.size)
+    batches = _batches(missing, int(min(capacity for (capacity,) in room)), processes.size)
     own_batches = batches[processes.rank :: processes.size]
     written: dict[int, Tensor] = {}
     with reporting(own_batches, len(missing)) as report:
@@ -321,9 +323,9 @@ def _keep(directory: Path, windows: range, written: Tensor) -> None:
         partial_file.unlink(missing_ok=True)
 
 
-def _batches(windows: list[int], most: int, processes: int) -> list[range]:
+def _batches(windows: list[int], batch_size: int, processes: int) -> list[range]:
     """Split consecutive windows into batches of about equal size, as many for each process."""
-    rounds = -(-len(windows) // (most * processes))
+    rounds = -(-len(windows) // (batch_size * processes))
     size = -(-len(windows) // max(1, rounds * processes))
     batches: list[range] = []
     for n in windows:

@@ -138,8 +138,8 @@ class _InverseTransform(LogitsProcessor):
                 "are NaN or Inf. In float16 they may overflow: load the model in bfloat16 or "
                 "float32. Otherwise the checkpoint is broken."
             )
-        wanted = self.uniforms[:, length : length + 1].to(cumulative) * total
-        drawn = torch.searchsorted(cumulative, wanted, right=True)
+        thresholds = self.uniforms[:, length : length + 1].to(cumulative) * total
+        drawn = torch.searchsorted(cumulative, thresholds, right=True)
         drawn = drawn.clamp_(max=scores.shape[1] - 1)  # u·total may be rounded up to the total
         return torch.full_like(scores, -torch.inf).scatter_(1, drawn, 0.0)
 
@@ -182,13 +182,13 @@ def write(
             written = _generate(model, starts, uniforms, report, {"use_cache": False})
     text = written[:, starts.shape[1] :]
     tokens, counts = text.unique(return_counts=True)
-    most = counts.argmax()
-    part = int(counts[most]) / max(text.numel(), 1)
+    frequent_token = counts.argmax()
+    part = int(counts[frequent_token]) / max(text.numel(), 1)
     if part > _MOST_OF_ONE_TOKEN and text.numel() > _FEW_TOKENS:
         raise DataError(
-            f"`calibration: self`: the model writes little but the token {int(tokens[most])}: "
-            f"{part:.0%} of its text. That is nothing to calibrate on. Name a text in "
-            "`calibration` or `train_files`."
+            "`calibration: self`: the model writes little but the token "
+            f"{int(tokens[frequent_token])}: {part:.0%} of its text. That is nothing to calibrate "
+            "on. Name a text in `calibration` or `train_files`."
         )
     return written.cpu()
 
@@ -218,11 +218,11 @@ def _agrees(model: PreTrainedModel, written: Tensor, uniforms: Tensor, start: in
     read = written[:, : start + _CHECKED]
     logits = model(read, use_cache=False).logits[0, start - 1 : -1]
     upper, tokens = _cumulative(logits), read[0, start:, None]
-    wanted = uniforms[0, start : read.shape[1], None].to(upper) * upper[:, -1:]
+    thresholds = uniforms[0, start : read.shape[1], None].to(upper) * upper[:, -1:]
     # Token t is drawn by numbers between the cumulative probabilities of t − 1 and t. A number near
     # such a limit may draw its neighbour by rounding, so that t counts as equal within a margin.
     lower = torch.where(tokens > 0, upper.gather(1, (tokens - 1).clamp_min(0)), 0.0)
-    apart = torch.maximum(lower - wanted, wanted - upper.gather(1, tokens))
+    apart = torch.maximum(lower - thresholds, thresholds - upper.gather(1, tokens))
     return float((apart < _ROUNDING).float().mean()) > _AGREEING
 
 

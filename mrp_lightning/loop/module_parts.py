@@ -61,8 +61,8 @@ def extra_weights(module: LightningModule) -> dict[str, Tensor]:
     """
     _, model = checkpoint_root(module)
     inside = {id(x) for x in model.state_dict(keep_vars=True).values()}
-    held = module.state_dict(keep_vars=True).items()
-    return {name: x for name, x in held if isinstance(x, Tensor) and id(x) not in inside}
+    state = module.state_dict(keep_vars=True).items()
+    return {name: x for name, x in state if isinstance(x, Tensor) and id(x) not in inside}
 
 
 def is_built_later(module: LightningModule) -> bool:
@@ -78,8 +78,8 @@ def check_batch(module: LightningModule, batch: Any) -> None:
     A `CausalLM` takes text alone, no images or other inputs.
     """
     if isinstance(module, CausalLM) and isinstance(batch, Mapping):
-        taken = signature(module.model.forward).parameters.keys() - {"attention_mask"}
-        values = {key: x for key, x in batch.items() if key in taken and isinstance(x, Tensor)}
+        parameters = signature(module.model.forward).parameters.keys() - {"attention_mask"}
+        values = {key: x for key, x in batch.items() if key in parameters and isinstance(x, Tensor)}
         if others := [f"`{key}`" for key, x in values.items() if x.is_floating_point()]:
             raise DataError(
                 f"A CausalLM reads `input_ids` and `attention_mask` alone, so {', '.join(others)} "
@@ -125,10 +125,10 @@ def start_streamed(module: LightningModule, *, processes: int, is_kept: bool) ->
             "`streaming` keeps each block in a file once it is pruned: the callback needs "
             "`save_dir`, and the trainer no `fast_dev_run`."
         )
-    if own := extra_weights(module):
+    if extra := extra_weights(module):
         raise OptionError(
             f"`streaming` saves the Hugging Face model alone, and {type(module).__name__} has "
-            f"weights beside it: {', '.join(list(own)[:5])}. Load the model without `streaming`."
+            f"weights beside it: {', '.join(list(extra)[:5])}. Load the model without `streaming`."
         )
     if processes > 1:
         raise StrategyError(
@@ -143,14 +143,14 @@ def check_streamed_plan(module: LightningModule, plan: Plan) -> None:
     streamed = streamed_blocks(module)
     if streamed is None:
         return
-    known = set(streamed.blocks.values())
-    wrong = [block.name for block in plan.blocks if block.module not in known]
-    wrong += [layer.name for layer in plan.outside if layer.parameter.is_meta]
-    if wrong:
+    streamed_modules = set(streamed.blocks.values())
+    misplaced = [block.name for block in plan.blocks if block.module not in streamed_modules]
+    misplaced += [layer.name for layer in plan.outside if layer.parameter.is_meta]
+    if misplaced:
         raise TargetError(
             "`blocks`: with `streaming`, the blocks are those that are read from the files, "
             f"{', '.join(list(streamed.blocks)[:2])} and so on. Leave `blocks` out. Others are: "
-            f"{', '.join(wrong)}."
+            f"{', '.join(misplaced)}."
         )
 
 

@@ -243,8 +243,8 @@ class PruningProgress(Listener):
         """Log each layer, with its number among the pruned layers as the step."""
         for step, row in enumerate(rows, self._job.report.pruned.index(rows[0])):
             metrics = {f"prune_layer/{key}": getattr(row, key) for key in _LAYER_METRICS}
-            known = {key: value for key, value in metrics.items() if value is not None}
-            self._reporter.log_metrics(known, step)
+            measured = {key: value for key, value in metrics.items() if value is not None}
+            self._reporter.log_metrics(measured, step)
 
     def _left(self) -> str:
         """Return the time that is left; empty until a block is pruned, and at the end."""

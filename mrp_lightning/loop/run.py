@@ -134,7 +134,7 @@ def _about_data(trainer: Trainer, steps: list[Step], processes: Processes) -> di
         of a data module such as `TextDataModule`.
     """
     own_shapes = [list(ids.shape) for step in steps if (ids := token_ids(step.batch)) is not None]
-    shapes = [shape for theirs in processes.all(own_shapes) for shape in theirs]
+    shapes = [shape for process_shapes in processes.all(own_shapes) for shape in process_shapes]
     # The data of this call: the trainer remembers the datamodule of an earlier one.
     data = predict_data(trainer)
     text = data if isinstance(data, _DescribedData) else None
@@ -221,7 +221,7 @@ def _open_journal(
 
 
 def _fingerprint(job: Job, module: LightningModule, trainer: Trainer) -> Fingerprint:
-    held = chain(module.named_parameters(), module.named_buffers())
+    tensors = chain(module.named_parameters(), module.named_buffers())
     settings = {key: value for key, value in job.report.config.items() if key != "base_model"}
     settings["device"] = trainer.strategy.root_device.type
     settings["model"] = type(checkpoint_root(module)[1]).__name__
@@ -229,7 +229,7 @@ def _fingerprint(job: Job, module: LightningModule, trainer: Trainer) -> Fingerp
     return fingerprint(
         settings,
         [model.config for model in language_models(module).values()],
-        held if job.streamed is None else job.streamed.named_tensors(),
+        tensors if job.streamed is None else job.streamed.named_tensors(),
         job.batches,
         job.processes,
     )
@@ -383,7 +383,7 @@ class Run:
             torch.no_grad(),
             eager(),
             rank_zero_logging(processes),
-            ExitStack() as held,
+            ExitStack() as stack,
         ):
             with fail_together(processes):
                 warn_of_data(self._capture.steps, self._plan, processes)
@@ -397,7 +397,7 @@ class Run:
                         self._journal_path,
                         resume=self.output.resume,
                     )
-                    job = replace(job, journal=held.enter_context(opened))
+                    job = replace(job, journal=stack.enter_context(opened))
                 for logger in self.trainer.loggers:
                     logger.log_hyperparams({"prune": self.report.config})
                 reporter = ProgressReporter(self.trainer)

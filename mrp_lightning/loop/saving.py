@@ -226,9 +226,9 @@ def _save_pruned(
             save_model(model, str(staging / "model.safetensors"))
             card = model_card(report, type(model).__name__, library=None)
             (staging / "README.md").write_text(card, encoding="utf-8")
-        if own := extra_weights(module):
+        if extra := extra_weights(module):
             # Copies, since safetensors refuses tensors that share memory.
-            tensors = {name: x.detach().clone().contiguous() for name, x in own.items()}
+            tensors = {name: x.detach().clone().contiguous() for name, x in extra.items()}
             save_file(tensors, staging / BESIDE, metadata={"format": "pt"})
         _save_report(report, staging)
     if streamed is not None:
@@ -307,12 +307,12 @@ def num_bytes(model: nn.Module, dtype: torch.dtype | None = None) -> int:
 
     `dtype` is the type of floating weights; `None` is the type in the checkpoint.
     """
-    held = (*model.named_parameters(), *model.named_buffers())  # each tied tensor once
+    tensors = (*model.named_parameters(), *model.named_buffers())  # each tied tensor once
     if not isinstance(model, PreTrainedModel):
-        return sum(tensor.nbytes for _, tensor in held)
+        return sum(tensor.nbytes for _, tensor in tensors)
     stored = dtype or stored_dtype(model)
     wider = wider_dtypes(model, stored, as_published=dtype is None)
     return sum(
         x.numel() * (wider.get(name, stored) if x.is_floating_point() else x.dtype).itemsize
-        for name, x in held
+        for name, x in tensors
     )

@@ -138,7 +138,7 @@ class Trainer(pl.Trainer):
     def _borrow(self, callbacks: Callback | Sequence[Callback] | None) -> Iterator[None]:
         """Add the callbacks that the trainer lacks for the duration of a call."""
         extra = _checked(callbacks)
-        extra = [c for c in extra if not any(c is own for own in self.callbacks)]
+        extra = [c for c in extra if not any(c is present for present in self.callbacks)]
         if any(isinstance(c, ProgressBar) for c in extra) and self.progress_bar_callback:
             raise ValueError("`callbacks` holds a progress bar, and the trainer has one already.")
         self.callbacks = in_order([*self.callbacks, *extra])
@@ -153,17 +153,17 @@ class Trainer(pl.Trainer):
                 callback.__dict__.pop("log_dict", None)
 
 
-def require_accelerator(wanted: Any) -> None:
+def require_accelerator(accelerator: Any) -> None:
     """Raise an OptionError if this machine has no accelerator of that name."""
     accelerators = {n: AcceleratorRegistry[n]["accelerator"] for n in AcceleratorRegistry}
     available = {name for name, kind in accelerators.items() if kind.is_available()}
-    known = {"auto", *available}
+    names = {"auto", *available}
     if available & {"cuda", "mps"}:  # Lightning's `gpu`
-        known.add("gpu")
-    if isinstance(wanted, str) and wanted not in known:
+        names.add("gpu")
+    if isinstance(accelerator, str) and accelerator not in names:
         raise OptionError(
             f"expected auto or one that this machine has ({', '.join(sorted(available))}). Got "
-            f"{wanted}. Name another, or leave it out.",
+            f"{accelerator}. Name another, or leave it out.",
             "accelerator",
         )
 
@@ -230,9 +230,9 @@ def _checked(callbacks: Callback | Sequence[Callback] | None) -> list[Callback]:
     if callbacks is None:
         return []
     listed = list(callbacks) if isinstance(callbacks, Sequence) else [callbacks]
-    wrong = [c for c in listed if not isinstance(c, Callback)]
-    if wrong:
-        raise TypeError(f"`callbacks` must be callbacks of `lightning`. {_got(wrong)}")
+    foreign = [c for c in listed if not isinstance(c, Callback)]
+    if foreign:
+        raise TypeError(f"`callbacks` must be callbacks of `lightning`. {_got(foreign)}")
     return listed
 
 
@@ -242,9 +242,9 @@ def _is_of_the_other_package(value: object) -> bool:
     return any(name.partition(".")[0] == "pytorch_lightning" for name in names)
 
 
-def _got(wrong: Sequence[object]) -> str:
-    named = ", ".join(type(value).__name__ for value in wrong)
-    if not any(_is_of_the_other_package(value) for value in wrong):
+def _got(values: Sequence[object]) -> str:
+    named = ", ".join(type(value).__name__ for value in values)
+    if not any(_is_of_the_other_package(value) for value in values):
         return f"Got {named}."
     return (
         f"Got {named} of `pytorch_lightning`, which is another package with the same names. "

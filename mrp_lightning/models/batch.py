@@ -53,14 +53,14 @@ def to_predict(batch: Any, ids: Tensor) -> Tensor | None:
     if labels is None:
         return None
     _check_shape("labels", labels, ids, "the token ids, or −100 where nothing is to be predicted")
-    wanted = labels != -100
-    if others := int((wanted & (labels != ids)).sum()):
+    predicted = labels != -100
+    if num_others := int((predicted & (labels != ids)).sum()):
         raise DataError(
-            f"`labels` must be the `input_ids`, or −100 where nothing is to be predicted; {others} "
-            "are other tokens. Each token is predicted from those before it, so labels are not "
-            "shifted. Leave them out to predict all tokens."
+            "`labels` must be the `input_ids`, or −100 where nothing is to be predicted; "
+            f"{num_others} are other tokens. Each token is predicted from those before it, so "
+            "labels are not shifted. Leave them out to predict all tokens."
         )
-    return wanted
+    return predicted
 
 
 def _check_shape(name: str, value: Any, ids: Tensor, content: str) -> None:
@@ -86,9 +86,9 @@ def check_vocabulary(model: PreTrainedModel, ids: Tensor, purpose: str) -> None:
         return
     lowest, highest = (int(end) for end in ids.aminmax())
     if lowest < 0 or highest >= len(table):
-        wrong = lowest if lowest < 0 else highest
+        outside = lowest if lowest < 0 else highest
         raise DataError(
-            f"The {purpose} batches hold the token id {wrong}, but the model's vocabulary has "
+            f"The {purpose} batches hold the token id {outside}, but the model's vocabulary has "
             f"{len(table)} tokens, 0 to {len(table) - 1}: they come from another tokenizer. Make "
             "them with the model's own (`tokenizer`)."
         )

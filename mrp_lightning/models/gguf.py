@@ -140,12 +140,12 @@ def _bar_where_wanted() -> Iterator[None]:
     """Let the reader show its bar only if transformers' bars are enabled."""
     from transformers import modeling_gguf_pytorch_utils as reader
 
-    own = reader.tqdm
+    bar_class = reader.tqdm
     reader.tqdm = transformers_logging.tqdm
     try:
         yield
     finally:
-        reader.tqdm = own
+        reader.tqdm = bar_class
 
 
 def _why_not_read(file: Path, error: Exception) -> str:

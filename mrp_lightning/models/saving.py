@@ -49,15 +49,15 @@ def save_pretrained(
         OptionError: `dtype` is no floating dtype.
         SaveError: The class of the model would not load the written files; see `check_saved`.
     """
-    stored, asked = model.config.dtype, as_dtype(dtype)
-    dtype = asked or stored_dtype(model)
+    stored, requested = model.config.dtype, as_dtype(dtype)
+    dtype = requested or stored_dtype(model)
     is_whole = state is None
     # The saved names must be those of the model's class, without `torch.compile`'s wrappers.
-    held = model.state_dict() if state is None else state
-    state = {without_compiled(name): tensor for name, tensor in held.items()}
+    tensors = model.state_dict() if state is None else state
+    state = {without_compiled(name): tensor for name, tensor in tensors.items()}
     if model.dtype != dtype:
         # Without an argument, weights that were float32 in the source's files stay float32.
-        wider = wider_dtypes(model, dtype, as_published=asked is None)
+        wider = wider_dtypes(model, dtype, as_published=requested is None)
         state = cast(state, dtype, {without_compiled(name): x for name, x in wider.items()})
     try:
         model.save_pretrained(directory, state_dict=state, max_shard_size="5GB")

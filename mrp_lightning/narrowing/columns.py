@@ -37,33 +37,35 @@ def _greedy_set(inverse: Tensor, covariance: Tensor, count: int, width: int) -> 
         The removed groups, in the order of their removal.
     """
     inverse, covariance = inverse.clone(), covariance.clone()
-    own, energy = _diagonal_blocks(inverse, width), _diagonal_blocks(covariance, width)
-    lost = torch.zeros(len(own), dtype=inverse.dtype, device=inverse.device)
+    inverse_blocks = _diagonal_blocks(inverse, width)
+    covariance_blocks = _diagonal_blocks(covariance, width)
+    lost = torch.zeros(len(inverse_blocks), dtype=inverse.dtype, device=inverse.device)
     order: list[int] = []
     # Removing J downdates A by aᵀl with a = A_J: and l = A_JJ⁻¹a, and C by hᵀl + lᵀh with
     # h = C_J: − C_JJ·l/2. Only the diagonal blocks are updated at each step; the other entries of
     # the stored matrices lag behind by the `pending` triples (a, l, h), each (width, columns).
     pending: list[tuple[Tensor, Tensor, Tensor]] = []
     for _ in range(count):
-        j = int((costs(own, energy) + lost).argmin())
+        j = int((costs(inverse_blocks, covariance_blocks) + lost).argmin())
         order.append(j)
         lost[j] = torch.inf
-        here = slice(j * width, (j + 1) * width)
-        a, c = inverse[here].clone(), covariance[here].clone()
+        columns = slice(j * width, (j + 1) * width)
+        a, c = inverse[columns].clone(), covariance[columns].clone()
         # Rows J of the present matrices: the stored rows less all pending downdates.
         if pending:
             pending_a, pending_l, pending_h = (torch.cat(x) for x in zip(*pending, strict=True))
-            a -= pending_a[:, here].T @ pending_l
-            c -= pending_h[:, here].T @ pending_l + pending_l[:, here].T @ pending_h
-        step = torch.linalg.solve(a[:, here], a)
-        half = c - c[:, here] @ step / 2
+            a -= pending_a[:, columns].T @ pending_l
+            c -= pending_h[:, columns].T @ pending_l + pending_l[:, columns].T @ pending_h
+        step = torch.linalg.solve(a[:, columns], a)
+        half = c - c[:, columns] @ step / 2
         pending.append((a, step, half))
         steps, halves = blocks_of(step, width), blocks_of(half, width)
-        own = own - blocks_of(a, width).mT @ steps
+        inverse_blocks = inverse_blocks - blocks_of(a, width).mT @ steps
         change = halves.mT @ steps
-        energy = energy - change - change.mT
+        covariance_blocks = covariance_blocks - change - change.mT
         # A removed group must not be chosen again, nor its zero block be inverted.
-        own[j], energy[j] = torch.eye(width, dtype=own.dtype, device=own.device), 0
+        inverse_blocks[j] = torch.eye(width, dtype=inverse.dtype, device=inverse.device)
+        covariance_blocks[j] = 0
         # Applied together, the downdates are one product of matrices, not updates of low rank.
         if len(pending) * width >= _PANEL:
             a, step, half = (torch.cat(x) for x in zip(*pending, strict=True))
@@ -93,8 +95,8 @@ class ColumnSet:
 
     def __init__(self, inverse: Tensor, covariance: Tensor, removed: Tensor, width: int) -> None:
         self.removed, self._width = removed, width
-        gone = removed.repeat_interleave(width)
-        p, k = gone.nonzero()[:, 0], (~gone).nonzero()[:, 0]
+        is_removed = removed.repeat_interleave(width)
+        p, k = is_removed.nonzero()[:, 0], (~is_removed).nonzero()[:, 0]
         schur = torch.linalg.inv(inverse[p][:, p])
         schur = (schur + schur.T) / 2
         reach = -inverse[k][:, p] @ schur
@@ -112,8 +114,8 @@ class ColumnSet:
     @property
     def _columns(self) -> tuple[Tensor, Tensor]:
         """The removed and the kept columns."""
-        gone = self.removed.repeat_interleave(self._width)
-        return gone.nonzero()[:, 0], (~gone).nonzero()[:, 0]
+        is_removed = self.removed.repeat_interleave(self._width)
+        return is_removed.nonzero()[:, 0], (~is_removed).nonzero()[:, 0]
 
     def optimum(self, weight: Tensor, live: Tensor) -> Tensor:
         """Return the optimal weight (rows, columns) with P removed.
@@ -140,11 +142,11 @@ class ColumnSet:
         done = 0
         # Each exchange lowers the loss, so none repeats; the limit guards against rounding.
         while done < len(self.removed):
-            gain, back, out = self._best_exchange()
+            gain, returned, newly_removed = self._best_exchange()
             if not gain > _LEAST_GAIN * self.loss:
                 break
-            self._move(back)
-            self._move(out)
+            self._move(returned)
+            self._move(newly_removed)
             self.loss -= gain
             done += 1
         return done
@@ -152,52 +154,54 @@ class ColumnSet:
     def _best_exchange(self) -> tuple[float, int, int]:
         """Return the largest gain of an exchange, the group put back, and the one removed."""
         width = self._width
-        back, out = self.removed.nonzero()[:, 0], (~self.removed).nonzero()[:, 0]
-        own, energy = _diagonal_blocks(self._swept, width), _diagonal_blocks(self._energy, width)
+        removed_groups, kept_groups = self.removed.nonzero()[:, 0], (~self.removed).nonzero()[:, 0]
+        swept_blocks = _diagonal_blocks(self._swept, width)
+        energy_blocks = _diagonal_blocks(self._energy, width)
         # For blocks of one element, a batched matmul is slower than the elementwise product.
-        times: Callable[[Tensor, Tensor], Tensor] = torch.mul if width == 1 else torch.matmul
+        multiply: Callable[[Tensor, Tensor], Tensor] = torch.mul if width == 1 else torch.matmul
         best = (-torch.inf, -1, -1)
-        for some in back.split(max(1, _PAIRS // (len(out) * width**2))):
-            schur = own[some][:, None]  # (p, 1, width, width)
-            t = _tiles(self._swept, some, out, width).mT  # T_qp, (p, q, width, width)
+        for groups in removed_groups.split(max(1, _PAIRS // (len(kept_groups) * width**2))):
+            schur = swept_blocks[groups][:, None]  # (p, 1, width, width)
+            t = _tiles(self._swept, groups, kept_groups, width).mT  # T_qp, (p, q, width, width)
             # With p back, A_qq gains T B⁻¹ Tᵀ, and Y_q loses Y_p B⁻¹ Tᵀ.
-            step = times(t, torch.linalg.inv(schur))
-            a = own[out] + times(step, t.mT)
-            through = times(step, _tiles(self._energy, some, out, width))
-            c = energy[out] - through - through.mT
-            c += times(times(step, energy[some][:, None]), step.mT)
+            step = multiply(t, torch.linalg.inv(schur))
+            a = swept_blocks[kept_groups] + multiply(step, t.mT)
+            through = multiply(step, _tiles(self._energy, groups, kept_groups, width))
+            c = energy_blocks[kept_groups] - through - through.mT
+            c += multiply(multiply(step, energy_blocks[groups][:, None]), step.mT)
             # Gain of putting p back, less the loss of then removing q.
-            change = costs(schur, energy[some][:, None]) - costs(a, c)
+            change = costs(schur, energy_blocks[groups][:, None]) - costs(a, c)
             value, index = change.flatten().max(0)
             if float(value) > best[0]:
-                i, j = divmod(int(index), len(out))
-                best = float(value), int(some[i]), int(out[j])
+                i, j = divmod(int(index), len(kept_groups))
+                best = float(value), int(groups[i]), int(kept_groups[j])
         return best
 
     def _move(self, j: int) -> None:
         """Put a removed group back, or remove a kept one."""
         swept, energy, width = self._swept, self._energy, self._width
-        here = slice(j * width, (j + 1) * width)
-        gone = self.removed.repeat_interleave(width)
-        other = gone != gone[here.start]  # kept if the group is removed, else removed
-        side = swept[:, here].clone()
-        pivot = torch.linalg.inv(side[here])
+        columns = slice(j * width, (j + 1) * width)
+        is_removed = self.removed.repeat_interleave(width)
+        # The kept columns if the group is removed, else the removed ones.
+        opposite = is_removed != is_removed[columns.start]
+        side = swept[:, columns].clone()
+        pivot = torch.linalg.inv(side[columns])
         pivot = (pivot + pivot.T) / 2
         step = side @ pivot
-        across = torch.where(other[:, None], step, 0)
+        across = torch.where(opposite[:, None], step, 0)
         swept.addmm_(step, side.T, alpha=-1)
         # The sweep subtracts S_:J S_JJ⁻¹ S_J:, but adds it between two columns of the other side.
-        swept.addmm_(across, side.T * other, alpha=2)
+        swept.addmm_(across, side.T * opposite, alpha=2)
         leaves = not bool(self.removed[j])
-        turned = torch.where(other[:, None] == leaves, step, -step)
-        swept[:, here], swept[here] = turned, turned.T
-        swept[here, here] = pivot
+        turned = torch.where(opposite[:, None] == leaves, step, -step)
+        swept[:, columns], swept[columns] = turned, turned.T
+        swept[columns, columns] = pivot
         # Y becomes Y − Y_J lᵀ for the other columns, and Y_J times the pivot for the group itself:
         # a symmetric change of rank 2·width in Q = YᵀY.
-        change = torch.where(other[:, None], -step, step) if leaves else step.clone()
-        change[here] = torch.eye(width, dtype=step.dtype, device=step.device) - pivot
-        column = energy[:, here].clone()
-        half = column - change @ column[here] / 2
+        change = torch.where(opposite[:, None], -step, step) if leaves else step.clone()
+        change[columns] = torch.eye(width, dtype=step.dtype, device=step.device) - pivot
+        column = energy[:, columns].clone()
+        half = column - change @ column[columns] / 2
         energy.addmm_(half, change.T, alpha=-1).addmm_(change, half.T, alpha=-1)
         self.removed[j] = leaves
 
@@ -256,13 +260,15 @@ def measured_set(measure: Measure, units: int, count: int) -> tuple[list[int], f
     removed: list[int] = []
     loss = 0.0
     for _ in range(count):
-        rest = [unit for unit in range(units) if unit not in removed]
-        removed, loss = _best(measure, [[*removed, unit] for unit in rest])
+        remaining = [unit for unit in range(units) if unit not in removed]
+        removed, loss = _best(measure, [[*removed, unit] for unit in remaining])
     swaps = 0
     while True:
-        rest = [unit for unit in range(units) if unit not in removed]
-        others = [[*(x for x in removed if x != back), out] for back in removed for out in rest]
-        best, lower = _best(measure, others)
+        remaining = [unit for unit in range(units) if unit not in removed]
+        exchanges = [
+            [*(x for x in removed if x != back), out] for back in removed for out in remaining
+        ]
+        best, lower = _best(measure, exchanges)
         if not loss - lower > _LEAST_MEASURED_GAIN * loss:
             return removed, loss, swaps
         removed, loss, swaps = best, lower, swaps + 1
@@ -403,36 +409,36 @@ def remove_columns(
     # In float64: the set is a sequence of choices between nearly equal losses, each of which
     # depends on all updates before it.
     aim = (weight if target is None else target).double()
-    chosen = parse_method(method)
+    parsed_method = parse_method(method)
     swapped, greedy_loss = 0, None
-    if chosen.needs_inverse:
+    if parsed_method.needs_inverse:
         # Columns of dead inputs add nothing to an output: they are removed first, and never
         # exchanged.
         live = aim.masked_fill(inputs.dead, 0)
         damped = inputs.damped(damping).double
         covariance = live.T @ live
         removed = torch.zeros(groups, dtype=torch.bool, device=aim.device)
-        if chosen.mask.needs_inverse:
+        if parsed_method.mask.needs_inverse:
             removed[_greedy_set(damped.inverse, covariance, count, group)] = True
         else:
-            removed[_lowest(aim, inputs, chosen.mask.name, count, group)] = True
+            removed[_lowest(aim, inputs, parsed_method.mask.name, count, group)] = True
         column_set = ColumnSet(damped.inverse, covariance, removed, group)
-        if chosen.mask.needs_inverse:
+        if parsed_method.mask.needs_inverse:
             greedy_loss = column_set.loss
             swapped = column_set.swap() if swaps else 0
-        best, ratio = column_set.optimum(aim, live), damped.ratio
+        optimum, ratio = column_set.optimum(aim, live), damped.ratio
     else:
         removed = torch.zeros(groups, dtype=torch.bool, device=aim.device)
-        removed[_lowest(aim, inputs, chosen.mask.name, count, group)] = True
-        best = aim.masked_fill(removed.repeat_interleave(group), 0)
+        removed[_lowest(aim, inputs, parsed_method.mask.name, count, group)] = True
+        optimum = aim.masked_fill(removed.repeat_interleave(group), 0)
         ratio = damping
-    result = best.to(weight.dtype)
+    result = optimum.to(weight.dtype)
     gap = optimal_loss = None
-    if chosen.needs_inverse:
+    if parsed_method.needs_inverse:
         # The gap measures the solver, so it is taken after rounding to the dtype of the
         # computation, not to a narrower dtype of the weight.
         wide = torch.float64 if torch.float64 in (weight.dtype, inputs.dtype) else torch.float32
-        rounded = best.to(wide).double().masked_fill(inputs.dead, 0)
+        rounded = optimum.to(wide).double().masked_fill(inputs.dead, 0)
         optimal_loss, gap = column_set.loss, column_set.gap(live, rounded, damped.matrix)
     exact = torch.float64 if weight.dtype == torch.float64 else torch.float32
     lost = output_energy(result.to(exact) - weight.to(exact), inputs.hessian)

@@ -315,7 +315,7 @@ def _parts(
     paths = {block.name: _path(model, block.module) for block in plan.blocks}
     for name, parameter in changed.items():
         block = next((b for b, path in paths.items() if name.startswith(f"{path}.")), None)
-        owner, _, own = name.rpartition(".")
+        owner, _, parameter_name = name.rpartition(".")
         if block is None:
             raise _Unfit(f"it changes {name} too, which is in no block")
         # Each unit must own the same number of adjacent entries along a single dimension.
@@ -325,7 +325,7 @@ def _parts(
             raise _Unfit(f"it changes {name} otherwise than unit by unit")
         if kind != "heads" and size != units:
             raise _Unfit(f"{name} holds several projections in one")
-        cut = Cut(modules[owner], own, dims[0], size // units)
+        cut = Cut(modules[owner], parameter_name, dims[0], size // units)
         layer = layers.get(id(cut.tensor))
         if kind == "experts":
             layer = _stack_of(name, cut)
@@ -372,9 +372,9 @@ def _modules(model: nn.Module) -> dict[str, nn.Module]:
 
 def _attributes(model: nn.Module, dense: nn.Module, narrower: nn.Module) -> Iterator[Attribute]:
     """Yield the attributes of modules whose values differ in the narrower model."""
-    others, modules = dict(narrower.named_modules()), _modules(model)
+    narrower_modules, modules = dict(narrower.named_modules()), _modules(model)
     for name, module in dense.named_modules():
-        other = vars(others[name]) if name in others else {}
+        other = vars(narrower_modules[name]) if name in narrower_modules else {}
         for key, value in vars(module).items():
             if not isinstance(value, _PLAIN) or key not in other or name not in modules:
                 continue

@@ -178,8 +178,8 @@ class Routing:
         def renumbered(*args: Any, **kwargs: Any) -> Any:
             # The router numbers the remaining experts from 0; the experts' weights keep their old
             # indices.
-            tokens, chosen, weights = _arguments(args, kwargs)
-            return forward(tokens, numbers.to(chosen.device)[chosen], weights)
+            tokens, expert_indices, weights = _arguments(args, kwargs)
+            return forward(tokens, numbers.to(expert_indices.device)[expert_indices], weights)
 
         with (
             set_attributes(self._router(len(numbers)).without(removed, self.structure.units)),
@@ -258,10 +258,10 @@ class Routing:
         )
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Call:
-        tokens, chosen, weights = _arguments(args, kwargs)
+        tokens, expert_indices, weights = _arguments(args, kwargs)
         weights = weights.detach().to(torch.promote_types(weights.dtype, torch.float32))
         spread = weights.new_zeros(len(tokens), self.structure.units)
-        return Call(tokens.detach(), spread.scatter_add_(1, chosen, weights), output)
+        return Call(tokens.detach(), spread.scatter_add_(1, expert_indices, weights), output)
 
 
 @contextmanager

@@ -67,9 +67,9 @@ class Cut:
         return self._attribute(tensor.index_copy(self.dim, entries, noise))
 
     def _attribute(self, tensor: Tensor) -> Attribute:
-        if isinstance(old := self.tensor, nn.Parameter):
-            new = nn.Parameter(tensor.contiguous(), requires_grad=old.requires_grad)
-            return self.module, self.name, new
+        if isinstance(original := self.tensor, nn.Parameter):
+            parameter = nn.Parameter(tensor.contiguous(), requires_grad=original.requires_grad)
+            return self.module, self.name, parameter
         return self.module, self.name, tensor.contiguous()
 
 

@@ -124,7 +124,7 @@ def _dry_run(job: Job, walk: Walk, padding: Padding, pinned: Pinned) -> dict[str
     Returns the change of each block, by name, without blocks of which no layer is called.
     """
     settings = replace(job.settings, true_sequential=False, target="own", target_weight=None)
-    alone = replace(job, settings=settings, report=PruningReport({}))
+    dry_job = replace(job, settings=settings, report=PruningReport({}))
     layers = job.plan.layers
     last = max((k for k, block in enumerate(walk.blocks) if layers[block.name]), default=-1)
 
@@ -136,7 +136,7 @@ def _dry_run(job: Job, walk: Walk, padding: Padding, pinned: Pinned) -> dict[str
     for k, block in enumerate(walk.blocks[: last + 1]):
         with pinned(block.module):
             with _put_back(layers[block.name]):
-                walked = WalkedBlock(alone, walk, k, padding, progress, layers[block.name])
+                walked = WalkedBlock(dry_job, walk, k, padding, progress, layers[block.name])
                 LayerSolver(settings.recipe).prune(walked)
                 rows = walked.pruned_rows
                 progress(f"{block.name}, the model's output")
@@ -202,9 +202,9 @@ def find_sparsities(job: Job, walk: Walk, padding: Padding, pinned: Pinned) -> S
     """
     if job.settings.allocation == "uniform":
         return Sparsities()
-    if job.journal is not None and (known := job.journal.manifest.allocation):
-        patterns = {name: Unstructured(share) for name, share in known["layers"].items()}
-        return Sparsities(known["blocks"], patterns)
+    if job.journal is not None and (allocation := job.journal.manifest.allocation):
+        patterns = {name: Unstructured(share) for name, share in allocation["layers"].items()}
+        return Sparsities(allocation["blocks"], patterns)
     changes = _dry_run(job, walk, padding, pinned)
     if not changes:
         return Sparsities()

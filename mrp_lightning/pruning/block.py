@@ -227,26 +227,26 @@ class LayerSolver(_HessianRemover):
             hessian = InputHessian(calibrated.inputs.hessian, name=layers[0].name)
             self._waiting.append((layers, hessian))
         narrowed = [layer for layer in layers if layer.name in rows]
-        others = [layer for layer in layers if layer.name not in rows]
+        unpruned = [layer for layer in layers if layer.name not in rows]
         # Quantisation is faster for all rows of an input at once; without it, a single layer's
         # solution is in memory at a time.
-        for some in [[layer] for layer in others] if recipe.grid is None else [others]:
-            if not some:
+        for layer_group in [[layer] for layer in unpruned] if recipe.grid is None else [unpruned]:
+            if not layer_group:
                 continue
-            block.report_progress(some[0].name)
+            block.report_progress(layer_group[0].name)
             new_rows = prune_layers(
-                some,
+                layer_group,
                 calibrated,
                 [
                     replace(recipe, pattern=self._patterns.get(layer.name, recipe.pattern))
-                    for layer in some
+                    for layer in layer_group
                 ],
                 progress=partial(_report_of_layer, block),
                 processes=block.job.processes,
             )
             for row in new_rows:
                 block.add(row)
-            block.report_progress(some[-1].name)
+            block.report_progress(layer_group[-1].name)
         if narrowed and not waits:
             self._put_on_grid(block, narrowed, calibrated.inputs)
 
@@ -392,14 +392,14 @@ def _calibrated(
 
     `pool` is the accumulator of all experts' inputs, for the group of an expert.
     """
-    first, own = group.layers[0], group.hand_over()
-    tokens = own.num_tokens
-    if not (own if pool is None else pool).num_tokens:
+    first, accumulator = group.layers[0], group.hand_over()
+    tokens = accumulator.num_tokens
+    if not (accumulator if pool is None else pool).num_tokens:
         for layer in group.layers:
             block.skip(layer, "saw no tokens, only padding")
         return None
-    hessian, shared = (own.hessian(), None) if pool is None else blend(own, pool)
-    del own  # as large as the Hessian
+    hessian, shared = (accumulator.hessian(), None) if pool is None else blend(accumulator, pool)
+    del accumulator  # as large as the Hessian
     if not bool(hessian.any()):
         names = ", ".join(layer.name for layer in group.layers)
         log.warning("All inputs of %s are zero: nothing says which weights matter.", names)

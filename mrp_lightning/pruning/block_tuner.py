@@ -184,8 +184,8 @@ class BlockTuner:
                 steps.append([])
         if not steps[-1]:
             steps.pop()
-        most = max(count for (count,) in self.processes.numbers(len(steps)))
-        return steps + [[] for _ in range(int(most) - len(steps))]
+        num_steps = max(count for (count,) in self.processes.numbers(len(steps)))
+        return steps + [[] for _ in range(int(num_steps) - len(steps))]
 
     def _held_out(self, k: int, parts: Sequence[_Windows]) -> tuple[float, float]:
         """Return ‖y − y_d‖² / ‖y_d‖² over the held-out windows, and the mean ‖y_d‖² of a window."""
@@ -203,11 +203,11 @@ class BlockTuner:
         block = self.walk.blocks[k]
         rows = self.padding.rows(outputs, block.module, block.name)
         target = target.to(outputs.device, outputs.dtype)
-        ours, theirs = (x[part.chosen].float() for x in (outputs, target))
+        hidden, dense = (x[part.chosen].float() for x in (outputs, target))
         if rows is not None:
             is_token = rows.view(len(outputs), -1)[part.chosen].flatten()
-            ours, theirs = (x.reshape(len(is_token), -1)[is_token] for x in (ours, theirs))
-        return (ours - theirs).square().sum(), theirs.square().sum()
+            hidden, dense = (x.reshape(len(is_token), -1)[is_token] for x in (hidden, dense))
+        return (hidden - dense).square().sum(), dense.square().sum()
 
     def _outputs(self, k: int, i: int) -> Tensor:
         """Return block k's hidden state for batch i, with its graph if gradients are enabled."""

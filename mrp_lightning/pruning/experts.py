@@ -147,8 +147,8 @@ class _Tokens:
                 weight = block.job.settings.target_weight or 0.0
                 shift = weight * (dense_call.output - call.output).float()
             step = -(-self._bytes(inputs) * len(rows) * batches // _MOST_BYTES)
-            for some in rows[:: max(1, step)].split(self._at_once(call.tokens)):
-                self._batches.append(self._stored(call, inputs, shift, some))
+            for row_indices in rows[:: max(1, step)].split(self._at_once(call.tokens)):
+                self._batches.append(self._stored(call, inputs, shift, row_indices))
             block.report_progress(f"{block.name}, inputs {i + 1}/{batches}")
         own_count = float(sum(len(batch.weights) for batch in self._batches))
         self.count = int(sum(count for (count,) in block.job.processes.numbers(own_count)))

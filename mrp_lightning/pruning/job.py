@@ -77,19 +77,19 @@ class BlockTuning:
 
     def __post_init__(self) -> None:
         counts = {"epochs": self.epochs, "batch_size": self.batch_size}
-        wrong = [
+        mistakes = [
             f"`tuning.{name}` must be a whole number ≥ 1; got {value!r}"
             for name, value in counts.items()
             if not is_count(value)
         ]
         limits = {"learning_rate": (self.learning_rate, math.inf), "held_out": (self.held_out, 1)}
-        wrong += [
+        mistakes += [
             f"`tuning.{name}` must be a number above 0 and below {limit:g}; got {value!r}"
             for name, (value, limit) in limits.items()
             if not is_number(value) or not 0 < value < limit
         ]
-        if wrong:
-            raise OptionError(". ".join(wrong) + ".")
+        if mistakes:
+            raise OptionError(". ".join(mistakes) + ".")
 
 
 @checked(errors=ERROR_OF_ARGUMENT)
@@ -263,11 +263,11 @@ class Settings:
                 f"`structure` must be one of {', '.join(STRUCTURES)}; got {self.structure!r}."
             )
         config, defaults = self.config(), self.defaults()
-        if others := [name for name in _NOT_WHOLE if config[name] != defaults[name]]:
+        if excluded := [name for name in _NOT_WHOLE if config[name] != defaults[name]]:
             raise OptionError(
                 f"`structure: {self.structure}` removes a part (`sparsity`) of the "
                 f"{self.structure} of every block, the same number in each, so that an ordinary "
-                f"configuration describes it. Leave out {', '.join(f'`{x}`' for x in others)}."
+                f"configuration describes it. Leave out {', '.join(f'`{x}`' for x in excluded)}."
             )
         check_column_method(self.method)
         if self.structure == "experts" and (self.bits is not None or self.grid is not None):

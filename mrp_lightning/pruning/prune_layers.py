@@ -179,9 +179,9 @@ def put_layers_on_grid(
     return replaced
 
 
-def _fraction(chosen: Tensor) -> float:
+def _fraction(selected: Tensor) -> float:
     """Return the fraction of a bool tensor that is True."""
-    return int(chosen.sum()) / max(1, chosen.numel())
+    return int(selected.sum()) / max(1, selected.numel())
 
 
 @contextmanager

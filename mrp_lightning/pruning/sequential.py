@@ -66,8 +66,10 @@ def prune_model(job: Job) -> None:
             torch.no_grad(),
             rerouted(job.plan),
         ):
-            for left in job.plan.skipped:
-                report.skip(left.name, left.shape, left.reason, job.plan.block_of(left.name))
+            for skipped in job.plan.skipped:
+                report.skip(
+                    skipped.name, skipped.shape, skipped.reason, job.plan.block_of(skipped.name)
+                )
             walker = _Walker(job, padding, (job.streamed or offload).pinned)
             walker.prune_blocks()
             walker.prune_outside()

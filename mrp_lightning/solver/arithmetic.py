@@ -131,15 +131,17 @@ def by_rows(work: Callable[[slice], Result], rows: int, columns: int) -> list[Re
     repeatable after an error. If memory does not suffice for one row, the error is raised.
     """
     results = []
-    start, most = 0, max(1, ELEMENTS // max(1, columns))
+    start, chunk_size = 0, max(1, ELEMENTS // max(1, columns))
     while start < rows:
-        stop = min(start + most, rows)
+        stop = min(start + chunk_size, rows)
         try:
             results.append(work(slice(start, stop)))
             start = stop
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error) or stop - start == 1:
                 raise
-            most = (stop - start) // 2
-            log.warning("No memory for %d rows at a time: going on with %d.", stop - start, most)
+            chunk_size = (stop - start) // 2
+            log.warning(
+                "No memory for %d rows at a time: going on with %d.", stop - start, chunk_size
+            )
     return results

@@ -221,30 +221,30 @@ def _approach(
     """
     rounds = matrix.dtype == torch.float32 and has_bfloat16_units(matrix.device)
     product = rounded_product if rounds else full_product
-    times = product(matrix), product(inverse)
+    products = product(matrix), product(inverse)
 
     def approach(rows: slice) -> int:
         # x and the gradient are updated in place; `start` allows to undo that.
-        dense, near, slope = weight[rows], x[rows], gradient[rows]
+        dense, current, slope = weight[rows], x[rows], gradient[rows]
         kept = (~pruned[rows]).to(weight.dtype)
-        start = near.clone(), slope.clone()
-        loss = float(((dense - near) * slope).sum())
+        start = current.clone(), slope.clone()
+        loss = float(((dense - current) * slope).sum())
 
         def descend(times_matrix: Product, times_inverse: Product) -> int:
             precondition = InverseOnKept(times_inverse, kept)
-            descent = ConjugateGradients(near, slope, times_matrix, precondition)
+            descent = ConjugateGradients(current, slope, times_matrix, precondition)
             descent.descend(_GAP_BETWEEN_BLOCKS * loss, _LIMIT_BETWEEN_BLOCKS)
             return descent.iterations
 
         def reset() -> None:
-            near.copy_(start[0])
+            current.copy_(start[0])
             slope.copy_(start[1])
 
         try:
-            steps = descend(*times)
+            steps = descend(*products)
             if rounds and steps:
-                torch.mm(dense - near, matrix, out=slope)
-                if not float(((dense - near) * slope).sum()) < loss:
+                torch.mm(dense - current, matrix, out=slope)
+                if not float(((dense - current) * slope).sum()) < loss:
                     reset()
                     steps += descend(full_product(matrix), full_product(inverse))
         except (MemoryError, RuntimeError):  # `by_rows` tries again with fewer rows
@@ -286,9 +286,9 @@ def _solve(
         return steps, system.bound, system.loss
 
     chunks = by_rows(solve, *x.shape)
-    most = earlier + max((steps for steps, _, _ in chunks), default=0)
+    iterations = earlier + max((steps for steps, _, _ in chunks), default=0)
     bound, loss = sum(bound for _, bound, _ in chunks), sum(loss for _, _, loss in chunks)
-    totals = problem.processes.numbers(most, bound, loss)
+    totals = problem.processes.numbers(iterations, bound, loss)
     gap = _relative(sum(bound for _, bound, _ in totals), sum(loss for _, _, loss in totals))
     if not math.isfinite(gap):
         raise HessianError(
@@ -483,14 +483,14 @@ class MaskedRows:
     def _factorise_rows(self) -> None:
         """Solve H_UU x_U = (H w)_U by Cholesky's factorisation, a matrix for each row."""
         counts = self.kept.sum(1, dtype=torch.int64)
-        most = int(counts.max())
+        most_kept = int(counts.max())
         matrix = self.damped.matrix
         right = self.weight @ matrix
-        for start, stop in split_range(0, len(counts), max(1, ELEMENTS // max(1, most) ** 2)):
+        for start, stop in split_range(0, len(counts), max(1, ELEMENTS // max(1, most_kept) ** 2)):
             rows = slice(start, stop)
             # Batched factorisation needs systems of one size: the kept columns of each row are
             # padded with removed ones, whose equations become x = 0.
-            columns = self.kept[rows].argsort(dim=1, descending=True, stable=True)[:, :most]
+            columns = self.kept[rows].argsort(dim=1, descending=True, stable=True)[:, :most_kept]
             kept = self.kept[rows].gather(1, columns)
             systems = matrix[columns[:, :, None], columns[:, None, :]]
             systems *= kept[:, :, None] * kept[:, None, :]

@@ -160,14 +160,14 @@ class ConjugateGradients:
         self._precondition(self._gradient, self._z, self._image)
         return torch.mul(self._gradient, self._z, out=self._image).sum(1)
 
-    def descend(self, target: float, most: int) -> Tensor:
-        """Step until the energies sum up to at most the target, or to iteration `most`.
+    def descend(self, target: float, limit: int) -> Tensor:
+        """Step until the energies sum up to at most the target, or to iteration `limit`.
 
         Returns the energies of the last gradient, (rows,).
         """
         energies = self.energies()
         # `not … <=` also continues for NaN, up to the limit, which the caller's check reports.
-        while self.iterations < most and not float(energies.sum()) <= target:
+        while self.iterations < limit and not float(energies.sum()) <= target:
             self.step(energies)
             energies = self.energies()
         return energies

@@ -158,13 +158,13 @@ class HessianAccumulator(TokenSum):
         if bool(torch.linalg.vector_norm(tokens, dtype=torch.float32).square().isfinite()):
             return
         energy = torch.linalg.vector_norm(tokens, dim=0, dtype=torch.float32).square()
-        bad = int((~energy.isfinite()).sum())
-        if bad:
+        num_bad = int((~energy.isfinite()).sum())
+        if num_bad:
             raise HessianError(
-                f"{self._label}: {bad} of {self.columns} input features have NaN or Inf (or values "
-                "too large to square) in the calibration activations. Likely causes: float16 "
-                "overflow in the model (try bfloat16 or float32), a broken checkpoint, or blocks "
-                "that were pruned badly before this one."
+                f"{self._label}: {num_bad} of {self.columns} input features have NaN or Inf "
+                "(or values too large to square) in the calibration activations. Likely causes: "
+                "float16 overflow in the model (try bfloat16 or float32), a broken checkpoint, or "
+                "blocks that were pruned badly before this one."
             )
 
 

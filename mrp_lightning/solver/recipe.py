@@ -63,8 +63,8 @@ def parse_method(name: str, *, tolerance: float = 1e-6) -> Method:
         MethodError: There is no such method; the message lists all.
         OptionError: The tolerance is out of range.
     """
-    known = (NoCompensation(), ColumnSweep(), ExactCompensation(tolerance))
-    compensations: dict[str, Compensation] = {each.name: each for each in known}
+    instances = (NoCompensation(), ColumnSweep(), ExactCompensation(tolerance))
+    compensations: dict[str, Compensation] = {each.name: each for each in instances}
     parts = NAMED.get(name, name).split("+") if isinstance(name, str) else []
     if len(parts) != 2 or parts[0] not in MASKS or parts[1] not in compensations:
         raise MethodError(
@@ -152,14 +152,14 @@ class Recipe:
         columns the result is a smaller matrix, and its grid that of a dense one.
         """
         sparse = sparsity is not None or pattern is not None
-        chosen = _grid(bits, group_size, grid, zero_has_a_code, sparse=sparse and leaves_zeros)
-        alone = chosen is not None and not sparse
+        parsed_grid = _grid(bits, group_size, grid, zero_has_a_code, sparse=sparse and leaves_zeros)
+        is_dense = parsed_grid is not None and not sparse
         return cls(
-            pattern=Dense() if alone else make_pattern(sparsity, pattern),
+            pattern=Dense() if is_dense else make_pattern(sparsity, pattern),
             method=parse_method(method, tolerance=tolerance),
             block_size=block_size,
             damping=damping,
-            grid=chosen,
+            grid=parsed_grid,
         )
 
     @property
@@ -209,15 +209,15 @@ def _grid(
     if name is not None:
         grid = grid_named(name)
         stated = {"bits": bits, "group_size": None if group_size == GROUP_SIZE else group_size}
-        others = [
+        contradictions = [
             f"`{argument}` {value!r}"
             for argument, value in stated.items()
             if value not in (None, getattr(grid, argument))
         ]
-        if others:
+        if contradictions:
             raise OptionError(
                 f"`grid` {name!r} has {grid.bits} bits and groups of {grid.group_size}; got "
-                f"{' and '.join(others)}. Leave out one or the other."
+                f"{' and '.join(contradictions)}. Leave out one or the other."
             )
         if sparse and not grid.holds_zero:
             raise OptionError(

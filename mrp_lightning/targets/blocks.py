@@ -74,9 +74,9 @@ def require_matches(
     parts = sorted({part for name in names for part in name.split(".") if not part.isdigit()})
     hints = []
     for pattern in unknown:
-        near = get_close_matches(pattern, names, n=2, cutoff=0.6)
-        near += get_close_matches(pattern.rsplit(".", 1)[-1], parts, n=3, cutoff=0.4)
-        hints.append(f"{pattern!r} (nearest names: {', '.join(near) or ', '.join(parts[:12])})")
+        nearest = get_close_matches(pattern, names, n=2, cutoff=0.6)
+        nearest += get_close_matches(pattern.rsplit(".", 1)[-1], parts, n=3, cutoff=0.4)
+        hints.append(f"{pattern!r} (nearest names: {', '.join(nearest) or ', '.join(parts[:12])})")
     raise TargetError(f"`{argument}` matched nothing in the model: {'; '.join(hints)}.")
 
 
@@ -118,11 +118,13 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] | str | None = None) -
         exact = [n for n in lists if any(n == p or n.endswith(f".{p}") for p in patterns)]
         require_matches("blocks", patterns, lists)
         wild = [n for n in lists if any(matches(n, p) for p in patterns)]
-        chosen = _outermost(exact or wild)
+        names_of_blocks = _outermost(exact or wild)
     else:
-        chosen = _outermost([name for name, module in modules.items() if _is_block_list(module)])
+        names_of_blocks = _outermost(
+            [name for name, module in modules.items() if _is_block_list(module)]
+        )
     blocks = []
-    for name in chosen:
+    for name in names_of_blocks:
         module = modules[name]
         if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
             children = module.named_children()

@@ -238,8 +238,8 @@ def holds_experts(module: nn.Module) -> bool:
     if not is_decorated or not hasattr(getattr(module, "config", None), EXPERTS):
         return False
     stacks = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
-    own = _own_parameters(module)
-    return all(stack in own and own[stack].ndim == 3 for stack in stacks)
+    parameters = _own_parameters(module)
+    return all(stack in parameters and parameters[stack].ndim == 3 for stack in stacks)
 
 
 def _own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -275,16 +275,16 @@ def why_not_plain(layer: Layer, *, allow_meta: bool = False) -> str | None:
     module = layer.module
     if parametrize.is_parametrized(module):
         return "it is parametrized; call torch.nn.utils.parametrize.remove_parametrizations first"
-    own = _own_parameters(module)
-    weight = own.get(layer.stack if isinstance(layer, Expert) else "weight")
+    parameters = _own_parameters(module)
+    weight = parameters.get(layer.stack if isinstance(layer, Expert) else "weight")
     if weight is None:
         buffers = dict(module.named_buffers(recurse=False))
         for parameter, (owner, remedy) in _REPARAMETRIZED.items():
-            if parameter in own or parameter in buffers:
+            if parameter in parameters or parameter in buffers:
                 return f"{owner} computes its weight; call {remedy} first"
         return "it has no parameter `weight` (packed or re-parametrized); load the dense model"
-    if not isinstance(layer, Expert) and set(own) - {"weight", "bias"}:
-        extra = ", ".join(sorted(set(own) - {"weight", "bias"}))
+    if not isinstance(layer, Expert) and set(parameters) - {"weight", "bias"}:
+        extra = ", ".join(sorted(set(parameters) - {"weight", "bias"}))
         return f"it has parameters beyond weight and bias ({extra}); merge adapters, or dequantize"
     if type(weight) is not nn.Parameter:
         return f"its weight is a {type(weight).__name__}; load the dense model, unsharded"

@@ -58,20 +58,20 @@ def refuse_not_finite(
     counts = {
         name: _count(tensor) for name, tensor in tensors.items() if tensor.device.type != "meta"
     }
-    if wrong := {name: count for name, count in counts.items() if count}:
-        inside = sum(layer.name in wrong for layer in layers)
-        others = len(wrong) - inside
+    if bad_counts := {name: count for name, count in counts.items() if count}:
+        inside = sum(layer.name in bad_counts for layer in layers)
+        num_others = len(bad_counts) - inside
         parts = [f"{inside} layers to prune"] * bool(inside)
         where = " outside the layers to prune" if layers else ""
-        parts += [f"{others} parameters{where}"] * bool(others)
-        raise TargetError(not_finite(" and ".join(parts), wrong))
+        parts += [f"{num_others} parameters{where}"] * bool(num_others)
+        raise TargetError(not_finite(" and ".join(parts), bad_counts))
 
 
 def _count(tensor: Tensor) -> int:
     """Count the values that are not finite, in chunks that bound the memory of `isfinite`."""
     rows = torch.atleast_1d(tensor)
-    most = max(1, _VALUES_AT_ONCE * len(rows) // max(1, rows.numel()))
-    return sum(int((~torch.isfinite(part)).sum()) for part in rows.split(most))
+    chunk_size = max(1, _VALUES_AT_ONCE * len(rows) // max(1, rows.numel()))
+    return sum(int((~torch.isfinite(part)).sum()) for part in rows.split(chunk_size))
 
 
 def not_finite(subject: str, counts: Mapping[str, int]) -> str:
@@ -165,7 +165,7 @@ def make_plan(
             parameter of the model holds NaN or Inf, in whatever module it is.
         PatternError: The pattern, or the groups of the grid, do not fit layers.
     """
-    chosen, ignored = as_patterns(targets), as_patterns(ignore)
+    target_patterns, ignore_patterns = as_patterns(targets), as_patterns(ignore)
     block_list = find_blocks(model, blocks)
     modules = dict(named_modules(model))
     layers = {layer.name: layer for n, module in modules.items() for layer in layers_of(n, module)}
@@ -181,26 +181,34 @@ def make_plan(
         """Remove the prefix from a name, unless another module has the shorter name."""
         return name.removeprefix(prefix) if is_cut else name
 
-    require_matches("targets", chosen, linear or list(modules), prefix, shown)
-    require_matches("ignore", ignored, [*modules, *linear], prefix, shown)
+    require_matches("targets", target_patterns, linear or list(modules), prefix, shown)
+    require_matches("ignore", ignore_patterns, [*modules, *linear], prefix, shown)
     # In a model with blocks, layers outside of them, such as `lm_head`, are pruned only for a
     # pattern that matches no layer in the blocks, and so must mean them.
-    rest = [n for n in linear if n not in set(in_blocks)]
-    outside = rest if not block_list and not chosen else []
-    for pattern_ in chosen:
+    not_in_blocks = [n for n in linear if n not in set(in_blocks)]
+    outside = not_in_blocks if not block_list and not target_patterns else []
+    for pattern_ in target_patterns:
         if not any(matches(name, pattern_, prefix) for name in in_blocks):
-            outside += [n for n in rest if matches(n, pattern_, prefix) and n not in outside]
+            outside += [
+                n for n in not_in_blocks if matches(n, pattern_, prefix) and n not in outside
+            ]
 
-    def wanted(name: str) -> bool:
-        named = not chosen or name in outside or any(matches(name, p, prefix) for p in chosen)
-        return named and not any(matches(name, p, prefix) for p in ignored)
+    def is_wanted(name: str) -> bool:
+        named = (
+            not target_patterns
+            or name in outside
+            or any(matches(name, p, prefix) for p in target_patterns)
+        )
+        return named and not any(matches(name, p, prefix) for p in ignore_patterns)
 
-    names = [n for n in (*in_blocks, *outside) if wanted(n)]
+    names = [n for n in (*in_blocks, *outside) if is_wanted(n)]
     # `targets` is the user's own choice, which may include routers.
-    routers = [] if chosen else list(_routers(modules, layers, names))
+    routers = [] if target_patterns else list(_routers(modules, layers, names))
     names = [n for n in names if n not in {router.name for router in routers}]
     targeted = [layers[n] for n in names]
-    unusual = _unusual(modules, targeted, [n for n in modules if wanted(n)], block_list, allow_meta)
+    unusual = _unusual(
+        modules, targeted, [n for n in modules if is_wanted(n)], block_list, allow_meta
+    )
     _refuse_unusual({shown(name): reason for name, reason in unusual.items()})
     unfit = _indivisible(targeted, pattern, grid)
     if unfit and not skip_indivisible:
@@ -211,20 +219,21 @@ def make_plan(
             f"`ignore`, or leave them dense with `skip_indivisible: true`:\n{listed}"
         )
     tied = _tied(model, targeted, shown)
-    every_skipped = (*routers, *_no_layers(modules, block_list, wanted), *tied, *unfit)
+    every_skipped = (*routers, *_no_layers(modules, block_list, is_wanted), *tied, *unfit)
     skipped = {s.name: replace(s, name=shown(s.name)) for s in every_skipped}
-    taken = {n: replace(layers[n], name=shown(n)) for n in names if n not in skipped}
-    if not taken:
+    chosen_layers = {n: replace(layers[n], name=shown(n)) for n in names if n not in skipped}
+    if not chosen_layers:
         _nothing_left(linear, in_blocks, list(skipped.values()))
     # All parameters are checked, not only those to prune: NaN in any of them spoils the result.
     parameters = ((shown(without_compiled(n)), p) for n, p in model.named_parameters())
-    refuse_not_finite(list(taken.values()), parameters)
+    refuse_not_finite(list(chosen_layers.values()), parameters)
     return Plan(
         blocks=[replace(b, name=shown(b.name)) for b in block_list],
         layers={
-            shown(b.name): [taken[n] for n in inside[b.name] if n in taken] for b in block_list
+            shown(b.name): [chosen_layers[n] for n in inside[b.name] if n in chosen_layers]
+            for b in block_list
         },
-        outside=[taken[n] for n in outside if n in taken],
+        outside=[chosen_layers[n] for n in outside if n in chosen_layers],
         skipped=list(skipped.values()),
     )
 
@@ -263,7 +272,7 @@ def _refuse_unusual(problems: dict[str, str]) -> None:
 
 
 def _no_layers(
-    modules: dict[str, nn.Module], blocks: list[Block], wanted: Callable[[str], bool]
+    modules: dict[str, nn.Module], blocks: list[Block], is_wanted: Callable[[str], bool]
 ) -> Iterator[Skipped]:
     """Yield the weights of two and more dimensions that no `Layer` represents.
 
@@ -274,16 +283,16 @@ def _no_layers(
         if not inside and not is_recurrent(module):
             continue
         reason = why_no_layer(module)
-        if reason and wanted(name):
+        if reason and is_wanted(name):
             yield Skipped(name, tuple(module.weight.shape), reason)  # type: ignore[arg-type]
         for weight, tensor in fused_weights(module):
-            if wanted(f"{name}.{weight}"):
+            if is_wanted(f"{name}.{weight}"):
                 reason = f"fused weight of {type(module).__name__}, which is not supported yet"
                 yield Skipped(f"{name}.{weight}", tuple(tensor.shape), reason)
         # Bare parameters outside of blocks, or in a model without blocks, are mostly position
         # embeddings.
         for weight, tensor in other_weights(module) if blocks or is_recurrent(module) else ():
-            if wanted(f"{name}.{weight}"):
+            if is_wanted(f"{name}.{weight}"):
                 reason = f"{type(module).__name__} is not a linear layer"
                 yield Skipped(f"{name}.{weight}", tuple(tensor.shape), reason)
 

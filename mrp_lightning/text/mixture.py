@@ -51,25 +51,27 @@ def shares_of(calibration: str | Mapping[str, float]) -> dict[str, float]:
         )
     shares: Mapping[str, Any]
     shares = {calibration: 1.0} if isinstance(calibration, str) else calibration
-    wrong = [
+    mistakes = [
         f"the share of {name} must be a number from 0 to 1; got {share!r}"
         for name, share in shares.items()
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1
     ]
-    if not wrong and abs(math.fsum(shares.values()) - 1) > _TOLERANCE:
+    if not mistakes and abs(math.fsum(shares.values()) - 1) > _TOLERANCE:
         total = math.fsum(shares.values())
-        wrong = [f"expected shares that are 1 in all, as in {{self: 0.5, c4: 0.5}}; got {total:g}"]
+        mistakes = [
+            f"expected shares that are 1 in all, as in {{self: 0.5, c4: 0.5}}; got {total:g}"
+        ]
     names = (SELF, _STDLIB, *CALIBRATION, *_ARGUMENTS)
     unknown = [n for n in shares if n not in names and not Path(n).expanduser().is_file()]
     if unknown:
-        wrong += [
+        mistakes += [
             f"{', '.join(map(repr, unknown))} unknown. Expected {SELF} (the model writes its "
             f"own text), {_STDLIB} (Python's standard library), {', '.join(CALIBRATION)} "
             f"(published texts), {' or '.join(_ARGUMENTS)} (what `train_files` or "
             "`dataset` gives), or a file that exists"
         ]
-    if wrong:
-        raise OptionError(f"{'; '.join(wrong)}.", "calibration")
+    if mistakes:
+        raise OptionError(f"{'; '.join(mistakes)}.", "calibration")
     return {name: float(share) for name, share in shares.items() if share}
 
 
@@ -81,19 +83,21 @@ def texts_by_name(evaluation: Mapping[str, str] | Sequence[str] | str | None) ->
     Raises:
         OptionError: A text is unknown, or a name has characters that metrics do not allow.
     """
-    known, is_named = (_STDLIB, *EVALUATION), isinstance(evaluation, Mapping)
+    known_texts, is_named = (_STDLIB, *EVALUATION), isinstance(evaluation, Mapping)
     texts = [evaluation] if isinstance(evaluation, str) else evaluation or []
     by_name = dict(evaluation) if isinstance(evaluation, Mapping) else {t: t for t in texts}
-    wrong = [
+    mistakes = [
         f"{text!r} unknown"
         for text in by_name.values()
-        if text not in known and not (is_named and Path(str(text)).expanduser().is_file())
+        if text not in known_texts and not (is_named and Path(str(text)).expanduser().is_file())
     ]
-    wrong += [f"`{n}` is no name of a text" for n in by_name if is_named and not _NAME.fullmatch(n)]
-    if wrong:
+    mistakes += [
+        f"`{n}` is no name of a text" for n in by_name if is_named and not _NAME.fullmatch(n)
+    ]
+    if mistakes:
         raise OptionError(
-            f"{', '.join(wrong)}. Expected {', '.join(known)} or, with a name for its results, a "
-            "file that exists, as in `evaluation: {mine: test.txt}`.",
+            f"{', '.join(mistakes)}. Expected {', '.join(known_texts)} or, with a name for its "
+            "results, a file that exists, as in `evaluation: {mine: test.txt}`.",
             "evaluation",
         )
     return by_name

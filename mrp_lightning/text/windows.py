@@ -115,16 +115,18 @@ def _usable_count(documents: Sequence[str], tokenizer: Any, draws: Draws, name: 
     characters = sum(map(len, sample)) * len(documents) / len(sample)
     if isinstance(documents, list):  # other sequences would read each document from the disk
         characters = sum(map(len, documents))
-    available, wanted = round(characters * tokens_per_character), draws.count * draws.length
-    fits = available // draws.length
-    if available >= wanted:
+    available_tokens = round(characters * tokens_per_character)
+    drawn_tokens = draws.count * draws.length
+    fits = available_tokens // draws.length
+    if available_tokens >= drawn_tokens:
         return draws.count
-    count = min(draws.count, max(1, _MOST_READINGS * available // draws.length))
+    count = min(draws.count, max(1, _MOST_READINGS * available_tokens // draws.length))
     fewer = "" if count == draws.count else f" {count:,} are drawn."
     _warn(
-        f"{draws.count:,} windows of {draws.length} tokens are {wanted:,} tokens, and the {name} "
-        f"text has about {available:,}, enough for {fits:,} window{'s' * (fits != 1)} that do not "
-        f"overlap; these repeat each other.{fewer} Give more text, or `num_samples: {fits or 1}`."
+        f"{draws.count:,} windows of {draws.length} tokens are {drawn_tokens:,} tokens, and "
+        f"the {name} text has about {available_tokens:,}, enough for {fits:,} "
+        f"window{'s' * (fits != 1)} that do not overlap; these repeat each "
+        f"other.{fewer} Give more text, or `num_samples: {fits or 1}`."
     )
     return count
 
@@ -293,14 +295,14 @@ class Cutter:
         Raises:
             DataError: The text has too few tokens for a window.
         """
-        wanted, tokens = self.length - len(self.prefix), 0
+        needed_tokens, tokens = self.length - len(self.prefix), 0
         for document in documents:
-            part = document[: _MOST_CHARACTERS * wanted]
+            part = document[: _MOST_CHARACTERS * needed_tokens]
             tokens += len(tokenize(self._bare, part, special_tokens=False))
-            if tokens >= wanted:
+            if tokens >= needed_tokens:
                 return self
         if tokens < _FEWEST_TOKENS:
-            raise _too_short(name, tokens, wanted)
+            raise _too_short(name, tokens, needed_tokens)
         length = tokens + len(self.prefix)
         _warn(
             f"The {name} text has only {tokens} tokens: its windows have {length} tokens, not "
@@ -324,8 +326,10 @@ class Cutter:
         draws = replace(draws, count=_usable_count(documents, self._bare, draws, name))
         return self._after_prefix(segments(documents, self._bare, draws, name))
 
-    def consecutive(self, name: str, text: str | Sequence[str], most: int | None = None) -> Windows:
-        """Cut a text into consecutive windows, at most `most` of them; `None` for all.
+    def consecutive(
+        self, name: str, text: str | Sequence[str], limit: int | None = None
+    ) -> Windows:
+        """Cut a text into consecutive windows, at most `limit` of them; `None` for all.
 
         Documents are tokenized one by one, with the tokenizer's special tokens around each, unless
         windows have a prefix.
@@ -336,7 +340,7 @@ class Cutter:
             documents = [document + SEPARATOR for document in text]
             encoded = _encode(self._bare, documents, special_tokens=True)
             tokens = torch.tensor(list(chain.from_iterable(encoded)), dtype=torch.int32)
-        windows = consecutive_windows(tokens, self.length - len(self.prefix), name)[:most]
+        windows = consecutive_windows(tokens, self.length - len(self.prefix), name)[:limit]
         return Windows(self._after_prefix(windows), len(self.prefix))
 
     def _bare(self, text: Any, *, add_special_tokens: bool, verbose: bool) -> Any:

@@ -67,8 +67,8 @@ def unwrap_dataloaders() -> None:
     from torch.utils.data import BatchSampler, DataLoader
 
     for kind in (DataLoader, BatchSampler):
-        for each in {kind, *get_all_subclasses(kind)}:
+        for loader in {kind, *get_all_subclasses(kind)}:
             for method in ("__init__", "__setattr__", "__delattr__"):
-                if own := each.__dict__.get(f"__old{method}"):
-                    setattr(each, method, own)
-                    delattr(each, f"__old{method}")
+                if original := loader.__dict__.get(f"__old{method}"):
+                    setattr(loader, method, original)
+                    delattr(loader, f"__old{method}")

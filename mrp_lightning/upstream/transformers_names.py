@@ -66,9 +66,9 @@ def loading_weights_by(load_weights: Callable[..., Any]) -> Iterator[None]:
     from transformers import PreTrainedModel
 
     name = "_load_pretrained_model"
-    own = PreTrainedModel.__dict__[name]
+    original = PreTrainedModel.__dict__[name]
     setattr(PreTrainedModel, name, staticmethod(load_weights))
     try:
         yield
     finally:
-        setattr(PreTrainedModel, name, own)
+        setattr(PreTrainedModel, name, original)
