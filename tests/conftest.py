@@ -1,6 +1,8 @@
+import functools
 import os
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 
 # The tests must not reach for a hub, nor may a progress bar of a library fill the log.
@@ -72,6 +74,19 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)
     AutoTokenizer.from_pretrained(STDLIB_LLAMA).save_pretrained(directory)
     return directory
+
+
+@functools.cache
+def _first_files(split: str) -> list[str]:
+    from mrp_lightning.text.sources import standard_library
+
+    return list(islice(standard_library(split), 5))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def short_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the embedded text its first files: tokenizing all of it takes seconds."""
+    monkeypatch.setattr("mrp_lightning.text.sources.standard_library", _first_files)
 
 
 @pytest.fixture(scope="session")

@@ -143,6 +143,7 @@ def tuned(tiny_llama, loader, directory, callbacks, **pruning):
     return directory / "tuned"
 
 
+@pytest.mark.usefixtures("short_library")
 def test_what_was_trained_can_be_packed(tiny_llama, loader, tmp_path):
     from export.to_sparse import main
 

@@ -1,23 +1,25 @@
 import dataclasses
+import functools
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from itertools import islice
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.sparse import SparseSemiStructuredTensor, SparseSemiStructuredTensorCUTLASS
 from torch.sparse._semi_structured_conversions import sparse_semi_structured_to_dense_cutlass
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from export.backends import SUBCLASSES
+from export.to_sparse import main
 from mrp_lightning.embedded import STDLIB_LLAMA
 from mrp_lightning.records.report import LayerReport, PruningReport
 from mrp_lightning.solver.patterns import SemiStructured
 from mrp_lightning.targets.layers import is_linear, layers_of
-from mrp_lightning.text.sources import Split, standard_library
 
 SIZES = {
     "llama": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2},
@@ -57,20 +59,8 @@ def onto_grid(weight: Tensor, bits: int = 4) -> Tensor:
 
 
 @pytest.fixture(autouse=True)
-def short_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compare logits on the first files of the embedded text; reading all of it takes longest."""
-    monkeypatch.setattr("mrp_lightning.text.sources.standard_library", lambda split: _FILES[split])
-
-
-class _Files(dict[str, list[str]]):
-    """The first files of each split, as many as the parity gate needs."""
-
-    def __missing__(self, split: Split) -> list[str]:
-        self[split] = list(islice(standard_library(split), 5))
-        return self[split]
-
-
-_FILES = _Files()
+def _short_library(short_library: None) -> None:
+    """Compare logits on little text; a command in a process of its own reads all of it."""
 
 
 @pytest.fixture(scope="session")
@@ -116,6 +106,63 @@ def _llama(pruned: Callable[..., Path]) -> Path:
 def llama(_llama: Path, tmp_path: Path) -> Path:
     """A pruned LLaMA in a directory of the test's own, with room beside it."""
     return Path(shutil.copytree(_llama, tmp_path / "llama"))
+
+
+def thin_out(directory: Path, sparsity: float = 0.6, *, four_bits: bool = False) -> None:
+    """Zero this part of every layer of `pruned`, in no pattern, and one row; all of one stays."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = load_file(directory / "model.safetensors")
+    shapes = {}
+    for name, tensor in tensors.items():
+        if tensor.ndim == 2 and not any(table in name for table in ("embed", "wte", "wpe")):
+            dense = torch.randn(tensor.shape, generator=generator)
+            kept = torch.rand(tensor.shape, generator=generator) >= sparsity
+            kept[0], kept[1] = False, True
+            dense *= kept
+            tensor.copy_(onto_grid(dense) if four_bits else dense)
+            shapes[name.removesuffix(".weight")] = tuple(tensor.shape)
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    if four_bits:
+        write_report(directory, shapes, bits=4, group_size=64)
+
+
+SUFFIXES = {"packed": "sparse24", "bitmask": "bitmask", "bitmask4": "bitmask4"}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A pruned LLaMA in a directory of the test's own, and its export in one of the formats."""
+
+    form: str
+    source: Path
+
+    @property
+    def packed(self) -> Path:
+        return self.source.with_name(f"llama-{SUFFIXES[self.form]}")
+
+
+@pytest.fixture(scope="session")
+def exports(
+    _llama: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, Path], Exported]:
+    @functools.cache
+    def exported(form: str) -> Path:
+        root = tmp_path_factory.mktemp(form)
+        source = shutil.copytree(_llama, root / "llama")
+        if form != "packed":
+            thin_out(source, four_bits=form == "bitmask4")
+        main([str(source)])
+        return root
+
+    return lambda form, target: Exported(
+        form, Path(shutil.copytree(exported(form), target / "exported") / "llama")
+    )
+
+
+@pytest.fixture(params=SUFFIXES)
+def exported(request: pytest.FixtureRequest, exports: Any, tmp_path: Path) -> Exported:
+    """A LLaMA and its export, in each of the packed formats."""
+    return exports(request.param, tmp_path)
 
 
 @pytest.fixture

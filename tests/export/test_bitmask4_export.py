@@ -1,13 +1,13 @@
 """Checkpoints of four bits, exported and in the hands of transformers."""
 
 import json
-import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 import export
@@ -17,44 +17,25 @@ from export.conversion.selection import choose_layers
 from export.to_sparse import main
 from mrp_lightning.errors import FormatError
 
-from .conftest import onto_grid, write_report
+from .conftest import Exported, onto_grid, write_report
 
 FOUR_BITS = {"bits": 4, "group_size": 64}
 DOWN = "model.layers.1.mlp.down_proj"
 
 
-@pytest.fixture(scope="module")
-def _both(_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A LLaMA of which 60% of each layer is zero and the rest of four bits, and its export."""
-    llama = Path(shutil.copytree(_llama, tmp_path_factory.mktemp("coded") / "llama"))
-    generator = torch.Generator().manual_seed(0)
-    tensors = load_file(llama / "model.safetensors")
-    shapes = {}
-    for name, tensor in tensors.items():
-        if tensor.ndim == 2 and "embed" not in name:
-            dense = torch.randn(tensor.shape, generator=generator)
-            kept = torch.rand(tensor.shape, generator=generator) >= 0.6
-            tensor.copy_(onto_grid(dense * kept).to(tensor.dtype))
-            shapes[name.removesuffix(".weight")] = tuple(tensor.shape)
-    save_file(tensors, llama / "model.safetensors", {"format": "pt"})
-    write_report(llama, shapes, **FOUR_BITS)
-    main([str(llama)])
-    return llama.parent
+@pytest.fixture
+def exported(exports: Any, tmp_path: Path) -> Exported:
+    return exports("bitmask4", tmp_path)
 
 
 @pytest.fixture
-def coded(_both: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(_both / "llama", tmp_path / "llama"))
+def coded(exported: Exported) -> Path:
+    return exported.source
 
 
 @pytest.fixture
-def packed(_both: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(_both / "llama-bitmask4", tmp_path / "llama-bitmask4"))
-
-
-def logits(directory: Path, ids: Tensor, **options: object) -> Tensor:
-    with torch.inference_mode():
-        return AutoModelForCausalLM.from_pretrained(directory, **options)(ids).logits
+def packed(exported: Exported) -> Path:
+    return exported.packed
 
 
 def refusal(args: list[str], capsys: pytest.CaptureFixture[str], status: int = 2) -> str:
@@ -65,7 +46,7 @@ def refusal(args: list[str], capsys: pytest.CaptureFixture[str], status: int = 2
 
 
 def test_the_checkpoint_decides(coded, capsys):
-    main([str(coded)])
+    main([str(coded), "--overwrite"])
     packed = coded.with_name("llama-bitmask4")
     assert "14 bitmask4 layers" in capsys.readouterr().out
     found = json.loads((packed / "export_report.json").read_text())
@@ -112,29 +93,6 @@ def test_a_report_of_bits_that_no_run_has_is_refused(coded):
         choose_layers(open_checkpoint(coded))
 
 
-def test_transformers_loads_saves_and_makes_them_dense(packed, coded, ids, tmp_path):
-    model, loading = AutoModelForCausalLM.from_pretrained(packed, output_loading_info=True)
-    assert not any(loading.values()), loading
-    layers = [module for module in model.modules() if isinstance(module, Bitmask4Linear)]
-    assert len(layers) == 14
-    assert {layer.dtype for layer in layers} == {torch.bfloat16}
-    expected = logits(coded, ids)
-    with torch.inference_mode():
-        assert torch.equal(model(ids).logits, expected)
-        one = model(ids[:1, :1]).logits
-        assert torch.allclose(one, expected[:1, :1], atol=0.05)
-    model.save_pretrained(tmp_path / "again")
-    before = load_file(packed / "model.safetensors")
-    after = load_file(tmp_path / "again" / "model.safetensors")
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    with torch.inference_mode():
-        assert torch.equal(model.dequantize()(ids).logits, expected)
-    in_float32 = logits(packed, ids, dtype=torch.float32)
-    assert in_float32.dtype == torch.float32
-    assert torch.equal(in_float32, logits(coded, ids, dtype=torch.float32))
-
-
 @pytest.mark.parametrize("config", [{"bits": 8}, {"group_size": 30}])
 def test_what_few_bits_cannot_be_packed_is_said(config, coded, capsys):
     tensors = load_file(coded / "model.safetensors")
@@ -155,7 +113,7 @@ def test_a_weight_off_the_grid_is_named(coded, capsys):
     shown = refusal([str(coded)], capsys)
     assert "is not of four bits in 1 of 14 layers. Write `--format bitmask`" in shown
     assert f"{DOWN}: not of four bits: Row 3, columns 0 to 63" in shown
-    main([str(coded), "--allow-partial"])
+    main([str(coded), "--allow-partial", "--overwrite"])
     rows = json.loads((coded.with_name("llama-bitmask4") / "export_report.json").read_text())
     assert rows["totals"]["packed_layers"] == 13
 

@@ -1,10 +1,7 @@
 """Checkpoints of any pattern, exported as bitmasks and in the hands of transformers."""
 
-import importlib.util
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,33 +17,9 @@ import export
 from callbacks import MRPCallback
 from export import BitmaskLinear
 from export.to_sparse import main
-from mrp_lightning.errors import FormatError, OptionError
+from mrp_lightning.errors import FormatError
 
-
-def thin_out(directory: Path, sparsity: float) -> None:
-    """Zero this part of every layer, in no pattern; the file is that of `pruned`."""
-    generator = torch.Generator().manual_seed(0)
-    tensors = load_file(directory / "model.safetensors")
-    for name, tensor in tensors.items():
-        if tensor.ndim == 2 and "embed" not in name and "wte" not in name and "wpe" not in name:
-            dense = torch.randn(tensor.shape, generator=generator)
-            tensor.copy_(dense * (torch.rand(tensor.shape, generator=generator) >= sparsity))
-            tensor[0] = 0.0
-            tensor[1] = dense[1]
-    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
-
-
-@pytest.fixture
-def thin(llama: Path) -> Path:
-    """A LLaMA of which 60% is zero."""
-    thin_out(llama, 0.6)
-    return llama
-
-
-@pytest.fixture
-def packed(thin: Path) -> Path:
-    main([str(thin)])
-    return thin.with_name("llama-bitmask")
+from .conftest import thin_out
 
 
 def logits(directory: Path, ids: Tensor, **options: object) -> Tensor:
@@ -61,9 +34,10 @@ def refusal(args: list[str], capsys: pytest.CaptureFixture[str], status: int = 2
     return capsys.readouterr().err
 
 
-def test_a_checkpoint_of_no_pattern_becomes_bitmasks(thin, capsys):
-    main([str(thin)])
-    packed = thin.with_name("llama-bitmask")
+def test_a_checkpoint_of_no_pattern_becomes_bitmasks(llama, capsys):
+    thin_out(llama)
+    main([str(llama)])
+    packed = llama.with_name("llama-bitmask")
     assert "14 bitmask layers" in capsys.readouterr().out
     report = json.loads((packed / "export_report.json").read_text())
     assert report["format"] == "bitmask"
@@ -71,7 +45,7 @@ def test_a_checkpoint_of_no_pattern_becomes_bitmasks(thin, capsys):
     assert len(report["parity"]["operators"]) == 14
     stored = load_file(packed / "model.safetensors")
     for row in report["layers"]:
-        weight = load_file(thin / "model.safetensors")[f"{row['name']}.weight"]
+        weight = load_file(llama / "model.safetensors")[f"{row['name']}.weight"]
         values, bits = (stored[f"{row['name']}.{key}"] for key in ("weight", "weight_bits"))
         assert row["kept"] == values.numel() == int((weight != 0).sum())
         assert row["packed_bytes"] == values.nbytes + bits.nbytes < row["dense_bytes"]
@@ -80,44 +54,21 @@ def test_a_checkpoint_of_no_pattern_becomes_bitmasks(thin, capsys):
     assert settings["format_version"] == 1
     assert set(settings["modules"]) == {row["name"] for row in report["layers"]}
     assert "weight_bits" in (packed / "README.md").read_text()
-    main([str(thin), "--format", "bitmask", "--check-only"])
+    main([str(llama), "--format", "bitmask", "--check-only"])
     assert "already packed" in refusal([str(packed)], capsys)
-
-
-def test_transformers_loads_saves_and_makes_them_dense(packed, thin, ids, tmp_path):
-    model, loading = AutoModelForCausalLM.from_pretrained(packed, output_loading_info=True)
-    assert not any(loading.values()), loading
-    layers = [module for module in model.modules() if isinstance(module, BitmaskLinear)]
-    assert len(layers) == 14
-    assert not any(layer.weight.requires_grad for layer in layers)
-    expected = logits(thin, ids)
-    with torch.inference_mode():
-        assert torch.equal(model(ids).logits, expected)
-        one = model(ids[:1, :1]).logits
-        assert torch.allclose(one, expected[:1, :1], atol=0.05)
-    model.save_pretrained(tmp_path / "again")
-    before = load_file(packed / "model.safetensors")
-    after = load_file(tmp_path / "again" / "model.safetensors")
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    assert torch.equal(logits(tmp_path / "again", ids), expected)
-    with torch.inference_mode():
-        assert torch.equal(model.dequantize()(ids).logits, expected)
-    in_float32 = logits(packed, ids, dtype=torch.float32)
-    assert torch.equal(in_float32, logits(thin, ids, dtype=torch.float32))
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "opt"])
 def test_other_families_and_precisions(kind, pruned, ids, tmp_path):
     source = Path(shutil.copytree(pruned(kind, dtype=torch.float32), tmp_path / kind))
-    thin_out(source, 0.6)
+    thin_out(source)
     main([str(source)])
     assert torch.equal(logits(tmp_path / f"{kind}-bitmask", ids), logits(source, ids))
 
 
 def test_columns_need_no_multiple(pruned, ids, tmp_path):
     source = Path(shutil.copytree(pruned(intermediate_size=60), tmp_path / "odd"))
-    thin_out(source, 0.6)
+    thin_out(source)
     main([str(source)])
     report = json.loads((tmp_path / "odd-bitmask" / "export_report.json").read_text())
     assert {row["dense_because"] for row in report["layers"]} == {None}
@@ -142,42 +93,17 @@ def test_what_would_get_no_smaller_is_refused_with_the_reason(llama, capsys):
     assert report["totals"]["packed_layers"] == 5
 
 
-def test_a_damaged_file_is_refused_by_gate_and_loader(packed, thin, capsys):
+def test_a_damaged_file_is_refused_by_gate_and_loader(exports, tmp_path, capsys):
+    exported = exports("bitmask", tmp_path)
+    packed = exported.packed
     tensors = load_file(packed / "model.safetensors")
     bits = tensors["model.layers.1.mlp.down_proj.weight_bits"]
     bits[3, 2] ^= 1
     save_file(tensors, packed / "model.safetensors", {"format": "pt"})
-    shown = refusal([str(thin), "--check-only"], capsys, status=1)
+    shown = refusal([str(exported.source), "--check-only"], capsys, status=1)
     assert "model.layers.1.mlp.down_proj.weight_bits: " in shown
     with pytest.raises(FormatError, match=r"down_proj\.weight_bits \(\d+ weights are marked"):
         AutoModelForCausalLM.from_pretrained(packed)
-
-
-def test_without_the_plug_in_loading_fails(packed):
-    code = f"from transformers import AutoModelForCausalLM as A; A.from_pretrained({str(packed)!r})"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert ended.returncode == 1
-    assert "ignore_mismatched_sizes" in ended.stderr
-
-
-@pytest.mark.skipif(
-    importlib.util.find_spec("accelerate") is None, reason="needs the extra `device-map`"
-)
-@pytest.mark.parametrize("offload_buffers", [False, True])
-def test_layers_may_stay_on_the_disk(offload_buffers, packed, thin, ids, tmp_path):
-    assert torch.equal(logits(packed, ids, device_map="cpu"), logits(thin, ids))
-    model = export.load(
-        packed,
-        device_map={"model.embed_tokens": "cpu", "lm_head": "cpu", "model.rotary_emb": "cpu"}
-        | {"model.norm": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"},
-        offload_folder=tmp_path / "offload",
-        offload_buffers=offload_buffers,
-    )
-    assert model.model.layers[1].mlp.up_proj.weight.device.type == "meta"
-    with torch.inference_mode():
-        assert torch.equal(model(ids).logits, logits(thin, ids))
-    with pytest.raises(OptionError, match="offloaded cannot be made dense"):
-        model.dequantize()
 
 
 class Own(lightning.LightningModule):
