@@ -70,7 +70,7 @@ def _run(words: list[str], args: list[str] | None) -> None:
         sys.stdout.write(f"mrp-lightning {__version__}\n")
         return
     with extra("cli", "The command line"):
-        from mrp_lightning.cli.preflight import check_arguments, has_sections
+        from mrp_lightning.cli.arguments_given import check_arguments, has_sections
     if first.startswith("-") and not has_sections(words, list(_OF_LIGHTNING)):
         name = next((word for word in words if word in {*_OF_LIGHTNING, *_COMMANDS}), "COMMAND")
         options = shlex.join(word for word in words if word != name)

@@ -33,8 +33,7 @@ from mrp_lightning.data.sampling import (
 from mrp_lightning.environment import is_out_of_memory, progress_log
 from mrp_lightning.errors import DataError, OptionError
 from mrp_lightning.files import make_directories, move_durably
-from mrp_lightning.journal.fingerprint import forward_of
-from mrp_lightning.journal.manifest import digest
+from mrp_lightning.journal.manifest import digest, forward_of
 from mrp_lightning.loop.distributed import fail_together, processes_of
 from mrp_lightning.loop.module_parts import language_models, streamed_blocks
 from mrp_lightning.loop.progress import ProgressReporter, roughly

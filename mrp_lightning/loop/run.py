@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from mrp_lightning.environment import command
 from mrp_lightning.environment import progress_log as log
-from mrp_lightning.journal.fingerprint import Fingerprint, fingerprint
 from mrp_lightning.journal.journal import Journal, require_free
+from mrp_lightning.journal.manifest import Fingerprint, fingerprint
 from mrp_lightning.loop.distributed import (
     fail_together,
     processes_of,

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 from callbacks import MRPCallback
 from mrp_lightning import Trainer
 from mrp_lightning.errors import JournalError
-from mrp_lightning.journal.fingerprint import digest_of, together
 from mrp_lightning.journal.journal import Journal
+from mrp_lightning.journal.manifest import digest_of, together
 from mrp_lightning.loop.module_parts import Step, copy_tensors
 
 QUIET = {
