@@ -1,38 +1,62 @@
-"""Time the same pruned weights packed and stored dense, on a CUDA device.
+"""Time a packed model against the same weights stored dense, on a CUDA device.
 
-    python -m export.benchmark --shape llama3-8b llama2-7b opt-6.7b --out lab/results/export
+    mrp-lightning benchmark runs/opt-125m-2of4-sparse24
 
-A shape is filled with random 2:4 weights, on whose values speed does not depend. Measurements are
-written as they come; a failure is listed with its reason.
+All kernels are timed on each layer shape, then whole models in prefill and decode. With `--out`
+measurements are written as they come.
 """
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
-from export.timing import LAYER_TOKENS, SHAPES, SpeedOptions, add_arguments
+from export.timing import LAYER_TOKENS, SpeedOptions, add_arguments
 from mrp_lightning.cli.command import exit_on_mistake, make_parser, number_from
+from mrp_lightning.environment import device_named
+from mrp_lightning.errors import OptionError
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the command line. Status 1: a shape could not be measured to its end."""
-    with exit_on_mistake():
-        parsed = _parser().parse_args(args)
-        # Only now: it loads transformers, which help and a mistake need not wait for.
-        from export.comparison import measure_shapes
+    """Run the command line.
 
-        measure_shapes(parsed.shape, SpeedOptions.of(parsed), parsed.dtype, parsed.out)
+    Raises:
+        SystemExit: With status 2 if this machine has no CUDA device, or the model is not 2:4.
+    """
+    with exit_on_mistake():
+        options = _parser().parse_args(args)
+        device = device_named(None)
+        if device.type != "cuda":
+            raise OptionError("speed is measured on a CUDA device, and this machine has none.")
+        # Only now: they load transformers, which help and a mistake need not wait for.
+        from export.comparison import SpeedReport, compare, tables
+        from export.loading import load
+        from mrp_sparse.packed_linear import Sparse24Linear
+
+        model: Any = load(options.directory).eval()
+        if not any(isinstance(module, Sparse24Linear) for module in model.modules()):
+            raise OptionError(
+                f"{options.directory} holds no packed 2:4 layers, which alone have kernels on CUDA "
+                "devices. Pack the pruned model with `mrp-lightning export --format packed`."
+            )
+
+        def save(report: SpeedReport) -> None:
+            if options.out is not None:
+                report.save(options.out)
+
+        report = compare(model.to(device), SpeedOptions.of(options), report_on=save)
+        save(report)
+        sys.stdout.write(tables(report))
 
 
 def _parser() -> Any:
-    parser = make_parser("python -m export.benchmark", str(__doc__))
+    parser = make_parser("mrp-lightning benchmark", str(__doc__))
     option = parser.add_argument
-    option("--shape", choices=SHAPES, nargs="+", required=True)
+    option("directory", metavar="MODEL", help="a packed 2:4 model, as `export` writes it")
     add_arguments(parser, batch_sizes=[1])
     text = "time every kernel on each layer shape at so many tokens; no number: only the models"
     tokens = {"type": number_from(1), "nargs": "*", "default": [*LAYER_TOKENS]}
     option("--layer-tokens", **tokens, metavar="N", help=text)
-    option("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
-    option("--out", metavar="DIR", help="write SHAPE-BACKEND.md and .json there as it runs")
+    option("--out", metavar="FILE", help="write FILE.md and FILE.json as it runs")
     return parser
 
 

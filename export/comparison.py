@@ -2,11 +2,9 @@
 
 import copy
 import logging
-import os
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,7 +12,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel, StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -28,8 +26,6 @@ from export.timing import (
     graphed,
     measure,
     microseconds,
-    prunable,
-    random_model,
     take_turns,
 )
 from mrp_lightning.errors import OptionError, first_line
@@ -367,25 +363,14 @@ def _markdown(columns: str, rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def packed_copy(model: PreTrainedModel, names: Iterable[str]) -> PreTrainedModel:
-    """Return the model with these layers packed; all other tensors are shared with the original."""
-    return _with_layers(
-        model, {name: Sparse24Linear.from_linear(model.get_submodule(name)) for name in names}
-    )
-
-
 def dense_copy(model: PreTrainedModel) -> PreTrainedModel:
     """Return the model with its packed layers dense; all other tensors are shared with it."""
-    layers = {n: m for n, m in model.named_modules() if isinstance(m, Sparse24Linear)}
-    return _with_layers(model, {name: layer.to_linear() for name, layer in layers.items()})
-
-
-def _with_layers(model: PreTrainedModel, layers: Mapping[str, nn.Module]) -> PreTrainedModel:
     shared: dict[int, Any] = {id(p): p for p in (*model.parameters(), *model.buffers())}
-    changed = copy.deepcopy(model, shared)
-    for name, layer in layers.items():
-        changed.set_submodule(name, layer)
-    return changed
+    dense = copy.deepcopy(model, shared)
+    for name, module in model.named_modules():
+        if isinstance(module, Sparse24Linear):
+            dense.set_submodule(name, module.to_linear())
+    return dense
 
 
 @checked
@@ -467,58 +452,3 @@ def _versions() -> dict[str, str]:
         return known
     driver, clock = answer.stdout.splitlines()[0].split(", ")
     return known | {"driver": driver, "highest clock": clock}
-
-
-def measure_shapes(
-    shapes: Sequence[str],
-    options: SpeedOptions,
-    dtype: str = "bfloat16",
-    out: str | os.PathLike[str] | None = None,
-) -> None:
-    """Measure shapes one after the other, and print their tables.
-
-    Args:
-        shapes: Keys of `SHAPES`.
-        options: What to measure.
-        dtype: Dtype of the weights, `bfloat16` or `float16`.
-        out: Directory for SHAPE-BACKEND.md and .json, which grow as it runs; `None` writes none.
-
-    Raises:
-        OptionError: There is no CUDA device, or the back-end cannot run on it.
-        SystemExit: With status 1 and their names if shapes could not be measured to their end.
-    """
-    if not torch.cuda.is_available():
-        raise OptionError("speed is measured on a CUDA device, and this machine has none.")
-    device = torch.device("cuda", torch.cuda.current_device())
-    check_backend(options.backend, device)
-    failed = []
-    for shape in shapes:
-        sys.stdout.write(f"## {shape}, {options.backend}\n\n")
-        path = None if out is None else Path(out, f"{shape}-{options.backend}")
-        try:
-            report = _measure_shape(shape, getattr(torch, dtype), device, options, path)
-        except Exception:  # the shapes that follow may fit where this one did not
-            log.exception("%s was not measured to its end.", shape)
-            failed.append(shape)
-        else:
-            sys.stdout.write(f"{tables(report)}\n")
-        sys.stdout.flush()
-    if failed:
-        raise SystemExit(f"not measured to the end: {', '.join(failed)}")
-
-
-def _measure_shape(
-    shape: str, dtype: torch.dtype, device: torch.device, options: SpeedOptions, path: Path | None
-) -> SpeedReport:
-    """Measure one shape, and save the report as it grows."""
-
-    def save(report: SpeedReport) -> None:
-        if path is not None:
-            report.save(path)
-
-    model = random_model(shape, dtype, device)
-    sparse = packed_copy(model, prunable(model))
-    del model
-    report = compare(sparse, options, report_on=save)
-    save(report)
-    return report

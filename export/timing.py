@@ -6,16 +6,16 @@ import statistics
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from export.backends import BACKENDS, TARGETS
 from mrp_lightning.cli.command import number_from
 from mrp_lightning.errors import first_line
-from mrp_sparse.formats.sparse24 import GROUP, pack, why_not_packable
+from mrp_sparse.formats.sparse24 import GROUP, pack
 from mrp_sparse.kernels import cusparselt
 from mrp_sparse.kernels.candidates import (
     KERNELS,
@@ -28,9 +28,6 @@ from mrp_sparse.kernels.candidates import (
 )
 from mrp_sparse.kernels.dispatch import STORED_DENSE, Failure, Measurement
 from mrp_sparse.kernels.operator import MAX_ERROR_RATIO
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 LAYER_TOKENS = (1, 4, 8, 16, 64, 256, 1024, 4096, 16384)
 
@@ -337,50 +334,3 @@ def why_wrong(y: Tensor, x: Tensor, dense: Tensor) -> str | None:
     if error <= allowed:
         return None
     return f"wrong result: its relative error is {error:.1e}, the limit {allowed:.1e}"
-
-
-_OF_ALL = {
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "max_position_embeddings": 16384,
-}
-_LLAMA = {"model_type": "llama", **_OF_ALL}
-_OPT = {"model_type": "opt", "word_embed_proj_dim": 4096, **_OF_ALL}
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama2-7b": {**_LLAMA, "vocab_size": 32000, "intermediate_size": 11008},
-    "llama3-8b": {
-        **_LLAMA,
-        "vocab_size": 128256,
-        "intermediate_size": 14336,
-        "num_key_value_heads": 8,
-    },
-    "opt-6.7b": {**_OPT, "vocab_size": 50272, "ffn_dim": 16384},
-}
-"""Shapes of published models; room for positions is larger, so that long prompts can be timed."""
-
-
-@torch.no_grad()
-def random_model(shape: str, dtype: torch.dtype, device: torch.device) -> "PreTrainedModel":
-    """Return a model of a published shape with random 2:4 weights, but for its dense head."""
-    from transformers import AutoConfig, AutoModelForCausalLM  # the shapes alone need none
-
-    options = dict(SHAPES[shape])
-    config = AutoConfig.for_model(options.pop("model_type"), **options)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    for layer in prunable(model).values():
-        layer.weight.copy_(random_24(layer.out_features, layer.in_features, dtype, device))
-    return model
-
-
-def prunable(model: "PreTrainedModel") -> dict[str, nn.Linear]:
-    """Return the linear layers that have a packed form, without the output head, by name."""
-    head = model.get_output_embeddings()
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-        and module is not head
-        and why_not_packable(module.weight.shape) is None
-    }

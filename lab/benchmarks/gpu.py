@@ -50,9 +50,10 @@ def tests() -> list[Command]:
 
 
 _SPEED = """\
-import torch
+import sys, torch
+sys.path.insert(0, "lab/benchmarks")
 from export.backends import why_not_here
-from export.comparison import SpeedOptions, measure_shapes
+from shapes import SpeedOptions, measure_shapes
 device, options = torch.device("cuda"), SpeedOptions(**{options})
 if options.backend != "auto" and (reason := why_not_here(options.backend, device)):
     print("Skipped:", reason)
@@ -64,7 +65,7 @@ else:
 def speed(shape: str, directory: str, **options: object) -> Command:
     """Return the command that times packed layers and models of a shape against dense ones.
 
-    It is `python -m export.benchmark`, without the package that reads command lines. A back-end
+    It is `shapes.py`, without the package that reads command lines. A back-end
     that this device lacks is skipped, with the reason.
     """
     return ["-c", _SPEED.format(shape=shape, options=options, out=f"{OUT}/{directory}")]

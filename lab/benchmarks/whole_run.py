@@ -23,12 +23,12 @@ from typing import Any
 
 import originals
 import torch
+from shapes import SHAPES
 from stopwatch import PARTS, Stopwatch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from export.timing import SHAPES
 from mrp_lightning.evaluation.perplexity import Perplexity, token_losses
 from mrp_lightning.models.loading import load_model, load_tokenizer
 from mrp_lightning.pruning.job import Job, Settings

@@ -4,18 +4,17 @@ import copy
 
 import pytest
 import torch
+from shapes import SHAPES, packed_copy, prunable, random_model
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from export import timing
-from export.comparison import Decoder, dense_copy, packed_copy, prefill
+from export.comparison import Decoder, dense_copy, prefill
 from export.conversion.checkpoint import open_checkpoint
 from export.conversion.parity import check_parity
 from export.conversion.selection import choose_layers
 from export.conversion.writing import write_packed
 from export.loading import expand_bitmasks, load
 from export.packing import PackingOptions, convert
-from export.timing import prunable, random_model
 from mrp_lightning.embedded import STDLIB_LLAMA
 from mrp_sparse.eight_bit_head import EightBitLinear
 from mrp_sparse.packed_linear import BitmaskLinear, Sparse24Linear
@@ -31,7 +30,7 @@ def kind(request, monkeypatch):
     common = {"model_type": request.param, "vocab_size": 2048, "hidden_size": 32}
     common["tie_word_embeddings"] = True
     small = common | {"num_hidden_layers": 2, "max_position_embeddings": 1024}
-    monkeypatch.setitem(timing.SHAPES, request.param, small | KINDS[request.param])
+    monkeypatch.setitem(SHAPES, request.param, small | KINDS[request.param])
     return request.param
 
 

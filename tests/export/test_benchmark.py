@@ -4,13 +4,15 @@ import json
 from dataclasses import asdict
 
 import pytest
+import shapes
 import torch
+from shapes import SHAPES, packed_copy, prunable, random_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import import_utils
 
-from export import comparison, timing
+from export import comparison
 from export.benchmark import main
 from export.comparison import (
     Decoder,
@@ -18,7 +20,6 @@ from export.comparison import (
     SpeedReport,
     compare,
     dense_copy,
-    packed_copy,
     prefill,
     speed_ups,
     tables,
@@ -27,14 +28,11 @@ from export.comparison import (
 from export.conversion.selection import alike
 from export.timing import (
     COLD_BYTES,
-    SHAPES,
     SpeedOptions,
     Timing,
     add_arguments,
     copies,
-    prunable,
     random_24,
-    random_model,
     take_turns,
 )
 from mrp_lightning.cli.command import make_parser
@@ -66,7 +64,7 @@ def tiny(monkeypatch):
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
     }
-    monkeypatch.setitem(timing.SHAPES, "tiny", small)
+    monkeypatch.setitem(SHAPES, "tiny", small)
     torch.manual_seed(0)
     return random_model("tiny", torch.float32, CPU)
 
@@ -144,7 +142,7 @@ def kind(request, monkeypatch):
     """The families of the published shapes, small."""
     common = {"model_type": request.param, "vocab_size": 64, "hidden_size": 32}
     small = common | {"num_hidden_layers": 2, "max_position_embeddings": 64}
-    monkeypatch.setitem(timing.SHAPES, request.param, small | KINDS[request.param])
+    monkeypatch.setitem(SHAPES, request.param, small | KINDS[request.param])
     return request.param
 
 
@@ -273,7 +271,7 @@ def test_a_command_line_gives_the_options():
 @pytest.mark.parametrize("number", ["0", "-1", "many"])
 def test_numbers_that_are_none_are_refused(number, capsys):
     with pytest.raises(SystemExit):
-        main(["--shape", "llama2-7b", f"--new-tokens={number}"])
+        main(["model", f"--new-tokens={number}"])
     assert f"--new-tokens: expected a number from 1, got '{number}'" in capsys.readouterr().err
 
 
@@ -331,8 +329,10 @@ def test_tables_show_wins_losses_and_failures():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA")
 def test_without_cuda_it_says_so(tiny, capsys):
     with pytest.raises(SystemExit):
-        main(["--shape", "llama2-7b"])
+        main(["model"])
     assert "this machine has none" in capsys.readouterr().err
+    with pytest.raises(OptionError, match="this machine has none"):
+        shapes.main(["--shape", "llama2-7b"])
     with pytest.raises(OptionError, match="on CUDA devices; the model is on cpu"):
         compare(packed_copy(tiny, prunable(tiny)), SpeedOptions())
 
@@ -401,12 +401,12 @@ def test_a_shape_that_fails_does_not_keep_others_from_being_measured(monkeypatch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(comparison, "random_model", lambda shape, dtype, device: shape)
-    monkeypatch.setattr(comparison, "prunable", lambda model: {})
-    monkeypatch.setattr(comparison, "packed_copy", lambda model, names: model)
-    monkeypatch.setattr(comparison, "compare", fails_for_llama2)
+    monkeypatch.setattr(shapes, "random_model", lambda shape, dtype, device: shape)
+    monkeypatch.setattr(shapes, "prunable", lambda model: {})
+    monkeypatch.setattr(shapes, "packed_copy", lambda model, names: model)
+    monkeypatch.setattr(shapes, "compare", fails_for_llama2)
     with pytest.raises(SystemExit, match="not measured to the end: llama2-7b"):
-        main(["--shape", "llama2-7b", "opt-6.7b", "--out", str(tmp_path / "out")])
+        shapes.main(["--shape", "llama2-7b", "opt-6.7b", "--out", str(tmp_path / "out")])
     shown = capsys.readouterr().out
     assert "## opt-6.7b, auto\n\ndevice a GPU\n" in shown
     assert {p.name for p in (tmp_path / "out").iterdir()} == {
@@ -437,3 +437,23 @@ def test_a_small_model_is_measured(kind, compile_mode, tmp_path, monkeypatch):
     assert wrong == []
     assert seen == sorted(seen)
     assert result.sparse_bytes > 0
+
+
+def test_a_model_on_disk_is_measured(as_if_on_cuda, exports, monkeypatch, tmp_path, capsys):
+    def compare(model, options, report_on):
+        assert sum(isinstance(m, Sparse24Linear) for m in model.modules()) == 14
+        report = SpeedReport({"device": "a GPU"}, options.backend, options.target, 2e12)
+        report_on(report)
+        assert (tmp_path / "speed.md").exists() == ("--out" in arguments)
+        return report
+
+    monkeypatch.setattr(comparison, "compare", compare)
+    monkeypatch.setattr("export.benchmark.device_named", lambda _: as_if_on_cuda)
+    monkeypatch.setattr(PreTrainedModel, "to", lambda model, device: model)
+    packed = str(exports("packed", tmp_path).packed)
+    for arguments in ([packed], [packed, "--out", str(tmp_path / "speed")]):
+        main(arguments)
+        assert capsys.readouterr().out == "device a GPU\n"
+    with pytest.raises(SystemExit):
+        main([str(exports("bitmask", tmp_path / "other").packed)])
+    assert "holds no packed 2:4 layers" in capsys.readouterr().err
