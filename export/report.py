@@ -81,7 +81,7 @@ class ExportReport:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """The content of `export_report.json`."""
+        """Return the content of `export_report.json`."""
         return {
             "format_version": FORMAT_VERSION,
             "source": self.source,

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 # The tests must not reach for a hub, nor may a progress bar of a library fill the log.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -77,16 +78,17 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @functools.cache
-def _first_files(split: str) -> list[str]:
-    from mrp_lightning.text.sources import standard_library
-
-    return list(islice(standard_library(split), 5))  # type: ignore[arg-type]
+def _first_files(read: Callable[[str], Iterator[str]], split: str) -> list[str]:
+    return list(islice(read(split), 5))
 
 
 @pytest.fixture
 def short_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the embedded text its first files: tokenizing all of it takes seconds."""
-    monkeypatch.setattr("mrp_lightning.text.sources.standard_library", _first_files)
+    from mrp_lightning.text import sources
+
+    read: Any = sources.standard_library
+    monkeypatch.setattr(sources, "standard_library", lambda split: _first_files(read, split))
 
 
 @pytest.fixture(scope="session")

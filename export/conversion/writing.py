@@ -163,7 +163,7 @@ def write_dense(
 
 
 def _settings(quant_method: str, version: int, modules: Any) -> dict[str, Any]:
-    """The `quantization_config` of a packed checkpoint."""
+    """Return the `quantization_config` of a packed checkpoint."""
     return {"quant_method": quant_method, "format_version": version, "modules": modules}
 
 
@@ -230,7 +230,7 @@ def write_converted(
 
 
 def _pickle_name(name: str) -> str:
-    """The name of the pickle, or index of pickles, in place of a safetensors file."""
+    """Return the name of the pickle, or index of pickles, that replaces a safetensors file."""
     return f"pytorch_{name}".replace(".safetensors", ".bin")
 
 

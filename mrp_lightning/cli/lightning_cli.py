@@ -196,6 +196,6 @@ def _named(keys: Iterable[str]) -> str:
 
 
 def _keys(arguments: Iterable[Argument], group: str) -> set[str]:
-    """The keys that a command line and its files set in a group of options."""
+    """Return the keys of a group of options that a command line and its files set."""
     paths = [one.path.split(".") for one in arguments]
     return {path[1] for path in paths if path[0] == group and len(path) > 1}

@@ -153,7 +153,7 @@ def list_layers(model: nn.Module, source: str, pattern: Pattern | None, **choice
 
 
 def print_listing(listing: Listing) -> None:
-    """The listing as tables, in which blocks that are alike share a row."""
+    """Print the listing as tables, in which blocks that are alike share a row."""
     console = Console(width=None if sys.stdout.isatty() else 160)
     classes = sorted({block["class"] for block in listing.blocks})
     where = f"{len(listing.blocks)} blocks ({', '.join(classes)})" if classes else "no blocks"
@@ -195,7 +195,7 @@ def _parser() -> Any:
 
 
 def _left_out(model: nn.Module, plan: Plan) -> list[LeftOut]:
-    """The plan's reasons, and all other weights of two or more dimensions."""
+    """Return the skipped layers of the plan and all other weights of two or more dimensions."""
     pruned = {id(layer.parameter) for layers in plan.layers.values() for layer in layers}
     pruned |= {id(layer.parameter) for layer in plan.outside}
     reasons = {skipped.name: skipped.reason for skipped in plan.skipped}
@@ -230,7 +230,7 @@ def _quantization(config: Any) -> str | None:
 
 
 def _table(title: str, columns: Sequence[str], listed: Iterable[Any]) -> Table:
-    """A row for all that share name without numbers, shape, and what the second column says."""
+    """Return a table with a row for all items of one name (without numbers), kind and shape."""
     name, attribute, shape, number = columns
     groups: dict[tuple[str, str, str], list[Any]] = {}
     for one in listed:

@@ -83,7 +83,7 @@ def _run(words: list[str], args: list[str] | None) -> None:
 
 
 def _help() -> str:
-    """The commands, each with what it does; made without what any of them needs."""
+    """Return the list of commands, without importing any of them."""
     plugins = {point.name: point.value for point in entry_points(group=GROUP)}
     of_export = {name: does for name, (_, does) in _OF_EXPORT.items()}
     commands = {**_COMMANDS, **of_export, **_OF_LIGHTNING, **plugins}

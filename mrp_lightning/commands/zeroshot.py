@@ -57,7 +57,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def print_results(model: str, zeroshot: Mapping[str, Scores]) -> None:
-    """Every metric with its standard error, and the mean of the accuracies."""
+    """Print every metric with its standard error, and the mean of the accuracies."""
     console = Console(width=None if sys.stdout.isatty() else 120)
     table = Table(title=model, title_justify="left")
     table.add_column("task", overflow="fold")

@@ -83,7 +83,7 @@ class Perplexity(MeanLoss):
         return super().compute().exp()
 
     def figures(self) -> dict[str, float | int]:
-        """Perplexity with all that it depends on, as `evaluation.json` has it."""
+        """Return the perplexity and all that it depends on, as `evaluation.json` stores it."""
         with self.sync_context():
             loss, counts = super().compute(), dim_zero_cat(self.counts)
             return {
@@ -116,7 +116,7 @@ class Perplexities:
         return {f"loss{suffix}": loss, f"perplexity{suffix}": perplexity}
 
     def figures(self) -> dict[str, dict[str, float | int]]:
-        """Return the figures so far by text; texts without a batch are left out.
+        """Return the perplexity and all that it depends on, as `evaluation.json` stores it.
 
         Those of `Windows` have the `prefix`, too: the number of tokens before each, not counted.
         """

@@ -92,7 +92,7 @@ class Layers:
         self._blocks, self._kinds = _in_order(ordered["block"]), list(short.values())
 
     def loss_part(self) -> Part | None:
-        """The losses of blocks and layers; of one group also the layers that lost most."""
+        """Return the losses by block and by layer, and the largest of a single group."""
         losses = _held(self._pruned, _LOSS)
         if losses.empty:
             return None
@@ -109,7 +109,7 @@ class Layers:
         return Part("Where it lost", _LOSS_TEXT, [table], [*pictures, *maps])
 
     def block_part(self) -> Part | None:
-        """Tables of the blocks as wholes, in the first run of each group, if any were reported."""
+        """Return the blocks of the first run of each group; `None` if none was reported."""
         table = self._of_blocks
         if table.empty:
             return None
@@ -128,7 +128,7 @@ class Layers:
         return Part("Blocks", _ERROR_TEXT, pictures=pictures, folds=[inner], folded=True)
 
     def _by_block(self, quantity: _Quantity, rows: pd.DataFrame) -> Iterator[Picture]:
-        """A line for each group; a band from the smallest to the largest of several runs."""
+        """Draw a line for each group over the blocks, with a band over its runs."""
         if len(self._blocks) < 2:
             return
         of_layers = "" if quantity == _ERROR else ": mean over its layers"
@@ -146,7 +146,7 @@ class Layers:
             yield draw_lines(name, caption, mean, self._methods, quantity.scale, band=band)
 
     def _by_kind(self, losses: pd.DataFrame) -> Iterator[Picture]:
-        """A line for each group over the kinds of layers."""
+        """Draw a line for each group over the kinds of layers."""
         by_kind = losses.groupby(["setting", "kind", "label"], sort=False)[_LOSS.key]
         for setting, values in by_kind.mean().groupby(level="setting", sort=False):
             lines = values.droplevel("setting").unstack(sort=False)
@@ -157,7 +157,7 @@ class Layers:
                 yield draw_lines(name, caption, lines, self._methods, _LOSS.scale, across="")
 
     def _maps(self) -> Iterator[Picture]:
-        """A map of all layers for each group whose layers differ; one scale for each setting."""
+        """Draw a map of the layers of each group whose losses differ; one scale a setting."""
         key, write = _LOSS.key, _LOSS.scale.write
         shape = {"index": self._kinds, "columns": self._blocks}
         for setting, layers in self._layers.groupby("setting", sort=False):
@@ -178,7 +178,7 @@ class Layers:
 
 
 def short_names(names: Sequence[str]) -> dict[str, str]:
-    """Each name by the fewest last parts of it that no other one ends with."""
+    """Return each name by the shortest suffix, in whole parts, that no other name ends with."""
     short = {}
     for name in names:
         parts = name.split(".")
@@ -190,14 +190,14 @@ def short_names(names: Sequence[str]) -> dict[str, str]:
 
 
 def _kind(layer: LayerReport) -> str:
-    """The name of a layer in its block, where numbers, such as those of experts, are `*`."""
+    """Return the name of a layer in its block, with numbers, such as those of experts, as `*`."""
     if layer.name == layer.block:
         return "(the block itself)"
     return without_numbers(layer.name.removeprefix(f"{layer.block}."))
 
 
 def _in_order(blocks: Iterable[Any]) -> list[str]:
-    """Blocks stack by stack, as the stacks first appear, and the layers outside of them last."""
+    """Return block names by list, in the order of their first blocks; "" (no block) comes last."""
     numbered = {block: stack_and_number(block) for block in dict.fromkeys(blocks)}
     stacks = [stack for stack, _ in numbered.values()]
     return sorted(
@@ -206,7 +206,7 @@ def _in_order(blocks: Iterable[Any]) -> list[str]:
 
 
 def _held(table: pd.DataFrame, quantity: _Quantity) -> pd.DataFrame:
-    """The rows that have a value."""
+    """Return the rows in which the quantity is not missing."""
     return table.dropna(subset=[quantity.key]).astype({quantity.key: float})
 
 

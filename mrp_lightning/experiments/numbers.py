@@ -22,7 +22,7 @@ def _of_finite(write: Callable[[float], str]) -> Write:
 
 @_of_finite
 def perplexity(value: float) -> str:
-    """Three decimals below 1,000, none above, and one digit from 1e5 on."""
+    """Format a perplexity: three decimals below 1,000, none above, one digit from 1e5 on."""
     if value >= 1e5:
         return f"{value:.0e}".replace("e+0", "e").replace("e+", "e")
     return f"{value:.3f}" if value < 1000 else f"{value:,.0f}"
@@ -30,43 +30,43 @@ def perplexity(value: float) -> str:
 
 @_of_finite
 def relative_loss(value: float) -> str:
-    """A fraction with four decimals, or with three digits where it is small."""
+    """Format a fraction with four decimals, or with three digits if it is below 0.001."""
     return f"{value:.4f}" if value == 0 or value >= 0.001 else scientific(value, 2)
 
 
 @_of_finite
 def percent(value: float) -> str:
-    """A fraction in percent."""
+    """Format a fraction in percent."""
     return f"{100 * value:.4g}%"
 
 
 @_of_finite
 def points(value: float) -> str:
-    """A number that is in percent already, without the sign."""
+    """Format a number of percent, without the sign."""
     return f"{value:.2f}"
 
 
 @_of_finite
 def count(value: float) -> str:
-    """A whole number with separators."""
+    """Format a whole number with thousands separators."""
     return f"{value:,.0f}"
 
 
 @_of_finite
 def number(value: float) -> str:
-    """Four significant digits."""
+    """Format a number with four significant digits."""
     return f"{value:.4g}".replace("e-", "e−")
 
 
 @_of_finite
 def seconds(value: float) -> str:
-    """A time without its unit."""
+    """Format seconds, without the unit."""
     return f"{value:.3f}" if value < 1 else f"{value:,.1f}"
 
 
 @_of_finite
 def memory(value: float) -> str:
-    """Bytes, in binary units."""
+    """Format a number of bytes in binary units."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if value >= size:
             return f"{value / size:,.2f} {unit}"
@@ -74,7 +74,7 @@ def memory(value: float) -> str:
 
 
 def duration(value: float) -> str:
-    """A time with its unit."""
+    """Format seconds as seconds, minutes or hours, with the unit."""
     if value < 120:
         return f"{seconds(value)} s"
     minutes, rest = divmod(round(value), 60)
@@ -82,10 +82,10 @@ def duration(value: float) -> str:
 
 
 def scientific(value: float, decimals: int = 1) -> str:
-    """With a minus sign at which no line is broken."""
+    """Format a number with an exponent, and a minus sign at which no line is broken."""
     return f"{value:.{decimals}e}".replace("e-", "e−")
 
 
 def signed(value: float, write: Callable[[float], str]) -> str:
-    """With its sign, a minus at which no line is broken."""
+    """Format a number with its sign, a minus at which no line is broken."""
     return f"{'−' if value < 0 else '+'}{write(abs(value))}"

@@ -161,7 +161,7 @@ def check_page(out: Path, *, overwrite: bool = False) -> None:
 
 
 def pictures_directory(out: Path) -> Path:
-    """The directory of the PNG files of a page."""
+    """Return the directory of the PNG files of a page."""
     return out.with_name(f"{out.stem}-figures")
 
 
@@ -201,7 +201,7 @@ def named_pictures(
 
 
 def parts_of(frame: ScoreFrame) -> list[Part]:
-    """All parts that have something to show: scores, losses, the rest."""
+    """Return the parts of a page that are not empty: scores, losses, the rest."""
     model = frame.model
     layers = Layers(model) if model.groups else None
     parts = [results_part(frame), zero_shot_part(frame)]
@@ -211,7 +211,7 @@ def parts_of(frame: ScoreFrame) -> list[Part]:
 
 
 def title_of(model: ModelRuns) -> str:
-    """Model, pattern and method of one group; of several their settings and number of methods."""
+    """Return the title of a model: setting and method of one group, a summary of several."""
     if not model.groups:
         return model.name
     if len(model.originals) == 1:
@@ -225,7 +225,7 @@ def title_of(model: ModelRuns) -> str:
 
 
 def headline(frame: ScoreFrame) -> Iterator[HeadValue]:
-    """Every value of one group; of several the best perplexity, or loss, of each setting."""
+    """Yield all values of a single group; of several the best perplexity, or loss, by setting."""
     model = frame.model
     texts = [score for score in frame.scores if score.is_perplexity]
     if len(model.originals) == 1:
@@ -297,7 +297,7 @@ def _costs(frame: ScoreFrame, group: RunGroup) -> Iterator[HeadValue]:
 
 
 def results_part(frame: ScoreFrame) -> Part | None:
-    """Perplexity, loss and time of all groups."""
+    """Return perplexity, loss and time of all groups; `None` if nothing was measured."""
     table = results_table(frame)
     if table is None:
         return None
@@ -315,7 +315,7 @@ def results_part(frame: ScoreFrame) -> Part | None:
 
 
 def _perplexity_picture(frame: ScoreFrame, score: Score) -> Iterator[Picture]:
-    """A line for each group over the settings, with that of the dense model."""
+    """Draw a line for each group over the settings, and one for the dense model."""
     means = frame.means[score].dropna()
     finite = means[means.map(isfinite)]
     lost = [f"{label} at {setting}" for setting, label in means.index.difference(finite.index)]
@@ -331,7 +331,7 @@ def _perplexity_picture(frame: ScoreFrame, score: Score) -> Iterator[Picture]:
 
 
 def zero_shot_part(frame: ScoreFrame) -> Part | None:
-    """Zero-shot tasks before and after pruning; `None` where there are none."""
+    """Return zero-shot results before and after pruning; `None` if there are none."""
     table = zero_shot_table(frame)
     if table is None:
         return None
@@ -354,7 +354,7 @@ def _methods(frame: ScoreFrame) -> dict[str, str | None]:
 
 
 def notes(model: ModelRuns) -> list[Note]:
-    """The notes on all runs of a model; one that is about several runs is made once."""
+    """Return the notes on the runs of a model; a note on several runs is listed once."""
     runs: dict[str, list[str]] = {}
     for run in model.runs:
         for text in (*_run_notes(run), *_layer_notes(run)):
@@ -380,7 +380,7 @@ def _run_notes(run: RunDirectory) -> Iterator[str]:
 
 
 def _layer_notes(run: RunDirectory) -> Iterator[str]:
-    """Notes on the layers that have a problem, each with the worst of them."""
+    """Yield a note for each kind of problem that layers have, with the worst layer."""
     layers, tolerance = run.pruned_layers, run.config.get("tolerance")
     if isinstance(tolerance, int | float):
         near = f"may be further from the optimal loss than the tolerance of {tolerance:.0e}"
@@ -410,7 +410,7 @@ def _layer_notes(run: RunDirectory) -> Iterator[str]:
 
 
 def _worst(badness: Mapping[LayerReport, float], problem: str, amount: str) -> Iterator[str]:
-    """The number of layers that have a problem, and its amount in the worst of them."""
+    """Yield the number of layers that have a problem, and its amount in the worst of them."""
     if badness:
         worst = max(badness, key=lambda layer: badness[layer])
         number = "1 layer" if len(badness) == 1 else f"{len(badness)} layers"
@@ -418,7 +418,7 @@ def _worst(badness: Mapping[LayerReport, float], problem: str, amount: str) -> I
 
 
 def _text_notes(model: ModelRuns) -> Iterator[Note]:
-    """Perplexities of one text are comparable only if they are of the same windows."""
+    """Yield a note for each text whose perplexities are of different windows."""
     names = ("context", "windows", "tokens")
     runs: dict[str, dict[str, list[str]]] = {}
     for run in model.runs:
@@ -434,7 +434,7 @@ def _text_notes(model: ModelRuns) -> Iterator[Note]:
 
 
 def next_steps(frame: ScoreFrame) -> Iterator[NextStep]:
-    """The next steps after one result; none where several are compared."""
+    """Yield recommendations after a single result; none if several are compared."""
     model = frame.model
     if len(model.originals) != 1:
         return
@@ -471,7 +471,7 @@ def next_steps(frame: ScoreFrame) -> Iterator[NextStep]:
 
 
 def _dense_part(model: ModelRuns) -> Part | None:
-    """The layers that were left dense, by kind and reason."""
+    """Return the layers that were left dense, by kind and reason."""
     layers = pd.DataFrame(
         [
             (layer.skipped, without_numbers(layer.name), layer.name, run.name)
@@ -490,7 +490,7 @@ def _dense_part(model: ModelRuns) -> Part | None:
 
 
 def _settings_part(model: ModelRuns) -> Part:
-    """Runs, configuration, versions, layers."""
+    """Return the runs with their configuration, versions and layers."""
     header = ("directory", *(label for _, label, _ in _RUN_COLUMNS), "complete")
     rows = []
     for group in model.rows:
@@ -525,7 +525,7 @@ def _settings_part(model: ModelRuns) -> Part:
 
 
 def _values_table(caption: str, head: str, configs: Sequence[Mapping[str, Any]]) -> Table:
-    """Keys and their values in several mappings, each different value once."""
+    """Return a table of the keys of several mappings with their distinct values."""
     rows = []
     for key in dict.fromkeys(key for config in configs for key in config):
         values = dict.fromkeys(plain(config[key]) for config in configs if key in config)
@@ -534,7 +534,7 @@ def _values_table(caption: str, head: str, configs: Sequence[Mapping[str, Any]])
 
 
 def _layer_table(run: RunDirectory) -> Table:
-    """Every layer of a run; only columns that hold something."""
+    """Return a table of the layers of a run, without empty columns."""
     columns = [c for c in _LAYER_COLUMNS if any(getattr(x, c[0]) is not None for x in run.layers)]
     header = ("layer", "shape", *(label for _, label, _ in columns))
     rows = [
@@ -562,7 +562,7 @@ def _subtitle(runs: Sequence[RunDirectory], models: Sequence[ModelRuns]) -> str:
 
 
 def _zipped(runs: Sequence[RunDirectory]) -> bytes:
-    """The files as they were read, the same bytes for the same files."""
+    """Return a ZIP archive of the files of runs, with equal bytes for equal files."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         for run in runs:
@@ -573,17 +573,17 @@ def _zipped(runs: Sequence[RunDirectory]) -> bytes:
 
 
 def _read(name: str) -> str:
-    """The text of a template."""
+    """Return the text of a template."""
     return resources.files(__package__).joinpath(name).read_text("utf-8")
 
 
 def _slug(name: str) -> str:
-    """A name as letters, digits and hyphens."""
+    """Return a name in letters, digits and hyphens."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower().replace(":", "of")).strip("-") or "picture"
 
 
 def _unique(names: Sequence[str]) -> list[str]:
-    """Slugs of names, numbered from the second on where several are the same."""
+    """Return the slugs of names, numbered from the second on if several are equal."""
     unique: list[str] = []
     for slug in map(_slug, names):
         tries = (slug if i == 1 else f"{slug}-{i}" for i in itertools.count(1))

@@ -114,12 +114,12 @@ def picture(
 
 
 def color_of(method: str) -> str:
-    """The colour of a canonical method."""
+    """Return the colour of a canonical method."""
     return SERIES[method_rank(method) % len(SERIES)]
 
 
 def marker_of(method: str) -> str:
-    """The marker of a canonical method."""
+    """Return the marker of a canonical method."""
     return _MARKERS[method_rank(method) % len(_MARKERS)]
 
 
@@ -203,7 +203,7 @@ def draw_lines(
 
 
 def common_scale(tables: Sequence[pd.DataFrame]) -> Normalize:
-    """Equal ratios from the smallest to the largest value, or from 0 if that is among them."""
+    """Return a logarithmic scale over all values, or a linear one from 0 if one is 0."""
     values = [x for table in tables for x in table.stack().dropna()]
     low, high = min(values, default=0.0), max(values, default=0.0)
     return LogNorm(low, high) if 0 < low < high else Normalize(0.0, high or 1.0)
@@ -260,7 +260,7 @@ def draw_map(
 
 
 def _in_words(values: pd.DataFrame, scale: Scale) -> str:
-    """The values of each column, or their range."""
+    """Describe each column by its values, or by their mean and range if they are many."""
 
     def shown(column: pd.Series) -> str:
         if len(column) <= _LISTED:
@@ -272,7 +272,7 @@ def _in_words(values: pd.DataFrame, scale: Scale) -> str:
 
 
 def new_figure(height: float) -> tuple[Figure, Axes]:
-    """A pair of axes of the width of a phone; the height is in inches."""
+    """Return a figure of a phone's width and `height` inches, with one pair of axes."""
     figure = Figure(figsize=(_WIDTH, height), layout="constrained")
     return figure, figure.subplots()
 
@@ -336,7 +336,7 @@ def set_block_axis(axes: Axes, blocks: Sequence[str]) -> None:
 
 
 def stack_and_number(block: str) -> tuple[str, int | None]:
-    """The list that a block is in, and its index in that: `None` for a block in no list."""
+    """Return the name of the list that a block is in, and its index, `None` outside lists."""
     stack, _, number = block.rpartition(".")
     return (stack, int(number)) if number.isdecimal() and len(number) < 10 else (block, None)
 

@@ -79,15 +79,15 @@ class RunConfiguration(PruningCLI):
         super().instantiate_classes()
 
     def described(self) -> dict[str, Any]:
-        """The configuration by dotted key, with its defaults."""
+        """Return the configuration by dotted key, defaults included."""
         return dict(_flat(_nested(self.parser, self.config)))
 
     def difference(self, earlier: Mapping[str, Any]) -> str:
-        """Its differences from what `described` gave of another run, or an older version of it."""
+        """Describe how this configuration differs from an earlier result of `described`."""
         return "; ".join(differences(earlier, self.described(), self._defaults))
 
     def _defaults(self, keys: Iterable[str]) -> dict[str, Any]:
-        """The defaults of some options, which may depend on the values of all others."""
+        """Return the defaults of some options, which may depend on the values of all others."""
         wanted, parser = set(keys), self.parser
         others = _without(_nested(parser, self.config), wanted)
         exits, parser.exit_on_error = parser.exit_on_error, False
@@ -101,7 +101,7 @@ class RunConfiguration(PruningCLI):
 
 
 def configure(trial: Trial, sweep: Sweep) -> RunConfiguration:
-    """The configuration of the run of a trial."""
+    """Return the configuration of the run of a trial."""
     options = sweep.options(trial)
     if trial.method is not None:
         directory = str(sweep.directory(trial))
@@ -156,7 +156,7 @@ def make_runs(sweep: Sweep, console: Console) -> dict[Trial, str]:
 
 
 def comparable_runs(sweep: Sweep, console: Console) -> list[RunDirectory]:
-    """The finished runs without those that were not selected and are of another configuration."""
+    """Return the finished runs but those that are not selected and have another configuration."""
     runs = _finished_runs(sweep, sweep.trials)
     others = {trial: run for trial, run in runs.items() if trial not in sweep.selected}
     stale = [trial for trial, run in others.items() if _difference(sweep, trial, run)]
@@ -231,13 +231,13 @@ def _zeroshot(cli: RunConfiguration, tasks: Tasks) -> Mapping[str, Scores]:
 
 
 def _finished_runs(sweep: Sweep, trials: Sequence[Trial]) -> dict[Trial, RunDirectory]:
-    """The finished runs, in the order of their trials."""
+    """Return the finished runs, in the order of their trials."""
     finished = [trial for trial in trials if (sweep.directory(trial) / TRIAL).exists()]
     return {trial: read_run(sweep.directory(trial), str(trial.directory)) for trial in finished}
 
 
 def _difference(sweep: Sweep, trial: Trial, run: RunDirectory) -> str:
-    """The difference of the configuration of a run from the sweep's, if there is one."""
+    """Describe how the configuration of a run differs from the sweep's; "" if it does not."""
     return configure(trial, sweep).difference(run.finished.config) if run.finished else ""
 
 
@@ -310,7 +310,7 @@ def _check_models_were_saved(sweep: Sweep, runs: Mapping[Trial, RunDirectory]) -
 
 
 def _why_no_model(model: str, sweep: Sweep) -> str | None:
-    """Why no run of a model can be made, `None` if it can; only its configuration is read."""
+    """Return the reason why a model cannot be loaded, by its configuration alone, or `None`."""
     options = configure(Trial(model), sweep).config.model
     if "class_path" in options:
         return "`class_path`: a sweep measures perplexity. Name a language model, `model.model`."
@@ -343,7 +343,7 @@ def _set(values: Any, path: Sequence[str], value: Any) -> None:
 
 
 def _flat(values: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """The values in mappings, and in lists of mappings, by dotted key."""
+    """Yield the values of nested mappings, and of lists of mappings, by dotted key."""
     if isinstance(values, list) and any(isinstance(value, dict) for value in values):
         values = dict(enumerate(values))
     if not isinstance(values, dict) or not values:
@@ -354,7 +354,7 @@ def _flat(values: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _without(values: Any, keys: set[str], key: str = "") -> Any:
-    """Nested values without some, and without mappings that held nothing else."""
+    """Return nested values without some keys, and without mappings that held nothing else."""
     if isinstance(values, list):
         return [_without(value, keys, f"{key}.{i}") for i, value in enumerate(values)]
     if not isinstance(values, dict):

@@ -234,7 +234,7 @@ def is_dense_run(directory: Path) -> bool:
 
 
 def _dense_next_to(root: Path) -> Iterator[RunDirectory]:
-    """Dense runs next to a directory; those that are damaged are left out with a warning."""
+    """Yield the dense runs next to a directory; damaged ones are skipped with a warning."""
     try:
         siblings = sorted(root.absolute().parent.iterdir())
     except OSError as error:
@@ -328,7 +328,7 @@ class ModelRuns:
         return [run for group in self.rows for run in group.runs]
 
     def by_setting(self, groups: Iterable[RunGroup] | None = None) -> dict[str, list[RunGroup]]:
-        """The original groups, or others, of each setting."""
+        """Return the groups (default: the originals) by setting."""
         by_setting: dict[str, list[RunGroup]] = {}
         for group in self.originals if groups is None else groups:
             by_setting.setdefault(group.setting, []).append(group)
@@ -379,7 +379,7 @@ def _home(run: RunDirectory) -> Path:
 
 
 def _dense_scores_of(cluster: Sequence[RunDirectory]) -> RunDirectory | None:
-    """A stand-in for the dense run, from the `dense` scores that `prune` stores."""
+    """Return a stand-in for the dense run, from the `dense` scores that `prune` stores."""
     for run in cluster:
         if run.evaluation.dense:
             source = run.config.get(_BASE_MODEL)
@@ -389,7 +389,7 @@ def _dense_scores_of(cluster: Sequence[RunDirectory]) -> RunDirectory | None:
 
 
 def _nearest(run: RunDirectory, dense: Sequence[RunDirectory]) -> tuple[RunDirectory, ...]:
-    """The dense runs that are nearest; one called `dense` before others."""
+    """Return the dense runs in the nearest directory, preferably the one called `dense`."""
     candidates = [candidate for candidate in dense if _may_be_base(candidate, run)]
     for parent in run.directory.absolute().parents:
         near = [candidate for candidate in candidates if _home(candidate) == parent]
@@ -430,7 +430,7 @@ def _model_name(cluster: Sequence[RunDirectory], dense: RunDirectory | None, *, 
 
 
 def _dense_name(run: RunDirectory) -> str:
-    """The sweep's name, a hub id as it is, a directory by its last part."""
+    """Return the name of a dense model: of its sweep, a hub id, or the last part of a path."""
     source = run.evaluation.model
     if run.finished or not source:
         return run.trial.model or run.directory.resolve().name
@@ -438,7 +438,7 @@ def _dense_name(run: RunDirectory) -> str:
 
 
 def _groups(runs: Sequence[RunDirectory]) -> list[RunGroup]:
-    """The groups of a model, in the order in which their first runs come."""
+    """Return the groups of a model, in the order of their first runs."""
     groups: dict[str, list[RunDirectory]] = {}
     alike: dict[str, list[str]] = {}  # keys of the groups of one recipe and one changed option
     for run in runs:
@@ -461,14 +461,14 @@ def _groups(runs: Sequence[RunDirectory]) -> list[RunGroup]:
 
 
 def _options(run: RunDirectory) -> dict[str, str]:
-    """The arguments of a run that can tell it from another of the same setting."""
+    """Return the arguments that can distinguish a run from another of the same setting."""
     left_out = {*_NO_LABEL, *([_BASE_MODEL] if run.finished else [])}
     left_out |= set() if has_blocks(str(run.trial.method)) else {"block_size"}
     return {key: plain(value) for key, value in run.config.items() if key not in left_out}
 
 
 def _differing(options: Collection[Mapping[str, str]]) -> list[str]:
-    """The options that differ among those that have them."""
+    """Return the options that have different values in several configurations."""
     values: dict[str, set[str]] = {}
     for config in options:
         for key, value in config.items():
@@ -487,5 +487,5 @@ def _label(run: RunDirectory, options: Mapping[str, str], differing: Sequence[st
 
 
 def plain(value: Any) -> str:
-    """A value of the configuration as YAML has it."""
+    """Return a value of the configuration as YAML writes it."""
     return value if isinstance(value, str) else json.dumps(value)

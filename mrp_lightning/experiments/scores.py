@@ -56,7 +56,7 @@ class Score:
         return f"{'accuracy' if reported else self.metric}/{self.of.removesuffix('_openai')}"
 
     def __str__(self) -> str:
-        """As a heading, such as `perplexity wikitext2 @2048`."""
+        """Return the score as a heading, such as `perplexity wikitext2 @2048`."""
         if self.zero_shot:
             return self.of if self.metric == "accuracy" else f"{self.of} {self.metric}"
         name = " ".join([self.metric, *([self.of] if self.of not in ("", UNNAMED) else [])])
@@ -86,7 +86,7 @@ RELATIVE_LOSS, SECONDS, CPU_SECONDS = map(Score, ("relative loss", "seconds", "C
 
 
 def named(text: str) -> str:
-    """The name of an evaluation text for a reader."""
+    """Return the name of an evaluation text for a reader."""
     return "the evaluation text" if text == UNNAMED else text
 
 
@@ -183,17 +183,17 @@ class ScoreFrame:
             self.texts.loc[(setting, label), score] = _with_error(values, score.write)
 
     def values(self, group: tuple[str, str], score: Score) -> pd.Series:
-        """The values of a score in the runs of a (setting, label), by their seeds."""
+        """Return the values of a score in the runs of a (setting, label), by seed."""
         is_group = (self.rows["setting"] == group[0]) & (self.rows["label"] == group[1])
         rows = self.rows[is_group & (self.rows["score"] == score)]
         return rows.set_index("seed")["value"]
 
     def detail(self, score: Score) -> str:
-        """How a score was measured in the runs that have it."""
+        """Return how a score was measured in the runs that have it."""
         return " or ".join(dict.fromkeys(self.rows["detail"][self.rows["score"] == score]))
 
     def lowest(self, scores: Sequence[Score]) -> set[tuple[str, str, Score]]:
-        """The (setting, label, score) of the lowest mean of a setting where finite means differ."""
+        """Return (setting, label, score) of the lowest mean of each setting whose means differ."""
         finite = self.means[list(scores)].replace(math.inf, math.nan)
         settings = finite.groupby(level="setting")
         is_lowest = (finite == settings.transform("min")) & (settings.transform("nunique") > 1)
@@ -201,12 +201,12 @@ class ScoreFrame:
 
 
 def deviation(values: pd.Series) -> float | None:
-    """The standard deviation of a sample; `None` where it is not defined."""
+    """Return the standard deviation of a sample; `None` if it is not defined."""
     return float(values.std()) if len(values) > 1 and np.isfinite(values).all() else None
 
 
 def text(values: pd.Series, write: Write) -> str:
-    """Mean ± standard deviation of the finite values, and how many were not finite."""
+    """Format the finite values as mean ± standard deviation, and count the others."""
     finite = values[np.isfinite(values)]
     if finite.empty:
         return MISSING if values.empty else write(math.inf)
@@ -218,14 +218,14 @@ def text(values: pd.Series, write: Write) -> str:
 
 
 def _with_error(rows: pd.DataFrame, write: Write) -> str:
-    """The mean over runs ± the standard deviation, or of one run ± its standard error."""
+    """Format runs as mean ± standard deviation, a single run with its standard error."""
     written, error = text(rows["value"], write), rows["error"].iloc[0]
     is_single = len(rows) == 1 and np.isfinite(rows["value"].iloc[0]) and not math.isnan(error)
     return f"{written} ± {write(error)}" if is_single else written
 
 
 def _as_precise_as(mean: str, deviation: float, write: Write) -> str:
-    """A deviation with the decimals of its mean."""
+    """Format a deviation with the decimals of its mean."""
     if "e" in mean:
         return write(deviation)
     decimals = len(mean.partition(".")[2].rstrip("%"))
@@ -263,14 +263,14 @@ class Table:
     def of_rows(
         cls, caption: str, header: Sequence[str], rows: Sequence[Sequence[str]], **options: Any
     ) -> "Table":
-        """A table of rows that begin with their group and name; `header` begins with `head`."""
+        """Return a table of rows (group, name, cells …); `header` has no name for the group."""
         names = [(row[0], row[1]) for row in rows]
         index = pd.MultiIndex.from_tuples(names, names=("group", "name"))
         cells = pd.DataFrame([row[2:] for row in rows], index, list(header[1:]), dtype=object)
         return cls(caption, cells, header[0], **options)
 
     def groups(self) -> Iterator[tuple[str, list[tuple[str, list[tuple[str, bool]]]]]]:
-        """Each group with its rows: a name, and each cell with whether it is the best."""
+        """Yield each group with its rows: a name, and each cell with whether it is the best."""
         rows: dict[str, list[tuple[str, list[tuple[str, bool]]]]] = {}
         for (group, name), texts in zip(self.cells.index, self.cells.to_numpy(), strict=True):
             keys = ((group, name, column) for column in self.cells)
@@ -280,7 +280,7 @@ class Table:
 
 
 def results_table(frame: ScoreFrame) -> Table | None:
-    """Perplexity, loss and time of all groups; `None` where nothing was measured."""
+    """Return perplexity, loss and time of all groups; `None` if nothing was measured."""
     scores = [score for score in frame.scores if not score.zero_shot]
     if not scores:
         return None
@@ -293,7 +293,7 @@ def results_table(frame: ScoreFrame) -> Table | None:
 
 
 def zero_shot_table(frame: ScoreFrame) -> Table | None:
-    """All metrics of all tasks; `None` where there are none."""
+    """Return all metrics of all tasks; `None` if there are none."""
     scores = [score for score in frame.scores if score.zero_shot]
     caption = "± standard error of one run; of several runs mean ± standard deviation."
     return _score_table(caption, frame, scores) if scores else None
@@ -307,7 +307,7 @@ def _score_table(
     *,
     count_runs: bool = False,
 ) -> Table:
-    """Scores (columns) of the dense model and of the groups that have any."""
+    """Return a table of scores (columns) of the groups that have any."""
     cells = frame.texts.loc[frame.means[scores].notna().any(axis=1), scores]
     is_pruned = cells.index.get_level_values("setting") != ""
     cells[is_pruned] = cells[is_pruned].replace("", MISSING)
@@ -353,7 +353,7 @@ def write_tables(models: Sequence[ModelRuns], directory: Path) -> str:
 
 
 def score_rows(frame: ScoreFrame) -> Iterator[dict[str, Any]]:
-    """A row for each group and score, for programs."""
+    """Yield a row for each group and score, for programs."""
     for group in frame.model.rows:
         trial = group.trial
         for score in frame.scores:
@@ -374,7 +374,7 @@ def score_rows(frame: ScoreFrame) -> Iterator[dict[str, Any]]:
 
 
 def markdown(table: Table) -> str:
-    """A table in Markdown; groups are the first column, if any has a name."""
+    """Return a table in Markdown; the groups are its first column if any has a name."""
     grouped = any(group for group, _ in table.groups())
     header = [*([table.group] if grouped else []), table.head, *table.cells]
     lines = [header, ["---"] * len(header)]

@@ -164,7 +164,7 @@ class Sweep:
                 yield f"{key} has `{setting}`, and `runs` gives the settings. Leave it out."
 
     def _method_of(self, name: str) -> str:
-        """The method of a recipe, or the one of this name."""
+        """Return the method of a recipe, or the method of this name."""
         if name in self.recipes:
             return str(self.recipes[name]["method"])
         if self.recipes and not _is_method(name):
@@ -175,7 +175,7 @@ class Sweep:
         return name
 
     def _repeat(self, model: str, setting: str, name: str) -> list[Trial]:
-        """A method or recipe at a setting: each block size, seed and ablation where it differs."""
+        """Return the trials of a method or recipe for all block sizes, seeds and changes."""
         method = self._method_of(name)
         recipe = self.recipes.get(name)
         sizes = self.models[model].block_sizes if has_blocks(method) else [None]

@@ -212,7 +212,7 @@ def parse_setting(setting: str, method: str) -> Recipe:
 
 
 def _arguments(setting: str) -> dict[str, Any]:
-    """The arguments `sparsity`, `pattern` and `bits` of a setting."""
+    """Return the arguments `sparsity`, `pattern` and `bits` of a setting."""
     match = _SETTING.fullmatch(setting) if isinstance(setting, str) and setting else None
     if match is None:
         raise OptionError(

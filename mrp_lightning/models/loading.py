@@ -196,7 +196,7 @@ def stored_dtype(model: PreTrainedModel) -> torch.dtype:
 def wider_dtypes(
     model: PreTrainedModel, dtype: torch.dtype, *, as_published: bool
 ) -> dict[str, torch.dtype]:
-    """The dtypes of weights that are stored in more than `dtype`, by their names in the model.
+    """Return the dtypes of weights that are stored in more than `dtype`, by name in the model.
 
     These are the weights that transformers keeps in float32 in a model that it loads in `dtype`
     and, `as_published`, those that are wider in the files from which the model was loaded, as far
