@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
+from pages.parts import number_of
 
 from mrp_lightning.experiments.numbers import number, perplexity
 from mrp_lightning.experiments.pictures import Part
@@ -54,7 +55,7 @@ def findings(models: Sequence[ModelRuns]) -> list[Finding]:
             "context": score.context or 0,
             "how": trial.recipe or trial.method,
             "option": trial.changed.option if trial.changed else "",
-            "value": trial.changed.number if trial.changed else None,
+            "value": number_of(trial.changed),
             "is_plain": not (trial.changed or trial.recipe),
             "seed": -1 if trial.seed is None else trial.seed,
             "perplexity": entry["value"],

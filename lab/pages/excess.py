@@ -73,7 +73,7 @@ def draw_excess(
         figure.supxlabel(above, fontsize=9, color=MUTED)
         return figure
 
-    return picture(name, caption, _words(panels, dense, peers), draw, wide=across > 1)
+    return picture(name, caption, _words(panels, dense, peers), draw)
 
 
 def _draw_panel(

@@ -21,6 +21,7 @@ from mrp_lightning.experiments.scores import (
     results_table,
     zero_shot_table,
 )
+from mrp_lightning.experiments.trials import ChangedOption
 from mrp_lightning.records.evaluation import UNNAMED
 
 
@@ -135,6 +136,13 @@ def _above_dense(
     yield draw_excess(name, caption, panels, methods, dense=base, peers=peers)
 
 
+def number_of(changed: ChangedOption | None) -> float | None:
+    """Return the value of a changed option if it is a number, else `None`."""
+    value = changed and changed.value
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number else None
+
+
 def _over_options(frame: ScoreFrame, score: Score) -> Iterator[Picture]:
     """A line for each recipe or method over the values of each option that was varied.
 
@@ -145,17 +153,17 @@ def _over_options(frame: ScoreFrame, score: Score) -> Iterator[Picture]:
         if group.trial.changed and np.isfinite(frame.means.at[_key(group), score]):
             varied.setdefault((group.setting, group.trial.changed.option), []).append(group)
     for (setting, option), groups in varied.items():
-        if any(g.trial.changed is None or g.trial.changed.number is None for g in groups):
+        if any(number_of(group.trial.changed) is None for group in groups):
             continue
         sizes = {group.trial.columns for group in groups} - {""}
         methods, rows = {}, []
         for group in groups:
-            changed, values = group.trial.changed, frame.values(_key(group), score)
-            assert changed is not None
+            values = frame.values(_key(group), score)
             size = f", S={group.trial.columns}" if len(sizes) > 1 else ""
             label = f"{group.trial.label}{size}"
             methods[label] = group.method
-            rows.append((label, changed.number, float(values.mean()), deviation(values) or 0.0))
+            number = number_of(group.trial.changed)
+            rows.append((label, number, float(values.mean()), deviation(values) or 0.0))
         table = pd.DataFrame(rows, columns=["label", "x", "mean", "spread"])
         shaped = table.pivot_table(["mean", "spread"], "x", "label", "first", sort=False)
         shaped = shaped.reindex(sorted(set(table["x"])))

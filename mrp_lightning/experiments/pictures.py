@@ -57,7 +57,6 @@ class Picture:
         alt: Its content in words and numbers.
         svg: With a transparent background.
         png: On light paper, for use elsewhere.
-        wide: Whether it takes the width of the page.
     """
 
     name: str
@@ -65,7 +64,6 @@ class Picture:
     alt: str
     svg: bytes
     png: bytes
-    wide: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,17 +87,14 @@ class Part:
 
 
 class Scale(NamedTuple):
-    """An axis: its name, the format and the unit of its values, and whether it starts at 0."""
+    """An axis: its name, the format of its values, and whether it starts at 0."""
 
     name: str
     write: Write
-    divisor: float = 1.0
     zero: bool = True
 
 
-def picture(
-    name: str, caption: str, words: str, draw: Callable[[], Figure], *, wide: bool = False
-) -> Picture:
+def picture(name: str, caption: str, words: str, draw: Callable[[], Figure]) -> Picture:
     """Draw a picture; `words` describe it, after the caption."""
     alt = f"{caption} {words}"
     with warnings.catch_warnings(), matplotlib.rc_context(STYLE):
@@ -110,7 +105,7 @@ def picture(
         figure.savefig(svg, format="svg", metadata=nothing)
         figure.set_layout_engine("none")  # it is laid out now, and laying out takes longest
         figure.savefig(png, format="png", dpi=200, facecolor=PAPER, metadata={"Title": alt})
-    return Picture(name, caption, alt, svg.getvalue(), png.getvalue(), wide)
+    return Picture(name, caption, alt, svg.getvalue(), png.getvalue())
 
 
 def color_of(method: str) -> str:
@@ -178,12 +173,11 @@ def draw_lines(
         ends = {}
         for label, style in zip(values, line_styles([methods[x] for x in values]), strict=True):
             style |= {} if len(values) <= 16 else {"marker": ""}
-            line = pd.Series(values[label].to_numpy(), positions).dropna() / scale.divisor
+            line = pd.Series(values[label].to_numpy(), positions).dropna()
             axes.plot(line.index, line, **style)
             for low, high in [band] if band else []:
-                limits = (low[label] / scale.divisor, high[label] / scale.divisor)
-                color = style["color"]
-                axes.fill_between(positions, *limits, color=color, alpha=0.18, linewidth=0)
+                area: Any = {"color": style["color"], "alpha": 0.18, "linewidth": 0}
+                axes.fill_between(positions, low[label], high[label], **area)
             if len(line):
                 ends[label] = (float(line.index[-1]), float(line.iloc[-1]), str(style["color"]))
         if across is None:
@@ -193,7 +187,7 @@ def draw_lines(
         else:
             _set_category_axis(axes, list(values.index))
         axes.set(**{} if across is None else {"xlabel": across}, ylabel=scale.name)
-        shown = pd.concat([values, *(band or ())]).stack().dropna() / scale.divisor
+        shown = pd.concat([values, *(band or ())]).stack().dropna()
         set_value_axis(axes, "y", list(shown), zero=scale.zero)
         if len(ends) > 1:
             label_ends(axes, ends)

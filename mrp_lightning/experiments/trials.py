@@ -77,12 +77,6 @@ class ChangedOption:
         return self.text if isinstance(self.value, list | dict) else str(self.value)
 
     @property
-    def number(self) -> float | None:
-        """The value if it is a number, else `None`."""
-        is_number = isinstance(self.value, int | float) and not isinstance(self.value, bool)
-        return float(self.value) if is_number else None
-
-    @property
     def name(self) -> str:
         """The change as a part of a directory's name, with a hash if the value is no plain text."""
         text = self.value_text
