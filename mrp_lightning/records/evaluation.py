@@ -2,8 +2,9 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from mrp_lightning.environment import versions
 from mrp_lightning.files import save_ours
@@ -56,16 +57,8 @@ class Evaluation:
     format_version: int = FORMAT_VERSION
 
 
-def record(
-    directory: str | os.PathLike[str],
-    *,
-    perplexity: Mapping[str, Scores] | None = None,
-    zeroshot: Mapping[str, Scores] | None = None,
-    continuations: Mapping[str, Mapping[str, str]] | None = None,
-    dense: Mapping[str, Scores] | None = None,
-    model: str | None = None,
-) -> Path:
-    """Add results to `evaluation.json`; those of other texts and tasks stay as they are.
+def record(directory: str | os.PathLike[str], **scores: Any) -> Path:
+    """Add scores to `evaluation.json`; those of other texts and tasks stay as they are.
 
     Perplexities are also written into the card of a pruned model in the same directory: into its
     text, and into the results that the Hugging Face hub reads.
@@ -74,11 +67,8 @@ def record(
 
     Args:
         directory: The directory of the file; made if it does not exist.
-        perplexity: By text, as in `Evaluation`.
-        zeroshot: By task, as in `Evaluation`.
-        continuations: By text, as in `Evaluation`.
-        dense: By text, as in `Evaluation`.
-        model: As in `Evaluation`; `None` keeps what is recorded.
+        **scores: Fields of `Evaluation`: `perplexity`, `zeroshot`, `continuations`, `dense` and
+            `model`. `None` adds nothing.
 
     Returns:
         The path of the file.
@@ -88,17 +78,11 @@ def record(
     """
     path = Path(directory) / NAME
     recorded = read(directory) if path.exists() else Evaluation()
-    content = Evaluation(
-        perplexity={**recorded.perplexity, **(perplexity or {})},
-        zeroshot={**recorded.zeroshot, **(zeroshot or {})},
-        continuations={
-            **recorded.continuations,
-            **{k: dict(v) for k, v in (continuations or {}).items()},
-        },
-        dense={**recorded.dense, **(dense or {})},
-        model=model or recorded.model,
-        versions={**recorded.versions, **versions()},
-    )
+    added = {key: value for key, value in scores.items() if value is not None}
+    by_name = {
+        key: {**getattr(recorded, key), **value} for key, value in added.items() if key != "model"
+    }
+    content = replace(recorded, **{**added, **by_name, "versions": recorded.versions | versions()})
     text = as_json({"format_version": FORMAT_VERSION, **asdict(content)})
     save_ours(path, text, adds=True)
     add_perplexities(path.parent, content.perplexity, content.dense)

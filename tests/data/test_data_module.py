@@ -237,6 +237,7 @@ def test_a_tokenizer_is_needed():
         ready(TextDataModule()).calibration_windows()
 
 
+@pytest.mark.usefixtures("short_library")
 @pytest.mark.parametrize("has_alibi", [False, True])
 def test_the_window_is_checked_against_the_positions_of_the_model(tokenizer, has_alibi):
     """Attention that is biased by distance has no positions to run out of."""
@@ -275,6 +276,7 @@ def test_windows_are_of_the_tokenizer_of_the_model_that_runs(tokenizer, files):
     assert not torch.equal(*windows)
 
 
+@pytest.mark.usefixtures("short_library")
 def test_the_default_window_fits_the_model(tokenizer):
     trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
     data = TextDataModule(num_samples=1, tokenizer=tokenizer)
