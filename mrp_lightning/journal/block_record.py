@@ -17,20 +17,20 @@ from mrp_lightning.records.report import BlockReport, LayerReport
 from mrp_lightning.targets.layers import Layer
 
 _KEY = "record"
-"""The name, in the metadata of a file, of all that is in a record but its weights."""
+"""The key, in the metadata of a file, of a record's content other than weights."""
 _LONGEST_HEADER = 100_000_000  # bytes, as the library has it
 
 
 @dataclass(frozen=True, eq=False)
 class BlockRecord:
-    """The record of one block, or of the layers outside the blocks.
+    """The record of one finished block, or of the layers outside of the blocks.
 
     Attributes:
-        name: The name of the block, empty for the layers outside.
-        rows: The rows of its layers in the report, skipped ones too.
-        block: The row of the block as a whole, `None` where nothing was done to it.
-        weights: The parameters of the pruned layers, and of others that were tuned with them, by
-            their names in the checkpoint.
+        name: The name of the block, empty for layers outside of the blocks.
+        rows: The rows of its layers in the report, skipped layers included.
+        block: The row of the block itself, `None` without tuning and allocation.
+        weights: The parameters of pruned layers, and of others that were tuned, by their names in
+            the checkpoint.
     """
 
     name: str
@@ -61,10 +61,10 @@ class BlockRecord:
     ) -> None:
         """Write the weights back into the pruned layers of the block, and into the `tuned` ones.
 
-        `before_change` is called with each of these layers before any is written.
+        `before_change` is called with each of these layers before any of them is written.
 
         Raises:
-            JournalError: Layers that were pruned are not among them.
+            JournalError: The record has pruned layers that are not among `layers`.
         """
         changed = self.pruned(layers)
         names = {layer.name for layer in changed}
@@ -118,7 +118,7 @@ class BlockRecord:
         """Read a file that `save` wrote.
 
         Raises:
-            FormatError: Its rows are damaged, or of another version of mrp-lightning.
+            FormatError: The rows are damaged, or of another version of mrp-lightning.
         """
         with safe_open(file, "pt") as opened:
             weights = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118

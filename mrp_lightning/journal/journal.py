@@ -59,7 +59,7 @@ def require_free(save_dir: str | PathLike[str]) -> None:
 
     Raises:
         JournalError: Another process holds it.
-        SaveError: The path of its lock is taken by something else.
+        SaveError: Something else exists at the path of the lock.
     """
     path = journal_path(save_dir)
     if (path / _LOCK).exists():
@@ -94,7 +94,7 @@ def hold(path: Path) -> FileLock:
 
 
 def remove(path: Path, lock: FileLock) -> None:
-    """Delete a journal, unless another process has its lock; files of others stay."""
+    """Delete the files that a journal wrote, unless another process has its lock."""
     with suppress(Timeout, OSError):
         lock.acquire(timeout=0)
         empty(path)
@@ -116,7 +116,7 @@ def empty(path: Path) -> None:
 
 
 def refuse_others(path: Path) -> None:
-    """Raise a SaveError if files of others have the names of a journal's blocks."""
+    """Raise a `SaveError` if files that no journal wrote have the names of a journal's blocks."""
     ours = _blocks(path)
     names = [f.name for f in path.iterdir() if _BLOCK.fullmatch(f.name) and f not in ours]
     if names:
@@ -129,8 +129,8 @@ def refuse_others(path: Path) -> None:
 def _blocks(path: Path) -> list[Path]:
     """Return the files that a journal wrote for its blocks.
 
-    These are the files in its manifest, files whose content is a record, whole or torn, and partial
-    files of zeros, which a power cut may leave in place of a file that was being written.
+    These are the files in the manifest, files that hold a record, whole or truncated, and partial
+    files of zeros, which a power failure may leave in place of a file that was being written.
     """
     try:
         listed = {entry.file for entry in Manifest.load(path).shards.values()}
@@ -147,20 +147,21 @@ def _blocks(path: Path) -> list[Path]:
 
 
 def _is_blank(file: Path) -> bool:
-    """Return whether a file begins with zeros alone, or is empty."""
+    """Return whether a file is empty or begins with zeros alone."""
     with file.open("rb") as content:
         return not any(content.read(_BLANK_BYTES))
 
 
 class Journal(AbstractContextManager["Journal"]):
-    """The journal of one run, which this process holds from `Journal.open` until `close`.
+    """The journal of one run, locked from `Journal.open` until `close`.
 
     It is on the disk of process 0. All processes call `in`, `read`, `restore` and `write` in the
     same order.
 
     Attributes:
-        path: The directory.
-        manifest: Its content; in processes other than 0 the content when it was opened.
+        path: The directory of the journal.
+        manifest: The content of the journal; in processes other than 0, that at the time of
+            opening.
     """
 
     def __init__(
@@ -174,7 +175,7 @@ class Journal(AbstractContextManager["Journal"]):
         self.path, self.manifest, self._lock = path, manifest, lock
         self._processes, self._streamed = processes, streamed
         self._damaged: set[int] = set()
-        # `_go_on` moves these back by the times of earlier runs.
+        # `_go_on` moves these start times back by the durations of earlier runs.
         self._start, self._cpu_start = time.monotonic(), time.process_time()
 
     @classmethod
@@ -192,23 +193,23 @@ class Journal(AbstractContextManager["Journal"]):
         """Start the journal of a run, or resume one of the same fingerprint.
 
         The number of processes must be the same, since sums over other shares of the data are
-        rounded in another way.
+        rounded differently.
 
         Args:
             save_dir: The directory that the run will write.
             fingerprint: The facts that decide the result.
             resume: Whether an existing journal is resumed. Otherwise it is removed.
             about: Facts about the run for its report; see `Manifest`.
-            defaults: The defaults of settings, by name: a journal that was begun before a setting
-                existed was begun with its default.
-            processes: The processes that make the run together; all of them call this.
+            defaults: The defaults of settings, by name: a journal from before a setting existed
+                counts as one with its default.
+            processes: The processes of the run; all of them must call this.
             streamed: The blocks that stay in files. Their shards hold whole blocks, each as a file
                 of the checkpoint, and are read from here once they are written.
 
         Raises:
-            JournalError: A live process holds it; or it holds blocks, and is damaged or of another
-                run: all differences are named.
-            SaveError: It cannot be written, or files of others stand where its own are to be.
+            JournalError: A live process holds the journal; or the journal has blocks, and is
+                damaged or of another run. The message names all differences.
+            SaveError: The journal cannot be written, or other files have the names of its files.
         """
         path = journal_path(save_dir)
         if processes.rank:
@@ -234,12 +235,12 @@ class Journal(AbstractContextManager["Journal"]):
         return journal
 
     def __contains__(self, step: int) -> bool:
-        """Return whether a step is done, and its shard is whole."""
+        """Return whether a step is done and its shard is undamaged."""
         is_whole = step in self.manifest.shards and step not in self._damaged
         return bool(self._processes.all(is_whole)[0])
 
     def read(self, step: int) -> BlockRecord | None:
-        """Read the record of a step; it is `None` while the step is still to be done."""
+        """Read the record of a step, `None` if the step is not done."""
         if step not in self:
             return None
         if self._processes.size == 1:
@@ -265,7 +266,7 @@ class Journal(AbstractContextManager["Journal"]):
         """Write the record of a step into its layers; see `BlockRecord.restore`.
 
         Returns:
-            The record, `None` while the step is still to be done.
+            The record, `None` if the step is not done.
         """
         record = self.read(step)
         streamed = self._streamed
@@ -283,12 +284,12 @@ class Journal(AbstractContextManager["Journal"]):
         return self.path / self.manifest.shards[step].file
 
     def write(self, step: int, record: BlockRecord) -> None:
-        """Store the record of a step: a block of the walk, or after all the layers outside.
+        """Store the record of a step: a block, or last the layers outside of the blocks.
 
-        Of a streamed block, which is pinned, all tensors are stored.
+        For a streamed block, which must be pinned, all tensors are stored.
 
         Raises:
-            SaveError: It cannot be written. All earlier shards are whole.
+            SaveError: The shard cannot be written. All earlier shards stay valid.
         """
         if self._lock is None:
             return
@@ -301,7 +302,7 @@ class Journal(AbstractContextManager["Journal"]):
         file = self.path / f"block-{step:05}.safetensors"
         partial = file.with_name(f"{file.name}.partial")
         try:
-            partial.unlink(missing_ok=True)  # a link would be followed
+            partial.unlink(missing_ok=True)  # else a link would be followed
             record.save(partial)
             entry = Entry(file.name, sha256_of(partial), digest(sorted(record.weights.items())))
             move_durably(partial, file)
@@ -321,7 +322,7 @@ class Journal(AbstractContextManager["Journal"]):
             streamed.read_from(record.name, file)
 
     def allocate(self, allocation: dict[str, dict[str, float]]) -> None:
-        """Store how the sparsity is spread over blocks and layers."""
+        """Store the allocated sparsities of blocks and layers."""
         if self._lock is not None:
             self.manifest.allocation = allocation
             self._save_manifest()
@@ -351,7 +352,7 @@ class Journal(AbstractContextManager["Journal"]):
         differing = differences(earlier.fingerprint, self.manifest.fingerprint, lambda _: defaults)
         same_weights = earlier.fingerprint.get(WEIGHTS) == self.manifest.fingerprint.get(WEIGHTS)
         if differing and not earlier.shards and same_weights:
-            # Nothing is lost: no block is finished, and none of this model's is half pruned.
+            # Nothing is lost: no block is finished, and the model of this process is unchanged.
             self._start_afresh()
             return
         if differing:
@@ -374,7 +375,7 @@ class Journal(AbstractContextManager["Journal"]):
                 self._damaged.add(step)
 
     def _keep(self, step: int, entry: Entry) -> None:
-        """Add an entry. If it differs from an earlier, damaged one, all later entries are void."""
+        """Add an entry. If it differs from an earlier, damaged one, drop all later entries."""
         earlier = self.manifest.shards.get(step)
         if earlier is not None and earlier.weights != entry.weights:
             void = [later for later in self.manifest.shards if later > step]
@@ -397,7 +398,7 @@ class Journal(AbstractContextManager["Journal"]):
 
 
 def find_journal(path: str | PathLike[str]) -> Path | None:
-    """Return the journal at a path, or that of the directory there; `None` if there is none."""
+    """Return the journal at a path, or that of the directory at the path; `None` for neither."""
     path = Path(path)
     if path.name.startswith(".") and path.name.endswith(".partial") and (path / NAME).is_file():
         return path

@@ -1,4 +1,4 @@
-"""Checks that a checkpoint is whole and plausible, before a model is built from it."""
+"""Check that a checkpoint is complete and plausible, before a model is built from it."""
 
 import os
 import pickle
@@ -28,12 +28,12 @@ _NO_PICKLE = "it is no whole pickle of tensors alone, and only such are read"
 
 
 def read_pickle(file: str | os.PathLike[str], classes: Sequence[type] = ()) -> Any:
-    """Return the tensors and plain containers in a file of `torch.save`, and run nothing of it.
+    """Load the tensors and plain containers in a file of `torch.save`, without running its code.
 
-    It may hold tensors of the `classes`, too.
+    Tensors of the subclasses `classes` are allowed, too.
 
     Raises:
-        FormatError: The file is compressed: memory-mapped, its bytes would be taken for weights.
+        FormatError: The file is compressed, so that its memory-mapped bytes would not be weights.
     """
     is_archive = zipfile.is_zipfile(file)
     if is_archive:
@@ -45,7 +45,7 @@ def read_pickle(file: str | os.PathLike[str], classes: Sequence[type] = ()) -> A
 
 
 def why_no_pickle(file: Path) -> str | None:
-    """Return the reason why `read_pickle` refuses a file, or `None`."""
+    """Return why `read_pickle` refuses a file, `None` if it does not."""
     try:
         read_pickle(file)
     except pickle.UnpicklingError as error:
@@ -58,25 +58,25 @@ def why_no_pickle(file: Path) -> str | None:
         )
     except (EOFError, FormatError, RuntimeError) as error:
         return str(error).splitlines()[0] if str(error) else "it is empty or cut off"
-    except Exception:  # torch's own unpickler stumbles over what is no pickle
+    except Exception:  # of any type: torch's unpickler does not check that a file is a pickle
         return _NO_PICKLE
     return None
 
 
 MOST_MODULES = 4096
-"""Layers, blocks or experts of one kind that a model has at most. The largest that are published
-have some hundreds."""
+"""The largest plausible number of layers, blocks or experts of one kind; published models have some
+hundreds."""
 _MOST_LABELS = 10**6
 _COUNT = re.compile(r"(layers?|blocks?|depths?|experts|stages|levels|attention_types)$")
 _FREE = 2**28
-"""Weights that a model may have whatever the size of its files: tables that are computed."""
+"""The number of weights that a model may have beyond its files, for computed tables."""
 
 
 def check_values(values: Any, source: str | os.PathLike[str]) -> None:
-    """Refuse a `config.json` that would keep transformers busy for ever, or have it fetch code.
+    """Raise for a `config.json` that would make transformers loop for ever, or fetch code.
 
     Raises:
-        FormatError: The file holds no object, or absurd values, which are all listed.
+        FormatError: The file holds no object, or implausible values; the message lists all.
     """
     if not isinstance(values, Mapping):
         raise FormatError(
@@ -122,16 +122,16 @@ def check_files(directory: Path, model: nn.Module) -> None:
 
 
 def check_size(model: nn.Module, num_bytes: int, source: str | os.PathLike[str]) -> None:
-    """Refuse a model that is far larger than the files that its weights are to come from.
+    """Raise if a model is far larger than the files of its weights.
 
     Args:
         model: The model on the meta device, where it takes no memory.
-        num_bytes: The size of these files. A weight takes a byte or more, but for packed and
-            quantized ones, which take a bit or more.
-        source: Where they are, for the message.
+        num_bytes: The size of these files. A weight takes at least a byte, or a bit if it is packed
+            or quantized.
+        source: The location of the files, for the message.
 
     Raises:
-        FormatError: Most of the weights are in no file.
+        FormatError: The files are too small to hold the weights.
     """
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
     needed = sum(tensor.numel() for tensor in tensors)
@@ -166,7 +166,7 @@ def misfits(
 
 
 def check_saved(model: PreTrainedModel, directory: str | os.PathLike[str]) -> None:
-    """Load a directory that was just written on the meta device, by the class of its model.
+    """Check a newly written directory by loading it, on the meta device, with its model's class.
 
     Only the headers of the files are read. transformers converts names and stacked experts as in
     any loading.
@@ -187,7 +187,7 @@ def check_saved(model: PreTrainedModel, directory: str | os.PathLike[str]) -> No
         return convert_and_load_state_dict_in_model(built, stored, on_meta)
 
     verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # the error below names the weights
+    transformers_logging.set_verbosity_error()  # the error below lists the weights
     try:
         with loading_weights_by(load_weights), without_bars(), torch.inference_mode(False):
             loaded: Any = type(model).from_pretrained(
@@ -203,15 +203,15 @@ _REPAIR = "Change the modules of the model or its `config`, so that the one fits
 
 
 def check_class(model: PreTrainedModel) -> None:
-    """Raise before any work if the class of a model, by its configuration, has other weights.
+    """Raise, before any work, if a model has other weights than its class and configuration give.
 
-    Such a model was changed after it was made, and no checkpoint of it loads.
+    Such a model was modified after its construction, and no checkpoint of it would load.
 
     Raises:
         SaveError: Weights of the class are missing in the model, or have other shapes there.
     """
     if getattr(model.config, "quantization_config", None) is not None:
-        return  # packed weights have shapes of their own, and cannot be pruned
+        return  # packed weights have other shapes, and cannot be pruned anyway
     built = build_without_weights(deepcopy(model.config), kind=type(model))
     shapes = {without_compiled(name): x.shape for name, x in model.state_dict().items()}
     wrong = [
@@ -230,7 +230,7 @@ def check_class(model: PreTrainedModel) -> None:
 
 @contextmanager
 def without_bars() -> Iterator[None]:
-    """Hide the bars that transformers shows while it loads weights."""
+    """Hide the progress bars that transformers shows while it loads weights."""
     hook = transformers_logging.set_tqdm_hook(lambda _, args, __: args[0])
     try:
         yield
@@ -241,9 +241,9 @@ def without_bars() -> Iterator[None]:
 def larger(
     source: str | os.PathLike[str], model: PreTrainedModel, names: Iterable[str]
 ) -> str | None:
-    """Return how a checkpoint is of a larger model than its configuration makes, or `None`.
+    """Return how a checkpoint's model is larger than its configuration says, `None` if it is not.
 
-    `names` are those of tensors in the checkpoint: all, or those that the model has not.
+    `names` are the names of the checkpoint's tensors: all, or those that the model lacks.
     """
     if not (surplus := list(_surplus(model, names))):
         return None
@@ -255,10 +255,10 @@ def larger(
 
 
 def _surplus(model: PreTrainedModel, names: Iterable[str]) -> Iterator[str]:
-    """Yield for each list of blocks how many a checkpoint holds beyond those of the model.
+    """Yield, for each list of blocks, how many more blocks a checkpoint holds than the model.
 
-    Other tensors that the model lacks, such as old buffers, do not count. Nor do the blocks that
-    predict further tokens, which follow the last one in some families.
+    Other tensors that the model lacks, such as old buffers, do not count; nor do the blocks for
+    multi-token prediction that follow the last block in some families.
     """
     made: dict[str, int] = {}
     for name in model.state_dict():
@@ -267,7 +267,7 @@ def _surplus(model: PreTrainedModel, names: Iterable[str]) -> Iterator[str]:
     surplus: dict[str, set[int]] = {}
     further = getattr(model.config, "num_nextn_predict_layers", None) or 0
     for name in names:
-        # A checkpoint of the base model leaves out the first part of the names.
+        # The names in a checkpoint of the base model lack the first part.
         for blocks, index in (*_places(name), *_places(f"{model.base_model_prefix}.{name}")):
             if index >= made.get(blocks, index + 1) + further:
                 surplus.setdefault(blocks, set()).add(index)
@@ -276,7 +276,7 @@ def _surplus(model: PreTrainedModel, names: Iterable[str]) -> Iterator[str]:
 
 
 def _places(name: str) -> Iterator[tuple[str, int]]:
-    """Yield the lists of blocks that the name of a tensor goes through, with the index in each."""
+    """Yield the lists of blocks that contain a tensor, by its name, with the index in each."""
     for part in re.finditer(r"\.(\d+)(?=\.)", name):
         yield name[: part.start()], int(part[1])
 
@@ -289,14 +289,14 @@ def not_loaded(source: str, error: Exception) -> str:
 
 @contextmanager
 def explained_damage(source: str, revision: str | None) -> Iterator[None]:
-    """Turn an error of loading a model into one that names its damaged files, or the model.
+    """Replace errors of loading a model in this context by one that names the damaged files.
 
     Raises:
-        FormatError: The model that is loaded in this context is damaged.
+        FormatError: The model cannot be loaded.
     """
     try:
         yield
-    except Exception as error:  # transformers trusts files, and stumbles in many ways
+    except Exception as error:  # of any type: transformers does not check files
         is_ours = isinstance(error, OSError | ImportError | FormatError | OptionError | TargetError)
         if is_ours or is_out_of_memory(error):
             raise
@@ -312,9 +312,9 @@ def explained_damage(source: str, revision: str | None) -> Iterator[None]:
 
 
 def damaged_files(directory: Path) -> dict[str, str]:
-    """Return the reasons why files with weights in a directory cannot be read, by file name.
+    """Return why weight files in a directory cannot be read, by file name; empty if all can.
 
-    Of a safetensors file only the header is read.
+    Only the headers of safetensors files are read.
     """
     reasons = {}
     for file in sorted((*directory.glob("*.safetensors"), *directory.glob("pytorch_model*.bin"))):
@@ -335,16 +335,17 @@ def _why_no_safetensors(file: Path) -> str | None:
 
 @contextmanager
 def explained_checkpoint(path: Any) -> Iterator[None]:
-    """Explain why the Lightning checkpoint read in this context cannot be; it may be at a URL.
+    """Explain errors of reading a Lightning checkpoint, a path or URL, in this context.
 
     Raises:
-        FormatError: The file is damaged, no such checkpoint, or holds more than may be unpickled.
+        FormatError: The file is damaged, no Lightning checkpoint, or holds objects that may not be
+            unpickled.
     """
     try:
         yield
     except FormatError:
         raise
-    except Exception as error:  # what is in the file decides; other errors are not of the file
+    except Exception as error:  # only an unreadable file is explained; other errors pass
         reason = None
         if isinstance(path, str | Path) and Path(path).is_file():
             reason = why_no_pickle(Path(path)) or why_no_checkpoint(read_pickle(path))
@@ -356,7 +357,7 @@ def explained_checkpoint(path: Any) -> Iterator[None]:
 
 
 def why_no_checkpoint(content: Any) -> str | None:
-    """Return the reason why the content of a file is no checkpoint of Lightning, or `None`."""
+    """Return why the content of a file is no Lightning checkpoint, `None` if it is one."""
     keys = ("state_dict", "pytorch-lightning_version")
     if isinstance(content, dict) and all(key in content for key in keys):
         return None

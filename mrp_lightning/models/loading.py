@@ -1,4 +1,4 @@
-"""Loading of models, configurations and tokenizers from directories, the hub and GGUF files."""
+"""Load models, configurations and tokenizers from directories, the hub and GGUF files."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -47,7 +47,7 @@ from mrp_lightning.upstream.transformers_names import conversions_at_loading, dt
 
 
 def make_config(values: dict[str, Any]) -> PreTrainedConfig:
-    """Return the configuration that the content of a `config.json` describes.
+    """Return the configuration that the values of a `config.json` describe.
 
     Raises:
         OptionError: `values` has no `model_type`.
@@ -61,7 +61,7 @@ def make_config(values: dict[str, Any]) -> PreTrainedConfig:
     check_values(values, "the dictionary")
     try:
         return AutoConfig.for_model(**values)
-    except Exception as error:  # each configuration checks its values in its own way
+    except Exception as error:  # of any type, from the model's own checks
         raise FormatError(not_loaded("the dictionary", error)) from error
 
 
@@ -95,11 +95,11 @@ def load_config(source: str, **hub: Any) -> PreTrainedConfig:
         try:
             location = found_at(source)
             check_values(PreTrainedConfig.get_config_dict(**location, **hub)[0], source)
-            # Without the argument, transformers would ask on the terminal.
+            # Always passed, since transformers would otherwise ask on the terminal.
             config = AutoConfig.from_pretrained(**location, **{"trust_remote_code": False} | hub)
         except (OSError, FormatError):
             raise
-        except Exception as error:  # each configuration checks its values in its own way
+        except Exception as error:  # of any type, from the model's own checks
             raise FormatError(not_loaded(source, error)) from error
     register_format(config)
     return config
@@ -117,17 +117,17 @@ def _explained_absence(source: str) -> Iterator[None]:
 
 
 def load_model(source: str, dtype: torch.dtype | None, **options: Any) -> PreTrainedModel:
-    """Load a causal language model, every weight of which is in the checkpoint.
+    """Load a causal language model, and check that all of its weights are in the checkpoint.
 
     Args:
         source: Directory, hub id or GGUF file of the model.
-        dtype: Precision to load the weights in; `None` keeps the checkpoint's, which of a GGUF file
-            is bfloat16, whatever it is quantized to.
+        dtype: Precision to load the weights in; `None` keeps the checkpoint's, and means bfloat16
+            for a GGUF file.
         **options: `revision`, `trust_remote_code` and `attn_implementation`.
 
     Raises:
         TargetError: The checkpoint is quantized, lacks weights that the model needs, or holds more
-            blocks than its configuration makes.
+            blocks than its configuration says.
         FormatError: Files of the checkpoint are damaged, hold more than tensors, or do not fit its
             configuration; or its index names files outside of its directory. `load_config` raises
             more.
@@ -139,14 +139,14 @@ def load_model(source: str, dtype: torch.dtype | None, **options: Any) -> PreTra
     if reason := why_not_readable(config):
         raise TargetError(f"`model`: the checkpoint {source} is {reason}")
     published = config.dtype
-    if not hub.get("trust_remote_code"):  # code that is trusted may be of any size and make
+    if not hub.get("trust_remote_code"):  # trusted code may build a model of any size
         _check_files(source, config)
     with _explained_absence(source), explained_damage(source, hub.get("revision")):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             **found_at(source),
             dtype=dtype or "auto",
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # which is told below, by name
+            ignore_mismatched_sizes=True,  # reported below, by name
             **options,
         )
     model, loading = loaded
@@ -158,19 +158,19 @@ def load_model(source: str, dtype: torch.dtype | None, **options: Any) -> PreTra
 
 
 def _check_files(source: str, config: PreTrainedConfig) -> None:
-    """Refuse a directory whose files cannot be those of the model, before they are read."""
+    """Raise, before weights are read, if a directory's files cannot be those of the model."""
     try:
         as_dtype(config.dtype)
     except OptionError as error:
         raise FormatError(f"`model`: config.json of {source}: {error}") from error
     directory = Path(source).expanduser()
     model = build_without_weights(config, kind=AutoModelForCausalLM)
-    if directory.is_dir():  # the files of the hub are not here yet
+    if directory.is_dir():  # the hub's files are not downloaded yet
         check_files(directory, model)
 
 
 def as_dtype(name: torch.dtype | str | None) -> torch.dtype | None:
-    """Return the floating dtype of a name such as `bfloat16`; a dtype and `None` are given back.
+    """Return the floating dtype of a name such as `bfloat16`; return a dtype or `None` unchanged.
 
     Raises:
         OptionError: torch has no floating dtype of that name.
@@ -189,18 +189,18 @@ _WIDE = {"F32": torch.float32, "F64": torch.float64}
 
 
 def stored_dtype(model: PreTrainedModel) -> torch.dtype:
-    """Return the precision in which a model was published, and in which it is stored."""
+    """Return the precision in which a model was published, and is stored again."""
     return as_dtype(model.config.dtype) or model.dtype
 
 
 def wider_dtypes(
     model: PreTrainedModel, dtype: torch.dtype, *, as_published: bool
 ) -> dict[str, torch.dtype]:
-    """Return the dtypes of weights that are stored in more than `dtype`, by name in the model.
+    """Return the dtypes of weights that are stored wider than `dtype`, by name.
 
-    These are the weights that transformers keeps in float32 in a model that it loads in `dtype`
-    and, `as_published`, those that are wider in the files from which the model was loaded, as far
-    as these are safetensors and still there.
+    These are weights that transformers keeps in float32 when it loads a model in `dtype` and, with
+    `as_published`, weights that are wider in the source's files, if these are safetensors and still
+    exist.
     """
     dtypes: dict[str, torch.dtype] = {}
     if kept := dtypes_kept(model, dtype):
@@ -218,7 +218,7 @@ def cast(
 ) -> dict[str, Tensor]:
     """Return floating tensors in `dtype` or, by name, in a wider one.
 
-    Tensors that shared memory still share it, so ties survive.
+    Tensors that share memory still share it afterwards, so that ties survive.
     """
     memory: dict[str, Any] = {
         name: (x.data_ptr(), x.shape, x.stride(), x.dtype) for name, x in state.items()
@@ -237,10 +237,10 @@ def cast(
 
 def _published_wide(model: PreTrainedModel) -> Iterator[tuple[str, torch.dtype]]:
     """Yield the names in the model of tensors that its source holds in 32 bits or more."""
-    # The source may be gone by now, be something else, or be a name that the hub does not have.
+    # The source may have been deleted or replaced, or be a name that the hub does not know.
     with suppress(FormatError, OSError, SafetensorError, HFValidationError):
         stored = {name: _WIDE[kind] for name, kind in _headers(model) if kind in _WIDE}
-        # Conversions keep a state, so each use takes a copy.
+        # Conversions are stateful, so each use takes a copy.
         name_in_model = names_in_model(model, deepcopy(conversions_at_loading(model)))
         yield from ((name_in_model(name)[0], dtype) for name, dtype in stored.items())
 
@@ -260,8 +260,8 @@ def load_tokenizer(source: str | os.PathLike[str] | PreTrainedTokenizerBase, **h
 
     Raises:
         FileNotFoundError: There is no tokenizer.
-        DataError: There is one that cannot be loaded.
-        FormatError: The GGUF file is damaged, or transformers cannot read it.
+        DataError: The tokenizer cannot be loaded. FormatError: The GGUF file is damaged, or
+            transformers cannot read it.
         TypeError: `source` is none of the above.
     """
     if isinstance(source, PreTrainedTokenizerBase):
@@ -283,12 +283,12 @@ def load_tokenizer(source: str | os.PathLike[str] | PreTrainedTokenizerBase, **h
     if not path.exists() and is_path(str(source)):
         raise _nothing_at(source, "There is no such directory.")
     try:
-        # Without the argument, transformers would ask on the terminal.
+        # Always passed, since transformers would otherwise ask on the terminal.
         trust = {"trust_remote_code": False}
         return AutoTokenizer.from_pretrained(**found_at(source), **trust | hub)
     except OSError as error:
         raise _nothing_at(source, why_not_found(source, error)) from error
-    except Exception as error:  # tokenizers raise whatever their files cause
+    except Exception as error:  # of any type: tokenizers do not check their files
         raise DataError(
             f"`tokenizer`: the tokenizer of {source} cannot be loaded; its files are incomplete or "
             f"damaged, or need an option. ({error})"
@@ -302,10 +302,10 @@ def _nothing_at(source: str | os.PathLike[str], reason: str) -> FileNotFoundErro
 
 
 def find_tokenizer(source: str, **hub: Any) -> Any:
-    """Load the tokenizer that a model comes with, `None` if it comes without one.
+    """Load the tokenizer that is stored with a model, `None` if there is none.
 
     Raises:
-        DataError: There is one that cannot be loaded.
+        DataError: The tokenizer cannot be loaded.
     """
     path = Path(source).expanduser()
     if path.is_dir() and find_gguf(source) is None:
@@ -317,14 +317,14 @@ def find_tokenizer(source: str, **hub: Any) -> Any:
 
 
 def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
-    """Return the files of a tokenizer, bytes by name, for a Lightning checkpoint."""
+    """Return the files of a tokenizer for a Lightning checkpoint: bytes, by file name."""
     with TemporaryDirectory() as directory:
         tokenizer.save_pretrained(directory)
         return {path.name: path.read_bytes() for path in sorted(Path(directory).iterdir())}
 
 
 def tokenizer_from_files(files: dict[str, bytes]) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of the files of `tokenizer_files`, without running code of theirs.
+    """Return the tokenizer of the result of `tokenizer_files`, without running code in the files.
 
     Raises:
         DataError: The files are no tokenizer.

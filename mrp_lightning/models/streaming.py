@@ -64,11 +64,11 @@ class StreamedBlocks(MovedBlocks):
     Attributes:
         blocks: The blocks, by name.
         shards: Files that hold one block each, by its name.
-        narrowing: Makes the blocks smaller when they are saved, or `None`.
+        narrowing: Makes blocks narrower when they are saved; `None` if they stay whole.
 
     Raises:
         TargetError: There are no blocks, or their weights are tied to others.
-        FormatError: A file was changed between two readings; then, too, when a block is brought.
+        FormatError: A file was changed after it was opened; also raised when a block is read later.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class StreamedBlocks(MovedBlocks):
             )
         _refuse_tied(model, list(blocks))
         self._identities = {file: _identity(file) for file in files}
-        # By block: which tensors, by their names in the checkpoint, are in which file.
+        # By block: the names in the checkpoint of the block's tensors, by file.
         self._source = self._find(files)
         self._places = dict(self._source)
 
@@ -102,12 +102,12 @@ class StreamedBlocks(MovedBlocks):
                 shapes |= {key: torch.empty(s.get_shape(), device="meta") for key, s in stored}
         elsewhere = replace(self._loading, device_map={"": "meta"})
         loading, _ = convert_and_load_state_dict_in_model(self._model, shapes, elsewhere)
-        if not loading.mismatched_keys and not loading.conversion_errors:  # refused later
+        if not loading.mismatched_keys and not loading.conversion_errors:  # else refused later
             self._read(_REST)
         return loading
 
     def install(self) -> None:
-        """Bring every block for its own `forward`, and let it not move with the model.
+        """Read every block for its own `forward`, and exclude it from moves of the model.
 
         A move would lose the weights of a block on the meta device, so only its dtype changes.
         """
@@ -116,12 +116,12 @@ class StreamedBlocks(MovedBlocks):
             setattr(block, APPLY, applied_in_place(block, stays=lambda tensor: tensor.is_meta))
 
     def bring(self, block: nn.Module) -> None:
-        """Read the weights of a block."""
+        """Read the weights of a block from its files."""
         self._read(self._names[block])
         block.to(self._device)
 
     def take_away(self, block: nn.Module) -> None:
-        """Drop the weights of a block, but for their shapes and dtypes."""
+        """Drop the weights of a block, but keep their shapes and dtypes."""
         for name, tensor in block.state_dict(keep_vars=True).items():
             module, _, key = name.rpartition(".")
             empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
@@ -140,14 +140,14 @@ class StreamedBlocks(MovedBlocks):
         self.blocks[name].to(self._device)
 
     def read_from(self, name: str, file: str | PathLike[str]) -> None:
-        """Read a block from now on from a shard, to which its `tensors` were written."""
+        """From now on, read a block from a shard, to which its `tensors` were written."""
         self.shards[name] = file = Path(file)
         self._identities[file] = _identity(file)
         with safe_open(file, framework="pt") as opened:
             self._places[name] = {file: list(opened.keys())}
 
     def settle(self, files: Mapping[str, Path]) -> None:
-        """Read blocks from now on from the files of a checkpoint, which stays."""
+        """From now on, read blocks from the files of a checkpoint."""
         if self.narrowing is not None:
             self.narrowing.settle()
         for name, file in files.items():
@@ -156,7 +156,7 @@ class StreamedBlocks(MovedBlocks):
         self.start_over()
 
     def start_over(self) -> None:
-        """Read all blocks from the checkpoint again, and forget the shards."""
+        """From now on, read all blocks from the original checkpoint again, not from shards."""
         self._places = dict(self._source)
         self.shards.clear()
         self.narrowing = None
@@ -170,7 +170,7 @@ class StreamedBlocks(MovedBlocks):
 
     @property
     def rest(self) -> dict[str, Tensor]:
-        """The weights that are in no block, by their names in the model."""
+        """Return the weights that are in no block, by their names in the model."""
         inside = tuple(f"{name}." for name in self.blocks)
         state = self._model.state_dict()
         return {name: tensor for name, tensor in state.items() if not name.startswith(inside)}
@@ -200,9 +200,9 @@ class StreamedBlocks(MovedBlocks):
     def _opened(self, files: Mapping[Path, list[str]]) -> Iterator[Iterator[tuple[str, Any]]]:
         """Yield the tensors of files by name, to be read in this context.
 
-        They are read, not mapped, since a writable map counts as the process's own memory, all of
-        the file (`ulimit -d`). The files are checked before and after, since they may also change
-        meanwhile.
+        The files are read, not mapped, since a writable map of a whole file counts as the process's
+        own memory (`ulimit -d`). They are checked before and after, since they may change in
+        between.
         """
         for file in files:
             _require_unchanged(file, self._identities[file])
@@ -218,8 +218,8 @@ class StreamedBlocks(MovedBlocks):
             _require_unchanged(file, self._identities[file])
 
     def _convert(self, name: str, stored: Mapping[str, Any]) -> None:
-        """Let transformers make parameters of the tensors of a checkpoint."""
-        # Inference mode would make tensors of which no gradient could be taken later.
+        """Convert the tensors of a checkpoint to parameters, as transformers does."""
+        # Tensors created in inference mode could have no gradients later.
         with torch.inference_mode(False), torch.no_grad(), without_bars():
             loading, _ = convert_and_load_state_dict_in_model(
                 self._model, dict(stored), self._loading
@@ -233,23 +233,23 @@ class StreamedBlocks(MovedBlocks):
 
 
 def _identity(file: Path) -> tuple[int, int, int, str]:
-    """Return the size, time of change, inode and checksum of the header of a safetensors file.
+    """Return a safetensors file's size, modification time, inode and checksum of the header.
 
     Raises:
         OSError: The file is gone, or is no regular file.
     """
-    if not file.is_file():  # opening a pipe would wait for its writer
+    if not file.is_file():  # opening a named pipe would wait for its writer
         raise FileNotFoundError(errno.ENOENT, "no such file", str(file))
     with file.open("rb") as opened:
         status = os.fstat(opened.fileno())
-        # The header has the names, types and shapes of all tensors; its length stands in 8 bytes.
+        # The first 8 bytes are the length of the header: names, types and shapes of all tensors.
         length = int.from_bytes(opened.read(8), "little")
         header = hashlib.sha256(opened.read(min(length, status.st_size))).hexdigest()
     return status.st_size, status.st_mtime_ns, status.st_ino, header
 
 
 def _require_unchanged(file: Path, identity: tuple[int, int, int, str]) -> None:
-    """Raise `FormatError` if a file is not the one that had this `_identity`."""
+    """Raise a `FormatError` if the `_identity` of a file has changed."""
     try:
         if _identity(file) == identity:
             return
@@ -271,7 +271,7 @@ def load_streamed(
     Args:
         source: Directory or hub id of the model.
         dtype: Precision to load the weights in; `None` keeps the checkpoint's.
-        find_blocks: Finds the blocks of the model, by name, once it is built.
+        find_blocks: Returns the blocks of the built model, by name.
         **options: `revision`, `trust_remote_code` and `attn_implementation`.
 
     Raises:
@@ -311,7 +311,7 @@ def _no_safetensors(files: str) -> OptionError:
 
 
 def _refuse_tied(model: PreTrainedModel, blocks: list[str]) -> None:
-    """Refuse blocks whose weights are tied to others: they would have to be in memory always."""
+    """Raise if weights of blocks are tied to others, so that they would have to stay in memory."""
     inside = tuple(f"{name}." for name in blocks)
     pairs = model.all_tied_weights_keys.items()
     tied = [pair for pair in pairs if any(name.startswith(inside) for name in pair)]
