@@ -13,7 +13,7 @@ from mrp_lightning.cli.command import exit_on_mistake, make_parser
 from mrp_lightning.environment import extra
 from mrp_lightning.outputs import save_file
 
-_TYPES = ("auto", "bf16", "f16", "f32", "q8_0", "q5_0", "q4_0", "iq4_nl", "mxfp4")
+_TYPES = ("auto", "bf16", "f16", "f32", "q8_0", "q5_0", "q4_0", "iq4_nl", "mxfp4", "q3_k")
 
 
 def main(args: Sequence[str] | None = None) -> None:

@@ -31,8 +31,8 @@ class GgufType:
         name: Its name on the command line and, where it has codes and scales, in `GRIDS`.
         stored_as: The type in the file.
         file_type: The type of a file whose matrices have this type.
-        pack: Returns the blocks (n, bytes), uint8, of codes (n, 32) and scales (n,); None for types
-            without codes.
+        pack: Returns the blocks (n, bytes), uint8, of codes (n, 32) and scales (n, 1), or of
+            codes (n, 256) and scales (n, 16); None for types without codes.
     """
 
     name: str
@@ -93,13 +93,29 @@ def _iq4_nl(codes: Array, scales: Array) -> Array:
 def _mxfp4(codes: Array, scales: Array) -> Array:
     sizes = np.searchsorted([0, 1, 2, 3, 4, 6, 8, 12], np.abs(codes))
     exponents = np.frexp(scales)[1] + 127  # the scale is 2^(exponent − 128)
-    return np.hstack([exponents.astype(np.uint8)[:, None], _nibbles(sizes + 8 * (codes < 0))])
+    return np.hstack([exponents.astype(np.uint8), _nibbles(sizes + 8 * (codes < 0))])
+
+
+def _q3_k(codes: Array, scales: Array) -> Array:
+    units = GRIDS["q3_k"].units(torch.from_numpy(scales))
+    assert units is not None
+    unit = units[:, 0].numpy()
+    steps = np.rint(scales / unit[:, None]).astype(np.int64) + 32
+    parts = (codes + 4).reshape(-1, 2, 4, 32)  # 16 groups of 16, as (halves, shifts, bytes)
+    shifts = 2 * np.arange(4)[:, None]
+    low = ((parts & 3) << shifts).sum(2).reshape(-1, 64)
+    high = ((parts.reshape(-1, 8, 32) >> 2) << np.arange(8)[:, None]).sum(1)
+    nibbles = (steps[:, :8] & 15) | ((steps[:, 8:] & 15) << 4)
+    tops = ((steps.reshape(-1, 4, 4) >> 4) << shifts).sum(1)
+    packed = [part.astype(np.uint8) for part in (high, low, nibbles, tops)]
+    return np.hstack([*packed, _float16(unit)])
 
 
 _T, _F = GGMLQuantizationType, LlamaFileType
 TYPES = {
     kind.name: kind
     for kind in (
+        GgufType("q3_k", _T.Q3_K, _F.MOSTLY_Q3_K_M, _q3_k),
         GgufType("iq4_nl", _T.IQ4_NL, _F.MOSTLY_IQ4_NL, _iq4_nl),
         GgufType("q4_0", _T.Q4_0, _F.MOSTLY_Q4_0, _q4_0),
         GgufType("mxfp4", _T.MXFP4, _F.MOSTLY_MXFP4_MOE, _mxfp4),
@@ -150,8 +166,9 @@ def _exact(parameter: Tensor, kind: GgufType) -> Encoded | None:
         codes, scales, fits = kind.grid.fit(matrix)
         held = bool(fits.all())
         if held:
-            groups = codes.numpy().astype(np.int64).reshape(-1, kind.grid.group_size)
-            content = kind.pack(groups, scales.numpy().reshape(-1)).reshape(len(matrix), -1)
+            blocks = codes.numpy().astype(np.int64).reshape(-1, kind.grid.columns_together)
+            of_blocks = scales.numpy().reshape(-1, kind.grid.together)
+            content = kind.pack(blocks, of_blocks).reshape(len(matrix), -1)
     else:
         held = False
     if not held:

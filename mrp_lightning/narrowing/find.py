@@ -223,7 +223,7 @@ def _multiple(kind: str, columns: int, grid: Grid | None) -> int:
     least = _MULTIPLE if kind == "neurons" else 1
     if grid is None or not grid.whole_groups:
         return least
-    return math.lcm(least, grid.group_size // math.gcd(grid.group_size, columns))
+    return math.lcm(least, grid.columns_together // math.gcd(grid.columns_together, columns))
 
 
 def _kept(kind: str, units: int, sparsity: float, multiple: int, least: int = 1) -> int:

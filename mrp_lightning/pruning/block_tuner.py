@@ -341,6 +341,7 @@ class _Scales(_Tuned):
 
     def _make_masters(self, layers: Sequence[Layer]) -> list[Tensor]:
         self._layers = [(layer, *self._grid.decompose(layer.weight)) for layer in layers]
+        self._units = [self._grid.units(scales) for _, _, scales in self._layers]
         return [torch.zeros_like(scales, requires_grad=True) for _, _, scales in self._layers]
 
     def add(self, gradients: Sequence[Tensor | None]) -> None:
@@ -352,8 +353,10 @@ class _Scales(_Tuned):
                 master.grad += self._grid.grouped(of_weights).sum(2) * scales / _SIZE
 
     def _write(self) -> None:
-        for (layer, codes, scales), master in zip(self._layers, self.masters, strict=True):
-            changed = self._grid.round_scales(scales * (1 + master / _SIZE))
+        for (layer, codes, scales), units, master in zip(
+            self._layers, self._units, self.masters, strict=True
+        ):
+            changed = self._grid.round_scales(scales * (1 + master / _SIZE), units)
             layer.write_(codes * self._grid.spread(changed, layer.columns))
 
 

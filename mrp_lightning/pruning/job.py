@@ -139,8 +139,8 @@ class Settings:
     """The number of columns (input features) of a row that share a scale, for `bits`."""
 
     grid: str | None = None
-    """The type of an inference engine, to whose grid the kept weights are quantised: q4_0, q5_0,
-    q8_0, iq4_nl or mxfp4 of llama.cpp; int4-g32, int4-g64, int4-g128, int8-g32, int8-g64 or
+    """The type of an inference engine, to whose grid the kept weights are quantised: q3_k, q4_0,
+    q5_0, q8_0, iq4_nl or mxfp4 of llama.cpp; int4-g32, int4-g64, int4-g128, int8-g32, int8-g64 or
     int8-g128 of compressed-tensors. It implies `bits` and `group_size`. An export to that type
     (`export.to_gguf`, `--format compressed-tensors`) is then exact. `None` means this project's own
     grid of `bits`."""

@@ -124,9 +124,10 @@ def prune_weight(
         tolerance: Relative gap to the optimum at which the compensation M stops, > 0.
         bits: 3, 4 or 8 bits for a kept weight; None leaves its values free.
         group_size: Number of columns of a row that share a scale, ≥ 1, for `bits`.
-        grid: The type of an engine: q4_0, q5_0, q8_0, iq4_nl or mxfp4 of llama.cpp, or int4-g32,
-            int4-g64, int4-g128, int8-g32, int8-g64 or int8-g128 of compressed-tensors. It has its
-            bits and its group size, which need not be given; columns are in whole groups.
+        grid: The type of an engine: q3_k, q4_0, q5_0, q8_0, iq4_nl or mxfp4 of llama.cpp, or
+            int4-g32, int4-g64, int4-g128, int8-g32, int8-g64 or int8-g128 of compressed-tensors. It
+            has its bits and its group size, which need not be given; columns are in whole groups,
+            for q3_k multiples of 256.
         zero_has_a_code: Whether removed weights take one of the 2^bits codes, as in formats that
             store a code for each weight. It costs one to two percent of the loss.
 
@@ -241,8 +242,8 @@ def _check_columns(task: LayerTask, inputs: InputHessian) -> None:
     if recipe.grid is not None and not recipe.grid.divides(inputs.columns):
         raise PatternError(
             f"{inputs.label}: {inputs.columns} columns do not split into groups of "
-            f"{recipe.grid.group_size}, as `grid` {recipe.grid} needs. Take `bits`, or leave the "
-            "layer out."
+            f"{recipe.grid.columns_together}, as `grid` {recipe.grid} needs. Take `bits`, or leave "
+            "the layer out."
         )
 
 

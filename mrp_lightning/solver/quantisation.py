@@ -114,6 +114,7 @@ class _Descent:
         columns, rows = target.shape
         self.codes = torch.zeros_like(target)
         self.scales = target.new_ones(grid.groups(columns), rows)
+        self.units: Tensor | None = None if grid.steps is None else torch.ones_like(self.scales)
 
     @property
     def x(self) -> Tensor:
@@ -141,7 +142,8 @@ class _Descent:
             errors = torch.empty_like(swept[panel])
             for group, piece in self._pieces(panel):
                 if piece.start == group * self.grid.group_size:
-                    self.scales[group] = self._choose_scales(group, swept)
+                    self._choose_units(group, swept)
+                    self.scales[group] = self._choose_scales(group, swept, self._units_of(group))
                 codes, scale = self.codes[piece], self.scales[group]
                 steps, within = self.kept[piece] * scale, moves[piece, piece]
                 values, missed = swept[piece], errors[piece.start - panel.start :][: len(codes)]
@@ -188,7 +190,18 @@ class _Descent:
         codes.mul_(self.kept[piece])
         gradient.addmm_(matrix[panel, piece], moved)
 
-    def _choose_scales(self, group: int, swept: Tensor) -> Tensor:
+    def _choose_units(self, group: int, swept: Tensor) -> None:
+        """Choose the unit of the scales of groups, at the first of them, by their free scales."""
+        if self.units is None or group % self.grid.together:
+            return
+        groups = range(group, min(group + self.grid.together, len(self.scales)))
+        free = torch.stack([self._choose_scales(each, swept, None) for each in groups])
+        self.units[groups.start : groups.stop] = self.grid.choose_units(free)
+
+    def _units_of(self, group: int) -> Tensor | None:
+        return None if self.units is None else self.units[group]
+
+    def _choose_scales(self, group: int, swept: Tensor, units: Tensor | None) -> Tensor:
         """Search for the scales that fit a group's present weights best, by diag(H + λI)."""
         columns = self._columns(group)
         values = swept[columns] * self.kept[columns]
@@ -200,7 +213,7 @@ class _Descent:
         if not self.grid.signed:
             peaks, ends = peaks.abs(), ends[:1]
         factors = [factor / end for factor, end in product(_FACTORS, ends)]
-        tried = self.grid.round_scales(torch.outer(peaks.new_tensor(factors), peaks))
+        tried = self.grid.round_scales(torch.outer(peaks.new_tensor(factors), peaks), units)
         errors = []
         for some in tried.split(max(1, _SCALES_AT_A_TIME // values.numel())):
             codes = self.grid.nearest_(values / some[:, None])
@@ -215,8 +228,9 @@ class _Descent:
         curvature = (codes * (matrix[columns, columns] @ codes)).sum(0)
         slope = (codes * gradient[own]).sum(0)
         wanted = scales - slope / curvature
+        rounded = self.grid.round_scales(wanted, self._units_of(group))
         # Scales that would change their sign, or whose codes are all zero (NaN), do not move.
-        step = torch.where(wanted * scales > 0, self.grid.round_scales(wanted), scales) - scales
+        step = torch.where(wanted * scales > 0, rounded, scales) - scales
         # Scales are rounded, too: the loss must fall at the rounded one.
         step = torch.where(slope * step + curvature * step.square() / 2 < 0, step, 0)
         self.scales[group] = scales + step

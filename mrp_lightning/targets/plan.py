@@ -344,7 +344,7 @@ def _indivisible(layers: list[Layer], pattern: Pattern, grid: Grid | None) -> li
                 f"{layer.grouped_columns} input {kind} do not divide into the groups of {pattern}"
             )
         elif grid is not None and not grid.divides(layer.columns):
-            reason = f"{layer.columns} columns do not divide into groups of {grid.group_size}"
+            reason = f"{layer.columns} columns do not divide into groups of {grid.columns_together}"
         if reason is not None:
             unfit.append(Skipped(layer.name, tuple(layer.weight.shape), reason))
     return unfit

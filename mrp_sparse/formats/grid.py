@@ -71,8 +71,11 @@ class Grid:
             of a row may be shorter.
         codebook: The codes, whole numbers in ascending order. If it is not symmetric about zero,
             scales have a sign, which decides the end of the codebook that a group reaches.
-        scales: The numbers that scales can be.
+        scales: The numbers that scales can be; with `steps`, the numbers that units can be.
         name: Its name in `GRIDS`; None for the grids of `grid_of_bits`.
+        steps: The lowest and the highest of the whole numbers that scales are, times a unit; None
+            for scales that are stored as they are.
+        together: The number of consecutive groups of a row that share a unit.
     """
 
     bits: int
@@ -80,6 +83,8 @@ class Grid:
     codebook: tuple[int, ...]
     scales: ScaleType
     name: str | None = None
+    steps: tuple[int, int] | None = None
+    together: int = 1
 
     def __str__(self) -> str:
         return self.name or f"{self.bits}bit"
@@ -99,9 +104,14 @@ class Grid:
         """Whether rows are stored in whole groups, as engines' types are."""
         return self.name is not None
 
+    @property
+    def columns_together(self) -> int:
+        """The number of columns that are stored together: those of the groups with one unit."""
+        return self.group_size * self.together
+
     def divides(self, columns: int) -> bool:
         """Return whether rows of so many columns can be stored."""
-        return not self.whole_groups or columns % self.group_size == 0
+        return not self.whole_groups or columns % self.columns_together == 0
 
     @property
     def holds_zero(self) -> bool:
@@ -127,9 +137,42 @@ class Grid:
         """Return the scales (rows, groups) of the weights of a row: (rows, columns)."""
         return scales.repeat_interleave(self.group_size, 1)[:, :columns]
 
-    def round_scales(self, scales: Tensor) -> Tensor:
-        """Return the nearest scales that the grid can have; signs stay."""
-        return self.scales.round(scales.abs()).copysign(scales)
+    def round_scales(self, scales: Tensor, units: Tensor | None = None) -> Tensor:
+        """Return the nearest scales that the grid can have; signs stay.
+
+        Scales are whole multiples of `units`, if these are given, and then never zero.
+        """
+        if units is None or self.steps is None:
+            return self.scales.round(scales.abs()).copysign(scales)
+        steps = (scales / units).round_().clamp_(*self.steps)
+        return torch.where(steps == 0, 1, steps) * units
+
+    def choose_units(self, scales: Tensor) -> Tensor:
+        """Return the units for scales (groups, ...) that share one: (...).
+
+        The largest scale is the step that is farthest from zero.
+        """
+        assert self.steps is not None
+        largest = scales.gather(0, scales.abs().argmax(0, keepdim=True))[0]
+        units = largest / max(self.steps, key=abs)
+        return self.scales.round(units.abs()).copysign(units)
+
+    def units(self, scales: Tensor) -> Tensor | None:
+        """Return the units of scales of the grid (rows, groups), likewise; None if it has none."""
+        if self.steps is None:
+            return None
+        exact = scales.double().unflatten(1, (-1, self.together))
+        largest = exact.gather(2, exact.abs().argmax(2, keepdim=True))
+        units = torch.zeros_like(largest)
+        for step in sorted(range(self.steps[0], self.steps[1] + 1), key=abs, reverse=True):
+            if step == 0:
+                continue
+            tried = largest / step
+            steps = exact / tried
+            fitting = self.scales.round(tried.abs()) == tried.abs()
+            fitting &= (steps == steps.round().clamp(*self.steps)).all(2, keepdim=True)
+            units = torch.where((units == 0) & fitting, tried, units)
+        return units.expand_as(exact).flatten(1).to(scales.dtype)
 
     def nearest(self, ratios: Tensor) -> Tensor:
         """Return the codes nearest to weights divided by their scales, in the dtype of these."""
@@ -200,6 +243,8 @@ class Grid:
         """Return the codes (rows, groups, group_size) and scales of some rows."""
         values = self.grouped(weight.to(torch.promote_types(weight.dtype, torch.float32)))
         peaks = values.gather(2, values.abs().argmax(2, keepdim=True))[..., 0]
+        if self.steps is not None:
+            return self._fit_units(values, peaks, weight.dtype)
         if not self.signed:
             peaks = peaks.abs()
         zero = peaks == 0
@@ -220,6 +265,66 @@ class Grid:
             if not bool(waiting.any()):
                 break
         return codes, scales, ~waiting
+
+    def _fit_units(
+        self, values: Tensor, peaks: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the same for scales that share units, which are found from the largest peaks."""
+        assert self.steps is not None
+        rows = values.unflatten(1, (-1, self.together)).flatten(0, 1)  # (units, groups, group_size)
+        peaks = peaks.view(-1, self.together)
+        largest = peaks.gather(1, peaks.abs().argmax(1, keepdim=True))[:, 0]
+        codes, scales = torch.zeros_like(rows), torch.ones_like(peaks)
+        # A group holds at most as many values as there are codes: this refuses most other weights.
+        in_order = rows.sort(2).values
+        distinct = 1 + (in_order[..., 1:] != in_order[..., :-1]).sum(2)
+        waiting = (distinct <= len(self.codebook)).all(1) & (largest != 0)
+        is_zero = largest == 0
+        whole = range(self.steps[0], self.steps[1] + 1)
+        products = {code * step for code in self.codebook for step in whole} - {0}
+        span = 1 + (1 << max(0, self.scales.significant - _significant_bits(dtype)))
+        for product in sorted(products, key=abs, reverse=True):
+            for shift in sorted(range(-span, span + 1), key=abs):
+                places = waiting.nonzero()[:, 0]
+                if not len(places):
+                    break
+                units = largest[places] / product
+                units = self.scales.shift(self.scales.round(units.abs()), shift).copysign(units)
+                possible = (product * units).to(dtype) == largest[places]
+                places, units = places[possible], units[possible]
+                chosen, factors, fitting = self._fit_groups(
+                    rows[places], peaks[places], units[:, None], dtype
+                )
+                solved = places[fitting]
+                codes[solved], scales[solved] = chosen[fitting], factors[fitting]
+                waiting[solved] = False
+        shape = values.shape
+        fits = (~waiting & ((distinct <= len(self.codebook)).all(1) | is_zero))[:, None]
+        return (
+            codes.view(shape),
+            scales.view(shape[:2]),
+            fits.expand_as(scales).reshape(shape[:2]),
+        )
+
+    def _fit_groups(
+        self, values: Tensor, peaks: Tensor, units: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return codes and scales of groups (n, groups, group_size) with known units (n, 1).
+
+        The third is bool (n,), True where all groups fit.
+        """
+        scales = units.expand_as(peaks).clone()
+        fits = peaks == 0
+        codes = torch.zeros_like(values)
+        for code in sorted(self.codebook, key=abs, reverse=True):
+            if code == 0:
+                continue
+            tried = self.round_scales(peaks / code, units)
+            chosen = self.nearest(values / tried[..., None])
+            fitting = ((chosen * tried[..., None]).to(dtype) == values).all(2) & ~fits
+            codes[fitting], scales[fitting] = chosen[fitting], tried[fitting]
+            fits |= fitting
+        return codes, scales, fits.all(1)
 
     def _candidates(self, peaks: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
         """Yield codes of the largest weights of groups, and scales that may give these weights."""
@@ -290,6 +395,7 @@ _INT4, _INT8 = tuple(range(-8, 8)), tuple(range(-127, 128))
 GRIDS = {
     str(grid): grid
     for grid in (
+        Grid(3, 16, tuple(range(-4, 4)), FLOAT16, "q3_k", steps=(-32, 31), together=16),
         Grid(4, 32, _INT4, FLOAT16, "q4_0"),
         Grid(5, 32, tuple(range(-16, 16)), FLOAT16, "q5_0"),
         Grid(8, 32, _INT8, FLOAT16, "q8_0"),

@@ -184,3 +184,39 @@ def test_a_matrix_that_was_pruned_in_bfloat16_is_exact(stored_as):
     weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     quantised = prune_weight(weight, torch.eye(64), grid="iq4_nl").weight
     assert encode("blk.0.ffn_down.weight", quantised.to(stored_as), "auto").kind.name == "iq4_nl"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_steps_and_units_are_stored_to_the_bit(dtype):
+    """Package gguf reads back what was encoded, with signs and steps of all sizes."""
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(-4, 4, (9, 32, 16), generator=generator)
+    steps = torch.randint(-32, 32, (9, 32, 1), generator=generator)
+    units = torch.randn(9, 2, 1, 1, generator=generator).half().float() / 64
+    scales = (steps.unflatten(1, (2, 16)) * units.half().float()).flatten(1, 2)
+    weight = (codes * scales).flatten(1).to(dtype)
+    encoded = encode("blk.0.ffn_down.weight", weight, "auto")
+    assert encoded.kind.name == "q3_k"
+    assert encoded.content.shape == (9, 2 * 110)
+    values = dequantize(encoded.content, gguf.GGMLQuantizationType.Q3_K)
+    assert torch.equal(torch.from_numpy(values.copy()).to(dtype), weight)
+
+
+def test_a_run_with_units_is_exact_in_its_type(tmp_path, tiny_llama, capsys):
+    """All the way: pruned and tuned, written as GGUF, and read back by transformers."""
+    config = AutoModelForCausalLM.from_pretrained(tiny_llama).config
+    config.hidden_size, config.intermediate_size, config.head_dim = 256, 256, 64
+    AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(tmp_path / "dense")
+    AutoTokenizer.from_pretrained(tiny_llama).save_pretrained(tmp_path / "dense")
+    run = pruned(tmp_path / "dense", tmp_path / "run", grid="q3_k", tuning=True)
+    main([str(run)])
+    assert "holds the weights of the checkpoint to the bit" in capsys.readouterr().out
+    stored = gguf.GGUFReader(tmp_path / "run.gguf").tensors
+    assert sum(tensor.tensor_type.name == "Q3_K" for tensor in stored) == 14
+    ours = AutoModelForCausalLM.from_pretrained(run).state_dict()
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="run.gguf", dtype=torch.bfloat16
+    )
+    for name, weight in theirs.state_dict().items():
+        if "proj" in name:
+            assert torch.equal(weight, ours[name]), name

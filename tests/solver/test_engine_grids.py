@@ -10,6 +10,8 @@ from mrp_lightning.errors import FormatError, OptionError, PatternError
 from mrp_sparse.formats.grid import GRIDS, grid_of_bits
 
 NAMES = sorted(GRIDS)
+STORED = sorted(name for name, grid in GRIDS.items() if grid.steps is None)
+"""Grids whose scales are stored as they are."""
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
@@ -27,7 +29,7 @@ def test_nearest_is_the_nearest_of_all_codes(name):
     assert torch.equal((nearest - ratios).abs(), best)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", STORED)
 def test_scales_are_those_of_the_type(name):
     scales = torch.rand(500, generator=torch.Generator().manual_seed(0)).mul(30).sub(24).exp2()
     rounded = GRIDS[name].round_scales(-scales)
@@ -50,10 +52,16 @@ def test_a_quantised_weight_is_read_back(name, dtype, problem, truth):
     stored = grid.grouped(codes.float())[scales != 0]
     assert torch.isin(stored, torch.tensor(grid.codebook)).all()
     assert torch.equal(product(codes, scales, grid).to(dtype), solution.weight)
-    assert torch.equal(grid.round_scales(scales[scales != 0]), scales[scales != 0])
+    units = grid.units(scales)
+    if units is None:
+        units, scales = torch.ones(()), scales[scales != 0]
+        assert torch.equal(grid.round_scales(scales), scales)
+    else:
+        assert torch.equal(units.half().float(), units)
+        assert torch.isin(scales / units, torch.arange(grid.steps[0], grid.steps[1] + 1)).all()
 
 
-@given(st.sampled_from(NAMES), st.sampled_from(DTYPES), st.integers(0, 2**20))
+@given(st.sampled_from(STORED), st.sampled_from(DTYPES), st.integers(0, 2**20))
 @settings(max_examples=40, deadline=None)
 def test_any_codes_and_scales_are_read_back(name, dtype, seed):
     """Also scales that no search would choose, and those below float16's normal numbers."""
@@ -64,6 +72,22 @@ def test_any_codes_and_scales_are_read_back(name, dtype, seed):
     signs = torch.randint(2, (6, 2), generator=generator) * 2 - 1
     weight = product(codes, grid.round_scales(sizes * signs), grid).to(dtype)
     assert torch.equal(product(*grid.decompose(weight), grid).to(dtype), weight)
+
+
+@given(st.sampled_from(DTYPES), st.integers(0, 2**20))
+@settings(max_examples=20, deadline=None)
+def test_any_codes_and_scales_with_units_are_read_back(dtype, seed):
+    """Units and steps at random: the largest weights need not have the largest of either."""
+    grid, generator = GRIDS["q3_k"], torch.Generator().manual_seed(seed)
+    codes = torch.randint(-4, 4, (6, 512), generator=generator)
+    units = torch.rand(6, 2, generator=generator).mul(8).sub(12).exp2().half().float()
+    units *= torch.randint(2, (6, 2), generator=generator) * 2 - 1
+    steps = torch.randint(-32, 32, (6, 32), generator=generator)
+    weight = product(codes, steps * units.repeat_interleave(16, 1), grid).to(dtype)
+    assert torch.equal(product(*grid.decompose(weight), grid).to(dtype), weight)
+    weight[2, 300] *= 1.2  # between two steps of any group
+    fits = grid.fit(weight)[2]
+    assert fits.all(1).tolist() == [True, True, bool(weight[2, 300] == 0), True, True, True]
 
 
 @pytest.mark.parametrize("name", ["q4_0", "iq4_nl"])
@@ -78,10 +102,12 @@ def test_other_weights_are_refused_and_counted(name):
 
 
 def test_finer_types_lose_less_and_uneven_codes_fit_normal_weights_better(problem, truth):
-    weight, inputs = problem(64, 128)
+    weight, inputs = problem(64, 256)
     hessian = truth.hessian_of(inputs)
     losses = {name: prune_weight(weight, hessian, grid=name).loss for name in NAMES}
     assert losses["q8_0"] < losses["q5_0"] < losses["iq4_nl"] < losses["q4_0"] < losses["mxfp4"]
+    assert losses["mxfp4"] < losses["q3_k"]
+    assert losses["q3_k"] < 0.9 * prune_weight(weight, hessian, bits=3, group_size=32).loss
     # Scales of eleven significant bits fit better than those of five.
     assert losses["q4_0"] < prune_weight(weight, hessian, bits=4, group_size=32).loss
 
@@ -125,6 +151,8 @@ def test_arguments_that_contradict_a_grid_are_refused(problem, truth):
         prune_weight(weight, hessian, grid="iq4_nl", sparsity=0.5)
     with pytest.raises(PatternError, match="48 columns do not split into groups of 32"):
         prune_weight(weight, hessian, grid="iq4_nl")
+    with pytest.raises(PatternError, match="48 columns do not split into groups of 256"):
+        prune_weight(weight, hessian, grid="q3_k")
     with pytest.raises(OptionError, match="`zero_has_a_code` means nothing"):
         prune_weight(weight, hessian, sparsity=0.5, zero_has_a_code=True)
     stated = prune_weight(weight[:, :32], hessian[:32, :32], grid="q4_0", bits=4, group_size=32)
