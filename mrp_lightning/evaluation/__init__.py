@@ -1,1 +1,1 @@
-"""Evaluation measures the perplexity and the zero-shot accuracy of a model."""
+"""Measure the perplexity and the zero-shot accuracy of a model."""

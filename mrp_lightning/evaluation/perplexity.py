@@ -1,4 +1,4 @@
-"""Exact perplexity: the likelihood of each token once, in float32 or better, in any batches."""
+"""Exact perplexity: each token's likelihood counts once, in float32, whatever the batch size."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ from torchmetrics.utilities import dim_zero_cat
 from mrp_lightning.records.evaluation import UNNAMED
 from mrp_lightning.text.windows import Windows
 
-_POSITIONS = 1024  # whose logits are in float32 at the same time
+_POSITIONS = 1024  # whose float32 logits are in memory at a time
 
 
 def token_losses(
@@ -23,12 +23,13 @@ def token_losses(
     Args:
         logits: (batch, length, vocabulary), of any floating precision; the softmax is in float32.
         ids: (batch, length).
-        mask: (batch, length), 0 where there is padding on either side; `None` where there is none.
-        wanted: (batch, length), bool, false for more tokens that are not to be predicted.
+        mask: (batch, length), 0 for padding, on either side; `None` if there is none.
+        wanted: bool (batch, length), False for further tokens that are not to be predicted.
 
     Returns:
-        Losses (batch, length − 1), float32, nats, 0 for what is not predicted; and which tokens are
-        predicted: those that are wanted, no padding, and follow a token that is none.
+        The losses (batch, length − 1) in nats, float32, 0 for tokens that are not predicted; and
+        bool (batch, length − 1), True for predicted tokens: those that are wanted, are no padding,
+        and follow a token that is no padding.
     """
     predicted = torch.ones_like(ids[:, 1:], dtype=torch.bool)
     if mask is not None:
@@ -48,9 +49,9 @@ def token_losses(
 
 
 class MeanLoss(Metric):
-    """Mean negative log-likelihood over all predicted tokens, whatever the batches.
+    """The mean negative log-likelihood of all predicted tokens, independent of batches.
 
-    Sums over a window are in float32, those over windows in float64.
+    Sums within a window are in float32, sums over windows in float64.
     """
 
     full_state_update = False
@@ -71,7 +72,7 @@ class MeanLoss(Metric):
         self.context = self.context.clamp(min=losses.shape[1] + 1)
 
     def compute(self) -> Tensor:
-        """Nats a token; NaN where no token was predicted."""
+        """Return the mean in nats a token; NaN if no token was predicted."""
         return dim_zero_cat(self.sums).cpu().double().sum() / dim_zero_cat(self.counts).cpu().sum()
 
 
@@ -79,11 +80,11 @@ class Perplexity(MeanLoss):
     """The exponential of `MeanLoss`."""
 
     def compute(self) -> Tensor:
-        """At least 1; infinite where it is beyond the range of floats."""
+        """Return the perplexity, at least 1; infinite if it exceeds the range of floats."""
         return super().compute().exp()
 
     def figures(self) -> dict[str, float | int]:
-        """Return the perplexity and all that it depends on, as `evaluation.json` stores it."""
+        """Return the perplexity and its conditions, such as the context, for `evaluation.json`."""
         with self.sync_context():
             loss, counts = super().compute(), dim_zero_cat(self.counts)
             return {
@@ -116,7 +117,7 @@ class Perplexities:
         return {f"loss{suffix}": loss, f"perplexity{suffix}": perplexity}
 
     def figures(self) -> dict[str, dict[str, float | int]]:
-        """Return the perplexity and all that it depends on, as `evaluation.json` stores it.
+        """Return the perplexity and its conditions, such as the context, for `evaluation.json`.
 
         Those of `Windows` have the `prefix`, too: the number of tokens before each, not counted.
         """

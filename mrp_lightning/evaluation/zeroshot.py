@@ -35,12 +35,12 @@ PAPER_TASKS = (
 
 @dataclass(frozen=True)
 class Tasks:
-    """Tasks with their data, ready to run any number of times.
+    """Tasks with their loaded data, for any number of runs.
 
     Attributes:
         manager: lm-eval's `TaskManager`.
         loaded: lm-eval's tasks and groups of tasks.
-        names: The names of all tasks, those of the groups, too.
+        names: The names of all tasks, including the members of groups.
     """
 
     manager: Any
@@ -57,15 +57,16 @@ def load_tasks(
     """Find tasks by name and read their data.
 
     Args:
-        names: Of tasks or groups; `*` and `?` are wildcards.
-        include_path: A directory with YAML files of more tasks, which come before lm-eval's own.
-        num_fewshot: Solved examples in each prompt, except where a task fixes that there are none.
+        names: Names of tasks or groups; `*` and `?` are wildcards.
+        include_path: A directory with YAML files of more tasks, which take precedence over lm-
+        eval's.
+        num_fewshot: Number of solved examples in each prompt, unless a task fixes it to 0.
 
     Raises:
         DependencyError: lm-eval is not installed.
         FileNotFoundError: `include_path` is no directory.
         OptionError: There are no tasks of these names; the nearest names are listed.
-        DataError: Data sets cannot be read, all listed.
+        DataError: Data sets cannot be read; the message lists all of them.
     """
     _require_lm_eval()
     away = why_no_hub()
@@ -119,13 +120,14 @@ def evaluate(
 ) -> dict[str, Any]:
     """Run tasks on the device where the model is.
 
-    A context that is longer than the model's positions is cut on the left, as lm-eval does.
+    A context longer than the model's number of positions is truncated on the left, as usual in
+    lm-eval.
 
     Args:
         model: A causal language model.
-        tokenizer: Its tokenizer; `None` is refused.
+        tokenizer: The tokenizer of the model; `None` raises.
         tasks: The result of `load_tasks`.
-        batch_size: Requests a batch, or `auto` for as many as fit. It changes nothing but rounding.
+        batch_size: Requests a batch, or `auto` for as many as fit. It affects only rounding.
         limit: The number of samples of each task, `None` for all.
         bootstrap_iters: Resamples for the standard errors that have no closed form.
 
@@ -145,7 +147,7 @@ def evaluate(
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
-    with _only_errors("lm_eval.models.huggingface"):  # it warns that the model is already loaded
+    with _only_errors("lm_eval.models.huggingface"):  # it warns that the model is loaded already
         adapter = HFLM(
             pretrained=model,
             tokenizer=tokenizer,
@@ -158,7 +160,7 @@ def evaluate(
             tasks=tasks.loaded,
             task_manager=tasks.manager,
             limit=limit,
-            # One sample has no deviation, and lm-eval would divide by zero.
+            # The standard deviation of one sample is undefined: lm-eval would divide by zero.
             bootstrap_iters=0 if limit == 1 else bootstrap_iters,
             log_samples=False,
         )
@@ -166,9 +168,9 @@ def evaluate(
 
 
 def summarize(results: Mapping[str, Any]) -> dict[str, Scores]:
-    """Return metrics, standard errors and sizes by task, as in `evaluation.json`.
+    """Return metrics, standard errors and sizes by task, in the form of `evaluation.json`.
 
-    A metric that lm-eval computes after a filter is named `metric,filter`. Members of a group that
+    A metric that lm-eval computes after a filter is called `metric,filter`. Members of a group that
     has metrics itself get a `depth`.
     """
     summary: dict[str, Scores] = {}
@@ -180,7 +182,7 @@ def summarize(results: Mapping[str, Any]) -> dict[str, Scores]:
             if comma and isinstance(value, int | float):  # a missing standard error is "N/A"
                 scores[metric if filter_name == "none" else key] = float(value)
         if not scores:
-            continue  # a group that has only members
+            continue  # a group without metrics of its own
         if samples := _samples(task, results):
             scores["samples"] = samples
         if task in results["n-shot"]:
@@ -207,13 +209,13 @@ def _depth(task: str, groups: Mapping[str, Sequence[str]], scored: Collection[st
 
 
 def _require_lm_eval() -> None:
-    """Import lm-eval with accelerate, without which it cannot run Hugging Face models."""
+    """Import lm-eval, and accelerate, which it needs to run Hugging Face models."""
     with extra("zeroshot", "Running zero-shot tasks"):
         import lm_eval.models.huggingface  # noqa: F401
 
 
 def _manager(names: Sequence[str], include_path: str | PathLike[str] | None) -> Any:
-    """Return lm-eval's index of tasks; its own 14 thousand take seconds, so only if needed."""
+    """Return lm-eval's index of tasks, with its own 14,000 only if needed: they take seconds."""
     from lm_eval.tasks import TaskManager
 
     if include_path is None:
@@ -227,7 +229,7 @@ def _manager(names: Sequence[str], include_path: str | PathLike[str] | None) -> 
 
 @contextmanager
 def _one_process() -> Iterator[None]:
-    """Keep lm-eval from forking processes, which can hang once torch has started threads."""
+    """Prevent lm-eval from forking processes, which can hang once torch has started threads."""
     value = os.environ.get("DISABLE_MULTIPROC")
     os.environ["DISABLE_MULTIPROC"] = "1"
     try:
@@ -241,7 +243,7 @@ def _one_process() -> Iterator[None]:
 
 @contextmanager
 def _only_errors(name: str) -> Iterator[None]:
-    """Let one logger show errors alone."""
+    """Let a logger show only errors in this context."""
     logger = logging.getLogger(name)
     level = logger.level
     logger.setLevel(logging.ERROR)

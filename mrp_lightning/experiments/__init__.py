@@ -1,1 +1,1 @@
-"""Sweeps of many runs, and tables, pictures and a page of their results."""
+"""Run sweeps, and make tables, pictures and an HTML page of results."""

@@ -1,4 +1,4 @@
-"""The parts of a page on layers and blocks: the losses and costs of each, over all runs."""
+"""The parts of a page about layers and blocks: their losses and costs in all runs."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
@@ -92,7 +92,7 @@ class Layers:
         self._blocks, self._kinds = _in_order(ordered["block"]), list(short.values())
 
     def loss_part(self) -> Part | None:
-        """Return the losses by block and by layer, and the largest of a single group."""
+        """Return the losses by block and kind of layer, and the largest ones of a single group."""
         losses = _held(self._pruned, _LOSS)
         if losses.empty:
             return None

@@ -1,11 +1,11 @@
-"""Formats of numbers for a reader, in as many digits as are significant."""
+"""Format numbers for a reader, with as many digits as are significant."""
 
 import math
 from collections.abc import Callable
 from functools import wraps
 
 Write = Callable[[float | None], str]
-"""A format of a number; a missing value is `None`, and one that was not finite is infinite."""
+"""A function that formats a number; `None` means missing, and infinity any non-finite value."""
 
 MISSING = "–"
 
@@ -42,7 +42,7 @@ def percent(value: float) -> str:
 
 @_of_finite
 def points(value: float) -> str:
-    """Format a number of percent, without the sign."""
+    """Format a percentage without the percent sign."""
     return f"{value:.2f}"
 
 
@@ -82,10 +82,10 @@ def duration(value: float) -> str:
 
 
 def scientific(value: float, decimals: int = 1) -> str:
-    """Format a number with an exponent, and a minus sign at which no line is broken."""
+    """Format a number with an exponent and a non-breaking minus sign."""
     return f"{value:.{decimals}e}".replace("e-", "e−")
 
 
 def signed(value: float, write: Callable[[float], str]) -> str:
-    """Format a number with its sign, a minus at which no line is broken."""
+    """Format a number with its sign, a non-breaking minus if it is negative."""
     return f"{'−' if value < 0 else '+'}{write(abs(value))}"

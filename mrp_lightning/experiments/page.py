@@ -1,4 +1,4 @@
-"""The page about runs: one HTML file that needs no other, no script and no network."""
+"""The HTML page about runs: one self-contained file, without scripts and network access."""
 
 import base64
 import io
@@ -40,9 +40,9 @@ from mrp_lightning.records.report import LayerReport
 from mrp_lightning.targets.blocks import without_numbers
 
 LAYER_ROWS = 2000
-"""Layers that a page lists at most; a page of fewer runs lists them."""
+"""The largest number of layer rows on a page; with more, layers are not listed."""
 
-_FEW_TOKENS = 4  # below so many tokens for each input feature, more of them are advised
+_FEW_TOKENS = 4  # tokens per input feature below which a note advises more
 _LAYER_COLUMNS: tuple[tuple[str, str, Write], ...] = (
     ("sparsity", "sparsity", numbers.percent),
     ("relative_loss", "relative loss", numbers.relative_loss),
@@ -74,7 +74,7 @@ _RUN_COLUMNS: tuple[tuple[str, str, Write], ...] = (
 
 
 class Page(NamedTuple):
-    """The whole page with its pictures, and these by the names of their PNG files."""
+    """The HTML of a page, and its pictures by the names of their PNG files."""
 
     html: str
     pictures: dict[str, Picture]
@@ -96,7 +96,7 @@ class NextStep(NamedTuple):
 
 
 class Note(NamedTuple):
-    """A fact that qualifies the numbers, and the names of the runs that it is about."""
+    """A fact that qualifies the numbers, and the names of the runs that it concerns."""
 
     text: str
     runs: Sequence[str] = ()
@@ -105,7 +105,7 @@ class Note(NamedTuple):
 def make_page(
     runs: Sequence[RunDirectory], name: str, title: str | None = None, *, command: str = ""
 ) -> Page:
-    """The HTML page about runs that are called `name` together, made again by `command`.
+    """Return the HTML page about runs; `name` names them all, and `command` makes the page again.
 
     The default title names the model, the sparsities and the methods.
     """
@@ -149,11 +149,11 @@ def make_page(
 
 
 def check_page(out: Path, *, overwrite: bool = False) -> None:
-    """Refuse to replace files that this command did not write.
+    """Raise if files would be replaced that this command did not write.
 
     Raises:
-        FileExistsError: `out` is a directory, or a file that this did not write or that was
-            changed since; or its pictures would replace a directory with such files.
+        FileExistsError: `out` is a directory, or a file that this command did not write or that was
+            changed; or the pictures would replace a directory with such files.
     """
     check_output_dir(pictures_directory(out), overwrite=True, argument="--out")
     if not overwrite or out.is_dir():
@@ -185,9 +185,9 @@ def write_page(page: Page, out: Path, *, overwrite: bool = False) -> None:
 def named_pictures(
     parts: Mapping[ModelRuns, Sequence[Part]], *, by_model: bool | None = None
 ) -> dict[str, Picture]:
-    """Pictures by the names of their files, which begin with the model if `by_model`.
+    """Return pictures by the names of their files, which begin with the model's if `by_model`.
 
-    By default they do if there are several models.
+    By default, `by_model` is true for several models.
     """
     by_model = len(parts) > 1 if by_model is None else by_model
     pictures = [
@@ -225,7 +225,7 @@ def title_of(model: ModelRuns) -> str:
 
 
 def headline(frame: ScoreFrame) -> Iterator[HeadValue]:
-    """Yield all values of a single group; of several the best perplexity, or loss, by setting."""
+    """Yield all values of a single group, or the best perplexity (else loss) of each setting."""
     model = frame.model
     texts = [score for score in frame.scores if score.is_perplexity]
     if len(model.originals) == 1:
@@ -275,7 +275,7 @@ def _measured(frame: ScoreFrame, text: Score) -> str:
 
 def _costs(frame: ScoreFrame, group: RunGroup) -> Iterator[HeadValue]:
     report = group.runs[0].report
-    assert report is not None  # a group is pruned
+    assert report is not None  # groups consist of pruned runs
     totals, key = report.totals, (group.setting, group.label)
     loss = frame.texts.loc[key].get(RELATIVE_LOSS, MISSING) or MISSING
     yield HeadValue("Relative layer loss", loss, f"mean over {totals['layers']} layers")
@@ -418,7 +418,7 @@ def _worst(badness: Mapping[LayerReport, float], problem: str, amount: str) -> I
 
 
 def _text_notes(model: ModelRuns) -> Iterator[Note]:
-    """Yield a note for each text whose perplexities are of different windows."""
+    """Yield a note for each text whose perplexities were measured on different windows."""
     names = ("context", "windows", "tokens")
     runs: dict[str, dict[str, list[str]]] = {}
     for run in model.runs:
@@ -567,7 +567,7 @@ def _zipped(runs: Sequence[RunDirectory]) -> bytes:
     with zipfile.ZipFile(buffer, "w") as archive:
         for run in runs:
             for name, content in run.files.items():
-                entry = zipfile.ZipInfo(f"{run.name.removeprefix('../')}/{name}")  # without a date
+                entry = zipfile.ZipInfo(f"{run.name.removeprefix('../')}/{name}")  # no date
                 archive.writestr(entry, content, zipfile.ZIP_DEFLATED)
     return buffer.getvalue()
 

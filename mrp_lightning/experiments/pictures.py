@@ -1,6 +1,6 @@
-"""The parts of a page, and their pictures: lines and maps of tables of numbers, as SVG and PNG.
+"""The parts of a page, and their pictures: line plots and heat maps of tables, as SVG and PNG.
 
-They are drawn for light paper; on dark paper a filter of CSS inverts their lightness.
+Pictures are drawn for a light background; on a dark one a CSS filter inverts their lightness.
 """
 
 import io
@@ -32,19 +32,19 @@ STYLE = rc_params_from_file(
 PAPER = "#fdfdfb"
 RULE, MUTED, INK = (STYLE[key] for key in ("grid.color", "axes.labelcolor", "text.color"))
 SERIES = tuple(STYLE["axes.prop_cycle"].by_key()["color"])
-"""One colour a method, in the order of `method_rank`."""
+"""The colours of methods, in the order of `method_rank`."""
 
-_WIDTH = 4.2  # inches: text of a picture of this width is readable on a phone
+_WIDTH = 4.2  # inches, so that text is readable on a phone
 _HEAT = LinearSegmentedColormap.from_list("mrp-lightning", ("#e2efed", "#06363b"), 64)
 _DASHES = ((0, ()), (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1.2, 1, 1.2)))
 _MARKERS = ("o", "s", "^", "D", "P", "X", "v", "<", ">", "h", "p", "*")
 _DENSE: Any = {"color": INK, "linewidth": 1.2, "linestyle": (0, (4, 2))}
-_WIDE_RANGE = 20  # the ratio of the values above which their axis is logarithmic
+_WIDE_RANGE = 20  # the ratio of largest to smallest value above which an axis is logarithmic
 _LONGEST_LINE = 20  # characters of a name beside the axes
-_LISTED = 12  # values of a line that its text alternative lists; of longer ones the ends
+_LISTED = 12  # the most values of a line that its text alternative lists
 
 Methods = Mapping[str, str | None]
-"""The canonical methods, which decide the colours, by label; `None` is the dense model."""
+"""The canonical method of each label, which determines its colour; `None` is the dense model."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class Picture:
         name: The name of its file, without the ending; pictures of a page may share it.
         caption: The caption above it.
         alt: Its content in words and numbers.
-        svg: With a transparent background.
-        png: On light paper, for use elsewhere.
+        svg: The picture as SVG, with a transparent background.
+        png: The picture as PNG, with a light background.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Part:
 
     @property
     def all_pictures(self) -> list[Picture]:
-        """Every picture, those of the folds, too."""
+        """Every picture, including those of folded parts."""
         return [*self.pictures, *(picture for fold in self.folds for picture in fold.pictures)]
 
 
@@ -98,12 +98,12 @@ def picture(name: str, caption: str, words: str, draw: Callable[[], Figure]) -> 
     """Draw a picture; `words` describe it, after the caption."""
     alt = f"{caption} {words}"
     with warnings.catch_warnings(), matplotlib.rc_context(STYLE):
-        # A name in a script that matplotlib's font lacks is still right in the SVG.
+        # A name in a script that matplotlib's font lacks is still shown in the SVG.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         figure, svg, png = draw(), io.BytesIO(), io.BytesIO()
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(svg, format="svg", metadata=nothing)
-        figure.set_layout_engine("none")  # it is laid out now, and laying out takes longest
+        figure.set_layout_engine("none")  # already laid out; a second layout would take longest
         figure.savefig(png, format="png", dpi=200, facecolor=PAPER, metadata={"Title": alt})
     return Picture(name, caption, alt, svg.getvalue(), png.getvalue())
 
@@ -119,10 +119,10 @@ def marker_of(method: str) -> str:
 
 
 def line_styles(methods: Sequence[str | None]) -> Iterator[dict[str, Any]]:
-    """The options of the lines of one picture, by canonical methods; `None` is the dense model.
+    """Yield the options of each line of a picture, by canonical method (`None`: the dense model).
 
-    Colour and marker are by method, dashes by the order among lines of one method. Lines and open
-    markers are the smaller the later they are drawn, so that equal lines are all seen.
+    The method determines colour and marker, the order among lines of one method the dashes. Lines
+    and open markers become smaller from line to line, so that coinciding lines are all visible.
     """
     pruned = [method for method in methods if method is not None]
     i = -1
@@ -161,8 +161,8 @@ def draw_lines(
         values: The index holds numbers, names, or names of blocks; the columns are labels.
         methods: The method of each label.
         scale: The axis of the values.
-        across: The name of the axis of the index; `None` where it holds blocks.
-        band: The lower and the upper end of an area that is shaded around each line.
+        across: The name of the axis of the index; `None` if the index holds blocks.
+        band: The lower and the upper ends of a shaded area around each line.
     """
     is_number = pd.api.types.is_numeric_dtype(values.index)
     positions = list(values.index) if is_number else list(range(len(values)))
@@ -213,7 +213,7 @@ def draw_map(
 ) -> Picture:
     """Draw a map of kinds of layers (rows) by blocks (columns), coloured by value.
 
-    A cell is NaN where there is no value, and hatched where `dense` says that layers were left so.
+    A cell without a value is NaN; cells of layers that stayed `dense` are hatched.
     """
     blocks = list(cells.columns)
     hatched = np.argwhere(dense.to_numpy() & cells.isna().to_numpy())
@@ -276,10 +276,11 @@ def _in_lines(name: str) -> list[str]:
 
 
 def label_ends(axes: Axes, ends: Mapping[str, tuple[float, float, str]]) -> None:
-    """Name lines at their ends, right of the axes, which have their limits by now.
+    """Label lines at their ends, to the right of the axes, whose limits must be set.
 
-    `ends` holds the last point of each line and its colour. Names that would overlap are moved
-    apart, and a rule leads from each to its end. Long ones are broken, to leave room for the axes.
+    `ends` holds the last point and the colour of each line. Labels that would overlap are moved
+    apart, with a rule from each label to its line. Long labels are broken, to leave room for the
+    axes.
     """
     broken = {name: _in_lines(name) for name in ends}
     figure_height = axes.figure.get_figheight()  # type: ignore[union-attr]
@@ -289,9 +290,9 @@ def label_ends(axes: Axes, ends: Mapping[str, tuple[float, float, str]]) -> None
     tops = {name: float(to_axes.transform((x, y))[1]) for name, (x, y, _) in ends.items()}
     ordered = sorted(tops, key=lambda name: tops[name])
     heights: list[float] = []
-    for name in ordered:  # upwards, each at least a step above the last
+    for name in ordered:  # upwards: each label at least a step above the last
         heights.append(max(tops[name], heights[-1] + step) if heights else tops[name])
-    if heights and heights[-1] > 1:  # downwards, where the highest is above the axes
+    if heights and heights[-1] > 1:  # downwards, if the highest label is above the axes
         highest = 1.0
         for i in reversed(range(len(heights))):
             heights[i] = min(heights[i], highest)
@@ -350,7 +351,7 @@ def set_name_axis(axes: Axes, names: Sequence[str]) -> None:
 
 
 def set_value_axis(axes: Axes, which: str, values: Sequence[float], *, zero: bool = True) -> None:
-    """Start at 0, or be logarithmic where the largest value is much above the smallest."""
+    """Let an axis start at 0, or make it logarithmic for a wide range of values."""
     axis = axes.xaxis if which == "x" else axes.yaxis
     if values and min(values) > 0 and max(values) > _WIDE_RANGE * min(values):
         axes.set(**{f"{which}scale": "log"})

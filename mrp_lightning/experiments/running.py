@@ -1,4 +1,4 @@
-"""The runs of a sweep: each as the command line would make it, resumed after an interruption."""
+"""Execute the runs of a sweep as the command line would, and resume interrupted ones."""
 
 import gc
 import json
@@ -42,11 +42,11 @@ _BAR = "trainer.enable_progress_bar"
 
 
 class RunConfiguration(PruningCLI):
-    """The command line of some files, with options set; models and data are made by `build`.
+    """The configuration of a run: YAML files with options set; `build` makes model and data.
 
     Args:
         files: The configurations, as `--config` takes them.
-        options: Values by dotted key. A key that leads to a list sets its last item.
+        options: Values by dotted key. A key through a list sets the list's last item.
     """
 
     def __init__(self, files: Sequence[Path_fr], options: Mapping[str, Any]) -> None:
@@ -62,7 +62,7 @@ class RunConfiguration(PruningCLI):
             for option, values in self._options.items()
             for key, value in _flat(values, option)
         ]
-        required = Namespace()  # a file may lack what is required
+        required = Namespace()  # a file may lack required keys
         for key, value in self._options.items():
             if not key.startswith("trainer.callbacks"):
                 required[key] = value
@@ -72,10 +72,10 @@ class RunConfiguration(PruningCLI):
         self.config = parser.parse_object(config)
 
     def instantiate_classes(self) -> None:
-        """Make nothing yet: a configuration can be read before a model is loaded."""
+        """Do nothing: `build` instantiates, so that a configuration can be read without a model."""
 
     def build(self) -> None:
-        """Make the trainer, the model and the data."""
+        """Instantiate the trainer, the model and the data."""
         super().instantiate_classes()
 
     def described(self) -> dict[str, Any]:
@@ -87,14 +87,14 @@ class RunConfiguration(PruningCLI):
         return "; ".join(differences(earlier, self.described(), self._defaults))
 
     def _defaults(self, keys: Iterable[str]) -> dict[str, Any]:
-        """Return the defaults of some options, which may depend on the values of all others."""
+        """Return the defaults of some options, which may depend on the values of the others."""
         wanted, parser = set(keys), self.parser
         others = _without(_nested(parser, self.config), wanted)
         exits, parser.exit_on_error = parser.exit_on_error, False
         try:
             config = _nested(parser, parser.parse_object(others))
         except ArgumentError:
-            return {}  # one of them has no default
+            return {}  # an option has no default
         finally:
             parser.exit_on_error = exits
         return {key: value for key, value in _flat(config) if key in wanted}
@@ -111,10 +111,10 @@ def configure(trial: Trial, sweep: Sweep) -> RunConfiguration:
 
 
 def make_runs(sweep: Sweep, console: Console) -> dict[Trial, str]:
-    """Make the runs that are not there, and evaluate those that lack tasks.
+    """Execute the runs that do not exist yet, and evaluate those that lack tasks.
 
     Returns:
-        The trials that failed, and why.
+        The failed trials, with the reasons.
 
     Raises:
         OptionError: A finished run is of another configuration, or cannot be evaluated any more.
@@ -196,7 +196,7 @@ def execute(trial: Trial, sweep: Sweep, tasks: Tasks | None = None) -> None:
 
 
 def _make(trial: Trial, sweep: Sweep, tasks: Tasks | None) -> str:
-    """Make a run or, where another process made it meanwhile, evaluate it; return its scores."""
+    """Execute a run, or only evaluate it if another process has executed it; return its scores."""
     directory = sweep.directory(trial)
     if not (directory / TRIAL).exists():
         execute(trial, sweep, tasks)
@@ -211,7 +211,7 @@ def _make(trial: Trial, sweep: Sweep, tasks: Tasks | None) -> str:
 def _evaluate_again(trial: Trial, sweep: Sweep, tasks: Tasks) -> None:
     """Evaluate the model of a finished run on tasks, and add the scores to its evaluation.
 
-    The model is dense, or lies in the directory of its run.
+    The model is dense, or stored in the directory of its run.
     """
     options, directory = sweep.options(Trial(trial.model)), sweep.directory(trial)
     if trial.method is not None:
@@ -242,7 +242,7 @@ def _difference(sweep: Sweep, trial: Trial, run: RunDirectory) -> str:
 
 
 def _lacks(run: RunDirectory, tasks: Sequence[str]) -> bool:
-    """Whether a run was not evaluated on all of the tasks."""
+    """Return whether a run was not evaluated on all tasks."""
     return not set(tasks) <= run.evaluation.zeroshot.keys()
 
 
@@ -260,7 +260,7 @@ def _check_pruning(sweep: Sweep) -> None:
     for trial in recipes.values():
         callback = configure(trial, sweep).config.trainer.callbacks[-1].as_dict()
         arguments = callback["init_args"]
-        if isinstance(arguments.get("tuning"), dict):  # which the command line makes one of
+        if isinstance(arguments.get("tuning"), dict):  # as the command line parses it
             arguments["tuning"] = BlockTuning(**arguments["tuning"])
         instantiate_class((), callback)
 
@@ -331,7 +331,7 @@ def _nested(parser: LightningArgumentParser, config: Any) -> dict[str, Any]:
 
 
 def _set(values: Any, path: Sequence[str], value: Any) -> None:
-    """Set a value in nested ones; a value that is no collection becomes a mapping."""
+    """Set a value in nested collections; a value in the way is replaced by a mapping."""
     first, *rest = path
     if not rest:
         values[first] = value
@@ -354,7 +354,7 @@ def _flat(values: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _without(values: Any, keys: set[str], key: str = "") -> Any:
-    """Return nested values without some keys, and without mappings that held nothing else."""
+    """Return nested values without some keys, and without mappings that this empties."""
     if isinstance(values, list):
         return [_without(value, keys, f"{key}.{i}") for i, value in enumerate(values)]
     if not isinstance(values, dict):

@@ -1,4 +1,4 @@
-"""Runs on disk, and their groups: the runs of one model, and of each those of one configuration."""
+"""Runs on disk, grouped by model, and within a model by configuration."""
 
 import json
 import logging
@@ -23,15 +23,15 @@ from mrp_lightning.records.report import LayerReport, PruningReport
 log = logging.getLogger(__name__)
 
 TRIAL = "run.json"
-"""Written last by a sweep: a directory with this file holds a finished run."""
+"""The name of the file that a sweep writes last: a directory with it holds a finished run."""
 
 _EXPORT = "export_report.json"
 _FORMAT_VERSION = 1
 _BASE_MODEL = "base_model"
-"""The argument that names the source of the model. Sweeps name their models themselves."""
+"""The argument with the source of the model; sweeps have their own names of models."""
 
 _NO_LABEL = ("method", "pattern", "sparsity", "bits", "walk")
-"""Keys of a report's configuration that are in the setting, or that the run determines itself."""
+"""Keys of a report's configuration that the setting includes, or that a run adds by itself."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class FinishedTrial:
 
     Attributes:
         trial: The trial of the sweep.
-        machine: The machine that the run was made on.
+        machine: A description of the machine of the run.
         config: The configuration by dotted key, defaults included.
     """
 
@@ -84,15 +84,15 @@ class RunDirectory:
     """A directory with `pruning_report.json`, `evaluation.json`, or both.
 
     Attributes:
-        directory: Its path.
-        name: Its path from the directory that was searched.
+        directory: The path of the directory.
+        name: The path relative to the searched directory.
         report: The report of the pruning; `None` for a dense model.
-        evaluation: The scores of the model; empty where nothing was measured.
+        evaluation: The scores of the model; empty if nothing was measured.
         finished: The content of `run.json`, if a sweep made the run.
         exported: The format of the weights in `export_report.json`, if there is one.
-        weight_bytes: Size of the safetensors files in bytes; `None` where there are none.
+        weight_bytes: Size of the safetensors files in bytes; `None` if there are none.
         files: The content of the files, by name.
-        unfinished: The progress of a run that has left a journal, `None` for all others.
+        unfinished: The progress of an unfinished run with a journal, `None` for all others.
     """
 
     directory: Path
@@ -107,7 +107,7 @@ class RunDirectory:
 
     @cached_property
     def trial(self) -> Trial:
-        """The trial of its sweep, or the one that its report describes."""
+        """The trial of the run: of its sweep, or as its report describes it."""
         if self.finished:
             return self.finished.trial
         return Trial.of_report(self.report.config) if self.report else Trial("")
@@ -129,28 +129,28 @@ class RunDirectory:
 
     @property
     def complete(self) -> bool:
-        """Whether pruning came to its end."""
+        """Whether the pruning finished."""
         return self.report is None or self.report.complete
 
 
 def common_parent(directories: Sequence[Path]) -> Path:
-    """Return the directory, or the nearest one that holds all of several."""
+    """Return the nearest directory that is, or contains, all of the directories."""
     if len(directories) == 1:
         return directories[0]
     return Path(os.path.commonpath([directory.resolve() for directory in directories]))
 
 
 def find_runs(*roots: Path) -> list[RunDirectory]:
-    """The runs in directories and beneath them, dense ones first, then by setting, method and name.
+    """Return the runs in and below directories, dense ones first, sorted by setting and method.
 
-    Hidden directories are passed over. A journal, or the directory that an unfinished run will
-    write, is that run, and is reported alone. If all runs are pruned, dense ones next to a single
-    root are added.
+    Hidden directories are skipped. A journal, or the directory that an unfinished run will write,
+    stands for that run, which is reported alone. If all runs are pruned, dense runs next to a
+    single root are added.
 
     Raises:
-        FileNotFoundError: There are none.
+        FileNotFoundError: There are no runs.
         FormatError: A file of a run is damaged, or of a newer version of mrp-lightning.
-        OptionError: One of several directories is that of an unfinished run.
+        OptionError: One of several directories belongs to an unfinished run.
     """
     unfinished = [journal for root in roots if (journal := find_journal(root)) is not None]
     if unfinished:
@@ -179,7 +179,7 @@ def find_runs(*roots: Path) -> list[RunDirectory]:
 
 
 def _directories_of_runs(root: Path) -> list[Path]:
-    """Return the directories at a root and beneath it that hold a run, but for hidden ones."""
+    """Return the directories at and beneath a root that hold a run, without hidden ones."""
     directories_of_runs = []
     for path, directories, files in os.walk(root):
         directories[:] = [name for name in directories if not name.startswith(".")]
@@ -229,7 +229,7 @@ def _name(directory: Path, root: Path) -> str:
 
 
 def is_dense_run(directory: Path) -> bool:
-    """Whether a directory holds the evaluation of a model that is not pruned."""
+    """Return whether a directory holds the evaluation of a model that is not pruned."""
     return (directory / records.NAME).is_file() and not (directory / report.NAME).exists()
 
 
@@ -259,13 +259,13 @@ def _rank(run: RunDirectory) -> tuple[Any, ...]:
 
 @dataclass(frozen=True, eq=False)
 class RunGroup:
-    """The runs of one configuration, which differ in the seed of their calibration set alone.
+    """The runs of one configuration, which differ only in the seed of their calibration set.
 
-    An incomplete run is a group of its own, because means over other layers are not comparable, and
-    so is a copy of a run in another format.
+    An incomplete run is a group of its own, since means over fewer layers are not comparable; so is
+    a copy of a run in another format.
 
     Attributes:
-        runs: At least one.
+        runs: The runs, at least one.
         label: The recipe or method, and the options by which it differs from groups of the same
             setting.
     """
@@ -275,7 +275,7 @@ class RunGroup:
 
     @cached_property
     def trial(self) -> Trial:
-        """The trial of its runs, without a seed."""
+        """The trial of the runs, without a seed."""
         return replace(self.runs[0].trial, seed=None)
 
     @property
@@ -319,7 +319,7 @@ class ModelRuns:
 
     @cached_property
     def rows(self) -> list[RunGroup]:
-        """The dense model, if it was evaluated, and all groups."""
+        """The dense model as a group, if it was evaluated, and all groups."""
         return [*([RunGroup([self.dense], "dense")] if self.dense else []), *self.groups]
 
     @property
@@ -336,10 +336,11 @@ class ModelRuns:
 
 
 def find_models(runs: Sequence[RunDirectory]) -> list[ModelRuns]:
-    """Sort runs into models: those with the same dense run, whose layers agree in their shapes.
+    """Group runs by model: runs of one model have the same dense run, and layers of equal shapes.
 
-    The dense run of a pruned one is that next to it, or the nearest one further up. Without one,
-    models are told apart by their directories. The runs of a sweep name their model.
+    The dense run of a pruned run is the one next to it, or the nearest one in a directory above.
+    Without dense runs, models are distinguished by their directories. The runs of a sweep name
+    their model.
     """
     dense = [run for run in runs if run.report is None]
     nearest = {run: _nearest(run, dense) for run in runs if run.report is not None}
@@ -367,7 +368,7 @@ def find_models(runs: Sequence[RunDirectory]) -> list[ModelRuns]:
             base = _dense_scores_of(cluster)
         name = _model_name(cluster, base, alone=len(clusters) == 1)
         models.append(ModelRuns(name, base, _groups(cluster), doubts))
-    # Dense models that are not pruned yet.
+    # Dense models without pruned runs.
     used = {candidate for near in nearest.values() for candidate in near}
     unused = [run for run in dense if run not in used]
     unused = [run for run in unused if not (clusters and run.name.startswith("../"))]
@@ -399,7 +400,7 @@ def _nearest(run: RunDirectory, dense: Sequence[RunDirectory]) -> tuple[RunDirec
 
 
 def _may_be_base(dense: RunDirectory, run: RunDirectory) -> bool:
-    """Whether the sources of a dense and a pruned run do not contradict each other."""
+    """Return whether a dense run may be the source of a pruned one: their sources do not differ."""
     if dense.finished and run.finished:
         return dense.trial.model == run.trial.model
     sources = [dense.evaluation.model, run.config.get(_BASE_MODEL)]
@@ -410,7 +411,7 @@ def _may_be_base(dense: RunDirectory, run: RunDirectory) -> bool:
 
 
 def _agree(run: RunDirectory, cluster: Sequence[RunDirectory]) -> bool:
-    """Whether layers of the same name have the same shape; runs may prune different layers."""
+    """Return whether layers that a run and the cluster share have equal shapes."""
     if run.finished and cluster[0].finished:
         return run.trial.model == cluster[0].trial.model
     shapes = {layer.name: layer.shape for layer in run.layers}
@@ -430,7 +431,7 @@ def _model_name(cluster: Sequence[RunDirectory], dense: RunDirectory | None, *, 
 
 
 def _dense_name(run: RunDirectory) -> str:
-    """Return the name of a dense model: of its sweep, a hub id, or the last part of a path."""
+    """Return the name of a dense model: in its sweep, a hub id, or the last part of its path."""
     source = run.evaluation.model
     if run.finished or not source:
         return run.trial.model or run.directory.resolve().name
@@ -440,7 +441,7 @@ def _dense_name(run: RunDirectory) -> str:
 def _groups(runs: Sequence[RunDirectory]) -> list[RunGroup]:
     """Return the groups of a model, in the order of their first runs."""
     groups: dict[str, list[RunDirectory]] = {}
-    alike: dict[str, list[str]] = {}  # keys of the groups of one recipe and one changed option
+    alike: dict[str, list[str]] = {}  # by recipe and changed option: the keys of their groups
     for run in runs:
         recipe = json.dumps([run.trial.recipe, str(run.trial.changed)])
         config = {k: v for k, v in run.config.items() if k != _BASE_MODEL or run.finished is None}
@@ -454,14 +455,17 @@ def _groups(runs: Sequence[RunDirectory]) -> list[RunGroup]:
         differing = _differing(options.values())
         labels |= {key: _label(groups[key][0], options[key], differing) for key in keys}
     names = Counter((members[0].trial.setting, labels[key]) for key, members in groups.items())
-    for key, members in groups.items():  # an option that one of two runs lacks is in no label
+    for (
+        key,
+        members,
+    ) in groups.items():  # labels omit options that a run lacks
         if names[members[0].trial.setting, labels[key]] > 1:
             labels[key] += f" ({members[0].name})"
     return [RunGroup(members, labels[key]) for key, members in groups.items()]
 
 
 def _options(run: RunDirectory) -> dict[str, str]:
-    """Return the arguments that can distinguish a run from another of the same setting."""
+    """Return the arguments that may distinguish a run from others of the same setting."""
     left_out = {*_NO_LABEL, *([_BASE_MODEL] if run.finished else [])}
     left_out |= set() if has_blocks(str(run.trial.method)) else {"block_size"}
     return {key: plain(value) for key, value in run.config.items() if key not in left_out}

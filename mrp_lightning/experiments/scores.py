@@ -38,8 +38,8 @@ class Score:
             the pruning, its `CPU seconds`, `accuracy` (the mean over tasks), or a metric of lm-eval
             such as `acc_norm`.
         of: The text, the task or the tasks; empty for a score of the pruning.
-        context: Tokens a window, of the perplexity of a text; `None` for all others.
-        zero_shot: Whether it is of tasks.
+        context: Tokens a window, for a perplexity; `None` for all others.
+        zero_shot: Whether the score is that of tasks.
     """
 
     metric: str
@@ -49,7 +49,7 @@ class Score:
 
     @property
     def name(self) -> str:
-        """Its name in the tables for programs: `accuracy/<task>` is the one that papers report."""
+        """The name in machine-readable tables; papers report `accuracy/<task>`."""
         if not self.zero_shot:
             return f"{self.metric}/{self.of}" if self.of else self.metric
         reported = self.metric == ("acc_norm" if self.of in BY_LENGTH else "acc")
@@ -64,17 +64,17 @@ class Score:
 
     @property
     def is_perplexity(self) -> bool:
-        """Whether it is the perplexity of a text."""
+        """Whether the score is the perplexity of a text."""
         return bool(self.of) and not self.zero_shot
 
     @property
     def in_percent(self) -> bool:
-        """Whether it is a fraction, whose values are in percent."""
+        """Whether the score is a fraction, whose values are in percent."""
         return self.zero_shot and self.metric.startswith(("acc", "exact_match", "f1"))
 
     @property
     def write(self) -> Write:
-        """The format of its values."""
+        """The function that formats the values."""
         if self.in_percent:
             return numbers.points
         ways = {"relative loss": numbers.relative_loss}
@@ -91,10 +91,10 @@ def named(text: str) -> str:
 
 
 def scores_of(run: RunDirectory) -> Iterator[dict[str, Any]]:
-    """The `score`s of a run, each with its `value`, its standard `error` and a `detail`.
+    """Yield the `score`s of a run, each with its `value`, standard `error` and `detail`.
 
-    A value that was not finite is infinite, and fractions are in percent. The detail says how the
-    score was measured.
+    Non-finite values are infinite, and fractions are in percent. `detail` describes the
+    measurement.
     """
     for text, entry in run.evaluation.perplexity.items():
         if "perplexity" in entry:
@@ -146,13 +146,13 @@ class ScoreFrame:
     """All scores of a model: one row a run and score, and their means over the seeds.
 
     Attributes:
-        rows: With the columns `setting`, `label`, `run`, `seed`, `score`, `value`, `error` and
-            `detail`.
-        scores: Every score that some run has, scores of the pruning at the end.
+        rows: A frame with the columns `setting`, `label`, `run`, `seed`, `score`, `value`, `error`
+            and `detail`.
+        scores: Every score of any run, scores of the pruning last.
         model: The model.
-        means: The mean over the runs of each (setting, label) with any score, by score; infinite
-            where a value is, NaN where there is none.
-        texts: The means ± deviations for a reader, like `means`; empty where there is none.
+        means: The mean over the runs of each (setting, label), by score; infinite if a value is
+            infinite, NaN if there is none.
+        texts: The formatted means ± deviations, indexed like `means`; empty if there is none.
     """
 
     def __init__(self, model: ModelRuns) -> None:
@@ -189,7 +189,7 @@ class ScoreFrame:
         return rows.set_index("seed")["value"]
 
     def detail(self, score: Score) -> str:
-        """Return how a score was measured in the runs that have it."""
+        """Return the details of a score in the runs that have it."""
         return " or ".join(dict.fromkeys(self.rows["detail"][self.rows["score"] == score]))
 
     def lowest(self, scores: Sequence[Score]) -> set[tuple[str, str, Score]]:
@@ -218,7 +218,7 @@ def text(values: pd.Series, write: Write) -> str:
 
 
 def _with_error(rows: pd.DataFrame, write: Write) -> str:
-    """Format runs as mean ± standard deviation, a single run with its standard error."""
+    """Format several runs as mean ± standard deviation, a single run as value ± standard error."""
     written, error = text(rows["value"], write), rows["error"].iloc[0]
     is_single = len(rows) == 1 and np.isfinite(rows["value"].iloc[0]) and not math.isnan(error)
     return f"{written} ± {write(error)}" if is_single else written
@@ -237,13 +237,13 @@ def _as_precise_as(mean: str, deviation: float, write: Write) -> str:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of texts.
+    """A table of strings.
 
     Attributes:
-        caption: Its caption.
+        caption: The caption.
         cells: Texts by (group, name) and header; both have at least one entry.
         head: The header of the names.
-        group: The header of the groups, where they are a column.
+        group: The header of the column of groups; empty without such a column.
         details: A second line of headers.
         best: The cells that are the best of their group, by group, name and header.
         methods: The canonical methods of rows, which decide their colours, by name.
@@ -325,7 +325,7 @@ def _score_table(
 
 
 def check_tables(directory: Path) -> None:
-    """Refuse to replace tables that no sweep wrote, or that were changed since.
+    """Raise if tables would be replaced that no sweep wrote, or that were changed.
 
     Raises:
         FileExistsError: There is one.

@@ -1,4 +1,4 @@
-"""A sweep: all the trials that compare models, settings, methods and options."""
+"""A sweep: the trials that compare models, settings, methods and options."""
 
 import re
 from collections import Counter
@@ -29,8 +29,8 @@ class ModelTrials:
     Args:
         options: Options that replace those of the configuration, by dotted key, such as
             `model.model`.
-        block_sizes: Column block sizes, with each of which every trial is repeated; `null` is all
-            columns.
+        block_sizes: Block sizes in columns, for each of which every trial is repeated; `null` means
+            all columns.
         runs: Methods and recipes in place of those of the sweep.
     """
 
@@ -41,11 +41,11 @@ class ModelTrials:
 
 @dataclass(kw_only=True)
 class Sweep:
-    """Prune models in many ways, evaluate each, and compare.
+    """Prune models in many ways, evaluate each result, and compare.
 
-    Every run does the same as `predict` and `test` with the configuration `base`, the options of
-    the model, and those of the trial. Its results are in `<out>/<model>/<trial>`, and existing runs
-    are not made again. The tables are `<out>/results.{md,csv,json}`.
+    Every run is equivalent to `predict` and `test` with the configuration `base`, the options of
+    the model, and those of the trial. Its results are in `<out>/<model>/<trial>`; existing runs are
+    not repeated. The tables are `<out>/results.{md,csv,json}`.
 
     Args:
         base: Configurations that all trials share, as `predict --config` takes them; the last of
@@ -58,9 +58,9 @@ class Sweep:
             and any others except the setting, such as
             `{method: JM, target: dense, tuning: {epochs: 15}}`.
         out: Directory of the runs and their tables.
-        seeds: Seeds of calibration sets, with each of which every trial is repeated.
+        seeds: Seeds of calibration sets, for each of which every trial is repeated.
         vary: Ablations: the values of one option at a time, by its dotted key, such as
-            `{data.num_samples: [32, 128]}`. If it is given, only these trials are made.
+            `{data.num_samples: [32, 128]}`. If given, only these trials are executed.
         only: Names of the runs to make, `<model>/<trial>` with shell wildcards, such as
             `*/2of4-SM-*`. If it is empty, all runs are made.
         zeroshot: Tasks of lm-eval to evaluate in addition to perplexity.
@@ -88,7 +88,7 @@ class Sweep:
         if problems := list(self._recipe_problems()):
             raise OptionError("\n".join(problems))
         lists = {k: v if isinstance(v, list) else [v] for k, v in self.vary.items()}
-        self.vary = lists  # one value may come without a list
+        self.vary = lists  # a single value needs no list
         if not self.models:
             raise OptionError(
                 "`models` is empty; expected at least one, such as `models: {tiny: {options: "
@@ -118,7 +118,7 @@ class Sweep:
 
     @property
     def trials(self) -> list[Trial]:
-        """Every trial, each model's dense one first."""
+        """Every trial, the dense one of each model first."""
         trials = []
         for model, of_model in self.models.items():
             trials.append(Trial(model))
@@ -130,7 +130,7 @@ class Sweep:
 
     @property
     def selected(self) -> list[Trial]:
-        """The trials that `only` names, and the dense ones of their models."""
+        """The trials that `only` selects, and the dense trials of their models."""
         if not self.only:
             return self.trials
         named = {

@@ -1,4 +1,4 @@
-"""A trial: one way to prune one model, as changes of the configuration of its sweep."""
+"""A trial: one way to prune one model, as changes to the configuration of its sweep."""
 
 import hashlib
 import json
@@ -18,13 +18,13 @@ _SETTING = re.compile(
 )
 
 CALLBACK = "trainer.callbacks.init_args"
-"""The key of the arguments of the last callback, which prunes."""
+"""The dotted key of the arguments of the last callback, which prunes."""
 
 METHODS = ("magnitude", "wanda", "SS", "MS", "SM", "MM")
 """The paper's methods in the order in which they are shown; `JM` and all others follow."""
 
 _LABELS = {"wanda": "Wanda", "SS": "SparseGPT"}
-_CANONICAL = {pair: name for name, pair in reversed(NAMED.items())}  # the first of several names
+_CANONICAL = {pair: name for name, pair in reversed(NAMED.items())}  # of several names the first
 _COMPENSATIONS = [each.name for each in (NoCompensation, ColumnSweep, ExactCompensation)]
 _PAIRS = [f"{mask}+{compensation}" for mask in MASKS for compensation in _COMPENSATIONS]
 _ORDER = list(dict.fromkeys((*METHODS, "JM", *(_CANONICAL.get(pair, pair) for pair in _PAIRS))))
@@ -52,8 +52,8 @@ class ChangedOption:
 
     Attributes:
         key: The dotted key of the option, such as `data.num_samples`.
-        value: Its value, which may be a list or a mapping.
-        text: The value as JSON, by which two changes are compared.
+        value: The new value, which may be a list or a mapping.
+        text: The value as JSON, which makes changes comparable.
     """
 
     key: str

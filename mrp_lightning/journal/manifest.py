@@ -1,6 +1,6 @@
-"""The manifest of a journal: the fingerprint and the progress of its run; how two runs differ.
+"""The manifest of a journal: fingerprint and progress of its run, and differences of two runs.
 
-A fingerprint holds all that decides the result of a run, so that another one can go on with it.
+A fingerprint holds everything that determines the result of a run: only an equal run can resume it.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from mrp_lightning.processes import Processes
 from mrp_sparse.upstream import attention_of
 
 SHA256 = "sha256:"
-"""The prefix of digests, which stand for values that are too long to show."""
+"""The prefix of digests, which replace values that are too long to show."""
 
 WITHOUT_A_SAY = frozenset(
     {
@@ -37,11 +37,11 @@ WITHOUT_A_SAY = frozenset(
         "streaming",
     }
 )
-"""Options that decide where a run is computed and kept, and not what comes out."""
+"""Options that do not affect the result of a run, only where it is computed and stored."""
 
 
 def with_a_say(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that decide the result, by name or dotted key."""
+    """Return the settings that affect the result, by name or dotted key."""
     return {k: v for k, v in settings.items() if k.rpartition(".")[2] not in WITHOUT_A_SAY}
 
 
@@ -55,8 +55,8 @@ def differences(
     Args:
         earlier: The settings of the first run, of this version or an older one.
         now: The settings of the other run.
-        defaults: Gives the defaults of the settings that `earlier` does not have, by name. They
-            did not exist when it was made: one that has its default now is no difference.
+        defaults: The defaults of settings, by name. A setting that `earlier` lacks did not exist
+            then, and counts as its default.
     """
     earlier, now = with_a_say(earlier), with_a_say(now)
     added = [name for name in now if name not in earlier]
@@ -80,19 +80,19 @@ def _shown(value: Any) -> str:
 
 NAME = "manifest.json"
 WEIGHTS = "weights of the model"
-"""The fact of a fingerprint that two models with other weights differ in."""
+"""The key of a fingerprint in which models with different weights differ."""
 FORMAT_VERSION = 1
 
 Fingerprint = dict[str, Any]
-"""The facts that decide the result of a run, by name: JSON values, and digests of large ones."""
+"""The facts that determine a run's result, by name: JSON values, or digests of large values."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """An entry of a journal: the file with what was done to one block.
+    """An entry of a journal: the shard of one finished block.
 
     Attributes:
-        file: Its name in the journal.
+        file: The name of the shard in the journal.
         sha256: The checksum of the file.
         weights: The digest of the tensors in it; see `digest`.
     """
@@ -108,11 +108,11 @@ class Manifest:
 
     Attributes:
         fingerprint: The facts that decide the result of the run.
-        about: The facts of the report beside its layers, and how much there is to do.
+        about: The content of the report other than layers, and the total number of steps.
         seconds: The wall time of the run so far.
-        cpu_seconds: Its CPU time, in all threads.
+        cpu_seconds: The CPU time of the run so far, in all threads.
         allocation: The sparsity of blocks and of layers, by name, once they are allocated.
-        shards: The entries of the blocks that are done, by the number of the step.
+        shards: The entries of the finished blocks, by the number of the step.
     """
 
     fingerprint: Fingerprint
@@ -140,7 +140,7 @@ class Manifest:
         content = plain({"format_version": FORMAT_VERSION, **asdict(self)})
         content["sha256"] = _checksum(content)
         partial = directory / f"{NAME}.partial"
-        partial.unlink(missing_ok=True)  # a link would be followed
+        partial.unlink(missing_ok=True)  # else a link would be followed
         partial.write_text(json.dumps(content, indent=1), encoding="utf-8")
         move_durably(partial, directory / NAME)
 
@@ -205,11 +205,11 @@ def fingerprint(
     All weights are read once, at about 1 GB/s.
 
     Args:
-        settings: The arguments of the pruning, and on what kind of device it runs.
-        configurations: Those of the transformers models in the module.
+        settings: The arguments of the pruning, and the kind of device.
+        configurations: The configurations of the transformers models in the module.
         weights: All tensors of the module, which is still dense.
         batches: The calibration batches of this process.
-        processes: The processes that share the calibration batches; all call this.
+        processes: The processes that share the calibration batches; all of them must call this.
     """
     computed = [(forward_of(config), _NOTHING) for config in configurations]
     here = versions()
@@ -232,8 +232,8 @@ def forward_of(config: Any) -> str:
 def digest_of(steps: Sequence[Any]) -> str:
     """Return the digest of the arguments of this process's steps.
 
-    An object counts by the parts that `copy` would copy. If it has none, the result is a text that
-    says so, and differs at every call.
+    An object counts by the parts that `copy` would copy. If these cannot be determined, the result
+    is a message that differs at every call, so that no other run matches.
     """
     unknown: dict[str, None] = {}
     known = digest(_leaves(list(steps), "", unknown, ()))
@@ -256,8 +256,8 @@ def _leaves(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a collection by their paths; other values are a part of the path.
 
-    `unknown` collects the types whose content cannot be seen. `above` are the objects that contain
-    `data`, which may also be contained in it.
+    `unknown` collects the types whose content cannot be inspected. `above` are the objects that
+    contain `data`, for the detection of cycles.
     """
     if isinstance(data, Tensor):
         yield path, data
@@ -293,7 +293,7 @@ def _bytes_of(data: Any) -> str | None:
 
 
 def _parts(data: Any) -> Iterator[tuple[Any, Any]] | None:
-    """Return the parts of an object, by name or index; `None` if they cannot be seen."""
+    """Return the parts of an object, by name or index; `None` if it cannot be inspected."""
     if isinstance(data, Mapping):
         return iter(data.items())
     if isinstance(data, list | tuple):
@@ -304,7 +304,7 @@ def _parts(data: Any) -> Iterator[tuple[Any, Any]] | None:
         return ((field.name, getattr(data, field.name)) for field in fields(data))
     try:
         reduced = data.__reduce_ex__(4)  # as for a copy
-    except Exception:  # whatever an object says that cannot be copied
+    except Exception:  # of any type, from objects that cannot be copied
         return None
     if isinstance(reduced, str):
         return iter([("name", reduced)])
