@@ -1,7 +1,7 @@
-"""The arguments of a command line and of its YAML files, each with the file and line that gave it.
+"""The arguments of a command line and its YAML files, each with its file and line.
 
-Reading YAML twice is the price of naming a line: jsonargparse keeps no positions. Plain mistakes
-are refused here, before Lightning and transformers are imported.
+jsonargparse keeps no positions, so YAML is read twice. Simple mistakes raise here, before Lightning
+and transformers are imported.
 """
 
 import re
@@ -15,7 +15,7 @@ import yaml
 from mrp_lightning.errors import OptionError
 
 _MOST_VALUES = 100_000
-"""Number of values that a file may hold."""
+"""The largest number of values in a file."""
 _FILE_OPTION = re.compile(r"-c|--(config|model|data|trainer)")
 _GROUPS = ("model", "data", "trainer")
 """The options of a file that may name another file with the options below them."""
@@ -23,7 +23,7 @@ _SUFFIXES = (".yaml", ".yml", ".json")
 
 
 def is_name(value: str) -> bool:
-    """Return whether the value of `--model` names a model: neither a configuration nor its file."""
+    """Return whether `--model` is the name of a model, not a configuration or its file."""
     return bool(value) and not value.endswith(_SUFFIXES) and not value.lstrip().startswith("{")
 
 
@@ -32,8 +32,8 @@ class Argument:
     """An option of a command line, or a key or an item of one of its files.
 
     Attributes:
-        path: Its dotted keys, without positions in lists, `init_args` and the subcommand.
-        value: The text of its value, empty for a collection.
+        path: The dotted key, without list indices, `init_args` and the subcommand.
+        value: The text of the value, empty for a collection.
         origin: The file and the line, such as "run.yaml, line 3: "; empty on the command line.
     """
 
@@ -43,7 +43,7 @@ class Argument:
 
     @property
     def leaf(self) -> str:
-        """The last key."""
+        """The last part of the dotted key."""
         return self.path.rpartition(".")[2]
 
     @property
@@ -53,15 +53,15 @@ class Argument:
 
 
 def arguments_given(args: Sequence[str], *, files: bool = True) -> list[Argument]:
-    """Return all arguments of a command line in their order, those of a file where it is named.
+    """Return the arguments of a command line in order, with those of files in place of their names.
 
     Args:
         args: The words of the command line.
-        files: Whether `--config` and the groups name files, which are read.
+        files: Whether `--config` and groups of options may name files, which are then read.
 
     Raises:
-        OptionError: A file is no YAML, holds no keys or one of them twice, or stands for more
-            values than fit into memory.
+        OptionError: A file is no YAML, has no keys or a duplicate key, or expands to too many
+            values.
     """
     arguments: list[Argument] = []
     for arg, following in zip_longest(args, args[1:], fillvalue=""):
@@ -80,8 +80,8 @@ def arguments_given(args: Sequence[str], *, files: bool = True) -> list[Argument
 def _read(file: Path, group: str, commands: Sequence[str]) -> list[Argument]:
     """Return the arguments of a file.
 
-    A few lines of aliases of aliases stand for more values than fit into any memory, and an alias
-    of its own parent for values without end: the number of values is limited.
+    The number of values is limited: a few lines of aliases of aliases can expand to more values
+    than memory holds, and an alias of its own parent to infinitely many.
     """
     try:
         root = yaml.compose(file.read_text("utf-8"), yaml.SafeLoader)
@@ -126,7 +126,7 @@ def _walk(
 
 
 def _require_different_keys(node: yaml.MappingNode, file: Path) -> None:
-    """Refuse a key that is given twice: YAML forbids it, but loaders silently take the last one."""
+    """Raise for a duplicate key, which YAML forbids, but loaders accept silently."""
     lines: dict[str, int] = {}
     for key, _ in node.value:
         line = key.start_mark.line + 1
@@ -165,11 +165,11 @@ _OF_A_RUN = frozenset({"model", "data", "trainer"})
 
 
 def check_arguments(command: str, args: Sequence[str]) -> None:
-    """Refuse arguments that no run of this command could have.
+    """Raise for arguments that no run of the command could have.
 
     Raises:
-        OptionError: There are no options, a word that belongs to none, or a file that is missing,
-            is no YAML, gives a key twice, or belongs to another command.
+        OptionError: There are no options, a word belongs to no option, or a file is missing, is no
+            YAML, has a duplicate key, or belongs to another command.
     """
     if command not in _NEEDS or _asks(args):
         return
@@ -192,7 +192,7 @@ def check_arguments(command: str, args: Sequence[str]) -> None:
 
 
 def has_sections(args: Sequence[str], commands: Sequence[str]) -> bool:
-    """Return whether a file before the command has sections for commands, as LightningCLI reads."""
+    """Return whether a file before the command has sections for commands, as LightningCLI allows."""
     if any(arg.startswith("--print_") for arg in args):
         return True
     options = [arg for arg in args if arg not in commands]
@@ -200,7 +200,7 @@ def has_sections(args: Sequence[str], commands: Sequence[str]) -> bool:
 
 
 def _asks(args: Sequence[str]) -> bool:
-    """Return whether a command line only asks for help or for a configuration."""
+    """Return whether a command line only asks for help or to print the configuration."""
     return any(
         arg in ("-h", "--help") or arg.startswith("--print_") or ".help" in arg.partition("=")[0]
         for arg in args
@@ -208,7 +208,7 @@ def _asks(args: Sequence[str]) -> bool:
 
 
 def _check_words(command: str, args: Sequence[str]) -> None:
-    """Refuse words that are no option's value: each option takes one value."""
+    """Raise for words that are no option's value: each option takes one value."""
     option, values = "", [""]
     for arg in [*args, "--"]:
         if not arg.startswith("--") and arg != "-c":
@@ -230,7 +230,7 @@ def _check_words(command: str, args: Sequence[str]) -> None:
 
 
 def _check_files(command: str, arguments: Sequence[Argument]) -> None:
-    """Refuse a file of a sweep for a run, and a file of a run for a sweep."""
+    """Raise for a sweep's file in a run, and a run's file in a sweep."""
     keys: dict[str, set[str]] = {}
     for argument in arguments:
         if argument.file:

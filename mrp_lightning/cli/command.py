@@ -1,4 +1,4 @@
-"""Shared by all commands: options, the parser, and how a mistake of the user ends a command."""
+"""The code that all commands share: options, the parser, and the end by a user's mistake."""
 
 import argparse
 import errno
@@ -62,7 +62,7 @@ def _message(mistake: BaseException) -> str:
 
 
 def make_parser(prog: str, description: str) -> Any:
-    """Return the parser of a command, `prog` being its name as typed; its options are added later.
+    """Return the parser of a command, without options; `prog` is the command's name as typed.
 
     Raises:
         DependencyError: jsonargparse is not installed.
@@ -75,7 +75,7 @@ def make_parser(prog: str, description: str) -> Any:
 
 
 def add_model_options(parser: Any) -> None:
-    """Add MODEL, or `--model`, and the options of how it is read; see `Parser.model_first`."""
+    """Add MODEL, or `--model`, and the options for reading it; see `Parser.model_first`."""
     parser.model_first = True
     option = parser.add_argument
     option("model", metavar="MODEL", help="a model directory, hub id or GGUF file")
@@ -85,7 +85,7 @@ def add_model_options(parser: Any) -> None:
 
 
 def number_from(least: int) -> Callable[[str | int], int]:
-    """Return the type of an option that is a whole number ≥ `least`."""
+    """Return an argument type for whole numbers ≥ `least`."""
 
     def number(text: str | int) -> int:  # jsonargparse calls it with the default, too
         if not str(text).isdecimal() or int(text) < least:

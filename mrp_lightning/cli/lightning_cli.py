@@ -48,12 +48,12 @@ class LightningParser(Parser, LightningArgumentParser):
 class PruningCLI(LightningCLI):
     """`fit`, `validate`, `test` and `predict` of a `CausalLM` on a `TextDataModule`.
 
-    Where `model` or `data` has a `class_path`, it is any LightningModule or LightningDataModule. A
-    model of the user's without `data` brings its own dataloaders.
+    With a `class_path`, `model` or `data` can be any LightningModule or LightningDataModule. A
+    user's own model without `data` must bring its own dataloaders.
 
     Args:
-        args: The command line; `None` is that of the process.
-        run: Whether the command is run, or only configured.
+        args: The command line; `None` means that of the process.
+        run: Whether to run the command, or only to configure it.
     """
 
     def __init__(self, args: list[str] | None = None, *, run: bool = True) -> None:
@@ -99,11 +99,11 @@ class PruningCLI(LightningCLI):
         return self.config.get(self.config.get("subcommand") or "", self.config).get(key)
 
     def before_instantiate_classes(self) -> None:
-        """Refuse a run without a result before a model is loaded, and choose the text.
+        """Check that the run has a result, before a model is loaded, and choose the text.
 
         Raises:
-            OptionError: This machine has no such accelerator; `predict` would prune nothing or save
-                nothing; text is given in two ways at one place.
+            OptionError: This machine lacks the accelerator; `predict` would prune nothing or save
+                nothing; or one place gives text in two ways.
         """
         require_accelerator(self._value("trainer.accelerator"))
         if self.config.get("subcommand") == "predict":
@@ -112,17 +112,17 @@ class PruningCLI(LightningCLI):
             self._choose_text(self._value("data"))
 
     def _require_result(self) -> None:
-        """Refuse a `predict` that prunes nothing, or discards the pruned model."""
+        """Raise for a `predict` that prunes nothing, or discards the pruned model."""
         trainer = self._value("trainer")
         if not trainer.callbacks:
             raise OptionError(_NO_PRUNING)
-        if not isinstance(trainer.callbacks, list):  # whose errors jsonargparse hides behind others
+        if not isinstance(trainer.callbacks, list):  # else jsonargparse reports its own errors
             trainer.callbacks = [trainer.callbacks]
         for callback in trainer.callbacks:
             arguments = callback.get("init_args", {})
             prunes = {"sparsity", "pattern", "save_dir"} <= {*arguments.keys()}
             if prunes and arguments["save_dir"] is None and not trainer.fast_dev_run:
-                _make(callback)  # what is wrong with what is given comes first
+                _make(callback)  # raises first if other arguments are wrong
                 raise OptionError(
                     "`trainer.callbacks.save_dir`: `predict` would prune the model and keep "
                     "nothing of it. Add `--trainer.callbacks.save_dir=DIR`, or "
@@ -130,9 +130,9 @@ class PruningCLI(LightningCLI):
                 )
 
     def _choose_text(self, data: Namespace) -> None:
-        """Let the text that is given last win over that of other files, as any other option.
+        """Let the last text override those of earlier files, as for any other option.
 
-        Texts that are given at the same place contradict each other, and are refused.
+        Two texts at the same place contradict each other, and raise.
         """
         options = [*self._arguments, *self.parser.defaults_given]  # type: ignore[attr-defined]
         paths = ["", *(f"{option.path}." for option in options)]
@@ -176,7 +176,7 @@ class PruningCLI(LightningCLI):
             rank_zero_warn(f"{source} is read-only: the perplexity will not be recorded there.")
 
     def before_predict(self) -> None:
-        """Refuse to run a model over the data without a result.
+        """Check that running the model over the data has a result.
 
         Raises:
             OptionError: No callback prunes.

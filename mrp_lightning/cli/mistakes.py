@@ -1,4 +1,4 @@
-"""Explain a mistake on a command line in one line, with its origin and the nearest name."""
+"""Explain mistakes on a command line in one line, with their origin and the nearest name."""
 
 import inspect
 import re
@@ -17,28 +17,28 @@ from mrp_lightning.upstream.other_names import options_of
 
 _MODULES = (
     "mrp_lightning.callbacks",
-    "callbacks",  # the same by a shorter name, unless a folder of the user's has it
+    "callbacks",  # the short name, unless a user's folder has it
     "lightning.pytorch.callbacks",
     "lightning.pytorch.loggers",
 )
-"""The modules whose classes a configuration may name; of two equal names the later is suggested."""
+"""The modules whose classes a configuration may name; of equal names, the last is suggested."""
 _WORDS = {int: "a whole number", float: "a number", str: "text", type(None): "null"}
 
 
 def explain(message: str, options: Mapping[str, Any], arguments: Sequence[Argument]) -> str:
-    """Return the mistake that jsonargparse's message is about, or the message with its origin.
+    """Return an explanation of jsonargparse's message, or the message with its origin.
 
     Args:
-        message: The message, whose words name the options that it is about.
+        message: The message, which contains the names of the options that it concerns.
         options: The types of all options by dotted key.
-        arguments: All that was given.
+        arguments: All arguments of the command line and its files.
     """
     named = {word.strip(".-") for word in re.findall(r"[\w.-]+", message)}
     for argument, name, problem in _mistakes(options, arguments):
         if name in named or any(word.startswith(f"{name}.") for word in named):
             return f"{argument.origin}{problem}"
     text = " ".join(message.split())
-    text = text if len(text) < 300 else message  # the reasons of several types have lines
+    text = text if len(text) < 300 else message  # for a union, the reasons fill several lines
     missing = named - {argument.leaf for argument in arguments}
     for argument in arguments:
         is_known = {argument.path, argument.leaf} & {*named, *options}
@@ -66,7 +66,7 @@ def _mistakes(
 ) -> Iterator[tuple[Argument, str, str]]:
     """Yield each argument that does not exist or has a wrong type, its name, and the problem."""
     groups = {name.rpartition(".")[0] for name in options if not name.endswith(".help")}
-    classes: dict[str, Any] = {}  # by the option that takes an object
+    classes: dict[str, Any] = {}  # by option: the class of the object that it takes
     for argument in arguments:
         path = argument.path
         above = [path[: dot.start()] for dot in re.finditer(r"\.", path)]
@@ -115,7 +115,7 @@ def _wrong_value(argument: Argument, kind: Any) -> str:
     """Return the problem of a value that is not of its type, else ""."""
     path, value = argument.path, argument.value
     (item, *_) = get_args(kind) if get_origin(kind) is list else (None,)
-    if inspect.isclass(item) and issubclass(item, PathLike):  # relative to the file that names it
+    if inspect.isclass(item) and issubclass(item, PathLike):  # relative to its file
         is_missing = value and not Path(Path(argument.file).parent, value).is_file()
         return f"`{path}`: there is no file {value}." if is_missing else ""
     words = list(dict.fromkeys(_words(kind)))
@@ -153,7 +153,7 @@ def _words(kind: Any) -> Iterator[str]:
 
 
 def _class(path: str) -> tuple[Any, str, list[str]]:
-    """Return a class or `None`, the reason why its module has no import, and similar classes."""
+    """Return a class or `None`, the reason why it cannot be imported, and similar names."""
     module, _, name = path.rpartition(".")
     modules = [import_module(known) for known in _MODULES]
     if module:
@@ -175,7 +175,7 @@ def _class(path: str) -> tuple[Any, str, list[str]]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a hint: the known name that is nearest by its last part, or all of them."""
+    """Return a hint: the known name whose last part is nearest, or all known names."""
     leaves = {key.rpartition(".")[2]: key for key in known}
     if not leaves:
         return "Name one that Python finds from here."

@@ -1,4 +1,4 @@
-"""The parser of every command line: jsonargparse's, which reports a mistake in one line."""
+"""The parser of all command lines: jsonargparse's, with mistakes reported in one line."""
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,20 +12,21 @@ from mrp_lightning.cli.mistakes import explain, nearest, unknown_key
 from mrp_lightning.errors import ArgumentError, OptionError
 from mrp_lightning.upstream.other_names import option_named, options_of
 
-# The documentation of attributes, which `Settings` has, takes half a second: for help only.
+# Reading attribute docstrings, which `Settings` has, takes half a second: for help only.
 _WANTS_HELP = any(arg == "-h" or "help" in arg for arg in sys.argv)
 set_parsing_settings(docstring_parse_attribute_docstrings=_WANTS_HELP)
 
 
 class Parser(ArgumentParser):
-    """jsonargparse's parser, which raises a mistake instead of printing the usage.
+    """jsonargparse's parser, but mistakes raise an error instead of printing the usage.
 
-    Options are not abbreviated: a short form of one option today may fit two tomorrow. They may be
-    written with underscores, as in Python and YAML, in place of dashes.
+    Options cannot be abbreviated, since an abbreviation may become ambiguous in a later version.
+    They may be written with underscores, as in Python and YAML, in place of dashes.
 
     Attributes:
-        defaults_given: Arguments of an object that is parsed without a command line; for messages.
-        model_first: Whether the first word is a model, which `--model` may name, too.
+        defaults_given: Arguments of an object that is parsed without a command line, for messages.
+        model_first: Whether the first positional argument is the model, as an alternative to
+            `--model`.
     """
 
     defaults_given: Sequence[Argument] = ()
@@ -39,7 +40,7 @@ class Parser(ArgumentParser):
         """Parse a command line, and keep its arguments for messages.
 
         Raises:
-            OptionError: There is a mistake in it, or in one of its YAML files.
+            OptionError: The command line or one of its YAML files has a mistake.
         """
         options = options_of(self)
         args = [_dashed(arg, options) for arg in (sys.argv[1:] if args is None else args)]
@@ -55,7 +56,7 @@ class Parser(ArgumentParser):
 
     @contextmanager
     def options_in_errors(self) -> Iterator[None]:
-        """Name the argument of an error that the block raises by its option, such as `--out`."""
+        """Replace the argument in errors of this context by its option, such as `--out`."""
         try:
             yield
         except ArgumentError as error:
@@ -64,19 +65,19 @@ class Parser(ArgumentParser):
             raise
 
     def refuse_unknown(self) -> None:
-        """Refuse keys of YAML files that are no option.
+        """Raise for keys of YAML files that are no options.
 
-        jsonargparse reports unknown keys with a value, but drops empty ones, such as `{}`.
+        jsonargparse reports unknown keys with a value, but ignores empty ones, such as `{}`.
 
         Raises:
-            OptionError: There is one.
+            OptionError: There is such a key.
         """
         if problem := unknown_key(options_of(self), self._arguments):
             raise OptionError(problem)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Raise the mistake with its origin and the nearest name."""
-        if not self.exit_on_error:  # a parser inside another one, which reports
+        """Raise an `OptionError` with the origin of the mistake and the nearest name."""
+        if not self.exit_on_error:  # an inner parser, whose outer parser reports
             super().error(message, ex)
         parser = getattr(ex, "subcommand_parser", None) or self
         types = options_of(parser).items()
@@ -86,7 +87,7 @@ class Parser(ArgumentParser):
 
 
 def _refuse_others(args: Sequence[str], options: Mapping[str, Any]) -> None:
-    """Refuse an option that there is not, and name the nearest one."""
+    """Raise for an option that does not exist, with the nearest name."""
     names = [arg.partition("=")[0] for arg in args if arg.startswith("--")]
     known = [option for option in options if option.startswith("--")]
     for name in names:
@@ -95,7 +96,7 @@ def _refuse_others(args: Sequence[str], options: Mapping[str, Any]) -> None:
 
 
 def _dashed(arg: str, options: Mapping[str, Any]) -> str:
-    """Return a word of a command line, with dashes in an option that is not known otherwise."""
+    """Return a word of a command line, with dashes for underscores in an option if need be."""
     name, equals, value = arg.partition("=")
     dashed = name.replace("_", "-")
     return f"{dashed}{equals}{value}" if name not in options and dashed in options else arg

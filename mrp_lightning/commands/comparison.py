@@ -53,21 +53,21 @@ def prune_and_compare(
 ) -> str | None:
     """Evaluate a model, prune it, save it, evaluate it again, convert it, and print the results.
 
-    All that can be wrong with the arguments and the text is checked before the first evaluation.
+    Arguments and text are checked before the first evaluation.
 
     Args:
         source: The arguments of the `CausalLM`.
-        text: The arguments of the `TextDataModule`: a tenth of files is held out. Without files the
-            model calibrates on text that it writes itself, and is evaluated on the source of
-            Python's standard library.
+        text: The arguments of the `TextDataModule`; a tenth of files is held out. Without files,
+            the model is calibrated on text that it writes itself, and evaluated on the source code
+            of Python's standard library.
         pruning: The arguments of the `PruningCallback`, with `save_dir`.
-        conversions: What else is made of the pruned model.
+        conversions: The conversions of the pruned model to other formats.
         windows: The largest number of windows to evaluate on.
         accelerator: The accelerator, as Lightning names it.
         console: The console for progress and results.
 
     Returns:
-        Why the result is of no use, `None` if it may be of some.
+        The reason why the result is of no use, `None` if it may be useful.
     """
     require_accelerator(accelerator)
     prune = PruningCallback(**pruning)
@@ -109,10 +109,10 @@ def prune_and_compare(
         )
         writing = Estimate(0.0, 0)
         if not has_files:
-            model.to(trainer.strategy.root_device)  # from where the evaluation has taken it
+            model.to(trainer.strategy.root_device)  # the evaluation left it on the CPU
             cutter = Cutter(model.tokenizer, data.sequence_length)
             writing = estimate_writing(model.model, cutter, data.seed, data.num_samples)
-        evaluating = Estimate(held_out.seconds, 0)  # once more, when it is pruned
+        evaluating = Estimate(held_out.seconds, 0)  # the second evaluation, of the pruned model
         console.print(_announcement(expected.after(writing).after(evaluating), writing))
         model.to(trainer.strategy.root_device)
         sizes = [Size.of(model)]
@@ -134,7 +134,7 @@ def prune_and_compare(
         for conversion in conversions:
             size = conversion.convert(prune.save_dir)
             table.add_row(str(conversion.out), "", "", "", *size.cells(), "")
-    finally:  # the model is pruned and saved, even if it cannot be converted
+    finally:  # also if a conversion fails: the pruned model is saved
         console.print(table)
         console.print(f"Evaluated on {held_out.described(dense)}.")
     return _why_useless(_ratio(dense, pruned), prune.report)
@@ -142,12 +142,12 @@ def prune_and_compare(
 
 @dataclass(frozen=True)
 class Conversion:
-    """A command that makes something else of a pruned model.
+    """A command that converts a pruned model.
 
     Attributes:
         command: The name of the command.
-        out: The directory or file that it writes.
-        options: Its options after the directory of the model.
+        out: The directory or file that the command writes.
+        options: The options of the command after the directory of the model.
     """
 
     command: str
@@ -155,7 +155,7 @@ class Conversion:
     options: Sequence[str]
 
     def check(self) -> None:
-        """Refuse, before any work, an output that the command will refuse after it."""
+        """Raise, before any work, for an output that the command would refuse afterwards."""
         is_file = self.out.suffix == ".gguf"
         is_there = self.out.exists() and (is_file or any(self.out.iterdir()))
         if is_there and "--overwrite" not in self.options:
@@ -165,7 +165,7 @@ class Conversion:
             )
 
     def convert(self, directory: Path) -> "Size":
-        """Run the command, and return the size and the speed of what it wrote."""
+        """Run the command, and return the size and the speed of its result."""
         command_named(self.command)([str(directory), "--out", str(self.out), *self.options])
         if self.out.is_file():
             return Size(self.out.stat().st_size)
@@ -173,19 +173,19 @@ class Conversion:
         num_bytes = sum(file.stat().st_size for file in files)
         try:
             packed = CausalLM(str(self.out))
-        except ArgumentError:  # a format of other engines, which alone run it
+        except ArgumentError:  # a format that only other engines run
             return Size(num_bytes)
         return replace(Size.of(packed), num_bytes=num_bytes)
 
 
 @dataclass(frozen=True)
 class Size:
-    """The cost of keeping and running a model.
+    """The cost of storing and running a model.
 
     Attributes:
-        num_bytes: The bytes of its weights.
-        ms_a_token: Milliseconds for each token that it generates, one text at a time, each step by
-            Python; `None` where that cannot be measured here.
+        num_bytes: The bytes of the model's weights.
+        ms_a_token: Milliseconds per generated token, for one text at a time, uncompiled; `None` if
+            it cannot be measured here.
     """
 
     num_bytes: int
@@ -193,7 +193,7 @@ class Size:
 
     @classmethod
     def of(cls, module: CausalLM) -> "Size":
-        """Measure a model on its device, by a few tokens."""
+        """Measure a model on its device by generating a few tokens."""
         model: Any = module.model
         num_bytes = sum(parameter.nbytes for parameter in model.parameters())
         times = _Times()
@@ -217,7 +217,7 @@ class Size:
 
 
 class _Times(BaseStreamer):
-    """Records the time of each token that is generated, the prompt first."""
+    """A streamer that records the time of the prompt and of each generated token."""
 
     def __init__(self) -> None:
         self.seen: list[float] = []
@@ -234,16 +234,16 @@ _TIMED_TOKENS = 10
 
 @dataclass
 class _HeldOut:
-    """The windows that a model is evaluated on, the same before and after it is pruned."""
+    """The held-out windows on which a model is evaluated, before and after it is pruned."""
 
     name: str
     windows: Windows
     batch_size: int
-    seconds: float = 0.0  # of the last evaluation
+    seconds: float = 0.0  # duration of the last evaluation
 
     @classmethod
     def of(cls, data: TextDataModule, most: int) -> "_HeldOut":
-        """Read the held-out text or the standard library, and take at most so many windows."""
+        """Read at most `most` windows of the held-out text or the standard library."""
         loader = data.test_dataloader()
         assert isinstance(loader, DataLoader)
         assert isinstance(loader.dataset, Windows)
@@ -267,21 +267,21 @@ class _HeldOut:
         return scores
 
     def described(self, scores: Scores) -> str:
-        """Return the text and its size in words."""
+        """Describe the text and its size."""
         count = len(self.windows)
         windows = f"{count} window{'s' * (count != 1)}"
         return f"{windows} of {scores['context']} tokens of the {self.name}"
 
 
 class _Clock(Callback):
-    """Measures how long the batches of a `test` take."""
+    """Measures the seconds of a `test`, without reading the text."""
 
     def on_test_start(self, *_: Any) -> None:
-        """Start after the text was read."""
+        """Start the clock once the text has been read."""
         self._start = time.perf_counter()
 
     def on_test_end(self, *_: Any) -> None:
-        """Stop when the model has run on all batches."""
+        """Stop the clock when the model has run on all batches."""
         self.seconds = time.perf_counter() - self._start
 
 
@@ -325,7 +325,7 @@ def _announcement(expected: Estimate, writing: Estimate) -> str:
 def _table(
     dense: Scores, pruned: Scores, prune: PruningCallback, sizes: Sequence[Size], seconds: float
 ) -> Table:
-    """Return the results of both models; `seconds` are those of the pruning with all it writes."""
+    """Return a table of both models; `seconds` is the time of pruning and writing."""
     report = prune.report
     assert report is not None
     totals = report.totals
@@ -344,7 +344,7 @@ def _table(
         number(_ratio(dense, pruned)),
         share,
         *sizes[1].cells(),
-        roughly(max(seconds, totals["seconds"])),  # those of an interrupted run count, too
+        roughly(max(seconds, totals["seconds"])),  # includes interrupted runs
     )
     return table
 
@@ -353,23 +353,23 @@ def _ratio(dense: Scores, pruned: Scores) -> float:
     return (pruned["perplexity"] or math.inf) / (dense["perplexity"] or math.inf)
 
 
-_DESTROYED = 3.0
-"""A ratio of perplexities from which on a model is of little use."""
-_SEEN = 0.001
-"""The fraction of a model's weights whose removal nobody notices."""
+_USELESS_RATIO = 3.0
+"""The ratio of perplexities above which a pruned model is of little use."""
+_LEAST_REMOVED = 0.001
+"""The fraction of removed weights below which a pruning has no benefit."""
 
 
 def _why_useless(ratio: float, report: PruningReport) -> str | None:
-    """Return why a pruned model is of no use, `None` if it may be of some."""
+    """Return why a pruned model is of no use, `None` if it may be useful."""
     totals = report.totals
-    if not ratio < _DESTROYED:
+    if not ratio < _USELESS_RATIO:
         return (
             f"The perplexity is {number(ratio)} times that of the dense model, which is of little "
             "use. Remove less (a lower `--sparsity`, or more bits), or lose less: `--recipe best` "
             "and calibration `--text` that is like yours."
         )
     is_changed = report.narrowed or report.config.get("bits") or report.config.get("grid")
-    if not is_changed and totals["removed"] < _SEEN * totals["model_weights"]:
+    if not is_changed and totals["removed"] < _LEAST_REMOVED * totals["model_weights"]:
         return (
             f"Of {totals['model_weights']:,} weights {totals['removed']:,} are removed, which "
             "makes the model neither smaller nor faster. `--sparsity 0.5` removes half of them."

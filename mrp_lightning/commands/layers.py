@@ -1,7 +1,8 @@
-"""`mrp-lightning layers MODEL`: what would be pruned, before any work.
+"""`mrp-lightning layers MODEL`: list the layers that would be pruned.
 
-The model is built from its configuration on the meta device: no weights are read or allocated, so
-that a model of any size is listed in seconds. Blocks and layers are those of the callback's plan.
+The model is built from its configuration on the meta device, without reading or allocating weights,
+so that a model of any size is listed in seconds. Blocks and layers are those of the callback's
+plan.
 """
 
 import json
@@ -48,21 +49,20 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Listing:
-    """The content of what `layers --json` prints.
+    """The output of `layers --json`.
 
     Attributes:
-        model: What was asked for.
-        model_class: The class that was built.
-        pattern: What the layers would be pruned to; `None` if not given.
-        quantization: How the checkpoint is quantized, `None` for a dense one. `predict` needs dense
-            weights.
+        model: The model as the user named it.
+        model_class: The class of the model.
+        pattern: The pattern of the pruning; `None` if not given.
+        quantization: The quantization of the checkpoint, `None` for a dense one. `predict` needs
+            dense weights.
         blocks: Names and classes of the repeated blocks.
-        layers: What would be pruned, in the order of the model.
-        skipped: What would stay dense.
-        totals: `layers`, `parameters` (in them), `removed` (of those, to the pattern),
-            `model_parameters`, `fraction_of_model` (parameters / model_parameters), `skipped`
-            (parameters in the weights left out) and `vectors` (norms, biases). What is tied counts
-            once.
+        layers: The layers that would be pruned, in the order of the model.
+        skipped: The weights that would stay dense.
+        totals: Numbers of `layers`, of their `parameters`, of parameters `removed` by the pattern,
+            `model_parameters`, `fraction_of_model` (parameters / model_parameters), parameters in
+            `skipped` weights, and in `vectors` (norms, biases). Tied weights count once.
         format_version: Raised when a key changes its meaning.
     """
 
@@ -87,7 +87,7 @@ def main(args: Sequence[str] | None = None) -> None:
     pattern = None
     if options.pattern is not None or options.sparsity is not None:
         pattern = make_pattern(options.sparsity, options.pattern)
-    # Only now: they load transformers, which help and a wrong option need not wait for.
+    # Imported late, since help and wrong options need not wait for transformers.
     from mrp_lightning.models.checkpoint import build_without_weights, stored_names
     from mrp_lightning.models.gguf import located
     from mrp_lightning.models.integrity import larger
@@ -109,13 +109,13 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def list_layers(model: nn.Module, source: str, pattern: Pattern | None, **choices: Any) -> Listing:
-    """List the layers of a model that `make_plan` would prune, and all else that it holds.
+    """List the layers of a model that `make_plan` would prune, and all its other weights.
 
     Args:
-        model: On any device.
-        source: Where it comes from.
-        pattern: What to prune to; `None` is any.
-        **choices: See `make_plan`, also for the errors.
+        model: The model, on any device.
+        source: The name of the model, for the listing.
+        pattern: The pattern of the pruning; `None` for any.
+        **choices: Arguments of `make_plan`, which documents the errors, too.
     """
     plan = make_plan(model, pattern or Unstructured(0.5), allow_meta=True, **choices)
     places = [(block.name, layer) for block in plan.blocks for layer in plan.layers[block.name]]
@@ -153,7 +153,7 @@ def list_layers(model: nn.Module, source: str, pattern: Pattern | None, **choice
 
 
 def print_listing(listing: Listing) -> None:
-    """Print the listing as tables, in which blocks that are alike share a row."""
+    """Print the listing as tables; blocks that differ only in their numbers share a row."""
     console = Console(width=None if sys.stdout.isatty() else 160)
     classes = sorted({block["class"] for block in listing.blocks})
     where = f"{len(listing.blocks)} blocks ({', '.join(classes)})" if classes else "no blocks"

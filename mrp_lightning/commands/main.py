@@ -1,4 +1,4 @@
-"""The command line: LightningCLI (`predict` prunes, `test` gives perplexity), and what it lacks."""
+"""The command line: LightningCLI's commands (`predict` prunes), and further commands."""
 
 import gc
 import shlex
@@ -22,7 +22,7 @@ _OF_LIGHTNING = {
     "fit": "train a model, or train a pruned one on",
 }
 
-# Each is `main` of a module of this package, loaded when it is asked for.
+# Each is `main` of a module of this package, imported when it is run.
 _COMMANDS = {
     "prune": "prune a model, and compare it with the dense one",
     "layers": "list what would be pruned in a model, and what would not",
@@ -37,31 +37,31 @@ _OF_EXPORT = {
     "generate": ("generate", "let a packed or dense model write, and report its speed"),
     "benchmark": ("benchmark", "time a packed model and its dense form on a CUDA device"),
 }
-"""Modules of the package `export`, each with what its `main` does."""
+"""Commands in modules of the package `export`, with the help text of each `main`."""
 
 GROUP = "mrp_lightning.commands"
 """Group of entry points by which other packages add a command: its `main(args)`."""
 
 
 def main(args: list[str] | None = None) -> None:
-    """Run the command line; a mistake of the user's ends it with one line and status 2.
+    """Run the command line; a user's mistake ends it with one line and status 2.
 
-    SIGTERM ends it with status 143, also where Lightning would say 0.
+    SIGTERM ends it with status 143, even where Lightning would return 0.
     """
     words = sys.argv[1:] if args is None else args
     try:
         with exit_on_mistake():
             _run(words, args)
     except SystemExit as end:
-        if type(end).__name__ == "SIGTERMException":  # of Lightning's loops
+        if type(end).__name__ == "SIGTERMException":  # raised by Lightning's loops
             end.code = ended_by(signal.SIGTERM)
         if args is None and end.code in (ended_by(signal.SIGINT), ended_by(signal.SIGTERM)):
-            gc.freeze()  # Python's last search for garbage may take longer than schedulers wait
+            gc.freeze()  # a final collection may take longer than schedulers wait
         raise
 
 
 def _run(words: list[str], args: list[str] | None) -> None:
-    """Run the command that the first word names, or say which there are."""
+    """Run the command of the first word, or print the list of commands."""
     first = words[0] if words else ""
     if first in ("", "-h", "--help"):
         (sys.stdout if first else sys.stderr).write(_help())
@@ -106,11 +106,11 @@ def _help() -> str:
 
 
 def command_named(name: str) -> Callable[[list[str]], None]:
-    """Return the function that runs a command that is not LightningCLI's.
+    """Return the function that runs a command other than LightningCLI's.
 
     Raises:
-        DependencyError: A folder of the user's hides the package of the command.
-        OptionError: There is none.
+        DependencyError: A user's folder hides the package of the command.
+        OptionError: There is no such command.
     """
     main: Callable[[list[str]], None]
     if name in _COMMANDS:
@@ -140,7 +140,7 @@ def _run_lightning(args: list[str] | None) -> None:
     from mrp_lightning.signals import interruptible, unclaimed_signals
 
     try:
-        # From the first file that is read: a trainer asks for signals between batches only.
+        # From the first file read on, since a trainer handles signals only between batches.
         with interruptible(unclaimed_signals(), at_once=True):
             PruningCLI(args)
     except MisconfigurationException as error:
@@ -149,9 +149,9 @@ def _run_lightning(args: list[str] | None) -> None:
 
 
 def _require_not_hidden(module: str) -> None:
-    """Refuse a folder of the user's that is imported in place of a package that lies beside ours.
+    """Raise if a user's folder would be imported in place of one of our top-level packages.
 
-    `python -m` looks in the working directory first, and `export` is an ordinary name.
+    `python -m` searches the working directory first, and `export` is an ordinary name.
 
     Raises:
         DependencyError: There is such a folder or file.

@@ -24,10 +24,10 @@ _RECIPES: dict[str, dict[str, Any]] = {
     "best": {"method": "JM", "target": "dense", "tuning": True},
     "best_4bit": {"method": "JM", "target": "dense", "tuning": True, "bits": 4},
 }
-"""The arguments of `PruningCallback` by the name of a recipe, as in configs/recipes."""
+"""The arguments of `PruningCallback` of each recipe, as in configs/recipes."""
 
 _COLUMNS = 128
-"""The columns that are chosen together, or as many fewer as the groups of a pattern divide."""
+"""The default block size, reduced to a multiple of the pattern's group."""
 
 _OF_MODEL = ("model", "dtype", "gguf_file", "revision", "trust_remote_code")
 _OF_TEXT = (
@@ -53,7 +53,7 @@ def main(args: list[str]) -> None:
     with parser.options_in_errors():
         settings = _settings(options)
     out = options.save_dir or _default_out(options, settings)
-    # Only now: they load Lightning and transformers, which help and a mistake need not wait for.
+    # Imported late, since help and mistakes need not wait for Lightning and transformers.
     from rich.console import Console
 
     from mrp_lightning.commands.comparison import Conversion, prune_and_compare
@@ -82,7 +82,7 @@ def main(args: list[str]) -> None:
 
 
 def _settings(options: Namespace) -> dict[str, Any]:
-    """Return the arguments of the pruning callback that the options stand for."""
+    """Return the arguments of the pruning callback for the options."""
     if options.method is not None and options.recipe is not None:
         raise OptionError("a recipe has a method. Give either `--recipe` or `--method`.", "recipe")
     settings = {name: getattr(options, name) for name in _SETTINGS}
@@ -100,12 +100,12 @@ def _settings(options: Namespace) -> dict[str, Any]:
         pattern = make_pattern(None, options.pattern)
         if isinstance(pattern, SemiStructured) and _COLUMNS % pattern.group:
             chosen["block_size"] = max(1, _COLUMNS // pattern.group) * pattern.group
-    Settings(**chosen)  # what is wrong with them comes before anything is loaded
+    Settings(**chosen)  # raises for wrong arguments before anything is loaded
     return chosen
 
 
 def _conversions(options: Namespace, out: Path) -> list[tuple[str, Path, list[str]]]:
-    """Return the commands that convert the result, each with its output and other options."""
+    """Return the commands that convert the result: name, output and other options."""
     again = ["--overwrite"] * options.overwrite
     conversions = []
     if options.pack or options.format:
@@ -122,7 +122,7 @@ def _conversions(options: Namespace, out: Path) -> list[tuple[str, Path, list[st
 
 @contextmanager
 def _from_standard_input(files: Sequence[str] | None) -> Iterator[list[str] | None]:
-    """Yield the files, with one of what standard input gives in place of `-`."""
+    """Yield the files, with a temporary file of standard input in place of `-`."""
     if not files or "-" not in files:
         yield list(files) if files else None
         return
@@ -142,9 +142,9 @@ def _default_out(options: Namespace, settings: dict[str, Any]) -> Path:
 
 
 def _next_steps(out: Path, conversions: "Sequence[Conversion]") -> str:
-    """Return what a user may do with a pruned model, as commands."""
+    """Return the next steps with a pruned model, as commands."""
     pruned = shlex.quote(str(out))
-    runs = pruned  # what `generate` runs: a packed copy, if there is one
+    runs = pruned  # the directory for `generate`: a packed copy, if there is one
     lines = [f"The pruned model is in {out}; AutoModelForCausalLM.from_pretrained loads it. Next:"]
     for conversion in conversions:
         result = shlex.quote(str(conversion.out))
@@ -183,11 +183,11 @@ _HELP = {
     "skip_indivisible": "leave layers dense whose columns the pattern does not divide",
     "structure": "neurons, heads or experts: remove these whole, --sparsity of them",
 }
-"""Help on the settings that most users need; that of the others is their own documentation."""
+"""Short help on common settings; the others show their docstrings."""
 
 
 def _add_settings(parser: Any) -> None:
-    """Add an option for each of the `Settings`; none has a value if it is not given."""
+    """Add an option without default for each of the `Settings`."""
     hints = get_type_hints(Settings)
     shown = parser.add_argument_group("what is done, as `Settings` documents it")
     for name in sorted(_SETTINGS, key=lambda name: name not in _HELP):

@@ -12,18 +12,18 @@ _DESCRIPTION = str(Sweep.__doc__).partition("Args:")[0].strip()
 
 
 def main(args: list[str]) -> None:
-    """Make the runs that are not there yet, then write the tables.
+    """Execute the runs that do not exist yet, then write the tables.
 
     Raises:
         OptionError: The sweep, or the configuration of a run, is wrong; before any run.
-        SystemExit: With status 1 if a run failed; the others were made.
+        SystemExit: With status 1 if a run failed; all others have been executed.
     """
     sweep = read_sweep(args)
     require_writable(sweep.out, "out")
-    # Only now: they load Lightning and pandas, which help and a mistake need not wait for.
-    # Lightning before rich: `typing` keeps one of `int | float` and `float | int` for both,
-    # whichever came first in the process, and after rich's Lightning's `limit_test_batches: 1`
-    # would be 1.0, all batches.
+    # Imported late, since help and mistakes need not wait for Lightning and pandas.
+    # Lightning before rich: `typing` caches whichever of `int | float` and `float | int` comes
+    # first in a process for both. With rich's first, Lightning's `limit_test_batches: 1` would
+    # become 1.0, all batches.
     import lightning.pytorch  # noqa: F401
     from rich.console import Console
     from rich.markdown import Markdown

@@ -34,7 +34,7 @@ def main(args: Sequence[str] | None = None) -> None:
     names = [name.strip() for name in options.tasks.split(",") if name.strip()]
     if not names:
         raise OptionError("`--tasks`: expected names of tasks, separated by commas.")
-    # Only now: they load Lightning and transformers, which help and a mistake need not wait for.
+    # Imported late, since help and mistakes need not wait for Lightning and transformers.
     from mrp_lightning.loop.causal_lm import CausalLM
     from mrp_lightning.models.gguf import located
     from mrp_lightning.models.loading import load_config
@@ -43,7 +43,7 @@ def main(args: Sequence[str] | None = None) -> None:
     if options.out is not None:
         _check_writable(options.out)
     if (Path(options.model).expanduser() / NAME).exists():
-        read(Path(options.model).expanduser())  # what cannot be read cannot be added to
+        read(Path(options.model).expanduser())  # raises early if the existing file is damaged
     hub = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
     load_config(options.model, **hub)
     tasks = load_tasks(names, include_path=options.include_path, num_fewshot=options.num_fewshot)
@@ -81,7 +81,7 @@ def print_results(model: str, zeroshot: Mapping[str, Scores]) -> None:
 
 
 def _write(options: Namespace, results: Mapping[str, Any], summary: Mapping[str, Scores]) -> None:
-    """Keep the results, and say where."""
+    """Write the results, and print where."""
     directory = Path(options.model).expanduser()
     is_writable = directory.is_dir() and os.access(directory, os.W_OK)
     if is_writable:
